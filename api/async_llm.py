@@ -177,7 +177,8 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
                 functions with typed parameters.
             tool_choice: "none" shows the model no tools; "required" and `{"name": ...}` make it
                 call one, by a grammar. Tools that are `strict` get arguments of their schemas.
-            parallel_tool_calls: whether a grammar, where there is one, allows several calls.
+            parallel_tool_calls: whether an answer may have several calls; if not, the first one
+                counts.
             add_generation_prompt: whether the prompt ends with the beginning of an answer; None is
                 unless the last message is continued.
             continue_final_message: the model goes on with the last message, of the assistant.

@@ -210,7 +210,7 @@ class Chat:
         tools: that the model may call, as OpenAI's API has them.
         schemas: JSON schemas of the arguments of the tools that the model may call, by name; None
             without tools.
-        calls: that a grammar allows; None leaves the model free.
+        calls: that are allowed; None leaves the model free.
     """
 
     def __init__(
@@ -281,7 +281,7 @@ def _check_flag(name: str, value: Any, type_: Any) -> None:
 
 
 def _call_rules(tools: Sequence[Tool], choice: Any, *, parallel: bool) -> CallRules | None:
-    """Return the calls that a grammar allows; None if the model is free.
+    """Return the calls that are allowed; None if the model is free.
 
     Raises:
         RequestError: the choice is malformed, or there is no such tool.
@@ -291,7 +291,8 @@ def _call_rules(tools: Sequence[Tool], choice: Any, *, parallel: bool) -> CallRu
     if choice == "none":
         return None
     if choice == "auto":
-        return CallRules(strict=strict, parallel=parallel) if strict else None
+        is_free = not strict and (parallel or not tools)
+        return None if is_free else CallRules(strict=strict, parallel=parallel)
     names = [function.name for function in functions]
     if choice == "required":
         if not names:

@@ -162,6 +162,7 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
         *,
         tools: Tools | None = None,
         tool_choice: ToolChoice = "auto",
+        parallel_tool_calls: bool = True,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -179,6 +180,8 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
                 Python functions with typed parameters.
             tool_choice: "none" shows the model no tools; "required" and `{"name": ...}` make it
                 call one, by a grammar. Tools that are `strict` get arguments of their schemas.
+            parallel_tool_calls: whether an answer may have several calls; if not, the first one
+                counts.
             add_generation_prompt: whether the prompt ends with the beginning of an answer; None is
                 unless the last message is continued.
             continue_final_message: the model goes on with the last message, of the assistant.
@@ -201,6 +204,7 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
         chat = Chat(
             tools,
             tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             chat_template_kwargs=chat_template_kwargs,
@@ -287,6 +291,7 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
         *,
         tools: Tools | None = None,
         tool_choice: ToolChoice = "auto",
+        parallel_tool_calls: bool = True,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -298,8 +303,8 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
         """Answer one conversation; iterate over what it returns for outputs as they come.
 
         Args:
-            messages, tools, tool_choice, add_generation_prompt, continue_final_message,
-                chat_template_kwargs: as for `chat`.
+            messages, tools, tool_choice, parallel_tool_calls, add_generation_prompt,
+                continue_final_message, chat_template_kwargs: as for `chat`.
             sampling_params, priority, timeout, tags, cache_salt: as for `stream`.
 
         Raises:
@@ -308,6 +313,7 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
         chat = Chat(
             tools,
             tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             chat_template_kwargs=chat_template_kwargs,

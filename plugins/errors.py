@@ -11,7 +11,8 @@ HardpointError
 │       └── EngineFaultError        its failure ended the engine; also an EngineDeadError
 ├── ModelError              a model cannot be found, read or supported
 ├── RequestError            a request is wrong; nothing else is disturbed
-│   └── OverloadedError         too many requests wait; try again later
+│   ├── OverloadedError         too many requests wait; try again later
+│   └── PromptTooLongError      the prompt has more tokens than the model reads
 ├── EngineClosedError       the engine was closed before the call
 ├── EnginePausedError       the call would wait for ever, since the engine is paused
 ├── EngineTimeoutError      the engine did not answer a utility call in time; it may be busy
@@ -39,6 +40,7 @@ __all__ = [
     "PluginFaultError",
     "PluginLoadError",
     "PluginNotFoundError",
+    "PromptTooLongError",
     "RequestError",
 ]
 
@@ -101,6 +103,18 @@ class RequestError(HardpointError, ValueError):
 
 class OverloadedError(RequestError):
     """The request is valid, but too many wait already; try again later."""
+
+
+class PromptTooLongError(RequestError):
+    """The prompt has more tokens than the model reads; send a shorter one."""
+
+    @classmethod
+    def of(cls, tokens: int, max_model_len: int) -> PromptTooLongError:
+        """Return the error of a prompt, with a message that clients of other servers know."""
+        return cls(
+            f"prompt: the prompt is too long: {tokens} tokens; this model's maximum context length "
+            f"is {max_model_len} tokens, less one to generate"
+        )
 
 
 class EngineClosedError(HardpointError):

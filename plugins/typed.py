@@ -37,6 +37,7 @@ __all__ = [
     "shown",
     "split_setting",
     "suggest",
+    "walk_structs",
 ]
 
 T = TypeVar("T")

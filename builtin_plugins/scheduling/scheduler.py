@@ -25,6 +25,7 @@ from hardpoint.plugins import (
     SchedulingPolicy,
     WaitReason,
 )
+from hardpoint.plugins.errors import PromptTooLongError
 
 from . import wait_reasons
 from .admission import AdmissionOptions, admit_waiting, has_started, poll_blocked
@@ -306,10 +307,7 @@ class DefaultScheduler(Scheduler):
         """Reject a prompt that no step could ever finish."""
         tokens, limits, cache = request.num_prompt_tokens, self._limits, self._tracker.cache
         if tokens >= limits.max_model_len:
-            raise RequestError(
-                f"prompt: expected at most {limits.max_model_len - 1} tokens (max_model_len "
-                f"{limits.max_model_len} less one to generate), got {tokens}"
-            )
+            raise PromptTooLongError.of(tokens, limits.max_model_len)
         needed = self._tracker.blocks_needed(tokens + 1)
         if needed > cache.num_usable_blocks:
             raise RequestError(

@@ -20,7 +20,10 @@ from hardpoint.plugins.errors import (
     EnginePausedError,
     EngineTimeoutError,
     PluginFaultError,
+    PromptTooLongError,
 )
+
+from .field_names import grammar_error
 
 _PATH = re.compile(r"[A-Za-z_][\w.\-/]*(?:\[\d+\][\w.\-/]*)*(?=: )")
 _RETRY_SECONDS = 5
@@ -145,9 +148,10 @@ def answer_error(error: BaseException, retry_after: float = _RETRY_SECONDS) -> A
             headers = {"retry-after": str(max(1, round(retry_after)))}
             return AnswerError(429, for_clients(str(error)), code="overloaded", headers=headers)
         case RequestError():
-            message = for_clients(str(error))
+            message = for_clients(grammar_error(str(error)))
             found = _PATH.match(message)
-            return AnswerError(400, message, param=found[0] if found else None)
+            code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else None
+            return AnswerError(400, message, param=found[0] if found else None, code=code)
         case EngineDeadError():
             return unavailable("the engine has ended; send the request again later")
         case EngineClosedError() | EnginePausedError() | EngineTimeoutError():

@@ -13,9 +13,9 @@ from starlette.responses import Response
 
 from hardpoint.plugins import SamplingParams
 from hardpoint.plugins.server import Route
-from hardpoint.plugins.typed import attribute_docs, schema_components
+from hardpoint.plugins.typed import attribute_docs, schema_components, walk_structs
 
-from .errors import ErrorBody
+from .errors import MESSAGES_PATH, ErrorBody, MessagesErrorBody
 from .service import Service
 
 _REF = "#/components/schemas/"
@@ -37,6 +37,11 @@ _ERRORS = {
     500: "The server or a plugin failed; not to be sent again if x-should-retry is false.",
     503: "The engine is being restarted or the server ends; send it again after Retry-After.",
 }
+_STATES = ("/health", "/ready")
+"""Paths whose answers with 503 say what those with 200 do, and are no errors."""
+
+_METRICS = "/metrics"
+_NULL = {"type": "null"}
 _PARAMETER_TYPES = {"int": "integer", "float": "number"}
 
 
@@ -84,7 +89,11 @@ def openapi_document(
         open_routes: paths that need no key; None if none needs one.
     """
     names, schemas = schema_components(_types(routes), _REF)
+    bodies = (route.request_type for route in routes if route.request_type is not None)
+    asked = {struct for body in bodies for struct in walk_structs(body)}
     for type_, name in names.items():
+        if type_ in asked:
+            _allow_null(schemas[name])
         _add_treatment(schemas[name], type_)
     untagged = {_REF + n for type_, n in names.items() if getattr(type_, "tag_is_optional", False)}
     _drop_discriminators(schemas, untagged)
@@ -102,12 +111,27 @@ def openapi_document(
 
 
 def _types(routes: Iterable[Route]) -> list[type[msgspec.Struct]]:
-    found: dict[type[msgspec.Struct], None] = {ErrorBody: None}
+    found: dict[type[msgspec.Struct], None] = {ErrorBody: None, MessagesErrorBody: None}
     for route in routes:
         for type_ in (route.request_type, route.response_type):
             if type_ is not None:
                 found[type_] = None
     return list(found)
+
+
+def _allow_null(schema: dict[str, Any]) -> None:
+    """Let fields that may be left out be null too, which is the same."""
+    properties: dict[str, dict[str, Any]] = schema.get("properties", {})
+    for name, content in properties.items():
+        if name in schema.get("required", ()) or content.get("type") == "null":
+            continue
+        about: dict[str, Any] = {
+            key: content[key] for key in ("description", "default") if key in content
+        }
+        rest = {key: value for key, value in content.items() if key not in about}
+        options = rest["anyOf"] if set(rest) == {"anyOf"} else [rest]
+        if rest and _NULL not in options:
+            properties[name] = {"anyOf": [*options, _NULL], **about}
 
 
 def _add_treatment(schema: dict[str, Any], type_: type[msgspec.Struct]) -> None:
@@ -199,6 +223,8 @@ def _operation(route: Route, names: Mapping[type[msgspec.Struct], str]) -> dict[
     answer: dict[str, Any] = {"description": "The answer."}
     if route.response_type is not None:
         answer["content"] = content(route.response_type)
+    elif route.path == _METRICS:
+        answer["content"] = {"text/plain": {"schema": {"type": "string"}}}
     operation: dict[str, Any] = {"summary": route.summary or route.path}
     if parameters := [_parameter(name, kind) for name, kind in _PARAMETER.findall(route.path)]:
         operation["parameters"] = parameters
@@ -207,10 +233,14 @@ def _operation(route: Route, names: Mapping[type[msgspec.Struct], str]) -> dict[
         if "stream" in route.request_type.__struct_fields__ and "content" in answer:
             answer["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     operation["responses"] = {"200": answer}
+    is_messages = route.path == MESSAGES_PATH or route.path.startswith(f"{MESSAGES_PATH}/")
+    error = content(MessagesErrorBody if is_messages else ErrorBody)
     for status, meaning in _ERRORS.items():
         response: dict[str, Any] = {"description": meaning}
-        if status != 503 or route.request_type is not None:  # /health has a body of its own then
-            response["content"] = content(ErrorBody)
+        if status != 503 or route.request_type is not None:
+            response["content"] = error
+        elif route.path in _STATES and "content" in answer:
+            response["content"] = answer["content"]
         operation["responses"][str(status)] = response
     return operation
 

@@ -322,11 +322,12 @@ class Service:
             )
         raise _restarting()
 
-    def check_prompt(self, *parts: Any) -> None:
+    def check_prompt(self, *parts: Any, name: str = "prompt") -> None:
         """Check the sizes of a prompt and its tools, before anything is made of them.
 
         Args:
             parts: texts, messages and tools.
+            name: of the field that has them.
 
         Raises:
             RequestError: they have more characters than the server allows.
@@ -338,7 +339,7 @@ class Service:
             limit = _CHARACTERS_PER_TOKEN * length
         if (size := sum(map(_characters, parts))) > limit:
             raise RequestError(
-                f"prompt: expected at most {limit} characters on this server, got {size}"
+                f"{name}: expected at most {limit} characters on this server, got {size}"
             )
 
     def extras(self, call: Call, asked: Any) -> dict[str, Any]:

@@ -255,7 +255,8 @@ class Frontend:
             self._warn_of_priority(self._policy_ignoring_priority)
         n = request.params.n if request.pooling_params is None else 1
         internal_id = self._internal_id(request_id, n)
-        parent = ParentRequest(request_id, internal_id, n, sink)
+        parallel = extras.calls is None or extras.calls.parallel
+        parent = ParentRequest(request_id, internal_id, n, sink, parallel)
         children = parent.children(request)
         if self._received_hook is not None:
             children = [self._received_hook(child) for child in children]

@@ -19,6 +19,7 @@ from hardpoint.plugins import (
     Tokenizer,
     typed,
 )
+from hardpoint.plugins.errors import PromptTooLongError
 from hardpoint.plugins.read_only import read_only
 
 from .plugin_arguments import CallRules, PluginArguments
@@ -223,12 +224,8 @@ class InputProcessor:
             token_ids = self.tokenise(given.text)
         if not token_ids:
             raise RequestError("prompt: expected at least one token, got an empty prompt")
-        longest = self._max_model_len - 1
-        if len(token_ids) > longest:
-            raise RequestError(
-                f"prompt: expected at most {longest} tokens (max_model_len {self._max_model_len} "
-                f"less one to generate), got {len(token_ids)}"
-            )
+        if len(token_ids) >= self._max_model_len:
+            raise PromptTooLongError.of(len(token_ids), self._max_model_len)
         return token_ids
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import secrets
@@ -339,6 +340,9 @@ def _has_key(value: Any, key: str) -> bool:
     return False
 
 
+_OF_CALLS = (ToolCallBegin, ToolCallArguments, ToolCallEnd, MalformedText)
+
+
 class OutputParts:
     """Gathers what a parser finds in one completion, for its outputs.
 
@@ -347,14 +351,18 @@ class OutputParts:
         has_calls: whether there is a complete tool call.
     """
 
-    def __init__(self, state: OutputState, *, delta: bool) -> None:
+    def __init__(self, state: OutputState, *, delta: bool, parallel: bool = True) -> None:
         """Begin.
 
         Args:
             state: of the completion's output.
             delta: whether each output has only what is new.
+            parallel: whether there may be several calls; if not, those after the first complete one
+                are left out.
         """
-        self._state, self._delta = state, delta
+        self._state, self._delta, self._parallel = state, delta, parallel
+        self._in_extra_call = False
+        self._void: list[int] = []  # indexes of calls that were output and then broke
         self._length = 0  # of the text so far
         self._reasoning: list[str] = []
         self._content: list[str] = []
@@ -406,7 +414,7 @@ class OutputParts:
             self._add(self._state.feed(text))
 
     def _add(self, events: Iterable[OutputEvent]) -> None:
-        for event in events:
+        for event in itertools.filterfalse(self._is_left_out, events):
             match event:
                 case ContentText(text):
                     self._content.append(text)
@@ -424,13 +432,28 @@ class OutputParts:
                         self._void_call()
                     self._content.append(text)
                     self.warning = reason
+                    if self._void:  # a stream cannot take back what it has shown
+                        void = ", ".join(map(str, self._void))
+                        self.warning += f"; void are the calls begun with index {void}"
                 case ToolCallEnd():
                     self.has_calls, self._in_call = True, False
+
+    def _is_left_out(self, event: OutputEvent) -> bool:
+        """Return whether an event belongs to a call after the only one that there may be."""
+        if isinstance(event, ToolCallBegin):
+            self._in_extra_call = self.has_calls and not self._parallel
+        if not self._in_extra_call or not isinstance(event, _OF_CALLS):
+            return False
+        self._in_extra_call = not isinstance(event, ToolCallEnd | MalformedText)
+        return True
 
     def _void_call(self) -> None:
         """Drop the open call, whose text is content; a part that was output stays so."""
         self._in_call = False
-        if not self._calls.pop().shown:
+        call = self._calls.pop()
+        if call.shown:
+            self._void.append(call.index)
+        else:
             self._num_calls -= 1
 
     def pop(self) -> tuple[str | None, str | None, list[ToolCall] | None]:

@@ -68,7 +68,8 @@ class CallRules(typed.Strict):
         required: names of the tools, one of which has to be called; None requires no call.
         strict: names of the tools whose arguments have to fit their schemas, or the request is
             refused. For others, keywords that the grammar backend cannot enforce are left out.
-        parallel: whether there may be several calls.
+        parallel: whether there may be several calls. Where no grammar sees to it, later ones are
+            left out of the output.
     """
 
     required: Annotated[list[str], Meta(min_length=1)] | None = None
@@ -499,6 +500,8 @@ def _constrain_calls(
     """
     parser = parsers.tools
     assert parser is not None, "requests with tools are refused where no parser finds calls"
+    if calls.required is None and not calls.strict:
+        return
     if calls.required is None and request.params.structured is not None:
         return  # the whole answer is what the request says, and has no calls
     if request.params.structured is not None:

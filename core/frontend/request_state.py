@@ -46,6 +46,7 @@ class ParentRequest(msgspec.Struct, eq=False):
         internal_id: unique among live requests.
         n: number of completions.
         sink: gets its outputs; None returns them from the step.
+        parallel_calls: whether a completion may have several tool calls; else the first one counts.
         finished: by index, if there are several.
     """
 
@@ -53,6 +54,7 @@ class ParentRequest(msgspec.Struct, eq=False):
     internal_id: str
     n: int
     sink: OutputSink | None = None
+    parallel_calls: bool = True
     finished: dict[int, CompletionOutput] | None = None
 
     def children(self, request: EngineCoreRequest) -> list[EngineCoreRequest]:
@@ -304,7 +306,9 @@ class RequestState:
         if state is None:
             return
         if self._output is None:
-            self._output = OutputParts(state, delta=self._delta)
+            self._output = OutputParts(
+                state, delta=self._delta, parallel=self.parent.parallel_calls
+            )
         else:
             self._output.resume(state)
         detokenizer.special = parsers.special

@@ -128,6 +128,8 @@ def test_the_choice_says_which_calls_a_grammar_allows():
     one = CallRules(required=["exact"], strict=["exact"], parallel=False)
     assert Chat([WEATHER, strict], {"name": "exact"}).calls == one
     assert Chat([WEATHER, strict], named).calls == one
+    assert Chat([WEATHER], parallel_tool_calls=False).calls == CallRules(parallel=False)
+    assert Chat(None, parallel_tool_calls=False).calls is None
 
 
 def test_parts_of_content_are_joined():

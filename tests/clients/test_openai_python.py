@@ -14,7 +14,7 @@ from hardpoint.plugins import OverloadedError, RequestError
 from hardpoint.plugins.errors import EngineDeadError, PluginFaultError
 from hardpoint.plugins.server import Authenticator, Client
 
-ENDED = "the engine has ended; send the request again later"
+ENDED = "the engine is being restarted; send the request again"
 """What clients are told of an engine that died; the log says the rest."""
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from hardpoint.builtin_plugins.server.errors import AnswerError, answer_error, for_clients
+from hardpoint.builtin_plugins.server.field_names import is_of_grammar
 from hardpoint.builtin_plugins.server.operations.traffic import count_tokens_of
 from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput, Tokenizer
 
@@ -35,28 +36,40 @@ class Usage(msgspec.Struct, omit_defaults=True):
     completion_tokens_details: CompletionDetails | None = None
 
 
+Encode = Callable[..., Awaitable[Sequence[int]]]
+
+
 class UsageCount:
-    """Counts the tokens of a request as its outputs come."""
+    """Counts the tokens of a request as its outputs come.
+
+    Attributes:
+        prompt_tokens: of all prompts.
+        completion_tokens: of all completions.
+        finish_reasons: of the completions that ended.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Start at zero."""
         self._tokenizer = tokenizer
+        self.prompt_tokens = 0
         self.completion_tokens = 0
         self.finish_reasons: list[str] = []
-        self._prompts: dict[int, tuple[int, int]] = {}
-        self._reasoning: list[str] = []
+        self._cached: dict[int, int] = {}  # tokens by prompt
+        self._cached_tokens = 0
+        self._reasoning_tokens = 0
+        self._reasoning: list[str] = []  # whose tokens are not counted yet
         count_tokens_of(self)
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
-        return sum(tokens for tokens, _ in self._prompts.values())
 
     def add(self, output: RequestOutput, prompt: int = 0) -> None:
         """Count an output that holds what is new, of one of several prompts."""
+        known = self._cached.get(prompt)
         cached = output.num_cached_tokens
-        before = self._prompts.get(prompt, (0, 0))[1]
-        self._prompts[prompt] = len(output.prompt_token_ids), before if cached is None else cached
+        if known is None:
+            self.prompt_tokens += len(output.prompt_token_ids)
+            self._cached[prompt] = known = 0
+        if cached is not None and cached != known:
+            self._cached[prompt] = cached
+            self._cached_tokens += cached - known
         for completion in output.outputs:
             self.completion_tokens += len(completion.token_ids)
             if completion.reasoning:
@@ -64,20 +77,38 @@ class UsageCount:
             if completion.finish_reason is not None:
                 self.finish_reasons.append(completion.finish_reason)
 
+    async def measure(self, encode: Encode) -> None:
+        """Count the tokens of the reasoning, before `usage`.
+
+        An output's text may lag behind its tokens, so they are those of the text.
+
+        Args:
+            encode: returns the tokens of a text without holding up the event loop; the engine's
+                `tokenise`.
+        """
+        text, self._reasoning = "".join(self._reasoning), []
+        if text:
+            self._reasoning_tokens += len(await encode(text, add_special_tokens=False))
+
     def usage(self, *, whole: bool = True) -> Usage:
         """Return the counts.
 
         Args:
             whole: with details, which are counted at the end alone.
         """
-        prompt = self.prompt_tokens
-        usage = Usage(prompt, self.completion_tokens, prompt + self.completion_tokens)
+        usage = Usage(
+            self.prompt_tokens, self.completion_tokens, self.prompt_tokens + self.completion_tokens
+        )
         if whole:
-            cached = sum(cached for _, cached in self._prompts.values())
-            usage.prompt_tokens_details = PromptDetails(cached)
-            if self._reasoning:
-                ids = self._tokenizer.encode("".join(self._reasoning), add_special_tokens=False)
-                usage.completion_tokens_details = CompletionDetails(len(ids))
+            usage.prompt_tokens_details = PromptDetails(self._cached_tokens)
+            if self._reasoning:  # `measure` was not called
+                text, self._reasoning = "".join(self._reasoning), []
+                ids = self._tokenizer.encode(text, add_special_tokens=False)
+                self._reasoning_tokens += len(ids)
+            if self._reasoning_tokens:
+                # Encoding a text may give more tokens than the model wrote it with.
+                tokens = min(self._reasoning_tokens, self.completion_tokens)
+                usage.completion_tokens_details = CompletionDetails(tokens)
         return usage
 
 
@@ -90,7 +121,7 @@ def check_ended(completion: CompletionOutput) -> None:
     if completion.finish_reason != "error":
         return
     message = completion.error or "the engine gave no reason"
-    if message.startswith("structured."):  # a grammar is compiled while the request waits
+    if is_of_grammar(message):  # which is compiled while the request waits
         raise answer_error(RequestError(message))
     raise AnswerError(
         500,
@@ -130,6 +161,14 @@ def whole_text(completion: CompletionOutput) -> str:
     return "" if text.isspace() and completion.tool_calls else text
 
 
+def engine_id(answer_id: str, asked: str | None) -> str:
+    """Return the id of a request in the engine: its answer's, made unique if the request gave it.
+
+    Any number of requests may give one id.
+    """
+    return answer_id if asked is None else f"{answer_id}-{secrets.token_hex(4)}"
+
+
 def new_id(prefix: str, asked: str | None = None) -> str:
     """Return the id of an answer: what the request asks for, or a random one."""
     return f"{prefix}{asked or secrets.token_hex(12)}"
@@ -164,16 +203,16 @@ def prompt_logprobs(output: RequestOutput) -> list[Any] | None:
 
 
 def likeliest(
-    position: Mapping[int, Logprob], count: int, chosen: int
+    position: Mapping[int, Logprob], count: int, chosen: int | None = None
 ) -> Sequence[tuple[int, Logprob]]:
-    """Return the `count` likeliest tokens of a position, and the chosen one if it is none of them.
+    """Return the `count` likeliest tokens of a position.
 
     Args:
-        chosen: the position's own token.
+        chosen: a token that is added if it is none of them.
     """
     ranked = sorted(position.items(), key=lambda item: -item[1].logprob)
     kept = ranked[:count]
-    if all(token != chosen for token, _ in kept):
+    if chosen is not None and all(token != chosen for token, _ in kept):
         kept.append((chosen, position[chosen]))
     return kept
 

@@ -22,14 +22,17 @@ from .answers import (
     Usage,
     UsageCount,
     check_ended,
+    engine_id,
     finite,
     likeliest,
     new_id,
     prompt_logprobs,
     token_text,
 )
-from .fields import IGNORED, REFUSED, SamplingFields, reasoning_variables
+from .fields import IGNORED, REFUSED, SamplingFields, reasoning_variables, renamed
 from .progress import with_progress
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 DONE = b"data: [DONE]\n\n"
 
@@ -124,6 +127,7 @@ class ChatCompletionRequest(SamplingFields):
 
     ignored: ClassVar[Mapping[str, str]] = {
         **IGNORED,
+        "prompt_cache_options": "cached prompts are found by their content",
         "prediction": "drafts come from the engine's own speculator",
         "store": "nothing is stored",
         "verbosity": "ask for it in the messages",
@@ -133,6 +137,7 @@ class ChatCompletionRequest(SamplingFields):
         "audio": "the model writes text alone",
         "function_call": "use tool_choice",
         "functions": "use tools",
+        "moderation": "there is no moderation",
         "web_search_options": "there are no hosted tools",
     }
 
@@ -143,7 +148,7 @@ class ChatCompletionRequest(SamplingFields):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice | None = None
     parallel_tool_calls: bool = True
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
     include_reasoning: bool = True
     add_special_tokens: Literal[False] = False
     modalities: list[Literal["text"]] | None = None
@@ -152,13 +157,27 @@ class ChatCompletionRequest(SamplingFields):
     chat_template_kwargs: dict[str, Any] | None = None
     echo: bool = False
 
+    @property
+    def limit_field(self) -> str:
+        """The field that has the maximum number of tokens."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    def continued(self) -> str:
+        """Return the text that the answer begins with: of the message that it continues."""
+        if not (self.echo and self.continue_final_message):
+            return ""
+        before = self.messages[-1].content
+        if isinstance(before, list):  # the engine joins parts so, and refuses others
+            return "\n".join(part["text"] for part in before)
+        return before or ""
+
     def tools_and_choice(self) -> tuple[list[dict[str, Any]] | None, Any]:
         """Return the tools, of which members that are null are left out, and the choice.
 
         Raises:
             RequestError: the choice is of a tool that the request does not have.
         """
-        tools = [_without_nulls(tool) for tool in self.tools or ()] or None
+        tools = plain_tools(self.tools)
         choice = self.tool_choice or "auto"
         if isinstance(choice, str):
             return tools, choice
@@ -179,6 +198,11 @@ def _check_known(named: NamedTool, known: Sequence[Any], path: str) -> None:
         raise RequestError(
             f"{path}.function.name: expected one of the tools ({listed}), got {shown(name, 100)}"
         )
+
+
+def plain_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Return tools without their members that are null; None if there are none."""
+    return [_without_nulls(tool) for tool in tools or ()] or None
 
 
 def _without_nulls(tool: dict[str, Any]) -> dict[str, Any]:
@@ -311,18 +335,19 @@ class ChatRoutes:
         call, asked = await self._service.read(request, ChatCompletionRequest)
         model = self._service.model(asked.model)
         answer_id = new_id("chatcmpl-", asked.request_id)
-        outputs = self._outputs(call, asked, answer_id)
+        request_id = engine_id(answer_id, asked.request_id)
+        outputs = renamed(self._outputs(call, asked, request_id), (), asked)
         identity = {"id": answer_id, "created": int(time.time()), "model": model}
         if asked.stream:
             stream = ChatStream(self._service, asked, identity)
             events = stream.events(outputs)
             if asked.wants_progress:
-                events = with_progress(self._service.engine, [answer_id], events, stream.head)
+                events = with_progress(self._service.engine, [request_id], events, stream.head)
             return self._service.stream(call, events, stream.failed)
         return await self._service.answer(request, call, self._whole(asked, identity, outputs))
 
     def _outputs(
-        self, call: Call, asked: ChatCompletionRequest, answer_id: str
+        self, call: Call, asked: ChatCompletionRequest, request_id: str
     ) -> AsyncGenerator[RequestOutput, None]:
         """Return the outputs of a conversation, which begin when they are asked for."""
         engine, limits = self._service.engine, self._service.settings.limits
@@ -339,11 +364,11 @@ class ChatRoutes:
         )
         tools, choice = asked.tools_and_choice()
         messages = [message.plain() for message in asked.messages]
-        self._service.check_prompt(messages, tools)
+        self._service.check_prompt(messages, tools, name="messages")
         return engine.chat(
             messages,
             params,
-            answer_id,
+            request_id,
             tools=tools,
             tool_choice=choice,
             parallel_tool_calls=asked.parallel_tool_calls,
@@ -368,6 +393,7 @@ class ChatRoutes:
                 for completion in output.outputs:
                     check_ended(completion)
                 usage.add(output)
+                await usage.measure(self._service.engine.tokenise)
                 yield ChatCompletion(
                     **identity,
                     object="chat.completion",
@@ -387,9 +413,8 @@ def _choice(completion: CompletionOutput, asked: ChatCompletionRequest) -> Choic
         message.tool_calls = [_whole_call(call) for call in completion.tool_calls]
     elif message.content is None:
         message.content = ""
-    if asked.echo and asked.continue_final_message:
-        before = asked.messages[-1].content
-        message.content = (before if isinstance(before, str) else "") + (message.content or "")
+    if before := asked.continued():
+        message.content = before + (message.content or "")
     return Choice(
         index=completion.index,
         message=message,
@@ -432,7 +457,7 @@ def _position(position: Mapping[int, Logprob], token: int, count: int) -> TokenL
     text = token_text(chosen, token)
     top = [
         TopLogprob(token_text(p, t), finite(p.logprob), list(token_text(p, t).encode()))
-        for t, p in (likeliest(position, count, token) if count else ())
+        for t, p in likeliest(position, count)
     ]
     return TokenLogprob(text, finite(chosen.logprob), list(text.encode()), top)
 
@@ -473,6 +498,7 @@ class ChatStream:
         if transfer is not None:
             yield self.head + b'],"kv_transfer_params":' + self._encode(transfer) + b"}\n\n"
         if options is not None and options.include_usage:
+            await self._usage.measure(self._service.engine.tokenise)
             usage = self._encode(self._usage.usage())
             yield self.head + b'],"usage":' + usage + b"}\n\n"
         yield DONE
@@ -509,11 +535,7 @@ class ChatStream:
         return parts
 
     def _first(self, index: int) -> ChunkChoice:
-        content = ""
-        if self._asked.echo and self._asked.continue_final_message:
-            before = self._asked.messages[-1].content
-            content = before if isinstance(before, str) else ""
-        return ChunkChoice(index=index, delta=AnswerMessage("assistant", content))
+        return ChunkChoice(index=index, delta=AnswerMessage("assistant", self._asked.continued()))
 
     def _choices(self, completion: CompletionOutput) -> list[ChunkChoice]:
         """Return what is new of a completion; none if nothing is.

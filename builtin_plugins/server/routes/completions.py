@@ -16,12 +16,13 @@ from starlette.responses import Response
 from hardpoint.builtin_plugins.server.errors import AnswerError, ErrorBody
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput, Tokenizer
-from hardpoint.plugins.server import Call, Route
+from hardpoint.plugins.server import Call, Route, ServerLimits
 
 from .answers import (
     Usage,
     UsageCount,
     check_ended,
+    engine_id,
     finite,
     likeliest,
     new_id,
@@ -30,7 +31,7 @@ from .answers import (
     token_text,
 )
 from .chat import DONE, ended
-from .fields import REFUSED, SamplingFields
+from .fields import REFUSED, SamplingFields, renamed
 from .progress import with_progress
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
@@ -70,15 +71,26 @@ class CompletionRequest(SamplingFields):
     best_of: int | None = None
     add_special_tokens: bool = True
 
-    def prompts(self, limit: int) -> list[str | list[int]]:
+    def prompts(self, limits: ServerLimits) -> list[str | list[int]]:
         """Return the prompts.
 
         Args:
-            limit: that the server allows.
+            limits: of the server.
 
         Raises:
-            RequestError: they are none.
+            RequestError: they are none, or too many, also together with `n`.
         """
+        given = self._prompts(limits.prompts)
+        n = self.n if isinstance(self.n, int) else 1
+        limit = max(limits.prompts, limits.n)
+        if 1 < n <= limits.n and len(given) * n > limit:
+            raise RequestError(
+                f"prompt and n: expected at most {limit} completions on this server "
+                f"(server.limits.prompts), got {len(given)} prompts with n {n}"
+            )
+        return given
+
+    def _prompts(self, limit: int) -> list[str | list[int]]:
         given = self.prompt
         if isinstance(given, str):
             return [given]
@@ -157,11 +169,12 @@ class CompletionRoutes:
         """Continue prompts, whole or as they come."""
         call, asked = await self._service.read(request, CompletionRequest)
         model = self._service.model(asked.model)
-        prompts = asked.prompts(self._service.settings.limits.prompts)
+        prompts = asked.prompts(self._service.settings.limits)
         self._service.check_prompt([prompt for prompt in prompts if isinstance(prompt, str)])
         given = await self._tokenised(asked, prompts)
         answer_id = new_id("cmpl-", asked.request_id)
-        ids = [answer_id] if len(prompts) == 1 else [f"{answer_id}-{i}" for i in range(len(given))]
+        request_id = engine_id(answer_id, asked.request_id)
+        ids = [request_id] if len(given) == 1 else [f"{request_id}-{i}" for i in range(len(given))]
         is_list = prompts is asked.prompt
         paths = [f"prompt[{i}]" if is_list else "prompt" for i in range(len(ids))]
         sources = self._outputs(call, asked, given, ids)
@@ -214,7 +227,7 @@ class CompletionRoutes:
         params = asked.sampling_params(defaults, limits, **fields)
         extras = self._service.extras(call, asked)
         return [
-            engine.generate(prompt, params, request_id, **extras)
+            renamed(engine.generate(prompt, params, request_id, **extras), (), asked)
             for prompt, request_id in zip(prompts, ids, strict=True)
         ]
 
@@ -280,7 +293,7 @@ def _with_path(error: RequestError, path: str) -> RequestError:
     message = str(error)
     for name in ("prompt_token_ids", "prompt"):
         if message.startswith((f"{name}:", f"{name}[")):
-            return RequestError(path + message.removeprefix(name))
+            return type(error)(path + message.removeprefix(name))
     return error
 
 
@@ -317,6 +330,7 @@ class CompletionAnswer:
                 for completion in output.outputs:
                     check_ended(completion)
                     choices.append(self._choice(number, output, completion))
+        await self._usage.measure(self._service.engine.tokenise)
         yield Completion(
             **self._identity,
             object="text_completion",
@@ -333,6 +347,7 @@ class CompletionAnswer:
                 self._count(number, output)
                 yield self._chunks(number, output)
         if options is not None and options.include_usage:
+            await self._usage.measure(self._service.engine.tokenise)
             usage = self._encode(self._usage.usage())
             yield self.head + b'],"usage":' + usage + b"}\n\n"
         yield DONE

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from hardpoint.builtin_plugins.server.field_names import is_of_grammar, own_names, with_own_path
 from hardpoint.plugins import (
     RepetitionDetection,
     RequestError,
@@ -184,10 +185,26 @@ class GenerationFields(Strict):
         if limit is not None:
             given_tokens = fields.get("max_tokens")  # the model's default is no fault of theirs
             if given_tokens is not None and given_tokens > limit:
-                raise _too_many(self.limit_name, limit, given_tokens)
+                raise _too_many(self.limit_field, limit, given_tokens)
             limit = min(params.max_tokens or limit, limit)
             params = msgspec.structs.replace(params, max_tokens=limit)
         return params
+
+    @property
+    def limit_field(self) -> str:
+        """The field that has the maximum number of tokens."""
+        return self.limit_name
+
+    def own_names(self, message: str) -> str:
+        """Return an error of the engine with the names that the fields of the request have."""
+        prompts = (name for name in ("messages", "input") if name in self.__struct_fields__)
+        return own_names(
+            message,
+            # Without one, the grammar is of calls whose tools are strict or required.
+            form=next(iter(self.answer_forms()), "tools"),
+            prompt=next(prompts, "prompt"),
+            limit=self.limit_field,
+        )
 
     def answer_forms(self) -> dict[str, dict[str, Any]]:
         """Return the fields that say what the answer must be, as fields of `StructuredOutputs`.
@@ -215,7 +232,7 @@ class GenerationFields(Strict):
             try:
                 return StructuredOutputs.checked(given, name)
             except RequestError as error:
-                raise RequestError(_with_own_path(str(error), name)) from None
+                raise RequestError(with_own_path(str(error), name)) from None
         return None
 
 
@@ -388,9 +405,15 @@ Renaming = Sequence[tuple[re.Pattern[str], str]]
 
 
 async def renamed(
-    outputs: AsyncGenerator[RequestOutput, None], names: Renaming
+    outputs: AsyncGenerator[RequestOutput, None],
+    names: Renaming,
+    asked: GenerationFields | None = None,
 ) -> AsyncGenerator[RequestOutput, None]:
     """Yield outputs; name the fields in errors as the route does that calls the engine.
+
+    Args:
+        names: of the route.
+        asked: the request, whose own fields say what the answer must be and how long.
 
     Raises:
         RequestError: raised by the outputs, with the path of the field as the route names it.
@@ -398,11 +421,17 @@ async def renamed(
     try:
         async with contextlib.aclosing(outputs):
             async for output in outputs:
+                for completion in output.outputs:
+                    # A grammar is compiled while the request waits.
+                    if completion.error and is_of_grammar(completion.error):
+                        raise RequestError(completion.error)
                 yield output
     except RequestError as error:
         message = str(error)
         for pattern, name in names:
             message = pattern.sub(name, message)
+        if asked is not None:
+            message = asked.own_names(message)
         raise type(error)(message) from error
 
 
@@ -417,23 +446,6 @@ def _by_token(bias: Mapping[str, float]) -> dict[int, float]:
             raise RequestError(f"logit_bias: expected token ids as keys, got {shown(key, 100)}")
         by_token[int(key)] = value
     return by_token
-
-
-_PATHS = {
-    "response_format.json": "response_format.json_schema.schema",
-    "response_format.structural_tag": "response_format",
-    **{f"guided_{part}.{part}": f"guided_{part}" for part in ("json", "regex", "choice")},
-    "guided_grammar.grammar": "guided_grammar",
-}
-"""Where the parts of what an answer must be are in a request."""
-
-
-def _with_own_path(message: str, name: str) -> str:
-    """Return an error of the field `name` with the path that the request has."""
-    for path, own in _PATHS.items():
-        if path.startswith(f"{name}.") and message.startswith(path):
-            return own + message.removeprefix(path)
-    return message
 
 
 def _asked_format(asked: ResponseFormat | None) -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ from hardpoint.plugins import RequestError, RequestOutput
 from hardpoint.plugins.server import Call, Route
 from hardpoint.plugins.typed import Strict
 
-from .answers import new_id
+from .answers import engine_id, new_id
 from .fields import REFUSED, GenerationFields, Renaming, check_limits, reasoning_variables, renamed
 from .messages_events import PING, MessageObject, MessageStream, whole_message
 from .messages_input import (
@@ -194,7 +194,11 @@ class MessagesRoutes:
             "max_tokens": asked.max_tokens,
         }
         tokenizer = self._service.engine.tokenizer
-        outputs = renamed(self._outputs(call, asked, identity["message_id"]), _NAMES)
+        outputs = renamed(
+            self._outputs(call, asked, engine_id(identity["message_id"], asked.request_id)),
+            _NAMES,
+            asked,
+        )
         if asked.stream:
             stream = MessageStream(tokenizer, **identity)
             return self._service.stream(call, stream.events(outputs), stream.failed, PING)
@@ -257,6 +261,8 @@ class MessagesRoutes:
         for index, message in enumerate(asked.messages):
             conversation.add(message, f"messages[{index}]")
         messages = conversation.messages
+        if not messages or messages[-1]["role"] == "system":
+            raise RequestError("messages: expected at least one message of the user")
         last = messages[-1]
         if "tool_calls" in last:
             raise RequestError(
@@ -264,7 +270,7 @@ class MessagesRoutes:
                 "each tool_use after it"
             )
         tools = None if asked.tools is None else [tool.plain() for tool in asked.tools]
-        self._service.check_prompt(messages, tools)
+        self._service.check_prompt(messages, tools, name="messages")
         return {
             "messages": messages,
             "tools": tools,

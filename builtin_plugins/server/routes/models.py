@@ -36,6 +36,44 @@ class ModelList(msgspec.Struct):
     data: list[Model]
 
 
+class EngineHealth(msgspec.Struct, omit_defaults=True):
+    """Whether the engine runs, and what is wrong with plugins, where something is.
+
+    Attributes:
+        status: "ok", "degraded" or "unavailable".
+        reason: why it is unavailable.
+        busy: whether the engine did not answer at once; the rest is what it said last.
+        quarantined: reasons, by plugin.
+        faults: how many, by plugin.
+        fallbacks: what runs instead of a plugin, and why.
+        slow: plugins that take long.
+        restarts: of the engine.
+        paused: why no requests are taken.
+    """
+
+    status: str
+    reason: str | None = None
+    busy: bool = False
+    quarantined: dict[str, str] = {}
+    faults: dict[str, int] = {}
+    fallbacks: dict[str, str] = {}
+    slow: dict[str, str] = {}
+    restarts: int = 0
+    paused: str | None = None
+
+
+class Readiness(msgspec.Struct):
+    """Whether requests should be sent here: "ready", "leaving" or "unavailable"."""
+
+    status: str
+
+
+class Version(msgspec.Struct):
+    """The version of Hardpoint."""
+
+    version: str
+
+
 class StatusRoutes:
     """The routes about the server itself."""
 
@@ -60,9 +98,24 @@ class StatusRoutes:
                 summary="Describe the model of a name.",
                 response_type=Model,
             ),
-            Route(path="/health", endpoint=self.health, summary="Say whether the engine runs."),
-            Route(path="/ready", endpoint=self.ready, summary="Say whether to send requests."),
-            Route(path="/version", endpoint=self.version, summary="Return the version."),
+            Route(
+                path="/health",
+                endpoint=self.health,
+                summary="Say whether the engine runs.",
+                response_type=EngineHealth,
+            ),
+            Route(
+                path="/ready",
+                endpoint=self.ready,
+                summary="Say whether to send requests.",
+                response_type=Readiness,
+            ),
+            Route(
+                path="/version",
+                endpoint=self.version,
+                summary="Return the version.",
+                response_type=Version,
+            ),
             Route(path="/metrics", endpoint=self.metrics, summary="Return figures for Prometheus."),
         ]
 
@@ -95,19 +148,17 @@ class StatusRoutes:
             is_busy = await self._ask_engine()
         except (AnswerError, HardpointError) as error:
             answer = self._service.failure(error)
-            body: dict[str, Any] = {"status": "unavailable"}
-            if with_details:
-                body["reason"] = answer.detail.message
-            return json_response(body, 503, answer.headers)
-        body = {"status": "ok" if self._is_ok else "degraded"}
-        if is_busy:
-            body["busy"] = True
+            reason = answer.detail.message if with_details else None
+            return json_response(EngineHealth("unavailable", reason=reason), 503, answer.headers)
+        body = EngineHealth("ok" if self._is_ok else "degraded", busy=is_busy)
         if with_details:
             faults = dict(self._details.get("faults", {}))
             for plugin, count in self._service.faults.counts.items():
                 faults[plugin] = faults.get(plugin, 0) + count
-            details = {**self._details, "faults": faults, "paused": self._service.paused}
-            body |= {name: value for name, value in details.items() if value}
+            for name, value in self._details.items():
+                setattr(body, name, value)
+            body.faults = faults
+            body.paused = self._service.paused
         return json_response(body)
 
     async def _ask_engine(self) -> bool:
@@ -134,16 +185,16 @@ class StatusRoutes:
     async def ready(self, request: Request) -> Response:  # noqa: ARG002
         """Say whether requests should be sent here."""
         if self._service.phase is not Phase.SERVING:
-            return json_response({"status": "leaving"}, 503)
+            return json_response(Readiness("leaving"), 503)
         try:
             self._service.check_admission()
         except AnswerError as error:
-            return json_response({"status": "unavailable"}, 503, error.headers)
-        return json_response({"status": "ready"})
+            return json_response(Readiness("unavailable"), 503, error.headers)
+        return json_response(Readiness("ready"))
 
     async def version(self, request: Request) -> Response:  # noqa: ARG002
         """Return the version."""
-        return json_response({"version": self._service.version})
+        return json_response(Version(self._service.version))
 
     async def metrics(self, request: Request) -> Response:  # noqa: ARG002
         """Return figures for Prometheus."""

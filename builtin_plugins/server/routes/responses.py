@@ -19,7 +19,7 @@ from hardpoint.plugins import RequestError, RequestOutput, SamplingParams
 from hardpoint.plugins.server import Call, Route
 from hardpoint.plugins.typed import Strict, shown
 
-from .answers import new_id
+from .answers import engine_id, new_id
 from .fields import (
     IGNORED,
     REFUSED,
@@ -347,7 +347,11 @@ class ResponsesRoutes:
             logprobs=logprobs,
         )
         response = _response(asked, model, params)
-        outputs = renamed(self._outputs(call, asked, params, response.id), _NAMES)
+        outputs = renamed(
+            self._outputs(call, asked, params, engine_id(response.id, asked.request_id)),
+            _NAMES,
+            asked,
+        )
         if asked.stream:
             stream = ResponseStream(engine.tokenizer, response, logprobs)
             return self._service.stream(call, stream.events(outputs), stream.failed)
@@ -365,7 +369,7 @@ class ResponsesRoutes:
         """Return the outputs of a conversation, which begin when they are asked for."""
         engine, messages = self._service.engine, asked.messages()
         tools, choice = asked.tools_and_choice()
-        self._service.check_prompt(messages, tools)
+        self._service.check_prompt(messages, tools, name="input")
         return engine.chat(
             messages,
             params,

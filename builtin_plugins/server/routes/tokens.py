@@ -26,17 +26,15 @@ from hardpoint.plugins import (
 from hardpoint.plugins.server import Route
 from hardpoint.plugins.typed import Strict
 
-from .answers import Usage, UsageCount, check_ended, new_id, prompt_logprobs
-from .chat import DONE, ChoiceLogprobs, Message, choice_logprobs, ended
-from .fields import Renaming, SamplingFields, StreamOptions, renamed
+from .answers import Usage, UsageCount, check_ended, engine_id, new_id, prompt_logprobs
+from .chat import DONE, ChoiceLogprobs, Effort, Message, choice_logprobs, ended, plain_tools
+from .fields import Renaming, SamplingFields, StreamOptions, reasoning_variables, renamed
 from .models import json_response
 from .progress import with_progress
 
 T = TypeVar("T")
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
-
-_NAMES: Renaming = [(re.compile(r"prompt_token_ids(?=[\[:])"), "token_ids")]
 
 _NO_TEMPLATES = "templates come from the operator alone"
 
@@ -76,6 +74,14 @@ _OUTSIDE = (
     "return_token_ids",
     "kv_transfer_params",
 )
+
+
+_INSIDE = "|".join(name for name in TokenSampling.__struct_fields__ if name not in _OUTSIDE)
+_NAMES: Renaming = (
+    (re.compile(r"^prompt(_token_ids)?(?=[\[:])"), "token_ids"),
+    (re.compile(rf"^(?=(?:{_INSIDE})\b)"), "sampling_params."),
+)
+"""Names of fields in the engine's errors, and those of `/inference/v1/generate`."""
 
 
 class GenerateRequest(Strict):
@@ -147,6 +153,7 @@ class TokenizeRequest(Strict):
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
@@ -229,13 +236,15 @@ class TokenRoutes:
         params = self._params(asked)
         extras = self._service.extras(call, asked)
         engine = self._service.engine
-        outputs = renamed(engine.generate(asked.token_ids, params, answer_id, **extras), _NAMES)
+        request_id = engine_id(answer_id, asked.request_id)
+        outputs = engine.generate(asked.token_ids, params, request_id, **extras)
+        outputs = renamed(renamed(outputs, (), asked.sampling_params), _NAMES)
         answer = GeneratedAnswer(self._service, asked, answer_id)
         if not asked.stream:
             return await self._service.answer(request, call, answer.whole(outputs))
         events = answer.events(outputs)
         if asked.stream_options is not None and asked.stream_options.include_progress:
-            events = with_progress(engine, [answer_id], events, answer.head)
+            events = with_progress(engine, [request_id], events, answer.head)
         return self._service.stream(call, events, answer.failed)
 
     def _params(self, asked: GenerateRequest) -> SamplingParams:
@@ -281,13 +290,16 @@ class TokenRoutes:
             special = asked.add_special_tokens is not False
             return await engine.tokenise(asked.prompt, add_special_tokens=special)
         messages = [message.plain() for message in asked.messages or ()]
-        self._service.check_prompt(messages, asked.tools)
+        tools = plain_tools(asked.tools)
+        self._service.check_prompt(messages, tools, name="messages")
         rendered = await engine.apply_chat_template(
             messages,
-            tools=asked.tools,
+            tools=tools,
             add_generation_prompt=asked.add_generation_prompt,
             continue_final_message=asked.continue_final_message,
-            chat_template_kwargs=asked.chat_template_kwargs,
+            chat_template_kwargs=reasoning_variables(
+                engine.tokenizer.chat_template, asked.reasoning_effort, asked.chat_template_kwargs
+            ),
         )
         if asked.add_special_tokens:
             return await engine.tokenise(rendered["prompt"], add_special_tokens=True)
@@ -338,7 +350,7 @@ class GeneratedAnswer:
 
     def __init__(self, service: Service, asked: GenerateRequest, answer_id: str) -> None:
         """Prepare the answer of a request."""
-        self._asked, self._id = asked, answer_id
+        self._service, self._asked, self._id = service, asked, answer_id
         self._count = asked.sampling_params.logprobs
         self._encode = msgspec.json.Encoder().encode
         self.head = b'data: {"request_id":' + self._encode(answer_id) + b',"choices":['
@@ -352,6 +364,7 @@ class GeneratedAnswer:
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 self._usage.add(output)
+                await self._usage.measure(self._service.engine.tokenise)
                 yield Generated(
                     request_id=self._id,
                     choices=list(map(self._choice, output.outputs)),
@@ -370,6 +383,7 @@ class GeneratedAnswer:
                 self._usage.add(output)
                 yield self._chunk(output)
         if options is not None and options.include_usage:
+            await self._usage.measure(self._service.engine.tokenise)
             yield self.head + b'],"usage":' + self._encode(self._usage.usage()) + b"}\n\n"
         yield DONE
 

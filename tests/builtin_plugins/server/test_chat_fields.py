@@ -120,9 +120,8 @@ def test_log_probabilities(server, count):
         if not count:
             assert top == []
             continue
-        assert {name: position[name] for name in ("token", "logprob", "bytes")} in top
-        assert count <= len(top) <= count + 1
-        outside += len(top) == count + 1
+        assert len(top) == count
+        outside += {name: position[name] for name in ("token", "logprob", "bytes")} not in top
         ranked = [entry["logprob"] for entry in top]
         assert ranked == sorted(ranked, reverse=True)
     assert not count or outside, "the chosen token was always among the likeliest"
@@ -206,7 +205,7 @@ def test_an_answer_of_a_schema(server):
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"guided_regex": "("}, "structured.regex", "unclosed"),
+        ({"guided_regex": "("}, "guided_regex", "unclosed"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
             "response_format.json_schema.schema.type",
@@ -438,7 +437,8 @@ def test_an_engine_gets_what_a_request_says(fake):
     assert params.max_tokens is None
     assert (extras["priority"], extras["timeout"]) == (3, 9.0)
     assert (extras["tags"], extras["cache_salt"]) == ({"team": "a"}, "s")
-    assert extras["request_id"] == "chatcmpl-r"
+    assert extras["request_id"].startswith("chatcmpl-r-")
+    assert asked_of(fake, request_id="r")[1]["request_id"] != extras["request_id"]
     assert extras["chat_template_kwargs"] == {"x": 1, "enable_thinking": False}
     assert asked_of(fake, reasoning_effort="low")[1]["chat_template_kwargs"] == {
         "reasoning_effort": "low",
@@ -491,15 +491,22 @@ def test_unknown_fields_are_left_out_where_the_operator_says_so(caplog):
 
 
 class Live:
-    external_id, num_prompt_tokens, num_cached_tokens = "chatcmpl-p", 100, 16
+    num_prompt_tokens, num_cached_tokens = 100, 16
 
-    def __init__(self, computed):
-        self.num_computed_tokens = computed
+    def __init__(self, computed, external_id="chatcmpl-other"):
+        self.num_computed_tokens, self.external_id = computed, external_id
+
+
+class Computing(FakeEngine):
+    """Half computes the prompts of the completions that it is asked about."""
+
+    async def live_requests(self, external_ids=None):
+        assert all(i.startswith("chatcmpl-p-") and len(i) > 12 for i in external_ids)
+        return [Live(computed, i) for i in external_ids for computed in (32, 16)]
 
 
 def test_progress_of_the_prompt_comes_before_the_answer():
-    engine = FakeEngine(delay=0.4, text="one", config=configured())
-    engine.live = [Live(32), Live(16)]
+    engine = Computing(delay=0.4, text="one", config=configured())
     fields = {"stream": True, "request_id": "p"}
     with running(engine) as server:
         for asked in ({"return_progress": True}, {"stream_options": {"include_progress": True}}):
@@ -517,8 +524,7 @@ def test_progress_of_the_prompt_comes_before_the_answer():
 
 
 def test_a_client_that_leaves_before_the_answer_ends_the_request():
-    engine = FakeEngine(delay=5, config=configured())
-    engine.live = [Live(32)]
+    engine = Computing(delay=5, config=configured())
     body = {"messages": user("x"), "stream": True, "return_progress": True, "request_id": "p"}
     with running(engine) as server:
         with server.client.stream("POST", CHAT, json=body) as response:
@@ -527,3 +533,27 @@ def test_a_client_that_leaves_before_the_answer_ends_the_request():
         while not engine.aborted and time.monotonic() < end:
             time.sleep(0.01)
         assert (engine.aborted, engine.open) == (1, 0)
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_parallel_tool_calls(server, parallel):
+    fields = {"tools": [WEATHER], "max_tokens": 200, "parallel_tool_calls": parallel}
+    whole = ask(server, "twice", **fields)["choices"][0]
+    assert len(whole["message"]["tool_calls"]) == 1 + parallel
+    assert whole["finish_reason"] == "tool_calls"
+    events = stream(server, "twice", **fields)
+    parts = [c["delta"].get("tool_calls") or [] for e in events for c in e["choices"]]
+    assert {call["index"] for part in parts for call in part} == set(range(1 + parallel))
+
+
+def test_echo_of_content_in_parts(server):
+    parts = [{"type": "text", "text": "on"}, {"type": "text", "text": "e"}]
+    fields = {
+        "messages": [*user("go on"), {"role": "assistant", "content": parts}],
+        "continue_final_message": True,
+        "echo": True,
+        "max_tokens": 3,
+    }
+    whole = ask(server, **fields)["choices"][0]["message"]["content"]
+    assert whole.startswith("on\ne")
+    assert joined(stream(server, **fields)) == whole

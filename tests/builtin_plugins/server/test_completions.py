@@ -275,8 +275,12 @@ def test_progress_of_all_prompts_is_summed():
         def __init__(self, external_id):
             self.external_id = external_id
 
-    engine = FakeEngine(delay=0.4, text="one", config=configured())
-    engine.live = [Live("cmpl-p-0"), Live("cmpl-p-1"), Live("cmpl-other")]
+    class Computing(FakeEngine):
+        async def live_requests(self, external_ids=None):
+            assert [i.rpartition("-")[2] for i in external_ids] == ["0", "1"]
+            return [Live(i) for i in external_ids]
+
+    engine = Computing(delay=0.4, text="one", config=configured())
     with running(engine) as server:
         asked = {"request_id": "p", "stream_options": {"include_progress": True}}
         events = stream(server, ["a", "b"], **asked)

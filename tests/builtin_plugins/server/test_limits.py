@@ -60,7 +60,7 @@ CASES = [
     ("n", CHAT, lambda k: {"n": k}, "n", MORE),
     ("n", TEXT, lambda k: {"n": k}, "n", MORE),
     ("max_tokens", CHAT, lambda k: {"max_tokens": k}, "max_tokens", MORE),
-    ("max_tokens", CHAT, lambda k: {"max_completion_tokens": k}, "max_tokens", MORE),
+    ("max_tokens", CHAT, lambda k: {"max_completion_tokens": k}, "max_completion_tokens", MORE),
     ("max_tokens", TEXT, lambda k: {"max_tokens": k}, "max_tokens", MORE),
     ("logprobs", TEXT, lambda k: {"logprobs": k}, "logprobs", MORE),
     ("logprobs", CHAT, lambda k: {"logprobs": True, "top_logprobs": k}, "top_logprobs", MORE),
@@ -139,7 +139,7 @@ def test_the_characters_of_a_conversation_count_together(server):
     assert send(server, CHAT, {"messages": [{**MESSAGE, "content": content}]}).status_code == 200
     response = send(server, CHAT, {"messages": [{**MESSAGE, "content": content + "x"}]})
     assert response.json()["error"]["message"] == (
-        "prompt: expected at most 200 characters on this server, got 201"
+        "messages: expected at most 200 characters on this server, got 201"
     )
 
 

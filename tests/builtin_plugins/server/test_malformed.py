@@ -110,7 +110,11 @@ REFUSED = {
     "object as prompt": (text(prompt={"a": 1}), 400, "prompt: expected"),
     "long prompt": (text(prompt="x" * (5 << 20)), 400, "prompt: expected at most"),
     "huge body": (text(prompt="x" * LONG), 413, "body: expected at most 8388608 bytes"),
-    "too long for the model": (text(prompt="x" * 40_000), 400, "prompt: expected at most 32767"),
+    "too long for the model": (
+        text(prompt="x" * 40_000),
+        400,
+        "prompt: the prompt is too long: 40000 tokens",
+    ),
     "no messages": (said(), 400, "messages: expected"),
     "message of text": (chat(messages=["hi"]), 400, "messages[0]: expected"),
     "messages of text": (chat(messages="hi"), 400, "messages: expected"),
@@ -173,8 +177,8 @@ REFUSED = {
         400,
         "guided_regex and guided_choice: expected one of them",
     ),
-    "no regex": (chat(guided_regex="("), 400, "structured.regex: llguidance: "),
-    "no regex, streamed": (chat(guided_regex="(", stream=True), 400, "structured.regex: "),
+    "no regex": (chat(guided_regex="("), 400, "guided_regex: at 1"),
+    "no regex, streamed": (chat(guided_regex="(", stream=True), 400, "guided_regex: at 1"),
     "grammar of nothing": (chat(guided_grammar="start: start"), 400, "grammar"),
     "schema of a wrong type": (chat(guided_json={"type": "nothing"}), 400, "guided_json"),
     "schema from elsewhere": (

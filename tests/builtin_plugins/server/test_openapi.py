@@ -279,3 +279,45 @@ def test_drawn_requests_get_answers_of_the_document(server, document):
 @pytest.mark.nightly
 def test_many_drawn_requests_get_answers_of_the_document(server, document):
     fuzz(server, document, 1000)
+
+
+def allows(document, name, body):
+    schema = {"$ref": f"{REF}{name}", "components": document["components"]}
+    return jsonschema.Draft202012Validator(schema).is_valid(body)
+
+
+@pytest.mark.parametrize(
+    "field", ["temperature", "top_p", "n", "stream", "metadata", "stop", "logit_bias"]
+)
+def test_fields_that_may_be_left_out_may_be_null(server, document, field):
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    assert allows(document, "ChatCompletionRequest", {**body, field: None})
+    assert server.post("/v1/chat/completions", {**body, field: None}).status_code == 200
+    assert not allows(document, "ChatCompletionRequest", {"messages": None})
+    assert not allows(document, "ChatCompletionRequest", {**body, "temperature": "hot"})
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [("/health", "EngineHealth"), ("/ready", "Readiness"), ("/version", "Version")],
+)
+def test_what_is_said_of_the_server_is_described(server, document, path, name):
+    answers = document["paths"][path]["get"]["responses"]
+    content = {"application/json": {"schema": {"$ref": f"{REF}{name}"}}}
+    assert answers["200"]["content"] == content
+    assert answers["503"].get("content") == (None if path == "/version" else content)
+    assert allows(document, name, server.client.get(path).json())
+
+
+def test_figures_are_described_as_text(document):
+    answer = document["paths"]["/metrics"]["get"]["responses"]["200"]
+    assert answer["content"] == {"text/plain": {"schema": {"type": "string"}}}
+
+
+def test_errors_of_messages_are_described(server, document):
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        for status in ("400", "500", "503"):
+            content = document["paths"][path]["post"]["responses"][status]["content"]
+            schema = content["application/json"]["schema"]
+            assert schema == {"$ref": f"{REF}MessagesErrorBody"}
+    assert allows(document, "MessagesErrorBody", server.post("/v1/messages", {}).json())

@@ -218,3 +218,16 @@ def test_a_server_that_ends_waits_for_tokens(tmp_path):
         assert server.admin.post("/drain", json={}).status_code == 200
         asking.join(10)
     assert answers[0].json()["tokens"] == [3, True]
+
+
+def test_tokenize_takes_what_chat_takes(server):
+    function = {**WEATHER["function"], "description": None}
+    body = {"messages": user("hi"), "reasoning_effort": "low"}
+    tools = [{"type": "function", "function": function}]
+    response = server.post("/tokenize", {**body, "tools": tools})
+    assert response.status_code == 200, response.text
+    del function["description"]
+    same = server.post("/tokenize", {**body, "tools": [{"type": "function", "function": function}]})
+    assert response.json() == same.json()
+    without = server.post("/tokenize", body)
+    assert without.json()["count"] < same.json()["count"]

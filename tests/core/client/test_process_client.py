@@ -28,7 +28,7 @@ from hardpoint import (
 from hardpoint.core.errors import engine_dead, error_of, kind_of
 from hardpoint.core.wire import WireError
 from hardpoint.plugins import EngineCoreRequest, SchedulingPolicy
-from hardpoint.plugins.errors import PluginLoadError
+from hardpoint.plugins.errors import PluginLoadError, PromptTooLongError
 
 BOTH = pytest.mark.parametrize("in_process", [True, False], ids=["in-process", "own-process"])
 
@@ -91,9 +91,10 @@ class TestRefusals:
     def test_what_can_never_run(self, llm):
         with pytest.raises(RequestError) as error:
             llm.generate(["x", "x", "x"], GREEDY, tags=[{}, {"grow": "yes"}, {}])
-        assert type(error.value) is RequestError
+        assert type(error.value) is PromptTooLongError
         assert str(error.value) == (
-            "prompt: expected at most 511 tokens (max_model_len 512 less one to generate), got 600"
+            "prompt: the prompt is too long: 600 tokens; this model's maximum context length is "
+            "512 tokens, less one to generate"
         )
         assert not llm.llm_engine.has_unfinished_requests()
         assert still_serves(llm)
@@ -101,7 +102,7 @@ class TestRefusals:
     def test_in_a_stream(self, llm):
         stream = llm.stream("x", slow(0.0, 100))
         begun = len(next(stream).outputs[0].token_ids)
-        with pytest.raises(RequestError, match="prompt: expected at most 511 tokens"):
+        with pytest.raises(RequestError, match="prompt: the prompt is too long: 600 tokens"):
             llm.generate("x", GREEDY, tags={"grow": "yes"})
         rest = sum(len(each.outputs[0].token_ids) for each in stream)
         assert begun + rest == 100  # undisturbed

@@ -101,7 +101,8 @@ def test_max_tokens(engine, value):
         ([], "prompt: expected at least one token, got an empty prompt"),
         (
             [1] * 512,
-            "prompt: expected at most 511 tokens (max_model_len 512 less one to generate), got 512",
+            "prompt: the prompt is too long: 512 tokens; this model's maximum context length is "
+            "512 tokens, less one to generate",
         ),
         ([1, 257], "prompt_token_ids[1]: expected a whole number from 0 to 256, got 257"),
         ([-1], "prompt_token_ids[0]: expected a whole number from 0 to 256, got -1"),

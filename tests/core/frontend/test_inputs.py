@@ -91,7 +91,7 @@ class TestTokenInputs:
             ({"prompt_token_ids": []}, "prompt: expected at least one token"),
             ({"prompt_token_ids": "text"}, "prompt_token_ids: expected a list of .*, got str"),
             ({}, "prompt.prompt_token_ids: missing, and it has no default"),
-            ({"prompt_token_ids": [1] * 512}, "prompt: expected at most 511 tokens"),
+            ({"prompt_token_ids": [1] * 512}, "prompt: the prompt is too long: 512 tokens"),
             ({"prompt_token_ids": [1], "prompt": 3}, "prompt.prompt: expected a string"),
             ({"prompt_token_ids": [1], "cache_salt": ""}, "prompt.cache_salt: expected "),
             ({"prompt_token_ids": [1], "cache_salt": "\ud800"}, "cache_salt: expected text that"),

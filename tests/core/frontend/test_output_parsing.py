@@ -12,7 +12,16 @@ from hardpoint.builtin_plugins.parsers.harmony import Harmony
 from hardpoint.builtin_plugins.parsers.json_calls import Hermes
 from hardpoint.builtin_plugins.parsers.think_tags import ThinkTags
 from hardpoint.core.frontend.input_processor import RequestExtras
+from hardpoint.core.frontend.output_parts import OutputParts
+from hardpoint.core.frontend.plugin_arguments import CallRules
 from hardpoint.plugins.errors import ConfigError, PluginError
+from hardpoint.plugins.output_parser import (
+    ContentText,
+    MalformedText,
+    ToolCallArguments,
+    ToolCallBegin,
+    ToolCallEnd,
+)
 from hardpoint.testing import scripted_engine, write_scripted_model
 
 HERE = __name__
@@ -133,9 +142,57 @@ def test_a_malformed_call_is_content_with_a_warning(open_engine, kind):
     reasoning, content, calls = joined(outputs, kind)
     assert (reasoning, content) == ("I add.", f"Wait. {BAD} Done.")
     assert outputs[-1].finish_reason == "stop"
-    assert outputs[-1].warning == ("a call is malformed: expected true, false or null")
+    warning = "a call is malformed: expected true, false or null"
+    if kind is RequestOutputKind.DELTA:
+        warning += "; void are the calls begun with index 0"
+    assert outputs[-1].warning == warning
     if kind is not RequestOutputKind.DELTA:  # what was streamed cannot be taken back
         assert calls == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("parallel", [True, False])
+def test_calls_after_the_first_one_are_left_out_if_one_is_allowed(open_engine, kind, parallel):
+    extras = RequestExtras(tools=TOOLS.tools, calls=CallRules(parallel=parallel))
+    outputs = completions(open_engine(), "call", extras, kind)
+    calls = [("add", ARGUMENTS)] * (1 + parallel)
+    assert joined(outputs, kind) == ("I add.", "Wait. ", calls)
+    assert outputs[-1].finish_reason == "tool_calls"
+
+
+class Scripted:
+    """The state of a parser that finds given events."""
+
+    in_reasoning = False
+
+    def __init__(self, *parts):
+        self._parts = list(parts)
+
+    def feed(self, text):
+        return self._parts.pop(0)
+
+    def finish(self):
+        return []
+
+
+def test_the_warning_names_a_call_that_was_shown_before_it_broke():
+    begun = [ToolCallBegin("add", "1"), ToolCallArguments('{"a": ')]
+    parts = OutputParts(Scripted(begun, [MalformedText("tru", "no JSON")]), delta=True)
+    parts.feed("x", [], finished=False)
+    assert parts.pop()[2][0].arguments == '{"a": '
+    parts.feed("y", [], finished=True)
+    assert parts.pop() == (None, "tru", None)
+    assert parts.warning == "no JSON; void are the calls begun with index 0"
+
+
+def test_an_extra_call_that_is_malformed_is_left_out_too():
+    call = [ToolCallBegin("add", "1"), ToolCallArguments("{}"), ToolCallEnd()]
+    bad = [ToolCallBegin("add", "2"), MalformedText("{tru", "no JSON"), ContentText("Done.")]
+    parts = OutputParts(Scripted([*call, *bad]), delta=True, parallel=False)
+    parts.feed("x", [], finished=True)
+    _, content, calls = parts.pop()
+    assert [call.id for call in calls] == ["1"]
+    assert (content, parts.warning) == ("Done.", None)
 
 
 def test_an_answer_that_is_cut_while_it_thinks_says_so(open_engine):

@@ -1,0 +1,82 @@
+"""Names of the fields of requests in errors of the engine, which has its own names for some."""
+
+from __future__ import annotations
+
+import re
+
+_PATHS = {
+    "response_format.json": "response_format.json_schema.schema",
+    "response_format.json_object": "response_format",
+    "response_format.structural_tag": "response_format",
+    "text.format.json": "text.format.schema",
+    "text.format.json_object": "text.format",
+    "output_config.format.json": "output_config.format.schema",
+    **{
+        f"guided_{part}.{part}": f"guided_{part}" for part in ("json", "regex", "choice", "grammar")
+    },
+    "tools.structural_tag": "tools",
+}
+"""Where the parts of what an answer must be are in a request."""
+
+_LENIENT = "; structured_outputs with `lenient: true` checks them at the end instead"
+_STRICT = "; `strict: false` checks them at the end instead"
+_ADVICE = {
+    "response_format": _STRICT,
+    "text.format": _STRICT,
+    "output_config.format": _LENIENT,
+    "guided_json": _LENIENT,
+    "structured_outputs": "; `lenient: true` checks them at the end instead",
+    "tools": "; `strict: false` of the tool leaves them out",
+}
+"""What to do about keywords of schemas that cannot be enforced, by the field that has them."""
+
+# After the path comes the name of the grammar backend, where it is the one that refuses.
+_OF_GRAMMAR = re.compile(r"structured(?:\.(\w+))?: (?:[\w.-]+: )?")
+_UNSUPPORTED = re.compile(r"Unimplemented keys: (\[.*\])(?:; with `lenient`, .*)?\Z", re.DOTALL)
+_PROMPT = re.compile(r"^prompt(?=[:\[])")
+_LIMIT = re.compile(r"(?<![\w.])max_tokens\b")
+
+
+def is_of_grammar(message: str) -> bool:
+    """Return whether an error says what is wrong with a grammar or a schema."""
+    return _OF_GRAMMAR.match(message) is not None
+
+
+def grammar_error(message: str, form: str | None = None) -> str:
+    """Return an error of the engine about what an answer must be with the names of a request.
+
+    Args:
+        message: any other is returned as it is.
+        form: the field that says what the answer must be; None if it is not known.
+    """
+    if (found := _OF_GRAMMAR.match(message)) is None:
+        return message if form is None else message.replace("sampling_params.structured", form)
+    part = found[1]
+    path = form or "structured"
+    if part is not None:
+        path = with_own_path(f"{path}.{part}", path)
+    rest = message[found.end() :]
+    if (unsupported := _UNSUPPORTED.match(rest)) is not None:
+        advice = _ADVICE.get(form or "", "")
+        rest = f"keywords that cannot be enforced: {unsupported[1]}{advice}"
+    return f"{path}: {rest}"
+
+
+def with_own_path(message: str, form: str) -> str:
+    """Return an error of the field `form` with the path that the request has."""
+    for path, own in _PATHS.items():
+        if path.startswith(f"{form}.") and re.match(rf"{re.escape(path)}\b", message):
+            return own + message.removeprefix(path)
+    return message
+
+
+def own_names(message: str, *, form: str, prompt: str, limit: str) -> str:
+    """Return an error of the engine with the names that the fields of a request have.
+
+    Args:
+        form: the field that says what the answer must be.
+        prompt: the field that the prompt is made of.
+        limit: the field with the maximum number of tokens.
+    """
+    message = _PROMPT.sub(prompt, grammar_error(message, form))
+    return _LIMIT.sub(limit, message)

@@ -1,0 +1,244 @@
+"""Errors of the engine name the fields that requests have, in every family."""
+
+import asyncio
+import inspect
+
+import msgspec
+import openai
+import pytest
+from support.fake_engine import FakeEngine, configured
+from support.http_server import running
+from support.scripted_server import WEATHER, scripted_server, user
+
+from hardpoint.builtin_plugins.server.errors import answer_error
+from hardpoint.builtin_plugins.server.routes.chat import ChatCompletionRequest
+from hardpoint.builtin_plugins.server.routes.completions import CompletionRequest
+from hardpoint.builtin_plugins.server.routes.fields import renamed
+from hardpoint.builtin_plugins.server.routes.messages import MessagesRequest
+from hardpoint.builtin_plugins.server.routes.responses import ResponsesRequest
+from hardpoint.plugins import CompletionOutput, RequestError, RequestOutput, SamplingParams
+from hardpoint.plugins.errors import PromptTooLongError
+from hardpoint.plugins.server import ServerLimits
+
+CHAT, TEXT, TOKENS = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
+NOT = {"type": "object", "properties": {"a": {"not": {}}}}
+STRICT = {"type": "json_schema", "json_schema": {"name": "x", "schema": NOT, "strict": True}}
+KEYS = 'keywords that cannot be enforced: ["not"]'
+LATER = "`strict: false` checks them at the end instead"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with scripted_server(tmp_path_factory.mktemp("model")) as running_server:
+        yield running_server
+
+
+@pytest.fixture(scope="module")
+def fake():
+    with running(FakeEngine(config=configured())) as running_server:
+        yield running_server
+
+
+def refused(server, path, body):
+    response = server.post(path, body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    return error["param"], error["message"], error["code"]
+
+
+def strict_tool():
+    function = {**WEATHER["function"], "strict": True, "parameters": NOT}
+    return {"type": "function", "function": function}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "advice"),
+    [
+        (CHAT, {"response_format": STRICT}, "response_format.json_schema.schema", LATER),
+        (
+            CHAT,
+            {"structured_outputs": {"json": NOT}},
+            "structured_outputs.json",
+            "`lenient: true` checks them at the end instead",
+        ),
+        (CHAT, {"guided_json": NOT}, "guided_json", "structured_outputs with `lenient: true`"),
+        (CHAT, {"tools": [strict_tool()]}, "tools", "`strict: false` of the tool leaves them out"),
+        (TEXT, {"guided_json": NOT}, "guided_json", "structured_outputs with `lenient: true`"),
+        (
+            TOKENS,
+            {"sampling_params": {"structured_outputs": {"json": NOT}}},
+            "sampling_params.structured_outputs.json",
+            "`lenient: true` checks them at the end instead",
+        ),
+    ],
+)
+def test_schemas_that_cannot_be_enforced(server, path, fields, param, advice, stream):
+    prompts = {CHAT: {"messages": user("hi")}, TEXT: {"prompt": "hi"}, TOKENS: {"token_ids": [9]}}
+    found, message, _ = refused(server, path, {**prompts[path], **fields, "stream": stream})
+    assert found == param
+    assert message.startswith(f"{param}: {KEYS}; ")
+    assert advice in message
+    assert "llguidance" not in message
+
+
+def of_engine(error):
+    """Return an engine's outputs that end with an error, raised or of a completion."""
+
+    async def outputs():
+        if isinstance(error, Exception):
+            raise error
+        ended = CompletionOutput(index=0, text="", token_ids=[])
+        ended.finish_reason, ended.error = "error", error
+        yield RequestOutput(
+            request_id="0", prompt="", prompt_token_ids=[1], outputs=[ended], finished=True
+        )
+
+    return outputs()
+
+
+def answered(asked, error):
+    async def read():
+        return [output async for output in renamed(of_engine(error), (), asked)]
+
+    with pytest.raises(RequestError) as raised:
+        asyncio.run(read())
+    detail = answer_error(raised.value).detail
+    return detail.param, detail.message, detail.code
+
+
+LATE = (
+    'structured.json: llguidance: Unimplemented keys: ["not"]; with `lenient`, they are left out, '
+    "and the answer is validated"
+)
+TEXT_FORMAT = {"format": {"type": "json_schema", "name": "x", "schema": NOT, "strict": True}}
+OUTPUT_FORMAT = {"format": {"type": "json_schema", "schema": NOT}}
+
+
+@pytest.mark.parametrize("error", [LATE, RequestError(LATE)], ids=["late", "raised"])
+@pytest.mark.parametrize(
+    ("type_", "body", "param", "advice"),
+    [
+        (ResponsesRequest, {"input": "x", "text": TEXT_FORMAT}, "text.format.schema", LATER),
+        (
+            MessagesRequest,
+            {"messages": user("x"), "max_tokens": 9, "output_config": OUTPUT_FORMAT},
+            "output_config.format.schema",
+            "structured_outputs with `lenient: true` checks them at the end instead",
+        ),
+    ],
+)
+def test_schemas_of_other_families(type_, body, param, advice, error):
+    asked = msgspec.convert(body, type_)
+    assert answered(asked, error) == (param, f"{param}: {KEYS}; {advice}", None)
+
+
+@pytest.mark.parametrize(
+    ("type_", "body", "param"),
+    [
+        (ChatCompletionRequest, {"messages": user("x")}, "messages"),
+        (ResponsesRequest, {"input": "x"}, "input"),
+        (MessagesRequest, {"messages": user("x"), "max_tokens": 9}, "messages"),
+        (CompletionRequest, {"prompt": "x"}, "prompt"),
+    ],
+)
+def test_too_long_a_prompt(type_, body, param):
+    asked = msgspec.convert(body, type_)
+    assert answered(asked, PromptTooLongError.of(9000, 8192)) == (
+        param,
+        f"{param}: the prompt is too long: 9000 tokens; this model's maximum context length is "
+        "8192 tokens, less one to generate",
+        "context_length_exceeded",
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {"messages": user("x" * 2000)}, "messages"),
+        (TEXT, {"prompt": "x" * 2000}, "prompt"),
+        (TEXT, {"prompt": ["x", "x" * 2000]}, "prompt[1]"),
+        (TOKENS, {"token_ids": [9] * 2000}, "token_ids"),
+    ],
+)
+def test_too_long_a_prompt_is_known_by_its_code(server, path, body, param):
+    found, message, code = refused(server, path, body)
+    assert (found, code) == (param, "context_length_exceeded")
+    assert "this model's maximum context length is 1024 tokens" in message
+    assert message.startswith(f"{param}: the prompt is too long: ")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (
+            CHAT,
+            {"messages": user("x"), "min_tokens": 5, "max_completion_tokens": 1},
+            "min_tokens: expected at most max_completion_tokens (1), got 5",
+        ),
+        (
+            CHAT,
+            {"messages": user("x"), "min_tokens": 5, "max_tokens": 1},
+            "min_tokens: expected at most max_tokens (1), got 5",
+        ),
+        (
+            TOKENS,
+            {"token_ids": [9], "sampling_params": {"plugin_args": {"zz": {}}}},
+            "sampling_params.plugin_args.zz: ",
+        ),
+        (
+            CHAT,
+            {
+                "messages": user("x"),
+                "tools": [WEATHER],
+                "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
+                "response_format": {"type": "json_object"},
+            },
+            "tool_choice: it requires a call, and response_format another answer; ",
+        ),
+    ],
+)
+def test_names_of_fields(server, path, body, message):
+    assert refused(server, path, body)[1].startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("type_", "body", "field", "place"),
+    [
+        (ResponsesRequest, {"input": "x"}, "text", TEXT_FORMAT),
+        (MessagesRequest, {"messages": user("x"), "max_tokens": 9}, "output_config", OUTPUT_FORMAT),
+    ],
+)
+def test_schemas_that_are_none(type_, body, field, place):
+    wrong = {"format": {**place["format"], "schema": {"type": "nothing"}}}
+    asked = msgspec.convert({**body, field: wrong}, type_)
+    path = f"{field}.format.schema.type"
+    with pytest.raises(RequestError, match=f"^{path}: "):
+        asked.sampling_params(SamplingParams(), ServerLimits())
+
+
+@pytest.mark.parametrize(
+    ("create", "type_"),
+    [
+        (openai.resources.chat.Completions.create, ChatCompletionRequest),
+        (openai.resources.Completions.create, CompletionRequest),
+    ],
+)
+def test_every_field_of_the_official_client_is_known(create, type_):
+    of_transport = {"self", "extra_headers", "extra_query", "extra_body"}
+    names = inspect.signature(create).parameters.keys() - of_transport
+    assert len(names) > 15
+    known = {*type_.__struct_fields__, *type_.ignored, *type_.refused}
+    assert names <= known, names - known
+
+
+def test_prompts_and_completions_count_together(fake):
+    limits = fake.engine.config.server.limits
+    many = ["x"] * (max(limits.prompts, limits.n) // limits.n + 1)
+    found = refused(fake, TEXT, {"prompt": many, "n": limits.n})[1]
+    assert found == (
+        f"prompt and n: expected at most {max(limits.prompts, limits.n)} completions on this "
+        f"server (server.limits.prompts), got {len(many)} prompts with n {limits.n}"
+    )
+    body = {"prompt": many[:-1], "n": limits.n, "max_tokens": 1}
+    assert fake.post(TEXT, body).status_code == 200

@@ -134,7 +134,7 @@ def server(running_server):
         (
             EngineDeadError(f"the engine process (pid 5) failed: OSError: {SECRET}"),
             503,
-            "the engine has ended; send the request again later",
+            "the engine is being restarted; send the request again",
         ),
         (EngineClosedError("the engine was closed"), 503, "the engine was closed"),
         (EngineTimeoutError("no answer in 5 s"), 503, "no answer in 5 s"),

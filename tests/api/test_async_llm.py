@@ -152,7 +152,7 @@ class TestGenerate:
             ("x", {"n": 1}, "sampling_params: expected SamplingParams, got dict"),
             ("x", SamplingParams(top_p=3.0), "top_p: expected a number <= 1"),
             ("x", SamplingParams(logits_processors=[max]), "logits_processors: callables cannot"),
-            ("x" * 40_000, GREEDY, "prompt: expected at most 32767 tokens"),
+            ("x" * 40_000, GREEDY, "prompt: the prompt is too long: 40000 tokens"),
         ],
     )
     def test_what_is_wrong_is_refused(self, run, prompt, params, words):

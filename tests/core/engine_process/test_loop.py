@@ -145,7 +145,10 @@ class TestInput:
             rig.send(request("big", prompt=range(500)), request("a"))
             rig.until(lambda: len(rig.ends) == 2)
         assert rig.ends == {"big": "error", "a": "length"}
-        assert "expected at most 199 tokens" in lasts(rig)["big"].error
+        assert (
+            "too long: 500 tokens; this model's maximum context length is 200 tokens"
+            in lasts(rig)["big"].error
+        )
 
 
 class TestIdle:

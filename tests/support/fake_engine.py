@@ -37,7 +37,9 @@ class FakeTokenizer:
         return [1, *map(ord, text)] if add_special_tokens else [*map(ord, text)]
 
     def decode(self, token_ids, *, skip_special_tokens=True):
-        return "".join(chr(token) for token in token_ids if token > 1 or not skip_special_tokens)
+        kept = (token for token in token_ids if token > 1 or not skip_special_tokens)
+        # Halves of surrogate pairs are no characters.
+        return "".join("\ufffd" if 0xD800 <= token < 0xE000 else chr(token) for token in kept)
 
 
 @dataclasses.dataclass

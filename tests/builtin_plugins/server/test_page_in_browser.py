@@ -557,7 +557,9 @@ def test_a_dead_engine_is_said(browser):
     with running_live_view() as (server, _), new_page(browser, server.url + "/") as page:
         server.engine.is_running = False
         page.wait_for("document.querySelector('#state').innerText.startsWith('Unavailable')")
-        assert page.text("#state") == "Unavailable: the engine is being restarted; send the request again"
+        assert page.text("#state") == (
+            "Unavailable: the engine is being restarted; send the request again"
+        )
         server.engine.is_running = True
         page.wait_for("document.querySelector('#state').innerText.startsWith('Degraded')")
 

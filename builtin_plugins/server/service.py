@@ -37,7 +37,7 @@ from .extensions import Transforms
 from .faults import ServerFaults
 from .operations.traffic import Traffic
 from .receiving import SMALL_BYTES, BodyReceiver
-from .streaming import COMMENT, EventStream, until_disconnect, while_connected
+from .streaming import COMMENT, EventStream, ended_early, until_disconnect, while_connected
 
 _log = logging.getLogger("hardpoint")
 
@@ -125,9 +125,7 @@ class Load:
             if not self._is_over:
                 raise
             task.uncancel()
-            raise unavailable(
-                "the server ended before the answer did; send the request again", code="draining"
-            ) from None
+            raise ended_early() from None
         except Exception:
             ran = False  # most are refused, and would make requests look quick
             raise
@@ -351,7 +349,6 @@ class Service:
         Raises:
             AnswerError: it has kv_transfer_params, and its key may give none.
             RequestError: priority or timeout are out of bounds.
-            AnswerError: the client may not bring `kv_transfer_params`.
         """
         client = call.client
         priority = client.min_priority if client.min_priority > 0 else 0

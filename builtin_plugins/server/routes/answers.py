@@ -8,10 +8,23 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.builtin_plugins.server.errors import AnswerError, answer_error, for_clients
+from hardpoint.builtin_plugins.server.errors import (
+    AnswerError,
+    ErrorBody,
+    answer_error,
+    for_clients,
+)
 from hardpoint.builtin_plugins.server.field_names import is_of_grammar
 from hardpoint.builtin_plugins.server.operations.traffic import count_tokens_of
 from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput, Tokenizer
+
+DONE = b"data: [DONE]\n\n"
+"""The end marker of OpenAI's streams."""
+
+
+def failed_events(error: AnswerError) -> bytes:
+    """Return the last events of a stream that an error ends."""
+    return b"data: " + msgspec.json.encode(ErrorBody(error.detail)) + b"\n\n" + DONE
 
 
 class PromptDetails(msgspec.Struct):

@@ -12,17 +12,18 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hardpoint.builtin_plugins.server.errors import AnswerError, ErrorBody
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput
 from hardpoint.plugins.server import Call, Route, ToolCall
 from hardpoint.plugins.typed import Strict, shown
 
 from .answers import (
+    DONE,
     Usage,
     UsageCount,
     check_ended,
     engine_id,
+    failed_events,
     finite,
     likeliest,
     new_id,
@@ -33,8 +34,6 @@ from .fields import IGNORED, REFUSED, SamplingFields, reasoning_variables, renam
 from .progress import with_progress
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
-
-DONE = b"data: [DONE]\n\n"
 
 
 class Message(Strict):
@@ -303,8 +302,6 @@ class ChatCompletion(msgspec.Struct, kw_only=True, omit_defaults=True):
     model: str
     choices: list[Choice]
     usage: Usage
-    service_tier: str | None = None
-    system_fingerprint: str | None = None
     prompt_logprobs: list[Any] | None = None
     prompt_token_ids: list[int] | None = None
     kv_transfer_params: dict[str, Any] | None = None
@@ -343,7 +340,7 @@ class ChatRoutes:
             events = stream.events(outputs)
             if asked.wants_progress:
                 events = with_progress(self._service.engine, [request_id], events, stream.head)
-            return self._service.stream(call, events, stream.failed)
+            return self._service.stream(call, events, failed_events)
         return await self._service.answer(request, call, self._whole(asked, identity, outputs))
 
     def _outputs(
@@ -502,10 +499,6 @@ class ChatStream:
             usage = self._encode(self._usage.usage())
             yield self.head + b'],"usage":' + usage + b"}\n\n"
         yield DONE
-
-    def failed(self, error: AnswerError) -> bytes:
-        """Return the last events of a stream that an error ends."""
-        return b"data: " + self._encode(ErrorBody(error.detail)) + b"\n\n" + DONE
 
     def _chunks(self, output: RequestOutput) -> bytes:
         tail = b"}\n\n"

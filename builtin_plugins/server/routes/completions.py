@@ -13,16 +13,17 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hardpoint.builtin_plugins.server.errors import AnswerError, ErrorBody
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput, Tokenizer
 from hardpoint.plugins.server import Call, Route, ServerLimits
 
 from .answers import (
+    DONE,
     Usage,
     UsageCount,
     check_ended,
     engine_id,
+    failed_events,
     finite,
     likeliest,
     new_id,
@@ -30,7 +31,7 @@ from .answers import (
     prompt_positions,
     token_text,
 )
-from .chat import DONE, ended
+from .chat import ended
 from .fields import REFUSED, SamplingFields, renamed
 from .progress import with_progress
 
@@ -185,7 +186,7 @@ class CompletionRoutes:
             events = answer.events(outputs)
             if asked.wants_progress:
                 events = with_progress(self._service.engine, ids, events, answer.head)
-            return self._service.stream(call, events, answer.failed)
+            return self._service.stream(call, events, failed_events)
         return await self._service.answer(request, call, answer.whole(outputs))
 
     async def _tokenised(
@@ -351,10 +352,6 @@ class CompletionAnswer:
             usage = self._encode(self._usage.usage())
             yield self.head + b'],"usage":' + usage + b"}\n\n"
         yield DONE
-
-    def failed(self, error: AnswerError) -> bytes:
-        """Return the last events of a stream that an error ends."""
-        return b"data: " + self._encode(ErrorBody(error.detail)) + b"\n\n" + DONE
 
     def _count(self, number: int, output: RequestOutput) -> None:
         self._usage.add(output, number)

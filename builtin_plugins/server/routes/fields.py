@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -461,6 +461,3 @@ def _asked_format(asked: ResponseFormat | None) -> dict[str, Any] | None:
             tag = msgspec.to_builtins(asked)
             return {"structural_tag": {k: v for k, v in tag.items() if v is not None}}
     return None
-
-
-FinishReason = Literal["stop", "length", "tool_calls", "abort", "error", "repetition", "timeout"]

@@ -13,7 +13,7 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hardpoint.builtin_plugins.server.errors import AnswerError, ErrorBody
+from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import (
     CompletionOutput,
@@ -26,8 +26,17 @@ from hardpoint.plugins import (
 from hardpoint.plugins.server import Route
 from hardpoint.plugins.typed import Strict
 
-from .answers import Usage, UsageCount, check_ended, engine_id, new_id, prompt_logprobs
-from .chat import DONE, ChoiceLogprobs, Effort, Message, choice_logprobs, ended, plain_tools
+from .answers import (
+    DONE,
+    Usage,
+    UsageCount,
+    check_ended,
+    engine_id,
+    failed_events,
+    new_id,
+    prompt_logprobs,
+)
+from .chat import ChoiceLogprobs, Effort, Message, choice_logprobs, ended, plain_tools
 from .fields import Renaming, SamplingFields, StreamOptions, reasoning_variables, renamed
 from .models import json_response
 from .progress import with_progress
@@ -245,7 +254,7 @@ class TokenRoutes:
         events = answer.events(outputs)
         if asked.stream_options is not None and asked.stream_options.include_progress:
             events = with_progress(engine, [request_id], events, answer.head)
-        return self._service.stream(call, events, answer.failed)
+        return self._service.stream(call, events, failed_events)
 
     def _params(self, asked: GenerateRequest) -> SamplingParams:
         given = asked.sampling_params
@@ -386,10 +395,6 @@ class GeneratedAnswer:
             await self._usage.measure(self._service.engine.tokenise)
             yield self.head + b'],"usage":' + self._encode(self._usage.usage()) + b"}\n\n"
         yield DONE
-
-    def failed(self, error: AnswerError) -> bytes:
-        """Return the last events of a stream that an error ends."""
-        return b"data: " + self._encode(ErrorBody(error.detail)) + b"\n\n" + DONE
 
     def _chunk(self, output: RequestOutput) -> bytes:
         """Return the event of an output: its completions, and at first what belongs to the prompt.

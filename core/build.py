@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from hardpoint.core.child_process.launch import Interpreter
 from hardpoint.core.client.base import EngineCoreClient, InprocClient
 from hardpoint.core.client.event_loop import EventLoopBridge
 from hardpoint.core.client.process_client import EngineStart, ProcessClient, Sink
 from hardpoint.core.client.resources import check_descriptors
 from hardpoint.core.engine.model_files import find_files
 from hardpoint.core.engine.utility_calls import EngineUtilities
-from hardpoint.core.engine_process.launch import Interpreter
 from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.core.errors import naming_plugin
 from hardpoint.core.frontend.async_engine import AsyncEngine

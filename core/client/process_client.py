@@ -17,8 +17,9 @@ from typing import Any
 import msgspec
 
 from hardpoint.core.activity import Activity
+from hardpoint.core.child_process.launch import Interpreter, main_objects
 from hardpoint.core.engine.utility_calls import NO_TIMEOUT
-from hardpoint.core.engine_process.launch import Interpreter, Launch, main_objects
+from hardpoint.core.engine_process.launch import Launch
 from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.core.errors import engine_dead
 from hardpoint.core.wire import EngineCoreReadyResponse, RequestType

@@ -17,6 +17,8 @@ from types import FrameType
 import msgspec
 
 from hardpoint.core.activity import Activity
+from hardpoint.core.child_process.child import ParentWatch
+from hardpoint.core.child_process.launch import decode_launch
 from hardpoint.core.engine.build import BuiltCore, build_core
 from hardpoint.core.engine.prepare import prepare_worker
 from hardpoint.core.engine.request_check import RequestCheck
@@ -29,7 +31,6 @@ from hardpoint.plugins.errors import PluginLoadError
 from hardpoint.registry.discovery import discover
 from hardpoint.registry.plugin_set import PluginSet
 
-from .child import ParentWatch
 from .launch import Launch
 from .loop import EngineLoop, LoopOptions, LoopQueues
 from .sender import ClientSendQueues
@@ -121,12 +122,17 @@ class _Labelled(logging.Formatter):
 _ORPHAN_GRACE_S = 4.0  # to shut down in order, after the parent has ended
 
 
-def run_engine(launch: Launch, watch: ParentWatch) -> None:
+def run_engine(data: bytes, watch: ParentWatch) -> None:
     """Serve until a signal, or the end of the parent.
+
+    Args:
+        data: a Launch.
+        watch: of the parent.
 
     Raises:
         HardpointError: the engine cannot be built; the parent raises it too.
     """
+    launch = decode_launch(data, Launch)
     name_process(engine_name(launch.engine_index))
     log_as(launch.engine_index, launch.log_level)
     config = msgspec.convert(launch.config, EngineConfig)

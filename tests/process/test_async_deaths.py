@@ -28,7 +28,7 @@ from support.process.harness import (
 from support.waiting import HeldSteps, until
 
 from hardpoint import AsyncLLM, EngineClosedError, RequestOutputKind, SamplingParams
-from hardpoint.core.engine_process import process as engine_process
+from hardpoint.core.child_process import process as child_process
 from hardpoint.plugins.errors import EngineDeadError
 
 SLOW = {"plugins": {"enable": ["support.plugins.slow:Slow"]}}
@@ -259,7 +259,7 @@ def test_sigterm_drains_the_streams(endless, tmp_path):
 
 def test_closing_tells_those_who_wait(endless, monkeypatch):
     """At once, and not when their requests would have ended, or the engine is killed."""
-    monkeypatch.setattr(engine_process, "_GRACE_S", 60.0)
+    monkeypatch.setattr(child_process, "_GRACE_S", 60.0)
     plugins = {"enable": ["support.plugins.slow:Slow", "support.plugins.pacing:Unhurried"]}
 
     async def main():

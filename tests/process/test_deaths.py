@@ -30,7 +30,7 @@ from support.process.slow_requests import SLOW, add, begin, finals, long, until_
 from support.waiting import HeldSteps
 
 from hardpoint import LLM, EngineClosedError, SamplingParams
-from hardpoint.core.engine_process import process as engine_process
+from hardpoint.core.child_process import process as child_process
 from hardpoint.plugins.errors import EngineDeadError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -280,7 +280,7 @@ def test_close_with_requests_in_flight_is_quick(endless, monkeypatch):
     """Nobody waits for them any more, whatever the drain limit; they would take a minute."""
     open_and_close(endless)
     before = holdings()
-    monkeypatch.setattr(engine_process, "_GRACE_S", 60.0)
+    monkeypatch.setattr(child_process, "_GRACE_S", 60.0)
     plugins = {"enable": ["support.plugins.slow:Slow", "support.plugins.pacing:Unhurried"]}
     llm = LLM(config=process_config(endless, DRAINING | {"plugins": plugins}))
     begin(llm, 16, long())

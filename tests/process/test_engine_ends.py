@@ -137,7 +137,7 @@ def test_a_start_that_fails_says_nothing_on_the_sockets(engine):
 
 
 BROKEN_THREADS = """
-from hardpoint.core.engine_process.__main__ import main
+from hardpoint.core.child_process.__main__ import main
 
 def run(launch, watch):
     from hardpoint.core.engine_process import transport

@@ -58,7 +58,7 @@ def test_pickles_stay_in_the_launch_of_the_engine():
         for path in SOURCES
         if re.search(r"^\s*(import|from) (cloud)?pickle\b", path.read_text(), re.MULTILINE)
     }
-    assert users <= {("core", "engine_process", "main_module"), ("core", "engine_process")}
+    assert users <= {("core", "child_process", "main_module")}
 
 
 def calls():

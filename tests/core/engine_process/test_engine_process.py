@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.core.launch_harness import LIMIT_S, failure_of, launch, said, state_of, write_child
 
-from hardpoint.core.engine_process import process as engine_process
+from hardpoint.core.child_process import process as child_process
 from hardpoint.core.engine_process.process import EngineProcess
 
 
@@ -98,7 +98,7 @@ def test_without_process_descriptors(child, tmp_path, monkeypatch):
     def refuse(pid):
         raise OSError("no such system call")
 
-    monkeypatch.setattr(engine_process.os, "pidfd_open", refuse)
+    monkeypatch.setattr(child_process.os, "pidfd_open", refuse)
     process = child("say(1); time.sleep(30)")
     assert len(process.sentinels) == 1
     said(tmp_path)
@@ -186,11 +186,11 @@ def test_what_it_says_as_it_ends_is_heard(child, monkeypatch):
 
 
 def test_one_that_lets_go_and_does_not_end(child, tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_process, "_EXIT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(child_process, "_EXIT_TIMEOUT_S", 0.1)
     source = """
         import socket
         say(1)
-        launch = socket.socket(fileno=int(sys.orig_argv[-1]))
+        launch = socket.socket(fileno=int(sys.orig_argv[-2]))
         launch.shutdown(socket.SHUT_WR)
         time.sleep(30)
         """

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from hardpoint import plugins
-from hardpoint.core.engine_process.main_module.main_pickle import dumps
+from hardpoint.core.child_process.main_module.main_pickle import dumps
 from hardpoint.plugins.errors import PluginLoadError
 
 

@@ -15,8 +15,9 @@ import pytest
 from support.core.launch_harness import LIMIT_S, failure_of, launch, said
 from support.processes import ROOT
 
-from hardpoint.core.engine_process.launch import Interpreter, Launch, decode_launch, main_objects
-from hardpoint.core.engine_process.process import FailureReport
+from hardpoint.core.child_process.launch import Interpreter, decode_launch, main_objects
+from hardpoint.core.child_process.process import FailureReport
+from hardpoint.core.engine_process.launch import Launch
 from hardpoint.plugins import ConfigError, HardpointError, ModelError
 from hardpoint.plugins.errors import EngineDeadError, PluginLoadError
 
@@ -30,7 +31,9 @@ def test_launch_arrives_whole(child, tmp_path):
         log_level="DEBUG",
         engine_index=2,
     )
-    process = child("say(json.loads(__import__('msgspec').json.encode(launch)))", plan)
+    process = child(
+        "say(json.loads(__import__('msgspec').json.encode(decode_launch(launch, Launch))))", plan
+    )
     assert process.wait(LIMIT_S) == 0
     assert msgspec.convert(said(tmp_path), Launch) == plan
     assert process.description == f"the engine process (pid {process.pid}) exited with code 0"
@@ -102,9 +105,9 @@ def test_missing_executable_is_said(child):
 def test_other_version_is_refused():
     other = msgspec.msgpack.encode({"protocol": 99, "address": 5})
     with pytest.raises(HardpointError, match="protocol is version 99, this Hardpoint speaks ver"):
-        decode_launch(other)
+        decode_launch(other, Launch)
     with pytest.raises(HardpointError, match="launch: the message cannot be read: "):
-        decode_launch(launch().encode()[:-3])
+        decode_launch(launch().encode()[:-3], Launch)
 
 
 def test_blocked_and_ignored_signals_do_not_stay_so(child, tmp_path):
@@ -140,7 +143,7 @@ def test_processes_spawned_from_the_child_do_not_run_the_program_again(child, tm
 
 
 def test_program_says_what_it_is_for():
-    program = ROOT / "core" / "engine_process" / "__main__.py"
+    program = ROOT / "core" / "child_process" / "__main__.py"
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr == "This program is started by Hardpoint itself.\n"
@@ -229,7 +232,7 @@ def test_main_object_that_cannot_be_rebuilt(child):
     module.Missing = type("Missing", (), {"__module__": "here_alone"})
     sys.modules["here_alone"] = module
     try:
-        from hardpoint.core.engine_process.main_module.main_pickle import dumps
+        from hardpoint.core.child_process.main_module.main_pickle import dumps
 
         data = dumps({"Dry": module.Missing})
     finally:
@@ -245,7 +248,10 @@ def test_half_a_report_is_none(cut):
     body = json.dumps({"types": ["a:B"], "message": "m", "notes": [], "traceback": ""}).encode()
     frame = len(body).to_bytes(8, "big") + body
     assert FailureReport.of(frame[:cut]) is None
-    assert str(FailureReport.of(frame).error(5)) == "the engine process (pid 5) failed: a.B: m"
+    assert (
+        str(FailureReport.of(frame).error("engine process (pid 5)"))
+        == "the engine process (pid 5) failed: a.B: m"
+    )
 
 
 def test_nothing_of_main_is_nothing():

@@ -10,13 +10,13 @@ import time
 import pytest
 from support.core.launch_harness import LIMIT_S
 
-from hardpoint.core.engine_process import process as engine_process
-from hardpoint.core.engine_process.__main__ import LAUNCH_TIMEOUT_S, LENGTH
-from hardpoint.core.engine_process.launch import Interpreter
-from hardpoint.core.engine_process.process import FailureReport
+from hardpoint.core.child_process import process as child_process
+from hardpoint.core.child_process.__main__ import LAUNCH_TIMEOUT_S, LENGTH
+from hardpoint.core.child_process.launch import Interpreter
+from hardpoint.core.child_process.process import FailureReport
 
 PROGRAM = """
-from hardpoint.core.engine_process import __main__ as entry
+from hardpoint.core.child_process import __main__ as entry
 entry.LAUNCH_TIMEOUT_S = 0.5
 entry.main(lambda launch, watch: None)
 """
@@ -45,7 +45,7 @@ def test_the_child_ends_by_itself(sent, words):
     ours.settimeout(LIMIT_S)
     ours.sendall(sent)
     child = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, "--launch-fd", str(theirs.fileno())],
+        [sys.executable, "-c", PROGRAM, "--launch-fd", str(theirs.fileno()), "unused"],
         pass_fds=(theirs.fileno(),),
         stderr=subprocess.PIPE,
     )
@@ -63,13 +63,13 @@ def test_the_child_ends_by_itself(sent, words):
 
 
 def test_the_limit_is_longer_than_a_parent_takes():
-    assert LAUNCH_TIMEOUT_S > engine_process._SEND_TIMEOUT_S
+    assert LAUNCH_TIMEOUT_S > child_process._SEND_TIMEOUT_S
 
 
 def test_time_is_not_given_anew_with_every_byte():
     ours, theirs = socket.socketpair()
     child = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, "--launch-fd", str(theirs.fileno())],
+        [sys.executable, "-c", PROGRAM, "--launch-fd", str(theirs.fileno()), "unused"],
         pass_fds=(theirs.fileno(),),
     )
     theirs.close()

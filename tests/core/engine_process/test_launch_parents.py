@@ -98,10 +98,11 @@ def test_hardpoint_found_by_a_path_set_at_run_time(tmp_path):
     package = tmp_path / "lib" / "hardpoint"
     link_package(package)
     (package / "core" / "engine_process" / "run.py").write_text(
-        "import hardpoint\n"
+        "import hardpoint, msgspec\n"
         "from pathlib import Path\n"
-        "def run_engine(launch, watch):\n"
-        "    Path(launch.config['out']).write_text(hardpoint.__file__)\n"
+        "def run_engine(data, watch):\n"
+        "    launch = msgspec.msgpack.decode(data)\n"
+        "    Path(launch['config']['out']).write_text(hardpoint.__file__)\n"
     )
     (tmp_path / "hardpoint").mkdir()
     (tmp_path / "hardpoint" / "__init__.py").write_text("raise SystemExit('the wrong one')")

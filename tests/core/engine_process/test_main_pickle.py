@@ -19,8 +19,8 @@ from msgspec import Meta
 from support.searching import examples
 
 from hardpoint import plugins
-from hardpoint.core.engine_process.main_module.main_pickle import dumps, loads
-from hardpoint.core.engine_process.main_module.struct_pickle import StructParts
+from hardpoint.core.child_process.main_module.main_pickle import dumps, loads
+from hardpoint.core.child_process.main_module.struct_pickle import StructParts
 from hardpoint.plugins.errors import PluginLoadError
 from hardpoint.plugins.kinds import KINDS
 from hardpoint.plugins.manifest import Source
@@ -151,7 +151,7 @@ def answers(arguments):
     return found
 
 if __name__ == "__main__":
-    from hardpoint.core.engine_process.main_module.main_pickle import dumps
+    from hardpoint.core.child_process.main_module.main_pickle import dumps
     found = answers(Dry.Arguments)  # msgspec now has its caches in these classes
     objects = {"Dry": Dry, "Same": Dry, "Arguments": Dry.Arguments, "Range": Range, "Node": Node,
                "answers": answers, "json": json, "encode": msgspec.json.encode}

@@ -44,7 +44,7 @@ def test_one_that_does_not_close_keeps_nobody_from_it(closed, monkeypatch):
     monkeypatch.setattr(run, "_serve", serve)
     config = msgspec.to_builtins(EngineConfig())
     with pytest.raises(RuntimeError, match="the core does not close") as caught:
-        run.run_engine(launch(config=config), None)
+        run.run_engine(launch(config=config).encode(), None)
     assert closed == ["sockets", "core", "loader"]
     assert isinstance(caught.value.__context__, OSError)
 
@@ -52,5 +52,5 @@ def test_one_that_does_not_close_keeps_nobody_from_it(closed, monkeypatch):
 def test_a_core_that_cannot_be_built_leaves_no_loader_open(closed, monkeypatch):
     monkeypatch.setattr(run, "build_core", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        run.run_engine(launch(config=msgspec.to_builtins(EngineConfig())), None)
+        run.run_engine(launch(config=msgspec.to_builtins(EngineConfig())).encode(), None)
     assert closed == ["loader"]

@@ -44,8 +44,8 @@ class ForkServer:
 
     def __init__(self) -> None:
         """Start the server; it ends with this process."""
-        from hardpoint.core.engine_process import process
-        from hardpoint.core.engine_process.launch import Interpreter
+        from hardpoint.core.child_process import process
+        from hardpoint.core.child_process.launch import Interpreter
 
         interpreter = Interpreter.current()
         self._command = [*interpreter.command, str(Path(process.__file__).with_name("__main__.py"))]
@@ -66,7 +66,8 @@ class ForkServer:
     def serves(self, command: list[str], options: dict[str, Any]) -> bool:
         """Whether a fork is the same as what these arguments of `Popen` start."""
         return (
-            command[:-2] == self._command
+            command[:-3] == self._command
+            and len(options["pass_fds"]) == 1
             and {name for name, value in options.items() if value is not None}
             == {"stdin", "cwd", "pass_fds", "start_new_session"}
             and _fixed(os.environ) == self._environment
@@ -78,7 +79,7 @@ class ForkServer:
         request = {
             "cwd": os.path.abspath(cwd),
             "environment": dict(os.environ),
-            "argv": command[-3:],
+            "argv": command[-4:],
         }
         with self._lock:
             # The fork is orphaned by the server, and so becomes a child of this process.
@@ -108,7 +109,7 @@ class EngineStarts:
 
     def install(self) -> None:
         """Take the place of `Popen` for the module that starts engine processes."""
-        from hardpoint.core.engine_process import process
+        from hardpoint.core.child_process import process
 
         module = types.ModuleType("subprocess")
         vars(module).update(vars(subprocess))
@@ -145,7 +146,7 @@ def _be_subreaper(on: bool) -> None:
 def _serve(control: socket.socket) -> None:
     """Fork for each request; return in the forks alone."""
     sys.path[:] = json.loads(control.recv(1 << 20))
-    importlib.import_module("hardpoint.core.engine_process.child")
+    importlib.import_module("hardpoint.core.child_process.child")
     importlib.import_module("hardpoint.core.engine_process.run")
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 3)
@@ -175,12 +176,12 @@ def _become(request: dict[str, Any], launch: int, out: int, err: int) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    sys.argv[:] = [request["argv"][0], "--launch-fd", str(launch)]
+    sys.argv[:] = [request["argv"][0], "--launch-fd", str(launch), request["argv"][-1]]
     importlib.invalidate_caches()
 
 
 if __name__ == "__main__":
     _serve(socket.socket(fileno=int(sys.argv[1])))
-    from hardpoint.core.engine_process.__main__ import main
+    from hardpoint.core.child_process.__main__ import main
 
     main()

@@ -1,4 +1,4 @@
-"""The program of an engine process.
+"""The program of a child process.
 
 The parent starts this file by its path rather than with `-m`: until the parent's `sys.path` has
 arrived over the launch socket, the interpreter may find another Hardpoint, or none. So nothing
@@ -8,6 +8,7 @@ but the standard library is imported before that.
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import signal
 import socket
@@ -28,21 +29,22 @@ _MAX_CHARACTERS = 16_000  # of a message or a traceback, so that a report fits t
 
 
 def main(run: Callable[..., None] | None = None) -> None:
-    """Run an engine process.
+    """Run a child process.
 
     An exception is reported to the parent, which raises it; it is not printed here.
 
     Args:
-        run: called with the launch and the parent watch; None is `run_engine`.
+        run: called with the encoded launch and the parent watch; None is the function that the
+            command line names.
     """
-    if sys.argv[1:2] != ["--launch-fd"] or not sys.argv[2:3]:
+    if sys.argv[1:2] != ["--launch-fd"] or not sys.argv[3:4]:
         sys.exit("This program is started by Hardpoint itself.")
-    channel = socket.socket(fileno=int(sys.argv[2]))
+    channel, name = socket.socket(fileno=int(sys.argv[2])), sys.argv[3]
     channel.set_inheritable(False)
     try:
         deadline = time.monotonic() + LAUNCH_TIMEOUT_S
         parent = _prepare(json.loads(_frame(channel, deadline)))
-        serve, run = _imported(run)  # takes seconds, in which the parent prepares the launch
+        serve, run = _imported(run, name)  # takes seconds, in which the parent prepares the launch
         launch = _frame(channel, deadline)
         channel.settimeout(None)
         serve(channel, parent, launch, run, functools.partial(_report, channel))
@@ -54,18 +56,17 @@ def main(run: Callable[..., None] | None = None) -> None:
 
 
 def _imported(
-    run: Callable[..., None] | None,
+    run: Callable[..., None] | None, name: str
 ) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return `child.serve` and the function that it is to run."""
+    """Return `child.serve` and the function that it is to run, by default that of a name."""
     from hardpoint.core.worker.threads import short_spin  # noqa: PLC0415 - needs the parent's path
 
     with short_spin():
-        from hardpoint.core.engine_process.child import serve  # noqa: PLC0415
+        from hardpoint.core.child_process.child import serve  # noqa: PLC0415
 
         if run is None:
-            from hardpoint.core.engine_process.run import run_engine  # noqa: PLC0415
-
-            run = run_engine
+            module, _, function = name.partition(":")
+            run = getattr(importlib.import_module(module), function)
         return serve, run
 
 
@@ -73,7 +74,7 @@ def _prepare(interpreter: dict[str, Any]) -> int:
     """Set `sys.path`, `sys.argv` and signals as in the parent; return the parent's process id."""
     sys.path[:] = interpreter["path"]
     sys.argv[:] = interpreter["argv"]
-    # Blocked and ignored signals are inherited, and the engine relies on these.
+    # Blocked and ignored signals are inherited, and a child relies on these.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)

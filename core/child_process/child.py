@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 from types import ModuleType
 
-from hardpoint.core.engine_process.main_module.main_pickle import loads
+from hardpoint.core.child_process.main_module.main_pickle import loads
 
-from .launch import Launch, decode_launch
+from .launch import ChildLaunch, decode_launch
 
 _POLL_INTERVAL_S = 0.25
 _EXIT_CODE = 1
@@ -75,8 +75,8 @@ class ParentWatch:
         os._exit(_EXIT_CODE)  # even if another thread hangs
 
 
-Run = Callable[[Launch, ParentWatch], None]
-"""The function that a child runs."""
+Run = Callable[[bytes, ParentWatch], None]
+"""The function that a child runs; it gets the encoded launch."""
 
 
 def serve(channel: socket.socket, parent: int, data: bytes, run: Run, report: Report) -> None:
@@ -85,17 +85,17 @@ def serve(channel: socket.socket, parent: int, data: bytes, run: Run, report: Re
     Raises:
         PluginLoadError: the objects cannot be rebuilt here.
     """
-    launch = decode_launch(data)
+    launch = decode_launch(data, ChildLaunch)
     watch = ParentWatch(channel, parent, report, launch.folder)
     watch.start()
     _become_main(launch.main_objects)
-    run(launch, watch)
+    run(data, watch)
 
 
 def _become_main(main_objects: bytes) -> None:
     """Replace `__main__` by a module that holds objects of the parent's `__main__`."""
     # It has no file: a process that is spawned from here would run that file again.
-    module = ModuleType("__main__", "Objects of the program that started this engine.")
+    module = ModuleType("__main__", "Objects of the program that started this process.")
     sys.modules["__hardpoint_main__"] = sys.modules["__main__"]
     sys.modules["__main__"] = module
     if main_objects:

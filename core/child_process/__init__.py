@@ -1,0 +1,1 @@
+"""Python processes like this one: how they are started, watched and ended."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hardpoint.core.config import load_config
-from hardpoint.core.engine.model_files import ALIASES, find_files
+from hardpoint.core.worker.model_files import ALIASES, find_files
 from hardpoint.plugins import Command, CommandContext, EngineConfig, HardpointError, ModelError
 from hardpoint.plugins.commands import Generator, PluginCatalog
 from hardpoint.plugins.config import ConfigSources

@@ -18,7 +18,6 @@ from hardpoint.core.client.base import EngineCoreClient, InprocClient
 from hardpoint.core.client.event_loop import EventLoopBridge
 from hardpoint.core.client.process_client import EngineStart, ProcessClient, Sink
 from hardpoint.core.client.resources import check_descriptors
-from hardpoint.core.engine.model_files import find_files
 from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.core.errors import naming_plugin
@@ -28,6 +27,7 @@ from hardpoint.core.frontend.lifecycle import Restarter
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.output_parts import OutputParsers
 from hardpoint.core.frontend.statistics import Statistics, open_statistics
+from hardpoint.core.worker.model_files import find_files
 from hardpoint.core.worker.threads import short_spin
 from hardpoint.plugins import (
     ConfigError,

@@ -19,6 +19,7 @@ __all__ = [
     "KVEventsConfig",
     "LoadConfig",
     "MetricsConfig",
+    "ParallelConfig",
     "PluginUse",
     "PluginsConfig",
     "ReasoningConfig",
@@ -221,6 +222,35 @@ class ExecutorConfig(Strict):
     use: Reference = "uniproc"
     enforce_eager: bool = False
     threads: Annotated[int, Meta(ge=1, le=1024)] | Literal["auto"] = "auto"
+
+
+class ParallelConfig(Strict):
+    """How many workers share the model, and how they communicate.
+
+    Attributes:
+        tensor: ranks that divide each layer among them.
+        pipeline: stages that the layers are divided into, each of `tensor` ranks.
+        expert: give each rank whole experts of a mixture of experts, instead of a part of each.
+        communicator: what moves tensors between ranks; "auto" is shared memory between the CPU
+            ranks of one host, and torch.distributed elsewhere.
+        start_seconds: maximum time for the ranks to find each other.
+    """
+
+    tensor: Annotated[int, Meta(ge=1, le=1024)] = 1
+    pipeline: Annotated[int, Meta(ge=1, le=1024)] = 1
+    expert: bool = False
+    communicator: Reference = "auto"
+    start_seconds: PositiveSeconds = 120.0
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.tensor * self.pipeline
+
+    @property
+    def output_rank(self) -> int:
+        """The rank that samples: tensor rank 0 of the last stage."""
+        return self.world_size - self.tensor
 
 
 class SamplerConfig(Strict):
@@ -463,6 +493,7 @@ class EngineConfig(Strict):
     metrics: MetricsConfig = MetricsConfig()
     engine: EngineProcessConfig = EngineProcessConfig()
     executor: ExecutorConfig = ExecutorConfig()
+    parallel: ParallelConfig = ParallelConfig()
     sampler: SamplerConfig = SamplerConfig()
     attention: AttentionConfig = AttentionConfig()
     ops: OpsConfig = OpsConfig()

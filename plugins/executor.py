@@ -1,14 +1,25 @@
-"""Executors: start and call the workers, in this process or others."""
+"""Executors: start and call the workers, in this process or others.
+
+An executor gets a `WorkerLaunch` per rank, which is plain data, carries it to where the worker is
+to run, calls `open_worker` there, and passes on the engine's calls, which
+`hardpoint.plugins.worker_calls` encodes for anything that moves bytes.
+"""
 
 from __future__ import annotations
 
+import importlib
+import socket
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from .component import Component, Context
+import msgspec
+
+from .component import Component, Context, Progress
+from .config import ParallelConfig
+from .parallel import Placement
 from .plan import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from .requests import LoRARequest
 from .stats import PluginMeter
@@ -16,8 +27,14 @@ from .stats import PluginMeter
 __all__ = [
     "Executor",
     "ExecutorContext",
+    "LaunchWorker",
+    "StartProcess",
     "Worker",
     "WorkerInfo",
+    "WorkerLaunch",
+    "WorkerProcess",
+    "first_error_or",
+    "open_worker",
 ]
 
 
@@ -39,16 +56,21 @@ class WorkerInfo:
 
 
 class Worker(Protocol):
-    """One device's share of the model, made by `ExecutorContext.create_worker`."""
+    """One rank's share of the model, made by `open_worker`.
+
+    Ranks exchange tensors while they load the model and run steps, so every method but
+    `plugin_meters`, `abort` and those of adapters and profiles is called in all ranks, in the same
+    order, and in threads or processes of their own. A worker is called by one thread at a time.
+    """
 
     def load_model(self) -> WorkerInfo:
-        """Load the weights."""
+        """Load the weights. Returns once all ranks have loaded theirs."""
 
     def initialize_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache."""
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
-        """Run a step; None means that sampling waits for `sample_tokens`.
+        """Run a step; None means that `sample_tokens` follows.
 
         Raises:
             NotImplementedError: the plan has drafts, encoder inputs or KV connector metadata that
@@ -57,12 +79,25 @@ class Worker(Protocol):
 
     def sample_tokens(
         self, plan: SchedulerOutput, bitmask: GrammarBitmask | None = None
-    ) -> ModelRunnerOutput:
+    ) -> ModelRunnerOutput | None:
         """Sample the tokens of a step whose `execute_model` returned None.
 
         Args:
             plan: of that call.
-            bitmask: as the executor got it.
+            bitmask: as the executor got it; only the output rank needs it.
+
+        Returns:
+            The result in the output rank, None in the others.
+        """
+
+    def execute_dummy_batch(self) -> None:
+        """Run a step of one token that no request has, so that no other rank waits for this one."""
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """Return the drafts of the last step, once; None if it made none.
+
+        Raises:
+            NotImplementedError: the worker makes no drafts.
         """
 
     def set_max_model_len(self, max_model_len: int) -> None:
@@ -110,8 +145,93 @@ class Worker(Protocol):
     def pin_lora(self, lora_id: int) -> bool:
         """Keep an adapter loaded when others need memory; return whether it is loaded."""
 
+    def abort(self, reason: str) -> None:
+        """Let calls of this worker that wait for other ranks fail. May be called in any thread."""
+
     def close(self) -> None:
         """Release everything."""
+
+
+@dataclass(frozen=True)
+class WorkerLaunch:
+    """All that it takes to open a worker: plain data, for any thread, process or machine.
+
+    Attributes:
+        factory: `package.module:function` that makes the worker of a launch.
+        rank: of the worker.
+        world_size: number of ranks.
+        data: what the factory needs, as msgpack.
+        prepared: what the engine has built already, for a worker in its own process; not encoded.
+    """
+
+    factory: str
+    rank: int
+    world_size: int
+    data: bytes = field(repr=False)
+    prepared: Any = field(default=None, repr=False, compare=False)
+
+    def encode(self) -> bytes:
+        """Return it as msgpack, for `decode`."""
+        return msgspec.msgpack.encode((self.factory, self.rank, self.world_size, self.data))
+
+    @classmethod
+    def decode(cls, encoded: bytes) -> WorkerLaunch:
+        """Return the launch that `encode` has encoded."""
+        return cls(*msgspec.msgpack.decode(encoded, type=tuple[str, int, int, bytes]))
+
+
+def open_worker(launch: WorkerLaunch, progress: Progress | None = None) -> Worker:
+    """Make the worker of a launch, here; `Worker.load_model` loads its model.
+
+    Args:
+        launch: from `ExecutorContext.launch`.
+        progress: is told how far the loading is.
+
+    Raises:
+        PluginError: a plugin of the engine is not installed here, or in another version.
+        HardpointError: Hardpoint or torch is of another version here.
+        ModelError: the model's files are not here, or the device is not.
+    """
+    module, _, name = launch.factory.partition(":")
+    worker: Worker = getattr(importlib.import_module(module), name)(launch, progress)
+    return worker
+
+
+class LaunchWorker(Protocol):
+    """See `ExecutorContext.launch`."""
+
+    def __call__(self, rank: int, placement: Placement | None = None) -> WorkerLaunch:
+        """Return the launch of a rank's worker."""
+
+
+class WorkerProcess(Protocol):
+    """A child process in which a worker runs, seen from the executor.
+
+    It has the `sys.path`, working directory, interpreter flags and plugins in `__main__` of this
+    process, needs no `__main__` guard, and ends when this process ends in whatever way.
+    """
+
+    pid: int
+    channel: socket.socket
+    """A stream socket to the child, for messages of the executor's own; it closes it."""
+
+    def sentinels(self) -> list[int]:
+        """Return descriptors to poll; one is readable when `failure` may return an error."""
+
+    def failure(self) -> BaseException | None:
+        """Return the error that ended the child, or how it exited; None while it runs."""
+
+    def close(self, grace_s: float = 5.0) -> None:
+        """End the child; kill it after `grace_s` seconds. May be called twice."""
+
+
+class StartProcess(Protocol):
+    """See `ExecutorContext.start_process`."""
+
+    def __call__(
+        self, launch: WorkerLaunch, run: str, pass_fds: Sequence[int] = ()
+    ) -> WorkerProcess:
+        """Start a process; return before it runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,10 +239,22 @@ class ExecutorContext(Context["Executor"]):
     """Context of an executor.
 
     Attributes:
-        create_worker: makes the worker of a rank.
+        parallel: how many ranks there are, and which one samples.
+        launch: `launch(rank, placement)` returns what opens the worker of a rank. `placement` says
+            where the ranks run; None is all on this host.
+        start_process: `start_process(launch, run, pass_fds)` starts a child process, which calls
+            `run`, a `package.module:function`, with the launch, the child's end of the channel and
+            the descriptors of `pass_fds` that it got. An error of `run` is the child's `failure`.
+        progress: is to be told how far the loading is.
+        watchdog_seconds: duration of a call after which a worker writes the stacks of its threads
+            to stderr; 0 is never.
     """
 
-    create_worker: Callable[[int], Worker]
+    parallel: ParallelConfig
+    launch: LaunchWorker
+    start_process: StartProcess
+    progress: Progress
+    watchdog_seconds: float = 0.0
 
 
 class Executor(Component):
@@ -141,8 +273,8 @@ class Executor(Component):
         return 1
 
     @abstractmethod
-    def start(self) -> WorkerInfo:
-        """Start the workers and load the model; return the info of the worker with least memory."""
+    def start(self) -> Sequence[WorkerInfo]:
+        """Start the workers and load the model; return their infos in rank order."""
 
     @abstractmethod
     def initialize_cache(self, num_blocks: int) -> None:
@@ -203,3 +335,30 @@ class Executor(Component):
         caller's process with the next call. The default never calls it, for executors whose workers
         fail only in calls.
         """
+
+
+def first_error_or(futures: Sequence[Future[Any]], output_rank: int) -> Future[Any]:
+    """Return the result of one rank's future, or the first error of any.
+
+    Args:
+        futures: of one call, in rank order.
+        output_rank: whose result counts. Once it is there, no rank's error is waited for.
+    """
+    result: Future[Any] = Future()
+    result.set_running_or_notify_cancel()
+
+    def ended(future: Future[Any]) -> None:
+        error = future.exception()
+        if (error is None and future is not futures[output_rank]) or result.done():
+            return
+        try:
+            if error is not None:
+                result.set_exception(error)
+            else:
+                result.set_result(future.result())
+        except InvalidStateError:
+            pass  # another rank was quicker
+
+    for future in futures:
+        future.add_done_callback(ended)
+    return result

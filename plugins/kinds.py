@@ -19,6 +19,7 @@ from .logits import (
 from .model import AttentionBackend, Model, WeightLoader
 from .ops import Ops
 from .output_parser import OutputParser, Role
+from .parallel import Communicator
 from .sampler import Sampler
 from .scheduler import Scheduler
 from .scheduling_policy import SchedulingPolicy
@@ -193,6 +194,16 @@ KINDS: dict[str, Kind] = {
             chosen_by="executor.use",
             summary="Run the workers that hold the model.",
             suite="ExecutorSuite",
+        ),
+        Kind(
+            name="communicators",
+            interface=Communicator,
+            number=Number.ONE,
+            processes=(Process.WORKER,),
+            fault_scope=FaultScope.ENGINE,
+            chosen_by="parallel.communicator",
+            summary="Move tensors between the workers that share a model.",
+            suite="CommunicatorSuite",
         ),
         Kind(
             name="models",

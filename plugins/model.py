@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 from .component import Component, Context
 from .ops import Ops
+from .parallel import Cut, Parallel
 from .type_variables import CacheT, PlanT
 
 if TYPE_CHECKING:
@@ -111,6 +112,21 @@ class WeightLoader(Component):
             shapes: of the weights that the model needs, by Hugging Face name. A loader that reads
                 files may also yield others; the framework checks names and shapes.
         """
+
+    def cut_weights(
+        self, shapes: Mapping[str, Sequence[int]], cuts: Mapping[str, Cut]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every weight once, and of those in `cuts` the part that is needed.
+
+        By default they are read whole and cut; a loader that can reads less.
+
+        Args:
+            shapes: as for `weights`, of whole weights.
+            cuts: by name.
+        """
+        for name, weight in self.weights(shapes):
+            cut = cuts.get(name)
+            yield name, weight if cut is None else cut.of(weight)
 
     def fingerprint(self) -> str | None:
         """Return a text that differs whenever `weights` would yield something else.
@@ -247,6 +263,8 @@ class ForwardBatch:
     Attributes:
         token_ids: int64 [tokens].
         positions: int64 [tokens]; position of each token in its own sequence.
+        hidden: [tokens, hidden_size], what `forward` of the stage before returned; None in the
+            first stage.
         attend: `attend(layer, q, k, v)` with q [tokens, num_heads, head_size], k and v
             [tokens, num_kv_heads, head_size]; returns [tokens, num_heads, head_size].
     """
@@ -256,6 +274,7 @@ class ForwardBatch:
     attend: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = field(
         repr=False
     )
+    hidden: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,6 +287,7 @@ class ModelContext(Context["Model"]):
         device: of both.
         max_model_len: maximum length of a sequence.
         ops: the operations of its layers, on that device.
+        parallel: the share of the model that this rank computes; by default all of it.
     """
 
     config: ModelConfig
@@ -275,12 +295,21 @@ class ModelContext(Context["Model"]):
     device: torch.device
     max_model_len: int
     ops: Ops
+    parallel: Parallel = field(default_factory=Parallel)
 
 
 class Model(Component):
     """One architecture. Its entry-point name is the name in a checkpoint's `architectures`."""
 
+    parallelism: ClassVar[tuple[str, ...]] = ()
+    """Which of "tensor", "pipeline" and "expert" of `parallel` it honours; others are refused."""
+
     context: ModelContext
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states that stages pass on; by default that of the config."""
+        return int(self.context.config.hf["hidden_size"])
 
     @property
     def replayable(self) -> bool:
@@ -295,11 +324,23 @@ class Model(Component):
 
     @abstractmethod
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the needed checkpoint tensors, by Hugging Face name."""
+        """Return the shapes of the needed checkpoint tensors, by Hugging Face name.
+
+        They are those of the whole tensors, of which this rank may need a part: `weight_cuts`.
+        """
+
+    def weight_cuts(self) -> Mapping[str, Cut]:
+        """Return the parts of the tensors of which this rank needs a part; the others are whole.
+
+        `load_weights` gets these parts, and no more is read of the files where they allow it.
+        """
+        return {}
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load every tensor of `weight_shapes`, in any order, with its shape already checked.
+        """Load every tensor of `weight_shapes`, cut as `weight_cuts` says, in any order.
+
+        Their shapes are checked.
 
         They are CPU tensors of any floating dtype; fuse and convert them here.
         """
@@ -327,11 +368,11 @@ class Model(Component):
 
     @abstractmethod
     def kv_specs(self) -> list[KVSpec]:
-        """Return one spec per attention layer, in layer order."""
+        """Return one spec per attention layer of this stage, with the heads of this rank."""
 
     @abstractmethod
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Return hidden states [tokens, hidden].
+        """Return hidden states [tokens, hidden]; of a stage but the last, what the next one needs.
 
         Calls `batch.attend` once for each layer of `kv_specs`, with tensors of the context's dtype
         and device. A step of two tokens is tried when the weights have been loaded.
@@ -339,4 +380,7 @@ class Model(Component):
 
     @abstractmethod
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits [rows, vocab] of chosen hidden states [rows, hidden]."""
+        """Return logits [rows, vocab] of chosen hidden states [rows, hidden].
+
+        Called in the last stage alone, in all of its ranks.
+        """

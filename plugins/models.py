@@ -4,6 +4,9 @@ Importing this module loads torch, which importing `hardpoint.plugins` does not.
 shapes of its checkpoint tensors (`shapes`) and loads them one at a time in any order (`load`).
 Tensors that are used together are fused as they arrive, so loading needs little more memory than
 the loaded model.
+
+A layer of a model that several ranks share (`ModelContext.parallel`) has the part of its tensors
+that its rank needs (`cuts`), and exchanges results with the other ranks where it must.
 """
 
 from __future__ import annotations
@@ -16,10 +19,12 @@ import torch
 
 from .hf_config import ConfigFields, short
 from .model import ModelContext
+from .parallel import Cut
 
 __all__ = [
     "ConfigFields",
     "Embedding",
+    "LMHead",
     "Layer",
     "Linear",
     "PackedLayer",
@@ -28,6 +33,7 @@ __all__ = [
     "load_packed",
     "load_weights",
     "packed_weights",
+    "weight_cuts",
     "weight_shapes",
 ]
 
@@ -61,6 +67,19 @@ class PackedLayer(Layer, Protocol):
 def weight_shapes(layers: Iterable[Layer]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all tensors of some layers, for `Model.weight_shapes`."""
     return {name: shape for layer in layers for name, shape in layer.shapes().items()}
+
+
+def weight_cuts(layers: Iterable[Layer]) -> dict[str, Cut]:
+    """Return the cuts of all tensors of some layers, for `Model.weight_cuts`.
+
+    A layer without a method `cuts` needs its tensors whole.
+    """
+    return {
+        name: cut
+        for layer in layers
+        if (cuts := getattr(layer, "cuts", None)) is not None
+        for name, cut in cuts().items()
+    }
 
 
 def load_weights(layers: Iterable[Layer], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -150,23 +169,34 @@ class RMSNorm:
 
 
 class Embedding:
-    """An embedding table."""
+    """An embedding table, whose rows the ranks of a stage divide."""
 
     def __init__(self, name: str, rows: int, columns: int, context: ModelContext) -> None:
-        """`name` is the Hugging Face name without `.weight`."""
+        """`name` is the Hugging Face name without `.weight`; `rows` and `columns` of all of it."""
         self._name = f"{name}.weight"
-        self._shape = (rows, columns)
+        self._whole = (rows, columns)
         self._context = context
+        self._communicator = context.parallel.tensor
+        self._share = context.parallel.padded_share(rows)
+        self._shape = (-(-rows // self._communicator.size), columns)
         self.weight = torch.empty(0, dtype=context.dtype, device=context.device)
         self._gather_rows = context.ops.gather_rows
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the table's shape."""
-        return {self._name: self._shape}
+        return {self._name: self._whole}
+
+    def cuts(self) -> dict[str, Cut]:
+        """Return which rows this rank has."""
+        if self._communicator.size == 1:
+            return {}
+        return {self._name: Cut(0, self._share.start, self._share.stop)}
 
     def load(self, name: str, tensor: torch.Tensor) -> None:  # noqa: ARG002 - it has only one
         """Load the table."""
-        self.weight = self.weight.new_empty(self._shape).copy_(tensor)
+        self.weight = self.weight.new_empty(self._shape)
+        self.weight[: len(tensor)].copy_(tensor)
+        self.weight[len(tensor) :] = 0
 
     def packed(self) -> dict[str, torch.Tensor]:
         """Return the table."""
@@ -178,11 +208,20 @@ class Embedding:
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return [tokens, columns] for token_ids [tokens]."""
-        return self._gather_rows(self.weight, token_ids)
+        if self._communicator.size == 1:
+            return self._gather_rows(self.weight, token_ids)
+        places = token_ids - self._share.start
+        is_elsewhere = (places < 0) | (places >= len(self._share))
+        rows = self._gather_rows(self.weight, places.masked_fill(is_elsewhere, 0))
+        return self._communicator.all_reduce(rows.masked_fill_(is_elsewhere.unsqueeze(1), 0))
 
 
 class Linear:
-    """y = x W^T + b, where W is one or more checkpoint matrices stacked by rows."""
+    """y = x W^T + b, where W is one or more checkpoint matrices stacked by rows.
+
+    Where several ranks share it, each has some rows of every part, and computes these columns of y
+    (`row_ranges`), or some columns, and adds up y with the others (`column_range`).
+    """
 
     def __init__(
         self,
@@ -192,6 +231,8 @@ class Linear:
         *,
         bias: bool = False,
         out_dtype: torch.dtype | None = None,
+        row_ranges: Sequence[range] | None = None,
+        column_range: range | None = None,
     ) -> None:
         """Describe the matrix; `load` loads it.
 
@@ -201,32 +242,49 @@ class Linear:
             context: of the model.
             bias: whether there is a b.
             out_dtype: of y; None is the context's.
+            row_ranges: of each part, the rows that this rank has; None is all.
+            column_range: the columns of W that this rank has; its x has these alone. None is all.
         """
-        self._columns = columns
         self._context = context
         self._out_dtype = out_dtype
         self._bias: torch.Tensor | None = None
         self._weight: torch.Tensor | None = None
         self._apply: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._slices: dict[str, tuple[int, int]] = {}
-        rows = 0
-        for name, count in parts:
-            self._slices[f"{name}.weight"] = (rows, count)
+        self._whole: dict[str, tuple[int, ...]] = {}
+        self._cuts: dict[str, Cut] = {}
+        self._columns = columns if column_range is None else len(column_range)
+        self._reduces = column_range is not None and context.parallel.tensor.size > 1
+        start = 0
+        for index, (name, rows) in enumerate(parts):
+            mine = range(rows) if row_ranges is None else row_ranges[index]
+            self._add(f"{name}.weight", (rows, columns), start, mine)
+            if column_range is not None and len(column_range) < columns:
+                cut = Cut(1, column_range.start, column_range.stop)
+                self._cuts[f"{name}.weight"] = cut
             if bias:
-                self._slices[f"{name}.bias"] = (rows, count)
-            rows += count
-        self._rows = rows
+                self._add(f"{name}.bias", (rows,), start, mine)
+            start += len(mine)
+        self._rows = start
         self._missing = set(self._slices)
         self._packed: dict[str, torch.Tensor] = {}
         self._packed_name, self._bias_name = (f"{parts[0][0]}.packed{s}" for s in ("", "_bias"))
         self._has_bias = bias
 
+    def _add(self, name: str, whole: tuple[int, ...], start: int, mine: range) -> None:
+        """Add a tensor, of which this rank has the rows `mine`, from row `start` of the matrix."""
+        self._slices[name] = (start, len(mine))
+        self._whole[name] = whole
+        if len(mine) < whole[0]:
+            self._cuts[name] = Cut(0, mine.start, mine.stop)
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the parts."""
-        return {
-            name: (count, self._columns) if name.endswith(".weight") else (count,)
-            for name, (_, count) in self._slices.items()
-        }
+        return self._whole
+
+    def cuts(self) -> dict[str, Cut]:
+        """Return what this rank has of them."""
+        return self._cuts
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
         """Load one part; the last one makes the layer ready."""
@@ -243,10 +301,6 @@ class Linear:
         if not self._missing and self._weight is not None:
             self._prepare(self._context.ops.pack(self._weight), self._bias)
             self._weight = self._bias = None
-
-    def tie(self, table: Embedding) -> None:
-        """Use an embedding's table, which is loaded, as the matrix."""
-        self._prepare(self._context.ops.pack(table.weight), None)
 
     def packed(self) -> dict[str, torch.Tensor]:
         """Return the packed matrix, and the bias if there is one."""
@@ -268,17 +322,54 @@ class Linear:
         """
         if self._apply is None:
             raise RuntimeError(f"weights were not loaded: {', '.join(sorted(self._missing))}")
-        return self._apply(x)
+        y = self._apply(x)
+        return self._context.parallel.tensor.all_reduce(y) if self._reduces else y
 
     def _prepare(self, packed: torch.Tensor, bias: torch.Tensor | None) -> None:
         shape = (self._rows, self._columns)
-        self._apply = self._context.ops.linear(packed, shape, bias, out_dtype=self._out_dtype)
+        is_added = not self._reduces or self._context.parallel.tensor.rank == 0  # once in the sum
+        self._apply = self._context.ops.linear(
+            packed, shape, bias if is_added else None, out_dtype=self._out_dtype
+        )
         self._packed = {self._packed_name: packed}
         if bias is not None:
             self._packed[self._bias_name] = bias
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self._context.dtype, device=self._context.device)
+
+
+class LMHead(Linear):
+    """The matrix that gives logits, float32, whose rows the ranks of a stage divide."""
+
+    def __init__(self, name: str, vocab_size: int, columns: int, context: ModelContext) -> None:
+        """`name` is the Hugging Face name without `.weight`."""
+        self._vocab_size = vocab_size
+        self._communicator = context.parallel.tensor
+        share = context.parallel.padded_share(vocab_size)
+        super().__init__(
+            [(name, vocab_size)],
+            columns,
+            context,
+            out_dtype=torch.float32,
+            row_ranges=[share],
+        )
+        self._rows = -(-vocab_size // self._communicator.size)  # the same in all ranks
+
+    def tie(self, table: Embedding) -> None:
+        """Use an embedding's table, which is loaded, as the matrix."""
+        self._prepare(self._context.ops.pack(table.weight), None)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits [rows, vocab] for hidden states x [rows, columns]."""
+        logits = super().__call__(x)
+        if self._communicator.size == 1:
+            return logits
+        parts = self._communicator.all_gather(logits.contiguous())  # [ranks, rows, part of vocab]
+        return parts.transpose(0, 1).flatten(1)[:, : self._vocab_size].contiguous()
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        return super()._empty(*shape).zero_()  # the rows that are missing in the last ranks
 
 
 DEFAULT_THETA = 10000.0

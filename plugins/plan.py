@@ -19,6 +19,7 @@ __all__ = [
     "ModelRunnerOutput",
     "NewRequest",
     "RequestFault",
+    "SampledTokens",
     "SchedulerOutput",
 ]
 
@@ -41,6 +42,18 @@ class NewRequest(msgspec.Struct, frozen=True):
     block_ids: BlockIds
     num_computed_tokens: int
     resumed: bool = False
+
+
+class SampledTokens(msgspec.Struct, frozen=True):
+    """The tokens that a step sampled, for the workers that did not sample them.
+
+    Attributes:
+        step: number of its plan.
+        token_ids: per request id.
+    """
+
+    step: int
+    token_ids: Mapping[str, Sequence[int]]
 
 
 class CachedRequests(msgspec.Struct, frozen=True):
@@ -75,6 +88,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
         structured_request_ids: requests with a grammar, with their index among the scheduled ones.
         preempted_request_ids: requests that leave the batch and may resume.
         finished_request_ids: requests that ended since the last plan; each is sent once.
+        sampled: results that came in since the last plan, in the order of their plans; the engine
+            fills them in where there are several workers, for only one of them samples.
         kv_connector_metadata: from the KV connector's scheduler half to its worker half.
     """
 
@@ -89,6 +104,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     structured_request_ids: Mapping[str, int] = {}
     preempted_request_ids: frozenset[str] = frozenset()
     finished_request_ids: frozenset[str] = frozenset()
+    sampled: Sequence[SampledTokens] = ()
     kv_connector_metadata: Any = None
 
 

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from hardpoint.plugins import (
+    ConfigError,
     Executor,
     ExecutorContext,
     GrammarBitmask,
@@ -14,6 +15,7 @@ from hardpoint.plugins import (
     SchedulerOutput,
     WorkerInfo,
 )
+from hardpoint.plugins.executor import open_worker
 
 T = TypeVar("T")
 
@@ -24,13 +26,23 @@ class UniprocExecutor(Executor):
     contract = 1
 
     def __init__(self, context: ExecutorContext) -> None:
-        """Create the worker; `start` loads its model."""
-        super().__init__(context)
-        self._worker = context.create_worker(0)
+        """Create the worker; `start` loads its model.
 
-    def start(self) -> WorkerInfo:
+        Raises:
+            ConfigError: the configuration asks for several workers.
+        """
+        super().__init__(context)
+        if (count := context.parallel.world_size) > 1:
+            raise ConfigError(
+                f"executor.use: {context.name!r} runs one worker, parallel asks for {count} "
+                f"(tensor {context.parallel.tensor} x pipeline {context.parallel.pipeline}); "
+                f"'multiproc' runs several"
+            )
+        self._worker = open_worker(context.launch(0), context.progress)
+
+    def start(self) -> list[WorkerInfo]:
         """Load the model."""
-        return self._worker.load_model()
+        return [self._worker.load_model()]
 
     def initialize_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache."""
@@ -44,7 +56,12 @@ class UniprocExecutor(Executor):
         self, plan: SchedulerOutput, bitmask: GrammarBitmask | None = None
     ) -> Future[ModelRunnerOutput]:
         """Sample from the model's last logits."""
-        return _done(lambda: self._worker.sample_tokens(plan, bitmask))
+        return _done(lambda: self._sample(plan, bitmask))
+
+    def _sample(self, plan: SchedulerOutput, bitmask: GrammarBitmask | None) -> ModelRunnerOutput:
+        output = self._worker.sample_tokens(plan, bitmask)
+        assert output is not None, "the only rank samples"
+        return output
 
     def collective_rpc(
         self,

@@ -14,14 +14,17 @@ from hardpoint.plugins.models import (
     ConfigFields,
     Embedding,
     Linear,
+    LMHead,
     PackedLayer,
     RMSNorm,
     RotaryEmbedding,
     load_packed,
     load_weights,
     packed_weights,
+    weight_cuts,
     weight_shapes,
 )
+from hardpoint.plugins.parallel import Cut
 
 # Above all models that are known; a config's larger number would be built before the files that
 # have no such layers are read.
@@ -72,6 +75,7 @@ class Llama(Model):
 
     contract = 1
     replayable = True
+    parallelism = ("tensor", "pipeline")
     head_norms = False
 
     def __init__(self, context: ModelContext) -> None:
@@ -95,13 +99,16 @@ class Llama(Model):
         self._tied = fields.flag("tie_word_embeddings", False)
         self._windows = self.windows()
         self._rope = RotaryEmbedding(self._head_size, context, source=self._source)
-        vocab = context.config.vocab_size
+        parallel, vocab = context.parallel, context.config.vocab_size
+        self._my_heads = parallel.share(self._heads, "attention heads")
+        self._my_kv_heads = parallel.share_or_copy(self._kv_heads, "key and value heads")
+        self._my_layers = parallel.stage_layers(self._num_layers)
         self._embedding = Embedding("model.embed_tokens", vocab, self._hidden, context)
-        self._decoder_layers = [
-            self._decoder_layer(f"model.layers.{i}") for i in range(self._num_layers)
-        ]
+        self._decoder_layers = [self._decoder_layer(f"model.layers.{i}") for i in self._my_layers]
         self._norm = self._rms_norm("model.norm", self._hidden)
-        self._head = Linear([("lm_head", vocab)], self._hidden, context, out_dtype=torch.float32)
+        shares_table = self._tied and not parallel.is_first
+        head = "model.embed_tokens" if shares_table else "lm_head"
+        self._head = LMHead(head, vocab, self._hidden, context)
 
     def windows(self) -> list[int | None]:
         """Return each layer's sliding window in tokens; None is full attention."""
@@ -116,11 +123,15 @@ class Llama(Model):
         """Return the checkpoint tensors that the model needs, by Hugging Face name."""
         return weight_shapes(self._stored_layers())
 
+    def weight_cuts(self) -> dict[str, Cut]:
+        """Return what this rank has of them."""
+        return weight_cuts(self._stored_layers())
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load the tensors one by one; fused matrices are packed once they are complete."""
         self._rope.allocate()
         load_weights(self._stored_layers(), weights)
-        if self._tied:
+        if self._ties_head:
             self._head.tie(self._embedding)
 
     def packed_weights(self) -> dict[str, torch.Tensor]:
@@ -133,22 +144,26 @@ class Llama(Model):
         load_packed(self._layers(), tensors)
 
     def kv_specs(self) -> list[KVSpec]:
-        """Return one spec per attention layer."""
+        """Return one spec per attention layer of this stage."""
         scale = 1.0 / math.sqrt(self._head_size)
+        heads, kv_heads = len(self._my_heads), len(self._my_kv_heads)
         return [
-            KVSpec(self._heads, self._kv_heads, self._head_size, scale, window)
-            for window in self._windows
+            KVSpec(heads, kv_heads, self._head_size, scale, self._windows[layer])
+            for layer in self._my_layers
         ]
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Return hidden states [tokens, hidden], after the final norm."""
-        x, delta = self._embedding(batch.token_ids), None
+        """Return hidden states [tokens, hidden], in the last stage after the final norm."""
+        x = self._embedding(batch.token_ids) if batch.hidden is None else batch.hidden
+        delta: torch.Tensor | None = None
         angles = self._rope.at(batch.positions)
         for index, layer in enumerate(self._decoder_layers):
             q, k, v = self._project(layer, layer.input_norm(x, delta), angles)
             delta = layer.output(batch.attend(index, q, k, v).flatten(1))
             gate_up = layer.gate_up(layer.mlp_norm(x, delta))
             delta = layer.down(self._gate(gate_up))
+        if not self.context.parallel.is_last and delta is not None:
+            return x.add_(delta)
         return self._norm(x, delta)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -159,7 +174,7 @@ class Llama(Model):
         self, layer: DecoderLayer, h: torch.Tensor, angles: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return rotated q [tokens, heads, head_size], rotated k and v [tokens, kv_heads, ...]."""
-        heads, kv_heads = self._heads, self._kv_heads
+        heads, kv_heads = len(self._my_heads), len(self._my_kv_heads)
         qkv = layer.qkv(h).view(-1, heads + 2 * kv_heads, self._head_size)
         q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], 1)
         if layer.q_norm is not None and layer.k_norm is not None:
@@ -171,18 +186,30 @@ class Llama(Model):
         return q, k, v
 
     def _layers(self) -> list[PackedLayer]:
-        parts: list[PackedLayer] = [self._embedding]
+        parallel = self.context.parallel
+        parts: list[PackedLayer] = [self._embedding] if parallel.is_first else []
         for layer in self._decoder_layers:
             parts += layer.layers()
-        return [*parts, self._norm, self._head]
+        return [*parts, self._norm, self._head] if parallel.is_last else parts
 
     def _stored_layers(self) -> list[PackedLayer]:
-        """Return the layers that have tensors in the checkpoint."""
-        return self._layers()[:-1] if self._tied else self._layers()
+        """Return the layers that have tensors of their own in the checkpoint."""
+        return self._layers()[:-1] if self._ties_head else self._layers()
+
+    @property
+    def _ties_head(self) -> bool:
+        """Whether the head uses the table of the embedding, which is in this stage."""
+        parallel = self.context.parallel
+        return self._tied and parallel.is_first and parallel.is_last
 
     def _decoder_layer(self, name: str) -> DecoderLayer:
         attention, mlp, size = f"{name}.self_attn", f"{name}.mlp", self._head_size
         q_rows, kv_rows = self._heads * size, self._kv_heads * size
+        my_q, my_kv = (
+            range(heads.start * size, heads.stop * size)
+            for heads in (self._my_heads, self._my_kv_heads)
+        )
+        my_columns = self.context.parallel.share(self._intermediate, "columns of the MLP")
         qkv = [
             (f"{attention}.q_proj", q_rows),
             (f"{attention}.k_proj", kv_rows),
@@ -193,19 +220,44 @@ class Llama(Model):
         mlp_bias = self._fields.flag("mlp_bias", False)
         return DecoderLayer(
             input_norm=self._rms_norm(f"{name}.input_layernorm", self._hidden),
-            qkv=self._linear(qkv, self._hidden, bias=qkv_bias),
-            output=self._linear([(f"{attention}.o_proj", self._hidden)], q_rows, bias=output_bias),
+            qkv=self._linear(qkv, self._hidden, bias=qkv_bias, row_ranges=[my_q, my_kv, my_kv]),
+            output=self._linear(
+                [(f"{attention}.o_proj", self._hidden)],
+                q_rows,
+                bias=output_bias,
+                column_range=my_q,
+            ),
             mlp_norm=self._rms_norm(f"{name}.post_attention_layernorm", self._hidden),
-            gate_up=self._linear(gate_up, self._hidden, bias=mlp_bias),
+            gate_up=self._linear(
+                gate_up, self._hidden, bias=mlp_bias, row_ranges=[my_columns, my_columns]
+            ),
             down=self._linear(
-                [(f"{mlp}.down_proj", self._hidden)], self._intermediate, bias=mlp_bias
+                [(f"{mlp}.down_proj", self._hidden)],
+                self._intermediate,
+                bias=mlp_bias,
+                column_range=my_columns,
             ),
             q_norm=self._rms_norm(f"{attention}.q_norm", size) if self.head_norms else None,
             k_norm=self._rms_norm(f"{attention}.k_norm", size) if self.head_norms else None,
         )
 
-    def _linear(self, parts: list[tuple[str, int]], columns: int, *, bias: bool) -> Linear:
-        return Linear(parts, columns, self.context, bias=bias)
+    def _linear(
+        self,
+        parts: list[tuple[str, int]],
+        columns: int,
+        *,
+        bias: bool,
+        row_ranges: list[range] | None = None,
+        column_range: range | None = None,
+    ) -> Linear:
+        return Linear(
+            parts,
+            columns,
+            self.context,
+            bias=bias,
+            row_ranges=row_ranges,
+            column_range=column_range,
+        )
 
     def _rms_norm(self, name: str, size: int) -> RMSNorm:
         return RMSNorm(name, size, self._eps, self.context)

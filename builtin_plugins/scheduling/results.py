@@ -56,8 +56,9 @@ def process_results(
     for position, request in enumerate(planned.requests):
         # Void results: the request finished or was preempted while the model ran; it may run again,
         # and its tokens are sampled again.
-        if request.status is not RequestStatus.RUNNING or (
-            asynchronous and request.num_preemptions != planned.preemptions[position]
+        if (
+            request.status is not RequestStatus.RUNNING
+            or request.num_preemptions != planned.preemptions[position]
         ):
             continue
         request_id = request.request_id

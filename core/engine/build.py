@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -15,7 +16,7 @@ from hardpoint.core.activity import Activity, PluginCalls, tracked
 from hardpoint.core.faults import CALL_LOST, StepFaults, create_all
 from hardpoint.core.kv_cache import BlockManager, BlockMetadata, CacheSize, Eviction, size_cache
 from hardpoint.core.worker.sampling.observed_states import NUM_VERSIONS
-from hardpoint.core.worker.worker import LocalWorker, WorkerSpec
+from hardpoint.core.worker.worker import WorkerSpec
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
@@ -29,7 +30,7 @@ from hardpoint.plugins import (
     WorkerInfo,
 )
 from hardpoint.plugins.config import ConfigSources, KVCacheConfig
-from hardpoint.plugins.errors import PluginContractError, PluginFaultError
+from hardpoint.plugins.errors import PluginContractError, PluginFaultError, shown
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.read_only import read_only
 from hardpoint.plugins.scheduler import SchedulerLimits
@@ -41,8 +42,10 @@ from .core import EngineCore
 from .grammars import GrammarManager
 from .kv_events import KVEventFanout
 from .policy import PolicySlot
+from .prepare import limits_of
 from .step import EngineCoreParts
 from .step_log import StepLog
+from .worker_launch import WorkerLauncher
 
 _log = logging.getLogger("hardpoint")
 
@@ -55,31 +58,6 @@ class BuiltCore:
 
     core: EngineCore
     size: CacheSize
-
-
-def limits_of(
-    config: EngineConfig, max_model_len: int, *, asynchronous: bool = False
-) -> SchedulerLimits:
-    """Return the scheduler's limits.
-
-    Args:
-        config: the engine's configuration.
-        max_model_len: resolved.
-        asynchronous: whether steps are scheduled before the results of earlier ones are known.
-
-    Raises:
-        ConfigError: limits that cannot work together.
-    """
-    scheduler = config.scheduler
-    return SchedulerLimits(
-        max_num_seqs=scheduler.max_num_seqs,
-        max_num_batched_tokens=scheduler.max_num_batched_tokens,
-        max_model_len=max_model_len,
-        chunked_prefill=scheduler.chunked_prefill,
-        long_prefill_token_threshold=scheduler.long_prefill_token_threshold,
-        max_waiting=scheduler.max_waiting,
-        asynchronous=asynchronous,
-    )
 
 
 def build_core(
@@ -121,9 +99,12 @@ def build_core(
             vocab_size = spec.model_config.vocab_size
             grammars = GrammarManager(plugins, config.grammar, vocabulary, vocab_size)
             undo.callback(grammars.close)
-        executor = _executor(spec, activity)
+        launcher = WorkerLauncher(spec, config_sources, activity)
+        undo.callback(launcher.close)
+        executor = _executor(spec, launcher)
         undo.callback(executor.close)
         info, size, config = _start(executor, spec, config_sources)
+        launcher.close()
         limits = _limits(config, size, executor)
         kv_cache = _kv_cache(config.kv_cache, size.num_blocks, plugins, eviction, blocks, faults)
         record = _recorder(hooks, faults)
@@ -167,11 +148,15 @@ def _eviction_policy(plugins: PluginSet, blocks: BlockMetadata, clock: _Clock) -
     return plugins.create(entry, EvictionContext, blocks=blocks, history=history, clock=clock)
 
 
-def _executor(spec: WorkerSpec, activity: Activity) -> Executor:
+def _executor(spec: WorkerSpec, launcher: WorkerLauncher) -> Executor:
     return spec.plugins.create(
         spec.plugins.one("executors"),
         ExecutorContext,
-        create_worker=lambda _rank: LocalWorker(spec, activity),
+        parallel=spec.config.parallel,
+        launch=launcher.launch,
+        start_process=launcher.start_process,
+        progress=spec.progress,
+        watchdog_seconds=spec.config.engine.watchdog_seconds,
     )
 
 
@@ -214,9 +199,12 @@ def _start(
     """Load the model and allocate the KV cache.
 
     Returns:
-        The workers' info, the cache's size, and the configuration to run with.
+        The info of the tightest worker, the cache's size, and the configuration to run with.
+
+    Raises:
+        PluginFaultError: the executor did not return an info per rank.
     """
-    info = executor.start()
+    info = _tightest(executor.start(), spec)
     config = spec.config if info.bytes_per_block else _without_cache(spec)
     try:
         size = size_cache(config, spec.max_model_len, info)
@@ -226,6 +214,23 @@ def _start(
         executor.collective_rpc("set_max_model_len", (size.max_model_len,))
     executor.initialize_cache(size.num_blocks)
     return info, size, config
+
+
+def _tightest(infos: Sequence[WorkerInfo], spec: WorkerSpec) -> WorkerInfo:
+    """Return what all workers have room for and support."""
+    world_size = spec.config.parallel.world_size
+    if (
+        not isinstance(infos, Sequence)
+        or len(infos) != world_size
+        or not all(isinstance(info, WorkerInfo) for info in infos)
+    ):
+        label = spec.plugins.one("executors").source
+        raise PluginFaultError(
+            f"{label}: its start() gave {shown(infos)}, expected a list of {world_size} WorkerInfo"
+        )
+    tightest = min(infos, key=lambda info: info.available_bytes / max(info.bytes_per_block, 1))
+    levels = set.intersection(*(set(info.sleep_levels) for info in infos))
+    return dataclasses.replace(tightest, sleep_levels=tuple(sorted(levels)))
 
 
 def _without_cache(spec: WorkerSpec) -> EngineConfig:
@@ -259,7 +264,8 @@ def _limits(config: EngineConfig, size: CacheSize, executor: Executor) -> Schedu
             f"executor {executor.name!r}: max_concurrent_batches: expected 1 to "
             f"{NUM_VERSIONS - 1}, got {depth}"
         )
-    ahead = depth > 1
+    # A stage gets the tokens of the last one with the next plan, so that none is made without them.
+    ahead = depth > 1 and config.parallel.world_size == 1
     return limits_of(config, size.max_model_len, asynchronous=ahead)
 
 

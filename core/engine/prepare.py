@@ -7,6 +7,7 @@ import difflib
 import torch
 
 from hardpoint.core.worker.memory import is_out_of_memory, memory_limit, out_of_memory
+from hardpoint.core.worker.model_files import find_files, unreadable
 from hardpoint.core.worker.worker import WorkerSpec
 from hardpoint.plugins import (
     ConfigError,
@@ -20,10 +21,8 @@ from hardpoint.plugins import (
 from hardpoint.plugins.component import Progress
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.errors import PluginFaultError, shown
+from hardpoint.plugins.scheduler import SchedulerLimits
 from hardpoint.registry.plugin_set import PluginSet
-
-from .build import limits_of
-from .model_files import find_files, unreadable
 
 _DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -34,6 +33,31 @@ _DTYPES = {
 _SUFFIX = "ForCausalLM"
 _TYPO = 0.87
 """Similarity from which a name is a typing error: above that of Mixtral and Mistral."""
+
+
+def limits_of(
+    config: EngineConfig, max_model_len: int, *, asynchronous: bool = False
+) -> SchedulerLimits:
+    """Return the scheduler's limits.
+
+    Args:
+        config: the engine's configuration.
+        max_model_len: resolved.
+        asynchronous: whether steps are scheduled before the results of earlier ones are known.
+
+    Raises:
+        ConfigError: limits that cannot work together.
+    """
+    scheduler = config.scheduler
+    return SchedulerLimits(
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        chunked_prefill=scheduler.chunked_prefill,
+        long_prefill_token_threshold=scheduler.long_prefill_token_threshold,
+        max_waiting=scheduler.max_waiting,
+        asynchronous=asynchronous,
+    )
 
 
 def open_loader(config: EngineConfig, plugins: PluginSet, files: ModelFiles) -> WeightLoader:

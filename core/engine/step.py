@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import msgspec
+
 from hardpoint.core.activity import Activity
 from hardpoint.core.faults import StepFaults
 from hardpoint.core.kv_cache import BlockManager
@@ -24,6 +26,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.errors import PluginFaultError
+from hardpoint.plugins.plan import SampledTokens
 from hardpoint.registry.blame import is_fault, raise_unless_fault
 
 from .batch_queue import Batch, BatchQueue, start_batch, with_drafts
@@ -88,6 +91,10 @@ class StepRunner:
         self._check = ResultCheck(parts.executor_label, parts.scheduler)
         self._batches = BatchQueue(parts.executor.max_concurrent_batches)
         limits = parts.scheduler.context.limits
+        config = parts.config
+        self._sampled: list[SampledTokens] | None = None  # not sent to the other ranks yet
+        if config is not None and config.parallel.world_size > 1:
+            self._sampled = []
         self._takes_drafts = limits.num_draft_tokens > 0 and not limits.asynchronous
 
     @property
@@ -205,6 +212,9 @@ class StepRunner:
             self._parts.kv_events.publish(events)
         if (grammars := self._parts.grammars) is not None:
             grammars.begin_step(plan, self._parts.scheduler_label)
+        if self._sampled:
+            plan = msgspec.structs.replace(plan, sampled=tuple(self._sampled))
+            self._sampled.clear()
         future = self._executor.execute_model(plan)
         return checked(future, Future, self._parts.executor_label, "execute_model")
 
@@ -220,6 +230,8 @@ class StepRunner:
 
     def _update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> Outputs:
         """Pass a result to the scheduler; end the requests for which it is not as planned."""
+        if self._sampled is not None and result.sampled_token_ids:
+            self._sampled.append(SampledTokens(plan.step, dict(result.sampled_token_ids)))
         if self._parts.grammars is not None:
             for request_id, fault in self._parts.grammars.pop_faults(plan).items():
                 result.sampled_token_ids.pop(request_id, None)

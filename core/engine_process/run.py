@@ -22,13 +22,12 @@ from hardpoint.core.child_process.launch import decode_launch
 from hardpoint.core.engine.build import BuiltCore, build_core
 from hardpoint.core.engine.prepare import prepare_worker
 from hardpoint.core.engine.request_check import RequestCheck
+from hardpoint.core.engine.worker_launch import check_versions
 from hardpoint.core.errors import attribute_error, naming_plugin
 from hardpoint.core.wire import EngineAddresses, EngineCoreReadyResponse
 from hardpoint.core.worker.worker import WorkerSpec
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.errors import PluginLoadError
-from hardpoint.registry.discovery import discover
 from hardpoint.registry.plugin_set import PluginSet
 
 from .launch import Launch
@@ -138,7 +137,7 @@ def run_engine(data: bytes, watch: ParentWatch) -> None:
     config = msgspec.convert(launch.config, EngineConfig)
     config_sources = ConfigSources(launch.config_sources)
     plugins = PluginSet(launch.manifest)
-    check_versions(plugins)
+    check_versions(plugins, "the engine process")
     with contextlib.ExitStack() as closing:  # all are closed, even if one raises
         with naming_plugin(plugins):
             spec = prepare_worker(config, plugins, config_sources, lambda *_progress: None)
@@ -215,19 +214,3 @@ def _end(io: EngineIO, *, failed: bool, has_clients: bool) -> None:
     """Send clients the rest, and stop the IO threads."""
     restore_signals()  # so that a signal ends the process if this hangs
     io.close(failed=failed, has_clients=has_clients)
-
-
-def check_versions(plugins: PluginSet) -> None:
-    """Reject plugins whose versions differ between this process and the one that resolved them.
-
-    Raises:
-        PluginLoadError: naming the plugin, both versions and this process.
-    """
-    here = {found.distribution: found.version for found in discover()}
-    for entry in plugins.manifest.tree():
-        version = here.get(entry.distribution)
-        if version is not None and version != entry.version:
-            raise PluginLoadError(
-                f"{entry.source}: version {entry.version} was found where the engine was asked "
-                f"for, version {version} is installed in the engine process (pid {os.getpid()})"
-            )

@@ -22,6 +22,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.parallel import Cut
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.tensor_checks import shown
 
@@ -35,6 +36,8 @@ class CheckedModel:
 
     Attributes:
         shapes: of the weights, by Hugging Face name.
+        needed: the shapes of the parts of them that this rank needs.
+        cuts: these parts, of those that it does not need whole.
         specs: one per attention layer.
         is_replayable: whether the model's class says so.
     """
@@ -49,8 +52,13 @@ class CheckedModel:
         self._source = source
         self._vocab_size = model.context.config.vocab_size
         shapes, specs = model.weight_shapes(), model.kv_specs()
+        cuts = model.weight_cuts()
         if not isinstance(shapes, Mapping) or not all(map(_is_shape, shapes.values())):
             raise self._wrong("weight_shapes", shapes, "a shape per name")
+        if not isinstance(cuts, Mapping) or not all(
+            name in shapes and _is_cut(cut, shapes[name]) for name, cut in cuts.items()
+        ):
+            raise self._wrong("weight_cuts", cuts, "a Cut inside of the shape of each name")
         if not isinstance(specs, list) or not all(map(_is_spec, specs)):
             expected = (
                 "a list of KVSpec of whole numbers >= 1 and a finite scale, where num_kv_heads "
@@ -58,8 +66,14 @@ class CheckedModel:
             expected += "divides num_heads"
             raise self._wrong("kv_specs", specs, expected)
         self.shapes: dict[str, tuple[int, ...]] = dict(shapes)
+        self.cuts: dict[str, Cut] = dict(cuts)
+        self.needed = {
+            name: cuts[name].shape(shape) if name in cuts else tuple(shape)
+            for name, shape in shapes.items()
+        }
         self.specs: list[KVSpec] = specs
         self.is_replayable = is_replayable(model)
+        self._is_last = model.context.parallel.is_last
         self._width: int | None = None  # of hidden states, once known
 
     def run_trial(self, num_tokens: int, num_rows: int) -> None:
@@ -77,10 +91,15 @@ class CheckedModel:
         ids = torch.arange(num_tokens, device=context.device) % self._vocab_size
         positions = torch.arange(num_tokens, device=context.device)
         attention = _TrialAttention(self._source, self.specs, context.dtype, positions)
-        batch = ForwardBatch(ids, positions, attention.attend)
+        parallel = context.parallel
+        before = None
+        if not parallel.is_first:
+            before = self.empty_hidden(num_tokens).zero_()
+        batch = ForwardBatch(ids, positions, attention.attend, before)
         hidden = self._try("forward", self.forward, batch)
         attention.check_complete()
-        self._try("compute_logits", self.compute_logits, hidden[:num_rows])
+        if parallel.is_last:
+            self._try("compute_logits", self.compute_logits, hidden[:num_rows])
         self._width = hidden.shape[1]
 
     def _try(self, method: str, function: Callable[[Any], torch.Tensor], argument: Any) -> Any:
@@ -95,6 +114,12 @@ class CheckedModel:
                 f"{self._source}: its {method}() failed in a trial step: {describe(cause)}"
             ) from cause
 
+    def empty_hidden(self, num_tokens: int) -> torch.Tensor:
+        """Return room for what the stage before passes on, [tokens, hidden_size]."""
+        context = self._model.context
+        shape = num_tokens, self._model.hidden_size
+        return torch.empty(shape, dtype=context.dtype, device=context.device)
+
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Return hidden states [tokens, hidden].
 
@@ -108,9 +133,11 @@ class CheckedModel:
             or hidden.dim() != 2
             or hidden.shape[0] != tokens
             or self._width not in (None, hidden.shape[1])
+            or not (self._is_last or hidden.shape[1] == self._model.hidden_size)
             or hidden.device != batch.token_ids.device
         ):
-            where = f"[{tokens}, {self._width or 'hidden'}] on {batch.token_ids.device}"
+            width = self._width or ("hidden" if self._is_last else self._model.hidden_size)
+            where = f"[{tokens}, {width}] on {batch.token_ids.device}"
             raise self._wrong("forward", hidden, f"hidden states {where}")
         return hidden
 
@@ -270,14 +297,17 @@ class CheckedAttention:
 
 
 def checked_weights(
-    loader: WeightLoader, source: Source, shapes: Mapping[str, tuple[int, ...]]
+    loader: WeightLoader,
+    source: Source,
+    shapes: Mapping[str, tuple[int, ...]],
+    cuts: Mapping[str, Cut],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a loader's weights.
+    """Yield a loader's weights, cut.
 
     Raises:
         PluginFaultError: it yielded something else, or a weight twice.
     """
-    weights = loader.weights(dict(shapes))
+    weights = loader.cut_weights(dict(shapes), dict(cuts)) if cuts else loader.weights(dict(shapes))
     if not isinstance(weights, Iterable):
         raise _fault(source, "weights", weights, "weights one after the other")
     seen: set[str] = set()
@@ -304,6 +334,14 @@ def _is_weight(item: Any) -> bool:
 
 def _is_shape(shape: Any) -> bool:
     return isinstance(shape, tuple | list) and all(isinstance(n, int) and n >= 0 for n in shape)
+
+
+def _is_cut(cut: Any, shape: Sequence[int]) -> bool:
+    return (
+        isinstance(cut, Cut)
+        and 0 <= cut.dim < len(shape)
+        and 0 <= cut.start <= cut.stop <= shape[cut.dim]
+    )
 
 
 def _is_spec(spec: Any) -> bool:

@@ -20,6 +20,7 @@ from hardpoint.plugins import (
     Moved,
     SamplingParams,
 )
+from hardpoint.plugins.plan import SampledTokens
 from hardpoint.plugins.read_only import ReadOnlyDict
 
 
@@ -141,6 +142,7 @@ class InputBatch:
         self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_computed = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self._added_in: dict[str, int] = {}
         self._requests: list[LogitsRequest] = []
         self._outputs: list[list[int]] = []
         self._row_of: dict[str, int] = {}
@@ -156,8 +158,17 @@ class InputBatch:
         output_token_ids: list[int],
         block_ids: Sequence[int],
         num_computed_tokens: int,
+        step: int = 0,
     ) -> None:
-        """Add a request in the lowest free row. `output_token_ids` is the request's live list."""
+        """Add a request in the lowest free row.
+
+        Args:
+            request: to add.
+            output_token_ids: the request's live list.
+            block_ids: its block table.
+            num_computed_tokens: whose keys and values are in those blocks.
+            step: number of the plan that adds it.
+        """
         row = self._updates.pop_removed()
         if row is None:
             row = len(self._requests)
@@ -166,6 +177,7 @@ class InputBatch:
         self._requests[row] = request
         self._outputs[row] = output_token_ids
         self._place(request, row)
+        self._added_in[request.request_id] = step
         known = [*request.prompt_token_ids, *output_token_ids]
         self._token_ids[row, : len(known)] = known
         self._num_tokens[row] = len(known)
@@ -191,6 +203,7 @@ class InputBatch:
         fewer = request_ids if len(request_ids) < len(known) else known
         for request_id in [name for name in fewer if name in request_ids and name in known]:
             row = known.pop(request_id)
+            del self._added_in[request_id]
             self._requests[row] = _FREE_ROW
             self._updates.remove(row)
 
@@ -235,6 +248,16 @@ class InputBatch:
         self._token_ids[row, self._num_tokens[row]] = token
         self._num_tokens[row] += 1
         list.append(self._outputs[row], token)  # processors cannot: theirs is a ReadOnlyList
+
+    def append_sampled(self, sampled: SampledTokens) -> None:
+        """Append what another rank has sampled.
+
+        Requests that left the batch after that step, and may have come back, are passed over.
+        """
+        for request_id, tokens in sampled.token_ids.items():
+            if self._added_in.get(request_id, sampled.step + 1) <= sampled.step:
+                for token in tokens:
+                    self.append(request_id, token)
 
     def prepare(self, scheduled: dict[str, int], device: torch.device) -> StepInput:
         """Return the step's input, and count its tokens as computed."""

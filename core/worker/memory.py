@@ -171,7 +171,7 @@ def estimate_memory(
     bytes_per_block: int,
     limit: MemoryLimit,
 ) -> MemoryEstimate:
-    """Estimate what a model needs, before any weight is read.
+    """Estimate what a rank of a model needs, before any weight is read.
 
     Args:
         model: without weights.

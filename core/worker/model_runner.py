@@ -38,6 +38,7 @@ from hardpoint.registry.request_arguments import argument_key
 
 from .checked_model import CheckedAttention, CheckedModel
 from .input_batch import InputBatch, StepInput
+from .ranks import Ranks
 
 _log = logging.getLogger("hardpoint")
 
@@ -150,13 +151,14 @@ class _Replay:
 class ModelRunner:
     """Runs the model over a plan's tokens, and samples for sequences whose end it reached."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - it owns them all
         self,
         model: CheckedModel,
         calls: PluginCalls,
         attention: CheckedAttention,
         ops: Ops,
-        sampling: SamplingStage,
+        sampling: SamplingStage | None,
+        ranks: Ranks,
         processors: dict[str, type[LogitsPlugin]],
         device: torch.device,
         *,
@@ -169,7 +171,8 @@ class ModelRunner:
             calls: call the model's methods.
             attention: backend of the model's layers.
             ops: operations of the model's layers.
-            sampling: chooses the tokens.
+            sampling: chooses the tokens; None in a rank that does not sample.
+            ranks: that share the model.
             processors: the logits processors' classes by name, for their arguments.
             device: of the model.
             enforce_eager: run the model's Python in every step.
@@ -178,15 +181,19 @@ class ModelRunner:
         self._calls = calls
         self._attention = attention
         self._sampling = sampling
+        self._ranks = ranks
         self._ops = ops
         can_record = is_replayable(ops) and model.is_replayable and attention.is_replayable
+        can_record = can_record and not ranks.are_many
         self._replays = _Replays(model, ops, can_record=can_record and not enforce_eager)
         self._allocated: InputBatch | None = None
         self._argument_types = {name: prepared_type(cls) for name, cls in processors.items()}
-        sampler = type(sampling.sampler)
-        self._sampler_key = argument_key("samplers", sampling.sampler.name)
-        self._argument_types[self._sampler_key] = prepared_type(sampler)
-        self._no_arguments = prepared_type(sampler)()  # for the sampler
+        self._sampler_key, self._no_arguments = "", None
+        if sampling is not None:
+            sampler = type(sampling.sampler)
+            self._sampler_key = argument_key("samplers", sampling.sampler.name)
+            self._argument_types[self._sampler_key] = prepared_type(sampler)
+            self._no_arguments = prepared_type(sampler)()
         self._device = device
         self._caches: list[Any] = []
         self._kept_logits = torch.empty(0)
@@ -232,20 +239,31 @@ class ModelRunner:
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return attention.attend(layer, caches[layer], attention_plan, (q, k, v))
 
-        inputs = ForwardBatch(step.token_ids, step.positions, attend)
+        before = None
+        if self._ranks.are_many:
+            before = self._ranks.receive_hidden(self._model.empty_hidden(len(step.token_ids)))
+        inputs = ForwardBatch(step.token_ids, step.positions, attend, before)
         hidden = self._calls.run("forward", self._replays.forward, inputs)
+        if not self._ranks.parallel.is_last:
+            self._ranks.send_hidden(hidden)
         self._pending = (step, hidden)
         return None
 
     @torch.inference_mode()
-    def sample(self, bitmask: GrammarBitmask | None = None) -> ModelRunnerOutput:
+    def sample(self, bitmask: GrammarBitmask | None = None) -> ModelRunnerOutput | None:
         """Sample from the hidden states that `execute` computed.
 
         Args:
             bitmask: tokens that grammars allow.
+
+        Returns:
+            The result; None in a rank that does not sample.
         """
         assert self._pending is not None, "sample() without an execute() that returned None"
         (step, hidden), self._pending = self._pending, None
+        if self._sampling is None:
+            self._help_to_sample(hidden)
+            return None
         output = ModelRunnerOutput(prompt_logprobs=self._prompt_logprobs(step, hidden))
         output.faults, self._broken = self._broken, {}
         indices = [
@@ -254,28 +272,50 @@ class ModelRunner:
             if step.samples[index] and request.request_id not in output.faults
         ]
         if indices:
-            if len(indices) < len(hidden):
-                last = torch.from_numpy(step.attention.query_starts[1:][indices] - 1)
-                hidden = hidden[last.to(self._device)]
-            self._choose(hidden, [step.requests[index] for index in indices], output, bitmask)
+            last = torch.from_numpy(step.attention.query_starts[1:][indices] - 1)
+            requests = [step.requests[index] for index in indices]
+            self._choose(hidden, last.to(self._device), requests, output, bitmask)
+        self._ranks.ask_for_logits(torch.empty(0, dtype=torch.int64, device=self._device))
         return output
+
+    def _help_to_sample(self, hidden: torch.Tensor) -> None:
+        """Compute this rank's part of the logits that the output rank asks for."""
+        if not self._ranks.parallel.is_last:
+            return
+        while (rows := self._ranks.asked_for_logits(self._device)) is not None:
+            self._calls.run("compute_logits", self._model.compute_logits, hidden[rows])
+
+    @torch.inference_mode()
+    def run_dummy(self) -> None:
+        """Run a step of one token without a cache."""
+        self._model.run_trial(1, 1)
 
     def plugin_meters(self) -> dict[str, PluginMeter]:
         """Return what each logits processor cost so far, by name."""
-        return self._sampling.pipeline.meters()
+        return {} if self._sampling is None else self._sampling.pipeline.meters()
 
     def _choose(
         self,
         hidden: torch.Tensor,
+        last: torch.Tensor,
         requests: list[LogitsRequest],
         output: ModelRunnerOutput,
         bitmask: GrammarBitmask | None,
     ) -> None:
-        """Sample a token per request, and append it to the batch and the processors' states."""
+        """Sample a token per request, and append it to the batch and the processors' states.
+
+        Args:
+            hidden: of all tokens of the step.
+            last: int64 [requests]; the row of each request's last token.
+            requests: of which a token is sampled.
+            output: gets the tokens.
+            bitmask: tokens that grammars allow.
+        """
+        assert self._sampling is not None
         sampled = self._sampling.run(
-            self._logits(hidden),
+            self._logits(hidden, last),
             requests,
-            lambda: self._compute_logits(hidden).to(torch.float32, copy=True),
+            lambda: self._compute_logits(hidden, last).to(torch.float32, copy=True),
             None if bitmask is None else GrammarMask(bitmask, requests, self._ops),
         )
         output.faults |= sampled.faults
@@ -306,16 +346,24 @@ class ModelRunner:
         """Apply the plan's additions and removals to the batch."""
         batch.remove(plan.finished_request_ids)
         batch.remove(plan.preempted_request_ids)
-        self._sampling.pipeline.observed_states.drop(plan.finished_request_ids)
+        for sampled in plan.sampled:
+            if self._sampling is None:  # else it sampled them itself
+                batch.append_sampled(sampled)
         for request_id, (block_ids,) in plan.cached_requests.new_block_ids.items():
             batch.extend_blocks(request_id, block_ids)
         for new in plan.new_requests:
-            self._add(new, batch)
-        self._sampling.pipeline.update(batch.settle(), batch.full_update)
+            self._add(new, batch, plan.step)
+        update = batch.settle()
+        if self._sampling is not None:
+            self._sampling.pipeline.observed_states.drop(plan.finished_request_ids)
+            self._sampling.pipeline.update(update, batch.full_update)
 
-    def _add(self, new: NewRequest, batch: InputBatch) -> None:
+    def _add(self, new: NewRequest, batch: InputBatch, step: int) -> None:
         source, outputs = new.source, ReadOnlyList(new.output_token_ids)
-        arguments, fault = self._convert_arguments(source)
+        arguments: ReadOnlyDict[str, Any] = ReadOnlyDict()
+        fault: RequestFault | None = None
+        if self._sampling is not None:
+            arguments, fault = self._convert_arguments(source)
         sampler_arguments = dict.pop(arguments, self._sampler_key, self._no_arguments)
         request = LogitsRequest(
             request_id=source.request_id,
@@ -329,7 +377,9 @@ class ModelRunner:
             state=ReadOnlyDict(),
         )
         (block_ids,) = new.block_ids
-        batch.add(request, outputs, block_ids, new.num_computed_tokens)
+        batch.add(request, outputs, block_ids, new.num_computed_tokens, step)
+        if self._sampling is None:
+            return
         fault = fault or self._sampling.pipeline.start(request)
         if fault is not None:
             dict.clear(arguments)  # no processor runs for it until it is reported and removed
@@ -361,15 +411,16 @@ class ModelRunner:
 
     def _argument_fault(self, name: str, cause: BaseException) -> RequestFault:
         """Return the fault of a request for which a plugin's own check of arguments raised."""
+        assert self._sampling is not None
         if name == self._sampler_key:
             return RequestFault(
                 f"sampler {self._sampling.sampler.name!r}: its Arguments failed: {describe(cause)}"
             )
         return self._sampling.pipeline.fault(name, "Arguments", cause)
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return float32 logits; they may be overwritten by the next call."""
-        logits = self._compute_logits(hidden)
+    def _logits(self, hidden: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits of chosen rows; they may be overwritten by the next call."""
+        logits = self._compute_logits(hidden, chosen)
         if logits.dtype == torch.float32 or self._device.type != "cpu":
             return logits.float()
         # New memory of this size costs a page fault per 4 KB, many times the conversion.
@@ -379,7 +430,10 @@ class ModelRunner:
             self._kept_logits = torch.empty(shape, dtype=torch.float32)
         return self._kept_logits[:rows].copy_(logits)
 
-    def _compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _compute_logits(self, hidden: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        self._ranks.ask_for_logits(chosen)
+        if len(chosen) < len(hidden):
+            hidden = hidden[chosen]
         return self._calls.run("compute_logits", self._model.compute_logits, hidden)
 
     def _prompt_logprobs(
@@ -398,7 +452,9 @@ class ModelRunner:
             entries: list[TokenLogprobs | None] = [] if start else [None]
             for offset in range(0, len(targets), _PROMPT_ROWS):
                 part = targets[offset : offset + _PROMPT_ROWS]
-                logits = self._logits(hidden[first + offset : first + offset + len(part)])
+                begin = int(first) + offset
+                rows = torch.arange(begin, begin + len(part), device=self._device)
+                logits = self._logits(hidden, rows)
                 chosen = torch.tensor(part, device=self._device)
                 entries += gather_logprobs(logits, chosen, [count] * len(part))
             result[request.request_id] = entries

@@ -111,6 +111,13 @@ def cache_key(
         "vocab_size": context.config.vocab_size,
         "hf": context.config.hf,
         "dtype": str(context.dtype),
+        "part": [
+            context.parallel.tensor.rank,
+            context.parallel.tensor.size,
+            context.parallel.stage,
+            context.parallel.num_stages,
+            context.parallel.expert,
+        ],
         "operations": f"{ops.name} {ops.layout}",
         "torch": torch.__version__,
         "byte order": sys.byteorder,

@@ -36,8 +36,11 @@ from hardpoint.plugins import (
     WorkerInfo,
 )
 from hardpoint.plugins.component import Component, Progress
+from hardpoint.plugins.config import ParallelConfig
 from hardpoint.plugins.kinds import KINDS
-from hardpoint.plugins.manifest import PluginEntry
+from hardpoint.plugins.manifest import PluginEntry, Source
+from hardpoint.plugins.parallel import Communicator, CommunicatorContext, Placement
+from hardpoint.plugins.plan import DraftTokenIds
 from hardpoint.plugins.requests import LoRARequest
 from hardpoint.plugins.stats import PluginMeter
 from hardpoint.registry.discovery import is_third_party
@@ -47,6 +50,7 @@ from .checked_model import CheckedAttention, CheckedModel, checked_weights
 from .input_batch import InputBatch
 from .memory import (
     MemoryEstimate,
+    MemoryLimit,
     cache_share,
     estimate_memory,
     is_out_of_memory,
@@ -55,6 +59,7 @@ from .memory import (
 )
 from .model_runner import ModelRunner
 from .profiling import Profiling
+from .ranks import Ranks
 from .threads import ComputeThreads
 from .weight_cache import WeightCache, cache_key
 
@@ -72,6 +77,8 @@ class WorkerSpec:
         dtype: resolved; never "auto".
         device: resolved; never "auto".
         max_model_len: resolved.
+        rank: among those that share the model.
+        placement: of all ranks; None if there is one.
     """
 
     config: EngineConfig
@@ -82,6 +89,8 @@ class WorkerSpec:
     device: torch.device
     max_model_len: int
     progress: Progress
+    rank: int = 0
+    placement: Placement | None = None
 
 
 class LocalWorker:
@@ -108,6 +117,8 @@ class LocalWorker:
         self._estimate: MemoryEstimate | None = None
         self._threads: ComputeThreads | None = None
         self._weight_cache: WeightCache | None = None
+        self._ranks: Ranks | None = None
+        self._abort_reason: str | None = None
         self._profiling = Profiling(spec.config.engine.profile_dir, spec.device)
         self.observed_states = ObservedStates()
 
@@ -127,8 +138,11 @@ class LocalWorker:
 
     def _load_model(self, spec: WorkerSpec) -> WorkerInfo:
         backend, ops = self._attention(spec), self._ops(spec)
-        _log.info("operations: %s; attention: %s", ops.describe(), backend.describe())
+        if spec.rank == 0:
+            _log.info("operations: %s; attention: %s", ops.describe(), backend.describe())
         entry = spec.plugins.get("models", spec.model_config.architecture)
+        check_parallelism(spec.plugins.target(entry), entry.source, spec.config.parallel)
+        ranks = self._ranks = self._ranks or self._meet(spec)
         model = spec.plugins.create(
             entry,
             ModelContext,
@@ -137,45 +151,72 @@ class LocalWorker:
             device=spec.device,
             max_model_len=spec.max_model_len,
             ops=ops,
+            parallel=ranks.parallel,
         )
         checked = CheckedModel(model, entry.source)
-        shapes = checked.shapes
+        shapes = checked.needed
         source = spec.plugins.one("attention_backends").source
         attention = CheckedAttention(backend, source, checked.specs)
         self._bytes_per_block = attention.bytes_per_block
-        limit = memory_limit(spec.device)
+        limit = _share_of_memory(spec, ranks)
         self._estimate = estimate_memory(model, spec.config, shapes, self._bytes_per_block, limit)
         self._estimate.check(spec.config.model)
         # Before the weights, so that a plugin that cannot start fails early.
-        stage = self._sampling(spec, ops)
+        stage = self._sampling(spec, ops) if ranks.is_output else None
         with torch.inference_mode():
-            self._load_weights(spec, model, shapes)
+            self._load_weights(spec, model, checked)
             checked.run_trial(min(_TRIAL_TOKENS, spec.max_model_len), _TRIAL_TOKENS)
-        processors = [runner.processor for runner in stage.pipeline.runners]
-        self._components = [*processors, stage.sampler, backend, model, ops]
+        self._components = [backend, model, ops]
+        if stage is not None:
+            processors = [runner.processor for runner in stage.pipeline.runners]
+            self._components = [*processors, stage.sampler, *self._components]
         self._runner = ModelRunner(
             checked,
             PluginCalls(self._activity, "models", entry.source),
             attention,
             ops,
             stage,
+            ranks,
             {entry.name: cls for entry, cls in spec.plugins.logits_processors()},
             spec.device,
             enforce_eager=spec.config.executor.enforce_eager,
         )
-        return _measured(checked, spec, self._bytes_per_block, self._estimate)
+        ranks.wait_for_all()
+        return _measured(checked, spec, ranks, self._bytes_per_block, self._estimate)
 
-    def _load_weights(
-        self, spec: WorkerSpec, model: Model, shapes: dict[str, tuple[int, ...]]
-    ) -> None:
+    def _meet(self, spec: WorkerSpec) -> Ranks:
+        """Meet the other ranks."""
+
+        def connect(group: str, rank: int, members: list[int]) -> Communicator:
+            assert spec.placement is not None
+            entry = _entry_for_device(spec, "communicators")
+            return spec.plugins.create(
+                entry,
+                CommunicatorContext,
+                group=group,
+                rank=rank,
+                size=len(members),
+                device=spec.device,
+                placement=spec.placement.of(members),
+                timeout_seconds=spec.config.parallel.start_seconds,
+            )
+
+        ranks = Ranks(spec.config.parallel, spec.rank, spec.placement, connect)
+        if ranks.are_many and spec.rank == 0:
+            _log.info("ranks communicate by %s", ranks.describe())
+        if self._abort_reason is not None:
+            ranks.abort(self._abort_reason)
+        return ranks
+
+    def _load_weights(self, spec: WorkerSpec, model: Model, checked: CheckedModel) -> None:
         """Load the weights that an earlier process has packed, else those of the model's files."""
         cache = self._weight_cache = WeightCache(spec.config.weight_cache)
         key = _cache_key(spec, model) if cache.is_on else None
         if key is not None and cache.load(key, model):
             return
         loader = spec.plugins.get("loaders", spec.loader.name)
-        weights = checked_weights(spec.loader, loader.source, shapes)
-        model.load_weights(_checked(weights, shapes, spec))
+        weights = checked_weights(spec.loader, loader.source, checked.shapes, checked.cuts)
+        model.load_weights(_checked(weights, checked.needed, spec))
         if key is not None and _cache_key(spec, model) == key:  # the files are the same as before
             cache.save(key, model)
 
@@ -219,13 +260,21 @@ class LocalWorker:
         self,
         plan: SchedulerOutput,  # noqa: ARG002
         bitmask: GrammarBitmask | None = None,
-    ) -> ModelRunnerOutput:
+    ) -> ModelRunnerOutput | None:
         """Sample the tokens of a step whose model has run, of those that the bitmask allows."""
         try:
             return self.runner.sample(bitmask)
         except (MemoryError, RuntimeError) as error:
             self._name_memory(error)
             raise
+
+    def execute_dummy_batch(self) -> None:
+        """Run the model on one token, without a cache."""
+        self.runner.run_dummy()
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """Refuse: this worker has no speculator."""
+        raise NotImplementedError("the worker makes no drafts")
 
     def plugin_meters(self) -> dict[str, PluginMeter]:
         """Return what each logits processor cost so far, by name."""
@@ -287,10 +336,19 @@ class LocalWorker:
         """Refuse: this worker holds no adapters."""
         raise HardpointError(f"adapter {lora_id} cannot be pinned: {_NO_ADAPTERS}")
 
+    def abort(self, reason: str) -> None:
+        """Let calls that wait for other ranks fail."""
+        self._abort_reason = reason
+        if self._ranks is not None:
+            self._ranks.abort(reason)
+
     def close(self) -> None:
-        """Release the model and the KV cache."""
+        """Release the model and the KV cache, and leave the other ranks."""
         self._profiling.close()
         self._release()
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks = None
         self._spec = None
         if self._threads is not None:
             self._threads.close()
@@ -396,6 +454,35 @@ def _entry_for_device(spec: WorkerSpec, kind: str) -> PluginEntry:
     return entry
 
 
+def check_parallelism(model: type[Model], source: Source, parallel: ParallelConfig) -> None:
+    """Refuse a kind of parallelism that a model does not honour.
+
+    Raises:
+        ModelError: naming the setting and the model.
+    """
+    asked = {
+        "tensor": parallel.tensor > 1,
+        "pipeline": parallel.pipeline > 1,
+        "expert": parallel.expert,
+    }
+    for name, is_on in asked.items():
+        if is_on and name not in model.parallelism:
+            does = ", ".join(f"parallel.{other}" for other in model.parallelism) or "none"
+            raise ModelError(
+                f"parallel.{name}: {source} cannot be divided in this way; its class says what it "
+                f"honours in `parallelism`: {does}"
+            )
+
+
+def _share_of_memory(spec: WorkerSpec, ranks: Ranks) -> MemoryLimit:
+    """Return what this rank may still allocate; the CPU ranks of one host share its memory."""
+    limit = memory_limit(spec.device)
+    if spec.device.type != "cpu" or ranks.num_local == 1:
+        return limit
+    share = f"{limit.source}, divided by {ranks.num_local} ranks"
+    return MemoryLimit(limit.available // ranks.num_local, share)
+
+
 def _unsupported(plan: SchedulerOutput) -> NotImplementedError:
     """Return the error that names what a plan has and this worker cannot serve, and for whom."""
     parts = {
@@ -452,7 +539,11 @@ def _checked(
 
 
 def _measured(
-    model: CheckedModel, spec: WorkerSpec, bytes_per_block: int, estimate: MemoryEstimate
+    model: CheckedModel,
+    spec: WorkerSpec,
+    ranks: Ranks,
+    bytes_per_block: int,
+    estimate: MemoryEstimate,
 ) -> WorkerInfo:
     """Return the memory that is available for the KV cache.
 
@@ -460,7 +551,7 @@ def _measured(
     the rest. On a CPU, it is what the limits of this process leave.
     """
     if spec.device.type != "cuda":
-        available = memory_limit(spec.device).available - estimate.step
+        available = _share_of_memory(spec, ranks).available - estimate.step
         return WorkerInfo(bytes_per_block, max(available, 0))
     before = torch.cuda.memory_allocated(spec.device)
     torch.cuda.reset_peak_memory_stats(spec.device)

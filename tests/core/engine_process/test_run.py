@@ -27,7 +27,7 @@ def closed(monkeypatch):
     for name, stand_in in {
         "name_process": lambda name: None,
         "log_as": lambda index, level: None,
-        "check_versions": lambda plugins: None,
+        "check_versions": lambda plugins, where: None,
         "PluginSet": lambda manifest: plugins,
         "prepare_worker": lambda *_: spec,
         "build_core": lambda *_: built,

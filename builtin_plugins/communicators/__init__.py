@@ -1,0 +1,1 @@
+"""Communicators: how the ranks that share a model exchange tensors."""

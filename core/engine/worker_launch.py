@@ -1,0 +1,266 @@
+"""Launches of workers, and the workers that are made of them, in any thread, process or machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from hardpoint.core.activity import Activity
+from hardpoint.core.child_process.child import ParentWatch
+from hardpoint.core.child_process.launch import ChildLaunch, decode_launch, main_objects
+from hardpoint.core.child_process.process import ChildProcess
+from hardpoint.core.errors import naming_plugin
+from hardpoint.core.worker.worker import LocalWorker, WorkerSpec
+from hardpoint.plugins import ConfigError, EngineConfig, HardpointError
+from hardpoint.plugins.component import Progress
+from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.errors import PluginLoadError
+from hardpoint.plugins.executor import Worker, WorkerLaunch
+from hardpoint.plugins.manifest import Manifest
+from hardpoint.plugins.parallel import Placement
+from hardpoint.registry.discovery import discover
+from hardpoint.registry.plugin_set import PluginSet
+
+from .prepare import prepare_worker
+
+_FACTORY = "hardpoint.core.engine.worker_launch:build_worker"
+
+
+class _Data(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker is made of.
+
+    Attributes:
+        manifest: the plugins.
+        manifest_hash: of it, where the engine is.
+        torch: version of torch there.
+        config: an EngineConfig as plain data.
+        config_sources: by dotted path, where configuration values came from.
+        placement: of all ranks.
+    """
+
+    manifest: Manifest
+    manifest_hash: str
+    torch: str
+    config: dict[str, Any]
+    config_sources: dict[str, str]
+    placement: Placement
+
+
+class _ProcessLaunch(ChildLaunch, frozen=True, kw_only=True):
+    """The launch of a worker's process.
+
+    Attributes:
+        launch: the WorkerLaunch, encoded.
+        run: the executor's function that the process runs.
+        descriptors: for it; the first is that of the channel.
+        log_level: of the logger "hardpoint".
+    """
+
+    launch: bytes
+    run: str
+    descriptors: tuple[int, ...]
+    log_level: str
+
+
+class WorkerLauncher:
+    """Makes the launches of an engine's workers, and the processes for them."""
+
+    def __init__(self, spec: WorkerSpec, config_sources: ConfigSources, activity: Activity) -> None:
+        """Make nothing yet; `close` removes what was made."""
+        self._spec = spec
+        self._config_sources = config_sources
+        self._activity = activity
+        self._folder = ""
+
+    def launch(self, rank: int, placement: Placement | None = None) -> WorkerLaunch:
+        """Return the launch of a rank; see `ExecutorContext.launch`.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        spec, world_size = self._spec, self._spec.config.parallel.world_size
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank: expected 0 to {world_size - 1}, got {rank}")
+        data = _Data(
+            manifest=spec.plugins.manifest,
+            manifest_hash=spec.plugins.manifest.hash,
+            torch=str(torch.__version__),
+            config=msgspec.to_builtins(spec.config),
+            config_sources=self._config_sources.by_path,
+            placement=placement or self._on_this_host(),
+        )
+        prepared = (spec, self._activity) if world_size == 1 else None
+        return WorkerLaunch(_FACTORY, rank, world_size, msgspec.msgpack.encode(data), prepared)
+
+    def start_process(
+        self, launch: WorkerLaunch, run: str, pass_fds: Sequence[int] = ()
+    ) -> WorkerProcess:
+        """Start a process; see `ExecutorContext.start_process`."""
+        return WorkerProcess(launch, run, pass_fds, self._spec.plugins.manifest)
+
+    def workers_started(self) -> None:
+        """Remove what the workers needed to find each other."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder = ""
+
+    close = workers_started
+
+    def _on_this_host(self) -> Placement:
+        world_size = self._spec.config.parallel.world_size
+        if world_size > 1 and not self._folder:
+            self._folder = tempfile.mkdtemp(prefix="hardpoint-ranks-")
+        return Placement(hosts=("",) * world_size, folder=self._folder)
+
+
+class _ChildWorker(ChildProcess):
+    """A process of a worker."""
+
+    what = "worker process"
+    run = "hardpoint.core.engine.worker_launch:run_worker_process"
+
+
+class WorkerProcess:
+    """See `hardpoint.plugins.executor.WorkerProcess`."""
+
+    def __init__(
+        self, launch: WorkerLaunch, run: str, pass_fds: Sequence[int], manifest: Manifest
+    ) -> None:
+        """Start the process."""
+        self.channel, theirs = socket.socketpair()
+        descriptors = (theirs.fileno(), *pass_fds)
+        try:
+            self._child = _ChildWorker.spawn(pass_fds=descriptors)
+        finally:
+            theirs.close()
+        self.pid = self._child.pid
+        references = [entry.value for entry in manifest.tree()]
+        self._child.launch(
+            _ProcessLaunch(
+                main_objects=main_objects([*references, run]),
+                launch=launch.encode(),
+                run=run,
+                descriptors=descriptors,
+                log_level="INFO",
+            )
+        )
+
+    def sentinels(self) -> list[int]:
+        """Return descriptors of which one is readable when `failure` may return an error."""
+        return self._child.sentinels
+
+    def failure(self) -> HardpointError | None:
+        """Return the error that ended the child, or how it exited; None while it runs."""
+        return self._child.failure()
+
+    def close(self, grace_s: float = 5.0) -> None:
+        """End the child."""
+        self.channel.close()
+        self._child.close(grace_s)
+
+
+def run_worker_process(data: bytes, watch: ParentWatch) -> None:  # noqa: ARG001 - it watches by itself
+    """Run an executor's function in a worker's process."""
+    start = decode_launch(data, _ProcessLaunch)
+    launch = WorkerLaunch.decode(start.launch)
+    channel = socket.socket(fileno=start.descriptors[0])
+    module, _, name = start.run.partition(":")
+    getattr(importlib.import_module(module), name)(launch, channel, list(start.descriptors[1:]))
+
+
+def build_worker(launch: WorkerLaunch, progress: Progress | None) -> Worker:
+    """Make the worker of a launch; see `open_worker`."""
+    if launch.prepared is not None:
+        spec, activity = launch.prepared
+        return LocalWorker(spec, activity)
+    data = msgspec.msgpack.decode(launch.data, type=_Data)
+    if data.torch != str(torch.__version__):
+        raise HardpointError(
+            f"torch: the engine has version {data.torch}, rank {launch.rank} (process "
+            f"{os.getpid()} on {socket.gethostname()}) has {torch.__version__}"
+        )
+    plugins = PluginSet(data.manifest)
+    check_versions(plugins, f"rank {launch.rank} on {socket.gethostname()}")
+    if plugins.manifest.hash != data.manifest_hash:
+        raise HardpointError(f"the plugins of rank {launch.rank} are others than the engine's")
+    config = msgspec.convert(data.config, EngineConfig)
+    with naming_plugin(plugins):
+        spec = prepare_worker(
+            config, plugins, ConfigSources(data.config_sources), progress or _no_progress
+        )
+    spec = dataclasses.replace(
+        spec,
+        rank=launch.rank,
+        placement=data.placement,
+        device=_device_of(launch.rank, data.placement, spec.device),
+    )
+    return _NamingWorker(LocalWorker(spec), plugins)
+
+
+class _NamingWorker:
+    """A worker whose errors name the plugin that is responsible, since they leave the process."""
+
+    def __init__(self, worker: LocalWorker, plugins: PluginSet) -> None:
+        self._worker = worker
+        self._plugins = plugins
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._worker, name)
+
+        @functools.wraps(method)
+        def call(*args: Any) -> Any:
+            with naming_plugin(self._plugins):
+                return method(*args)
+
+        self.__dict__[name] = call
+        return call
+
+
+def _device_of(rank: int, placement: Placement, device: torch.device) -> torch.device:
+    """Return the device of a rank: the ranks of a host have one GPU each.
+
+    Raises:
+        ConfigError: there are fewer.
+    """
+    if device.type != "cuda":
+        return device
+    index, count = placement.local(rank).index(rank), torch.cuda.device_count()
+    if index >= count:
+        raise ConfigError(
+            f"parallel: {len(placement.local(rank))} ranks run on {socket.gethostname()}, which "
+            f"has {count} CUDA devices that this process may use (CUDA_VISIBLE_DEVICES)"
+        )
+    return torch.device("cuda", index)
+
+
+def check_versions(plugins: PluginSet, where: str) -> None:
+    """Reject plugins whose versions differ between this process and the one that resolved them.
+
+    Args:
+        plugins: to check.
+        where: names this process in messages.
+
+    Raises:
+        PluginLoadError: naming the plugin, both versions and this process.
+    """
+    here = {found.distribution: found.version for found in discover()}
+    for entry in plugins.manifest.tree():
+        version = here.get(entry.distribution)
+        if version is not None and version != entry.version:
+            raise PluginLoadError(
+                f"{entry.source}: version {entry.version} was found where the engine was asked "
+                f"for, version {version} is installed in {where} (pid {os.getpid()})"
+            )
+
+
+def _no_progress(what: str, done: int, total: int) -> None:
+    """Report no progress."""

@@ -1,0 +1,108 @@
+"""The ranks that share a model with this worker, and what it sends and receives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from hardpoint.plugins.config import ParallelConfig
+from hardpoint.plugins.parallel import Communicator, Parallel, Placement, SingleRank
+
+Connect = Callable[[str, int, list[int]], Communicator]
+"""Makes the communicator of a group: its name, this rank in it, and its ranks in the engine."""
+
+
+class Ranks:
+    """This rank's place among those that share the model.
+
+    Attributes:
+        rank: in the engine.
+        parallel: the share of the model that this rank computes.
+        is_output: whether this rank samples.
+        num_local: ranks on this host, which share its memory.
+    """
+
+    def __init__(
+        self, config: ParallelConfig, rank: int, placement: Placement | None, connect: Connect
+    ) -> None:
+        """Meet the other ranks.
+
+        Args:
+            config: how many there are.
+            rank: in the engine.
+            placement: of all ranks; None if there is one.
+            connect: makes communicators.
+        """
+        self.rank = rank
+        self.is_output = rank == config.output_rank
+        self.num_local = 1 if placement is None else len(placement.local(rank))
+        stage, tensor_rank = divmod(rank, config.tensor)
+        self._pipeline: Communicator = SingleRank()
+        tensor: Communicator = SingleRank()
+        if config.tensor > 1:
+            ranks = list(range(stage * config.tensor, (stage + 1) * config.tensor))
+            tensor = connect(f"tensor-{stage}", tensor_rank, ranks)
+        if config.pipeline > 1:
+            ranks = list(range(tensor_rank, config.world_size, config.tensor))
+            self._pipeline = connect(f"pipeline-{tensor_rank}", stage, ranks)
+        self.parallel = Parallel(tensor, stage, config.pipeline, config.expert)
+
+    @property
+    def are_many(self) -> bool:
+        """Whether there is another rank."""
+        return self.parallel.tensor.size * self.parallel.num_stages > 1
+
+    def describe(self) -> str:
+        """Return how the ranks communicate, for the log."""
+        groups = (self.parallel.tensor, self._pipeline)
+        return ", ".join(dict.fromkeys(group.describe() for group in groups if group.size > 1))
+
+    def wait_for_all(self) -> None:
+        """Return once all ranks have called this."""
+        tensor, pipeline = self.parallel.tensor, self._pipeline
+        for group in (tensor, pipeline, tensor):
+            if group.size > 1:
+                group.all_reduce(torch.zeros(1, device=group.context.device))
+
+    def receive_hidden(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Return the hidden states of the stage before, in `hidden`; None in the first stage."""
+        if self.parallel.is_first:
+            return None
+        return self._pipeline.recv(hidden, self.parallel.stage - 1)
+
+    def send_hidden(self, hidden: torch.Tensor) -> None:
+        """Send hidden states to the next stage."""
+        self._pipeline.send(hidden.contiguous(), self.parallel.stage + 1)
+
+    # Logits are computed by all ranks of the last stage, whenever the output rank asks for them.
+
+    def ask_for_logits(self, rows: torch.Tensor) -> None:
+        """Let the other ranks of this stage compute the logits of rows of the step's hidden states.
+
+        Args:
+            rows: int64 [rows]; none ends the step.
+        """
+        tensor = self.parallel.tensor
+        if tensor.size > 1:
+            tensor.broadcast(torch.tensor([len(rows)], device=rows.device), 0)
+            if len(rows):
+                tensor.broadcast(rows.contiguous(), 0)
+
+    def asked_for_logits(self, device: torch.device) -> torch.Tensor | None:
+        """Return the rows that the output rank asks for, int64 [rows]; None at the step's end."""
+        tensor = self.parallel.tensor
+        count = int(tensor.broadcast(torch.zeros(1, dtype=torch.int64, device=device), 0))
+        if not count:
+            return None
+        return tensor.broadcast(torch.empty(count, dtype=torch.int64, device=device), 0)
+
+    def abort(self, reason: str) -> None:
+        """Let calls that wait for other ranks fail."""
+        for group in (self.parallel.tensor, self._pipeline):
+            group.abort(reason)
+
+    def close(self) -> None:
+        """Leave the groups."""
+        for group in (self.parallel.tensor, self._pipeline):
+            group.close()

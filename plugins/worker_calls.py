@@ -1,0 +1,203 @@
+"""Calls of workers as bytes, for executors whose workers are in other processes or machines.
+
+The executor sends what `encode_call` returns, a `WorkerServer` beside the worker runs it, and
+`decode_result` returns or raises in the executor what the worker returned or raised.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import traceback
+import typing
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from . import errors
+from .errors import HardpointError
+from .executor import Worker
+from .plan import GrammarBitmask, SchedulerOutput
+
+__all__ = ["WorkerServer", "decode_result", "encode_call"]
+
+_ARRAY = 1
+"""Extension of msgpack for arrays: dtype, shape and bytes."""
+_SAMPLE = "sample_tokens"
+_MAX_PLANS = 16  # whose sampling has not come
+
+
+class _Call(msgspec.Struct, array_like=True, frozen=True):
+    method: str
+    args: msgspec.Raw
+
+
+class _Sampling(msgspec.Struct, array_like=True, frozen=True):
+    """The arguments of `sample_tokens`, without the plan, which the worker has."""
+
+    step: int
+    draft_token_ids: dict[str, list[int]]
+    bitmask: GrammarBitmask | None
+
+
+class _Failure(msgspec.Struct, array_like=True, frozen=True):
+    """What a worker raised: the classes of its MRO as `module:name`, text and traceback."""
+
+    types: list[str]
+    message: str
+    notes: list[str]
+    traceback: str
+
+
+class _Result(msgspec.Struct, array_like=True, frozen=True):
+    failure: _Failure | None
+    value: msgspec.Raw
+
+
+def encode_call(method: str, args: Sequence[Any] = ()) -> bytes:
+    """Return a call of a method of `Worker` as bytes, for all ranks alike.
+
+    Raises:
+        HardpointError: an argument is not plain data.
+    """
+    if method == _SAMPLE:
+        plan, bitmask = (*args, None)[:2]
+        drafts = {name: list(ids) for name, ids in plan.draft_token_ids.items()}
+        args = (_Sampling(plan.step, drafts, bitmask),)
+    return _encode((method, args), method)
+
+
+class WorkerServer:
+    """Runs encoded calls on a worker; the calls come one at a time."""
+
+    def __init__(self, worker: Worker) -> None:
+        """Serve a worker."""
+        self._worker = worker
+        self._plans: OrderedDict[int, SchedulerOutput] = OrderedDict()
+
+    def run(self, call: bytes | memoryview) -> bytes:
+        """Run a call; return its result or what it raised, for `decode_result`."""
+        method = "the call"
+        try:
+            decoded = msgspec.msgpack.decode(call, type=_Call)
+            method = decoded.method
+            args = self._arguments(method, decoded.args)
+            value = _encode(getattr(self._worker, method)(*args), method)
+            return msgspec.msgpack.encode(_Result(None, msgspec.Raw(value)))
+        except Exception as error:
+            return encode_failure(error)
+
+    def _arguments(self, method: str, args: msgspec.Raw) -> Sequence[Any]:
+        if method == _SAMPLE:
+            (sampling,) = _decode(args, tuple[_Sampling], method)
+            plan = self._plans.pop(sampling.step)
+            if sampling.draft_token_ids:
+                plan = msgspec.structs.replace(plan, draft_token_ids=sampling.draft_token_ids)
+            return (plan, sampling.bitmask)
+        found: Sequence[Any] = _decode(args, _argument_types(method), method)
+        if method == "execute_model":
+            self._plans[found[0].step] = found[0]
+            while len(self._plans) > _MAX_PLANS:
+                self._plans.popitem(last=False)
+        return found
+
+
+def encode_failure(error: BaseException) -> bytes:
+    """Return an error as `WorkerServer.run` returns one that its worker raised."""
+    formatted = "".join(traceback.format_exception(error))[-16_000:]
+    failure = _Failure(
+        [f"{cls.__module__}:{cls.__qualname__}" for cls in type(error).__mro__],
+        str(error)[:16_000],
+        [str(note) for note in getattr(error, "__notes__", [])],
+        formatted,
+    )
+    return msgspec.msgpack.encode(_Result(failure, msgspec.Raw(msgspec.msgpack.encode(None))))
+
+
+def decode_result(method: str, result: bytes | memoryview, where: str) -> Any:
+    """Return what the worker returned.
+
+    Args:
+        method: that was called.
+        result: from `WorkerServer.run`.
+        where: names the worker in a note of what it raised: `rank 1` for example.
+
+    Raises:
+        Exception: what the worker raised: an error of Hardpoint or of Python as such, another one
+            as a HardpointError that names its class.
+    """
+    decoded = msgspec.msgpack.decode(result, type=_Result)
+    if decoded.failure is None:
+        return _decode(decoded.value, _result_type(method), method)
+    failure = decoded.failure
+    error = _error(failure)
+    for note in failure.notes:
+        error.add_note(note)
+    error.add_note(f"In {where}:\n{failure.traceback.rstrip()}")
+    raise error
+
+
+def _error(failure: _Failure) -> Exception:
+    for name in failure.types:
+        module, _, cls = name.partition(":")
+        if module == errors.__name__ and cls in errors.__all__:
+            return getattr(errors, cls)(failure.message)  # type: ignore[no-any-return]
+        if module == "builtins" and failure.types[0] == name:
+            kind = getattr(builtins, cls)
+            if issubclass(kind, Exception) and not issubclass(kind, UnicodeError):
+                return kind(failure.message)  # type: ignore[no-any-return]
+    kind_name = failure.types[0].removeprefix("builtins:").replace(":", ".")
+    return HardpointError(f"{kind_name}: {failure.message}")
+
+
+@functools.cache
+def _argument_types(method: str) -> Any:
+    hints = _hints(method)
+    hints.pop("return", None)
+    return tuple[tuple(hints.values())]  # type: ignore[misc]
+
+
+@functools.cache
+def _result_type(method: str) -> Any:
+    return _hints(method).get("return", Any)
+
+
+def _hints(method: str) -> dict[str, Any]:
+    function = getattr(Worker, method, None)
+    if method.startswith("_") or function is None:
+        raise HardpointError(f"method: {method!r} is none of Worker")
+    return typing.get_type_hints(function)
+
+
+def _encode(value: Any, method: str) -> bytes:
+    try:
+        return msgspec.msgpack.encode(value, enc_hook=_plain)
+    except (TypeError, ValueError, RecursionError) as cause:
+        raise HardpointError(f"{method}: cannot be sent to another process: {cause}") from cause
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        array = np.ascontiguousarray(value)
+        header = (array.dtype.str, array.shape, array.tobytes())
+        return msgspec.msgpack.Ext(_ARRAY, msgspec.msgpack.encode(header))
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} is no plain data")
+
+
+def _decode(data: msgspec.Raw, type_: Any, method: str) -> Any:
+    try:
+        return msgspec.msgpack.decode(data, type=type_, ext_hook=_extension)
+    except (msgspec.MsgspecError, ValueError, TypeError) as cause:
+        raise HardpointError(f"{method}: the message cannot be read: {cause}") from cause
+
+
+def _extension(code: int, payload: memoryview) -> Any:
+    if code != _ARRAY:
+        raise ValueError(f"expected extension {_ARRAY}, got {code}")
+    dtype, shape, data = msgspec.msgpack.decode(payload, type=tuple[str, list[int], bytes])
+    return np.frombuffer(data, dtype=np.dtype(dtype)).reshape(shape)

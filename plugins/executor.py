@@ -12,7 +12,7 @@ import socket
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import FIRST_EXCEPTION, Future, InvalidStateError, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -37,6 +37,7 @@ __all__ = [
     "WorkerProcess",
     "first_error_or",
     "open_worker",
+    "results_of",
 ]
 
 
@@ -337,6 +338,26 @@ class Executor(Component):
         caller's process with the next call. The default never calls it, for executors whose workers
         fail only in calls.
         """
+
+
+def results_of(futures: Sequence[Future[Any]], timeout: float | None = None) -> list[Any]:
+    """Return the results of all ranks, or raise at once the first error of any.
+
+    Args:
+        futures: of one call, in rank order.
+        timeout: seconds for all together; None is no limit.
+
+    Raises:
+        TimeoutError: naming the ranks that did not answer in time.
+    """
+    done, waiting = wait(futures, timeout, FIRST_EXCEPTION)
+    for future in futures:
+        if future in done and (error := future.exception()) is not None:
+            raise error
+    if waiting:
+        ranks = ", ".join(str(rank) for rank, future in enumerate(futures) if future in waiting)
+        raise TimeoutError(f"no answer within {timeout:g} s from rank {ranks}")
+    return [future.result() for future in futures]
 
 
 def first_error_or(futures: Sequence[Future[Any]], output_rank: int) -> Future[Any]:

@@ -196,7 +196,7 @@ class Ops(Component):
 
         def run(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-            for expert in chosen.unique().tolist():
+            for expert in torch.unique(chosen).tolist():
                 if not 0 <= expert < len(enter):
                     continue
                 rows, places = (chosen == expert).nonzero(as_tuple=True)

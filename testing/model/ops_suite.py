@@ -316,9 +316,8 @@ class OpsSuite(ComponentSuite):
             [self._draw(*shape, dtype=dtype).abs() / size for _ in range(count)]
             for shape in ((2 * width, size), (size, width))
         ]
-        apply = ops.experts(
-            *([self._pack(ops, each) for each in side] for side in matrices), (size, width)
-        )
+        packed = [[self._pack(ops, each) for each in side] for side in matrices]
+        apply = ops.experts(packed[0], packed[1], (size, width))
         x = self._draw(rows, size, dtype=dtype).abs()  # nothing cancels: each step is rounded
         enter, leave = (torch.stack(side).double() for side in matrices)
         gate, up = torch.einsum("rh,ewh->erw", x.double(), enter).chunk(2, -1)
@@ -334,8 +333,8 @@ class OpsSuite(ComponentSuite):
             joined = torch.cat((x, chosen.to(dtype), weights), 1)  # x is a part of wider rows
 
             def run(joined: torch.Tensor, per_row: int = per_row) -> torch.Tensor:
-                given, ids, factors = joined.split((size, per_row, per_row), 1)
-                return apply(given, ids.long(), factors.float())
+                ids, factors = joined[:, size : size + per_row], joined[:, size + per_row :]
+                return apply(joined[:, :size], ids.long(), factors.float())
 
             self._compare(run, joined, expected, dtype, "experts")
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+
 import msgspec
 import pytest
 from support.internals import engine_of
@@ -15,7 +18,8 @@ from support.parallel import (
     write_random_model,
 )
 
-from hardpoint import SamplingParams
+from hardpoint import HardpointError, SamplingParams
+from hardpoint.plugins.requests import LoRARequest
 
 MODELS = {
     "llama": ("LlamaForCausalLM", {}),
@@ -114,6 +118,7 @@ def sleep_and_wake(level):
     def call(engine):
         engine.call_utility("sleep", level, "keep")
         assert engine.call_utility("is_sleeping")
+        assert engine.step() is not None  # outputs of before; and nothing runs
         engine.call_utility("wake_up", None)
 
     return call
@@ -121,10 +126,66 @@ def sleep_and_wake(level):
 
 def call_workers(engine):
     with pytest.raises(HardpointError, match="adapter"):
-        engine.call_utility("add_lora", LoRARequest("a", 1, "/nowhere"))
+        engine.call_utility("add_lora", LoRARequest("a", 1))
     assert engine.call_utility("list_loras") == set()
     assert len(engine.call_utility("collective_rpc", "plugin_meters")) == 2
 
 
-def interrupted(engine, jobs, after_s):
-    """Run jobs whose steps are interrupted; return the results, and the number of interrupts."""
+BETWEEN = [reset_cache, pause_and_resume, sleep_and_wake(1), sleep_and_wake(2), call_workers]
+
+
+@pytest.mark.parametrize(
+    "ranks", ["pipeline 2", pytest.param("tensor 2", marks=pytest.mark.nightly)]
+)
+def test_control_calls_between_steps(references, ranks):
+    """Caches are reset, the engine sleeps and wakes up, with tokens that are still under way."""
+    config, expected = references("llama")
+    calls = {10 + 7 * index: call for index, call in enumerate(BETWEEN * 2)}
+    jobs = mixed_jobs()
+    with open_llm(parallel_config(*RANKS[ranks], **config)) as llm:
+        engine = engine_of(llm)
+        got = drive(engine, jobs, before_step=calls)
+        same(engine, jobs, expected, got)
+        assert llm.scheduler_stats().num_preemptions > 10
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", ["tensor 2", "pipeline 2"])
+def test_interrupts_leave_the_ranks_in_step(references, ranks):
+    """A signal that interrupts a step at any place ends its requests; later ones are right."""
+    config, expected = references("llama")
+    jobs = mixed_jobs()
+    with open_llm(parallel_config(*RANKS[ranks], **config)) as llm:
+        engine = engine_of(llm)
+        drive(engine, jobs)  # warm
+        with interrupts() as after:
+            for index in range(40):
+                with contextlib.suppress(KeyboardInterrupt):
+                    after(0.001 + 0.00173 * index)
+                    drive(engine, jobs)
+                after(0)
+                while engine.has_unfinished_requests():
+                    engine.step()
+        same(engine, jobs, expected, drive(engine, jobs))
+
+
+@contextlib.contextmanager
+def interrupts():
+    """Let a function arm a timer, whose signal raises KeyboardInterrupt in the executor.
+
+    Elsewhere it waits: what an interrupt leaves of other parts has tests of its own.
+    """
+
+    def interrupt(_number, frame):
+        while frame is not None:
+            if "/executors/" in frame.f_code.co_filename or frame.f_code.co_name == "result_of":
+                raise KeyboardInterrupt
+            frame = frame.f_back
+        signal.setitimer(signal.ITIMER_REAL, 0.0002)
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

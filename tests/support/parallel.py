@@ -142,21 +142,22 @@ def drive(
     engine: LLMEngine,
     jobs: Sequence[Job],
     per_step: int | None = 2,
-    before_step: Mapping[int, Any] | None = None,
+    before_step: dict[int, Any] | None = None,
 ) -> dict[str, Result]:
-    """Run requests that join two by two; call `before_step[n]`, with the engine, before step n."""
+    """Run requests that join two by two; before step n, call `before_step.pop(n)`."""
     waiting, results, step = list(jobs), {}, 0
     while waiting or engine.has_unfinished_requests():
         for job in waiting[:per_step]:
             engine.add_request(*job)
         waiting = [] if per_step is None else waiting[per_step:]
-        if before_step is not None and step in before_step:
-            before_step[step](engine)
+        if before_step is not None and (call := before_step.pop(step, None)):
+            call(engine)
         step += 1
         assert step < 5000, "the requests do not end"
         for output in engine.step():
             if output.finished:
                 results[output.request_id] = result_of(output)
+    assert not before_step, f"{step} steps were not enough"
     return results
 
 

@@ -160,7 +160,7 @@ class SingleRank(Communicator):
     devices = ("cpu", "cuda")
 
     def __init__(self) -> None:
-        """There is nobody to find."""
+        """There is no other rank to find."""
 
     rank = 0
     size = 1
@@ -252,9 +252,9 @@ class Parallel:
                 f"parallel.pipeline: expected at most {count}, the model's number of layers, got "
                 f"{self.num_stages}"
             )
-        each, more = divmod(count, self.num_stages)
-        start = self.stage * each + min(self.stage, more)
-        return range(start, start + each + (self.stage < more))
+        least, more = divmod(count, self.num_stages)
+        start = self.stage * least + min(self.stage, more)
+        return range(start, start + least + (self.stage < more))
 
     def share(self, count: int, what: str) -> range:
         """Return which of `count` equal things this rank has.
@@ -273,8 +273,8 @@ class Parallel:
                 f"parallel.tensor: {count} {what} cannot be divided among {size} ranks; "
                 f"{', '.join(fitting)} would do"
             )
-        each = count // size
-        return range(self.tensor.rank * each, (self.tensor.rank + 1) * each)
+        part = count // size
+        return range(self.tensor.rank * part, (self.tensor.rank + 1) * part)
 
     def share_or_copy(self, count: int, what: str) -> range:
         """Return which of `count` things this rank has; fewer than ranks are copied to several.
@@ -297,6 +297,6 @@ class Parallel:
 
         Every rank computes with `-(-count // size)` rows, of which those that are missing are zero.
         """
-        each = -(-count // self.tensor.size)
-        start = min(self.tensor.rank * each, count)
-        return range(start, min(start + each, count))
+        part = -(-count // self.tensor.size)
+        start = min(self.tensor.rank * part, count)
+        return range(start, min(start + part, count))

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import select
 import socket
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from hardpoint.kernels.cpu import KernelsUnavailableError
+from hardpoint.kernels.shared_memory import MAX_MEMBERS, AbortedError, BroadcastRing, NoMemoryError
+
 from .multiproc_messages import Setup, exactly
 
+_log = logging.getLogger("hardpoint")
+
+_RING_BYTES = 4 << 20  # larger calls stream through it
 _HEADER = struct.Struct("!Q?")
 _LENGTH = struct.Struct("!Q")
 
@@ -144,11 +152,66 @@ class SocketReceiver(CallReceiver):
             raise CallsEndedError("the executor sends no further calls") from cause
 
 
+class RingSender(CallSender):
+    """Sends calls through shared memory, which all workers read."""
+
+    describes = "shared memory"
+    uses_ring = True
+
+    def __init__(self, count: int) -> None:
+        """Allocate the memory for `count` workers.
+
+        Raises:
+            KernelsUnavailableError: the compiled kernels are not there.
+            NoMemoryError: there is too little memory.
+        """
+        self._ring = BroadcastRing.create(_RING_BYTES, count)
+
+    def descriptors(self, rank: int) -> list[int]:  # noqa: ARG002
+        """Return that of the memory, the same for all."""
+        return [self._ring.fileno()]
+
+    def _write(self, data: bytes) -> None:
+        try:
+            self._ring.write(data)
+        except AbortedError as cause:
+            raise CallsEndedError(str(cause)) from cause
+
+    def end(self) -> None:
+        """Let all reads and writes fail."""
+        self._ring.abort("the executor sends no further calls")
+
+    def close(self) -> None:
+        """Release the memory."""
+        self._ring.close()
+
+
+class RingReceiver(CallReceiver):
+    """Receives calls through shared memory."""
+
+    def __init__(self, rank: int, descriptors: Sequence[int]) -> None:
+        """Open the memory as the reader of a rank."""
+        self._ring = BroadcastRing.open(descriptors[0], rank)
+        os.close(descriptors[0])
+
+    def _read(self, timeout_s: float | None) -> bytes | None:
+        try:
+            return self._ring.read(timeout_s)
+        except AbortedError as cause:
+            raise CallsEndedError(str(cause)) from cause
+
+
 def make_sender(count: int) -> CallSender:
-    """Return what sends calls to `count` workers."""
-    return SocketSender(count)
+    """Return what sends calls to `count` workers: shared memory where there are kernels for it."""
+    if count >= MAX_MEMBERS:
+        return SocketSender(count)
+    try:
+        return RingSender(count)
+    except (KernelsUnavailableError, NoMemoryError) as cause:
+        _log.warning("calls of workers go through sockets, not through shared memory: %s", cause)
+        return SocketSender(count)
 
 
 def open_receiver(setup: Setup, rank: int, descriptors: Sequence[int]) -> CallReceiver:
     """Return what receives calls in the process of a worker."""
-    return SocketReceiver(descriptors)
+    return RingReceiver(rank, descriptors) if setup.uses_ring else SocketReceiver(descriptors)

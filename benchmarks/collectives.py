@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import ast
 import functools
-import os
 import socket
 import statistics
 import tempfile

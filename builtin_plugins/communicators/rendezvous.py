@@ -40,19 +40,14 @@ class Rendezvous:
         self._context = context
         self._deadline = time.monotonic() + context.timeout_seconds
         placement = context.placement
-        if placement.is_one_host:
-            self.address = _LOOPBACK
-            self._place = placement.folder
-            store = self._file_store()
-        else:
-            if len(placement.addresses) != context.size:
-                raise self._error(
-                    f"placement.addresses: expected an IP address per rank for ranks on several "
-                    f"hosts, got {list(placement.addresses)}"
-                )
-            self.address = placement.addresses[context.rank]
-            self._place = placement.store
-            store = self._tcp_store()
+        if not placement.is_one_host and len(placement.addresses) != context.size:
+            raise self._error(
+                f"placement.addresses: expected an IP address per rank for ranks on several "
+                f"hosts, got {list(placement.addresses)}"
+            )
+        self.address = _LOOPBACK if placement.is_one_host else placement.addresses[context.rank]
+        self._place = placement.folder or placement.store
+        store = self._file_store() if placement.folder else self._tcp_store()
         store.set_timeout(timedelta(seconds=context.timeout_seconds))
         self.store = dist.PrefixStore(context.group, store)
 
@@ -120,8 +115,7 @@ class Rendezvous:
         host, _, port = self._place.rpartition(":")
         if not host or not port.isdigit():
             raise self._error(
-                f"placement.store: expected host:port for ranks on several hosts, got "
-                f"{self._place!r}"
+                f"placement.store: expected host:port where there is no folder, got {self._place!r}"
             )
         host = host.strip("[]")
         self._wait_for_listener(host, int(port))

@@ -330,11 +330,13 @@ def apart(communicator: Communicator, log: RankLog) -> str:
     """Run collectives while messages are under way, and receive from the last rank first."""
     rank, size = communicator.rank, communicator.size
     device = communicator.context.device
-    log.where = "send, before a collective operation"
-    if rank:
-        communicator.send(torch.full((2,), float(rank), device=device), 0)
-    log.where = "all_reduce, while messages are under way"
-    total = _value(communicator.all_reduce(torch.full((2,), 1.0, device=device)))
+    total = 0.0
+    for sender in range(1, size):  # one after the other, so that rank 0 could take them in order
+        log.where = "send, before a collective operation"
+        if rank == sender:
+            communicator.send(torch.full((2,), float(rank), device=device), 0)
+        log.where = "all_reduce, while messages are under way"
+        total = _value(communicator.all_reduce(torch.full((2,), 1.0, device=device)))
     log.where = "recv, after a collective operation"
     got = {}
     if rank == 0:

@@ -188,7 +188,8 @@ class AbortsLate(Right):
     contract = 1
 
     def abort(self, reason):
-        time.sleep(0.25)
+        if self._exchange._failure is None:
+            time.sleep(0.25)
         super().abort(reason)
 
 

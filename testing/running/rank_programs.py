@@ -258,13 +258,13 @@ def run_operations(
         log.where = str(step)
         result = step.run(communicator)
         results.append(result.clone().cpu() if isinstance(result, torch.Tensor) else result)
+    _meet(communicator, log)
     return results
 
 
 def one_of_each(communicator: Communicator, log: RankLog) -> None:
     """Use every operation."""
     run_operations([Operation(name, (5,), torch.float32) for name in _NAMES], communicator, log)
-    _meet(communicator, log)
 
 
 def describe(communicator: Communicator, log: RankLog) -> str:

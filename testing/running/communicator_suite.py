@@ -284,8 +284,8 @@ class CommunicatorSuite(ComponentSuite):
             else:
                 communicator.close()
                 raise MISSING.violation("rank 0 of 2 was built although there was no rank 1")
-        if (took := time.monotonic() - began) > _MISSING_SECONDS + _SLACK_SECONDS:
-            raise MISSING.violation(f"{_MISSING_SECONDS} s were given, it took {took:.1f} s")
+        if (seconds := time.monotonic() - began) > _MISSING_SECONDS + _SLACK_SECONDS:
+            raise MISSING.violation(f"{_MISSING_SECONDS} s were given, it took {seconds:.1f} s")
 
     def _check_close(self, size: int) -> None:
         self._run(size, programs.one_of_each, CLOSE)  # what stays after the first use may stay

@@ -44,7 +44,7 @@ class Outcome:
 
     Attributes:
         value: what the program returned.
-        error: what it raised, in words.
+        error: class and message of what it raised.
         violation: the arguments of one that it raised.
         where: what it did last.
         ended: when, in seconds of the monotonic clock.

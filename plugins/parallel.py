@@ -96,7 +96,7 @@ class Communicator(Component):
     run here, and does so in all ranks alike, so that `parallel.communicator = "auto"` tries others.
     Tensors are on the context's device and contiguous. The calls of one rank are made by one thread
     at a time, and are matched with those of the others in their order; those of `send` and `recv`
-    in the order between two ranks.
+    in the order between two ranks. A rank closes it when no other waits for it any more.
     """
 
     devices: ClassVar[tuple[str, ...]]
@@ -143,7 +143,8 @@ class Communicator(Component):
     def send(self, x: torch.Tensor, destination: int) -> None:
         """Send x to a rank; x may be changed when this returns.
 
-        It may wait for `destination` to receive what was sent before, not for x itself.
+        It may wait for `destination` to receive what was sent before; for x itself only if that is
+        larger than what it can keep, which is some 100 KB at least.
         """
 
     @abstractmethod

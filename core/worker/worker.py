@@ -47,7 +47,6 @@ from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.plugin_set import PluginSet
 
 from .checked_model import CheckedAttention, CheckedModel, checked_weights
-from .divided_model import build_share
 from .input_batch import InputBatch
 from .memory import (
     MemoryEstimate,
@@ -60,7 +59,7 @@ from .memory import (
 )
 from .model_runner import ModelRunner
 from .profiling import Profiling
-from .ranks import Ranks
+from .ranks import Ranks, build_share
 from .threads import ComputeThreads
 from .weight_cache import WeightCache, cache_key
 

@@ -368,7 +368,7 @@ class ModelSuite(ComponentSuite):
             raise PACKED.violation(f"load_packed raised nothing without {name!r}")
 
     def _check_divided(self, division: Division) -> None:
-        """Compare ranks that share the model with the whole; skip what it refuses in words."""
+        """Compare ranks that share the model with the whole; skip sizes that it refuses."""
         asked = {
             "tensor": division.tensor > 1 and not division.expert,
             "pipeline": division.stages > 1,

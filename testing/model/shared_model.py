@@ -87,20 +87,22 @@ class RankResult:
         return f"rank {self.rank} of stage {self.stage}"
 
 
-def check_cut_weights(who: str, whole: Mapping[str, Sequence[int]], shapes: Any, cuts: Any) -> None:
+def check_cut_weights(
+    rank: str, whole: Mapping[str, Sequence[int]], shapes: Any, cuts: Any
+) -> None:
     """Check that a rank's shapes are those of the whole, and its cuts inside of them.
 
     Raises:
         Violation: they are not.
     """
     if not isinstance(shapes, Mapping):
-        raise CUTS.violation(f"weight_shapes of {who} returned {short_repr(shapes)}")
+        raise CUTS.violation(f"weight_shapes of {rank} returned {short_repr(shapes)}")
     if not isinstance(cuts, Mapping):
-        raise CUTS.violation(f"weight_cuts of {who} returned {short_repr(cuts)}")
+        raise CUTS.violation(f"weight_cuts of {rank} returned {short_repr(cuts)}")
     for name, shape in shapes.items():
         if name not in whole or tuple(shape) != tuple(whole[name]):
             raise CUTS.violation(
-                f"weight_shapes of {who} has {name!r} as {short_repr(shape)}, the whole model's "
+                f"weight_shapes of {rank} has {name!r} as {short_repr(shape)}, the whole model's "
                 f"has {short_repr(tuple(whole[name])) if name in whole else 'no such tensor'}"
             )
     for name, cut in cuts.items():
@@ -111,7 +113,7 @@ def check_cut_weights(who: str, whole: Mapping[str, Sequence[int]], shapes: Any,
             or not 0 <= cut.start <= cut.stop <= shapes[name][cut.dim]
         ):
             raise CUTS.violation(
-                f"weight_cuts of {who} has {short_repr(cut)} of {name!r}, expected a Cut inside "
+                f"weight_cuts of {rank} has {short_repr(cut)} of {name!r}, expected a Cut inside "
                 f"of {short_repr(shapes.get(name))}"
             )
 
@@ -139,7 +141,7 @@ def _hole(missing: torch.Tensor) -> tuple[int, int, int]:
     """Return a dimension, and the first range of it that is missing."""
     places = missing.nonzero()
     for dim in range(missing.dim()):
-        indices = places[:, dim].unique().tolist()
+        indices = sorted(set(places[:, dim].tolist()))
         if len(indices) < missing.shape[dim]:
             stop = next((i for i, j in enumerate(indices) if j != indices[0] + i), len(indices))
             return dim, indices[0], indices[0] + stop

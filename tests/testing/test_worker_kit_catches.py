@@ -13,7 +13,6 @@ from support.kit_suites import (
     suite_tests,
 )
 
-from hardpoint.plugins import ModelConfig
 from hardpoint.testing import (
     AttentionBackendSuite,
     ModelSuite,
@@ -21,7 +20,6 @@ from hardpoint.testing import (
     SamplerSuite,
     WeightLoaderSuite,
 )
-from hardpoint.testing.model.shared_model import Division
 
 # component, test that it fails, rule, pattern of the message
 SAMPLERS = [
@@ -281,18 +279,14 @@ def test_the_right_models_of_several_ranks_are_not_skipped(test):
     getattr(suite, f"test_{test}")()
 
 
-def test_what_a_model_refuses_in_words_is_skipped_with_them():
-    hf = {"hidden_size": 24}
-    config = ModelConfig(architecture="X", hf=hf, vocab_size=257, max_position_embeddings=64)
-    suite = type(
-        "TestComponent", (ModelSuite,), {"model": shared_models.Shared, "config": config}
-    )()
-    words = "parallel.tensor: 6 heads cannot be divided among 4 ranks; 1, 2, 3, 6 would do"
-    with pytest.raises(pytest.skip.Exception, match=f"refuses parallel.tensor = 4: {words}"):
-        suite._check_divided(Division(tensor=4))
-    suite.model = models.Tiny
-    with pytest.raises(pytest.skip.Exception, match="`parallelism` does not have 'tensor'"):
-        suite.test_tensor_2()
+def test_what_a_model_refuses_is_skipped_with_its_message():
+    attributes = {"model": shared_models.InPairs, "config": shared_models.CONFIG}
+    suite = type("TestComponent", (ModelSuite,), attributes)()
+    message = "parallel.tensor: 4 groups cannot be divided among 3 ranks; 1, 2, 4 would do"
+    with pytest.raises(pytest.skip.Exception, match=f"refuses parallel.tensor = 3: {message}"):
+        suite.test_tensor_3()
+    with pytest.raises(pytest.skip.Exception, match="`parallelism` does not have 'expert'"):
+        suite.test_expert()
 
 
 @pytest.mark.parametrize(("cls", "test", "rule", "pattern"), LOADERS, ids=label)

@@ -14,8 +14,8 @@ from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.builtin_plugins.models.llama import Llama
 from hardpoint.builtin_plugins.ops.torch import TorchOps
 from hardpoint.core.worker.checked_model import CheckedModel, checked_weights
-from hardpoint.core.worker.divided_model import build_share
 from hardpoint.core.worker.memory import MemoryLimit, estimate_memory
+from hardpoint.core.worker.ranks import build_share
 from hardpoint.core.worker.weight_cache import WeightCache, cache_key
 from hardpoint.plugins import EngineConfig, ModelContext, ModelError, OpsContext, typed
 from hardpoint.plugins.config import WeightCacheConfig
@@ -116,7 +116,7 @@ def test_each_rank_keeps_a_file_of_its_own_and_maps_it_later(loader, tmp_path):
     def later(tensor):
         model = build(loader.config(), Parallel(tensor))
         assert WeightCache(config).load(key_of(loader, model), model)
-        return model._embedding.weight.clone(), logits_of(model)
+        return model.packed_weights()["model.embed_tokens.weight"].clone(), logits_of(model)
 
     run_ranks(2, first)
     assert len(list(folder.iterdir())) == 2

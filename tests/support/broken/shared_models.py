@@ -103,6 +103,16 @@ class Shared(Model):
         return self.head(hidden)
 
 
+class InPairs(Shared):
+    """Right, for sizes that divide 4."""
+
+    contract = 1
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.groups = self.parallel.share(4, "groups")
+
+
 class Deaf(SingleRank):
     """Does nothing, with the rank and size of another one."""
 

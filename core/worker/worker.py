@@ -60,7 +60,7 @@ from .memory import (
 from .model_runner import ModelRunner
 from .profiling import Profiling
 from .rank_store import served_store
-from .ranks import Ranks
+from .ranks import Ranks, build_share
 from .threads import ComputeThreads
 from .weight_cache import WeightCache, cache_key
 
@@ -144,7 +144,8 @@ class LocalWorker:
         entry = spec.plugins.get("models", spec.model_config.architecture)
         check_parallelism(spec.plugins.target(entry), entry.source, spec.config.parallel)
         ranks = self._ranks = self._ranks or self._meet(spec)
-        model = spec.plugins.create(
+        create = functools.partial(
+            spec.plugins.create,
             entry,
             ModelContext,
             config=spec.model_config,
@@ -152,8 +153,8 @@ class LocalWorker:
             device=spec.device,
             max_model_len=spec.max_model_len,
             ops=ops,
-            parallel=ranks.parallel,
         )
+        model = build_share(lambda parallel: create(parallel=parallel), ranks.parallel)
         checked = CheckedModel(model, entry.source)
         shapes = checked.needed
         source = spec.plugins.one("attention_backends").source

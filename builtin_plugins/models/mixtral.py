@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 from hardpoint.plugins import ForwardBatch
@@ -17,7 +19,7 @@ class Mixture(Llama):
     """Common to Llama-like models with mixtures of experts."""
 
     contract = 1
-    parallelism = ("tensor", "pipeline", "expert")
+    parallelism: ClassVar[tuple[str, ...]] = ("tensor", "pipeline", "expert")
 
     @property
     def routed_experts(self) -> tuple[int, int]:
@@ -57,7 +59,7 @@ class Mixtral(Mixture):
     """Mixtral 8x7B, 8x22B and others."""
 
     contract = 1
-    parallelism = ("tensor", "pipeline", "expert")
+    parallelism: ClassVar[tuple[str, ...]] = ("tensor", "pipeline", "expert")
 
     def mlp(self, layer: int) -> MLP:
         """Return a mixture of experts."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-
 from hardpoint.plugins.hf_config import short
 
 from .llama import Llama
@@ -48,7 +47,7 @@ class Qwen2(_Qwen):
 
     contract = 1
     replayable = True
-    parallelism = ("tensor", "pipeline")
+    parallelism: ClassVar[tuple[str, ...]] = ("tensor", "pipeline")
 
     def attention_biases(self) -> tuple[bool, bool]:
         """Return (True, False); the config has no field for it."""
@@ -60,5 +59,5 @@ class Qwen3(_Qwen):
 
     contract = 1
     replayable = True
-    parallelism = ("tensor", "pipeline")
+    parallelism: ClassVar[tuple[str, ...]] = ("tensor", "pipeline")
     head_norms = True

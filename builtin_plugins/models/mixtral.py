@@ -27,7 +27,7 @@ class Mixture(Llama):
         return self._num_layers, self._fields.whole("num_experts_per_tok")
 
     def run_mlp(self, index: int, h: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Tell the experts of each token, if they are asked for."""
+        """Report the experts of each token, if a request asks for them."""
         mlp, routed = self._decoder_layers[index].mlp, batch.routed_experts
         if routed is None or not isinstance(mlp, MixtureOfExperts):
             return mlp(h)

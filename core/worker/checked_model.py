@@ -40,7 +40,7 @@ class CheckedModel:
         cuts: these parts, of those that it does not need whole.
         specs: one per attention layer.
         is_replayable: whether the model's class says so.
-        routed_experts: layers, and experts that a token has in each; None if it tells none.
+        routed_experts: layers, and experts that a token has in each; None if it reports none.
     """
 
     def __init__(self, model: Model, source: Source) -> None:

@@ -316,7 +316,7 @@ class OpsSuite(ComponentSuite):
             [self._draw(*shape, dtype=dtype).abs() / size for _ in range(count)]
             for shape in ((2 * width, size), (size, width))
         ]
-        packed = [[self._pack(ops, each) for each in side] for side in matrices]
+        packed = [[self._pack(ops, matrix) for matrix in side] for side in matrices]
         apply = ops.experts(packed[0], packed[1], (size, width))
         x = self._draw(rows, size, dtype=dtype).abs()  # nothing cancels: each step is rounded
         enter, leave = (torch.stack(side).double() for side in matrices)

@@ -14,7 +14,7 @@ from support.builtins.model_harness import Runner, load_model, open_loader
 from hardpoint import LLM, AsyncLLM, SamplingParams
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.builtin_plugins.models.qwen_moe import Qwen3Moe
-from hardpoint.plugins import RequestOutputKind
+from hardpoint.plugins import ModelError, RequestOutputKind
 from hardpoint.testing import write_scripted_model
 
 HF = {
@@ -129,6 +129,15 @@ def test_a_model_without_experts_refuses(tmp_path) -> None:
     assert first.outputs[0].finish_reason == "error"
     assert first.outputs[0].error == "routed_experts: the model is no mixture of experts"
     assert second.outputs[0].finish_reason == "length"
+
+
+def test_whole_experts_of_a_model_without_experts_are_refused(tmp_path) -> None:
+    folder = write_scripted_model(tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps(HF | {"architectures": ["LlamaForCausalLM"]}))
+    with pytest.raises(
+        ModelError, match=r"parallel.expert: .*LlamaForCausalLM.* cannot be divided"
+    ):
+        engine(folder, parallel={"expert": True})
 
 
 def test_deltas_from_another_process(folder, expected) -> None:

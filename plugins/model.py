@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 from .component import Component, Context
 from .ops import Ops
-from .parallel import Cut, Parallel
+from .parallel import Cut, Parallel, needed_part
 from .type_variables import CacheT, PlanT
 
 if TYPE_CHECKING:
@@ -118,14 +118,18 @@ class WeightLoader(Component):
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every weight once, and of those in `cuts` the part that is needed.
 
-        By default they are read whole and cut; a loader that can reads less.
+        By default they are read whole and cut; a loader that can reads less, and finds what to read
+        with `hardpoint.plugins.parallel.needed_part`.
 
         Args:
             shapes: as for `weights`, of whole weights.
             cuts: by name.
+
+        Raises:
+            ModelError: a weight that is to be cut has another shape than `shapes` says.
         """
         for name, weight in self.weights(shapes):
-            cut = cuts.get(name)
+            cut = needed_part(name, weight.shape, shapes, cuts)
             yield name, weight if cut is None else cut.of(weight)
 
     def fingerprint(self) -> str | None:

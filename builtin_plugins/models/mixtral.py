@@ -59,7 +59,6 @@ class Mixtral(Mixture):
     """Mixtral 8x7B, 8x22B and others."""
 
     contract = 1
-    parallelism: ClassVar[tuple[str, ...]] = ("tensor", "pipeline", "expert")
 
     def mlp(self, layer: int) -> MLP:
         """Return a mixture of experts."""

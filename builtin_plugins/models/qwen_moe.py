@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from hardpoint.plugins.hf_config import short
 from hardpoint.plugins.mlp import MLP, ExpertsConfig, MixtureOfExperts
 
@@ -16,7 +14,6 @@ class _QwenMixture(Mixture):
     """Common to both: some layers may be dense."""
 
     contract = 1
-    parallelism: ClassVar[tuple[str, ...]] = ("tensor", "pipeline", "expert")
     has_shared_expert = False
 
     def mlp(self, layer: int) -> MLP:
@@ -52,7 +49,6 @@ class Qwen2Moe(_QwenMixture, Qwen2):
     """Qwen1.5-MoE and Qwen2-57B-A14B (Yang et al., 2024)."""
 
     contract = 1
-    parallelism: ClassVar[tuple[str, ...]] = ("tensor", "pipeline", "expert")
     has_shared_expert = True
 
     def attention_biases(self) -> tuple[bool, bool]:
@@ -64,7 +60,6 @@ class Qwen3Moe(_QwenMixture):
     """Qwen3-30B-A3B, Qwen3-235B-A22B and others (Yang et al., 2025)."""
 
     contract = 1
-    parallelism: ClassVar[tuple[str, ...]] = ("tensor", "pipeline", "expert")
     head_norms = True
 
     def windows(self) -> list[int | None]:

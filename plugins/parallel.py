@@ -24,6 +24,7 @@ __all__ = [
     "Communicator",
     "CommunicatorContext",
     "Cut",
+    "IndivisibleError",
     "Parallel",
     "Placement",
     "SingleRank",
@@ -244,6 +245,21 @@ def needed_part(
     return cut
 
 
+class IndivisibleError(ModelError):
+    """A part of a model cannot be divided among the ranks; see `Parallel.share`.
+
+    Attributes:
+        problem: the message without the sizes that would do for this part, of which not all may do
+            for the others.
+    """
+
+    def __init__(self, count: int, what: str, size: int) -> None:
+        """Say that `count` things, called `what`, cannot be divided among `size` ranks."""
+        self.problem = f"parallel.tensor: {count} {what} cannot be divided among {size} ranks"
+        fitting = [str(n) for n in range(1, min(count, 64) + 1) if count % n == 0]
+        super().__init__(f"{self.problem}; {', '.join(fitting)} would do")
+
+
 @dataclass(frozen=True)
 class Parallel:
     """The share of a model that a rank computes.
@@ -293,15 +309,12 @@ class Parallel:
             what: names them in the message: "attention heads" for example.
 
         Raises:
-            ModelError: they do not divide; the message says which sizes do.
+            IndivisibleError: they do not divide; the message says which sizes do. At an engine's
+                start it becomes a ModelError with the sizes that do for the whole model.
         """
         size = self.tensor.size
         if count % size:
-            fitting = [str(n) for n in range(1, min(count, 64) + 1) if count % n == 0]
-            raise ModelError(
-                f"parallel.tensor: {count} {what} cannot be divided among {size} ranks; "
-                f"{', '.join(fitting)} would do"
-            )
+            raise IndivisibleError(count, what, size)
         part = count // size
         return range(self.tensor.rank * part, (self.tensor.rank + 1) * part)
 
@@ -313,7 +326,7 @@ class Parallel:
             what: names them in the message.
 
         Raises:
-            ModelError: they neither divide among the ranks, nor the ranks among them.
+            IndivisibleError: they neither divide among the ranks, nor the ranks among them.
         """
         size = self.tensor.size
         if count >= size or size % count:

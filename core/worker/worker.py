@@ -47,6 +47,7 @@ from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.plugin_set import PluginSet
 
 from .checked_model import CheckedAttention, CheckedModel, checked_weights
+from .divided_model import build_share
 from .input_batch import InputBatch
 from .memory import (
     MemoryEstimate,
@@ -144,7 +145,8 @@ class LocalWorker:
         entry = spec.plugins.get("models", spec.model_config.architecture)
         check_parallelism(spec.plugins.target(entry), entry.source, spec.config.parallel)
         ranks = self._ranks = self._ranks or self._meet(spec)
-        model = spec.plugins.create(
+        create = functools.partial(
+            spec.plugins.create,
             entry,
             ModelContext,
             config=spec.model_config,
@@ -152,8 +154,8 @@ class LocalWorker:
             device=spec.device,
             max_model_len=spec.max_model_len,
             ops=ops,
-            parallel=ranks.parallel,
         )
+        model = build_share(lambda parallel: create(parallel=parallel), ranks.parallel)
         checked = CheckedModel(model, entry.source)
         shapes = checked.needed
         source = spec.plugins.one("attention_backends").source

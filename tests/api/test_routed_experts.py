@@ -140,6 +140,7 @@ def test_whole_experts_of_a_model_without_experts_are_refused(tmp_path) -> None:
         engine(folder, parallel={"expert": True})
 
 
+@pytest.mark.nightly
 def test_deltas_from_another_process(folder, expected) -> None:
     config = {"dtype": "float32", "load": {"use": "dummy"}, "kv_cache": {"num_blocks": 64}}
 
@@ -155,14 +156,13 @@ def test_deltas_from_another_process(folder, expected) -> None:
     assert np.array_equal(rows, expected([*PROMPTS[2], *tokens[:-1]]))
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     "parallel",
     [
         {"pipeline": 2},
-        {"tensor": 2},
-        {"tensor": 2, "expert": True},
-        {"tensor": 2, "pipeline": 2, "expert": True},
+        pytest.param({"tensor": 2}, marks=pytest.mark.nightly),
+        pytest.param({"tensor": 2, "expert": True}, marks=pytest.mark.nightly),
+        pytest.param({"tensor": 2, "pipeline": 2, "expert": True}, marks=pytest.mark.nightly),
     ],
     ids=str,
 )

@@ -17,6 +17,7 @@ MODULES = (
     "errors",
     "grammars",
     "hf_config",
+    "mlp",
     "models",
     "output_format",
     "output_json",

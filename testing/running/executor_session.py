@@ -209,6 +209,8 @@ class Session:
             Violation: one did.
         """
         if defects := self.script.defects():
+            if not self._expected:
+                raise START.violation(defects[0])
             raise RESULTS.violation(defects[0], "call a worker in one thread at a time, in order")
 
     def process_of(self, rank: int) -> int:

@@ -188,7 +188,7 @@ def open_worker(launch: WorkerLaunch, progress: Progress | None = None) -> Worke
 
     Args:
         launch: from `ExecutorContext.launch`.
-        progress: is told how far the loading is.
+        progress: is called while weights are loaded.
 
     Raises:
         PluginError: a plugin of the engine is not installed here, or in another version.
@@ -248,7 +248,7 @@ class ExecutorContext(Context["Executor"]):
         start_process: `start_process(launch, run, pass_fds)` starts a child process, which calls
             `run`, a `package.module:function`, with the launch, the child's end of the channel and
             the descriptors of `pass_fds` that it got. An error of `run` is the child's `failure`.
-        progress: is to be told how far the loading is.
+        progress: to call while weights are loaded.
         watchdog_seconds: duration of a call after which a worker writes the stacks of its threads
             to stderr; 0 is never.
     """

@@ -1,6 +1,6 @@
 """Calls of workers as bytes, for executors whose workers are in other processes or machines.
 
-The executor sends what `encode_call` returns, a `WorkerServer` beside the worker runs it, and
+The executor sends what `encode_call` returns, a `WorkerServer` in the worker's process runs it, and
 `decode_result` returns or raises in the executor what the worker returned or raised.
 """
 
@@ -22,7 +22,7 @@ from .errors import HardpointError
 from .executor import Worker
 from .plan import GrammarBitmask, SchedulerOutput
 
-__all__ = ["WorkerServer", "decode_result", "encode_call"]
+__all__ = ["WorkerServer", "decode_result", "encode_call", "has_failed"]
 
 # Token ids stay lists: both ends have lists, of which arrays are made, and lists of them, in more
 # time than msgpack takes for all (8,192 ids: 19 + 96 us as a list, 45 + 75 us at best as an array).
@@ -119,6 +119,11 @@ def encode_failure(error: BaseException) -> bytes:
         formatted,
     )
     return msgspec.msgpack.encode(_Result(failure, msgspec.Raw(msgspec.msgpack.encode(None))))
+
+
+def has_failed(result: bytes | memoryview) -> bool:
+    """Return whether the worker raised, of what `WorkerServer.run` returned."""
+    return msgspec.msgpack.decode(result, type=_Result).failure is not None
 
 
 def decode_result(method: str, result: bytes | memoryview, where: str) -> Any:

@@ -195,9 +195,9 @@ class Session:
             got = [(call.method, call.what) for call in calls if call.method not in _UNORDERED]
             for index, expected in enumerate(self._expected):
                 if index >= len(got) or got[index] != expected:
-                    there = got[index] if index < len(got) else "nothing"
+                    current = got[index] if index < len(got) else "nothing"
                     raise RESULTS.violation(
-                        f"call {index} of rank {rank} was {there}, the executor got {expected}"
+                        f"call {index} of rank {rank} was {current}, the executor got {expected}"
                     )
             if more := got[len(self._expected) :]:
                 raise RESULTS.violation(f"rank {rank} was called more often: {short_repr(more)}")

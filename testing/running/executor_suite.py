@@ -83,7 +83,7 @@ class ExecutorSuite(ComponentSuite):
         parallel: numbers of tensor ranks and of stages to try. Those that the executor refuses are
             left out, if its ConfigError names `parallel`.
         communicator: `parallel.communicator` of the engines of `test_tokens`.
-        failure_seconds: maximum time until the loss of a worker is told.
+        failure_seconds: maximum time until the loss of a worker is reported.
     """
 
     kind = "executors"
@@ -127,11 +127,11 @@ class ExecutorSuite(ComponentSuite):
         )
 
     def test_sizes(self) -> None:
-        """Numbers of ranks are served, or refused in words."""
+        """Numbers of ranks are served, or refused with a reason."""
         self._run_checks(SIZES.text, self._check_sizes)
 
     def test_start(self) -> None:
-        """Models are loaded side by side; a rank that fails is told, though others wait for it."""
+        """Models are loaded side by side; the error of one is raised, though others wait for it."""
         self._run_checks(START.text, self._check_start, *self._start_errors())
 
     def test_results(self) -> None:
@@ -215,7 +215,7 @@ class ExecutorSuite(ComponentSuite):
         """Return the numbers of ranks that the executor serves.
 
         Raises:
-            Violation: it refuses some in other words, or all.
+            Violation: it refuses some without naming `parallel`, or all.
         """
         served = []
         for size in self.parallel:
@@ -324,13 +324,13 @@ class ExecutorSuite(ComponentSuite):
                     error = False
                 except TimeoutError:
                     error = True
-                took = time.monotonic() - began
+                passed = time.monotonic() - began
                 call = session.script.calls(ranks[-1])[-1]
                 is_mine = (call.process, call.thread) == (os.getpid(), threading.get_ident())
-                if not is_mine and (not error or took > _SLOW_SECONDS):
+                if not is_mine and (not error or passed > _SLOW_SECONDS):
                     what = "raised TimeoutError" if error else "returned"
                     raise TIMEOUT.violation(
-                        f"collective_rpc with timeout={seconds:g} {what} after {took:.2g} s"
+                        f"collective_rpc with timeout={seconds:g} {what} after {passed:.2g} s"
                     )
                 if not is_mine:
                     time.sleep(_SLOW_SECONDS)

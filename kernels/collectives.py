@@ -103,7 +103,9 @@ class Group:
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return [ranks, *x.shape], the x of each rank."""
         result = x.new_empty((self._size, *x.shape))
-        self._session.call(self._all_gather, x.data_ptr(), result.data_ptr(), x.nbytes, _code(x))
+        self._session.call(
+            self._all_gather, x.data_ptr(), result.data_ptr(), x.nbytes, _code(x)
+        )
         return result
 
     def all_to_all(self, x: torch.Tensor) -> torch.Tensor:

@@ -57,7 +57,9 @@ class _Store:
 
         dist: Any = distributed
         host, _, port = place.rpartition(":")
-        store = dist.TCPStore(host.strip("[]"), int(port), timeout=timeout, wait_for_workers=False)
+        store = dist.TCPStore(
+            host.strip("[]"), int(port), timeout=timeout, wait_for_workers=False
+        )
         self._store = dist.PrefixStore(f"shared-{group}", store)
 
     def put(self, key: str, text: str) -> None:

@@ -270,7 +270,9 @@ class ChildProcess:
     def close(self, grace_s: float = _GRACE_S) -> None:
         """Close the launch socket, which ends the child; kill it after `grace_s` seconds."""
         if self._release.detach():
-            _release(self._popen, self._channel, self._pidfd, self._owner, grace_s, self._output)
+            _release(
+                self._popen, self._channel, self._pidfd, self._owner, grace_s, self._output
+            )
 
     def _send(self, frame: bytes) -> None:
         """Send a frame; if the child has ended, `failure` will return that."""

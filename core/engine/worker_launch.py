@@ -12,6 +12,7 @@ import os
 import shutil
 import socket
 import tempfile
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,6 +89,7 @@ class WorkerLauncher:
         self._config_sources = config_sources
         self._activity = activity
         self._folder = ""
+        self._lock = threading.Lock()
 
     def launch(self, rank: int, placement: Placement | None = None) -> WorkerLaunch:
         """Return the launch of a rank; see `ExecutorContext.launch`.
@@ -124,8 +126,9 @@ class WorkerLauncher:
 
     def _on_this_host(self) -> Placement:
         world_size = self._spec.config.parallel.world_size
-        if world_size > 1 and not self._folder:
-            self._folder = tempfile.mkdtemp(prefix="hardpoint-ranks-")
+        with self._lock:  # launches may be made in the threads that use them
+            if world_size > 1 and not self._folder:
+                self._folder = tempfile.mkdtemp(prefix="hardpoint-ranks-")
         return Placement(hosts=("",) * world_size, folder=self._folder)
 
 

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULES = (
     "commands",
     "errors",
+    "executor",
     "grammars",
     "hf_config",
     "mlp",
@@ -22,9 +23,11 @@ MODULES = (
     "output_format",
     "output_json",
     "output_parser",
+    "parallel",
     "server",
     "structured",
     "typed",
+    "worker_calls",
 )
 PUBLIC = tuple(["hardpoint.plugins"] + [f"hardpoint.plugins.{name}" for name in MODULES])
 MOST_NAMES = 113

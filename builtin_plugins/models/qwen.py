@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
+
 from hardpoint.plugins.hf_config import short
 
 from .llama import Llama
@@ -15,7 +18,7 @@ class _Qwen(Llama):
 
     contract = 1
     replayable = True
-    parallelism = ("tensor", "pipeline")
+    parallelism: ClassVar[tuple[str, ...]] = ("tensor", "pipeline")
 
     def windows(self) -> list[int | None]:
         """Return each layer's sliding window, from `use_sliding_window` and `layer_types`."""

@@ -64,3 +64,17 @@ class BreaksLate(LogitsProcessor):
         if len(rows.requests[0].output_token_ids) >= 3:
             raise RuntimeError(f"broken in process {os.getpid()}")
         return logits
+
+
+class Uneven(NoInfos):
+    """Two stages, of which the first has twice the layers, and the second less memory."""
+
+    contract = 1
+    infos = [WorkerInfo(200, 10_000, sleep_levels=(1, 2)), WorkerInfo(100, 6_000, sleep_levels=(2,))]
+    num_blocks = 0
+
+    def start(self):
+        return self.infos
+
+    def initialize_cache(self, num_blocks):
+        type(self).num_blocks = num_blocks

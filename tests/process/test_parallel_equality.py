@@ -25,6 +25,10 @@ MODELS = {
     "llama": ("LlamaForCausalLM", {}),
     "tied": ("LlamaForCausalLM", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 32, "num_hidden_layers": 4}),
+    "mixtral": (
+        "MixtralForCausalLM",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2},
+    ),
 }
 RANKS = {"tensor 2": (2, 1), "pipeline 2": (1, 2), "2 x 2": (2, 2)}
 SHORT = [("llama", "tensor 2"), ("llama", "pipeline 2")]
@@ -85,6 +89,15 @@ def test_random_weights(references, model, ranks):
     config, expected = references(model)
     tensor, pipeline = RANKS[ranks]
     with open_llm(parallel_config(tensor, pipeline, **config)) as llm:
+        check(llm, expected)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (4, 1), (2, 2)])
+def test_experts_that_are_spread_over_ranks(references, tensor, pipeline):
+    config, expected = references("mixtral")
+    settings = parallel_config(tensor, pipeline, **config, parallel={"expert": True})
+    with open_llm(settings) as llm:
         check(llm, expected)
 
 

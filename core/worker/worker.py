@@ -43,6 +43,7 @@ from hardpoint.plugins.parallel import Communicator, CommunicatorContext, Placem
 from hardpoint.plugins.plan import DraftTokenIds
 from hardpoint.plugins.requests import LoRARequest
 from hardpoint.plugins.stats import PluginMeter
+from hardpoint.registry.blame import describe
 from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.plugin_set import PluginSet
 
@@ -256,8 +257,8 @@ class LocalWorker:
             self._threads.adapt()
         try:
             return self.runner.execute(plan)
-        except (MemoryError, RuntimeError) as error:
-            self._name_memory(error)
+        except BaseException as error:
+            self._step_failed(error)
             raise
 
     def sample_tokens(
@@ -268,8 +269,8 @@ class LocalWorker:
         """Sample the tokens of a step whose model has run, of those that the bitmask allows."""
         try:
             return self.runner.sample(bitmask)
-        except (MemoryError, RuntimeError) as error:
-            self._name_memory(error)
+        except BaseException as error:
+            self._step_failed(error)
             raise
 
     def execute_dummy_batch(self) -> None:
@@ -366,6 +367,13 @@ class LocalWorker:
         except (MemoryError, RuntimeError) as error:
             self._name_memory(error)
             raise
+
+    def _step_failed(self, error: BaseException) -> None:
+        """Let the other ranks fail, too, which wait for this one; name memory if it lacks."""
+        if self._ranks is not None and self._ranks.are_many:
+            self._ranks.abort(f"rank {self._ranks.rank} failed: {describe(error)}")
+        if isinstance(error, MemoryError | RuntimeError):
+            self._name_memory(error)
 
     def _name_memory(self, error: Exception) -> None:
         """Raise a ModelError with the figures of memory, if an allocation has failed."""

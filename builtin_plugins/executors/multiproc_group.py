@@ -95,11 +95,14 @@ class WorkerGroup:
             )
             if self._failure is not None:
                 raise _again(self._failure)
-            if late := [rank for rank in range(world_size) if rank not in self._ready]:
-                raise EngineDeadError(
-                    f"{', '.join(map(self.label, late))}: not ready within {seconds:g} s "
-                    f"(parallel.start_seconds)"
-                )
+            late = [rank for rank in range(world_size) if rank not in self._ready]
+        if late:
+            error = EngineDeadError(
+                f"{', '.join(map(self.label, late))}: not ready within {seconds:g} s "
+                f"(parallel.start_seconds)"
+            )
+            self._fail(error, lost=True)
+            raise error
 
     def label(self, rank: int) -> str:
         """Return a rank and its process id, for messages."""

@@ -71,6 +71,7 @@ class _Service:
         self._samples = setup.samples
         self._watchdog = _Watchdog(setup.watchdog_seconds)
         self._in_call = False
+        self._has_ended = False
 
     def serve(self) -> None:
         """Run calls until there are no more."""
@@ -92,6 +93,8 @@ class _Service:
     def _run(self, number: int, all_answer: bool, data: memoryview) -> None:
         self._watchdog.start_call()
         self._in_call = True
+        if self._has_ended:  # nobody would abort it
+            raise CallsEndedError
         result = self._server.run(data)
         self._in_call = False
         if all_answer or self._samples or has_failed(result):
@@ -104,6 +107,7 @@ class _Service:
             if frame.kind is Kind.ABORT:
                 reason = frame.data.decode()
                 self._worker.abort(reason)
+        self._has_ended = True
         if self._in_call and reason is None:
             self._worker.abort("the executor was closed")
 

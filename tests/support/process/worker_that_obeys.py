@@ -49,10 +49,6 @@ class Obeying:
     def _exit(self, code: str) -> None:
         sys.exit(int(code))
 
-    def _thread(self, _argument: str) -> None:
-        """Die outside of a call."""
-        threading.Timer(0.05, os._exit, (7,)).start()
-
     def _raise(self, message: str) -> None:
         raise ModelError(message)
 
@@ -87,6 +83,9 @@ class Obeying:
     def pin_lora(self, lora_id: int) -> bool:
         self._obey([f"{self.rank} sleep {lora_id / 1000}"])
         return True
+
+    def list_loras(self) -> set[int]:
+        return {os.getpid()}
 
     def remove_lora(self, lora_id: int) -> bool:
         self._obey([f"{lora_id} raise no adapter", f"{lora_id + 100} kill"])

@@ -226,7 +226,7 @@ def run_worker_process(data: bytes, watch: ParentWatch) -> NoReturn:
     try:
         _run_worker_process(data)
     except SystemExit as ending:
-        code = 0 if ending.code is None else ending.code if isinstance(ending.code, int) else 1
+        code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
     except BaseException as error:
         watch.report(error)
         code = 1

@@ -60,7 +60,7 @@ from .memory import (
 from .model_runner import ModelRunner
 from .profiling import Profiling
 from .ranks import Ranks
-from .threads import ComputeThreads
+from .threads import ComputeThreads, crowding
 from .weight_cache import WeightCache, cache_key
 
 _log = logging.getLogger("hardpoint")
@@ -119,7 +119,11 @@ class LocalWorker:
         self._weight_cache: WeightCache | None = None
         self._ranks: Ranks | None = None
         self._abort_reason: str | None = None
-        self._profiling = Profiling(spec.config.engine.profile_dir, spec.device)
+        self._profiling = Profiling(
+            spec.config.engine.profile_dir,
+            spec.device,
+            rank=None if spec.placement is None else spec.rank,
+        )
         self.observed_states = ObservedStates()
 
     def load_model(self) -> WorkerInfo:
@@ -132,7 +136,10 @@ class LocalWorker:
         assert self._spec is not None
         spec = self._spec
         if self._threads is None and spec.device.type == "cpu":
-            self._threads = ComputeThreads(spec.config.executor.threads)
+            num_ranks = 1 if spec.placement is None else len(spec.placement.local(spec.rank))
+            self._threads = ComputeThreads(spec.config.executor.threads, num_ranks=num_ranks)
+            if spec.rank == 0 and (crowded := crowding(num_ranks)) is not None:
+                _log.warning("%s", crowded)
         with self._naming_memory():
             return self._load_model(spec)
 

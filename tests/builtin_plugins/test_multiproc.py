@@ -145,7 +145,9 @@ def test_the_death_of_a_rank_that_starts_is_told_by_start(rank, when):
         workers.start()
     print("told within", time.monotonic() - began)
     message = str(raised.value)
-    assert re.match(rf"the worker process of rank {rank} \(pid \d+\) was killed by signal 9", message)
+    assert re.match(
+        rf"the worker process of rank {rank} \(pid \d+\) was killed by signal 9", message
+    )
     assert message.endswith("about to die\nof a signal")
     workers.close()
     nothing_left(before, 5)

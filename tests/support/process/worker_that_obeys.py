@@ -78,7 +78,9 @@ class Obeying:
         self, plan: SchedulerOutput, bitmask: object = None
     ) -> ModelRunnerOutput | None:
         self._obey(plan.preempted_request_ids)
-        return ModelRunnerOutput({"r": [plan.step]}) if self._orders["output"] == self.rank else None
+        return (
+            ModelRunnerOutput({"r": [plan.step]}) if self._orders["output"] == self.rank else None
+        )
 
     def pin_lora(self, lora_id: int) -> bool:
         self._obey([f"{self.rank} sleep {lora_id / 1000}"])
@@ -124,9 +126,7 @@ def executor(
         name="multiproc",
         options=None,
         parallel=parallel,
-        launch=lambda rank, _placement=None: WorkerLaunch(
-            FACTORY, rank, parallel.world_size, data
-        ),
+        launch=lambda rank, _placement=None: WorkerLaunch(FACTORY, rank, parallel.world_size, data),
         start_process=lambda launch, run, pass_fds=(): WorkerProcess(
             launch, run, pass_fds, _NO_PLUGINS
         ),

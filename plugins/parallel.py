@@ -8,7 +8,7 @@ tensor rank r % tensor of stage r // tensor.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -27,6 +27,7 @@ __all__ = [
     "Parallel",
     "Placement",
     "SingleRank",
+    "needed_part",
 ]
 
 
@@ -39,7 +40,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
             all ranks are on one host.
         folder: private folder that the ranks of one host share while they start; empty where they
             are on several.
-        store: `host:port` of a torch TCPStore, for ranks on several hosts; rank 0 listens there.
+        store: `host:port` of a torch TCPStore, for ranks on several hosts. The worker of rank 0 of
+            the engine serves it, for all groups, on this address only, until all ranks have met.
     """
 
     hosts: tuple[str, ...]
@@ -160,7 +162,7 @@ class SingleRank(Communicator):
     devices = ("cpu", "cuda")
 
     def __init__(self) -> None:
-        """There is nobody to find."""
+        """There is no other rank to find."""
 
     rank = 0
     size = 1
@@ -215,6 +217,33 @@ class Cut:
         return weight[(*(slice(None),) * self.dim, slice(self.start, self.stop))]
 
 
+def needed_part(
+    name: str,
+    shape: Sequence[int],
+    shapes: Mapping[str, Sequence[int]],
+    cuts: Mapping[str, Cut],
+) -> Cut | None:
+    """Return the part of a weight that a rank needs; None is all of it.
+
+    Args:
+        name: of the weight.
+        shape: that it has in the files.
+        shapes: that the model needs, of whole weights.
+        cuts: by name, as in `WeightLoader.cut_weights`.
+
+    Raises:
+        ModelError: the weight is to be cut, and has another shape than the model needs; its part
+            might have the right one by chance.
+    """
+    cut = cuts.get(name)
+    if cut is not None and tuple(shape) != tuple(shapes[name]):
+        raise ModelError(
+            f"model: weight {name!r} has shape {tuple(shape)}, the model needs "
+            f"{tuple(shapes[name])}"
+        )
+    return cut
+
+
 @dataclass(frozen=True)
 class Parallel:
     """The share of a model that a rank computes.
@@ -252,9 +281,9 @@ class Parallel:
                 f"parallel.pipeline: expected at most {count}, the model's number of layers, got "
                 f"{self.num_stages}"
             )
-        each, more = divmod(count, self.num_stages)
-        start = self.stage * each + min(self.stage, more)
-        return range(start, start + each + (self.stage < more))
+        least, more = divmod(count, self.num_stages)
+        start = self.stage * least + min(self.stage, more)
+        return range(start, start + least + (self.stage < more))
 
     def share(self, count: int, what: str) -> range:
         """Return which of `count` equal things this rank has.
@@ -273,8 +302,8 @@ class Parallel:
                 f"parallel.tensor: {count} {what} cannot be divided among {size} ranks; "
                 f"{', '.join(fitting)} would do"
             )
-        each = count // size
-        return range(self.tensor.rank * each, (self.tensor.rank + 1) * each)
+        part = count // size
+        return range(self.tensor.rank * part, (self.tensor.rank + 1) * part)
 
     def share_or_copy(self, count: int, what: str) -> range:
         """Return which of `count` things this rank has; fewer than ranks are copied to several.
@@ -297,6 +326,6 @@ class Parallel:
 
         Every rank computes with `-(-count // size)` rows, of which those that are missing are zero.
         """
-        each = -(-count // self.tensor.size)
-        start = min(self.tensor.rank * each, count)
-        return range(start, min(start + each, count))
+        part = -(-count // self.tensor.size)
+        start = min(self.tensor.rank * part, count)
+        return range(start, min(start + part, count))

@@ -1,6 +1,6 @@
 """Calls of workers as bytes, for executors whose workers are in other processes or machines.
 
-The executor sends what `encode_call` returns, a `WorkerServer` beside the worker runs it, and
+The executor sends what `encode_call` returns, a `WorkerServer` in the worker's process runs it, and
 `decode_result` returns or raises in the executor what the worker returned or raised.
 """
 

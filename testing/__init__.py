@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from hardpoint.testing.model.loader_suite import WeightLoaderSuite
     from hardpoint.testing.model.model_suite import ModelSuite
     from hardpoint.testing.model.ops_suite import OpsSuite
+    from hardpoint.testing.model.rank_threads import run_ranks
     from hardpoint.testing.reporting.publisher_suite import KVEventPublisherSuite
     from hardpoint.testing.reporting.sink_suite import StatSinkSuite
     from hardpoint.testing.running.command_suite import CommandSuite
@@ -77,6 +78,7 @@ __all__ = [
     "measure_hit_rate",
     "pytest_report_header",
     "pytest_terminal_summary",
+    "run_ranks",
     "scripted_config",
     "scripted_engine",
     "serve",
@@ -107,6 +109,7 @@ _LAZY = {
     "TestServer": "running.serving",
     "TokenizerSuite": "text.tokenizer_suite",
     "load_ops": "engine_access",
+    "run_ranks": "model.rank_threads",
     "serve": "running.serving",
     "measure_hit_rate": "scheduling.cache_replay",
     "WeightLoaderSuite": "model.loader_suite",

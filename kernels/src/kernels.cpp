@@ -5,6 +5,7 @@
 
 #include "attention.h"
 #include "collectives.h"
+#include "experts.h"
 #include "gemm.h"
 #include "rows.h"
 #include "vocabulary.h"
@@ -82,6 +83,12 @@ int hp_supports(const char* path) {
   void hp_gelu_and_mul_##NAME(const T* x, long x_stride, T* y, long y_stride, long count,         \
                               long width) {                                                       \
     rows::activate_and_mul<rows::GELU_TANH>(x, x_stride, y, y_stride, count, width);              \
+  }                                                                                               \
+  void hp_experts_##NAME(const T* x, long x_stride, const int64_t* chosen, const float* weights,  \
+                         long rows, long per_row, const T* const* gate_up, const T* const* down,  \
+                         long experts, T* y, long hidden, long width) {                           \
+    experts::Sizes sizes{rows, per_row, experts, hidden, width};                                  \
+    experts::run(x, x_stride, chosen, weights, sizes, gate_up, down, y);                          \
   }                                                                                               \
   long hp_attention_block_##NAME(long head_size, long kv_heads, long block_size) {                \
     return attention::Layout<T>(head_size, kv_heads, block_size).block;                           \

@@ -29,6 +29,7 @@ DEFAULTS = {
     "eviction_policies/lru",
     "executors/uniproc",
     "attention_backends/auto",
+    "communicators/auto",
     "ops/auto",
     "tokenizers/transformers",
 }

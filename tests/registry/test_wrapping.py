@@ -283,7 +283,9 @@ class TestTheMixin:
             type("Wrong", (Executor, Wrapper[Executor]), {})
 
     def test_a_context_made_by_hand(self):
-        context = ExecutorContext(name="mine", options=None, create_worker=print)
+        context = ExecutorContext(
+            name="mine", options=None, parallel=None, launch=None, start_process=None, progress=None
+        )
         with pytest.raises(NotImplementedError, match="'mine' was made by hand .* pass creator"):
             context.create("uniproc")
 

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from hardpoint import ConfigError, ModelError
 from hardpoint.core.build import build_engine
-from hardpoint.core.engine import model_files
+from hardpoint.core.worker import model_files
 from hardpoint.core.worker.worker import LocalWorker
 from hardpoint.plugins import EngineConfig, typed
 from hardpoint.testing import scripted_config, write_scripted_model

@@ -6,6 +6,8 @@ import torch
 from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
 from hardpoint.core.worker.worker import LocalWorker, WorkerSpec
 from hardpoint.plugins import EngineConfig, ExecutorContext, SchedulerOutput
+from hardpoint.plugins.config import ParallelConfig
+from hardpoint.plugins.executor import WorkerLaunch
 
 
 @pytest.fixture
@@ -24,10 +26,21 @@ def worker():
     )
 
 
+def prepared_worker(launch, progress):
+    return launch.prepared
+
+
 @pytest.fixture
 def executor(worker):
     return UniprocExecutor(
-        ExecutorContext(name="uniproc", options=None, create_worker=lambda _rank: worker)
+        ExecutorContext(
+            name="uniproc",
+            options=None,
+            parallel=ParallelConfig(),
+            launch=lambda rank: WorkerLaunch(f"{__name__}:prepared_worker", rank, 1, b"", worker),
+            start_process=None,
+            progress=None,
+        )
     )
 
 

@@ -214,7 +214,7 @@ class MidStep:
 class Rig:
     """An engine core with the default scheduler, and what came out of it."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is what some test sets
         self,
         executor=None,
         *,
@@ -225,6 +225,7 @@ class Rig:
         step_log=None,
         log_stats=False,
         sleep_levels=(1, 2),
+        config=None,
         **limits,
     ):
         self.executor = executor or ScriptedExecutor()
@@ -260,6 +261,7 @@ class Rig:
                 StepFaults(()),
                 grammars=grammars,
                 step_log=step_log,
+                config=config,
                 log_stats=log_stats,
                 sleep_levels=sleep_levels,
             )

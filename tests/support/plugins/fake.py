@@ -24,6 +24,7 @@ from hardpoint.plugins import (
     WeightLoader,
 )
 from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.parallel import Communicator
 from hardpoint.plugins.typed import convert
 from hardpoint.registry.discovery import InstalledPlugin
 from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
@@ -41,7 +42,7 @@ def component(interface: type, class_name: str = "Fake", **attributes: Any) -> A
     body |= {"contract": 1}
     if issubclass(interface, LogitsProcessor):
         body["phase"] = Phase.TRUNCATE
-    if issubclass(interface, AttentionBackend | Ops):
+    if issubclass(interface, AttentionBackend | Communicator | Ops):
         body["devices"] = ("cpu",)
     body |= attributes
     return type(class_name, (interface,), {k: v for k, v in body.items() if v is not None})
@@ -58,6 +59,7 @@ BUILTINS = {
     "loaders/gguf": component(WeightLoader),
     "attention_backends/auto": component(AttentionBackend),
     "ops/auto": component(Ops),
+    "communicators/auto": component(Communicator),
     "tokenizers/transformers": component(Tokenizer),
     "logits_processors/min_p": component(LogitsProcessor, after=("top_k",)),
     "logits_processors/top_k": component(LogitsProcessor),

@@ -9,6 +9,7 @@ import torch
 
 from hardpoint import plugins
 from hardpoint.plugins import Executor, LogitsProcessor, Phase
+from hardpoint.plugins.executor import open_worker
 
 
 class Follows(LogitsProcessor):
@@ -86,11 +87,11 @@ class TwoBatches(Executor):
 
     def __init__(self, context):
         super().__init__(context)
-        self._worker = context.create_worker(0)
+        self._worker = open_worker(context.launch(0))
         self._thread = ThreadPoolExecutor(1)
 
     def start(self):
-        return self._worker.load_model()
+        return [self._worker.load_model()]
 
     def initialize_cache(self, num_blocks):
         self._worker.initialize_cache(num_blocks)

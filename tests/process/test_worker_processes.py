@@ -19,8 +19,10 @@ from support.process.harness import (
     Program,
     holdings,
     nothing_left,
-    told as reported_within,
+    told,
 )
+from support.processes import ROOT
+from support.scripted_folder import write_config
 from support.waiting import PATIENCE_S, alive, wait_until
 
 from hardpoint import LLM, AsyncLLM, SamplingParams
@@ -31,6 +33,7 @@ from hardpoint.testing import scripted_config
 HERE = __name__
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+FAULTY = "support.plugins.refusing:RefusesToSample"
 KILLED = r"the worker process of rank {rank} \(pid {pid}\) was killed by signal 9 \(SIGKILL\)"
 
 
@@ -84,8 +87,8 @@ def clean():
 def test_an_engine_sleeps_profiles_and_reports_with_all_its_workers(scripted, tmp_path, clean):
     engine = {"in_process": True, "profile_dir": str(tmp_path)}
     plugins = {"enable": [f"{HERE}:Idle"]}
-    with LLM(config=config(scripted, 2, 2, engine=engine, plugins=plugins)) as llm:
-        assert len(workers()) == 4
+    with LLM(config=config(scripted, engine=engine, plugins=plugins)) as llm:
+        assert len(workers()) == 2
         assert text_of(llm) == " abc abc abc"
         for level in (1, 2):
             llm.sleep(level)
@@ -93,7 +96,7 @@ def test_an_engine_sleeps_profiles_and_reports_with_all_its_workers(scripted, tm
             assert text_of(llm) == " abc abc abc"
         llm.start_profile()
         files = llm.stop_profile()
-        assert len({os.path.basename(file) for file in files}) == 4
+        assert len({os.path.basename(file) for file in files}) == 2
         for rank, file in enumerate(files):
             assert f"hardpoint-rank{rank}-{workers()[rank].pid}-" in file
             assert os.path.getsize(file)
@@ -124,10 +127,10 @@ def test_a_worker_that_dies_in_a_collective_ends_the_engine_in_a_second(scripted
         victim.kill()
         thread.join()
         ((ended, error),) = errors
-        reported_within("the death of a worker in a collective", ended - began, 1)
+        told("the death of a worker in a collective", ended - began, 1)
         assert re.match(KILLED.format(rank=rank, pid=victim.pid), str(error))
         began = time.monotonic()
-    reported_within("close after it", time.monotonic() - began, 2)
+    told("close after it", time.monotonic() - began, 2)
 
 
 def test_a_plugin_that_fails_in_one_rank_is_the_error_of_the_start(scripted, clean):
@@ -136,16 +139,15 @@ def test_a_plugin_that_fails_in_one_rank_is_the_error_of_the_start(scripted, cle
         LLM(config=refused)
 
 
+@pytest.mark.nightly
 @pytest.mark.fresh_process
 def test_the_command_line_says_it_in_one_error_and_leaves_nothing(scripted, tmp_path):
-    lines = [
-        f'model = "{scripted}"\ndtype = "float32"\n[executor]\nuse = "multiproc"',
-        "[parallel]\ntensor = 300",
-    ]
-    (tmp_path / "hardpoint.toml").write_text("\n".join(lines))
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    settings = ('executor.use = "multiproc"', "parallel.tensor = 2", f'sampler.use = "{FAULTY}"')
+    write_config(tmp_path, scripted, *settings)
+    path = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": path}
     done = subprocess.run(
-        [sys.executable, "-m", "hardpoint", "generate", "hi", "--config", "hardpoint.toml"],
+        [sys.executable, "-m", "hardpoint", "generate", "hi"],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
@@ -156,6 +158,7 @@ def test_the_command_line_says_it_in_one_error_and_leaves_nothing(scripted, tmp_
     print(done.stderr)
     assert done.returncode == 2
     assert done.stderr.startswith("hardpoint: error: ")
+    assert "no such thing" in done.stderr
     assert not list(tmp_path.glob("hardpoint-*"))
 
 
@@ -187,8 +190,9 @@ PROGRAM = """
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.fresh_process
-@pytest.mark.parametrize("dies", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("dies", [False, True])
 def test_workers_of_an_engine_process_have_the_plugins_of_main(scripted, tmp_path, dies):
     source = PROGRAM.format(folder=str(scripted), dies=dies)
     with Program(source, folder=tmp_path) as program:
@@ -226,7 +230,7 @@ def test_a_restarted_engine_serves_with_new_workers(scripted):
                 old[rank].kill()
                 with pytest.raises(EngineDeadError, match=f"rank {rank}"):
                     await stuck
-                reported_within("the death of a worker", time.monotonic() - began, 1)
+                told("the death of a worker", time.monotonic() - began, 1)
                 assert await ask(llm) == " abc abc abc"
                 assert not any(alive(process.pid) for process in old)
                 assert len(workers()) == 2

@@ -11,10 +11,11 @@ import operator
 import os
 import shutil
 import socket
+import sys
 import tempfile
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import torch
@@ -222,8 +223,27 @@ def _is_needed(entry: PluginEntry) -> bool:
     return Process.WORKER in KINDS[entry.kind].processes
 
 
-def run_worker_process(data: bytes, watch: ParentWatch) -> None:  # noqa: ARG001 - it watches by itself
-    """Run an executor's function in a worker's process.
+def run_worker_process(data: bytes, watch: ParentWatch) -> NoReturn:
+    """Run an executor's function in a worker's process, and end the process."""
+    code = 0
+    try:
+        _run_worker_process(data)
+    except SystemExit as ending:
+        code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+    except BaseException as error:
+        watch.report(error)
+        code = 1
+    # At once, as the children of multiprocessing end: to tear down the interpreter and the threads
+    # of torch takes up to a second, in which the other ranks would wait.
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # it is closed
+            stream.flush()
+    os._exit(code & 0xFF)
+
+
+def _run_worker_process(data: bytes) -> None:
+    """Run an executor's function.
 
     Raises:
         PluginLoadError: there is no such function.

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hardpoint.plugins import (
@@ -53,14 +53,16 @@ _CLOSE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class _Rank:
-    """A worker's actor, the node that it is on, and the call that lasts as long as it does."""
+    """A worker's actor, and where it runs."""
 
     rank: int
     actor: Any
     node: RayNode
+    pid: int = 0
 
     def __str__(self) -> str:
-        return f"rank {self.rank} on {self.node}"
+        process = f" (process {self.pid})" if self.pid else ""
+        return f"rank {self.rank}{process} on {self.node}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +96,7 @@ class RayExecutor(Executor):
         self._group: Any = None
         self._ranks: list[_Rank] = []
         self._lives: list[Any] = []
+        self._folder = ""
         self._calls: set[_Call] = set()
         self._lock = threading.Lock()
         self._results: queue.SimpleQueue[tuple[_Call, Any] | None] = queue.SimpleQueue()
@@ -126,8 +129,7 @@ class RayExecutor(Executor):
         self._start_actors()
         self._open_workers()
         infos = self._load()
-        for rank in self._ranks[:1]:
-            self._control(rank, "remove_folder")
+        self._remove_folder()
         return infos
 
     def initialize_cache(self, num_blocks: int) -> None:
@@ -199,7 +201,8 @@ class RayExecutor(Executor):
         needed = needed_resources(self._ray, self.options)
         actor_class = self._ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RayWorker)
         strategy = importlib.import_module("ray.util.scheduling_strategies")
-        order = arrange([bundles[bundle] for bundle in sorted(bundles)], self.context.parallel.tensor)
+        places = [bundles[bundle] for bundle in sorted(bundles)]
+        order = arrange(places, self.context.parallel.tensor)
         for index, bundle in enumerate(order):
             actor = actor_class.options(
                 num_cpus=needed.get("CPU", 0),
@@ -207,15 +210,18 @@ class RayExecutor(Executor):
                 resources={k: v for k, v in needed.items() if k not in ("CPU", "GPU")},
                 max_restarts=0,
                 max_task_retries=0,
-                runtime_env=self.options.runtime_env or None,
+                # That of the job is used otherwise; only there Ray takes local folders.
+                runtime_env=None if self._joined else self.options.runtime_env or None,
                 scheduling_strategy=strategy.PlacementGroupSchedulingStrategy(
                     self._group, placement_group_bundle_index=bundle
                 ),
             ).remote()
             self._ranks.append(_Rank(index, actor, nodes[bundles[bundle]]))
         deadline = time.monotonic() + self.options.start_timeout_seconds
-        for rank in self._ranks:
-            self._get(rank, rank.actor.pid.remote(), deadline)
+        starting = [(rank, rank.actor.pid.remote()) for rank in self._ranks]
+        for rank, reference in starting:
+            pid = self._get(rank, reference, deadline)
+            self._ranks[rank.rank] = replace(rank, pid=pid)
         for rank in self._ranks:
             self._lives.append(life := rank.actor.wait.options(concurrency_group="watch").remote())
             life.future().add_done_callback(functools.partial(self._ended, rank))
@@ -245,8 +251,8 @@ class RayExecutor(Executor):
         hosts = tuple(rank.node.id for rank in self._ranks)
         devices = (0,) * len(hosts)  # Ray shows each actor its own only
         if len(set(hosts)) == 1:
-            folder = self._control(first, "make_folder") if len(hosts) > 1 else ""
-            return Placement(hosts=hosts, folder=folder, devices=devices)
+            self._folder = self._control(first, "make_folder") if len(hosts) > 1 else ""
+            return Placement(hosts=hosts, folder=self._folder, devices=devices)
         port = self._control(first, "free_port", first.node.address)
         return Placement(
             hosts=hosts,
@@ -254,6 +260,15 @@ class RayExecutor(Executor):
             store=listening_address(first.node.address, port),
             devices=devices,
         )
+
+    def _remove_folder(self) -> None:
+        """Remove the folder in which the ranks of one host have met, by any that is alive."""
+        folder, self._folder = self._folder, ""
+        for rank in self._ranks if folder else ():
+            remove = rank.actor.remove_folder.options(concurrency_group="control")
+            with contextlib.suppress(Exception):
+                self._ray.get(remove.remote(folder), timeout=_CLOSE_SECONDS)
+                return
 
     def _load(self) -> list[WorkerInfo]:
         """Load the model in every worker, and tell how far the slowest is."""
@@ -292,6 +307,7 @@ class RayExecutor(Executor):
         )
 
     def _control(self, rank: _Rank, method: str, *args: Any) -> Any:
+        """Call a method of an actor beside what its worker runs."""
         call = getattr(rank.actor, method).options(concurrency_group="control").remote(*args)
         return self._get(rank, call, time.monotonic() + self.options.start_timeout_seconds)
 
@@ -393,6 +409,7 @@ class RayExecutor(Executor):
             with contextlib.suppress(Exception):
                 closed = [rank.actor.run.remote(close) for rank in self._ranks]
                 self._ray.wait(closed, num_returns=len(closed), timeout=_CLOSE_SECONDS)
+        self._remove_folder()
         for rank in self._ranks:
             with contextlib.suppress(Exception):
                 self._ray.kill(rank.actor)

@@ -21,7 +21,6 @@ class RayWorker:
     def __init__(self) -> None:
         """Open nothing yet."""
         self._server: WorkerServer | None = None
-        self._folder = ""
         self._progress = ("", 0, 0)
 
     def pid(self) -> int:
@@ -29,15 +28,12 @@ class RayWorker:
         return os.getpid()
 
     def make_folder(self) -> str:
-        """Make the private folder in which ranks of one host find each other."""
-        self._folder = tempfile.mkdtemp(prefix="hardpoint-ranks-")
-        return self._folder
+        """Make a private folder in which ranks of one host find each other."""
+        return tempfile.mkdtemp(prefix="hardpoint-ranks-")
 
-    def remove_folder(self) -> None:
+    def remove_folder(self, folder: str) -> None:
         """Remove it."""
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = ""
+        shutil.rmtree(folder, ignore_errors=True)
 
     def free_port(self, address: str) -> int:
         """Return a port of an IP address of this node on which nothing listens."""

@@ -14,7 +14,7 @@ class SmallWorker:
     """Answers with what it was asked; the data of its launch says what fails."""
 
     def __init__(self, launch, progress):
-        self.rank, self.world_size = launch.rank, launch.world_size
+        self.rank = launch.rank
         self.fault = launch.data.decode()
         self.progress = progress
         self.seen = []
@@ -37,8 +37,6 @@ class SmallWorker:
         if plan.step >= 1000:
             time.sleep(plan.step / 1000)
         self.seen.append(plan.step)
-        if self.rank != self.world_size - 1:
-            return None
         return ModelRunnerOutput({}, num_nans_in_logits={str(n): n for n in self.seen})
 
     def pin_lora(self, lora_id):

@@ -1,0 +1,20 @@
+"""Every built-in communicator passes the public conformance kit."""
+
+from __future__ import annotations
+
+from support.kit_suites import assert_tests_builtins
+from support.searching import kit_examples
+
+from hardpoint.builtin_plugins.communicators.torch import TorchCommunicator
+from hardpoint.testing import CommunicatorSuite
+
+pytest_plugins = ["hardpoint.testing"]
+
+
+class TestTorchCommunicator(CommunicatorSuite):
+    communicator = TorchCommunicator
+    examples = kit_examples()
+
+
+def test_all_builtins_are_tested():
+    assert_tests_builtins("communicators", "communicator", globals())

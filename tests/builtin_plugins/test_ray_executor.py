@@ -119,7 +119,7 @@ def open_executor(nodes):
 
     def make(parallel=None, data="", **options):
         parallel = parallel or ParallelConfig(tensor=2)
-        options = {"address": nodes.address, "runtime_env": tests_on_path()} | options
+        options = {"address": nodes.address, "runtime_env": with_tests_on_path()} | options
         context = ExecutorContext(
             name="ray",
             options=RayExecutor.Options(**options),
@@ -140,7 +140,7 @@ def open_executor(nodes):
         each.close()
 
 
-def tests_on_path(**more):
+def with_tests_on_path(**more):
     path = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     return {"env_vars": {"PYTHONPATH": path, **more}}
 
@@ -175,7 +175,7 @@ def test_errors_of_a_rank_reach_the_caller_and_the_next_step_runs(open_executor)
     executor.start()
     with pytest.raises(HardpointError, match="no such step") as caught:
         executor.execute_model(SchedulerOutput(step=666)).result(30)
-    assert "In rank 1 (process " in caught.value.__notes__[-1]
+    assert "In rank 0 (process " in caught.value.__notes__[-1]
     assert executor.execute_model(SchedulerOutput(step=2)).result(30) is not None
 
 
@@ -220,7 +220,7 @@ def test_workers_close_with_the_executor(open_executor, tmp_path):
 
 
 def test_runtime_env_passes_through(open_executor):
-    executor = open_executor(runtime_env=tests_on_path(SMALL_WORKER="here"))
+    executor = open_executor(runtime_env=with_tests_on_path(SMALL_WORKER="here"))
     executor.start()
     assert {each.split()[1] for each in executor.collective_rpc("stop_profile")} == {"here"}
 

@@ -32,7 +32,7 @@ class SmallWorker:
         self.seen.append(num_blocks)
 
     def execute_model(self, plan):
-        if plan.step == 666 and self.rank == 1:
+        if plan.step == 666 and self.rank == 0:
             raise HardpointError("no such step")
         if plan.step >= 1000:
             time.sleep(plan.step / 1000)

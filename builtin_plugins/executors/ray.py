@@ -9,7 +9,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, replace
 from typing import Any
@@ -240,10 +240,8 @@ class RayExecutor(Executor):
             opened.append(rank.actor.open.remote(self._ray.put(launch.encode())))
         for rank, reference in zip(self._ranks, opened, strict=True):
             if result := self._get(rank, reference, deadline):
-                try:
+                with _naming_node(rank):
                     decode_result("open_worker", result, str(rank))
-                except HardpointError as error:
-                    raise type(error)(f"{rank.node}: {error}") from error
 
     def _placement(self) -> Placement:
         """Return where the ranks are; nodes are hosts, those on one machine too."""
@@ -279,9 +277,10 @@ class RayExecutor(Executor):
             if any(future.done() and future.exception() for future in futures):
                 break
             told = self._tell_progress(told)
-        for future in futures:
+        for rank, future in zip(self._ranks, futures, strict=True):
             if future.done():
-                future.result()
+                with _naming_node(rank):
+                    future.result()
         return [future.result() for future in futures]
 
     def _tell_progress(self, told: Any) -> Any:
@@ -393,6 +392,11 @@ class RayExecutor(Executor):
                 return
             self._failed, callback = error, self._callback
         self._fail_calls(error)
+        for other in self._ranks:
+            if other.rank != rank.rank:
+                abort = other.actor.abort.options(concurrency_group="control")
+                with contextlib.suppress(Exception):
+                    abort.remote(str(error))
         if callback is not None:
             callback(error)
 
@@ -417,6 +421,15 @@ class RayExecutor(Executor):
             if self._lives:
                 lives = self._lives
                 self._ray.wait(lives, num_returns=len(lives), timeout=_CLOSE_SECONDS)
+
+
+@contextlib.contextmanager
+def _naming_node(rank: _Rank) -> Iterator[None]:
+    """Let an error say on which node it came."""
+    try:
+        yield
+    except HardpointError as error:
+        raise type(error)(f"{rank.node}: {error}") from error
 
 
 def _last_line(text: str) -> str:

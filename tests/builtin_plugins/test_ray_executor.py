@@ -141,8 +141,11 @@ def open_executor(nodes):
 
 
 def with_tests_on_path(**more):
-    path = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    return {"env_vars": {"PYTHONPATH": path, **more}}
+    return {"env_vars": {"PYTHONPATH": path_after(ROOT / "tests"), **more}}
+
+
+def path_after(folder):
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def pids(executor):
@@ -275,6 +278,31 @@ def test_a_killed_actor_is_told_in_mid_step(open_executor):
     assert len(told) == 1
 
 
+def test_an_actor_killed_while_loading_ends_the_start(open_executor):
+    executor = open_executor(data="slow load")
+    killed = []
+
+    def kill():
+        wait_until(lambda: executor.told)
+        killed.append(min(actors()))
+        os.kill(killed[0], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(HardpointError, match=r"lost rank \d"):
+        executor.start()
+    killer.join()
+    assert killed
+
+
+def test_ranks_that_wait_for_a_lost_one_are_told_to_stop(open_executor, tmp_path):
+    executor = open_executor(data=str(tmp_path))
+    executor.start()
+    os.kill(pids(executor)[0], signal.SIGKILL)
+    wait_until(lambda: (tmp_path / "abort 1").exists(), 10)
+    assert "lost rank 0" in (tmp_path / "abort 1").read_text()
+
+
 def test_a_killed_node_is_told(open_executor, nodes):
     executor = open_executor(placement="STRICT_SPREAD")
     executor.start()
@@ -333,14 +361,14 @@ def test_an_error_at_open_names_the_node(open_executor):
 
 
 def test_an_error_while_loading_does_not_wait_for_others(open_executor):
-    with pytest.raises(ModelError, match="the weights are of another model"):
+    with pytest.raises(ModelError, match=r"^Ray node 127.0.0.[23] .*: the weights are of"):
         open_executor(data="load").start()
 
 
 def test_hardpoint_missing_on_a_node_is_named(open_executor, tmp_path):
     (tmp_path / "hardpoint").mkdir()
     (tmp_path / "hardpoint" / "__init__.py").write_text("")
-    environment = {"env_vars": {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}}
+    environment = {"env_vars": {"PYTHONPATH": path_after(tmp_path)}}
     with pytest.raises(PluginError, match=r"Ray node 127.0.0.\d .*: Hardpoint is not installed"):
         open_executor(runtime_env=environment).start()
 
@@ -423,6 +451,32 @@ def test_a_killed_actor_ends_the_engine_process(nodes, llama):
             llm.generate(PROMPTS, SamplingParams(max_tokens=200, ignore_eos=True))
 
 
+def test_a_killed_program_leaves_nothing_in_the_cluster(nodes, llama):
+    code = (
+        "import json, sys\n"
+        "from hardpoint import LLM\n"
+        "llm = LLM(sys.argv[1], config=json.loads(sys.argv[2]))\n"
+        "print('READY', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    run = [sys.executable, "-c", code, str(llama), json.dumps(settings(nodes, 1, 2))]
+    with subprocess.Popen(run, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
+        try:
+            while (line := program.stdout.readline()) and "READY" not in line:
+                pass
+            assert len(actors()) == 2
+        finally:
+            program.kill()
+    wait_until(lambda: not actors(), 20)
+    import ray
+
+    ray.init(address=nodes.address, configure_logging=False)
+    try:
+        wait_until(lambda: ray.available_resources().get("CPU") == 4, 20)
+    finally:
+        ray.shutdown()
+
+
 def test_a_plugin_missing_on_a_node_is_named(nodes, llama, tmp_path, monkeypatch):
     (tmp_path / "lonely.py").write_text(
         "from hardpoint.plugins import LogitsProcessor, Phase\n"
@@ -438,8 +492,8 @@ def test_a_plugin_missing_on_a_node_is_named(nodes, llama, tmp_path, monkeypatch
     }
     with pytest.raises(PluginError, match=r"Ray node 127.0.0.\d .*lonely"):
         generate(llama, config)
-    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    config["plugin"]["ray"]["runtime_env"] = {"env_vars": {"PYTHONPATH": path}}
+    environment = {"env_vars": {"PYTHONPATH": path_after(tmp_path)}}
+    config["plugin"]["ray"]["runtime_env"] = environment
     assert len(generate(llama, config)) == len(PROMPTS)
 
 
@@ -463,7 +517,7 @@ def test_a_cluster_of_its_own_ends_with_the_engine(llama, nodes):
 def test_the_command_exits_with_2_when_no_cluster_answers(nodes, llama):
     environment = os.environ | {"RAY_ADDRESS": f"{HEAD}:1"}
     run = [sys.executable, "-m", "hardpoint", "generate", "--model", str(llama), "a"]
-    run += ["--set", "executor.use=ray", "--set", "parallel.pipeline=2"]
+    run += ["--set", "executor.use=ray", "--set", "parallel.pipeline=2", "--set", "load.use=dummy"]
     ran = subprocess.run(run, capture_output=True, text=True, timeout=60, env=environment)
     assert ran.returncode == 2, ran.stderr
     assert "plugin.ray.address: 'auto': no Ray cluster answers at 127.0.0.2:1" in ran.stderr

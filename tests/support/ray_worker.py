@@ -49,6 +49,10 @@ class SmallWorker:
     def list_loras(self):
         return set(self.seen)
 
+    def abort(self, reason):
+        if self.fault.startswith("/"):
+            (Path(self.fault) / f"abort {self.rank}").write_text(reason)
+
     def close(self):
         if self.fault.startswith("/"):
             (Path(self.fault) / str(self.rank)).touch()

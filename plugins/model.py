@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 from .component import Component, Context
 from .ops import Ops
-from .parallel import Cut, Parallel
+from .parallel import Cut, Parallel, needed_part
 from .type_variables import CacheT, PlanT
 
 if TYPE_CHECKING:
@@ -118,14 +118,18 @@ class WeightLoader(Component):
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every weight once, and of those in `cuts` the part that is needed.
 
-        By default they are read whole and cut; a loader that can reads less.
+        By default they are read whole and cut; a loader that can reads less, and finds what to read
+        with `hardpoint.plugins.parallel.needed_part`.
 
         Args:
             shapes: as for `weights`, of whole weights.
             cuts: by name.
+
+        Raises:
+            ModelError: a weight that is to be cut has another shape than `shapes` says.
         """
         for name, weight in self.weights(shapes):
-            cut = cuts.get(name)
+            cut = needed_part(name, weight.shape, shapes, cuts)
             yield name, weight if cut is None else cut.of(weight)
 
     def fingerprint(self) -> str | None:
@@ -267,6 +271,9 @@ class ForwardBatch:
             first stage.
         attend: `attend(layer, q, k, v)` with q [tokens, num_heads, head_size], k and v
             [tokens, num_kv_heads, head_size]; returns [tokens, num_heads, head_size].
+        routed_experts: int32 [tokens, layers, experts per token], of the size that
+            `Model.routed_experts` says: if a request asks for them, a mixture of experts writes
+            the experts of each token here, in the layers of its stage. None if no request does.
     """
 
     token_ids: torch.Tensor
@@ -275,6 +282,7 @@ class ForwardBatch:
         repr=False
     )
     hidden: torch.Tensor | None = None
+    routed_experts: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,6 +318,14 @@ class Model(Component):
     def hidden_size(self) -> int:
         """Width of the hidden states that stages pass on; by default that of the config."""
         return int(self.context.config.hf["hidden_size"])
+
+    @property
+    def routed_experts(self) -> tuple[int, int] | None:
+        """Layers of the whole model, and experts that a token has in each.
+
+        None, the default: it is no mixture of experts, or cannot tell which experts it chose.
+        """
+        return None
 
     @property
     def replayable(self) -> bool:

@@ -8,7 +8,7 @@ tensor rank r % tensor of stage r // tensor.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -27,6 +27,7 @@ __all__ = [
     "Parallel",
     "Placement",
     "SingleRank",
+    "needed_part",
 ]
 
 
@@ -218,6 +219,33 @@ class Cut:
     def of(self, weight: Any) -> Any:
         """Return the part of a weight, a tensor or an array."""
         return weight[(*(slice(None),) * self.dim, slice(self.start, self.stop))]
+
+
+def needed_part(
+    name: str,
+    shape: Sequence[int],
+    shapes: Mapping[str, Sequence[int]],
+    cuts: Mapping[str, Cut],
+) -> Cut | None:
+    """Return the part of a weight that a rank needs; None is all of it.
+
+    Args:
+        name: of the weight.
+        shape: that it has in the files.
+        shapes: that the model needs, of whole weights.
+        cuts: by name, as in `WeightLoader.cut_weights`.
+
+    Raises:
+        ModelError: the weight is to be cut, and has another shape than the model needs; its part
+            might have the right one by chance.
+    """
+    cut = cuts.get(name)
+    if cut is not None and tuple(shape) != tuple(shapes[name]):
+        raise ModelError(
+            f"model: weight {name!r} has shape {tuple(shape)}, the model needs "
+            f"{tuple(shapes[name])}"
+        )
+    return cut
 
 
 @dataclass(frozen=True)

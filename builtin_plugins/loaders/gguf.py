@@ -20,6 +20,7 @@ from hardpoint.plugins.hf_config import (
     short,
     token_ids,
 )
+from hardpoint.plugins.parallel import Cut, needed_part
 
 from .files import fingerprint, refusing_damage
 from .gguf_file import GGUFFile, open_gguf
@@ -136,6 +137,19 @@ class GGUFLoader(WeightLoader):
         Raises:
             ModelError: a tensor's quantisation is unknown.
         """
+        return self.cut_weights(shapes, {})
+
+    def cut_weights(
+        self, shapes: Mapping[str, Sequence[int]], cuts: Mapping[str, Cut]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the same, of those in `cuts` the part that is needed.
+
+        No more is dequantised than the blocks that the part touches, and of permuted matrices the
+        heads.
+
+        Raises:
+            ModelError: a tensor's quantisation is unknown, or a weight to be cut has another shape.
+        """
         hf = self.config().hf
         permuted = {"q_proj": hf["num_attention_heads"]}
         permuted["k_proj"] = hf.get("num_key_value_heads", permuted["q_proj"])
@@ -143,16 +157,18 @@ class GGUFLoader(WeightLoader):
             name = _hf_name(tensor.name)
             if name is None or name not in shapes:
                 continue
-            weight = self._dequantize(tensor)
+            shape = tuple(int(size) for size in reversed(tensor.shape))
+            cut = needed_part(name, shape, shapes, cuts)
             heads = permuted.get(name.split(".")[-2])
-            if heads is not None and hf["model_type"] == "llama":
-                if weight.shape[0] % (2 * heads):
-                    raise ModelError(
-                        f"{self._source}: tensor {tensor.name}: expected rows of {heads} heads of "
-                        f"an even size, got {weight.shape[0]} rows"
-                    )
-                weight = _unpermute(weight, heads)
-            yield name, weight
+            if heads is None or hf["model_type"] != "llama":
+                yield name, self._dequantize(tensor, cut)
+                continue
+            if shape[0] % (2 * heads):
+                raise ModelError(
+                    f"{self._source}: tensor {tensor.name}: expected rows of {heads} heads of "
+                    f"an even size, got {shape[0]} rows"
+                )
+            yield name, self._unpermuted(tensor, cut, shape[0] // heads)
 
     def fingerprint(self) -> str | None:
         """Return name, size and times of the file; None if it is another one than was opened."""
@@ -231,8 +247,38 @@ class GGUFLoader(WeightLoader):
         types = {tensor.tensor_type.name for tensor in self._file.tensors if len(tensor.shape) > 1}
         return _DTYPES.get(types.pop()) if len(types) == 1 else None
 
-    def _dequantize(self, tensor: gguf.ReaderTensor) -> torch.Tensor:
+    def _unpermuted(
+        self, tensor: gguf.ReaderTensor, cut: Cut | None, head_size: int
+    ) -> torch.Tensor:
+        """Return a part of q or k, whose rows llama.cpp has permuted within each head."""
+        if cut is None or cut.dim:
+            return _unpermute(self._dequantize(tensor, cut), head_size)
+        heads = Cut(0, cut.start // head_size * head_size, -(-cut.stop // head_size) * head_size)
+        rows = _unpermute(self._dequantize(tensor, heads), head_size)
+        return rows[cut.start - heads.start : cut.stop - heads.start]
+
+    def _dequantize(self, tensor: gguf.ReaderTensor, cut: Cut | None = None) -> torch.Tensor:
+        """Return a tensor, or a part of it, in float32."""
         data = np.asarray(tensor.data)  # slicing the memory map itself is slow
+        if cut is None:
+            return self._dequantize_all(tensor, data)
+        if cut.start == cut.stop:
+            return torch.empty(cut.shape([int(size) for size in reversed(tensor.shape)]))
+        if cut.dim < data.ndim - 1:
+            return self._dequantize_all(tensor, cut.of(data))
+        # Rows consist of blocks, those of plain numbers of one each.
+        block, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
+        width = size // data.itemsize
+        first, last = cut.start // block, -(-cut.stop // block)
+        part = np.ascontiguousarray(data[..., first * width : last * width])
+        start = cut.start - first * block
+        found = self._dequantize_all(tensor, part)
+        return found[..., start : start + cut.stop - cut.start]
+
+    def _dequantize_all(
+        self, tensor: gguf.ReaderTensor, data: np.ndarray[Any, Any]
+    ) -> torch.Tensor:
+        """Return the numbers of a tensor's blocks."""
         with refusing_damage(f"{self._source}: tensor {tensor.name}"):
             unpack = _UNPACKED.get(tensor.tensor_type)
             if unpack is not None:
@@ -303,9 +349,9 @@ def _hf_name(name: str) -> str | None:
     return _NAMES.get(name)
 
 
-def _unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Undo llama.cpp's permutation of the rows of q and k, in weights and biases."""
+def _unpermute(weight: torch.Tensor, head_size: int) -> torch.Tensor:
+    """Undo llama.cpp's permutation of the rows of heads of q and k, in weights and biases."""
     # The inverse of `LlamaModel.permute` in llama.cpp's convert_hf_to_gguf.py, which interleaves
     # the two halves of each head for its kind of RoPE.
-    pairs = weight.reshape(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:])
+    pairs = weight.reshape(len(weight) // head_size, head_size // 2, 2, *weight.shape[1:])
     return pairs.swapaxes(1, 2).reshape(weight.shape)

@@ -17,6 +17,7 @@ from hardpoint.plugins.hf_config import (
     short,
     token_ids,
 )
+from hardpoint.plugins.parallel import Cut, needed_part
 
 from .files import (
     file_inside,
@@ -67,6 +68,16 @@ class SafetensorsLoader(WeightLoader):
         Raises:
             ModelError: a shard is missing or truncated.
         """
+        return self.cut_weights(shapes, {})
+
+    def cut_weights(
+        self, shapes: Mapping[str, Sequence[int]], cuts: Mapping[str, Cut]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the same, of those in `cuts` the part that is needed; no more of them is read.
+
+        Raises:
+            ModelError: a shard is missing or truncated, or a weight to be cut has another shape.
+        """
         missing = dict.fromkeys(shapes)
         for shard in self._shards():
             with _open(shard) as file:
@@ -74,7 +85,7 @@ class SafetensorsLoader(WeightLoader):
                 for name in [name for name in missing if name in present]:
                     del missing[name]
                     with refusing_damage(f"{shard.parent.name}/{shard.name}: {name}"):
-                        tensor = file.get_tensor(name)
+                        tensor = _read(file, name, shapes, cuts)
                     yield name, tensor
 
     def fingerprint(self) -> str | None:
@@ -105,6 +116,16 @@ class SafetensorsLoader(WeightLoader):
                 f"{', '.join(shard.name for shard in shards[:8]) or 'no safetensors file'}"
             )
         return [regular_file(shards[0], f"{folder.name}/{shards[0].name}")]
+
+
+def _read(
+    file: Any, name: str, shapes: Mapping[str, Sequence[int]], cuts: Mapping[str, Cut]
+) -> torch.Tensor:
+    """Return a tensor of an open shard, or the part of it that is needed."""
+    weight = file.get_slice(name)
+    cut = needed_part(name, weight.get_shape(), shapes, cuts)
+    part: torch.Tensor = file.get_tensor(name) if cut is None else cut.of(weight)
+    return part
 
 
 def read_architecture(path: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from hardpoint.plugins import (
     typed,
 )
 from hardpoint.plugins.component import Component
+from hardpoint.plugins.parallel import Cut
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
 
@@ -43,6 +45,12 @@ WEIGHTS = Rule(
     "weights: each weight once, whole, as a dense CPU tensor under its Hugging Face name",
     "yield (name, tensor) for each name of shapes that the files have, in the shape of the files, "
     "in a tensor of its own",
+)
+CUTS = Rule(
+    "cuts: cut_weights gives the parts of the weights that `weights` gives, and the others whole",
+    "take `cut.start:cut.stop` of dimension `cut.dim` of the whole weight under its Hugging Face "
+    "name; `hardpoint.plugins.parallel.needed_part` says which cut a weight has, and refuses one "
+    "that has another shape than the model needs",
 )
 FINGERPRINT = Rule(
     "fingerprint: a text that differs whenever the weights may",
@@ -135,6 +143,10 @@ class WeightLoaderSuite(ComponentSuite):
         """Every weight comes once, with its shape and values."""
         self._run_checks(WEIGHTS.text, self._check_weights)
 
+    def test_cuts(self) -> None:
+        """Ranks that share a model get the parts that they need."""
+        self._run_checks(CUTS.text, self._check_cuts, self._check_cut_shapes)
+
     def test_parts(self) -> None:
         """Fewer names, and names that the files lack, raise nothing."""
         self._run_checks(WEIGHTS.text, self._check_parts)
@@ -222,6 +234,48 @@ class WeightLoaderSuite(ComponentSuite):
                     f"weights yielded {len(found)} weights, but not {', '.join(missing[:5])}"
                 )
             self._check_values(checkpoint, found)
+
+    def _check_cuts(self) -> None:
+        with self._checkpoint() as checkpoint:
+            whole = self._read(checkpoint)
+            for cuts in _cuts(checkpoint.shapes):
+                found = self._read(checkpoint, cuts=cuts)
+                if missing := sorted(whole.keys() - found):
+                    raise CUTS.violation(f"cut_weights did not yield {', '.join(missing[:5])}")
+                for name, weight in whole.items():
+                    cut = cuts.get(name)
+                    self._check_part(
+                        name, cut, found[name], weight if cut is None else cut.of(weight)
+                    )
+
+    def _check_part(
+        self, name: str, cut: Cut | None, found: torch.Tensor, expected: torch.Tensor
+    ) -> None:
+        asked = f"{name!r}, of which {cut or 'all'} was asked for,"
+        if found.shape != expected.shape:
+            raise CUTS.violation(
+                f"cut_weights yielded {asked} as {list(found.shape)}, expected "
+                f"{list(expected.shape)}"
+            )
+        if not torch.equal(found, expected):
+            raise CUTS.violation(
+                f"cut_weights yielded {asked} with other values than the same part of the whole"
+            )
+
+    def _check_cut_shapes(self) -> None:
+        if self.tolerance is None:  # it may make whatever is asked for
+            return
+        with self._checkpoint() as checkpoint:
+            for name, shape in checkpoint.shapes.items():
+                asked = {name: (shape[0] + 1, *shape[1:])}
+                try:
+                    self._read(checkpoint, asked, cuts={name: Cut(0, 0, 1)})
+                except ModelError:
+                    continue
+                raise CUTS.violation(
+                    f"a part of {name!r} of shape {list(asked[name])} was asked for; the "
+                    f"checkpoint has {list(shape)}, and cut_weights raised nothing"
+                )
 
     def _check_parts(self) -> None:
         with self._checkpoint() as checkpoint:
@@ -329,10 +383,12 @@ class WeightLoaderSuite(ComponentSuite):
         checkpoint: Checkpoint,
         shapes: Mapping[str, tuple[int, ...]] | None = None,
         loader: WeightLoader | None = None,
+        cuts: Mapping[str, Cut] | None = None,
     ) -> dict[str, torch.Tensor]:
         """Return the weights that a loader yields; raise a Violation if they are none."""
         loader = loader or self._make(checkpoint)
-        weights = loader.weights(checkpoint.shapes if shapes is None else shapes)
+        shapes = checkpoint.shapes if shapes is None else shapes
+        weights = loader.weights(shapes) if cuts is None else loader.cut_weights(shapes, cuts)
         if not isinstance(weights, Iterable):
             raise WEIGHTS.violation(f"weights returned {short_repr(weights)}, no iterator")
         found: dict[str, torch.Tensor] = {}
@@ -363,6 +419,28 @@ class WeightLoaderSuite(ComponentSuite):
                     f"weights yielded {name!r} with values that differ from the checkpoint's by up "
                     f"to {float(difference):.3g}, tolerance is {self.tolerance:.3g}"
                 )
+
+
+def _cuts(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[dict[str, Cut]]:
+    """Yield cuts of some weights in each dimension: by halves and thirds, at random, of nothing."""
+    source = random.Random(0)
+    for ranks in (2, 3):
+        for rank in range(ranks):
+            for dim in (0, 1):
+                yield {
+                    name: Cut(dim, shape[dim] * rank // ranks, shape[dim] * (rank + 1) // ranks)
+                    for name, shape in shapes.items()
+                    if dim < len(shape)
+                }
+    for _ in range(8):
+        cuts = {}
+        for name, shape in shapes.items():
+            if shape and source.random() < 0.8:
+                dim = source.randrange(len(shape))
+                start, stop = sorted(source.randint(0, shape[dim]) for _ in "ab")
+                cuts[name] = Cut(dim, start, stop)
+        yield cuts
+    yield {name: Cut(0, shape[0], shape[0]) for name, shape in shapes.items() if shape}
 
 
 def _other_files(folder: Path) -> dict[str, Path]:

@@ -82,6 +82,8 @@ OPS = [
     (ops.GateLast, "gates", "values", "silu_and_mul differs by"),
     (ops.ExactGelu, "gates", "values", "gelu_and_mul differs by"),
     (ops.WritesToX, "gates", "in place", "silu_and_mul changed x"),
+    (ops.GivesExpertsEqualWeights, "experts", "values", "experts differs by"),
+    (ops.TakesTheLastExpertForNone, "experts", "values", "experts differs by"),
     (ops.ArgmaxTakesTheLast, "argmax", "tokens", r"argmax returned token \d+ for row 0 of 1, in"),
     (ops.ArgmaxPassesOverNaN, "argmax", "tokens", r"argmax returned token \d+ for row"),
     (ops.ArgmaxInInt32, "argmax", "result", r"argmax returned torch.int32 .* torch.int64 \[1\]"),
@@ -186,6 +188,10 @@ LOADERS = [
     (loaders.Rounded, "weights", "weights", "'norm.weight' with values that differ .* 0.5, toler"),
     (loaders.Arrays, "weights", "weights", r"yielded \('embed.weight', array"),
     (loaders.Bytes, "weights", "weights", r"yielded \('embed.weight', a torch.uint8 tensor"),
+    (loaders.CutsRowsOnly, "cuts", "cuts", r"of which Cut\(dim=1.* as \[1, 2\], exp"),
+    (loaders.CutsFromTheStart, "cuts", "cuts", "with other values than the same part of"),
+    (loaders.CutsOnlyWhatIsCut, "cuts", "cuts", "cut_weights did not yield norm.weight"),
+    (loaders.CutsAnyShape, "cuts", "cuts", r"'embed.weight' of shape \[7, 2\] was asked for; the"),
     (loaders.NeedsAll, "parts", "exceptions", "KeyError: 'absent.weight'"),
     (loaders.OnlyOnce, "repeated", "repeated", "a second call of weights gave 'embed.weight' oth"),
     (loaders.Noise, "repeated", "repeated", "a second call of weights gave 'embed.weight' otherw"),
@@ -199,6 +205,10 @@ LOADERS = [
 
 RIGHT = [
     (WeightLoaderSuite, {"loader": loaders.Json, "write": staticmethod(loaders.write)}),
+    (
+        WeightLoaderSuite,
+        {"loader": loaders.CutsByItself, "write": staticmethod(loaders.write)},
+    ),
     (WeightLoaderSuite, {"loader": loaders.Dated, "write": staticmethod(loaders.write)}),
     (ModelSuite, {"model": models.Tiny, "config": models.CONFIG}),
     (ModelSuite, {"model": models.Kept, "config": models.CONFIG}),

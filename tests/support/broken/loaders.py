@@ -7,6 +7,7 @@ import json
 import torch
 
 from hardpoint.plugins import ModelConfig, ModelError, WeightLoader
+from hardpoint.plugins.parallel import Cut, needed_part
 
 TENSORS = {
     "embed.weight": torch.arange(12.0).view(6, 2),
@@ -48,6 +49,51 @@ class Json(WeightLoader):
             return json.loads(path.read_text())
         except (OSError, ValueError) as cause:
             raise ModelError(f"{path.name} is damaged: {cause}") from cause
+
+
+class CutsByItself(Json):
+    """Right: reads no more than it must."""
+
+    contract = 1
+
+    def cut_weights(self, shapes, cuts):
+        for name, values in self.read()["weights"].items():
+            if name in shapes:
+                weight = torch.tensor(values)
+                cut = needed_part(name, weight.shape, shapes, cuts)
+                yield name, weight if cut is None else self.part(weight, cut)
+
+    def part(self, weight, cut):
+        return cut.of(weight)
+
+
+class CutsRowsOnly(CutsByItself):
+    contract = 1
+
+    def part(self, weight, cut):
+        return weight[cut.start : cut.stop]
+
+
+class CutsFromTheStart(CutsByItself):
+    contract = 1
+
+    def part(self, weight, cut):
+        return Cut(cut.dim, 0, cut.stop - cut.start).of(weight)
+
+
+class CutsOnlyWhatIsCut(CutsByItself):
+    contract = 1
+
+    def cut_weights(self, shapes, cuts):
+        return ((name, w) for name, w in super().cut_weights(shapes, cuts) if name in cuts)
+
+
+class CutsAnyShape(Json):
+    contract = 1
+
+    def cut_weights(self, shapes, cuts):
+        for name, weight in self.weights(shapes):
+            yield name, cuts[name].of(weight) if name in cuts else weight
 
 
 class Dated(Json):

@@ -1,0 +1,240 @@
+"""Loaders give a rank its part of each weight, and read, or dequantise, no more of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from support.builtins.checkpoint_harness import finish, permute_as_llama_cpp, random_model
+from support.builtins.model_harness import open_loader
+
+from hardpoint.builtin_plugins.loaders import gguf as gguf_loader
+from hardpoint.builtin_plugins.loaders import safetensors as safetensors_loader
+from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
+from hardpoint.builtin_plugins.loaders.gguf import GGUFLoader
+from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
+from hardpoint.plugins import ModelError
+from hardpoint.plugins.parallel import Cut
+
+KINDS = gguf.GGMLQuantizationType
+HEADS, HEAD_SIZE, COLUMNS = 3, 8, 512
+ROWS = HEADS * HEAD_SIZE
+Q, UP, BIAS = (
+    f"model.layers.0.{name}"
+    for name in ("self_attn.q_proj.weight", "mlp.up_proj.weight", "self_attn.q_proj.bias")
+)
+SHAPES = {Q: (ROWS, COLUMNS), UP: (ROWS, COLUMNS), BIAS: (ROWS,)}
+
+
+def write_quantised(path: Path, kind: gguf.GGMLQuantizationType) -> Path:
+    """Write one block of a Llama with a quantised, permuted q_proj and a bias."""
+    writer, source = gguf.GGUFWriter(path, "llama"), np.random.default_rng(0)
+    numbers = {
+        "embedding_length": ROWS,
+        "feed_forward_length": COLUMNS,
+        "block_count": 1,
+        "attention.head_count": HEADS,
+        "context_length": 64,
+    }
+    for key, value in numbers.items():
+        writer.add_uint32(f"llama.{key}", value)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+    weight = source.standard_normal((ROWS, COLUMNS)).astype(np.float32)
+    if kind == KINDS.Q6_K:  # which the library reads and does not write
+        width = gguf.GGML_QUANT_SIZES[kind][1] * COLUMNS // gguf.GGML_QUANT_SIZES[kind][0]
+        data = source.integers(0, 120, (ROWS, width), np.uint8)
+    else:
+        data = gguf.quants.quantize(weight, kind)
+    writer.add_tensor("token_embd.weight", weight[:5])
+    for name in ("attn_q", "ffn_up"):
+        writer.add_tensor(f"blk.0.{name}.weight", data, raw_dtype=kind)
+    writer.add_tensor("blk.0.attn_q.bias", np.arange(ROWS, dtype=np.float32))
+    finish(writer)
+    return path
+
+
+@pytest.fixture(scope="module", params=["F32", "F16", "BF16", "Q8_0", "Q4_1", "Q5_0", "Q6_K"])
+def quantised(request, tmp_path_factory) -> tuple[GGUFLoader, gguf.GGMLQuantizationType]:
+    kind = KINDS[request.param]
+    path = write_quantised(tmp_path_factory.mktemp("gguf") / "tiny.gguf", kind)
+    return open_loader(GGUFLoader, path), kind
+
+
+def part(draw, length: int) -> tuple[int, int]:
+    start = draw(st.integers(0, length))
+    return start, draw(st.integers(start, length))
+
+
+@st.composite
+def some_cuts(draw) -> dict[str, Cut]:
+    cuts = {}
+    for name, shape in SHAPES.items():
+        if draw(st.booleans()):
+            dim = draw(st.integers(0, len(shape) - 1))
+            cuts[name] = Cut(dim, *part(draw, shape[dim]))
+    return cuts
+
+
+def test_any_part_of_a_gguf_tensor_is_that_of_the_whole(quantised):
+    loader, _ = quantised
+    whole = dict(loader.weights(SHAPES))
+    assert whole.keys() == SHAPES.keys()
+    assert {name: tuple(w.shape) for name, w in whole.items()} == SHAPES
+
+    @settings(max_examples=40, deadline=None)
+    @given(cuts=some_cuts())
+    def check(cuts):
+        for name, found in loader.cut_weights(SHAPES, cuts):
+            expected = cuts[name].of(whole[name]) if name in cuts else whole[name]
+            assert torch.equal(found, expected), (name, cuts.get(name))
+
+    check()
+
+
+def test_parts_of_q_follow_the_order_of_hugging_face(tmp_path):
+    loader = open_loader(GGUFLoader, write_quantised(tmp_path / "tiny.gguf", KINDS.F32))
+    stored = next(t for t in loader._file.tensors if t.name == "blk.0.attn_q.weight").data
+    cut = Cut(0, HEAD_SIZE, 2 * HEAD_SIZE)
+    (found,) = [w for name, w in loader.cut_weights(SHAPES, {Q: cut}) if name == Q]
+    own = stored[HEAD_SIZE : 2 * HEAD_SIZE]
+    assert np.array_equal(permute_as_llama_cpp(found.numpy(), 1), own)
+
+
+def around(block: int, column: int) -> int:
+    """Return the end of the block that a column ends in."""
+    return -(-column // block) * block
+
+
+@pytest.fixture
+def dequantised(monkeypatch) -> list[int]:
+    """The number of elements that each call has dequantised."""
+    counts: list[int] = []
+
+    def counted(function):
+        def run(*args):
+            result = function(*args)
+            counts.append(result.numel() if isinstance(result, torch.Tensor) else result.size)
+            return result
+
+        return run
+
+    monkeypatch.setattr(gguf.quants, "dequantize", counted(gguf.quants.dequantize))
+    unpacked = {kind: counted(unpack) for kind, unpack in gguf_loader._UNPACKED.items()}
+    monkeypatch.setattr(gguf_loader, "_UNPACKED", unpacked)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("name", "cut", "expected"),
+    [
+        (UP, None, lambda _block: ROWS * COLUMNS),
+        (UP, Cut(0, 4, 7), lambda _block: 3 * COLUMNS),
+        (UP, Cut(0, ROWS, ROWS), lambda _block: 0),
+        (UP, Cut(1, 256, 512), lambda _block: ROWS * 256),
+        (UP, Cut(1, 250, 270), lambda block: ROWS * (around(block, 270) - 250 // block * block)),
+        (Q, Cut(0, HEAD_SIZE, 2 * HEAD_SIZE), lambda _block: HEAD_SIZE * COLUMNS),
+        (Q, Cut(0, HEAD_SIZE + 3, HEAD_SIZE + 5), lambda _block: HEAD_SIZE * COLUMNS),
+        (Q, Cut(1, 0, 256), lambda _block: ROWS * 256),
+        (BIAS, Cut(0, 2, 4), lambda _block: HEAD_SIZE),
+    ],
+)  # fmt: skip
+def test_no_more_is_dequantised_than_the_blocks_of_a_part(
+    quantised, dequantised, name, cut, expected
+):
+    loader, kind = quantised
+    loader.config()
+    dequantised.clear()
+    list(loader.cut_weights({name: SHAPES[name]}, {} if cut is None else {name: cut}))
+    assert sum(dequantised) == expected(gguf.GGML_QUANT_SIZES[kind][0])
+
+
+def test_three_ranks_read_the_demo_model_once_together(demo_loader, dequantised):
+    shapes = {
+        "model.layers.0.self_attn.q_proj.weight": (576, 576),
+        "model.layers.0.self_attn.o_proj.weight": (576, 576),
+        "model.layers.0.mlp.down_proj.weight": (576, 1536),
+    }
+    whole = dict(demo_loader.weights(shapes))
+    together = sum(dequantised)
+    dequantised.clear()
+    parts: dict[str, list[torch.Tensor]] = {name: [] for name in shapes}
+    dims = dict(zip(shapes, (0, 1, 1), strict=True))
+    for rank in range(3):
+        cuts = {
+            name: Cut(dim, shapes[name][dim] * rank // 3, shapes[name][dim] * (rank + 1) // 3)
+            for name, dim in dims.items()
+        }
+        for name, weight in demo_loader.cut_weights(shapes, cuts):
+            parts[name].append(weight)
+    for name, weights in parts.items():
+        assert torch.equal(torch.cat(weights, dims[name]), whole[name]), name
+    assert sum(dequantised) == together  # 192 and 512 are whole blocks
+
+
+def test_a_weight_of_another_shape_is_refused_before_it_is_cut(quantised, tmp_path):
+    save_file({UP: torch.zeros(4, 6)}, tmp_path / "model.safetensors")
+    words = f"model: weight '{UP}' has shape "
+    for loader, shape in (
+        (quantised[0], (ROWS, COLUMNS)),
+        (open_loader(SafetensorsLoader, tmp_path), (4, 6)),
+    ):
+        with pytest.raises(ModelError) as refused:
+            list(loader.cut_weights({UP: (2 * shape[0], shape[1])}, {UP: Cut(0, 0, shape[0])}))
+        expected = f"{words}{shape}, the model needs {(2 * shape[0], shape[1])}"
+        assert str(refused.value) == expected
+
+
+def test_safetensors_take_slices_of_what_is_cut(tmp_path, monkeypatch):
+    random_model("Llama").save_pretrained(tmp_path)
+    loader = open_loader(SafetensorsLoader, tmp_path)
+    weights = random_model("Llama").state_dict()
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    cuts = {
+        name: Cut(len(s) - 1, 1, s[-1] // 2) for name, s in shapes.items() if "layers.0" in name
+    }
+    whole: list[str] = []
+    opened = safetensors_loader.safe_open
+
+    class Recorded:
+        """Records which tensors are read whole."""
+
+        def __init__(self, *args, **more):
+            self.file = opened(*args, **more)
+
+        def __enter__(self):
+            self.inner = self.file.__enter__()
+            return self
+
+        def __exit__(self, *error):
+            return self.file.__exit__(*error)
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def get_tensor(self, name):
+            whole.append(name)
+            return self.inner.get_tensor(name)
+
+    monkeypatch.setattr(safetensors_loader, "safe_open", Recorded)
+    found = dict(loader.cut_weights(shapes, cuts))
+    assert set(whole) == shapes.keys() - cuts.keys()
+    for name, weight in weights.items():
+        expected = cuts[name].of(weight) if name in cuts else weight
+        assert torch.equal(found[name], expected), name
+
+
+def test_random_weights_are_cut_of_the_same_whole(tmp_path):
+    (tmp_path / "config.json").write_text(
+        '{"architectures": ["Tiny"], "vocab_size": 8, "max_position_embeddings": 8}'
+    )
+    loader = open_loader(DummyLoader, tmp_path)
+    whole, cuts = dict(loader.weights(SHAPES)), {Q: Cut(1, 3, 40), BIAS: Cut(0, 0, 2)}
+    for name, found in loader.cut_weights(SHAPES, cuts):
+        expected = cuts[name].of(whole[name]) if name in cuts else whole[name]
+        assert torch.equal(found, expected)

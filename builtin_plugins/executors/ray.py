@@ -30,12 +30,12 @@ from hardpoint.plugins.parallel import Placement
 from hardpoint.plugins.worker_calls import decode_result, encode_call
 
 from .ray_cluster import (
+    Connection,
     RayNode,
     RayOptions,
     arrange,
     health_check_seconds,
     import_ray,
-    join_cluster,
     listening_address,
     needed_resources,
     nodes_of,
@@ -92,7 +92,7 @@ class RayExecutor(Executor):
         """
         super().__init__(context)
         self._ray = import_ray()
-        self._joined = False
+        self._connection: Connection | None = None
         self._group: Any = None
         self._ranks: list[_Rank] = []
         self._lives: list[Any] = []
@@ -110,6 +110,11 @@ class RayExecutor(Executor):
         """One per stage."""
         return self.context.parallel.pipeline
 
+    @property
+    def worker_pids(self) -> list[int]:
+        """Process ids of the workers on their nodes, in rank order."""
+        return [rank.pid for rank in self._ranks]
+
     def start(self) -> list[WorkerInfo]:
         """Join the cluster, start the actors and load the model.
 
@@ -119,7 +124,7 @@ class RayExecutor(Executor):
             HardpointError: an actor did not start, or died.
         """
         setting = f"plugin.{self.name}"
-        self._joined = join_cluster(self._ray, self.options, setting)
+        self._connection = Connection(self._ray, self.options, setting)
         try:
             self._group = reserve(self._ray, self.options, self.context.parallel.world_size)
         except ConfigError as error:
@@ -173,7 +178,7 @@ class RayExecutor(Executor):
             was_closed, self._closing = self._closing, True
         if was_closed:
             return
-        if self._ray.is_initialized():
+        if self._connection is not None and self._ray.is_initialized():
             self._end_actors()
             if self._group is not None:
                 with contextlib.suppress(Exception):
@@ -182,8 +187,8 @@ class RayExecutor(Executor):
         if self._thread is not None:
             self._results.put(None)
             self._thread.join()
-        if self._joined:
-            self._ray.shutdown()
+        if self._connection is not None:
+            self._connection.close()
 
     @property
     def _output_rank(self) -> int:
@@ -199,7 +204,10 @@ class RayExecutor(Executor):
         bundles = util.placement_group_table(self._group)["bundles_to_node_id"]
         nodes = nodes_of(self._ray)
         needed = needed_resources(self._ray, self.options)
+        assert self._connection is not None
         actor_class = self._ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RayWorker)
+        # The connection that is made here has it for all; there, Ray takes local folders too.
+        environment = None if self._connection.is_first else self.options.runtime_env or None
         strategy = importlib.import_module("ray.util.scheduling_strategies")
         places = [bundles[bundle] for bundle in sorted(bundles)]
         order = arrange(places, self.context.parallel.tensor)
@@ -210,8 +218,7 @@ class RayExecutor(Executor):
                 resources={k: v for k, v in needed.items() if k not in ("CPU", "GPU")},
                 max_restarts=0,
                 max_task_retries=0,
-                # That of the job is used otherwise; only there Ray takes local folders.
-                runtime_env=None if self._joined else self.options.runtime_env or None,
+                runtime_env=environment,
                 scheduling_strategy=strategy.PlacementGroupSchedulingStrategy(
                     self._group, placement_group_bundle_index=bundle
                 ),
@@ -392,13 +399,15 @@ class RayExecutor(Executor):
                 return
             self._failed, callback = error, self._callback
         self._fail_calls(error)
-        for other in self._ranks:
-            if other.rank != rank.rank:
-                abort = other.actor.abort.options(concurrency_group="control")
-                with contextlib.suppress(Exception):
-                    abort.remote(str(error))
+        self._abort([other for other in self._ranks if other.rank != rank.rank], str(error))
         if callback is not None:
             callback(error)
+
+    def _abort(self, ranks: Sequence[_Rank], reason: str) -> None:
+        """Let calls of ranks fail that wait for others."""
+        for rank in ranks:
+            with contextlib.suppress(Exception):
+                rank.actor.abort.options(concurrency_group="control").remote(reason)
 
     def _fail_calls(self, error: BaseException) -> None:
         with self._lock:
@@ -407,8 +416,9 @@ class RayExecutor(Executor):
             call.future.set_exception(error)
 
     def _end_actors(self) -> None:
-        """Let the workers close, if they still can, and kill their actors."""
-        if self._failed is None and self._lives and not self._calls:
+        """Let the workers close, if they can within seconds, and kill their actors."""
+        self._abort(self._ranks, f"the executor {self.name!r} is being closed")
+        if self._lives:
             close = encode_call("close")
             with contextlib.suppress(Exception):
                 closed = [rank.actor.run.remote(close) for rank in self._ranks]

@@ -6,10 +6,11 @@ import importlib
 import ipaddress
 import os
 import socket
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -84,22 +85,52 @@ def import_ray() -> Any:
         ) from cause
 
 
-def join_cluster(ray: Any, options: RayOptions, setting: str) -> bool:
-    """Connect this process with the cluster.
+class Connection:
+    """The connection of this process with a cluster, of which Ray has one at a time.
 
-    Args:
-        ray: the module.
-        options: of the executor.
-        setting: where they are configured, for messages.
+    Executors share it. The last that closes it ends it, unless the program itself has made it.
 
-    Returns:
-        Whether the caller has to call `ray.shutdown`; not if this process had joined before.
-
-    Raises:
-        ConfigError: there is no cluster, it does not answer or refuses this process.
+    Attributes:
+        is_first: whether this made it.
     """
-    if ray.is_initialized():
-        return False
+
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _users: ClassVar[list[Connection]] = []
+    """Those that use a connection which one of them has made."""
+
+    def __init__(self, ray: Any, options: RayOptions, setting: str) -> None:
+        """Connect this process with the cluster, or use the connection that is there.
+
+        Args:
+            ray: the module.
+            options: of the executor.
+            setting: where they are configured, for messages.
+
+        Raises:
+            ConfigError: there is no cluster, it does not answer or refuses this process, or this
+                process is connected with another one.
+        """
+        self._ray = ray
+        with self._lock:
+            self.is_first = not ray.is_initialized()
+            if self.is_first:
+                _join(ray, options, setting)
+                self._users.clear()
+            else:
+                _check_same(ray, options, setting)
+            if self.is_first or self._users:
+                self._users.append(self)
+
+    def close(self) -> None:
+        """End the connection, if nothing else uses it."""
+        with self._lock:
+            if self in self._users:
+                self._users.remove(self)
+                if not self._users:
+                    self._ray.shutdown()
+
+
+def _join(ray: Any, options: RayOptions, setting: str) -> None:
     where = f"{setting}.address: {options.address!r}"
     if options.address.startswith("ray://"):
         raise ConfigError(
@@ -114,7 +145,7 @@ def join_cluster(ray: Any, options: RayOptions, setting: str) -> bool:
     try:
         if options.address == "local":
             ray.init(address="local", include_dashboard=False, **settings)
-            return True
+            return
         address = _resolved(options.address)
         if address is not None:
             _check_answer(address, options.join_timeout_seconds)
@@ -125,7 +156,17 @@ def join_cluster(ray: Any, options: RayOptions, setting: str) -> bool:
             f"{where}: {_said(error)}; start a cluster with `ray start --head`, or set 'local' to "
             f"have one started on this machine"
         ) from error
-    return True
+
+
+def _check_same(ray: Any, options: RayOptions, setting: str) -> None:
+    if options.address in ("auto", "local"):
+        return
+    there = str(ray.get_runtime_context().gcs_address)
+    if options.address != there:
+        raise ConfigError(
+            f"{setting}.address: this process is connected with the Ray cluster at {there}, and "
+            f"cannot join {options.address!r} beside it; 'auto' uses that one"
+        )
 
 
 def _resolved(address: str) -> str | None:

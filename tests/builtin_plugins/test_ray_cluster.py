@@ -13,11 +13,11 @@ from support.plugins.fake import Installed
 
 from hardpoint.builtin_plugins.executors.ray import RayExecutor
 from hardpoint.builtin_plugins.executors.ray_cluster import (
+    Connection,
     RayNode,
     RayOptions,
     arrange,
     check_capacity,
-    join_cluster,
     listening_address,
     needed_resources,
 )
@@ -153,7 +153,7 @@ def test_an_address_without_a_cluster_is_refused(services, address, message):
     began = time.monotonic()
     options = RayOptions(address=address, join_timeout_seconds=0.3)
     with pytest.raises(ConfigError, match=f"^plugin.ray.address: .*{message}"):
-        join_cluster(fake_ray(refuse), options, "plugin.ray")
+        Connection(fake_ray(refuse), options, "plugin.ray")
     assert time.monotonic() - began < 1
 
 
@@ -165,7 +165,7 @@ def test_what_ray_says_is_an_error_of_the_configuration(services, error):
     address = answering(b"\0\0\0\4\0\0\0\0\0")
     said = "the cluster does not answer" if isinstance(error, SystemExit) else "Version mismatch"
     with pytest.raises(ConfigError, match=f"^plugin.ray.address: '{address}': {said}; start a"):
-        join_cluster(fake_ray(fail), RayOptions(address=address), "plugin.ray")
+        Connection(fake_ray(fail), RayOptions(address=address), "plugin.ray")
 
 
 def test_joining_passes_what_is_configured(services):
@@ -174,8 +174,8 @@ def test_joining_passes_what_is_configured(services):
     services.canonicalize_bootstrap_address = lambda address: found
     found = answering(b"\0\0\0\4\0\0\0\0\0")
     options = RayOptions(namespace="n", runtime_env={"pip": ["x"]})
-    assert join_cluster(ray, options, "plugin.ray")
-    assert join_cluster(ray, RayOptions(address="local"), "plugin.ray")
+    for each in (options, RayOptions(address="local")):
+        Connection(ray, each, "plugin.ray").close()
     common = {"configure_logging": False}
     assert asked == [
         {"address": found, "namespace": "n", "runtime_env": {"pip": ["x"]}, **common},
@@ -189,9 +189,53 @@ def test_joining_passes_what_is_configured(services):
     ]
 
 
-def test_a_cluster_that_the_program_has_joined_is_used():
-    ray = SimpleNamespace(is_initialized=lambda: True)
-    assert not join_cluster(ray, RayOptions(address="local"), "plugin.ray")
+class JoinedRay:
+    """Ray with its one connection."""
+
+    def __init__(self, *, joined):
+        self.joined = joined
+
+    def is_initialized(self):
+        return self.joined
+
+    def init(self, **settings):
+        self.joined = True
+
+    def shutdown(self):
+        self.joined = False
+
+    def get_runtime_context(self):
+        return SimpleNamespace(gcs_address="10.0.0.1:6379")
+
+
+def test_the_programs_own_connection_is_used_and_left():
+    ray = JoinedRay(joined=True)
+    connection = Connection(ray, RayOptions(), "plugin.ray")
+    assert not connection.is_first
+    connection.close()
+    assert ray.joined
+
+
+def test_the_last_executor_ends_a_connection():
+    ray = JoinedRay(joined=False)
+    first, second = (Connection(ray, RayOptions(address="local"), "plugin.ray") for _ in range(2))
+    assert (first.is_first, second.is_first) == (True, False)
+    first.close()
+    assert ray.joined
+    second.close()
+    second.close()
+    assert not ray.joined
+
+
+def test_a_process_is_in_one_cluster_at_a_time():
+    ray = JoinedRay(joined=True)
+    message = (
+        "^plugin.ray.address: this process is connected with the Ray cluster at 10.0.0.1:6379, and "
+        "cannot join 'b:1' beside it"
+    )
+    with pytest.raises(ConfigError, match=message):
+        Connection(ray, RayOptions(address="b:1"), "plugin.ray")
+    Connection(ray, RayOptions(address="10.0.0.1:6379"), "plugin.ray")
 
 
 def test_addresses_of_both_kinds():

@@ -25,6 +25,7 @@ from hardpoint.plugins import ConfigError, ExecutorContext, ModelError, Schedule
 from hardpoint.plugins.config import ParallelConfig
 from hardpoint.plugins.errors import PluginError
 from hardpoint.plugins.executor import WorkerLaunch
+from hardpoint.testing import ExecutorSuite
 
 pytestmark = pytest.mark.nightly
 
@@ -85,6 +86,7 @@ def nodes():
         for name, value in settings.items():
             patch.delenv(name, raising=False) if value is None else patch.setenv(name, value)
         started = Nodes(folder)
+        patch.setenv("RAY_ADDRESS", started.address)
         try:
             yield started
             assert list(home.iterdir()) == [], "nothing is written into the home folder"
@@ -94,8 +96,10 @@ def nodes():
 
 
 @pytest.fixture(autouse=True)
-def _nothing_left(nodes):
+def _nothing_left(nodes, request):
     yield
+    if request.cls is not None:
+        return  # the suite shares executors among its tests, and looks for what they leave
     wait_until(lambda: not actors(), 10, "the actors to end")
     import ray
 
@@ -233,7 +237,7 @@ def test_a_connection_of_the_program_is_used_and_left(open_executor, nodes):
 
     ray.init(address=nodes.address, configure_logging=False)
     try:
-        executor = open_executor(address="127.0.0.9:1")
+        executor = open_executor(address="auto")
         executor.start()
         executor.close()
         assert ray.is_initialized()
@@ -241,6 +245,16 @@ def test_a_connection_of_the_program_is_used_and_left(open_executor, nodes):
         assert {group["state"] for group in groups} <= {"REMOVED"}
     finally:
         ray.shutdown()
+
+
+class TestConformance(ExecutorSuite):
+    executor = RayExecutor
+    options = RayExecutor.Options(num_cpus=0.2)
+    communicator = "torch"
+    failure_seconds = 10.0
+
+    def lose_worker(self, executor, rank):
+        os.kill(executor.worker_pids[rank], signal.SIGKILL)
 
 
 # What is told when something is lost

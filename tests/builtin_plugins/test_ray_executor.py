@@ -249,7 +249,7 @@ def test_a_connection_of_the_program_is_used_and_left(open_executor, nodes):
 
 class TestConformance(ExecutorSuite):
     executor = RayExecutor
-    options = RayExecutor.Options(num_cpus=0.2)
+    options = {"num_cpus": 0.2}
     communicator = "torch"
     failure_seconds = 10.0
 

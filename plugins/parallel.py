@@ -43,12 +43,15 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
             are on several.
         store: `host:port` of a torch TCPStore, for ranks on several hosts. The worker of rank 0 of
             the engine serves it, for all groups, on this address only, until all ranks have met.
+        devices: index of each rank's GPU among those that its process may use. Empty is the rank's
+            place among the ranks of its host, which all may use the same GPUs.
     """
 
     hosts: tuple[str, ...]
     addresses: tuple[str, ...] = ()
     folder: str = ""
     store: str = ""
+    devices: tuple[int, ...] = ()
 
     @property
     def is_one_host(self) -> bool:
@@ -62,6 +65,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
             addresses=tuple(self.addresses[rank] for rank in ranks) if self.addresses else (),
             folder=self.folder,
             store=self.store,
+            devices=tuple(self.devices[rank] for rank in ranks) if self.devices else (),
         )
 
     def local(self, rank: int) -> list[int]:

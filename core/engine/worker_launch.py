@@ -316,18 +316,19 @@ class _NamingWorker:
 
 
 def _device_of(rank: int, placement: Placement, device: torch.device) -> torch.device:
-    """Return the device of a rank: the ranks of a host have one GPU each.
+    """Return the device of a rank: each has one GPU of its host.
 
     Raises:
         ConfigError: there are fewer.
     """
     if device.type != "cuda":
         return device
-    index, count = placement.local(rank).index(rank), torch.cuda.device_count()
+    local, count = placement.local(rank), torch.cuda.device_count()
+    index = placement.devices[rank] if placement.devices else local.index(rank)
     if index >= count:
         raise ConfigError(
-            f"parallel: {len(placement.local(rank))} ranks run on {socket.gethostname()}, which "
-            f"has {count} CUDA devices that this process may use (CUDA_VISIBLE_DEVICES)"
+            f"parallel: {len(local)} ranks run on {socket.gethostname()}, and rank {rank} needs "
+            f"CUDA device {index} of the {count} that its process may use (CUDA_VISIBLE_DEVICES)"
         )
     return torch.device("cuda", index)
 

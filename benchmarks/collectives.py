@@ -1,4 +1,4 @@
-"""Time what the ranks of one host exchange: shared memory beside gloo.
+"""Time what the ranks of one host exchange: shared memory compared with gloo.
 
     python benchmarks/collectives.py --ranks 2
 
@@ -124,7 +124,7 @@ class Readers:
         self._receive_answers()
 
     def end_ring(self) -> None:
-        """Have them read the sockets from now on."""
+        """Switch them from the ring to the sockets."""
         self._ring.write(b"")
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""How the ranks of a group on one host tell each other what they need to share memory."""
+"""How the ranks of a group on one host exchange what they need to share memory."""
 
 from __future__ import annotations
 

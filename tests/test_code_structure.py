@@ -27,6 +27,7 @@ SMALL_MODULES = {
     "hardpoint.builtin_plugins.communicators.nccl": "calls of a library; those of gloo have a module, too",
     "hardpoint.builtin_plugins.models.mixtral": "an architecture of its own",
     "hardpoint.builtin_plugins.models.qwen": "two architectures of their own",
+    "hardpoint.builtin_plugins.communicators.nccl": "one library of two; gloo has a module",
     "hardpoint.builtin_plugins.server.access.tls": "ssl and its errors, before a model loads",
     "hardpoint.completion": "argcomplete, which nothing but a shell's request imports",
     "hardpoint.core.client.output_queue": "the queue of an LLM; EventLoopBridge is AsyncLLM's",

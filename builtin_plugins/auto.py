@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hardpoint.plugins import (
     AttentionBackend,
@@ -32,16 +32,22 @@ class _Options(Wrapper.Options):
     fallback: str = "torch"
 
 
-class _Auto:
-    """What both choices share; named before their `Wrapper`."""
+class Auto:
+    """What such choices share; named before their `Wrapper`.
+
+    Attributes:
+        final_errors: of the first that is tried, after which no other is.
+    """
+
+    final_errors: ClassVar[tuple[type[ModelError], ...]] = ()
 
     def __init__(self, context: Any) -> None:
         """Build the component that is chosen."""
         super(Wrapper, self).__init__(context)  # type: ignore[misc] # which builds no other
-        self.wrapped, self._description = _first_that_runs(context)
+        self.wrapped, self._description = _first_that_runs(context, self.final_errors)
 
     @classmethod
-    def wraps(cls, options: _Options) -> Sequence[str]:
+    def wraps(cls, options: Any) -> Sequence[str]:
         """Return both."""
         return (options.wraps, options.fallback)
 
@@ -50,7 +56,7 @@ class _Auto:
         return self._description
 
 
-class AutoOps(_Auto, Wrapper[Ops], Ops):
+class AutoOps(Auto, Wrapper[Ops], Ops):
     """The operations of `native_cpu` if they run here, else those of `torch`."""
 
     contract = 1
@@ -69,7 +75,7 @@ class AutoOps(_Auto, Wrapper[Ops], Ops):
         return wrapped.record(run)
 
 
-class AutoAttention(_Auto, Wrapper[AttentionBackend], AttentionBackend):
+class AutoAttention(Auto, Wrapper[AttentionBackend], AttentionBackend):
     """The backend `native_cpu` if it runs here, else `torch`."""
 
     contract = 1
@@ -83,11 +89,13 @@ class AutoAttention(_Auto, Wrapper[AttentionBackend], AttentionBackend):
         return is_replayable(self.wrapped)
 
 
-def _first_that_runs(context: Any) -> tuple[Any, str]:
+def _first_that_runs(
+    context: Any, final_errors: tuple[type[ModelError], ...]
+) -> tuple[Any, str]:
     """Return the component that runs, and its description.
 
     Raises:
-        ModelError: the fallback does not run either.
+        ModelError: the fallback does not run either, or the error of the first is final.
     """
     options, device = context.options, context.device.type
     try:
@@ -96,6 +104,8 @@ def _first_that_runs(context: Any) -> tuple[Any, str]:
             return component, component.describe()
         component.close()
         reason = f"{options.wraps!r} does not run on {device}"
+    except final_errors:
+        raise
     except ModelError as cause:
         reason = str(cause)
     component = context.create(options.fallback)

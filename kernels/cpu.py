@@ -44,6 +44,7 @@ _ARGUMENTS = {
     "rotate": "pllplll",
     "silu_and_mul": "plplll",
     "gelu_and_mul": "plplll",
+    "experts": "plppllpplpll",
     "attention_block": "lll",
     "attention_plan": "pplplpllllpl",
     "attend": "plplplppplf",
@@ -54,8 +55,30 @@ _ARGUMENTS = {
     "keep_top_p": "plpll",
     "keep_near": "plpll",
     "keep_tokens": "plpplll",
+    "shared_abort": "ppl",
+    "shared_reason": "pp",
+    "shared_join": "pl",
+    "shared_dead_member": "p",
+    "shared_notes": "pp",
+    "shared_leave": "p",
+    "group_bytes": "lll",
+    "group_create": "plll",
+    "group_all_reduce": "ppll",
+    "group_all_gather": "pppll",
+    "group_all_to_all": "pppll",
+    "group_broadcast": "pplll",
+    "group_send": "pplll",
+    "group_recv": "pplll",
+    "broadcast_ring_bytes": "ll",
+    "broadcast_ring_create": "pll",
+    "broadcast_ring_write": "ppll",
+    "broadcast_ring_read": "ppll",
 }
-_RETURNS = dict.fromkeys(("packed_size", "attention_block", "attention_plan"), ctypes.c_long)
+_COUNTS = (
+    *("packed_size", "attention_block", "attention_plan", "shared_reason", "shared_dead_member"),
+    *(name for name in _ARGUMENTS if name.startswith(("group_", "broadcast_ring_"))),
+)
+_RETURNS = {**dict.fromkeys(_COUNTS, ctypes.c_long), "shared_join": ctypes.c_void_p}
 
 
 class KernelsUnavailableError(RuntimeError):

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import importlib
 import socket
+import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import FIRST_EXCEPTION, Future, InvalidStateError, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -35,6 +37,7 @@ __all__ = [
     "WorkerProcess",
     "first_error_or",
     "open_worker",
+    "results_of",
 ]
 
 
@@ -337,27 +340,51 @@ class Executor(Component):
         """
 
 
-def first_error_or(futures: Sequence[Future[Any]], output_rank: int) -> Future[Any]:
-    """Return the result of one rank's future, or the first error of any.
+def results_of(futures: Sequence[Future[Any]], timeout: float | None = None) -> list[Any]:
+    """Return the results of all ranks, or raise at once the first error of any.
 
     Args:
         futures: of one call, in rank order.
-        output_rank: whose result counts. Once it is there, no rank's error is waited for.
+        timeout: seconds for all together; None is no limit.
+
+    Raises:
+        TimeoutError: naming the ranks that did not answer in time.
+    """
+    done, waiting = wait(futures, timeout, FIRST_EXCEPTION)
+    for future in futures:
+        if future in done and (error := future.exception()) is not None:
+            raise error
+    if waiting:
+        ranks = ", ".join(str(rank) for rank, future in enumerate(futures) if future in waiting)
+        raise TimeoutError(f"no answer within {timeout:g} s from rank {ranks}")
+    return [future.result() for future in futures]
+
+
+def first_error_or(futures: Sequence[Future[Any]], output_rank: int) -> Future[Any]:
+    """Return the result of one rank once all ranks are done, or at once the first error of any.
+
+    Args:
+        futures: of one call, in rank order. The other ranks may wait for one that failed, so that
+            theirs end only with `Worker.abort` or `Worker.close`.
+        output_rank: whose result counts.
     """
     result: Future[Any] = Future()
     result.set_running_or_notify_cancel()
+    lock = threading.Lock()
+    waiting = len(futures)
 
     def ended(future: Future[Any]) -> None:
+        nonlocal waiting
         error = future.exception()
-        if (error is None and future is not futures[output_rank]) or result.done():
-            return
-        try:
+        with lock:
+            waiting -= 1
+            if result.done() or (error is None and waiting):
+                return
+        with suppress(InvalidStateError):  # another rank was quicker
             if error is not None:
                 result.set_exception(error)
             else:
-                result.set_result(future.result())
-        except InvalidStateError:
-            pass  # another rank was quicker
+                result.set_result(futures[output_rank].result())
 
     for future in futures:
         future.add_done_callback(ended)

@@ -271,6 +271,9 @@ class ForwardBatch:
             first stage.
         attend: `attend(layer, q, k, v)` with q [tokens, num_heads, head_size], k and v
             [tokens, num_kv_heads, head_size]; returns [tokens, num_heads, head_size].
+        routed_experts: int32 [tokens, layers, experts per token], of the size that
+            `Model.routed_experts` says: if a request asks for them, a mixture of experts writes
+            the experts of each token here, in the layers of its stage. None if no request does.
     """
 
     token_ids: torch.Tensor
@@ -279,6 +282,7 @@ class ForwardBatch:
         repr=False
     )
     hidden: torch.Tensor | None = None
+    routed_experts: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,6 +318,14 @@ class Model(Component):
     def hidden_size(self) -> int:
         """Width of the hidden states that stages pass on; by default that of the config."""
         return int(self.context.config.hf["hidden_size"])
+
+    @property
+    def routed_experts(self) -> tuple[int, int] | None:
+        """Layers of the whole model, and experts that a token has in each.
+
+        None, the default: it is no mixture of experts, or cannot tell which experts it chose.
+        """
+        return None
 
     @property
     def replayable(self) -> bool:

@@ -238,6 +238,7 @@ class Linear:
         out_dtype: torch.dtype | None = None,
         row_ranges: Sequence[range] | None = None,
         column_range: range | None = None,
+        reduce: bool = True,
     ) -> None:
         """Describe the matrix; `load` loads it.
 
@@ -251,6 +252,8 @@ class Linear:
                 after part. None is all.
             column_range: the columns of W that this rank has; its x has these alone. The bias is
                 read whole, and added once. None is all.
+            reduce: whether y is the sum over the ranks that have columns of W; otherwise the
+                caller adds up their parts.
         """
         self._context = context
         self._out_dtype = out_dtype
@@ -261,7 +264,9 @@ class Linear:
         self._whole: dict[str, tuple[int, ...]] = {}
         self._cuts: dict[str, Cut] = {}
         self._columns = columns if column_range is None else len(column_range)
-        self._reduces = column_range is not None and context.parallel.tensor.size > 1
+        is_cut = column_range is not None and context.parallel.tensor.size > 1
+        self._reduces = reduce and is_cut
+        self._adds_bias = not is_cut or context.parallel.tensor.rank == 0  # once in the sum
         start = 0
         for index, (name, rows) in enumerate(parts):
             mine = range(rows) if row_ranges is None else row_ranges[index]
@@ -334,9 +339,8 @@ class Linear:
 
     def _prepare(self, packed: torch.Tensor, bias: torch.Tensor | None) -> None:
         shape = (self._rows, self._columns)
-        is_added = not self._reduces or self._context.parallel.tensor.rank == 0  # once in the sum
         self._apply = self._context.ops.linear(
-            packed, shape, bias if is_added else None, out_dtype=self._out_dtype
+            packed, shape, bias if self._adds_bias else None, out_dtype=self._out_dtype
         )
         self._packed = {self._packed_name: packed}
         if bias is not None:

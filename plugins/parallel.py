@@ -41,7 +41,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
             all ranks are on one host.
         folder: private folder that the ranks of one host share while they start; empty where they
             are on several.
-        store: `host:port` of a torch TCPStore, for ranks on several hosts; rank 0 listens there.
+        store: `host:port` of a torch TCPStore, for ranks on several hosts. The worker of rank 0 of
+            the engine serves it, for all groups, on this address only, until all ranks have met.
     """
 
     hosts: tuple[str, ...]

@@ -137,6 +137,8 @@ class SchedulerLimits:
         max_loras: maximum number of adapters in a step; 0 is no limit.
         max_encoder_tokens: maximum tokens to encode in a step.
         asynchronous: whether a step may be planned before the results of the last one are in.
+        num_batches: steps under way at once, of which none has a request that another has, as in
+            the stages of a pipeline; more than 1 asks a scheduler to divide the requests among them.
     """
 
     max_num_seqs: int
@@ -150,6 +152,7 @@ class SchedulerLimits:
     max_loras: int = 0
     max_encoder_tokens: int = 0
     asynchronous: bool = False
+    num_batches: int = 1
 
     def __post_init__(self) -> None:
         """Refuse limits that conflict."""

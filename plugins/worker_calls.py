@@ -22,7 +22,7 @@ from .errors import HardpointError
 from .executor import Worker
 from .plan import GrammarBitmask, SchedulerOutput
 
-__all__ = ["WorkerServer", "decode_result", "encode_call"]
+__all__ = ["WorkerServer", "decode_result", "encode_call", "has_failed"]
 
 _ARRAY = 1
 """Extension of msgpack for arrays: dtype, shape and bytes."""
@@ -115,6 +115,11 @@ def encode_failure(error: BaseException) -> bytes:
         formatted,
     )
     return msgspec.msgpack.encode(_Result(failure, msgspec.Raw(msgspec.msgpack.encode(None))))
+
+
+def has_failed(result: bytes | memoryview) -> bool:
+    """Return whether the worker raised, of what `WorkerServer.run` returned."""
+    return msgspec.msgpack.decode(result, type=_Result).failure is not None
 
 
 def decode_result(method: str, result: bytes | memoryview, where: str) -> Any:

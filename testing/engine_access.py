@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ import torch
 
 from hardpoint.core.engine.encoder_cache import EncoderCacheManager
 from hardpoint.core.engine.policy import PolicyArguments
+from hardpoint.core.engine.worker_launch import WorkerProcess
 from hardpoint.core.faults import FaultReporter
 from hardpoint.core.kv_cache import BlockManager, BlockMetadata, Eviction
 from hardpoint.core.worker.input_batch import InputBatch
@@ -54,6 +56,7 @@ from hardpoint.plugins.arguments import ComponentWithArguments
 from hardpoint.plugins.commands import Generator, PluginCatalog
 from hardpoint.plugins.component import Component, Context
 from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.executor import WorkerLaunch
 from hardpoint.plugins.kinds import KINDS, Number
 from hardpoint.plugins.kv_cache import KVCacheGroup, KVCacheManager
 from hardpoint.plugins.logits import LogitsPlugin
@@ -66,6 +69,8 @@ from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 from hardpoint.registry.request_arguments import convert_arguments, prepare_arguments, prepares
 
 from .scripted import scripted_engine, write_scripted_model
+
+_ABORT_STEP = 9
 
 EvictionFactory = Callable[..., EvictionPolicy]
 """Creates an eviction policy, given `blocks`, `history` and `clock` of its context."""
@@ -413,22 +418,44 @@ def _source(cls: type[Component], name: str) -> Source:
     return Source(name, value, "under test", "0", "default")
 
 
-def executor_tokens(extra: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Return the tokens of a few requests in an engine with the scripted model, by request id."""
+def start_worker_process(
+    launch: WorkerLaunch, run: str, pass_fds: Sequence[int] = ()
+) -> WorkerProcess:
+    """Start a process for a worker, as `ExecutorContext.start_process` of an engine does."""
+    return WorkerProcess(launch, run, pass_fds, _plugins("fcfs").manifest)
+
+
+def executor_tokens(extra: Mapping[str, Any], *, crowded: bool = False) -> dict[str, list[int]]:
+    """Return the tokens of a few requests in an engine with the scripted model, by request id.
+
+    Args:
+        extra: configuration.
+        crowded: chunk the prompts, preempt some requests, and abort "r3" after a few steps.
+    """
+    settings = dict(extra)
+    if crowded:
+        settings["kv_cache"] = {"block_size": 4, "num_blocks": 16}
+        settings["scheduler"] = {"max_num_batched_tokens": 8}
     with tempfile.TemporaryDirectory() as folder:
-        engine = scripted_engine(write_scripted_model(Path(folder)), extra)
+        model = write_scripted_model(Path(folder), max_position_embeddings=64)
+        engine = scripted_engine(model, settings)
         try:
+            ids: list[str] = []
             for index in range(6):
                 params = SamplingParams(
-                    temperature=float(index % 2), seed=index, max_tokens=6, ignore_eos=True
+                    temperature=float(index % 2), seed=index, max_tokens=12, ignore_eos=True
                 )
-                engine.add_request(f"r{index}", [97 + index] * (1 + 3 * index), params)
+                prompt = [(97 + 7 * index + place) % 250 for place in range(1 + 3 * index)]
+                ids.append(engine.add_request(f"r{index}", prompt, params))
             tokens: dict[str, list[int]] = {}
-            while engine.has_unfinished_requests():
+            for step in itertools.count():
+                if not engine.has_unfinished_requests():
+                    return tokens
                 for output in engine.step():
-                    tokens.setdefault(output.request_id, [])
-                    tokens[output.request_id] += output.outputs[0].token_ids
-            return tokens
+                    tokens[output.request_id] = list(output.outputs[0].token_ids)
+                if crowded and step == _ABORT_STEP:
+                    engine.abort_requests(ids[3])
+            raise AssertionError("the loop ends with the requests")
         finally:
             engine.close()
 

@@ -93,9 +93,15 @@ class ScriptedModel(Model):
 
     A history that starts with a reply's prompt is continued with that reply, then EOS; what
     follows any other history is a fixed pseudo-random function of it and of `seed`.
+
+    Ranks that share it give the same logits as one, bit for bit, and others if the parts of one
+    rank get lost, or to a wrong rank. Each stage has a layer, which attends to the whole history;
+    the ranks of a stage divide the vocabulary, and each adds a part to the hidden states.
     """
 
     contract = 1
+    parallelism = ("tensor", "pipeline", "expert")
+    hidden_size = 2
 
     def __init__(self, context: ModelContext) -> None:
         """Read the scripted replies from the model's configuration."""
@@ -118,27 +124,63 @@ class ScriptedModel(Model):
             raise ValueError(f"the scripted model has no weight {name!r}")
 
     def kv_specs(self) -> list[KVSpec]:
-        """Return one layer of one head of two elements."""
+        """Return one layer of one head of two elements; every stage has one."""
         return [KVSpec(num_heads=1, num_kv_heads=1, head_size=2, scale=1.0)]
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Return float32 [tokens, 2]: the high and the low 16 bits of each history's hash."""
         # Whole numbers below 2**24 are exact in float32.
-        ids = batch.token_ids.to(self.context.dtype).view(-1, 1, 1).expand(-1, 1, 2)
-        return batch.attend(0, ids, ids, ids).reshape(-1, 2)
+        ids = self._embedded(batch.token_ids).to(self.context.dtype).view(-1, 1, 1)
+        ids = ids.expand(-1, 1, 2)
+        hidden = self._summed(batch.attend(0, ids, ids, ids).reshape(-1, 2))
+        if batch.hidden is None:
+            return hidden
+        # The layer before has the same result, but if it is another one, so is this.
+        return 2 * batch.hidden - hidden
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return float32 [rows, vocab] in [0, 8), or 100 for the scripted token."""
+        tensor = self.context.parallel.tensor
+        share = self.context.parallel.padded_share(self._vocab_size)
         parts = hidden.long()
         values = (parts[:, :1] << 16) + parts[:, 1:]
         state = values + self._seed * 7_919
-        mixed = (state * 48_271 + torch.arange(self._vocab_size) * 69_621) % _MODULUS
+        tokens = torch.arange(share.start, share.start + -(-self._vocab_size // tensor.size))
+        mixed = (state * 48_271 + tokens * 69_621) % _MODULUS
         mixed = (mixed * 16_807 + 11) % _MODULUS
         logits = (mixed % 65_536).float() / 8_192
         for row, value in enumerate(values.view(-1).tolist()):
-            if (token := self._next.get(value)) is not None:
-                logits[row, token] = 100.0
-        return logits
+            token = self._next.get(value)
+            if token is not None and token in share:
+                logits[row, token - share.start] = 100.0
+        if tensor.size == 1:
+            return logits
+        gathered = tensor.all_gather(logits)  # [ranks, rows, part of the vocabulary]
+        return gathered.transpose(0, 1).flatten(1)[:, : self._vocab_size].contiguous()
+
+    def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return the ids, each of which one rank of the stage knows."""
+        tensor = self.context.parallel.tensor
+        if tensor.size == 1:
+            return token_ids
+        share = self.context.parallel.padded_share(self._vocab_size)
+        is_elsewhere = (token_ids < share.start) | (token_ids >= share.stop)
+        return tensor.all_reduce(token_ids.masked_fill(is_elsewhere, 0))
+
+    def _summed(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x [tokens, 2] as the sum of a part of each rank of the stage."""
+        tensor = self.context.parallel.tensor
+        if tensor.size == 1:
+            return x
+        part = (x + tensor.rank).div(tensor.size, rounding_mode="floor")  # they add up to x
+        if not self.context.parallel.expert:
+            return tensor.all_reduce(part)
+        # Each rank sums the parts of some of the tokens, as experts get tokens of all ranks.
+        each = -(-len(x) // tensor.size)
+        padded = part.new_zeros(tensor.size * each, 2)
+        padded[: len(x)] = part
+        received = tensor.all_to_all(padded.view(tensor.size, each, 2))
+        return tensor.all_gather(received.sum(0)).flatten(0, 1)[: len(x)]
 
 
 @dataclass

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from hardpoint.plugins import ForwardBatch, KVSpec, Model, ModelContext, Ops
 from hardpoint.plugins.hf_config import short
+from hardpoint.plugins.mlp import MLP, GatedMLP
 from hardpoint.plugins.models import (
     ConfigFields,
     Embedding,
@@ -46,8 +48,7 @@ class DecoderLayer:
     qkv: Linear
     output: Linear
     mlp_norm: RMSNorm
-    gate_up: Linear
-    down: Linear
+    mlp: MLP
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
 
@@ -60,8 +61,7 @@ class DecoderLayer:
             self.k_norm,
             self.output,
             self.mlp_norm,
-            self.gate_up,
-            self.down,
+            *self.mlp.layers(),
         ]
         return [part for part in parts if part is not None]
 
@@ -75,7 +75,7 @@ class Llama(Model):
 
     contract = 1
     replayable = True
-    parallelism = ("tensor", "pipeline")
+    parallelism: ClassVar[tuple[str, ...]] = ("tensor", "pipeline")
     head_norms = False
 
     def __init__(self, context: ModelContext) -> None:
@@ -104,7 +104,7 @@ class Llama(Model):
         self._my_kv_heads = parallel.share_or_copy(self._kv_heads, "key and value heads")
         self._my_layers = parallel.stage_layers(self._num_layers)
         self._embedding = Embedding("model.embed_tokens", vocab, self._hidden, context)
-        self._decoder_layers = [self._decoder_layer(f"model.layers.{i}") for i in self._my_layers]
+        self._decoder_layers = [self._decoder_layer(i) for i in self._my_layers]
         self._norm = self._rms_norm("model.norm", self._hidden)
         shares_table = self._tied and not parallel.is_first
         head = "model.embed_tokens" if shares_table else "lm_head"
@@ -118,6 +118,17 @@ class Llama(Model):
         """Return whether q, k and v have biases, and whether the output projection has one."""
         bias = self._fields.flag("attention_bias", False)
         return bias, bias
+
+    def mlp(self, layer: int) -> MLP:
+        """Return the MLP of a layer of the model."""
+        return GatedMLP(
+            f"model.layers.{layer}.mlp",
+            self._hidden,
+            self._intermediate,
+            self.context,
+            gate=self._gate,
+            bias=self._fields.flag("mlp_bias", False),
+        )
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the checkpoint tensors that the model needs, by Hugging Face name."""
@@ -160,11 +171,14 @@ class Llama(Model):
         for index, layer in enumerate(self._decoder_layers):
             q, k, v = self._project(layer, layer.input_norm(x, delta), angles)
             delta = layer.output(batch.attend(index, q, k, v).flatten(1))
-            gate_up = layer.gate_up(layer.mlp_norm(x, delta))
-            delta = layer.down(self._gate(gate_up))
+            delta = self.run_mlp(index, layer.mlp_norm(x, delta), batch)
         if not self.context.parallel.is_last and delta is not None:
             return x.add_(delta)
         return self._norm(x, delta)
+
+    def run_mlp(self, index: int, h: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:  # noqa: ARG002
+        """Return what the MLP of a layer of this stage gives for h [tokens, hidden]."""
+        return self._decoder_layers[index].mlp(h)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [rows, vocab] of hidden states [rows, hidden], in float32."""
@@ -202,61 +216,36 @@ class Llama(Model):
         parallel = self.context.parallel
         return self._tied and parallel.is_first and parallel.is_last
 
-    def _decoder_layer(self, name: str) -> DecoderLayer:
-        attention, mlp, size = f"{name}.self_attn", f"{name}.mlp", self._head_size
+    def _decoder_layer(self, layer: int) -> DecoderLayer:
+        name, size = f"model.layers.{layer}", self._head_size
+        attention = f"{name}.self_attn"
         q_rows, kv_rows = self._heads * size, self._kv_heads * size
         my_q, my_kv = (
             range(heads.start * size, heads.stop * size)
             for heads in (self._my_heads, self._my_kv_heads)
         )
-        my_columns = self.context.parallel.share(self._intermediate, "columns of the MLP")
         qkv = [
             (f"{attention}.q_proj", q_rows),
             (f"{attention}.k_proj", kv_rows),
             (f"{attention}.v_proj", kv_rows),
         ]
-        gate_up = [(f"{mlp}.{part}_proj", self._intermediate) for part in ("gate", "up")]
         qkv_bias, output_bias = self.attention_biases()
-        mlp_bias = self._fields.flag("mlp_bias", False)
         return DecoderLayer(
             input_norm=self._rms_norm(f"{name}.input_layernorm", self._hidden),
-            qkv=self._linear(qkv, self._hidden, bias=qkv_bias, row_ranges=[my_q, my_kv, my_kv]),
-            output=self._linear(
+            qkv=Linear(
+                qkv, self._hidden, self.context, bias=qkv_bias, row_ranges=[my_q, my_kv, my_kv]
+            ),
+            output=Linear(
                 [(f"{attention}.o_proj", self._hidden)],
                 q_rows,
+                self.context,
                 bias=output_bias,
                 column_range=my_q,
             ),
             mlp_norm=self._rms_norm(f"{name}.post_attention_layernorm", self._hidden),
-            gate_up=self._linear(
-                gate_up, self._hidden, bias=mlp_bias, row_ranges=[my_columns, my_columns]
-            ),
-            down=self._linear(
-                [(f"{mlp}.down_proj", self._hidden)],
-                self._intermediate,
-                bias=mlp_bias,
-                column_range=my_columns,
-            ),
+            mlp=self.mlp(layer),
             q_norm=self._rms_norm(f"{attention}.q_norm", size) if self.head_norms else None,
             k_norm=self._rms_norm(f"{attention}.k_norm", size) if self.head_norms else None,
-        )
-
-    def _linear(
-        self,
-        parts: list[tuple[str, int]],
-        columns: int,
-        *,
-        bias: bool,
-        row_ranges: list[range] | None = None,
-        column_range: range | None = None,
-    ) -> Linear:
-        return Linear(
-            parts,
-            columns,
-            self.context,
-            bias=bias,
-            row_ranges=row_ranges,
-            column_range=column_range,
         )
 
     def _rms_norm(self, name: str, size: int) -> RMSNorm:

@@ -15,7 +15,6 @@ class _Qwen(Llama):
 
     contract = 1
     replayable = True
-    parallelism = ("tensor", "pipeline")
 
     def windows(self) -> list[int | None]:
         """Return each layer's sliding window, from `use_sliding_window` and `layer_types`."""
@@ -45,7 +44,6 @@ class Qwen2(_Qwen):
 
     contract = 1
     replayable = True
-    parallelism = ("tensor", "pipeline")
 
     def attention_biases(self) -> tuple[bool, bool]:
         """Return (True, False); the config has no field for it."""
@@ -57,5 +55,4 @@ class Qwen3(_Qwen):
 
     contract = 1
     replayable = True
-    parallelism = ("tensor", "pipeline")
     head_norms = True

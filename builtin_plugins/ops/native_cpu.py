@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -79,13 +79,33 @@ class NativeOps(Ops):
         Raises:
             ValueError: a packed matrix of that shape has another size or dtype.
         """
+        self._check_packed(packed, shape)
+        return _Product(self._library, self._results, packed, shape, bias, out_dtype)
+
+    def _check_packed(self, packed: torch.Tensor, shape: tuple[int, int]) -> None:
         size = self._library.function("packed_size", self.context.dtype)(*shape)
         if packed.dtype != self.context.dtype or packed.shape != (size,):
             raise ValueError(
                 f"expected a packed matrix of {size} elements of {self.context.dtype}, "
                 f"got {packed.dtype} {list(packed.shape)}"
             )
-        return _Product(self._library, self._results, packed, shape, bias, out_dtype)
+
+    def experts(
+        self,
+        gate_up: Sequence[torch.Tensor],
+        down: Sequence[torch.Tensor],
+        shape: tuple[int, int],
+    ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+        """Return (x, chosen, weights) -> the weighted sum of experts.
+
+        Raises:
+            ValueError: a packed matrix has another size or dtype.
+        """
+        hidden, width = shape
+        for enter, leave in zip(gate_up, down, strict=True):
+            self._check_packed(enter, (2 * width, hidden))
+            self._check_packed(leave, shape)
+        return _Experts(self._library, self._results, gate_up, down, shape)
 
     def gather_rows(self, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows."""
@@ -259,6 +279,38 @@ class _Product:
         self._library.run(
             run, x.data_ptr(), x.stride(0), self._at, self._bias_at, y.data_ptr(), columns,
             rows, columns, self._depth
+        )  # fmt: skip
+        return y
+
+
+class _Experts:
+    """(x, chosen, weights) -> the weighted sum of experts."""
+
+    def __init__(
+        self,
+        library: cpu.Library,
+        results: Results,
+        gate_up: Sequence[torch.Tensor],
+        down: Sequence[torch.Tensor],
+        shape: tuple[int, int],
+    ) -> None:
+        self._library, self._results, self._shape = library, results, shape
+        self._run = library.function("experts", gate_up[0].dtype, releases=True)
+        self._matrices = [*gate_up, *down]  # of which the kernel reads the addresses
+        self._enter, self._leave = (
+            torch.tensor([matrix.data_ptr() for matrix in side]) for side in (gate_up, down)
+        )
+
+    def __call__(
+        self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        rows, (hidden, width) = len(x), self._shape
+        chosen, weights = chosen.contiguous(), weights.contiguous()
+        y = self._results.empty((rows, hidden), x.dtype)
+        self._run(
+            x.data_ptr(), x.stride(0), chosen.data_ptr(), weights.data_ptr(), rows,
+            chosen.shape[1], self._enter.data_ptr(), self._leave.data_ptr(), len(self._enter),
+            y.data_ptr(), hidden, width,
         )  # fmt: skip
         return y
 

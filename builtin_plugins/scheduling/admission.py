@@ -141,6 +141,8 @@ def _is_full(tracker: RequestTracker, step: Step) -> bool:
         step.admission_stopped = wait_reasons.no_budget(1, 0)
     elif len(tracker.running) >= tracker.limits.max_num_seqs:
         step.admission_stopped = wait_reasons.no_slot(len(tracker.running))
+    elif step.max_requests is not None and len(step.tokens) >= step.max_requests:
+        step.admission_stopped = wait_reasons.next_batch(step.max_requests)
     return step.admission_stopped is not None
 
 

@@ -29,6 +29,7 @@ class LiveRequest(Request):
             result became invalid.
         num_external_tokens: those of `num_cached_tokens` that a connector loaded.
         prefill_reported: whether an output has reported the prefill statistics.
+        last_step: number of the step that scheduled it last, where several are under way at once.
         max_total_tokens: number of prompt and output tokens at which it ends.
         queue_key: while it is in the waiting queue, the policy's key.
     """
@@ -40,6 +41,7 @@ class LiveRequest(Request):
         "_stop_token_ids",
         "client_index",
         "features",
+        "last_step",
         "lora",
         "max_total_tokens",
         "num_external_tokens",
@@ -62,6 +64,7 @@ class LiveRequest(Request):
         self.num_external_tokens = 0
         self.prefill_reported = False
         self.queue_key: Any = None
+        self.last_step = -1
         room = params.max_tokens if params.max_tokens is not None else max_model_len
         self.max_total_tokens = min(self.num_prompt_tokens + room, max_model_len)
         self._min_total_tokens = self.num_prompt_tokens + params.min_tokens

@@ -111,6 +111,7 @@ class DefaultScheduler(Scheduler):
             step.timed_out.append(request.request_id)
             tracker.finish_in_planning(request, FinishReason.TIMEOUT)
         poll_blocked(tracker, step)
+        step.max_requests = self._share()
         if tracker.running and self._pause is not PauseState.PAUSED_ALL:
             schedule_running(tracker, step)
         if "scheduled" in tracker.policy_hooks:
@@ -268,6 +269,15 @@ class DefaultScheduler(Scheduler):
             encoder_budget=self._limits.max_encoder_tokens,
         )
 
+    def _share(self) -> int | None:
+        """Return how many requests a step may have where several are under way at once."""
+        tracker, limits = self._tracker, self._limits
+        if limits.num_batches == 1:
+            return None
+        running = len(tracker.running)
+        admissible = min(len(tracker.waiting), limits.max_num_seqs - running)
+        return -(-(running + admissible) // limits.num_batches)
+
     def _advance(self, step: Step, plan: SchedulerOutput) -> None:
         """Count the planned tokens as computed, so that the next step can be planned."""
         requests = [*step.running.values(), *step.admitted.values()]
@@ -278,6 +288,9 @@ class DefaultScheduler(Scheduler):
                 known = request.num_tokens + request.num_output_placeholders
                 if request.num_computed_tokens == known:
                     request.num_output_placeholders += 1
+        if self._limits.num_batches > 1:
+            for request in requests:
+                request.last_step = step.number
         preemptions = [request.num_preemptions for request in requests]
         self._planned[step.number] = PlannedStep(plan, requests, preemptions)
         self._last_step, self._num_added_at_last_step = step, self._num_added

@@ -30,6 +30,7 @@ class Step:
         now: time in seconds on the engine's clock, read once per step.
         budget: tokens left.
         encoder_budget: encoder tokens left.
+        max_requests: that it may schedule; None is no limit.
         tokens: scheduled tokens by request id, running requests first.
         running: running requests that get tokens, by id.
         admitted: requests admitted in this step, by id.
@@ -48,6 +49,7 @@ class Step:
     now: float
     budget: int
     encoder_budget: int
+    max_requests: int | None = None
     tokens: dict[str, int] = field(default_factory=dict)
     running: dict[str, LiveRequest] = field(default_factory=dict)
     admitted: dict[str, LiveRequest] = field(default_factory=dict)

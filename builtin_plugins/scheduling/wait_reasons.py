@@ -22,6 +22,14 @@ def no_slot(running: int) -> WaitReason:
     )
 
 
+def next_batch(share: int) -> WaitReason:
+    """Return the reason: the step has its share of the requests, where several are under way."""
+    return WaitReason(
+        WaitingFor.NEXT_STEP,
+        f"the step has {_requests(share)}, its share where several steps are under way at once",
+    )
+
+
 def no_blocks(needed: int, available: int, reserved: int) -> WaitReason:
     """Return the reason: too few KV blocks are free."""
     kept = f", of which {reserved} are kept for running requests" if reserved else ""

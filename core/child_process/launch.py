@@ -16,6 +16,7 @@ import msgspec
 
 from hardpoint.core.child_process.main_module.main_pickle import dumps
 from hardpoint.plugins import HardpointError
+from hardpoint.plugins.errors import PluginLoadError
 
 LAUNCH_PROTOCOL = 1
 
@@ -127,11 +128,17 @@ def main_objects(references: Iterable[str]) -> bytes:
         references: FQCNs; those of other modules are skipped.
 
     Raises:
-        PluginLoadError: an object cannot be pickled.
+        PluginLoadError: an object cannot be pickled, or is not there.
     """
     module = sys.modules["__main__"]
     split = (reference.partition(":") for reference in references)
     names = {qualname.split(".")[0] for name, _, qualname in split if name == "__main__"}
+    if missing := sorted(name for name in names if not hasattr(module, name)):
+        raise PluginLoadError(
+            f"__main__:{missing[0]}: process {os.getpid()} does not have it, so that its child "
+            f"processes cannot get it: an engine process has only the program's plugins, with "
+            f"what these use; move it into a module, or make it a method of the plugin"
+        )
     found = {name: getattr(module, name) for name in sorted(names)}
     return dumps(found) if found else b""
 

@@ -21,6 +21,7 @@ from hardpoint.plugins import HardpointError, errors
 from hardpoint.plugins.errors import EngineDeadError
 
 from .__main__ import LENGTH
+from .error_output import ErrorOutput
 from .launch import ChildLaunch, Interpreter
 
 
@@ -86,22 +87,36 @@ class ChildProcess:
         what: names it in messages.
         run: the function that it runs by default, `package.module:function`; imported while the
             child waits for its launch, and called with the encoded launch and a ParentWatch.
+        keeps_output: whether its death is told with the last lines that it wrote to stderr.
     """
 
     what: ClassVar[str] = "child process"
     run: ClassVar[str]
+    keeps_output: ClassVar[bool] = False
 
-    def __init__(self, popen: subprocess.Popen[bytes], channel: socket.socket) -> None:
-        """Take over a child and the parent's end of its launch socket, both from `spawn`."""
+    def __init__(
+        self,
+        popen: subprocess.Popen[bytes],
+        channel: socket.socket,
+        output: ErrorOutput | None = None,
+    ) -> None:
+        """Take over a child and the parent's end of its launch socket, both from `spawn`.
+
+        Args:
+            popen: the child.
+            channel: the launch socket.
+            output: what it writes to stderr; None if it has the program's own.
+        """
         self._popen = popen
         self._channel = channel
+        self._output = output
         self._pidfd = _open_pidfd(popen.pid)
         self._owner = os.getpid()
         self._received = bytearray()
         self._eof = False
         self._receive_lock = threading.Lock()
         self._release = weakref.finalize(
-            self, _release, popen, channel, self._pidfd, self._owner, _GRACE_S
+            self, _release, popen, channel, self._pidfd, self._owner, _GRACE_S, output
         )
 
     @classmethod
@@ -147,6 +162,8 @@ class ChildProcess:
         ours, theirs = (_above_standard(end) for end in socket.socketpair())
         command = [*interpreter.command, str(program), "--launch-fd", str(theirs.fileno())]
         command.append(cls.run)
+        stderr = _inherited_output(sys.__stderr__, 2)
+        output = ErrorOutput(2 if stderr is None else None) if cls.keeps_output else None
         try:
             popen = subprocess.Popen(
                 command,
@@ -155,14 +172,18 @@ class ChildProcess:
                 pass_fds=(theirs.fileno(), *pass_fds),
                 start_new_session=True,
                 stdout=_inherited_output(sys.__stdout__, 1),
-                stderr=_inherited_output(sys.__stderr__, 2),
+                stderr=stderr if output is None else output.theirs,
             )
         except OSError as cause:
             ours.close()
+            if output is not None:
+                output.close()
             raise EngineDeadError(f"the {cls.what} could not be started: {cause}") from cause
         finally:
             theirs.close()
-        process = cls(popen, ours)
+        if output is not None:
+            output.start()
+        process = cls(popen, ours, output)
         process._send(interpreter.encode())
         return process
 
@@ -198,7 +219,10 @@ class ChildProcess:
     @property
     def description(self) -> str:
         """The state as text, such as `the engine process (pid 7) exited with code 3`."""
-        return f"the {self.label} {ending(self.returncode)}"
+        code = self.returncode
+        said = self._output.last() if self._output is not None and code is not None else ""
+        last = f"; the last lines of its stderr:\n{said}" if said else ""
+        return f"the {self.label} {ending(code)}{last}"
 
     @property
     def reported(self) -> bool:
@@ -246,7 +270,9 @@ class ChildProcess:
     def close(self, grace_s: float = _GRACE_S) -> None:
         """Close the launch socket, which ends the child; kill it after `grace_s` seconds."""
         if self._release.detach():
-            _release(self._popen, self._channel, self._pidfd, self._owner, grace_s)
+            _release(
+                self._popen, self._channel, self._pidfd, self._owner, grace_s, self._output
+            )
 
     def _send(self, frame: bytes) -> None:
         """Send a frame; if the child has ended, `failure` will return that."""
@@ -287,10 +313,12 @@ def _release(
     pidfd: int | None,
     owner: int,
     grace_s: float,
+    output: ErrorOutput | None,
 ) -> None:
     """End a child and close its descriptors."""
     if os.getpid() != owner:
         popen.returncode = 0  # a fork cannot wait for it
+        output = None
     else:
         # Closing is not enough: a forked process may hold the socket open.
         try:
@@ -305,6 +333,8 @@ def _release(
     channel.close()
     if pidfd is not None:
         os.close(pidfd)
+    if output is not None:
+        output.close()
 
 
 def _open_pidfd(pid: int) -> int | None:

@@ -213,7 +213,13 @@ def _start(
     if size.max_model_len != spec.max_model_len:
         executor.collective_rpc("set_max_model_len", (size.max_model_len,))
     executor.initialize_cache(size.num_blocks)
-    return info, size, config
+    return info, size, _resolved(config, size)
+
+
+def _resolved(config: EngineConfig, size: CacheSize) -> EngineConfig:
+    """Return the configuration with the length and the number of blocks that were found."""
+    kv_cache = msgspec.structs.replace(config.kv_cache, num_blocks=size.num_blocks)
+    return msgspec.structs.replace(config, max_model_len=size.max_model_len, kv_cache=kv_cache)
 
 
 def _tightest(infos: Sequence[WorkerInfo], spec: WorkerSpec) -> WorkerInfo:
@@ -266,7 +272,9 @@ def _limits(config: EngineConfig, size: CacheSize, executor: Executor) -> Schedu
         )
     # A stage gets the tokens of the last one with the next plan, so that none is made without them.
     ahead = depth > 1 and config.parallel.world_size == 1
-    return limits_of(config, size.max_model_len, asynchronous=ahead)
+    return limits_of(
+        config, size.max_model_len, asynchronous=ahead, num_batches=1 if ahead else depth
+    )
 
 
 def _recorder(hooks: HookSet, faults: StepFaults) -> Callable[[StepRecord], None] | None:

@@ -36,7 +36,11 @@ _TYPO = 0.87
 
 
 def limits_of(
-    config: EngineConfig, max_model_len: int, *, asynchronous: bool = False
+    config: EngineConfig,
+    max_model_len: int,
+    *,
+    asynchronous: bool = False,
+    num_batches: int = 1,
 ) -> SchedulerLimits:
     """Return the scheduler's limits.
 
@@ -44,6 +48,7 @@ def limits_of(
         config: the engine's configuration.
         max_model_len: resolved.
         asynchronous: whether steps are scheduled before the results of earlier ones are known.
+        num_batches: that are under way at once, if they share no requests.
 
     Raises:
         ConfigError: limits that cannot work together.
@@ -57,6 +62,7 @@ def limits_of(
         long_prefill_token_threshold=scheduler.long_prefill_token_threshold,
         max_waiting=scheduler.max_waiting,
         asynchronous=asynchronous,
+        num_batches=num_batches,
     )
 
 

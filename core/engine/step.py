@@ -212,6 +212,8 @@ class StepRunner:
             self._parts.kv_events.publish(events)
         if (grammars := self._parts.grammars) is not None:
             grammars.begin_step(plan, self._parts.scheduler_label)
+        if self._sampled is not None and _has_no_work(plan, self._scheduler):
+            return _done(ModelRunnerOutput())
         if self._sampled:
             plan = msgspec.structs.replace(plan, sampled=tuple(self._sampled))
             self._sampled.clear()
@@ -332,3 +334,20 @@ class StepRunner:
 
     def _pop_unsent(self) -> Outputs:
         return self._unsent.pop(0) if self._unsent else {}
+
+
+def _has_no_work(plan: SchedulerOutput, scheduler: Scheduler) -> bool:
+    """Return whether a plan says nothing to the workers: all requests are in earlier batches."""
+    return not (
+        plan.total_num_scheduled_tokens
+        or plan.finished_request_ids
+        or plan.preempted_request_ids
+        or plan.freed_encoder_inputs
+        or scheduler.context.connector is not None
+    )
+
+
+def _done(output: ModelRunnerOutput) -> Future[ModelRunnerOutput | None]:
+    future: Future[ModelRunnerOutput | None] = Future()
+    future.set_result(output)
+    return future

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
+import logging
+import operator
 import os
 import shutil
 import socket
@@ -18,6 +21,7 @@ import torch
 from hardpoint.core.activity import Activity
 from hardpoint.core.child_process.child import ParentWatch
 from hardpoint.core.child_process.launch import ChildLaunch, decode_launch, main_objects
+from hardpoint.core.child_process.naming import log_to_stderr, name_process
 from hardpoint.core.child_process.process import ChildProcess
 from hardpoint.core.errors import naming_plugin
 from hardpoint.core.worker.worker import LocalWorker, WorkerSpec
@@ -26,12 +30,15 @@ from hardpoint.plugins.component import Progress
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.errors import PluginLoadError
 from hardpoint.plugins.executor import Worker, WorkerLaunch
-from hardpoint.plugins.manifest import Manifest
+from hardpoint.plugins.kinds import KINDS, Process
+from hardpoint.plugins.manifest import Manifest, PluginEntry
 from hardpoint.plugins.parallel import Placement
 from hardpoint.registry.discovery import discover
 from hardpoint.registry.plugin_set import PluginSet
 
 from .prepare import prepare_worker
+
+_log = logging.getLogger("hardpoint")
 
 _FACTORY = "hardpoint.core.engine.worker_launch:build_worker"
 
@@ -106,7 +113,7 @@ class WorkerLauncher:
         self, launch: WorkerLaunch, run: str, pass_fds: Sequence[int] = ()
     ) -> WorkerProcess:
         """Start a process; see `ExecutorContext.start_process`."""
-        return WorkerProcess(launch, run, pass_fds, self._spec.plugins.manifest)
+        return WorkerProcess(launch, run, pass_fds, self._spec.plugins.manifest, self._folder)
 
     def workers_started(self) -> None:
         """Remove what the workers needed to find each other."""
@@ -123,36 +130,71 @@ class WorkerLauncher:
 
 
 class _ChildWorker(ChildProcess):
-    """A process of a worker."""
+    """A process of a worker.
+
+    Attributes:
+        rank: of the worker.
+    """
 
     what = "worker process"
     run = "hardpoint.core.engine.worker_launch:run_worker_process"
+    keeps_output = True
+    rank = 0
+
+    @property
+    def label(self) -> str:
+        """The rank and the process id, for messages."""
+        return f"{self.what} of rank {self.rank} (pid {self.pid})"
 
 
 class WorkerProcess:
     """See `hardpoint.plugins.executor.WorkerProcess`."""
 
     def __init__(
-        self, launch: WorkerLaunch, run: str, pass_fds: Sequence[int], manifest: Manifest
+        self,
+        launch: WorkerLaunch,
+        run: str,
+        pass_fds: Sequence[int],
+        manifest: Manifest,
+        folder: str = "",
     ) -> None:
-        """Start the process."""
+        """Start the process.
+
+        Args:
+            launch: of the worker.
+            run: the executor's function.
+            pass_fds: descriptors that it gets.
+            manifest: of the plugins.
+            folder: that the process removes, if this one ends without doing so.
+        """
+        references = [entry.value for entry in manifest.tree() if _is_needed(entry)]
+        objects = main_objects([*references, run])
         self.channel, theirs = socket.socketpair()
         descriptors = (theirs.fileno(), *pass_fds)
         try:
             self._child = _ChildWorker.spawn(pass_fds=descriptors)
+        except BaseException:
+            self.channel.close()
+            raise
         finally:
             theirs.close()
+        self._child.rank = launch.rank
+        self._owner = os.getpid()
         self.pid = self._child.pid
-        references = [entry.value for entry in manifest.tree()]
-        self._child.launch(
-            _ProcessLaunch(
-                main_objects=main_objects([*references, run]),
-                launch=launch.encode(),
-                run=run,
-                descriptors=descriptors,
-                log_level="INFO",
+        try:
+            self._child.launch(
+                _ProcessLaunch(
+                    main_objects=objects,
+                    folder=folder,
+                    launch=launch.encode(),
+                    run=run,
+                    descriptors=descriptors,
+                    log_level=logging.getLevelName(_log.getEffectiveLevel()),
+                )
             )
-        )
+        except BaseException:
+            self.close(0)
+            raise
 
     def sentinels(self) -> list[int]:
         """Return descriptors of which one is readable when `failure` may return an error."""
@@ -163,18 +205,43 @@ class WorkerProcess:
         return self._child.failure()
 
     def close(self, grace_s: float = 5.0) -> None:
-        """End the child."""
+        """End the child: it sees the end of the channel; kill it after `grace_s` seconds."""
+        if os.getpid() == self._owner:  # a shutdown would reach the child from a fork, too
+            with contextlib.suppress(OSError):
+                self.channel.shutdown(socket.SHUT_RDWR)
+            self._child.wait(grace_s)
         self.channel.close()
-        self._child.close(grace_s)
+        self._child.close(0)
+
+
+def _is_needed(entry: PluginEntry) -> bool:
+    """Return whether a plugin is needed in a worker's process."""
+    return Process.WORKER in KINDS[entry.kind].processes
 
 
 def run_worker_process(data: bytes, watch: ParentWatch) -> None:  # noqa: ARG001 - it watches by itself
-    """Run an executor's function in a worker's process."""
+    """Run an executor's function in a worker's process.
+
+    Raises:
+        PluginLoadError: there is no such function.
+    """
     start = decode_launch(data, _ProcessLaunch)
     launch = WorkerLaunch.decode(start.launch)
+    name_process(f"Worker_{launch.rank}")
+    log_to_stderr(f"Worker {launch.rank}", start.log_level)
     channel = socket.socket(fileno=start.descriptors[0])
+    channel.set_inheritable(False)
+    for descriptor in start.descriptors[1:]:
+        os.set_inheritable(descriptor, False)
     module, _, name = start.run.partition(":")
-    getattr(importlib.import_module(module), name)(launch, channel, list(start.descriptors[1:]))
+    try:
+        run = operator.attrgetter(name)(importlib.import_module(module))
+    except (ImportError, AttributeError) as cause:
+        raise PluginLoadError(
+            f"{start.run}: the function that a worker's process is to run cannot be found there: "
+            f"{cause}"
+        ) from cause
+    run(launch, channel, list(start.descriptors[1:]))
 
 
 def build_worker(launch: WorkerLaunch, progress: Progress | None) -> Worker:

@@ -6,6 +6,7 @@ import socket
 import subprocess
 
 from hardpoint.core.activity import Activity, Snapshot
+from hardpoint.core.child_process.error_output import ErrorOutput
 from hardpoint.core.child_process.process import ChildProcess, ending
 
 _WATCHDOG_EXIT_CODE = 1  # that of faulthandler
@@ -21,9 +22,14 @@ class EngineProcess(ChildProcess):
     what = "engine process"
     run = "hardpoint.core.engine_process.run:run_engine"
 
-    def __init__(self, popen: subprocess.Popen[bytes], channel: socket.socket) -> None:
+    def __init__(
+        self,
+        popen: subprocess.Popen[bytes],
+        channel: socket.socket,
+        output: ErrorOutput | None = None,
+    ) -> None:
         """Take over a child and the parent's end of its launch socket, both from `spawn`."""
-        super().__init__(popen, channel)
+        super().__init__(popen, channel, output)
         self.activity: Activity | None = None
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import os
 import signal
 import socket
 import sys
@@ -19,6 +18,7 @@ import msgspec
 from hardpoint.core.activity import Activity
 from hardpoint.core.child_process.child import ParentWatch
 from hardpoint.core.child_process.launch import decode_launch
+from hardpoint.core.child_process.naming import log_to_stderr, name_process
 from hardpoint.core.engine.build import BuiltCore, build_core
 from hardpoint.core.engine.prepare import prepare_worker
 from hardpoint.core.engine.request_check import RequestCheck
@@ -82,18 +82,9 @@ def _wake_up(loop: EngineLoop, receiver: socket.socket, _wakeup: socket.socket) 
         loop.wake_up()
 
 
-_COMM = Path("/proc/self/comm")
-
-
 def engine_name(index: int) -> str:
     """Return the process name of an engine: EngineCore for the first one of a program."""
     return f"EngineCore_DP{index}" if index else "EngineCore"
-
-
-def name_process(name: str) -> None:
-    """Set the name in process lists, cut to 15 characters; only on Linux."""
-    with contextlib.suppress(OSError):  # other systems have no such file
-        _COMM.write_text(name)
 
 
 def log_as(index: int, level: str) -> None:
@@ -103,19 +94,7 @@ def log_as(index: int, level: str) -> None:
         index: of the engine.
         level: of the logger "hardpoint".
     """
-    handler = logging.StreamHandler()
-    handler.setFormatter(_Labelled(f"[EngineCore {index}, pid {os.getpid()}] "))
-    logging.basicConfig(handlers=[handler])
-    logging.getLogger("hardpoint").setLevel(level)
-
-
-class _Labelled(logging.Formatter):
-    def __init__(self, label: str) -> None:
-        super().__init__("%(levelname)s: %(message)s")
-        self._label = label
-
-    def format(self, record: logging.LogRecord) -> str:
-        return "\n".join(self._label + line for line in super().format(record).split("\n"))
+    log_to_stderr(f"EngineCore {index}", level)
 
 
 _ORPHAN_GRACE_S = 4.0  # to shut down in order, after the parent has ended

@@ -59,6 +59,7 @@ from .memory import (
 )
 from .model_runner import ModelRunner
 from .profiling import Profiling
+from .rank_store import served_store
 from .ranks import Ranks, build_share
 from .threads import ComputeThreads
 from .weight_cache import WeightCache, cache_key
@@ -202,7 +203,9 @@ class LocalWorker:
                 timeout_seconds=spec.config.parallel.start_seconds,
             )
 
-        ranks = Ranks(spec.config.parallel, spec.rank, spec.placement, connect)
+        with served_store(spec.rank, spec.placement):
+            ranks = Ranks(spec.config.parallel, spec.rank, spec.placement, connect)
+            ranks.wait_for_all()
         if ranks.are_many and spec.rank == 0:
             _log.info("ranks communicate by %s", ranks.describe())
         if self._abort_reason is not None:

@@ -4,6 +4,8 @@
 #include <utility>
 
 #include "attention.h"
+#include "collectives.h"
+#include "experts.h"
 #include "gemm.h"
 #include "rows.h"
 #include "vocabulary.h"
@@ -82,6 +84,12 @@ int hp_supports(const char* path) {
                               long width) {                                                       \
     rows::activate_and_mul<rows::GELU_TANH>(x, x_stride, y, y_stride, count, width);              \
   }                                                                                               \
+  void hp_experts_##NAME(const T* x, long x_stride, const int64_t* chosen, const float* weights,  \
+                         long rows, long per_row, const T* const* gate_up, const T* const* down,  \
+                         long experts, T* y, long hidden, long width) {                           \
+    experts::Sizes sizes{rows, per_row, experts, hidden, width};                                  \
+    experts::run(x, x_stride, chosen, weights, sizes, gate_up, down, y);                          \
+  }                                                                                               \
   long hp_attention_block_##NAME(long head_size, long kv_heads, long block_size) {                \
     return attention::Layout<T>(head_size, kv_heads, block_size).block;                           \
   }                                                                                               \
@@ -145,6 +153,68 @@ void hp_gather_rows(const char* table, long row_bytes, const int64_t* ids, long 
   });
 }
 RECORDED(gather_rows)
+
+// Shared memory. `memory` is all zeros when it is created. Calls return a number >= 0, or what
+// waiting.h says.
+void hp_shared_abort(void* memory, const char* reason, long length) {
+  shared::abort((shared::Common*)memory, reason, length);
+}
+// Return the length of the reason, -1 if there was no abort.
+long hp_shared_reason(void* memory, char* to) {
+  shared::Common* common = (shared::Common*)memory;
+  for (int i = 0; common->aborted.load() == 1 && i < 1000; i++) sched_yield();
+  if (!common->aborted.load()) return -1;
+  memcpy(to, common->reason, sizeof common->reason);
+  return common->reason_length;
+}
+shared::Session* hp_shared_join(void* memory, long member) {
+  return shared::join((shared::Common*)memory, member);
+}
+// Return a member whose process has ended, -1 if there is none.
+long hp_shared_dead_member(shared::Session* session) { return shared::dead_member(*session); }
+void hp_shared_notes(const shared::Session* session, uint64_t* to) {
+  memcpy(to, session->notes, sizeof session->notes);
+}
+void hp_shared_leave(shared::Session* session) { shared::leave(session); }
+
+long hp_group_bytes(long ranks, long slot, long ring) {
+  return (long)shared::Group::bytes(ranks, slot, ring);
+}
+void hp_group_create(void* memory, long ranks, long slot, long ring) {
+  shared::Group::create((shared::Common*)memory, ranks, slot, ring);
+}
+long hp_group_all_reduce(shared::Session* session, char* x, long bytes, long type) {
+  return shared::Group(*session).all_reduce(x, bytes, type);
+}
+long hp_group_all_gather(shared::Session* session, const char* x, char* to, long bytes, long type) {
+  return shared::Group(*session).all_gather(x, to, bytes, type);
+}
+long hp_group_all_to_all(shared::Session* session, const char* x, char* to, long row, long type) {
+  return shared::Group(*session).all_to_all(x, to, row, type);
+}
+long hp_group_broadcast(shared::Session* session, char* x, long bytes, long type, long source) {
+  return shared::Group(*session).broadcast(x, bytes, type, (int)source);
+}
+long hp_group_send(shared::Session* session, const char* x, long bytes, long type, long to) {
+  return shared::Group(*session).send(x, bytes, type, (int)to);
+}
+long hp_group_recv(shared::Session* session, char* x, long bytes, long type, long from) {
+  return shared::Group(*session).recv(x, bytes, type, (int)from);
+}
+
+long hp_broadcast_ring_bytes(long readers, long size) {
+  return (long)shared::broadcast_ring::bytes(readers, size);
+}
+void hp_broadcast_ring_create(void* memory, long readers, long size) {
+  shared::broadcast_ring::create((shared::Common*)memory, readers, size);
+}
+long hp_broadcast_ring_write(shared::Session* session, const char* from, long count,
+                             long deadline) {
+  return shared::broadcast_ring::write(*session, from, count, deadline);
+}
+long hp_broadcast_ring_read(shared::Session* session, char* to, long capacity, long deadline) {
+  return shared::broadcast_ring::read(*session, to, capacity, deadline);
+}
 
 // Repeat recorded calls.
 void hp_replay(const int64_t* calls, long count) {

@@ -119,6 +119,10 @@ class OpsSuite(ComponentSuite):
         self._check_all("silu_and_mul", functools.partial(self._check_gate, "silu_and_mul", _silu))
         self._check_all("gelu_and_mul", functools.partial(self._check_gate, "gelu_and_mul", _gelu))
 
+    def test_experts(self) -> None:
+        """Mixtures of experts, of which rows choose some, none, or some that are elsewhere."""
+        self._check_all("experts", self._check_experts)
+
     def test_argmax(self) -> None:
         """The most likely tokens, of equals the first, and NaN before all."""
         self._check_logits(lambda ops, logits: self._check_choice(ops, logits, "argmax"))
@@ -305,6 +309,34 @@ class OpsSuite(ComponentSuite):
         x = self._draw(rows, 2 * size, dtype=dtype) * 4
         gate, up = x.double().chunk(2, -1)
         self._compare(getattr(ops, name), x, activation(gate) * up, dtype, name)
+
+    def _check_experts(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
+        width, count = size + 1, 4
+        matrices = [
+            [self._draw(*shape, dtype=dtype).abs() / size for _ in range(count)]
+            for shape in ((2 * width, size), (size, width))
+        ]
+        packed = [[self._pack(ops, each) for each in side] for side in matrices]
+        apply = ops.experts(packed[0], packed[1], (size, width))
+        x = self._draw(rows, size, dtype=dtype).abs()  # nothing cancels: each step is rounded
+        enter, leave = (torch.stack(side).double() for side in matrices)
+        gate, up = torch.einsum("rh,ewh->erw", x.double(), enter).chunk(2, -1)
+        results = torch.einsum("erw,ehw->erh", _silu(gate) * up, leave)
+        for per_row in (1, 3):
+            # Those that are not 0 to 3 are none.
+            draws = [torch.randperm(count + 2)[:per_row] - 1 for _ in range(rows)]
+            chosen = torch.stack(draws).to(x.device)
+            weights = torch.rand(rows, per_row, device=x.device).to(dtype)
+            is_here = (chosen >= 0) & (chosen < count)
+            parts = results[chosen.clamp(0, count - 1), torch.arange(rows)[:, None]]
+            expected = (parts * (weights * is_here).unsqueeze(2)).sum(1)
+            joined = torch.cat((x, chosen.to(dtype), weights), 1)  # x is a part of wider rows
+
+            def run(joined: torch.Tensor, per_row: int = per_row) -> torch.Tensor:
+                ids, factors = joined[:, size : size + per_row], joined[:, size + per_row :]
+                return apply(joined[:, :size], ids.long(), factors.float())
+
+            self._compare(run, joined, expected, dtype, "experts")
 
     def _check_logits(self, check: Callable[[Ops, torch.Tensor], None]) -> None:
         """Run a check on logits of each size."""

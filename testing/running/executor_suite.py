@@ -1,53 +1,46 @@
-"""The conformance suite for executors; the built-in one passes it too."""
+"""The conformance suite for executors; the built-in ones pass it too."""
 
 from __future__ import annotations
 
-import functools
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from hardpoint.plugins import (
-    EngineCoreRequest,
-    Executor,
-    ExecutorContext,
-    GrammarBitmask,
-    ModelRunnerOutput,
-    NewRequest,
-    SamplingParams,
-    SchedulerOutput,
-    WorkerInfo,
-)
+from hardpoint.plugins import ConfigError, Executor, ModelError, ModelRunnerOutput, SchedulerOutput
 from hardpoint.plugins.component import Component
+from hardpoint.plugins.config import ParallelConfig
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.engine_access import executor_tokens
 from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
 
-RESULTS = Rule(
-    "results: each step is run once, in order, and its result is the worker's own",
-    "pass the plan and the worker's result on unchanged, one plan after the other",
-)
-FUTURES = Rule(
-    "futures: every call returns a future, which ends",
-    "return a concurrent.futures.Future, and set its result or its exception in every case",
+from . import executor_session
+from .executor_session import FUTURES, RESULTS, START, Session, in_thread, until, wait
+from .scripted_worker import Does, Order
+
+SIZES = Rule(
+    "sizes: it runs as many ranks as `parallel` asks for, or refuses them",
+    "let the constructor raise a ConfigError that names `parallel` and what would be right",
 )
 CALLS = Rule(
     "collective_rpc: the method is called once on every worker; results are in rank order",
     "return one result per worker, that of rank 0 first, and pass on every argument",
 )
+TIMEOUT = Rule(
+    "timeout: collective_rpc raises TimeoutError when workers do not answer in time",
+    "wait `timeout` seconds for all workers together, and keep late results from later calls",
+)
 ERRORS = Rule(
-    "errors: what a worker raised is raised, or is the exception of the future",
-    "call future.set_exception(error) with the worker's error, and let collective_rpc raise it",
+    "errors: what a worker raises in any rank is raised, or is the exception of the future",
+    "pass on the first error of any rank, of the class that the worker raised, without waiting "
+    "for the others, which may wait for the rank that failed",
 )
 SLEEP = Rule(
     "sleep: sleep and wake_up reach the workers",
@@ -58,97 +51,27 @@ PIPELINE = Rule(
     "return a future before the step is done, or state 1",
 )
 FAILURE = Rule(
-    "failure: the loss of a worker is reported once to the callback, and a close is no loss",
-    "keep the callback that on_failure gets, and call it with an error when a worker ends",
+    "failure: the loss of a worker ends what waits, and is reported once to the callback",
+    "when a worker ends, set its error in all futures, call the callback that on_failure got, and "
+    "let later calls raise the error; a close is no loss",
 )
 CLOSE = Rule(
     "close: it releases the workers, its threads, processes and files, and may be called twice",
-    "join what was started, and return at once if it is closed already",
+    "call abort and then close of each worker, join what was started, and return at once if it is "
+    "closed already",
 )
 TOKENS = Rule(
-    "tokens: requests get the tokens that they get with uniproc",
+    "tokens: requests get the tokens that they get with uniproc and one rank",
     "pass plans and results on unchanged",
 )
 
-_SECONDS = 5.0
 _CLOSE_SECONDS = 1.0
 _STEP_SECONDS = 0.1
-_FAILS, _SLOW = "fails", "slow"
+_SLOW_SECONDS = 0.5
+_LATE_SECONDS = 0.05
 _STEPS = st.lists(
     st.dictionaries(st.sampled_from("abcd"), st.integers(1, 5), max_size=4), min_size=1, max_size=8
 )
-
-
-class WorkerFailure(Exception):  # noqa: N818 - it stands for any error of a worker
-    """What the workers of the suite raise."""
-
-
-class ScriptedWorker:
-    """A worker without a model: its tokens show which steps it ran before, and in what order."""
-
-    def __init__(self, made: list[ScriptedWorker], rank: int) -> None:
-        """`made` gets the worker, where it is in the process of the test."""
-        self.rank = rank
-        self.closed = False
-        self._history, self._waiting = 17, 0
-        self._level = 0
-        made.append(self)
-
-    def load_model(self) -> WorkerInfo:
-        """Return an info that differs by rank."""
-        return WorkerInfo(64, (1 << 20) - self.rank)
-
-    def initialize_cache(self, num_blocks: int) -> None:
-        """Become part of what every token depends on."""
-        self._history = (self._history * 31 + num_blocks) % 65_521
-
-    def set_max_model_len(self, max_model_len: int) -> None:
-        """Do nothing."""
-
-    def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
-        """Fail, take long, or return None, as the ids of the requests say."""
-        if _FAILS in plan.num_scheduled_tokens:
-            raise WorkerFailure(f"step {plan.step} failed")
-        if _SLOW in plan.num_scheduled_tokens:
-            time.sleep(_STEP_SECONDS)
-        self._history = (self._history * 31 + plan.step) % 65_521
-        self._waiting = plan.step
-        return None if plan.total_num_scheduled_tokens else ModelRunnerOutput()
-
-    def sample_tokens(
-        self, plan: SchedulerOutput, bitmask: GrammarBitmask | None = None
-    ) -> ModelRunnerOutput:
-        """Return tokens of the step whose `execute_model` ran last; a bitmask changes them."""
-        if plan.step != self._waiting:
-            raise RESULTS.violation(
-                f"the worker was to sample step {plan.step} when step {self._waiting} had run last"
-            )
-        tokens = {
-            request_id: [(self._history + 7 * index + count + _sum_of(bitmask)) % 257]
-            for index, (request_id, count) in enumerate(plan.num_scheduled_tokens.items())
-        }
-        return ModelRunnerOutput(sampled_token_ids=tokens)
-
-    def sleep(self, level: int) -> None:
-        """Remember the level."""
-        self._level = level
-
-    def wake_up(self, tags: Sequence[str]) -> None:
-        """Forget the level."""
-        if tags:
-            self._level = 0
-
-    def list_loras(self) -> set[int]:
-        """Return rank and level."""
-        return {self.rank, 1000 + self._level}
-
-    def remove_lora(self, lora_id: int) -> bool:
-        """Raise an error that names the argument."""
-        raise WorkerFailure(f"adapter {lora_id} of rank {self.rank}")
-
-    def close(self) -> None:
-        """Remember it."""
-        self.closed = True
 
 
 class ExecutorSuite(ComponentSuite):
@@ -157,44 +80,76 @@ class ExecutorSuite(ComponentSuite):
     Attributes:
         executor: the class under test.
         importable: whether the engine can import the class; if not, `test_tokens` is skipped.
+        parallel: numbers of tensor ranks and of stages to try. Those that the executor refuses are
+            left out, if its ConfigError names `parallel`.
+        communicator: `parallel.communicator` of the engines of `test_tokens`.
+        failure_seconds: maximum time until the loss of a worker is told.
     """
 
     kind = "executors"
     executor: ClassVar[type[Executor]]
     importable: ClassVar[bool] = True
+    parallel: ClassVar[Sequence[tuple[int, int]]] = ((1, 1), (2, 1), (1, 2), (2, 2))
+    communicator: ClassVar[str] = "auto"
+    failure_seconds: ClassVar[float] = 1.0
 
-    def lose_worker(self, executor: Executor) -> None:
-        """End a worker as a crash would; override it if workers run outside of calls."""
-        pytest.skip(f"{type(self).__name__} does not override lose_worker(); {executor.name}")
+    _open: ClassVar[dict[tuple[int, int], Session]] = {}
+    """Sessions that tests share, since processes take long to start."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Give each class its own sessions."""
+        super().__init_subclass__(**kwargs)
+        cls._open = {}
+
+    @classmethod
+    def teardown_class(cls) -> None:
+        """Close the executors that the tests have shared."""
+        while cls._open:
+            cls._open.popitem()[1].close()
+
+    def lose_worker(self, executor: Executor, rank: int) -> None:
+        """End a worker as a crash would; by default its process is killed.
+
+        Override it if workers have no process of their own and can be lost all the same.
+        """
+        del executor, rank
+        raise NotImplementedError
 
     def _component(self) -> type[Component]:
         return self.executor
 
     def test_contract(self) -> None:
         """The class states its contract and can be built; its options survive pickling."""
-
-        def build() -> None:
-            with self._started():
-                pass
-
         self._run_checks(
             "contract: the loader can check and build the class",
             lambda: reject_replaced_tests(type(self), ExecutorSuite),
             self._check_contract,
-            build,
         )
 
+    def test_sizes(self) -> None:
+        """Numbers of ranks are served, or refused in words."""
+        self._run_checks(SIZES.text, self._check_sizes)
+
+    def test_start(self) -> None:
+        """Models are loaded side by side; a rank that fails is told, though others wait for it."""
+        self._run_checks(START.text, self._check_start, *self._start_errors())
+
     def test_results(self) -> None:
-        """The results of any steps are those of a worker that is called directly."""
+        """The results of any steps are those of workers that are called directly."""
         self._search(RESULTS.text, 25, self._check_results, steps=_STEPS)
+        self._run_checks(RESULTS.text, self._check_every_call)
 
     def test_calls(self) -> None:
         """A call reaches every worker, once and in rank order."""
         self._run_checks(CALLS.text, self._check_calls)
 
+    def test_timeout(self) -> None:
+        """A call that takes too long is given up."""
+        self._run_checks(TIMEOUT.text, self._check_timeout)
+
     def test_errors(self) -> None:
-        """A worker's error is raised, of a step and of a call."""
-        self._run_checks(ERRORS.text, self._check_step_error, self._check_call_error)
+        """The error of any rank is raised, of a step and of a call."""
+        self._run_checks(ERRORS.text, self._check_call_error, *self._step_errors())
 
     def test_sleep(self) -> None:
         """Workers sleep and wake up."""
@@ -206,7 +161,8 @@ class ExecutorSuite(ComponentSuite):
 
     def test_failure(self) -> None:
         """The callback is called for the loss of a worker, not for a close."""
-        self._run_checks(FAILURE.text, self._check_no_failure, self._check_failure)
+        points = [self._check_loss_idle, self._check_loss_in_call, self._check_loss_at_load]
+        self._run_checks(FAILURE.text, self._check_no_failure, *self._chosen(points))
 
     def test_close(self) -> None:
         """Nothing is left after close, and it may be called again."""
@@ -218,183 +174,389 @@ class ExecutorSuite(ComponentSuite):
             pytest.skip("the engine cannot import the class")
         self._run_checks(TOKENS.text, self._check_tokens)
 
+    # Sessions.
+
+    def _new(self, size: tuple[int, int], order: Order | None = None) -> Session:
+        """Return an executor that has not been started."""
+        tensor, pipeline = size
+        config = ParallelConfig(tensor=tensor, pipeline=pipeline, communicator=self.communicator)
+        return Session(config, self._build, order)
+
     @contextmanager
-    def _started(self) -> Iterator[tuple[Executor, list[ScriptedWorker]]]:
-        made: list[ScriptedWorker] = []
-        create = functools.partial(ScriptedWorker, made)
-        executor: Executor = self._build(ExecutorContext, create_worker=create)
+    def _fresh(self, size: tuple[int, int]) -> Iterator[Session]:
+        """Start an executor for the body."""
+        session = self._new(size)
         try:
-            info = executor.start()
-            if not isinstance(info, WorkerInfo):
-                raise RESULTS.violation(
-                    f"start returned {short_repr(info)}", "return the WorkerInfo of load_model"
-                )
-            least = (1 << 20) - max((worker.rank for worker in made), default=0)
-            if made and info.available_bytes != least:
-                raise RESULTS.violation(
-                    f"start returned {info.available_bytes} available bytes, a worker has {least}",
-                    "return the info of the worker with least memory",
-                )
-            executor.initialize_cache(8)
-            yield executor, made
+            session.start()
+            yield session
+            session.check_workers()
         finally:
-            executor.close()
+            session.close()
+
+    @contextmanager
+    def _shared(self, size: tuple[int, int]) -> Iterator[Session]:
+        """Use an executor that other tests use too, unless one of them fails."""
+        try:
+            if size not in self._open:
+                self._open[size] = session = self._new(size)
+                session.start()
+            session = self._open[size]
+            try:
+                yield session
+            finally:
+                session.check_workers()
+        except BaseException:
+            self.teardown_class()
+            raise
+
+    def _sizes(self) -> list[tuple[int, int]]:
+        """Return the numbers of ranks that the executor serves.
+
+        Raises:
+            Violation: it refuses some in other words, or all.
+        """
+        served = []
+        for size in self.parallel:
+            try:
+                session = self._new(size)
+            except ConfigError as error:
+                if "parallel" in str(error):
+                    continue
+                raise SIZES.violation(
+                    f"with parallel.tensor = {size[0]} and parallel.pipeline = {size[1]} its "
+                    f"constructor raised ConfigError: {error}"
+                ) from error
+            session.close()
+            served.append(size)
+        if not served:
+            raise SIZES.violation(f"it refuses all of {list(self.parallel)}")
+        return served
+
+    def _size(self) -> tuple[int, int]:
+        """Return the first size of more than one rank, or another one if there is none."""
+        sizes = self._sizes()
+        return next((size for size in sizes if size != (1, 1)), sizes[0])
+
+    def _chosen(self, checks: Sequence[Callable[[], None]]) -> Sequence[Callable[[], None]]:
+        """Return which of some checks to run that start an executor each: with few examples one."""
+        return checks if self.examples >= 1 else checks[-1:]
+
+    # Checks.
+
+    def _check_sizes(self) -> None:
+        self._sizes()
+
+    def _check_start(self) -> None:
+        session = self._new(self._size())
+        ranks = range(session.parallel.world_size)
+        loaded = [rank for rank in ranks if session.script.was_called(rank, "load_model")]
+        session.close()
+        if loaded:
+            raise START.violation(f"the constructor has loaded the models of ranks {loaded}")
+        with self._shared(self._size()) as session:
+            session.check_calls()
+
+    def _start_errors(self) -> Sequence[Callable[[], None]]:
+        return self._chosen(
+            [
+                lambda: self._check_start_error("open"),
+                lambda: self._check_start_error("load_model"),
+            ]
+        )
+
+    def _check_start_error(self, method: str) -> None:
+        size = self._size()
+        rank = size[0] * size[1] - 1
+        order = Order(method, Does.FAIL, (rank,), others_wait=method != "open")
+        made: list[Session] = []
+
+        def call() -> None:
+            made.append(self._new(size, order))  # the constructor may open workers already
+            made[0].start()
+
+        try:
+            _expect_error(call, order, rank, "start", executor_session.START_SECONDS)
+        finally:
+            for session in made:
+                session.close()
 
     def _check_results(self, steps: Sequence[Mapping[str, int]]) -> None:
-        plain = ScriptedWorker([], 0)
-        plain.initialize_cache(8)
-        with self._started() as (executor, _):
-            depth = _depth(executor)
-            under_way: list[tuple[SchedulerOutput, Callable[[], ModelRunnerOutput]]] = []
-            for step, counts in enumerate(steps, 1):
-                plan = _plan(step, counts)
-                under_way.append((plan, _begin(executor, plan, in_pipeline=depth > 1)))
-                if len(under_way) == depth:
-                    _compare(plain, *under_way.pop(0))
-            for plan, result in under_way:
-                _compare(plain, plan, result)
+        for size in self._sizes():
+            with self._shared(size) as session:
+                depth = _depth(session.executor)
+                under_way: list[tuple[SchedulerOutput, Callable[[], ModelRunnerOutput]]] = []
+                for counts in steps:
+                    plan = session.plan(counts)
+                    under_way.append((plan, session.begin(plan, in_pipeline=depth > 1)))
+                    if len(under_way) == depth:
+                        session.compare(*under_way.pop(0))
+                for plan, result in under_way:
+                    session.compare(plan, result)
+
+    def _check_every_call(self) -> None:
+        for size in self._sizes():
+            with self._shared(size) as session:
+                session.rpc("start_profile")  # after all that was started
+                session.check_calls()
 
     def _check_calls(self) -> None:
-        with self._started() as (executor, made):
-            results = executor.collective_rpc("list_loras")
+        with self._shared(self._size()) as session:
+            count = session.parallel.world_size
+            results = session.rpc("list_loras")
             if not isinstance(results, list):
                 raise CALLS.violation(f"it returned {short_repr(results)}, no list")
-            count = len(made) or len(results)
-            if results != (expected := [{rank, 1000} for rank in range(count)]) or not results:
-                raise CALLS.violation(
-                    f"{count} workers returned {expected}, collective_rpc returned "
-                    f"{short_repr(results)}"
-                )
-            executor.collective_rpc("sleep", (2,))
-            if (results := executor.collective_rpc("list_loras")) != [
-                {rank, 1002} for rank in range(count)
-            ]:
-                raise CALLS.violation(
-                    f"after sleep(2) on all of {count} workers, these say {short_repr(results)}"
-                )
+            _check_levels(results, count, 0, CALLS, "list_loras")
+            session.rpc("sleep", (2,))
+            _check_levels(session.rpc("list_loras"), count, 2, CALLS, "list_loras after sleep(2)")
+            session.rpc("sleep", (0,))
+            session.check_calls()
 
-    def _check_step_error(self) -> None:
-        with self._started() as (executor, _):
-            observed = "a step whose worker raised WorkerFailure gave a result"
-            try:
-                result = _begin(executor, _plan(1, {_FAILS: 1}), in_pipeline=False)()
-            except Violation as violation:
-                if violation.rule == FUTURES.text:
-                    raise
-                observed = violation.observed
-            except Exception as error:
-                if "step 1 failed" in str(error):
-                    return
-                observed = "the worker raised WorkerFailure('step 1 failed'), the executor raised "
-                observed += f"{type(error).__name__}: {error}"
-            else:
-                observed += f": {short_repr(result)}"
-            raise ERRORS.violation(observed)
+    def _check_timeout(self) -> None:
+        with self._shared(self._size()) as session:
+            ranks = tuple(range(session.parallel.world_size))
+            order = Order("pin_lora", Does.TAKE_LONG, ranks[-1:], seconds=_SLOW_SECONDS)
+            began, seconds = time.monotonic(), _SLOW_SECONDS / 4
+            with session.script.ordered(order):
+                try:
+                    session.rpc("pin_lora", (0,), timeout=seconds)
+                    error = False
+                except TimeoutError:
+                    error = True
+                took = time.monotonic() - began
+                call = session.script.calls(ranks[-1])[-1]
+                is_mine = (call.process, call.thread) == (os.getpid(), threading.get_ident())
+                if not is_mine and (not error or took > _SLOW_SECONDS):
+                    what = "raised TimeoutError" if error else "returned"
+                    raise TIMEOUT.violation(
+                        f"collective_rpc with timeout={seconds:g} {what} after {took:.2g} s"
+                    )
+                if not is_mine:
+                    time.sleep(_SLOW_SECONDS)
+            results = session.rpc("list_loras")
+            _check_levels(results, len(ranks), 0, TIMEOUT, "list_loras after the late call")
 
     def _check_call_error(self) -> None:
-        with self._started() as (executor, _):
-            try:
-                results = executor.collective_rpc("remove_lora", (7,))
-            except Exception as error:
-                if "adapter 7 of rank" not in str(error):
-                    raise ERRORS.violation(
-                        f"the worker raised WorkerFailure('adapter 7 of rank 0'), collective_rpc "
-                        f"raised {type(error).__name__}: {error}"
-                    ) from error
-            else:
-                raise ERRORS.violation(
-                    f"the worker raised WorkerFailure, collective_rpc returned "
-                    f"{short_repr(results)}"
-                )
+        with self._shared(self._size()) as session:
+            for rank in range(session.parallel.world_size):
+                order = Order("pin_lora", Does.FAIL, (rank,))
+                with session.script.ordered(order):
+                    _expect_error(
+                        lambda: session.rpc("pin_lora", (7,)), order, rank, "collective_rpc"
+                    )
+            results = session.rpc("list_loras")
+            count = session.parallel.world_size
+            _check_levels(results, count, 0, ERRORS, "list_loras after calls that failed")
+
+    def _step_errors(self) -> Sequence[Callable[[], None]]:
+        """Return a check for each method, each rank, and of the other ranks waiting or not."""
+
+        def check(method: str, index: int, *, others_wait: bool) -> Callable[[], None]:
+            return lambda: self._check_step_error(method, index, others_wait=others_wait)
+
+        return self._chosen(
+            [
+                check("initialize_cache", -1, others_wait=True),
+                check("execute_model", 0, others_wait=True),
+                check("sample_tokens", -1, others_wait=False),
+                check("sample_tokens", 0, others_wait=False),
+                check("execute_model", -1, others_wait=True),
+            ]
+        )
+
+    def _check_step_error(self, method: str, index: int, *, others_wait: bool) -> None:
+        size = self._size()
+        rank = range(size[0] * size[1])[index]
+        order = Order(method, Does.FAIL, (rank,), others_wait, 0.0 if others_wait else _LATE_SECONDS)
+        reported: list[BaseException] = []
+        with self._fresh(size) as session:
+            session.executor.on_failure(reported.append)
+            with session.script.ordered(order):
+
+                def call() -> None:
+                    if method == "initialize_cache":
+                        session.executor.initialize_cache(4)
+                        return
+                    session.begin(session.plan({"a": 1}))()
+                    if until(lambda: bool(reported), self.failure_seconds):
+                        raise reported[0]
+
+                _expect_error(call, order, rank, method)
 
     def _check_sleep(self) -> None:
-        with self._started() as (executor, _):
+        with self._shared(self._size()) as session:
             for method, args, level in (("sleep", (1,), 1), ("wake_up", (["kv_cache"],), 0)):
-                executor.collective_rpc(method, args)
-                results = executor.collective_rpc("list_loras")
+                session.rpc(method, args)
+                results = session.rpc("list_loras")
                 if not all(1000 + level in result for result in results):
                     raise SLEEP.violation(f"after {method}{args} a worker is not at level {level}")
 
     def _check_pipeline(self) -> None:
-        with self._started() as (executor, _):
-            depth = _depth(executor)
-            if depth == 1:
-                return
-            results = []
-            for step in range(1, depth + 1):
-                future = _future(executor.execute_model(_plan(step, {_SLOW: 1})), "execute_model")
-                sampling = executor.sample_tokens(_plan(step, {_SLOW: 1}))
-                results.append(_future(sampling, "sample_tokens"))
-                if step == 1 and future.done():
-                    raise PIPELINE.violation(
-                        f"max_concurrent_batches is {depth}, but execute_model returned only when "
-                        f"its step was done"
-                    )
-            for result in results:
-                _wait(result, "sample_tokens")
+        for size in self._sizes():
+            with self._shared(size) as session:
+                if (depth := _depth(session.executor)) == 1:
+                    continue
+                ranks = tuple(range(session.parallel.world_size))
+                order = Order("execute_model", Does.TAKE_LONG, ranks, seconds=_STEP_SECONDS)
+                with session.script.ordered(order):
+                    steps = []
+                    for number in range(depth):
+                        plan = session.plan({"a": 1})
+                        forward = session.execute(plan)
+                        sampled = session.sample(plan)
+                        if number == 0 and forward.done():
+                            raise PIPELINE.violation(
+                                f"max_concurrent_batches is {depth}, but execute_model returned "
+                                f"only when its step was done"
+                            )
+                        steps.append((plan, sampled))
+                    for plan, sampled in steps:
+                        session.compare(plan, lambda s=sampled: wait(s, "sample_tokens"))  # type: ignore[misc]
 
     def _check_no_failure(self) -> None:
         called: list[BaseException] = []
-        with self._started() as (executor, _):
-            executor.on_failure(called.append)
+        with self._fresh(self._sizes()[0]) as session:
+            session.executor.on_failure(called.append)
         if called:
             raise FAILURE.violation(f"close called the callback with {short_repr(called[0])}")
 
-    def _check_failure(self) -> None:
+    def _check_loss_idle(self) -> None:
         called: list[BaseException] = []
-        with self._started() as (executor, _):
-            executor.on_failure(called.append)
-            self.lose_worker(executor)
-            _until(lambda: bool(called), _SECONDS)
-            if not called:
-                raise FAILURE.violation(
-                    f"a worker was lost, and the callback was not called within {_SECONDS:g} s"
-                )
-            if not isinstance(called[0], BaseException):
-                raise FAILURE.violation(f"the callback was called with {short_repr(called[0])}")
+        with self._fresh(self._size()) as session:
+            session.executor.on_failure(called.append)
+            self._lose(session, session.parallel.world_size - 1)
+            self._check_reported(called, "an idle worker was lost")
+            later = in_thread(lambda: session.executor.collective_rpc("list_loras"))
+            self._check_ended(later, "a collective_rpc after the loss of a worker")
+
+    def _check_loss_in_call(self) -> None:
+        called: list[BaseException] = []
+        with self._fresh(self._size()) as session:
+            session.executor.on_failure(called.append)
+            ranks = tuple(range(session.parallel.world_size))
+            with session.script.ordered(Order("execute_model", Does.WAIT, ranks)):
+                result = in_thread(session.begin(session.plan({"a": 1})))
+                self._until_called(session, 0, "execute_model")
+                self._lose(session, 0)
+                self._check_ended(result, "a step whose worker was lost")
+            self._check_reported(called, "a worker was lost in a step")
+
+    def _check_loss_at_load(self) -> None:
+        session = self._new(self._size())
+        rank = session.parallel.world_size - 1
+        try:
+            with session.script.ordered(Order("load_model", Does.WAIT, (rank,), others_wait=True)):
+                started = in_thread(session.start)
+                self._until_called(session, rank, "load_model")
+                self._lose(session, rank)
+                self._check_ended(started, "start, of which a worker was lost,")
+        finally:
+            session.close()
+
+    def _until_called(self, session: Session, rank: int, method: str) -> None:
+        if not until(lambda: session.script.was_called(rank, method), executor_session.START_SECONDS):
+            raise RESULTS.violation(f"{method} was not called in rank {rank}")
+
+    def _lose(self, session: Session, rank: int) -> None:
+        """End a worker as a crash would, or skip the test."""
+        process = session.process_of(rank)
+        if type(self).lose_worker is not ExecutorSuite.lose_worker:
+            self.lose_worker(session.executor, rank)
+        elif process != os.getpid():
+            os.kill(process, signal.SIGKILL)
+        else:
+            pytest.skip(
+                f"the workers of {session.executor.name} are in this process, and "
+                f"{type(self).__name__} does not override lose_worker()"
+            )
+
+    def _check_reported(self, called: Sequence[BaseException], what: str) -> None:
+        if not until(lambda: bool(called), self.failure_seconds):
+            raise FAILURE.violation(
+                f"{what}, and the callback was not called within {self.failure_seconds:g} s"
+            )
+        time.sleep(_STEP_SECONDS)
+        if len(called) > 1:
+            raise FAILURE.violation(f"{what}, and the callback was called {len(called)} times")
+        if not isinstance(called[0], BaseException) or not str(called[0]):
+            raise FAILURE.violation(f"{what}: the callback was called with {short_repr(called[0])}")
+
+    def _check_ended(self, future: Any, what: str) -> None:
+        """Check that a call of this suite's thread ends with an error in time."""
+        if not until(future.done, self.failure_seconds):
+            raise FAILURE.violation(f"{what} had not ended after {self.failure_seconds:g} s")
+        if future.exception() is None:
+            raise FAILURE.violation(f"{what} gave {short_repr(future.result())}, no error")
 
     def _check_close(self) -> None:
         before = _holdings()
-        with self._started() as (executor, made):
-            _begin(executor, _plan(1, {"a": 1}), in_pipeline=_depth(executor) > 1)()
-            executor.close()  # and then again
-        if open_ones := [worker.rank for worker in made if not worker.closed]:
-            raise CLOSE.violation(f"the workers of ranks {open_ones} are not closed")
-        _until(lambda: not _more(before, _holdings()), _CLOSE_SECONDS)
-        if more := _more(before, _holdings()):
-            raise CLOSE.violation(f"after close there are more {', '.join(more)}")
+        with self._fresh(self._size()) as session:
+            _depth(session.executor)
+            session.begin(session.plan({"a": 1}))()
+            session.executor.close()  # and then again
+            if not until(lambda: not session.open_workers(), _CLOSE_SECONDS):
+                raise CLOSE.violation(f"the workers of ranks {session.open_workers()} are not closed")
+        if not until(lambda: not _more(before, _holdings()), _CLOSE_SECONDS):
+            raise CLOSE.violation(f"after close there are more {', '.join(_more(before, _holdings()))}")
 
     def _check_tokens(self) -> None:
         cls, name = self.executor, self._name()
-        options = {"plugin": {name: dict(self.options)}} if self.options else {}
-        mine = {"executor": {"use": f"{cls.__module__}:{cls.__qualname__}"}, **options}
-        runs = [executor_tokens(extra) for extra in ({}, mine)]
-        for request_id, expected in runs[0].items():
-            if (tokens := runs[1].get(request_id)) != expected:
-                raise TOKENS.violation(
-                    f"request {request_id!r} got {tokens}, with uniproc it gets {expected}"
-                )
+        expected = executor_tokens({})
+        for tensor, pipeline in self._sizes():
+            settings: dict[str, Any] = {
+                "executor": {"use": f"{cls.__module__}:{cls.__qualname__}"},
+                "parallel": {
+                    "tensor": tensor, "pipeline": pipeline, "communicator": self.communicator
+                },
+            }
+            if self.options:
+                settings["plugin"] = {name: dict(self.options)}
+            got = executor_tokens(settings, crowded=True)
+            for request_id, tokens in expected.items():
+                mine = got.get(request_id)
+                wanted = tokens if request_id != "r3" else tokens[: len(mine or ())]
+                if mine != wanted:
+                    raise TOKENS.violation(
+                        f"with {tensor} x {pipeline} ranks request {request_id!r} got {mine}, with "
+                        f"uniproc it gets {wanted}"
+                    )
 
 
-def _plan(step: int, counts: Mapping[str, int]) -> SchedulerOutput:
-    """Return a plan in which each request is new."""
-    requests = tuple(
-        NewRequest(
-            source=EngineCoreRequest(
-                request_id=request_id, prompt_token_ids=[1] * count, params=SamplingParams()
-            ),
-            output_token_ids=(),
-            block_ids=([0],),
-            num_computed_tokens=0,
+def _expect_error(
+    call: Callable[[], Any], order: Order, rank: int, method: str, seconds: float | None = None
+) -> None:
+    """Check that a call raises what a worker raised.
+
+    Raises:
+        Violation: it does not.
+    """
+    expected = f"{order.method} of rank {rank} failed"
+    future = in_thread(call)
+    seconds = executor_session.CALL_SECONDS if seconds is None else seconds
+    if not until(future.done, seconds):
+        raise ERRORS.violation(
+            f"{order.method} of rank {rank} raised ModelError, {method} had not ended after "
+            f"{seconds:g} s"
         )
-        for request_id, count in counts.items()
-    )
-    return SchedulerOutput(
-        step=step,
-        new_requests=requests,
-        num_scheduled_tokens=dict(counts),
-        total_num_scheduled_tokens=sum(counts.values()),
-    )
+    error = future.exception()
+    if isinstance(error, Violation) and error.rule == FUTURES.text:
+        raise error
+    if error is None or isinstance(error, Violation):
+        got = error.observed if error is not None else f"{method} gave no error"
+        raise ERRORS.violation(f"{order.method} of rank {rank} raised ModelError, but {got}")
+    if not isinstance(error, ModelError) or expected not in str(error):
+        raise ERRORS.violation(
+            f"a worker raised ModelError: {expected}; {method} raised "
+            f"{type(error).__name__}: {error}"
+        )
+
+
+def _check_levels(results: Any, count: int, level: int, rule: Rule, what: str) -> None:
+    expected = [{rank, 1000 + level} for rank in range(count)]
+    if results != expected:
+        raise rule.violation(
+            f"{what}: {count} workers returned {expected}, collective_rpc returned "
+            f"{short_repr(results)}"
+        )
 
 
 def _depth(executor: Executor) -> int:
@@ -406,92 +568,17 @@ def _depth(executor: Executor) -> int:
     return depth
 
 
-def _bitmask(plan: SchedulerOutput) -> GrammarBitmask | None:
-    """Return a bitmask for every second step."""
-    names = list(plan.num_scheduled_tokens)
-    if plan.step % 2 or not names:
-        return None
-    return GrammarBitmask(names, np.full((len(names), 9), plan.step, dtype=np.int32))
-
-
-def _sum_of(bitmask: GrammarBitmask | None) -> int:
-    return 0 if bitmask is None else int(bitmask.bitmask.sum()) + len(bitmask.request_ids)
-
-
-def _begin(
-    executor: Executor, plan: SchedulerOutput, *, in_pipeline: bool
-) -> Callable[[], ModelRunnerOutput]:
-    """Start a step as an engine does; return a function that waits for its result."""
-    forward = _future(executor.execute_model(plan), "execute_model")
-    sampling: Future[Any] | None = None
-    if in_pipeline and plan.total_num_scheduled_tokens:
-        sampling = _future(executor.sample_tokens(plan, _bitmask(plan)), "sample_tokens")
-
-    def result() -> ModelRunnerOutput:
-        output = _wait(forward, "execute_model")
-        if output is None and plan.total_num_scheduled_tokens:
-            later = sampling or _future(
-                executor.sample_tokens(plan, _bitmask(plan)), "sample_tokens"
-            )
-            output = _wait(later, "sample_tokens")
-        if not isinstance(output, ModelRunnerOutput):
-            raise RESULTS.violation(
-                f"the result of step {plan.step} is {short_repr(output)}, no ModelRunnerOutput"
-            )
-        return output
-
-    return result
-
-
-def _compare(
-    plain: ScriptedWorker, plan: SchedulerOutput, result: Callable[[], ModelRunnerOutput]
-) -> None:
-    """Compare a result with that of a worker that is called directly."""
-    sampled = plain.execute_model(plan) or plain.sample_tokens(plan, _bitmask(plan))
-    expected = sampled.sampled_token_ids
-    tokens = result().sampled_token_ids
-    for request_id in expected.keys() | tokens.keys():
-        wanted, got = expected.get(request_id, []), tokens.get(request_id, [])
-        if len(wanted) != len(got):
-            raise RESULTS.violation(
-                f"in step {plan.step} request {request_id!r} got {len(got)} tokens, the worker "
-                f"sampled {len(wanted)}"
-            )
-        if wanted != got:
-            raise RESULTS.violation(
-                f"in step {plan.step} request {request_id!r} got token {got[0]}; a worker that ran "
-                f"each step once and in order samples {wanted[0]}"
-            )
-
-
-def _future(value: Any, method: str) -> Future[Any]:
-    if not isinstance(value, Future):
-        raise FUTURES.violation(f"{method} returned {short_repr(value)}")
-    return value
-
-
-def _wait(future: Future[Any], method: str) -> Any:
-    try:
-        return future.result(timeout=_SECONDS)
-    except FutureTimeoutError:
-        raise FUTURES.violation(
-            f"the future of {method} was not done after {_SECONDS:g} s"
-        ) from None
-
-
-def _until(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-
-
 def _holdings() -> dict[str, int]:
-    """Return how many threads, child processes and open files this process has."""
+    """Return how many threads, child processes, open files and shared memory this process has."""
     counts = {"threads": threading.active_count()}
     with suppress(OSError):
         counts["open files"] = len(os.listdir("/proc/self/fd"))
         children = Path(f"/proc/self/task/{threading.get_native_id()}/children")
         counts["processes"] = len(children.read_text().split())
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        counts["pieces of shared memory"] = sum(
+            "/dev/shm/" in line or "/memfd:" in line for line in lines
+        )
     return counts
 
 

@@ -20,6 +20,21 @@ TIGHT = {  # requests are preempted, and prompts computed in pieces
     "kv_cache": {"block_size": 8, "num_blocks": 20},
     "scheduler": {"max_num_batched_tokens": 48, "policy": "priority"},
 }
+ONE_RANK: dict = {}
+TENSOR, PIPELINE, BOTH = (
+    {"executor": {"use": "multiproc"}, "parallel": {"tensor": tensor, "pipeline": pipeline}}
+    for tensor, pipeline in ((2, 1), (1, 2), (2, 2))
+)
+SOME_RANKS = [
+    pytest.param(TENSOR, id="tensor 2", marks=pytest.mark.nightly),
+    pytest.param(PIPELINE, id="pipeline 2"),
+    pytest.param(BOTH, id="2 x 2", marks=pytest.mark.nightly),
+]
+ANY_RANKS = [
+    pytest.param(ONE_RANK, id="one rank"),
+    pytest.param(TENSOR, id="tensor 2", marks=pytest.mark.nightly),
+    pytest.param(PIPELINE, id="pipeline 2", marks=pytest.mark.nightly),
+]
 POLICIES = ["fair", "shortest_first", "fcfs", "priority"]
 ENDLESS = SamplingParams(
     temperature=0.0,
@@ -73,10 +88,20 @@ def test_llm_with_an_engine_process(scripted, expected):
         assert llm.scheduler_stats().num_preemptions > 0
 
 
+@pytest.mark.parametrize("ranks", SOME_RANKS)
+def test_llm_with_several_ranks(scripted, expected, ranks):
+    with LLM(config=scripted_config(scripted, TIGHT | ranks)) as llm:
+        assert of_prompts(llm.generate(*prompts_and_params())) == expected
+        assert llm.scheduler_stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("ranks", ANY_RANKS)
 @pytest.mark.parametrize("in_process", [True, False])
-def test_with_policies_that_change_and_requests_that_time_out(scripted, expected, in_process):
+def test_with_policies_that_change_and_requests_that_time_out(
+    scripted, expected, in_process, ranks
+):
     """Jobs join two by two; the policy changes; endless neighbours time out and are aborted."""
-    settings = TIGHT | SLOW | {"engine": {"in_process": in_process}}
+    settings = TIGHT | SLOW | ranks | {"engine": {"in_process": in_process}}
     engine = open_engine(scripted, settings)
     results, ended, aborted = {}, {}, set()
     waiting = with_stop_strings()
@@ -136,11 +161,12 @@ def as_deltas(job: Job) -> Job:
     return (job[0], job[1], msgspec.structs.replace(job[2], output_kind=DELTA))
 
 
-def test_streamed_deltas_join_to_the_whole(scripted, expected, tmp_path):
+@pytest.mark.parametrize("ranks", ANY_RANKS)
+def test_streamed_deltas_join_to_the_whole(scripted, expected, tmp_path, ranks):
     """For its first steps, the engine waits until the outputs of the step before are taken."""
     turn = tmp_path / "turn"
     engine = open_engine(
-        scripted, TIGHT | {"plugins": {"enable": ["support.plugins.pacing:Turns"]}}
+        scripted, TIGHT | ranks | {"plugins": {"enable": ["support.plugins.pacing:Turns"]}}
     )
     turns = {"turns": {"path": str(turn)}}
     params = SamplingParams(max_tokens=30, ignore_eos=True, plugin_args=turns)
@@ -189,9 +215,10 @@ async def streamed(llm: AsyncLLM, job: Job, pause_s: float) -> list[tuple]:
     return joined(outputs)
 
 
-def test_async_llm_gives_the_same(scripted, expected):
+@pytest.mark.parametrize("ranks", ANY_RANKS)
+def test_async_llm_gives_the_same(scripted, expected, ranks):
     async def main():
-        llm = AsyncLLM(config=process_config(scripted, TIGHT))
+        llm = AsyncLLM(config=process_config(scripted, TIGHT | ranks))
         try:
             jobs = with_stop_strings()
             results = await asyncio.gather(*(whole(llm, job) for job in jobs))
@@ -206,7 +233,8 @@ def test_async_llm_gives_the_same(scripted, expected):
     asyncio.run(main())
 
 
-def test_async_llm_in_the_mix(scripted, expected):
+@pytest.mark.parametrize("ranks", ANY_RANKS)
+def test_async_llm_in_the_mix(scripted, expected, ranks):
     """With neighbours that time out or are left, while the policy changes."""
 
     async def neighbour(llm, name, timeout=None):
@@ -219,7 +247,7 @@ def test_async_llm_in_the_mix(scripted, expected):
             await asyncio.sleep(0.05)
 
     async def main():
-        llm = AsyncLLM(config=process_config(scripted, TIGHT | SLOW))
+        llm = AsyncLLM(config=process_config(scripted, TIGHT | SLOW | ranks))
         try:
             timed = [asyncio.create_task(neighbour(llm, f"timed{i}", 0.2)) for i in range(2)]
             left = [asyncio.create_task(neighbour(llm, f"left{i}")) for i in range(2)]

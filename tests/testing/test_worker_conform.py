@@ -19,7 +19,9 @@ from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.builtin_plugins.loaders.gguf import GGUFLoader
 from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
 from hardpoint.builtin_plugins.models.llama import Llama
+from hardpoint.builtin_plugins.models.mixtral import Mixtral
 from hardpoint.builtin_plugins.models.qwen import Qwen2, Qwen3
+from hardpoint.builtin_plugins.models.qwen_moe import Qwen2Moe, Qwen3Moe
 from hardpoint.builtin_plugins.ops.native_cpu import NativeOps
 from hardpoint.builtin_plugins.ops.torch import TorchOps
 from hardpoint.builtin_plugins.sampler import DefaultSampler
@@ -139,6 +141,33 @@ class TestQwen2(ModelSuite):
     examples = kit_examples(0.3)
     model = Qwen2
     config = config("Qwen2")  # 4 heads, which three ranks cannot divide
+
+
+class TestMixtral(ModelSuite):
+    examples = kit_examples(0.1)
+    model = Mixtral
+    config = config("Mixtral", num_local_experts=4, num_experts_per_tok=2)
+
+
+class TestQwen2Moe(ModelSuite):
+    examples = kit_examples(0.1)
+    model = Qwen2Moe
+    config = config(
+        "Qwen2Moe",
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=24,
+        mlp_only_layers=[1],
+    )
+
+
+class TestQwen3Moe(ModelSuite):
+    examples = kit_examples(0.1)
+    model = Qwen3Moe
+    config = config(
+        "Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8
+    )
 
 
 class TestQwen3(ModelSuite):

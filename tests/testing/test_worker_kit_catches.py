@@ -82,6 +82,8 @@ OPS = [
     (ops.GateLast, "gates", "values", "silu_and_mul differs by"),
     (ops.ExactGelu, "gates", "values", "gelu_and_mul differs by"),
     (ops.WritesToX, "gates", "in place", "silu_and_mul changed x"),
+    (ops.GivesExpertsEqualWeights, "experts", "values", "experts differs by"),
+    (ops.TakesTheLastExpertForNone, "experts", "values", "experts differs by"),
     (ops.ArgmaxTakesTheLast, "argmax", "tokens", r"argmax returned token \d+ for row 0 of 1, in"),
     (ops.ArgmaxPassesOverNaN, "argmax", "tokens", r"argmax returned token \d+ for row"),
     (ops.ArgmaxInInt32, "argmax", "result", r"argmax returned torch.int32 .* torch.int64 \[1\]"),

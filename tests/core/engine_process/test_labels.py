@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.core.launch_harness import said
 
-from hardpoint.core.engine_process import run
+from hardpoint.core.child_process import naming
 
 
 @pytest.mark.parametrize(("index", "name"), [(0, "EngineCore"), (3, "EngineCore_DP3")])
@@ -25,8 +25,8 @@ def test_process_lists_show_the_engine(child, tmp_path, index, name):
 
 def test_other_systems_have_no_such_file(monkeypatch, tmp_path):
     missing = tmp_path / "nothing" / "comm"
-    monkeypatch.setattr(run, "_COMM", missing)
-    run.name_process("EngineCore")
+    monkeypatch.setattr(naming, "_COMM", missing)
+    naming.name_process("EngineCore")
     assert not missing.parent.exists()
     assert Path("/proc/self/comm").read_text() != "EngineCore\n"
 

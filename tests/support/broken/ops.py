@@ -355,3 +355,19 @@ class ClearsTheBitmask(Plain):
     def keep_tokens(self, logits, rows, bitmask):
         super().keep_tokens(logits, rows, bitmask)
         bitmask.zero_()
+
+
+class GivesExpertsEqualWeights(Plain):
+    contract = 1
+
+    def experts(self, gate_up, down, shape):
+        apply = super().experts(gate_up, down, shape)
+        return lambda x, chosen, weights: apply(x, chosen, torch.full_like(weights, 0.5))
+
+
+class TakesTheLastExpertForNone(Plain):
+    contract = 1
+
+    def experts(self, gate_up, down, shape):
+        apply = super().experts(gate_up, down, shape)
+        return lambda x, chosen, weights: apply(x, chosen.clamp(0, len(down) - 1), weights)

@@ -23,6 +23,7 @@ from hardpoint.plugins import (
     ModelFiles,
     WeightLoader,
 )
+from hardpoint.plugins.parallel import Parallel
 from hardpoint.testing import load_ops
 
 
@@ -33,7 +34,12 @@ def open_loader(kind: type[WeightLoader], path: Path, **options: object) -> Weig
 
 
 def build_model(
-    kind: type[Model], config: ModelConfig, *, dtype: torch.dtype, max_model_len: int = 1024
+    kind: type[Model],
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    max_model_len: int = 1024,
+    parallel: Parallel | None = None,
 ) -> Model:
     """Build a model without weights."""
     context = ModelContext(
@@ -44,6 +50,7 @@ def build_model(
         device=torch.device("cpu"),
         max_model_len=max_model_len,
         ops=load_ops(dtype),
+        parallel=parallel or Parallel(),
     )
     return kind(context)
 
@@ -126,13 +133,25 @@ class Runner:
         self.caches = [self.backend.allocate(spec, num_blocks) for spec in self.specs]
         self.blocks = Blocks(num_blocks, block_size)
 
-    def hidden(self, batch: Sequence[tuple[str, Sequence[int]]]) -> torch.Tensor:
+    def hidden(
+        self,
+        batch: Sequence[tuple[str, Sequence[int]]],
+        *,
+        hidden: torch.Tensor | None = None,
+        routed_experts: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Run one step of (sequence, tokens) and return the hidden states of all tokens."""
         step, positions = self.blocks.step([(name, len(tokens)) for name, tokens in batch])
         plan = self.backend.plan(step)
         tokens = torch.tensor([token for _, part in batch for token in part])
         return self.model.forward(
-            ForwardBatch(token_ids=tokens, positions=positions, attend=partial(self._attend, plan))
+            ForwardBatch(
+                token_ids=tokens,
+                positions=positions,
+                attend=partial(self._attend, plan),
+                hidden=hidden,
+                routed_experts=routed_experts,
+            )
         )
 
     def logits(self, batch: Sequence[tuple[str, Sequence[int]]]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Starts engine processes of tests by forking a process that has imported what they need.
+"""Starts engine and worker processes of tests by forking a process that has imported what they need.
 
 An engine process takes 1.5 to 2 seconds of processor time to import; a fork takes milliseconds.
 The fork becomes a child of the test's process and behaves like a started one: it has the same
@@ -10,6 +10,7 @@ tests marked `fresh_process`, the engine process is started as always.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import importlib
 import json
 import os
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 _PR_SET_CHILD_SUBREAPER = 36
+_ABOVE = 2048  # the descriptors of any test
 # Torch sets its variable when a part of it is imported that engine processes do not import.
 _CHANGING = ("HARDPOINT__", "PYTEST_", "TORCHINDUCTOR_CACHE_DIR")
 
@@ -67,26 +69,30 @@ class ForkServer:
         """Whether a fork is the same as what these arguments of `Popen` start."""
         return (
             command[:-3] == self._command
-            and len(options["pass_fds"]) == 1
-            and {name for name, value in options.items() if value is not None}
+            and {name for name, value in options.items() if value is not None} - {"stderr"}
             == {"stdin", "cwd", "pass_fds", "start_new_session"}
             and _fixed(os.environ) == self._environment
             and self._popen.poll() is None
         )
 
-    def fork(self, command: list[str], cwd: str, descriptor: int) -> ForkedProcess:
-        """Return a new engine process, which has the launch socket `descriptor`."""
+    def fork(self, command: list[str], options: dict[str, Any]) -> ForkedProcess:
+        """Return a new child process, which has the descriptors of the options of `Popen`."""
+        passed = list(options["pass_fds"])
         request = {
-            "cwd": os.path.abspath(cwd),
+            "cwd": os.path.abspath(options["cwd"]),
             "environment": dict(os.environ),
             "argv": command[-4:],
+            "descriptors": [1, 2, *passed],
         }
+        stderr = options.get("stderr")
         with self._lock:
             # The fork is orphaned by the server, and so becomes a child of this process.
             _be_subreaper(True)
             try:
                 frames = [json.dumps(request).encode()]
-                socket.send_fds(self._control, frames, [descriptor, 1, 2])
+                socket.send_fds(
+                    self._control, frames, [1, 2 if stderr is None else stderr, *passed]
+                )
                 pid = int(self._control.recv(64))
                 assert self._control.recv(64) == b"orphaned"
             finally:
@@ -125,7 +131,7 @@ class EngineStarts:
         if self.forks:
             self.start_server()
             if self._server.serves(command, options):
-                return self._server.fork(command, options["cwd"], *options["pass_fds"])
+                return self._server.fork(command, options)
         return subprocess.Popen(command, **options)
 
 
@@ -149,7 +155,7 @@ def _serve(control: socket.socket) -> None:
     importlib.import_module("hardpoint.core.child_process.child")
     importlib.import_module("hardpoint.core.engine_process.run")
     while True:
-        data, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 3)
+        data, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 16)
         if not data:
             os._exit(0)
         assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not fork"
@@ -159,7 +165,7 @@ def _serve(control: socket.socket) -> None:
                 control.send(str(pid).encode())
                 os._exit(0)
             control.close()
-            _become(json.loads(data), *descriptors)
+            _become(json.loads(data), descriptors)
             return
         for descriptor in descriptors:
             os.close(descriptor)
@@ -167,16 +173,20 @@ def _serve(control: socket.socket) -> None:
         control.send(b"orphaned")
 
 
-def _become(request: dict[str, Any], launch: int, out: int, err: int) -> None:
+def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     """Be as a process that was started with the command of the request."""
     os.setsid()
-    for descriptor, standard in ((out, 1), (err, 2)):
-        os.dup2(descriptor, standard)
+    # First above all numbers that are asked for, so that none takes the place of another.
+    above = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, _ABOVE) for descriptor in descriptors]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    for descriptor, wanted in zip(above, request["descriptors"], strict=True):
+        os.dup2(descriptor, wanted)
         os.close(descriptor)
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    sys.argv[:] = [request["argv"][0], "--launch-fd", str(launch), request["argv"][-1]]
+    sys.argv[:] = request["argv"]
     importlib.invalidate_caches()
 
 

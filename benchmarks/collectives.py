@@ -1,0 +1,173 @@
+"""Time what the ranks of one host exchange: shared memory beside gloo.
+
+    python benchmarks/collectives.py --ranks 2
+
+Prints the median and the 99th percentile of each call in microseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.multiprocessing as multiprocessing
+
+from hardpoint.builtin_plugins.communicators.shared_memory import SharedMemoryCommunicator
+from hardpoint.builtin_plugins.communicators.torch import TorchCommunicator
+from hardpoint.kernels.shared_memory import BroadcastRing
+from hardpoint.plugins.parallel import Communicator, CommunicatorContext, Placement
+
+SHAPES = ((1, 576), (32, 576), (512, 576), (32, 4096))
+MESSAGES = (1_000, 8_500, 26_000)
+
+
+def percentiles(times: list[float]) -> tuple[float, float]:
+    """Return the median and the 99th percentile, in microseconds."""
+    ordered = sorted(times)
+    return statistics.median(ordered) * 1e6, ordered[int(len(ordered) * 0.99)] * 1e6
+
+
+def connect(cls: type[Communicator], rank: int, ranks: int, folder: str) -> Communicator:
+    """Return the communicator of a rank."""
+    return cls(
+        CommunicatorContext(
+            name=cls.__name__,
+            options=cls.Options(),
+            group=cls.__name__,
+            rank=rank,
+            size=ranks,
+            device=torch.device("cpu"),
+            placement=Placement(hosts=("",) * ranks, folder=folder),
+            timeout_seconds=30.0,
+        )
+    )
+
+
+def time_calls(call: Callable[[], object], count: int) -> list[float]:
+    """Return how long each call took, after some that are not counted."""
+    times = []
+    for _ in range(count + count // 5):
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return times[count // 5 :]
+
+
+def run_rank(rank: int, ranks: int, folder: str, count: int, report: socket.socket) -> None:
+    """Time the collectives; rank 0 prints them."""
+    torch.set_num_threads(1)
+    results = []
+    for cls in (SharedMemoryCommunicator, TorchCommunicator):
+        group = connect(cls, rank, ranks, folder)
+        for shape in SHAPES:
+            x = torch.ones(shape, dtype=torch.bfloat16)
+            results.append(percentiles(time_calls(lambda x=x: group.all_reduce(x), count)))
+        group.close()
+    if rank == 0:
+        report.sendall(repr(results).encode())
+
+
+def read_messages(descriptor: int, reader: int, answers: socket.socket) -> None:
+    """Answer each message of a ring, and of the socket once the ring is done."""
+    ring = BroadcastRing.open(descriptor, reader)
+    while ring.read():
+        answers.sendall(b"1")
+    ring.close()
+    while size := int.from_bytes(receive(answers, 4), "little"):
+        receive(answers, size)
+        answers.sendall(b"1")
+
+
+def receive(source: socket.socket, size: int) -> bytes:
+    """Return so many bytes."""
+    data = bytearray()
+    while len(data) < size:
+        part = source.recv(size - len(data))
+        if not part:
+            raise EOFError("the other end is closed")
+        data += part
+    return bytes(data)
+
+
+def time_messages(readers: int, count: int) -> Iterator[tuple[int, list[tuple[float, float]]]]:
+    """Yield the size of a message, and how long the ring and sockets take, answers included."""
+    context = multiprocessing.get_context("fork")
+    ring = BroadcastRing.create(1 << 20, readers)
+    pairs = [socket.socketpair() for _ in range(readers)]
+    children = [
+        context.Process(target=read_messages, args=(ring.fileno(), reader, pairs[reader][1]))
+        for reader in range(readers)
+    ]
+    for child in children:
+        child.start()
+
+    def answered() -> None:
+        for ours, _ in pairs:
+            receive(ours, 1)
+
+    def by_ring(data: bytes) -> None:
+        ring.write(data)
+        answered()
+
+    def by_sockets(data: bytes) -> None:
+        for ours, _ in pairs:
+            ours.sendall(len(data).to_bytes(4, "little") + data)
+        answered()
+
+    times = {}
+    for size in MESSAGES:
+        times[size] = [percentiles(time_calls(lambda size=size: by_ring(os.urandom(8) * (size // 8)), count))]
+    ring.write(b"")
+    for size in MESSAGES:
+        times[size].append(percentiles(time_calls(lambda size=size: by_sockets(os.urandom(8) * (size // 8)), count)))
+    for ours, _ in pairs:
+        ours.sendall(bytes(4))
+    for child in children:
+        child.join()
+    ring.close()
+    yield from times.items()
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--count", type=int, default=1000, help="calls of each kind")
+    arguments = parser.parse_args()
+    ranks, count = arguments.ranks, arguments.count
+    torch.set_num_threads(1)
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = socket.socketpair()
+    with tempfile.TemporaryDirectory() as folder:
+        children = [
+            context.Process(target=run_rank, args=(rank, ranks, folder, count, theirs))
+            for rank in range(ranks)
+        ]
+        for child in children:
+            child.start()
+        results = ast.literal_eval(ours.recv(1 << 16).decode())
+        for child in children:
+            child.join()
+    rows = [
+        (f"all_reduce {rows}x{columns} bf16", shared, gloo)
+        for (rows, columns), shared, gloo in zip(
+            SHAPES, results[: len(SHAPES)], results[len(SHAPES) :], strict=True
+        )
+    ]
+    rows += [(f"plan of {size} bytes", *both) for size, both in time_messages(ranks, count)]
+    print(f"{ranks} ranks: microseconds, p50 and p99; plans include the readers' answers")
+    print(f"{'':28}{'shared memory':>18}{'gloo or sockets':>18}{'ratio':>8}")
+    for what, shared, other in rows:
+        figures = "".join(f"{median:9.1f}{worst:9.1f}" for median, worst in (shared, other))
+        print(f"{what:28}{figures}{other[0] / shared[0]:8.1f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""How the ranks of a group on one host tell each other what they need to share memory."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+from hardpoint.plugins import ModelError
+from hardpoint.plugins.parallel import CommunicatorContext
+
+_POLL_SECONDS = 0.002
+_FAILED, _SAID = "!", "="
+
+
+class RankMissingError(ModelError):
+    """A rank did not come in time; nor would it to another communicator."""
+
+
+class _Board(Protocol):
+    """Texts that one rank puts up and others read."""
+
+    def put(self, key: str, text: str) -> None:
+        """Put up a text."""
+
+    def get(self, key: str) -> str | None:
+        """Return a text, None if it is not there yet."""
+
+
+class _Files:
+    """Texts in a folder, each a file."""
+
+    def __init__(self, folder: Path, group: str) -> None:
+        self._folder, self._prefix = folder, f"shared-{group}"
+
+    def put(self, key: str, text: str) -> None:
+        path = self._folder / f"{self._prefix}-{key}"
+        part = path.with_suffix(".part")
+        part.write_text(text)
+        part.replace(path)  # whole at once
+
+    def get(self, key: str) -> str | None:
+        try:
+            return (self._folder / f"{self._prefix}-{key}").read_text()
+        except FileNotFoundError:
+            return None
+
+
+class _Store:
+    """Texts in a TCPStore of torch, for engines on several hosts."""
+
+    def __init__(self, place: str, group: str, timeout: timedelta) -> None:
+        from torch import distributed  # noqa: PLC0415 - slow, and rarely needed
+
+        dist: Any = distributed
+        host, _, port = place.rpartition(":")
+        store = dist.TCPStore(
+            host.strip("[]"), int(port), timeout=timeout, wait_for_workers=False
+        )
+        self._store = dist.PrefixStore(f"shared-{group}", store)
+
+    def put(self, key: str, text: str) -> None:
+        self._store.set(key, text)
+
+    def get(self, key: str) -> str | None:
+        return str(self._store.get(key).decode()) if self._store.check([key]) else None
+
+
+class Meeting:
+    """The ranks of a group while they start."""
+
+    def __init__(self, context: CommunicatorContext) -> None:
+        """Open the place where they meet.
+
+        Raises:
+            ModelError: there is none.
+        """
+        self._context = context
+        self._deadline = time.monotonic() + context.timeout_seconds
+        placement = context.placement
+        self._place = placement.folder or placement.store
+        if not self._place:
+            raise self._error("placement.folder: expected a folder or a store to meet at, got none")
+        if placement.folder and not os.path.isdir(placement.folder):
+            raise self._error(f"placement.folder: there is no folder {placement.folder!r}")
+        try:
+            self._board: _Board = (
+                _Files(Path(placement.folder), context.group)
+                if placement.folder
+                else _Store(
+                    placement.store, context.group, timedelta(seconds=context.timeout_seconds)
+                )
+            )
+        except (RuntimeError, OSError, ValueError) as cause:
+            raise self._error(f"the store at {self._place} does not answer: {cause}") from cause
+
+    def agree(self, what: str, make: Callable[[], str]) -> list[str]:
+        """Return what `make` returns in each rank, once it has returned in all.
+
+        Args:
+            what: names the step; ranks agree on each once.
+            make: raises what keeps this rank from taking part.
+
+        Raises:
+            RankMissingError: a rank did not come in time.
+            ModelError: `make` failed in a rank; all ranks get the error.
+        """
+        rank, size = self._context.rank, self._context.size
+        cause: Exception | None = None
+        try:
+            text = _SAID + make()
+        except (RuntimeError, OSError, ValueError, MemoryError) as error:
+            cause, text = error, f"{_FAILED}rank {rank}: {error}"
+        self._board.put(f"{what}-{rank}", text)
+        said = [self._wait_for(what, other) for other in range(size)]
+        failures = [text[1:] for text in said if text[0] == _FAILED]
+        if failures:
+            raise self._error("; ".join(failures)) from cause
+        return [text[1:] for text in said]
+
+    def _wait_for(self, what: str, rank: int) -> str:
+        """Return what a rank has put up."""
+        while True:
+            text = self._board.get(f"{what}-{rank}")
+            if text is not None:
+                return text
+            if time.monotonic() > self._deadline:
+                missing = [
+                    f"rank {other}"
+                    for other in range(self._context.size)
+                    if self._board.get(f"{what}-{other}") is None
+                ]
+                raise RankMissingError(
+                    f"parallel: group {self._context.group!r}: {', '.join(missing)} did not come "
+                    f"to {self._place} within {self._context.timeout_seconds:g} s"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def _error(self, text: str) -> ModelError:
+        return ModelError(
+            f"parallel.communicator: {self._context.name!r} cannot be used for group "
+            f"{self._context.group!r}: {text}"
+        )

@@ -1,0 +1,154 @@
+"""How the ranks of a group find each other: a private file on one host, a store between several."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import distributed
+
+from hardpoint.plugins.errors import ModelError
+from hardpoint.plugins.parallel import CommunicatorContext
+
+T = TypeVar("T")
+
+dist: Any = distributed  # whose annotations lack most of what is needed
+
+_LOOPBACK = "127.0.0.1"
+_POLL_SECONDS = 0.005
+_RETRY_SECONDS = 0.1
+
+
+class Rendezvous:
+    """Where the ranks of a group meet.
+
+    Attributes:
+        address: of this rank, the only one that it listens on.
+        store: of the group alone.
+    """
+
+    def __init__(self, context: CommunicatorContext) -> None:
+        """Open the store.
+
+        Raises:
+            ModelError: it does not open; the message names it.
+        """
+        self._context = context
+        self._deadline = time.monotonic() + context.timeout_seconds
+        placement = context.placement
+        if placement.is_one_host:
+            self.address = _LOOPBACK
+            self._place = placement.folder
+            store = self._file_store()
+        else:
+            if len(placement.addresses) != context.size:
+                raise self._error(
+                    f"placement.addresses: expected an IP address per rank for ranks on several "
+                    f"hosts, got {list(placement.addresses)}"
+                )
+            self.address = placement.addresses[context.rank]
+            self._place = placement.store
+            store = self._tcp_store()
+        store.set_timeout(timedelta(seconds=context.timeout_seconds))
+        self.store = dist.PrefixStore(context.group, store)
+
+    def remaining(self) -> timedelta:
+        """Return how long to wait at most, at least a moment."""
+        return timedelta(seconds=max(self._deadline - time.monotonic(), 0.1))
+
+    def agree(self, make: Callable[[], T], what: str) -> T:
+        """Return what `make` returns, once it has returned in all ranks.
+
+        Args:
+            make: raises what keeps this rank from taking part.
+            what: names the step; ranks agree on each once.
+
+        Raises:
+            ModelError: it failed in a rank, or a rank did not come in time.
+        """
+        failure = ""
+        made: list[T] = []
+        try:
+            made.append(make())
+        except (RuntimeError, OSError) as error:
+            failure = f"rank {self._context.rank}: {_first_line(error)}"
+        try:
+            self.store.set(f"{what}/{self._context.rank}", failure or "ready")
+            failures = self._wait_for_all(what)
+        except dist.DistError as error:
+            raise self._error(
+                f"the store at {self._place} has ended: {_first_line(error)}"
+            ) from error
+        if failures:
+            raise self._error("; ".join(failures))
+        return made[0]
+
+    def _wait_for_all(self, what: str) -> list[str]:
+        missing = list(range(self._context.size))
+        failures = []
+        while True:
+            for rank in list(missing):
+                if self.store.check([f"{what}/{rank}"]):
+                    missing.remove(rank)
+                    said = self.store.get(f"{what}/{rank}").decode()
+                    failures += [said] if said != "ready" else []
+            if not missing:
+                return failures
+            if time.monotonic() > self._deadline:
+                raise self._error(
+                    f"{', '.join(map(self._rank_name, missing))} did not come to {self._place} "
+                    f"within {self._context.timeout_seconds:g} s"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def _rank_name(self, rank: int) -> str:
+        placement = self._context.placement
+        if placement.is_one_host:
+            return f"rank {rank}"
+        return f"rank {rank} ({placement.hosts[rank]}, {placement.addresses[rank]})"
+
+    def _file_store(self) -> Any:
+        if not Path(self._place).is_dir():
+            raise self._error(f"placement.folder: there is no folder {self._place!r}")
+        return dist.FileStore(f"{self._place}/torch-{self._context.group}", self._context.size)
+
+    def _tcp_store(self) -> Any:
+        host, _, port = self._place.rpartition(":")
+        if not host or not port.isdigit():
+            raise self._error(
+                f"placement.store: expected host:port for ranks on several hosts, got "
+                f"{self._place!r}"
+            )
+        host = host.strip("[]")
+        self._wait_for_listener(host, int(port))
+        try:
+            return dist.TCPStore(host, int(port), timeout=self.remaining(), wait_for_workers=False)
+        except (RuntimeError, OSError) as error:
+            raise self._error(f"the store at {self._place}: {_first_line(error)}") from error
+
+    def _wait_for_listener(self, host: str, port: int) -> None:
+        # Torch would wait as well, but prints a stack with each try.
+        while True:
+            try:
+                socket.create_connection((host, port), self.remaining().total_seconds()).close()
+            except OSError as error:
+                if time.monotonic() > self._deadline:
+                    raise self._error(
+                        f"rank {self._context.rank} could not reach the store of rank 0 of the "
+                        f"engine at {self._place} within {self._context.timeout_seconds:g} s: "
+                        f"{error}"
+                    ) from error
+                time.sleep(_RETRY_SECONDS)
+            else:
+                return
+
+    def _error(self, text: str) -> ModelError:
+        return ModelError(f"parallel: group {self._context.group!r}: {text}")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,330 @@
+"""The worker processes of the executor "multiproc", the calls to them, and their end."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait
+from typing import Any
+
+import msgspec
+
+from hardpoint.plugins import ExecutorContext
+from hardpoint.plugins.errors import EngineClosedError, EngineDeadError
+from hardpoint.plugins.executor import WorkerProcess
+from hardpoint.plugins.worker_calls import encode_call
+
+from .multiproc_calls import CallsEndedError, CallSender
+from .multiproc_messages import Frame, FrameReader, Kind, Progress, Setup, send
+from .multiproc_pending import PendingCall
+
+_RUN = "hardpoint.builtin_plugins.executors.multiproc_worker:run_worker"
+_SETTLE_S = 0.25  # for other ranks to fail as well, and for the end of a process to be seen
+_GRACE_S, _GRACE_AFTER_FAILURE_S = 5.0, 1.0  # for workers to close, before they are killed
+_TICK_S = 0.1
+
+
+class WorkerGroup:
+    """The processes of all ranks.
+
+    A thread reads their answers and watches for their end. Where a rank is lost, or raises in a
+    call in which the others wait for it, the group fails: all calls raise that error from then on.
+    """
+
+    # `_order` makes the numbers of calls the order in which they are sent; a send may wait, so
+    # that nothing else is guarded by it. `_lock` guards the rest.
+
+    def __init__(self, context: ExecutorContext, sender: CallSender) -> None:
+        """Start nothing yet.
+
+        Args:
+            context: of the executor.
+            sender: sends the calls; closed with this.
+        """
+        self._sender = sender
+        self._parallel = context.parallel
+        self._owner = os.getpid()
+        self._workers: list[WorkerProcess] = []
+        self._readers: list[FrameReader] = []
+        self._ready: set[int] = set()
+        self._progress: dict[int, Progress] = {}
+        self._order, self._lock = threading.Lock(), threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._calls: dict[int, PendingCall] = {}
+        self._num_calls = 0
+        self._settle_at: dict[int, float] = {}  # by number of a call that some ranks failed
+        self._failure: BaseException | None = None
+        self._callback: Callable[[BaseException], None] | None = None
+        self._lost = False  # a worker, not only a call
+        self._closing = False
+        self._wake_read, self._wake_write = os.pipe()
+        self._watcher: threading.Thread | None = None
+
+    # Start
+
+    def start(self, context: ExecutorContext) -> None:
+        """Start the processes, and wait until all have opened their worker.
+
+        Raises:
+            Exception: the error of a rank that could not.
+            EngineDeadError: they took too long.
+        """
+        world_size = self._parallel.world_size
+        for rank in range(world_size):
+            launch = context.launch(rank)
+            worker = context.start_process(launch, _RUN, self._sender.descriptors(rank))
+            self._workers.append(worker)
+            self._readers.append(FrameReader(worker.channel))
+            samples = rank == self._parallel.output_rank
+            setup = Setup(self._sender.uses_ring, context.watchdog_seconds, samples)
+            with contextlib.suppress(OSError):  # it has ended, which the thread sees
+                send(worker.channel, Kind.SETUP, msgspec.msgpack.encode(setup))
+        self._sender.started()
+        self._watcher = threading.Thread(target=self._watch, name="MultiprocWatch", daemon=True)
+        self._watcher.start()
+        seconds = self._parallel.start_seconds
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._failure is not None or len(self._ready) == world_size, seconds
+            )
+            if self._failure is not None:
+                raise _again(self._failure)
+            if late := [rank for rank in range(world_size) if rank not in self._ready]:
+                raise EngineDeadError(
+                    f"{', '.join(map(self.label, late))}: not ready within {seconds:g} s "
+                    f"(parallel.start_seconds)"
+                )
+
+    def label(self, rank: int) -> str:
+        """Return a rank and its process id, for messages."""
+        return f"rank {rank} (pid {self._workers[rank].pid})"
+
+    # Calls
+
+    def step(self, method: str, args: Sequence[Any]) -> PendingCall:
+        """Send a call of a step, which the rank that samples answers."""
+        return self._send(method, args, self._parallel.output_rank)
+
+    def call(
+        self,
+        method: str,
+        args: Sequence[Any] = (),
+        timeout: float | None = None,
+        progress: Callable[[str, int, int], None] | None = None,
+    ) -> list[Any]:
+        """Call a method in all ranks; return the results in rank order.
+
+        Raises:
+            TimeoutError: they did not answer in time. They go on with it, and with later calls.
+        """
+        call = self._send(method, args, None)
+        if progress is not None:
+            while not wait((call.future,), _TICK_S).done:
+                self._tell(progress)
+            self._tell(progress, ended=call.future.exception() is None)
+        try:
+            results: list[Any] = call.future.result(timeout)
+        except TimeoutError:
+            if call.future.done():
+                raise  # of a worker
+            ranks = ", ".join(self.label(rank) for rank in call.missing)
+            message = f"{method}: no answer within {timeout:g} s from {ranks}"
+            raise TimeoutError(message) from None
+        return results
+
+    def _send(self, method: str, args: Sequence[Any], answering: int | None) -> PendingCall:
+        call = PendingCall(method, self._parallel.world_size, answering)
+        data = encode_call(method, args)
+        with self._order:
+            with self._lock:
+                if self._closing:
+                    raise EngineClosedError(f"{method}: the executor was closed")
+                if self._failure is not None:
+                    raise _again(self._failure)
+                self._num_calls = number = self._num_calls + 1
+                self._calls[number] = call
+            try:
+                self._sender.send(number, data, all_answer=answering is None)
+            except CallsEndedError as cause:
+                self._await_failure(call, cause)
+            except BaseException as error:  # some ranks have the call, others may not
+                self._fail(EngineDeadError(f"{method}: sending it failed: {error!r}"), lost=False)
+                raise
+        return call
+
+    def _await_failure(self, call: PendingCall, cause: CallsEndedError) -> None:
+        """Wait for the reason that a call could not be sent; set it as the result."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or self._closing, _SETTLE_S)
+        self._fail(EngineDeadError(f"{call.method}: workers take no calls: {cause}"), lost=True)
+
+    def _tell(self, progress: Callable[[str, int, int], None], *, ended: bool = False) -> None:
+        """Report the loading of all ranks together."""
+        with self._lock:
+            told = list(self._progress.values())
+        if not told:
+            return
+        missing = self._parallel.world_size - len(told)
+        total = sum(one.total for one in told) + missing * max(one.total for one in told)
+        done = total if ended else min(sum(one.done for one in told), total - 1)
+        progress(told[0].what, done, total)
+
+    # The thread
+
+    def _watch(self) -> None:
+        poller = select.poll()
+        poller.register(self._wake_read, select.POLLIN)
+        owners = {}
+        for rank, worker in enumerate(self._workers):
+            for descriptor in (worker.channel.fileno(), *worker.sentinels()):
+                owners[descriptor] = rank
+                poller.register(descriptor, select.POLLIN)
+        while not self._closing and not self._lost:
+            for descriptor, _ in poller.poll(self._patience_ms()):
+                if self._closing or descriptor == self._wake_read:
+                    return
+                rank = owners[descriptor]
+                if descriptor != self._workers[rank].channel.fileno():
+                    self._check_process(rank)
+                elif self._take_frames(rank):
+                    poller.unregister(descriptor)
+            self._settle()
+
+    def _patience_ms(self) -> float | None:
+        if not self._settle_at:
+            return None
+        return max(min(self._settle_at.values()) - time.monotonic(), 0) * 1000 + 1
+
+    def _check_process(self, rank: int) -> None:
+        error = self._workers[rank].failure()
+        if error is not None:
+            if f"rank {rank}" not in str(error):
+                error.add_note(f"In {self.label(rank)}")
+            self._fail(error, lost=True)
+
+    def _take_frames(self, rank: int) -> bool:
+        """Take what a worker has sent; return whether it sends no more."""
+        reader = self._readers[rank]
+        for frame in reader.read():
+            if frame.kind is Kind.RESULT:
+                self._take_answer(rank, frame)
+            elif frame.kind is Kind.PROGRESS:
+                told = msgspec.msgpack.decode(frame.data, type=Progress)
+                with self._lock:
+                    self._progress[rank] = told
+            elif frame.kind is Kind.READY:
+                with self._changed:
+                    self._ready.add(rank)
+                    self._changed.notify_all()
+        return reader.is_at_end
+
+    def _take_answer(self, rank: int, frame: Frame) -> None:
+        """Take the answer to a call."""
+        number = frame.number
+        with self._lock:
+            call = self._calls.get(number)
+        if call is None:  # a step that the output rank has completed, and this one has not
+            call = PendingCall("sample_tokens", self._parallel.world_size, rank)
+            call.future.set_result(None)  # nobody waits for it
+        call.take(rank, self.label(rank), frame.data)
+        if call.is_answered:
+            with self._lock:
+                self._calls.pop(number, None)
+            call.succeed()
+        elif call.failures and (call.failed_alike or not (call.is_joint or call.missing)):
+            with self._lock:
+                self._calls.pop(number, None)
+            self._settle_at.pop(number, None)
+            call.fail(call.failure())
+        elif call.failures and call.is_joint and number not in self._settle_at:
+            with self._lock:
+                self._calls[number] = call
+            self._settle_at[number] = time.monotonic() + _SETTLE_S
+
+    def _settle(self) -> None:
+        """Fail for calls that only some ranks have failed, so that they are out of step."""
+        now = time.monotonic()
+        for number in [number for number, at in self._settle_at.items() if at <= now]:
+            del self._settle_at[number]
+            with self._lock:
+                call = self._calls.get(number)
+            if call is not None and call.failures:
+                was_done = call.future.done()
+                error = call.failure()
+                call.fail(error)
+                self._fail(error, lost=was_done)
+
+    # End
+
+    def on_failure(self, callback: Callable[[BaseException], None]) -> None:
+        """Register the callback for the loss of a worker; call it if one is lost already."""
+        with self._lock:
+            self._callback = callback
+            error = self._failure if self._lost else None
+        if error is not None:
+            callback(error)
+
+    def _fail(self, error: BaseException, *, lost: bool) -> None:
+        """Let all calls raise an error from now on, and let no rank wait for another.
+
+        Args:
+            error: the reason.
+            lost: whether a worker is lost, not only a call.
+        """
+        with self._changed:
+            if self._failure is not None or self._closing:
+                return
+            self._failure, self._lost = error, lost
+            calls, self._calls = list(self._calls.values()), {}
+            callback = self._callback
+            self._changed.notify_all()
+        for call in calls:
+            call.fail(_again(error))
+        reason = f"the engine failed: {error}".encode()[:2000]
+        for worker in self._workers:
+            with contextlib.suppress(OSError):  # it has ended
+                send(worker.channel, Kind.ABORT, reason)
+        self._sender.end()
+        if lost and callback is not None:
+            callback(error)
+
+    def close(self) -> None:
+        """End the processes. Closing twice does nothing."""
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+            calls, self._calls = list(self._calls.values()), {}
+            self._changed.notify_all()
+        if os.getpid() != self._owner:
+            return  # a fork has neither the thread nor the processes
+        for call in calls:
+            call.fail(EngineClosedError(f"{call.method}: the executor was closed"))
+        self._sender.end()
+        os.write(self._wake_write, b"x")
+        if self._watcher is not None and self._watcher is not threading.current_thread():
+            self._watcher.join()
+        for worker in self._workers:
+            with contextlib.suppress(OSError):
+                worker.channel.shutdown(socket.SHUT_RDWR)
+        grace_s = _GRACE_S if self._failure is None else _GRACE_AFTER_FAILURE_S
+        deadline = time.monotonic() + grace_s
+        for worker in self._workers:
+            worker.close(max(deadline - time.monotonic(), 0))
+        self._sender.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+
+def _again(error: BaseException) -> BaseException:
+    """Return an error to raise once more: a traceback belongs to one of them."""
+    try:
+        return copy.copy(error)
+    except Exception:  # of a class that takes other arguments
+        return error

@@ -1,0 +1,107 @@
+"""Calls of the executor "multiproc" that are under way, and their answers."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, InvalidStateError
+from typing import Any
+
+from hardpoint.plugins.worker_calls import decode_result
+
+_ALONE = frozenset(
+    {
+        "add_lora",
+        "list_loras",
+        "pin_lora",
+        "plugin_meters",
+        "remove_lora",
+        "start_profile",
+        "stop_profile",
+        "take_draft_token_ids",
+    }
+)
+"""Methods of Worker in which a rank does not wait for the others."""
+
+
+class PendingCall:
+    """A call that was sent to all ranks.
+
+    Attributes:
+        method: of Worker.
+        future: of the results in rank order, or of that of the one rank that answers.
+        failures: what ranks raised, in the order in which that was heard.
+    """
+
+    def __init__(self, method: str, world_size: int, answering: int | None) -> None:
+        """Wait for answers.
+
+        Args:
+            method: of Worker.
+            world_size: number of ranks.
+            answering: the rank whose result counts; the others answer only if they fail. None is
+                all.
+        """
+        self.method = method
+        self.future: Future[Any] = Future()
+        self.future.set_running_or_notify_cancel()
+        self.failures: dict[int, Exception] = {}
+        self._results: dict[int, Any] = {}
+        self._world_size = world_size
+        self._answering = answering
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether ranks wait for each other in it, so that one that fails leaves others waiting."""
+        return self.method not in _ALONE
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that have not answered."""
+        return [
+            rank
+            for rank in range(self._world_size)
+            if rank not in self._results and rank not in self.failures
+        ]
+
+    @property
+    def failed_alike(self) -> bool:
+        """Whether all ranks have raised the same: they refused the call, and none waits."""
+        kinds = {(type(error), str(error)) for error in self.failures.values()}
+        return len(self.failures) == self._world_size and len(kinds) == 1
+
+    def take(self, rank: int, label: str, data: bytes) -> None:
+        """Take the answer of a rank, which `label` names in the note of its error."""
+        try:
+            self._results[rank] = decode_result(self.method, data, label)
+        except Exception as error:
+            self.failures[rank] = error
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether no rank has failed, and all results are there that are awaited."""
+        if self.failures:
+            return False
+        if self._answering is not None:
+            return self._answering in self._results
+        return len(self._results) == self._world_size
+
+    def succeed(self) -> None:
+        """Set the result."""
+        if self._answering is not None:
+            self.future.set_result(self._results[self._answering])
+        else:
+            self.future.set_result([self._results[rank] for rank in range(self._world_size)])
+
+    def failure(self) -> Exception:
+        """Return what the first rank raised, with what others raised in a note."""
+        (_, error), *others = self.failures.items()
+        for rank, other in others:
+            if str(other) != str(error):
+                error.add_note(f"Rank {rank} also failed: {type(other).__name__}: {other}")
+        return error
+
+    def fail(self, error: BaseException) -> None:
+        """Set an error as the result, unless it has one."""
+        try:
+            self.future.set_exception(error)
+        except InvalidStateError:
+            return

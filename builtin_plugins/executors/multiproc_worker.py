@@ -1,0 +1,137 @@
+"""A worker's process of the executor "multiproc"."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import logging
+import socket
+import threading
+import time
+
+import msgspec
+
+from hardpoint.plugins.executor import Worker, WorkerLaunch, open_worker
+from hardpoint.plugins.worker_calls import WorkerServer, has_failed
+
+from .multiproc_calls import CallReceiver, CallsEndedError, open_receiver
+from .multiproc_messages import Kind, Progress, Setup, receive, send
+
+_log = logging.getLogger("hardpoint")
+
+_SLACK = 0.1  # of the watchdog's limit
+_IDLE_S = 1.0  # without a call, after which the watchdog is stopped
+_PROGRESS_INTERVAL_S = 0.05
+
+
+def run_worker(launch: WorkerLaunch, channel: socket.socket, descriptors: list[int]) -> None:
+    """Serve an executor's calls until it ends them."""
+    frame = receive(channel)
+    if frame is None:
+        return  # the executor has ended
+    setup = msgspec.msgpack.decode(frame.data, type=Setup)
+    receiver = open_receiver(setup, launch.rank, descriptors)
+    worker = open_worker(launch, _Teller(channel))
+    try:
+        service = _Service(worker, channel, receiver, setup)
+        threading.Thread(target=service.obey, name="WorkerControl", daemon=True).start()
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended
+            send(channel, Kind.READY)
+            service.serve()
+    finally:
+        worker.close()
+
+
+class _Teller:
+    """Tells the executor how far the loading is, not too often."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._told_at = 0.0
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if done < total and now - self._told_at < _PROGRESS_INTERVAL_S:
+            return
+        self._told_at = now
+        send(self._channel, Kind.PROGRESS, msgspec.msgpack.encode(Progress(what, done, total)))
+
+
+class _Service:
+    """Runs calls in the main thread, and obeys the executor in another one."""
+
+    def __init__(
+        self, worker: Worker, channel: socket.socket, receiver: CallReceiver, setup: Setup
+    ) -> None:
+        self._worker = worker
+        self._server = WorkerServer(worker)
+        self._channel = channel
+        self._receiver = receiver
+        self._samples = setup.samples
+        self._watchdog = _Watchdog(setup.watchdog_seconds)
+        self._in_call = False
+
+    def serve(self) -> None:
+        """Run calls until there are no more."""
+        num_calls = 0
+        with contextlib.suppress(CallsEndedError):
+            while True:
+                call = self._receiver.receive(_IDLE_S)
+                if call is None:
+                    self._watchdog.stop()
+                    call = self._receiver.receive()
+                if call is not None:
+                    self._run(*call)
+                num_calls += 1
+                if num_calls == _FREEZE_AFTER:
+                    gc.collect()
+                    gc.freeze()  # the model lives as long as this process
+        self._watchdog.stop()
+
+    def _run(self, number: int, all_answer: bool, data: memoryview) -> None:
+        self._watchdog.start_call()
+        self._in_call = True
+        result = self._server.run(data)
+        self._in_call = False
+        if all_answer or self._samples or has_failed(result):
+            send(self._channel, Kind.RESULT, result, number)
+
+    def obey(self) -> None:
+        """Let calls fail that wait for other ranks, when told to and when the executor ends."""
+        reason: str | None = None
+        while (frame := receive(self._channel)) is not None:
+            if frame.kind is Kind.ABORT:
+                reason = frame.data.decode()
+                self._worker.abort(reason)
+        if self._in_call and reason is None:
+            self._worker.abort("the executor was closed")
+
+
+_FREEZE_AFTER = 4  # calls: those of the start, and the first step
+
+
+class _Watchdog:
+    """Writes the stacks of all threads to stderr when a call takes too long."""
+
+    # Setting the timer costs more than a small step, so it is set again only once a tenth of its
+    # time has passed.
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._set_at: float | None = None
+
+    def start_call(self) -> None:
+        """Start the time of a call."""
+        if not self._limit_s:
+            return
+        now = time.monotonic()
+        if self._set_at is None or now - self._set_at > self._limit_s * _SLACK:
+            faulthandler.dump_traceback_later(self._limit_s * (1 + _SLACK))
+            self._set_at = now
+
+    def stop(self) -> None:
+        """Stop until the next call."""
+        if self._set_at is not None:
+            faulthandler.cancel_dump_traceback_later()
+            self._set_at = None

@@ -1,0 +1,48 @@
+"""The store by which ranks on several hosts find each other, served by the worker of rank 0."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import distributed
+
+from hardpoint.plugins.errors import HardpointError
+from hardpoint.plugins.parallel import Placement
+
+
+@contextmanager
+def served_store(rank: int, placement: Placement | None) -> Iterator[None]:
+    """Serve the placement's store while the ranks meet; do nothing in other ranks than 0.
+
+    Raises:
+        HardpointError: this process cannot listen on the address.
+    """
+    if rank != 0 or placement is None or not placement.store:
+        yield
+        return
+    host, _, port = placement.store.rpartition(":")
+    host = host.strip("[]")
+    try:
+        # A store that opens its socket by itself listens on all interfaces.
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, int(port)), family=family)
+    except (OSError, ValueError, OverflowError) as error:
+        raise HardpointError(
+            f"parallel: rank 0 cannot listen on {placement.store!r}, where the ranks of all hosts "
+            f"are to meet: {error}"
+        ) from error
+    dist: Any = distributed  # its annotations lack TCPStore
+    store = dist.TCPStore(
+        host,
+        int(port),
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    try:
+        yield
+    finally:
+        del store  # which closes the socket

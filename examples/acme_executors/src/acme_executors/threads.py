@@ -1,0 +1,89 @@
+"""An executor whose workers are threads: several ranks in one process, to look at or to debug."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from hardpoint.plugins import (
+    Executor,
+    ExecutorContext,
+    GrammarBitmask,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    WorkerInfo,
+)
+from hardpoint.plugins.executor import Worker, first_error_or, open_worker, results_of
+
+
+class ThreadExecutor(Executor):
+    """Runs each rank in a thread of its own."""
+
+    contract = 1
+
+    def __init__(self, context: ExecutorContext) -> None:
+        """Start nothing yet."""
+        super().__init__(context)
+        self._threads: list[ThreadPoolExecutor] = []  # each calls one worker, in order
+        self._opened: list[Future[Worker]] = []
+
+    @property
+    def max_concurrent_batches(self) -> int:
+        """One per stage."""
+        return min(self.context.parallel.pipeline, 7)
+
+    def start(self) -> list[WorkerInfo]:
+        """Open the workers, then load the models of all at the same time."""
+        for rank in range(self.context.parallel.world_size):
+            thread = ThreadPoolExecutor(1, f"Worker-{rank}")
+            progress = self.context.progress if rank == 0 else None
+            self._threads.append(thread)
+            self._opened.append(thread.submit(open_worker, self.context.launch(rank), progress))
+        results_of(self._opened)
+        return self.collective_rpc("load_model")
+
+    def initialize_cache(self, num_blocks: int) -> None:
+        """Allocate the KV cache in every worker."""
+        self.collective_rpc("initialize_cache", (num_blocks,))
+
+    def execute_model(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput | None]:
+        """Let all workers run the step, after those that they were called for before."""
+        return self._output("execute_model", (plan,))
+
+    def sample_tokens(
+        self, plan: SchedulerOutput, bitmask: GrammarBitmask | None = None
+    ) -> Future[ModelRunnerOutput]:
+        """Let all workers sample: one chooses the tokens, others compute a part of the logits."""
+        return self._output("sample_tokens", (plan, bitmask))
+
+    def collective_rpc(
+        self, method: str, args: Sequence[Any] = (), timeout: float | None = None
+    ) -> list[Any]:
+        """Call a method of every worker."""
+        return results_of(self._call(method, args), timeout)
+
+    def close(self) -> None:
+        """Let calls that wait for other ranks fail, then close the workers."""
+        for thread, opened in zip(self._threads, self._opened, strict=True):
+            if opened.done() and opened.exception() is None:
+                opened.result().abort("the executor is closed")
+            thread.submit(_close, opened)
+        for thread in self._threads:
+            thread.shutdown()
+        self._threads, self._opened = [], []
+
+    def _call(self, method: str, args: Sequence[Any]) -> list[Future[Any]]:
+        return [
+            thread.submit(getattr(opened.result(), method), *args)
+            for thread, opened in zip(self._threads, self._opened, strict=True)
+        ]
+
+    def _output(self, method: str, args: Sequence[Any]) -> Future[Any]:
+        return first_error_or(self._call(method, args), self.context.parallel.output_rank)
+
+
+def _close(opened: Future[Worker]) -> None:
+    """Close a worker, if there is one, in its thread."""
+    if opened.exception() is None:
+        opened.result().close()

@@ -1,0 +1,328 @@
+"""An executor under test with workers of a script: how it is started, called and looked at."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from hardpoint.plugins import (
+    EngineCoreRequest,
+    Executor,
+    ExecutorContext,
+    GrammarBitmask,
+    ModelRunnerOutput,
+    NewRequest,
+    SamplingParams,
+    SchedulerOutput,
+    WorkerInfo,
+)
+from hardpoint.plugins.config import ParallelConfig
+from hardpoint.plugins.executor import WorkerLaunch
+from hardpoint.plugins.parallel import Placement
+from hardpoint.testing.engine_access import start_worker_process
+from hardpoint.testing.suite import Rule, short_repr
+
+from .scripted_worker import Order, Script, StepHistory, scripted_launch
+
+T = TypeVar("T")
+
+START = Rule(
+    "start: it opens a worker per rank, loads all models side by side, and returns their infos",
+    "open the workers of launch(0) to launch(world_size - 1), call load_model on all of them at "
+    "the same time, and return the list of what they return, in rank order",
+)
+RESULTS = Rule(
+    "results: each step is run once in every rank, in order; its result is the output rank's own",
+    "pass each plan to all ranks, one after the other, and return what the worker of "
+    "parallel.output_rank returns, unchanged",
+)
+FUTURES = Rule(
+    "futures: every call returns a future, which ends",
+    "return a concurrent.futures.Future, and set its result or its exception in every case",
+)
+
+CALL_SECONDS = 5.0
+"""Maximum time of a call."""
+START_SECONDS = 30.0
+"""Maximum time of a start."""
+_CACHE_BLOCKS = 8
+_UNORDERED = ("abort", "close", "defect")
+
+
+class Session:
+    """An executor and its workers.
+
+    Attributes:
+        executor: under test.
+        script: of its workers.
+        parallel: how many there are.
+    """
+
+    def __init__(
+        self,
+        parallel: ParallelConfig,
+        build: Callable[..., Executor],
+        order: Order | None = None,
+    ) -> None:
+        """Build the executor.
+
+        Args:
+            parallel: how many ranks there are.
+            build: `build(ExecutorContext, **fields)` does it.
+            order: for its workers, until `close`.
+        """
+        self.parallel = parallel
+        self._folder = Path(tempfile.mkdtemp(prefix="hardpoint-executor-"))
+        self.script = Script(self._folder)
+        if order is not None:
+            self.script.set_order(order)
+        self._history = StepHistory()
+        self._step = 0
+        self._expected: list[tuple[str, str]] = []
+        try:
+            self.executor = build(
+                ExecutorContext,
+                parallel=parallel,
+                launch=self._launch,
+                start_process=start_worker_process,
+                progress=_no_progress,
+            )
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+
+    def start(self) -> None:
+        """Start the executor as an engine does.
+
+        Raises:
+            Violation: it does not return the infos of all ranks in their order.
+        """
+        size = self.parallel.world_size
+        infos = self.executor.start()
+        if not isinstance(infos, Sequence) or not all(isinstance(i, WorkerInfo) for i in infos):
+            raise START.violation(f"start returned {short_repr(infos)}")
+        ranks = [(1 << 20) - info.available_bytes for info in infos]
+        if ranks != list(range(size)):
+            raise START.violation(f"start returned the infos of ranks {ranks}, there are {size}")
+        self._expected += [("open", ""), ("load_model", "")]
+        self.executor.initialize_cache(_CACHE_BLOCKS)
+        self._history.initialize(_CACHE_BLOCKS)
+        self._expected.append(("initialize_cache", str(_CACHE_BLOCKS)))
+
+    def rpc(self, method: str, args: Sequence[Any] = (), timeout: float | None = None) -> Any:
+        """Call `collective_rpc`, and expect each rank to get the call."""
+        self._expected.append((method, str(args[0]) if args else ""))
+        return self.executor.collective_rpc(method, args, timeout)
+
+    def plan(self, counts: Mapping[str, int]) -> SchedulerOutput:
+        """Return the plan of the next step."""
+        self._step += 1
+        return _plan(self._step, counts)
+
+    def begin(
+        self, plan: SchedulerOutput, *, in_pipeline: bool = False
+    ) -> Callable[[], ModelRunnerOutput]:
+        """Start a step as an engine does; return a function that waits for its result."""
+        forward = self.execute(plan)
+        sampling: Future[Any] | None = None
+        if in_pipeline and plan.total_num_scheduled_tokens:
+            sampling = self.sample(plan)
+
+        def result() -> ModelRunnerOutput:
+            output = wait(forward, "execute_model")
+            if output is None and plan.total_num_scheduled_tokens:
+                output = wait(sampling or self.sample(plan), "sample_tokens")
+            if not isinstance(output, ModelRunnerOutput):
+                raise RESULTS.violation(
+                    f"the result of step {plan.step} is {short_repr(output)}, no ModelRunnerOutput"
+                )
+            return output
+
+        return result
+
+    def execute(self, plan: SchedulerOutput) -> Future[Any]:
+        """Start the model of a step."""
+        self._expected.append(("execute_model", str(plan.step)))
+        return _future(self.executor.execute_model(plan), "execute_model")
+
+    def sample(self, plan: SchedulerOutput) -> Future[Any]:
+        """Start the sampling of a step."""
+        self._expected.append(("sample_tokens", str(plan.step)))
+        return _future(self.executor.sample_tokens(plan, _bitmask(plan)), "sample_tokens")
+
+    def compare(self, plan: SchedulerOutput, result: Callable[[], ModelRunnerOutput]) -> None:
+        """Compare a result with what steps that run once and in order give."""
+        expected = self._history.run(plan) or self._history.sample(plan, _bitmask(plan))
+        output = result()
+        if output.num_nans_in_logits:
+            raise RESULTS.violation(
+                f"the result of step {plan.step}, which has no tokens, is not that of rank "
+                f"{self.parallel.output_rank}: {short_repr(output)}"
+            )
+        tokens = output.sampled_token_ids
+        for request_id in expected.sampled_token_ids.keys() | tokens.keys():
+            wanted, got = expected.sampled_token_ids.get(request_id, []), tokens.get(request_id, [])
+            if len(wanted) != len(got):
+                raise RESULTS.violation(
+                    f"in step {plan.step} request {request_id!r} got {len(got)} tokens, the worker "
+                    f"sampled {len(wanted)}"
+                )
+            if list(wanted) != list(got):
+                raise RESULTS.violation(
+                    f"in step {plan.step} request {request_id!r} got token {got[0]}; a worker that "
+                    f"ran each step once and in order samples {wanted[0]}"
+                )
+
+    def check_calls(self) -> None:
+        """Check that each rank got every call once, in order.
+
+        Raises:
+            Violation: one did not.
+        """
+        for rank in range(self.parallel.world_size):
+            calls = self.script.calls(rank)
+            got = [(call.method, call.what) for call in calls if call.method not in _UNORDERED]
+            for index, expected in enumerate(self._expected):
+                if index >= len(got) or got[index] != expected:
+                    there = got[index] if index < len(got) else "nothing"
+                    raise RESULTS.violation(
+                        f"call {index} of rank {rank} was {there}, the executor got {expected}"
+                    )
+            if more := got[len(self._expected) :]:
+                raise RESULTS.violation(f"rank {rank} was called more often: {short_repr(more)}")
+
+    def check_workers(self) -> None:
+        """Check that no worker saw what may not be.
+
+        Raises:
+            Violation: one did.
+        """
+        if defects := self.script.defects():
+            raise RESULTS.violation(defects[0], "call a worker in one thread at a time, in order")
+
+    def process_of(self, rank: int) -> int:
+        """Return the process of a worker."""
+        return self.script.calls(rank)[0].process
+
+    def open_workers(self) -> list[int]:
+        """Return the ranks whose worker was neither closed nor ended with its process."""
+        found = []
+        for rank in range(self.parallel.world_size):
+            calls = self.script.calls(rank)
+            if not calls or any(call.method == "close" for call in calls):
+                continue
+            if calls[0].process == os.getpid() or is_running(calls[0].process):
+                found.append(rank)
+        return found
+
+    def close(self) -> None:
+        """Close the executor, and remove the script."""
+        try:
+            self.executor.close()
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _launch(self, rank: int, placement: Placement | None = None) -> WorkerLaunch:  # noqa: ARG002
+        size = self.parallel.world_size
+        if not 0 <= rank < size:
+            raise ValueError(f"rank: expected 0 to {size - 1}, got {rank}")
+        return scripted_launch(self._folder, rank, size, self.parallel.output_rank)
+
+
+def wait(future: Future[Any], method: str) -> Any:
+    """Return the result of a future.
+
+    Raises:
+        Violation: it is not done in time.
+    """
+    seconds = CALL_SECONDS
+    try:
+        return future.result(timeout=seconds)
+    except FutureTimeoutError:
+        if future.done():
+            raise
+        raise FUTURES.violation(
+            f"the future of {method} was not done after {seconds:g} s"
+        ) from None
+
+
+def in_thread(function: Callable[[], T]) -> Future[T]:
+    """Call a function in a thread of its own."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="ExecutorSuite", daemon=True).start()
+    return future
+
+
+def until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Wait for a condition; return whether it holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def is_running(process: int) -> bool:
+    """Return whether a process of this machine runs."""
+    with suppress(OSError):
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        return state not in "ZX"
+    return False
+
+
+def _plan(step: int, counts: Mapping[str, int]) -> SchedulerOutput:
+    """Return a plan in which each request is new."""
+    requests = tuple(
+        NewRequest(
+            source=EngineCoreRequest(
+                request_id=request_id, prompt_token_ids=[1] * count, params=SamplingParams()
+            ),
+            output_token_ids=(),
+            block_ids=([0],),
+            num_computed_tokens=0,
+        )
+        for request_id, count in counts.items()
+    )
+    return SchedulerOutput(
+        step=step,
+        new_requests=requests,
+        num_scheduled_tokens=dict(counts),
+        total_num_scheduled_tokens=sum(counts.values()),
+    )
+
+
+def _bitmask(plan: SchedulerOutput) -> GrammarBitmask | None:
+    """Return a bitmask for every second step."""
+    names = list(plan.num_scheduled_tokens)
+    if plan.step % 2 or not names:
+        return None
+    return GrammarBitmask(names, np.full((len(names), 9), plan.step, dtype=np.int32))
+
+
+def _future(value: Any, method: str) -> Future[Any]:
+    if not isinstance(value, Future):
+        raise FUTURES.violation(f"{method} returned {short_repr(value)}")
+    return value
+
+
+def _no_progress(what: str, done: int, total: int) -> None:
+    """Report no progress."""

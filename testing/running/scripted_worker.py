@@ -1,0 +1,344 @@
+"""Workers without a model, for the executor suite: they run wherever an executor puts them.
+
+What a worker is called for, and what it is to do then, is in files of a folder, which the suite and
+the workers share.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hardpoint.plugins import (
+    GrammarBitmask,
+    HardpointError,
+    ModelError,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    WorkerInfo,
+)
+from hardpoint.plugins.component import Progress
+from hardpoint.plugins.executor import WorkerLaunch
+from hardpoint.plugins.requests import LoRARequest
+from hardpoint.plugins.stats import PluginMeter
+
+FACTORY = f"{__name__}:open_scripted_worker"
+
+_WAIT_SECONDS = 20.0  # a worker waits no longer for what never comes
+_POLL_SECONDS = 0.002
+_NO_LEVEL = 1000
+
+
+class WorkerFailure(Exception):  # noqa: N818 - it stands for any error of a worker
+    """What the workers of the suite raise."""
+
+
+class Does(Enum):
+    """What a worker does when a method of an order is called."""
+
+    FAIL = "fail"
+    """It raises an error."""
+    WAIT = "wait"
+    """It waits for an abort, as in a collective."""
+    TAKE_LONG = "take long"
+    """It takes its time."""
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What workers are to do.
+
+    Attributes:
+        method: of `Worker`; "open" is its construction.
+        does: what.
+        ranks: that do it.
+        others_wait: whether the other ranks wait for an abort, as in a collective.
+        seconds: before anything else.
+    """
+
+    method: str
+    does: Does
+    ranks: tuple[int, ...]
+    others_wait: bool = False
+    seconds: float = 0.0
+
+
+class Call(msgspec.Struct, frozen=True):
+    """A call that a worker got.
+
+    Attributes:
+        method: of `Worker`; "open" is its construction, "defect" none: `what` says what was wrong.
+        what: the step of a plan, or the arguments.
+        process: that it runs in.
+        thread: of that process.
+    """
+
+    method: str
+    what: str
+    process: int
+    thread: int
+
+
+class Script:
+    """What the workers of an executor were called for, and what they are to do."""
+
+    def __init__(self, folder: Path) -> None:
+        """Use a folder that is there."""
+        self._folder = folder
+
+    def note(self, rank: int, method: str, what: str = "") -> None:
+        """Add a call of a worker."""
+        call = Call(method, what, os.getpid(), threading.get_ident())
+        with (self._folder / f"rank-{rank}").open("ab") as file:
+            file.write(msgspec.json.encode(call) + b"\n")
+
+    def calls(self, rank: int) -> list[Call]:
+        """Return the calls that a worker got, in their order."""
+        try:
+            lines = (self._folder / f"rank-{rank}").read_bytes().splitlines(keepends=True)
+        except FileNotFoundError:
+            return []
+        whole = [line for line in lines if line.endswith(b"\n")]
+        return [msgspec.json.decode(line, type=Call) for line in whole]
+
+    def was_called(self, rank: int, method: str) -> bool:
+        """Return whether a worker was called for a method."""
+        return any(call.method == method for call in self.calls(rank))
+
+    def defects(self) -> list[str]:
+        """Return what workers found wrong."""
+        ranks = [int(path.name.rpartition("-")[2]) for path in self._folder.glob("rank-*")]
+        return [
+            call.what
+            for rank in sorted(ranks)
+            for call in self.calls(rank)
+            if call.method == "defect"
+        ]
+
+    @contextmanager
+    def ordered(self, order: Order) -> Iterator[None]:
+        """Let workers do something while the body runs."""
+        self.set_order(order)
+        try:
+            yield
+        finally:
+            (self._folder / "order").unlink()
+
+    def set_order(self, order: Order) -> None:
+        """Let workers do something from now on."""
+        new = self._folder / "order.new"
+        new.write_bytes(msgspec.json.encode(order))
+        new.replace(self._folder / "order")
+
+    def order(self) -> Order | None:
+        """Return what workers are to do."""
+        try:
+            return msgspec.json.decode((self._folder / "order").read_bytes(), type=Order)
+        except FileNotFoundError:
+            return None
+
+
+class StepHistory:
+    """The tokens of a worker, which show the steps that it ran before, and in what order."""
+
+    def __init__(self) -> None:
+        """Nothing has run."""
+        self._value = 17
+
+    def initialize(self, num_blocks: int) -> None:
+        """Make the size of the cache a part of what every token depends on."""
+        self._value = (self._value * 31 + num_blocks) % 65_521
+
+    def run(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Run a step."""
+        self._value = (self._value * 31 + plan.step) % 65_521
+        return None if plan.total_num_scheduled_tokens else ModelRunnerOutput()
+
+    def sample(self, plan: SchedulerOutput, bitmask: GrammarBitmask | None) -> ModelRunnerOutput:
+        """Return the tokens of the step that ran last; a bitmask changes them."""
+        masked = 0 if bitmask is None else int(bitmask.bitmask.sum()) + len(bitmask.request_ids)
+        return ModelRunnerOutput(
+            sampled_token_ids={
+                request_id: [(self._value + 7 * index + count + masked) % 257]
+                for index, (request_id, count) in enumerate(plan.num_scheduled_tokens.items())
+            }
+        )
+
+
+class ScriptedWorker:
+    """A rank without a model."""
+
+    def __init__(self, launch: WorkerLaunch) -> None:
+        """Note that it was opened, and where."""
+        folder, self._output_rank = msgspec.msgpack.decode(launch.data, type=tuple[str, int])
+        self.rank, self._world_size = launch.rank, launch.world_size
+        self._script = Script(Path(folder))
+        self._history, self._waiting = StepHistory(), 0
+        self._level = 0
+        self._aborted = ""
+        self._busy = threading.Lock()
+        with self._called("open"):
+            pass
+
+    def load_model(self) -> WorkerInfo:
+        """Return an info that differs by rank, once all ranks load their models."""
+        with self._called("load_model"):
+            ranks = range(self._world_size)
+            self._wait(
+                lambda: all(self._script.was_called(rank, "load_model") for rank in ranks),
+                f"rank {self.rank} loads its model, and there is a rank that does not",
+            )
+            return WorkerInfo(64, (1 << 20) - self.rank)
+
+    def initialize_cache(self, num_blocks: int) -> None:
+        """Become part of what every token depends on."""
+        with self._called("initialize_cache", num_blocks):
+            self._history.initialize(num_blocks)
+
+    def set_max_model_len(self, max_model_len: int) -> None:
+        """Note it."""
+        with self._called("set_max_model_len", max_model_len):
+            pass
+
+    def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Return None, or of a plan without tokens a result, which is wrong but in one rank."""
+        with self._called("execute_model", plan.step):
+            self._waiting = plan.step
+            result = self._history.run(plan)
+            if result is not None and self.rank != self._output_rank:
+                result.num_nans_in_logits = {f"rank {self.rank}": 1}
+            return result
+
+    def sample_tokens(
+        self, plan: SchedulerOutput, bitmask: GrammarBitmask | None = None
+    ) -> ModelRunnerOutput | None:
+        """Return tokens of the step whose `execute_model` ran last, in one rank."""
+        with self._called("sample_tokens", plan.step):
+            if plan.step != self._waiting:
+                text = f"the worker was to sample step {plan.step} when step {self._waiting} had "
+                self._script.note(self.rank, "defect", text + "run last")
+                raise WorkerFailure(text + "run last")
+            result = self._history.sample(plan, bitmask)
+            return result if self.rank == self._output_rank else None
+
+    def execute_dummy_batch(self) -> None:
+        """Note it."""
+        with self._called("execute_dummy_batch"):
+            pass
+
+    def take_draft_token_ids(self) -> None:
+        """Refuse."""
+        raise NotImplementedError("the worker makes no drafts")
+
+    def plugin_meters(self) -> dict[str, PluginMeter]:
+        """Return none."""
+        return {}
+
+    def sleep(self, level: int) -> None:
+        """Remember the level."""
+        with self._called("sleep", level):
+            self._level = level
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        """Forget the level."""
+        with self._called("wake_up", list(tags)):
+            if tags:
+                self._level = 0
+
+    def start_profile(self) -> None:
+        """Note it."""
+        with self._called("start_profile"):
+            pass
+
+    def stop_profile(self) -> str:
+        """Return the name of a file."""
+        with self._called("stop_profile"):
+            return f"profile-{self.rank}"
+
+    def add_lora(self, lora: LoRARequest) -> bool:
+        """Return whether the id is odd."""
+        with self._called("add_lora", lora.name, lora.id):
+            return lora.id % 2 == 1
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Raise an error that names the argument."""
+        with self._called("remove_lora", lora_id):
+            raise WorkerFailure(f"adapter {lora_id} of rank {self.rank}")
+
+    def list_loras(self) -> set[int]:
+        """Return rank and level."""
+        with self._called("list_loras"):
+            return {self.rank, _NO_LEVEL + self._level}
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Return whether the id is that of the rank."""
+        with self._called("pin_lora", lora_id):
+            return lora_id == self.rank
+
+    def abort(self, reason: str) -> None:
+        """End what waits."""
+        self._script.note(self.rank, "abort", reason)
+        self._aborted = reason or "without a reason"
+
+    def close(self) -> None:
+        """Note it."""
+        self._script.note(self.rank, "close")
+
+    @contextmanager
+    def _called(self, method: str, *args: Any) -> Iterator[None]:
+        """Note a call, and do what the script says."""
+        if not self._busy.acquire(blocking=False):
+            text = f"{method} of rank {self.rank} was called while another call of it ran"
+            self._script.note(self.rank, "defect", text)
+            raise WorkerFailure(text)
+        try:
+            what = str(args[0]) if len(args) == 1 else json.dumps(args)
+            self._script.note(self.rank, method, what if args else "")
+            yield
+            order = self._script.order()
+            if order is not None and order.method == method:
+                self._obey(order)
+        finally:
+            self._busy.release()
+
+    def _obey(self, order: Order) -> None:
+        text = f"{order.method} of rank {self.rank}"
+        does = order.does if self.rank in order.ranks else None
+        if does is not None:
+            time.sleep(order.seconds)
+        if does is Does.FAIL:
+            raise ModelError(f"{text} failed")
+        if does is Does.WAIT or (does is None and order.others_wait):
+            self._wait(lambda: False, f"{text} was not aborted")
+
+    def _wait(self, is_done: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + _WAIT_SECONDS
+        while not is_done():
+            if self._aborted:
+                raise HardpointError(f"rank {self.rank} was aborted: {self._aborted}")
+            if time.monotonic() > deadline:
+                self._script.note(self.rank, "defect", what)
+                raise WorkerFailure(what)
+            time.sleep(_POLL_SECONDS)
+
+
+def open_scripted_worker(
+    launch: WorkerLaunch,
+    progress: Progress | None,  # noqa: ARG001
+) -> ScriptedWorker:
+    """Make the worker of a launch of the suite."""
+    return ScriptedWorker(launch)
+
+
+def scripted_launch(folder: Path, rank: int, world_size: int, output_rank: int) -> WorkerLaunch:
+    """Return the launch of a rank whose script is in a folder."""
+    data = msgspec.msgpack.encode((str(folder), output_rank))
+    return WorkerLaunch(FACTORY, rank, world_size, data)

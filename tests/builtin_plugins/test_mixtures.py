@@ -1,0 +1,194 @@
+"""Mixtures of experts: equal to transformers', alone, in batches, in ranks and in stages."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from support.builtins.model_harness import Runner, build_model, load_model, open_loader
+
+from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
+from hardpoint.builtin_plugins.models.llama import Llama
+from hardpoint.builtin_plugins.models.mixtral import Mixtral
+from hardpoint.builtin_plugins.models.qwen_moe import Qwen2Moe, Qwen3Moe
+from hardpoint.plugins import Model, ModelError
+from hardpoint.plugins.parallel import Communicator, Cut, Parallel
+from hardpoint.testing.model.rank_threads import run_ranks
+
+TINY = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+}
+EIGHT = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+VARIANTS = {
+    "mixtral": ("Mixtral", Mixtral, {"num_local_experts": 4, "sliding_window": 30}),
+    "qwen2": ("Qwen2Moe", Qwen2Moe, EIGHT | {"shared_expert_intermediate_size": 40}),
+    "qwen2-dense-layers": (
+        "Qwen2Moe",
+        Qwen2Moe,
+        EIGHT
+        | {
+            "shared_expert_intermediate_size": 40,
+            "decoder_sparse_step": 2,
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+        },
+    ),
+    "qwen3": ("Qwen3Moe", Qwen3Moe, EIGHT | {"norm_topk_prob": True, "head_dim": 16}),
+    "qwen3-dense-layers": ("Qwen3Moe", Qwen3Moe, EIGHT | {"mlp_only_layers": [1], "head_dim": 8}),
+}
+TOKENS = torch.randint(0, 97, (60,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def variant(request, tmp_path_factory):
+    """A random model of transformers, saved: the model, our class, and the folder."""
+    import transformers
+
+    family, kind, fields = VARIANTS[request.param]
+    torch.manual_seed(5)
+    config = getattr(transformers, f"{family}Config")(**TINY | fields)
+    reference = getattr(transformers, f"{family}ForCausalLM")(config).eval().float()
+    for parameter in reference.parameters():
+        parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.2)
+    folder = tmp_path_factory.mktemp("model")
+    reference.save_pretrained(folder)
+    return reference, kind, folder
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory):
+    """The configuration of a small Mixtral."""
+    import transformers
+
+    folder = tmp_path_factory.mktemp("mixtral")
+    config = transformers.MixtralConfig(**TINY, num_local_experts=4)
+    transformers.MixtralForCausalLM(config).save_pretrained(folder)
+    return open_loader(SafetensorsLoader, folder)
+
+
+@torch.inference_mode()
+def test_logits_and_greedy_tokens_equal_transformers(variant) -> None:
+    reference, kind, folder = variant
+    model = load_model(kind, open_loader(SafetensorsLoader, folder), dtype=torch.float32)
+    expected = reference(torch.tensor([TOKENS])).logits[0]
+    runner = Runner(model, dtype=torch.float32, block_size=4)
+    parts = [runner.logits([("a", TOKENS[:41])]), runner.logits([("a", TOKENS[41:])])]
+    assert (torch.cat(parts) - expected).abs().max() < 1e-4
+    history, token = TOKENS[:9], int(runner.last([("b", TOKENS[:9])]).argmax())
+    for _ in range(12):
+        assert token == int(reference(torch.tensor([history])).logits[0, -1].argmax())
+        history = [*history, token]
+        token = int(runner.last([("b", [token])]).argmax())
+
+
+@torch.inference_mode()
+def test_the_experts_of_each_token_are_those_of_transformers(variant) -> None:
+    reference, kind, folder = variant
+    model = load_model(kind, open_loader(SafetensorsLoader, folder), dtype=torch.float32)
+    layers, per_token = model.routed_experts
+    assert (layers, per_token) == (3, reference.config.num_experts_per_tok)
+    runner = Runner(model, dtype=torch.float32)
+    routed = torch.full((len(TOKENS), layers, per_token), -1, dtype=torch.int32)
+    hidden = runner.hidden([("a", TOKENS)], routed_experts=routed)
+    assert torch.equal(hidden, Runner(model, dtype=torch.float32).hidden([("a", TOKENS)]))
+    logits = iter(reference(torch.tensor([TOKENS]), output_router_logits=True).router_logits)
+    for layer in range(layers):
+        if hasattr(reference.model.layers[layer].mlp, "experts"):
+            expected = next(logits).topk(per_token).indices
+            assert torch.equal(routed[:, layer].long(), expected)
+        else:
+            assert (routed[:, layer] == -1).all()
+
+
+@torch.inference_mode()
+def test_a_row_does_not_depend_on_the_others(variant) -> None:
+    _, kind, folder = variant
+    model = load_model(kind, open_loader(SafetensorsLoader, folder), dtype=torch.float32)
+    x = torch.randn(37, 64)
+    for layer in model._decoder_layers:
+        together = layer.mlp(x)
+        for rows in (slice(0, 1), slice(5, 22), slice(36, 37)):
+            assert torch.equal(layer.mlp(x[rows]), together[rows])
+
+
+def staged(kind, loader, communicator: Communicator, *, stages: int, expert: bool) -> torch.Tensor:
+    """Return the logits of TOKENS of a model cut into ranks and stages."""
+    hidden = None
+    with torch.inference_mode():
+        for stage in range(stages):
+            parallel = Parallel(communicator, stage, stages, expert)
+            model = build_model(kind, loader.config(), dtype=torch.float32, parallel=parallel)
+            model.load_weights(loader.cut_weights(model.weight_shapes(), model.weight_cuts()))
+            runner = Runner(model, dtype=torch.float32)
+            hidden = runner.hidden([("a", TOKENS)], hidden=hidden)
+        return model.compute_logits(hidden)
+
+
+@pytest.mark.parametrize(("stages", "expert"), [(1, False), (1, True), (2, True)])
+def test_parts_equal_the_whole(variant, stages: int, expert: bool) -> None:
+    _, kind, folder = variant
+    loader = open_loader(SafetensorsLoader, folder)
+    with torch.inference_mode():
+        whole = Runner(load_model(kind, loader, dtype=torch.float32), dtype=torch.float32)
+        expected = whole.logits([("a", TOKENS)])
+    results = run_ranks(2, lambda rank: staged(kind, loader, rank, stages=stages, expert=expert))
+    assert torch.equal(*results)
+    assert (results[0] - expected).abs().max() < 1e-4
+
+
+def test_a_rank_has_the_weights_of_its_experts(mixtral) -> None:
+    def parts(communicator: Communicator) -> tuple[set[str], dict[str, Cut]]:
+        parallel = Parallel(communicator, expert=True)
+        model = build_model(Mixtral, mixtral.config(), dtype=torch.float32, parallel=parallel)
+        names = {name for name in model.weight_shapes() if ".experts." in name}
+        return {name.split(".")[5] for name in names}, model.weight_cuts()
+
+    (first, cuts), (second, _) = run_ranks(2, parts)
+    assert (first, second) == ({"0", "1"}, {"2", "3"})
+    assert not any(".experts." in name or "block_sparse_moe.gate" in name for name in cuts)
+
+
+def test_experts_that_do_not_divide_are_refused(mixtral) -> None:
+    def build(communicator: Communicator) -> Model:
+        config = mixtral.config()
+        hf = dict(config.hf) | {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
+        config = dataclasses.replace(config, hf=hf)
+        parallel = Parallel(communicator, expert=True)
+        return build_model(Mixtral, config, dtype=torch.float32, parallel=parallel)
+
+    message = "parallel.tensor: 4 experts cannot be divided among 3 ranks; 1, 2, 4 would do"
+    with pytest.raises(ModelError, match=message):
+        run_ranks(3, build)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        (Mixtral, {"num_experts_per_tok": 5}, r"num_experts_per_tok: expected at most num_local_e"),
+        (Mixtral, {"hidden_act": "gelu"}, "hidden_act: expected 'silu'"),
+        (Mixtral, {"num_local_experts": 0}, "num_local_experts: "),
+        (Qwen3Moe, {"mlp_only_layers": "1"}, "mlp_only_layers: expected a list of layers' numbers"),
+        (Qwen3Moe, {"decoder_sparse_step": 0}, "decoder_sparse_step: "),
+        (Qwen2Moe, {"moe_intermediate_size": 8}, "shared_expert_intermediate_size: "),
+        (Qwen3Moe, {}, "moe_intermediate_size: "),
+    ],
+)
+def test_wrong_fields_are_named(mixtral, kind, fields: dict, message: str) -> None:
+    config = mixtral.config()
+    config = dataclasses.replace(config, hf=dict(config.hf) | fields)
+    with pytest.raises(ModelError, match=message):
+        build_model(kind, config, dtype=torch.float32)
+
+
+def test_a_dense_model_has_no_experts(mixtral) -> None:
+    assert "expert" not in Llama.parallelism
+    assert build_model(Llama, mixtral.config(), dtype=torch.float32).routed_experts is None

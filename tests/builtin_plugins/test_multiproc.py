@@ -1,0 +1,285 @@
+"""Calls, results and errors of worker processes, with workers that do as they are told."""
+
+import re
+import threading
+import time
+
+import pytest
+from support.process.harness import holdings, nothing_left
+from support.process.worker_that_obeys import executor, plan
+
+from hardpoint.plugins import ModelError, ModelRunnerOutput
+from hardpoint.plugins.errors import EngineClosedError, EngineDeadError
+
+
+@pytest.fixture
+def opened():
+    """Starts executors, and closes them; nothing of them may be left."""
+    before = holdings()
+    executors = []
+
+    def start(*args, **options):
+        executors.append(executor(*args, **options))
+        executors[-1].start()
+        return executors[-1]
+
+    yield start
+    for one in executors:
+        one.close()
+        one.close()
+    executors.clear()
+    nothing_left(before, 5)
+
+
+def step(workers, number, *orders, sampling=()):
+    """Run a step; return its result."""
+    one = plan(number, *orders, sampling=sampling)
+    assert workers.execute_model(one).result(10) is None
+    return workers.sample_tokens(one).result(10)
+
+
+def test_every_rank_runs_each_call_once_and_one_gives_the_result(opened):
+    workers = opened(2, 2)
+    assert workers.max_concurrent_batches == 2
+    workers.initialize_cache(5)
+    assert step(workers, 1) == ModelRunnerOutput({"r": [1]})
+    said = workers.collective_rpc("stop_profile")
+    assert said == [f"{rank} cache 5 execute 1" for rank in range(4)]
+
+
+def test_infos_come_in_rank_order_and_progress_is_the_sum_of_the_ranks(opened):
+    told = []
+    workers = executor(3, progress=lambda *progress: told.append(progress))
+    try:
+        infos = workers.start()
+    finally:
+        workers.close()
+    assert [info.available_bytes for info in infos] == [1000, 1001, 1002]
+    assert told[-1] == ("Loading weights", 9, 9)
+    assert all(total == 9 and done < 9 for _, done, total in told[:-1])
+
+
+def test_results_come_in_the_order_of_plans_of_which_several_are_under_way(opened):
+    workers = opened(1, 2)
+    plans = [plan(number, f"{number % 2} sleep 0.01") for number in range(1, 9)]
+    futures = []
+    for one in plans:
+        workers.execute_model(one)
+        futures.append(workers.sample_tokens(one))
+    assert [future.result(10).sampled_token_ids["r"] for future in futures] == [
+        [number] for number in range(1, 9)
+    ]
+
+
+def test_a_timeout_is_of_all_ranks_together_and_late_answers_are_dropped(opened):
+    workers = opened(2)
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"pin_lora: no answer within 0.1 s from rank 0 \(pid"):
+        workers.collective_rpc("pin_lora", (400,), timeout=0.1)
+    assert time.monotonic() - began < 0.3
+    assert workers.collective_rpc("stop_profile", timeout=10) == ["0", "1"]
+    assert step(workers, 1).sampled_token_ids == {"r": [1]}
+
+
+def test_an_error_of_one_rank_names_it_and_the_others_go_on(opened):
+    workers = opened(2)
+    with pytest.raises(ModelError, match="^no adapter$") as raised:
+        workers.collective_rpc("remove_lora", (1,))
+    assert re.match(r"In rank 1 \(pid \d+\):\n", raised.value.__notes__[-1])
+    assert workers.collective_rpc("stop_profile") == ["0", "1"]
+
+
+def test_a_call_that_all_ranks_refuse_leaves_them_in_step(opened):
+    workers = opened(2)
+    future = workers.execute_model(plan(1, "* raise not this"))
+    with pytest.raises(ModelError, match="^not this$"):
+        future.result(10)
+    assert step(workers, 2).sampled_token_ids == {"r": [2]}
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_that_fails_a_step_fails_it_for_all_and_no_rank_waits_for_it(opened, rank):
+    workers = opened(3)
+    failures = []
+    workers.on_failure(failures.append)
+    others = [f"{other} meet" for other in range(3) if other != rank]
+    began = time.monotonic()
+    future = workers.execute_model(plan(1, f"{rank} raise broken", *others))
+    with pytest.raises(ModelError, match="^broken$") as raised:
+        future.result(10)
+    assert time.monotonic() - began < 1
+    assert f"In rank {rank} (pid" in raised.value.__notes__[0]
+    with pytest.raises(ModelError, match="^broken$"):
+        workers.collective_rpc("stop_profile")
+    assert not failures  # the call has told it
+    began = time.monotonic()
+    workers.close()
+    assert time.monotonic() - began < 1  # the others were released
+
+
+def test_a_rank_that_fails_what_the_output_rank_has_done_ends_the_executor(opened):
+    workers = opened(2)
+    failures = []
+    workers.on_failure(failures.append)
+    assert step(workers, 1, sampling=["1 raise too late"]).sampled_token_ids == {"r": [1]}
+    deadline = time.monotonic() + 5
+    while not failures:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert str(failures[0]) == "too late"
+    with pytest.raises(ModelError, match="too late"):
+        step(workers, 2)
+
+
+KILLS = {
+    "open": "was killed by signal 9 (SIGKILL)",
+    "load": "was killed by signal 9 (SIGKILL)",
+    "idle": "exited with code 7",
+    "step": "was killed by signal 9 (SIGKILL)",
+    "exit": "exited with code 3",
+}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("when", ["open", "load"])
+def test_the_death_of_a_rank_that_starts_is_told_by_start(rank, when):
+    before = holdings()
+    workers = executor(2, orders={when: [f"{rank} kill", f"{1 - rank} meet"]})
+    if when == "open":
+        workers = executor(2, orders={when: [f"{rank} kill"], "load": [f"{1 - rank} meet"]})
+    began = time.monotonic()
+    with pytest.raises(EngineDeadError) as raised:
+        workers.start()
+    print("told within", time.monotonic() - began)
+    message = str(raised.value)
+    assert re.match(rf"the worker process of rank {rank} \(pid \d+\) was killed by signal 9", message)
+    assert message.endswith("about to die\nof a signal")
+    workers.close()
+    nothing_left(before, 5)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("when", ["idle", "step", "exit", "sampling"])
+def test_the_death_of_a_rank_ends_everything_within_a_second(opened, rank, when):
+    workers = opened(2)
+    failures = []
+    workers.on_failure(failures.append)
+    step(workers, 1)
+    other = f"{1 - rank} meet"
+    began = time.monotonic()
+    if when == "idle":
+        assert step(workers, 2, f"{rank} thread") is not None
+    else:
+        one = plan(2, f"{rank} {'exit 3' if when == 'exit' else 'kill'}", other)
+        if when == "sampling":
+            one = plan(2, sampling=[f"{rank} kill", other])
+        futures = [workers.execute_model(one), workers.sample_tokens(one)]
+        with pytest.raises(EngineDeadError, match=f"of rank {rank} "):
+            futures[1].result(10)
+    while not failures:
+        assert time.monotonic() - began < 1
+        time.sleep(0.005)
+    assert time.monotonic() - began < 1
+    expected = KILLS.get(when, KILLS["step"])
+    assert expected in str(failures[0])
+    with pytest.raises(EngineDeadError, match=re.escape(expected)):
+        workers.collective_rpc("stop_profile")
+    began = time.monotonic()
+    workers.close()
+    assert time.monotonic() - began < 1.5
+    assert len(failures) == 1
+
+
+def test_a_death_before_the_callback_is_registered_is_told_to_it(opened):
+    workers = opened(2)
+    with pytest.raises(EngineDeadError):
+        workers.collective_rpc("remove_lora", (-99,))
+    failures = []
+    workers.on_failure(failures.append)
+    assert "rank 1" in str(failures[0])
+
+
+def test_an_error_of_a_rank_at_load_is_of_its_class_and_no_rank_waits():
+    before = holdings()
+    workers = executor(2, orders={"load": ["1 raise weights are missing", "0 meet"]})
+    with pytest.raises(ModelError, match="^weights are missing$"):
+        workers.start()
+    workers.close()
+    nothing_left(before, 5)
+
+
+def test_an_error_of_a_rank_that_opens_is_of_its_class():
+    before = holdings()
+    workers = executor(2, orders={"open": ["1 raise no such device"]})
+    with pytest.raises(ModelError, match="^no such device$") as raised:
+        workers.start()
+    assert re.match(r"In the worker process of rank 1 \(pid \d+\):\n", raised.value.__notes__[0])
+    workers.close()
+    nothing_left(before, 5)
+
+
+def test_a_rank_that_does_not_open_in_time_is_named():
+    before = holdings()
+    workers = executor(2, orders={"open": ["1 sleep 60"]}, start_seconds=1.5)
+    with pytest.raises(EngineDeadError, match=r"^rank 1 \(pid \d+\): not ready within 1.5 s \(par"):
+        workers.start()
+    workers.close()
+    nothing_left(before, 5)
+
+
+def test_close_lets_workers_close_and_fails_what_is_under_way(opened, tmp_path):
+    closed = tmp_path / "closed"
+    workers = opened(2, orders={"closed": str(closed)})
+    future = workers.execute_model(plan(1, "* meet"))
+    workers.close()
+    with pytest.raises(EngineClosedError, match="execute_model: the executor was closed"):
+        future.result(1)
+    assert sorted(closed.read_text().split()) == ["0", "1"]
+    with pytest.raises(EngineClosedError):
+        workers.execute_model(plan(2))
+
+
+@pytest.mark.nightly
+def test_close_kills_a_worker_that_hangs(opened):
+    workers = opened(2)
+    workers.execute_model(plan(1, "1 sleep 60"))
+    began = time.monotonic()
+    workers.close()
+    assert 4.5 < time.monotonic() - began < 6.5
+
+
+def test_stderr_is_passed_on_and_stacks_of_a_long_call_are_written(opened, capfd):
+    workers = opened(2, watchdog_seconds=0.2)
+    workers.execute_model(plan(1, "1 sleep 0.5")).result(10)
+    workers.collective_rpc("stop_profile")
+    deadline = time.monotonic() + 5
+    said = ""
+    while "in _sleep" not in said:
+        assert time.monotonic() < deadline, said
+        time.sleep(0.02)
+        said += capfd.readouterr().err
+    assert "Timeout (0:00:00.2" in said
+
+
+def test_an_executor_that_is_dropped_ends_its_processes():
+    before = holdings()
+    workers = executor(2)
+    workers.start()
+    del workers
+    nothing_left(before, 5)
+
+
+def test_calls_of_several_threads_do_not_mix(opened):
+    workers = opened(2)
+    said = []
+
+    def ask():
+        for _ in range(20):
+            said.append(workers.collective_rpc("stop_profile", timeout=10))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert said == [["0", "1"]] * 80

@@ -1,0 +1,191 @@
+"""Several ranks give the tokens of one process, whatever the requests use and whoever leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+
+import msgspec
+import pytest
+from support.internals import engine_of
+from support.parallel import (
+    drive,
+    mixed_jobs,
+    open_llm,
+    parallel_config,
+    reference_of,
+    same,
+    write_random_model,
+)
+
+from hardpoint import HardpointError, SamplingParams
+from hardpoint.plugins.requests import LoRARequest
+
+MODELS = {
+    "llama": ("LlamaForCausalLM", {}),
+    "tied": ("LlamaForCausalLM", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 32, "num_hidden_layers": 4}),
+}
+RANKS = {"tensor 2": (2, 1), "pipeline 2": (1, 2), "2 x 2": (2, 2)}
+SHORT = [("llama", "tensor 2"), ("llama", "pipeline 2")]
+CASES = [
+    pytest.param(model, ranks, marks=[] if (model, ranks) in SHORT else pytest.mark.nightly)
+    for model in MODELS
+    for ranks in RANKS
+]
+ENDLESS = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
+BROKEN = msgspec.structs.replace(ENDLESS, plugin_args={"waves": {"fail_after": 5}})
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory):
+    """By model: its folder and the results of one process."""
+    known = {}
+
+    def of(name):
+        if name not in known:
+            architecture, fields = MODELS[name]
+            folder = tmp_path_factory.mktemp("random") / name
+            write_random_model(folder, architecture, **fields)
+            config = {"model": str(folder), "load": {"use": "dummy"}}
+            known[name] = config, reference_of(config, mixed_jobs())
+        return known[name]
+
+    return of
+
+
+def in_company(engine, jobs):
+    """Run the jobs beside one that is aborted and one whose processor raises; return results."""
+    company = [("leaves", [1, 2, 3] * 9, ENDLESS), ("breaks", [4, 5] * 6, BROKEN)]
+    calls = {20: lambda engine: engine.abort_requests("leaves")}
+    return drive(engine, [*jobs[:6], *company, *jobs[6:]], before_step=calls)
+
+
+def check(llm, expected):
+    """Two rounds, of which the second finds what the first has left in the prefix cache."""
+    engine, jobs = engine_of(llm), mixed_jobs()
+    for _ in range(2):
+        before = llm.scheduler_stats()
+        got = in_company(engine, jobs)
+        broken = got.pop("breaks")
+        assert "waves" in broken.error
+        assert "the wave broke" in broken.error
+        assert len(broken.tokens[0]) == 5
+        got.pop("leaves", None)
+        assert got.keys() == expected.keys()
+        same(engine, jobs, expected, got)
+        stats = llm.scheduler_stats()
+        assert stats.num_preemptions > before.num_preemptions + 3
+        assert stats.prefix_cache.hit_tokens > before.prefix_cache.hit_tokens + 100
+        assert stats.num_running == stats.num_waiting == stats.kv_cache_usage == 0
+
+
+@pytest.mark.parametrize(("model", "ranks"), CASES)
+def test_random_weights(references, model, ranks):
+    config, expected = references(model)
+    tensor, pipeline = RANKS[ranks]
+    with open_llm(parallel_config(tensor, pipeline, **config)) as llm:
+        check(llm, expected)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("tensor", "pipeline"), [(3, 1), (1, 2)])
+def test_real_weights(smollm2, tensor, pipeline):
+    config, expected = smollm2
+    with open_llm(parallel_config(tensor, pipeline, **config)) as llm:
+        check(llm, expected)
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    config = {"model": "smollm2"}
+    return config, reference_of(config, mixed_jobs())
+
+
+# What comes between steps, while batches are under way
+
+
+def reset_cache(engine):
+    engine.call_utility("reset_prefix_cache", True)
+
+
+def pause_and_resume(engine):
+    engine.call_utility("pause", "keep")
+    engine.call_utility("resume")
+
+
+def sleep_and_wake(level):
+    def call(engine):
+        engine.call_utility("sleep", level, "keep")
+        assert engine.call_utility("is_sleeping")
+        assert engine.step() is not None  # outputs of before; and nothing runs
+        engine.call_utility("wake_up", None)
+
+    return call
+
+
+def call_workers(engine):
+    with pytest.raises(HardpointError, match="adapter"):
+        engine.call_utility("add_lora", LoRARequest("a", 1))
+    assert engine.call_utility("list_loras") == set()
+    assert len(engine.call_utility("collective_rpc", "plugin_meters")) == 2
+
+
+BETWEEN = [reset_cache, pause_and_resume, sleep_and_wake(1), sleep_and_wake(2), call_workers]
+
+
+@pytest.mark.parametrize(
+    "ranks", ["pipeline 2", pytest.param("tensor 2", marks=pytest.mark.nightly)]
+)
+def test_control_calls_between_steps(references, ranks):
+    """Caches are reset, the engine sleeps and wakes up, with tokens that are still under way."""
+    config, expected = references("llama")
+    calls = {10 + 7 * index: call for index, call in enumerate(BETWEEN * 2)}
+    jobs = mixed_jobs()
+    with open_llm(parallel_config(*RANKS[ranks], **config)) as llm:
+        engine = engine_of(llm)
+        got = drive(engine, jobs, before_step=calls)
+        same(engine, jobs, expected, got)
+        assert llm.scheduler_stats().num_preemptions > 10
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", ["tensor 2", "pipeline 2"])
+def test_interrupts_leave_the_ranks_in_step(references, ranks):
+    """A signal that interrupts a step at any place ends its requests; later ones are right."""
+    config, expected = references("llama")
+    jobs = mixed_jobs()
+    with open_llm(parallel_config(*RANKS[ranks], **config)) as llm:
+        engine = engine_of(llm)
+        drive(engine, jobs)  # warm
+        with interrupts() as after:
+            for index in range(40):
+                with contextlib.suppress(KeyboardInterrupt):
+                    after(0.001 + 0.00173 * index)
+                    drive(engine, jobs)
+                after(0)
+                while engine.has_unfinished_requests():
+                    engine.step()
+        same(engine, jobs, expected, drive(engine, jobs))
+
+
+@contextlib.contextmanager
+def interrupts():
+    """Let a function arm a timer, whose signal raises KeyboardInterrupt in the executor.
+
+    Elsewhere it waits: what an interrupt leaves of other parts has tests of its own.
+    """
+
+    def interrupt(_number, frame):
+        while frame is not None:
+            if "/executors/" in frame.f_code.co_filename or frame.f_code.co_name == "result_of":
+                raise KeyboardInterrupt
+            frame = frame.f_back
+        signal.setitimer(signal.ITIMER_REAL, 0.0002)
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -24,7 +24,6 @@ SMALL = 100
 """Lines below which a module that only one other imports belongs into that one."""
 
 SMALL_MODULES = {
-    "hardpoint.builtin_plugins.communicators.nccl": "calls of a library; those of gloo have a module, too",
     "hardpoint.builtin_plugins.models.mixtral": "an architecture of its own",
     "hardpoint.builtin_plugins.models.qwen": "two architectures of their own",
     "hardpoint.builtin_plugins.communicators.nccl": "one library of two; gloo has a module",

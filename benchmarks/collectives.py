@@ -123,10 +123,16 @@ def time_messages(readers: int, count: int) -> Iterator[tuple[int, list[tuple[fl
 
     times = {}
     for size in MESSAGES:
-        times[size] = [percentiles(time_calls(lambda size=size: by_ring(os.urandom(8) * (size // 8)), count))]
+        times[size] = [
+            percentiles(time_calls(lambda size=size: by_ring(os.urandom(8) * (size // 8)), count))
+        ]
     ring.write(b"")
     for size in MESSAGES:
-        times[size].append(percentiles(time_calls(lambda size=size: by_sockets(os.urandom(8) * (size // 8)), count)))
+        times[size].append(
+            percentiles(
+                time_calls(lambda size=size: by_sockets(os.urandom(8) * (size // 8)), count)
+            )
+        )
     for ours, _ in pairs:
         ours.sendall(bytes(4))
     for child in children:

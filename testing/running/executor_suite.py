@@ -366,7 +366,9 @@ class ExecutorSuite(ComponentSuite):
     def _check_step_error(self, method: str, index: int, *, others_wait: bool) -> None:
         size = self._size()
         rank = range(size[0] * size[1])[index]
-        order = Order(method, Does.FAIL, (rank,), others_wait, 0.0 if others_wait else _LATE_SECONDS)
+        order = Order(
+            method, Does.FAIL, (rank,), others_wait, 0.0 if others_wait else _LATE_SECONDS
+        )
         reported: list[BaseException] = []
         with self._fresh(size) as session:
             session.executor.on_failure(reported.append)
@@ -453,7 +455,9 @@ class ExecutorSuite(ComponentSuite):
             session.close()
 
     def _until_called(self, session: Session, rank: int, method: str) -> None:
-        if not until(lambda: session.script.was_called(rank, method), executor_session.START_SECONDS):
+        if not until(
+            lambda: session.script.was_called(rank, method), executor_session.START_SECONDS
+        ):
             raise RESULTS.violation(f"{method} was not called in rank {rank}")
 
     def _lose(self, session: Session, rank: int) -> None:
@@ -494,9 +498,13 @@ class ExecutorSuite(ComponentSuite):
             session.begin(session.plan({"a": 1}))()
             session.executor.close()  # and then again
             if not until(lambda: not session.open_workers(), _CLOSE_SECONDS):
-                raise CLOSE.violation(f"the workers of ranks {session.open_workers()} are not closed")
+                raise CLOSE.violation(
+                    f"the workers of ranks {session.open_workers()} are not closed"
+                )
         if not until(lambda: not _more(before, _holdings()), _CLOSE_SECONDS):
-            raise CLOSE.violation(f"after close there are more {', '.join(_more(before, _holdings()))}")
+            raise CLOSE.violation(
+                f"after close there are more {', '.join(_more(before, _holdings()))}"
+            )
 
     def _check_tokens(self) -> None:
         cls, name = self.executor, self._name()
@@ -505,7 +513,9 @@ class ExecutorSuite(ComponentSuite):
             settings: dict[str, Any] = {
                 "executor": {"use": f"{cls.__module__}:{cls.__qualname__}"},
                 "parallel": {
-                    "tensor": tensor, "pipeline": pipeline, "communicator": self.communicator
+                    "tensor": tensor,
+                    "pipeline": pipeline,
+                    "communicator": self.communicator,
                 },
             }
             if self.options:

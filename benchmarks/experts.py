@@ -8,6 +8,7 @@ Prints microseconds per call of a layer, by rows (1 is a decode step of one requ
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -50,10 +51,8 @@ def main() -> None:
         for rows in ROWS:
             x = torch.randn(rows, options.hidden).to(dtype)
             draws = [torch.randperm(options.count)[: options.per_token] for _ in range(rows)]
-            chosen, weights = torch.stack(draws), torch.rand(rows, options.per_token)
-            times = [
-                measure(lambda apply=apply: apply(x, chosen, weights)) for apply in layers.values()
-            ]
+            inputs = x, torch.stack(draws), torch.rand(rows, options.per_token)
+            times = [measure(functools.partial(apply, *inputs)) for apply in layers.values()]
             print(f"{rows:>5}" + "".join(f"{1e6 * seconds:>22.0f}" for seconds in times))
 
 

@@ -21,9 +21,10 @@ def schedule_running(tracker: RequestTracker, step: Step) -> None:
     pass.
     """
     extend, has_lookahead = tracker.cache.extend, tracker.limits.num_lookahead_tokens > 0
-    requests: Iterable[LiveRequest] = tuple(tracker.running.values())
+    running = tuple(tracker.running.values())
+    requests: Iterable[LiveRequest] = running
     if tracker.limits.num_batches > 1:
-        requests = _in_turn(tracker, requests, step)
+        requests = _in_turn(tracker, running, step)
     for request in requests:
         if step.budget <= 0:
             break

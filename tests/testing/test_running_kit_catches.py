@@ -31,7 +31,7 @@ EXECUTORS = [
     (executors.Late, "results", "results", r"was to sample step \d+ when step \d+ had"),
     (executors.NoFuture, "results", "futures", "execute_model returned ModelRunnerOutput"),
     (executors.IgnoresGrammars, "results", "results", r"got token \d+; a worker that ran each"),
-    (executors.NeverEnds, "results", "futures", "of sample_tokens was not done after 0.2 s"),
+    (executors.NeverEnds, "results", "futures", "of sample_tokens was not done after 0.5 s"),
     (executors.FirstRankOnly, "results", "results", "is not that of rank 1|is None, no Model"),
     (executors.SkipsOthers, "results", "results", r"of rank 1 was .*executor got .'sample"),
     (executors.RefusesInRiddles, "sizes", "sizes", "pipeline = 2 its constructor raised ConfigE"),
@@ -171,9 +171,9 @@ class TestMeasure(CommandSuite):
 def brief(monkeypatch):
     """Wait little, and stop at the first failing case instead of shrinking it."""
     stop_at_first_failure(monkeypatch)
-    monkeypatch.setattr(executor_session, "CALL_SECONDS", 0.2)
-    monkeypatch.setattr(executor_session, "START_SECONDS", 0.5)
-    monkeypatch.setattr(scripted_worker, "_WAIT_SECONDS", 0.7)
+    monkeypatch.setattr(executor_session, "CALL_SECONDS", 0.5)
+    monkeypatch.setattr(executor_session, "START_SECONDS", 0.8)
+    monkeypatch.setattr(scripted_worker, "_WAIT_SECONDS", 1.0)
     monkeypatch.setattr(hook_suite, "_LIMIT_SECONDS", 0.2)
     monkeypatch.setattr(extension_checks, "_SECONDS", 0.2)
     monkeypatch.setattr(executor_suite, "_CLOSE_SECONDS", 0.1)
@@ -182,7 +182,7 @@ def brief(monkeypatch):
 @pytest.mark.usefixtures("brief")
 @pytest.mark.parametrize(("cls", "test", "rule", "pattern"), EXECUTORS, ids=label)
 def test_a_broken_executor_fails_its_rule(cls, test, rule, pattern):
-    attributes = {"executor": cls, "failure_seconds": 0.1}
+    attributes = {"executor": cls, "failure_seconds": 0.2}
     if "lose" in dir(cls):
         attributes["lose_worker"] = lambda _self, executor, rank: executor.lose(rank)
     assert_fails(ExecutorSuite, attributes, test, rule, pattern)

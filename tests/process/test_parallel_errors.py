@@ -88,9 +88,7 @@ def test_one_worker_cannot_be_several(llama):
 def test_models_say_how_they_can_be_divided(scripted):
     def config(name, **ranks):
         config = scripted_config(scripted, several(**ranks))
-        config["plugins"]["enable"] = [
-            {"use": f"{BROKEN}:{name}", "name": "ScriptedForCausalLM"}
-        ]
+        config["plugins"]["enable"] = [{"use": f"{BROKEN}:{name}", "name": "ScriptedForCausalLM"}]
         return config
 
     words = "parallel.tensor: plugin 'ScriptedForCausalLM'.*cannot be divided in this way.*: none"

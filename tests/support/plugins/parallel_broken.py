@@ -70,7 +70,10 @@ class Uneven(NoInfos):
     """Two stages, of which the first has twice the layers, and the second less memory."""
 
     contract = 1
-    infos = [WorkerInfo(200, 10_000, sleep_levels=(1, 2)), WorkerInfo(100, 6_000, sleep_levels=(2,))]
+    infos = [
+        WorkerInfo(200, 10_000, sleep_levels=(1, 2)),
+        WorkerInfo(100, 6_000, sleep_levels=(2,)),
+    ]
     num_blocks = 0
 
     def start(self):

@@ -12,7 +12,7 @@ import traceback
 import typing
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -26,7 +26,7 @@ __all__ = ["WorkerServer", "decode_result", "encode_call", "has_failed"]
 
 _ARRAY = 1
 """Extension of msgpack for arrays: dtype, shape and bytes."""
-_SAMPLE = "sample_tokens"
+_EXECUTE, _SAMPLE = "execute_model", "sample_tokens"
 _MAX_PLANS = 16  # whose sampling has not come
 
 
@@ -80,7 +80,7 @@ class WorkerServer:
 
     def run(self, call: bytes | memoryview) -> bytes:
         """Run a call; return its result or what it raised, for `decode_result`."""
-        method = "the call"
+        method, args = "the call", cast(Sequence[Any], ())
         try:
             decoded = msgspec.msgpack.decode(call, type=_Call)
             method = decoded.method
@@ -88,17 +88,21 @@ class WorkerServer:
             value = _encode(getattr(self._worker, method)(*args), method)
             return msgspec.msgpack.encode(_Result(None, msgspec.Raw(value)))
         except Exception as error:
+            if method == _EXECUTE and args:  # its sampling would meet ranks that are still in it
+                self._plans.pop(args[0].step, None)
             return encode_failure(error)
 
     def _arguments(self, method: str, args: msgspec.Raw) -> Sequence[Any]:
         if method == _SAMPLE:
             (sampling,) = _decode(args, tuple[_Sampling], method)
-            plan = self._plans.pop(sampling.step)
+            plan = self._plans.pop(sampling.step, None)
+            if plan is None:
+                raise HardpointError(f"{_SAMPLE}: the model did not run step {sampling.step}")
             if sampling.draft_token_ids:
                 plan = msgspec.structs.replace(plan, draft_token_ids=sampling.draft_token_ids)
             return (plan, sampling.bitmask)
         found: Sequence[Any] = _decode(args, _argument_types(method), method)
-        if method == "execute_model":
+        if method == _EXECUTE:
             self._plans[found[0].step] = found[0]
             while len(self._plans) > _MAX_PLANS:
                 self._plans.popitem(last=False)

@@ -12,7 +12,7 @@ import traceback
 import typing
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import msgspec
 import numpy as np
@@ -28,7 +28,7 @@ __all__ = ["WorkerServer", "decode_result", "encode_call", "has_failed"]
 # time than msgpack takes for all (8,192 ids: 19 + 96 us as a list, 45 + 75 us at best as an array).
 _ARRAY = 1
 """Extension of msgpack for arrays: dtype, shape and bytes."""
-_SAMPLE = "sample_tokens"
+_EXECUTE, _SAMPLE = "execute_model", "sample_tokens"
 _MAX_PLANS = 16  # whose sampling has not come
 
 
@@ -82,7 +82,7 @@ class WorkerServer:
 
     def run(self, call: bytes | memoryview) -> bytes:
         """Run a call; return its result or what it raised, for `decode_result`."""
-        method = "the call"
+        method, args = "the call", cast(Sequence[Any], ())
         try:
             decoded = _decode(call, _CALLS, method)
             method = decoded.method
@@ -90,6 +90,8 @@ class WorkerServer:
             value = _encode(getattr(self._worker, method)(*args), method)
             return msgspec.msgpack.encode(_Result(None, msgspec.Raw(value)))
         except Exception as error:
+            if method == _EXECUTE and args:  # its sampling would meet ranks that are still in it
+                self._plans.pop(args[0].step, None)
             return encode_failure(error)
 
     def _arguments(self, method: str, args: msgspec.Raw) -> Sequence[Any]:
@@ -97,12 +99,12 @@ class WorkerServer:
             (sampling,) = _decode(args, _SAMPLINGS, method)
             plan = self._plans.pop(sampling.step, None)
             if plan is None:
-                raise HardpointError(f"{method}: the worker has no plan of step {sampling.step}")
+                raise HardpointError(f"{_SAMPLE}: the model did not run step {sampling.step}")
             if sampling.draft_token_ids:
                 plan = msgspec.structs.replace(plan, draft_token_ids=sampling.draft_token_ids)
             return (plan, sampling.bitmask)
         found: Sequence[Any] = _decode(args, _arguments_of(method), method)
-        if method == "execute_model":
+        if method == _EXECUTE:
             self._plans[found[0].step] = found[0]
             while len(self._plans) > _MAX_PLANS:
                 self._plans.popitem(last=False)

@@ -33,11 +33,16 @@ def opened():
     nothing_left(before, 5)
 
 
-def step(workers, number, *orders, sampling=()):
-    """Run a step; return its result."""
+def begin(workers, number, *orders, sampling=()):
+    """Begin a step; return the future of its result."""
     one = plan(number, *orders, sampling=sampling)
     assert workers.execute_model(one).result(10) is None
-    return workers.sample_tokens(one).result(10)
+    return workers.sample_tokens(one)
+
+
+def step(workers, number, *orders, sampling=()):
+    """Run a step; return its result."""
+    return begin(workers, number, *orders, sampling=sampling).result(10)
 
 
 def test_every_rank_runs_each_call_once_and_one_gives_the_result(opened):
@@ -93,7 +98,7 @@ def test_an_error_of_one_rank_names_it_and_the_others_go_on(opened):
 
 def test_a_call_that_all_ranks_refuse_leaves_them_in_step(opened):
     workers = opened(2)
-    future = workers.execute_model(plan(1, "* raise not this"))
+    future = begin(workers, 1, "* raise not this")
     with pytest.raises(ModelError, match="^not this"):
         future.result(10)
     assert step(workers, 2).sampled_token_ids == {"r": [2]}
@@ -106,7 +111,7 @@ def test_a_rank_that_fails_a_step_fails_it_for_all_and_no_rank_waits_for_it(open
     workers.on_failure(failures.append)
     others = [f"{other} meet" for other in range(3) if other != rank]
     began = time.monotonic()
-    future = workers.execute_model(plan(1, f"{rank} raise broken", *others))
+    future = begin(workers, 1, f"{rank} raise broken", *others)
     with pytest.raises(ModelError, match="^broken") as raised:
         future.result(10)
     assert time.monotonic() - began < 1
@@ -123,7 +128,7 @@ def test_a_rank_that_fails_what_the_output_rank_has_done_ends_the_executor(opene
     workers = opened(2)
     failures = []
     workers.on_failure(failures.append)
-    assert step(workers, 1, sampling=["1 raise too late"]).sampled_token_ids == {"r": [1]}
+    assert step(workers, 1, sampling=["1 late too late"]).sampled_token_ids == {"r": [1]}
     deadline = time.monotonic() + 5
     while not failures:
         assert time.monotonic() < deadline
@@ -226,7 +231,7 @@ def test_a_rank_that_does_not_open_in_time_is_named():
 def test_close_lets_workers_close_and_fails_what_is_under_way(opened, tmp_path):
     closed = tmp_path / "closed"
     workers = opened(2, orders={"closed": str(closed)})
-    future = workers.execute_model(plan(1, "* meet"))
+    future = begin(workers, 1, "* meet")
     workers.close()
     with pytest.raises(EngineClosedError, match="execute_model: the executor was closed"):
         future.result(1)
@@ -246,7 +251,7 @@ def test_close_kills_a_worker_that_hangs(opened):
 
 def test_stderr_is_passed_on_and_stacks_of_a_long_call_are_written(opened, capfd):
     workers = opened(2, watchdog_seconds=0.2)
-    workers.execute_model(plan(1, "1 sleep 0.5")).result(10)
+    step(workers, 1, "1 sleep 0.5")
     workers.collective_rpc("stop_profile")
     deadline = time.monotonic() + 5
     said = ""

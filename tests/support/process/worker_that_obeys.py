@@ -52,6 +52,10 @@ class Obeying:
     def _raise(self, message: str) -> None:
         raise ModelError(message)
 
+    def _late(self, message: str) -> None:
+        time.sleep(0.3)
+        raise ModelError(message)
+
     def _sleep(self, seconds: str) -> None:
         time.sleep(float(seconds))
 

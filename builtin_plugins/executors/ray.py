@@ -95,7 +95,7 @@ class RayExecutor(Executor):
         self._connection: Connection | None = None
         self._group: Any = None
         self._ranks: list[_Rank] = []
-        self._lives: list[Any] = []
+        self._watches: list[Any] = []
         self._folder = ""
         self._calls: set[_Call] = set()
         self._lock = threading.Lock()
@@ -230,8 +230,10 @@ class RayExecutor(Executor):
             pid = self._get(rank, reference, deadline)
             self._ranks[rank.rank] = replace(rank, pid=pid)
         for rank in self._ranks:
-            self._lives.append(life := rank.actor.wait.options(concurrency_group="watch").remote())
-            life.future().add_done_callback(functools.partial(self._ended, rank))
+            self._watches.append(
+                watch := rank.actor.wait.options(concurrency_group="watch").remote()
+            )
+            watch.future().add_done_callback(functools.partial(self._ended, rank))
 
     def _open_workers(self) -> None:
         """Open the worker of each actor.
@@ -276,21 +278,21 @@ class RayExecutor(Executor):
                 return
 
     def _load(self) -> list[WorkerInfo]:
-        """Load the model in every worker, and tell how far the slowest is."""
+        """Load the model in every worker, and report how far the slowest is."""
         _log.info("executor %s: %s", self.name, self._description())
         futures = self._call("load_model", ())
-        told = None
+        reported = None
         while not wait(futures, _PROGRESS_SECONDS, FIRST_EXCEPTION)[0].issuperset(futures):
             if any(future.done() and future.exception() for future in futures):
                 break
-            told = self._tell_progress(told)
+            reported = self._report_progress(reported)
         for rank, future in zip(self._ranks, futures, strict=True):
             if future.done():
                 with _naming_node(rank):
                     future.result()
         return [future.result() for future in futures]
 
-    def _tell_progress(self, told: Any) -> Any:
+    def _report_progress(self, reported: Any) -> Any:
         calls = [
             rank.actor.progress.options(concurrency_group="control").remote()
             for rank in self._ranks
@@ -298,9 +300,9 @@ class RayExecutor(Executor):
         try:
             found = self._ray.get(calls, timeout=_PROGRESS_SECONDS)
         except Exception:
-            return told  # an actor that is busy or dead, which its calls tell
-        slowest = min(found, key=lambda each: each[1] / max(each[2], 1))
-        if slowest != told and slowest[2]:
+            return reported  # an actor that is busy or dead, which its calls report
+        slowest = min(found, key=lambda item: item[1] / max(item[2], 1))
+        if slowest != reported and slowest[2]:
             self.context.progress(*slowest)
         return slowest
 
@@ -313,7 +315,7 @@ class RayExecutor(Executor):
         )
 
     def _control(self, rank: _Rank, method: str, *args: Any) -> Any:
-        """Call a method of an actor beside what its worker runs."""
+        """Call a method of an actor while its worker runs a step."""
         call = getattr(rank.actor, method).options(concurrency_group="control").remote(*args)
         return self._get(rank, call, time.monotonic() + self.options.start_timeout_seconds)
 
@@ -385,8 +387,8 @@ class RayExecutor(Executor):
             else:
                 call.future.set_result(result)
 
-    def _ended(self, rank: _Rank, life: Future[Any]) -> None:
-        error = life.exception()
+    def _ended(self, rank: _Rank, watch: Future[Any]) -> None:
+        error = watch.exception()
         if not self._closing:
             # Not in Ray's thread, in which the callback could not use Ray.
             lost = error or RuntimeError("it ended")
@@ -418,7 +420,7 @@ class RayExecutor(Executor):
     def _end_actors(self) -> None:
         """Let the workers close, if they can within seconds, and kill their actors."""
         self._abort(self._ranks, f"the executor {self.name!r} is being closed")
-        if self._lives:
+        if self._watches:
             close = encode_call("close")
             with contextlib.suppress(Exception):
                 closed = [rank.actor.run.remote(close) for rank in self._ranks]
@@ -428,9 +430,9 @@ class RayExecutor(Executor):
             with contextlib.suppress(Exception):
                 self._ray.kill(rank.actor)
         with contextlib.suppress(Exception):
-            if self._lives:
-                lives = self._lives
-                self._ray.wait(lives, num_returns=len(lives), timeout=_CLOSE_SECONDS)
+            if self._watches:
+                watches = self._watches
+                self._ray.wait(watches, num_returns=len(watches), timeout=_CLOSE_SECONDS)
 
 
 @contextlib.contextmanager

@@ -161,11 +161,11 @@ def _join(ray: Any, options: RayOptions, setting: str) -> None:
 def _check_same(ray: Any, options: RayOptions, setting: str) -> None:
     if options.address in ("auto", "local"):
         return
-    there = str(ray.get_runtime_context().gcs_address)
-    if options.address != there:
+    current = str(ray.get_runtime_context().gcs_address)
+    if options.address != current:
         raise ConfigError(
-            f"{setting}.address: this process is connected with the Ray cluster at {there}, and "
-            f"cannot join {options.address!r} beside it; 'auto' uses that one"
+            f"{setting}.address: this process is connected with the Ray cluster at {current}, and "
+            f"cannot join {options.address!r} as well; 'auto' uses that one"
         )
 
 
@@ -256,12 +256,12 @@ def check_capacity(
         ConfigError: it cannot; the message says what is missing.
     """
     for name, count in needed.items():
-        there = sum(node.resources.get(name, 0.0) for node in nodes)
-        if there + _EPSILON < count * world_size:
+        total = sum(node.resources.get(name, 0.0) for node in nodes)
+        if total + _EPSILON < count * world_size:
             raise ConfigError(
                 f"{world_size} workers need {count * world_size:g} {name} ({count:g} each), the "
-                f"Ray cluster has {there:g} on {len(nodes)} node(s): "
-                f"{count * world_size - there:g} {name} missing"
+                f"Ray cluster has {total:g} on {len(nodes)} node(s): "
+                f"{count * world_size - total:g} {name} missing"
             )
     rooms = [
         min(int((node.resources.get(name, 0.0) + _EPSILON) / n) for name, n in needed.items())
@@ -270,14 +270,14 @@ def check_capacity(
     if strategy == "STRICT_PACK":
         room = max(rooms)
     elif strategy == "STRICT_SPREAD":
-        room = sum(each > 0 for each in rooms)
+        room = sum(room > 0 for room in rooms)
     else:
         room = sum(rooms)
     if room < world_size:
-        each = " and ".join(f"{count:g} {name}" for name, count in needed.items())
+        bundle = " and ".join(f"{count:g} {name}" for name, count in needed.items())
         has = ", ".join(f"{node} has room for {n}" for node, n in zip(nodes, rooms, strict=True))
         raise ConfigError(
-            f"{world_size} workers with {each} each, placed by {strategy}, do not fit: {has}"
+            f"{world_size} workers with {bundle} each, placed by {strategy}, do not fit: {has}"
         )
 
 
@@ -335,8 +335,8 @@ def health_check_seconds() -> float | None:
     """Return after how long Ray notices that a node does not answer; None if it does not say."""
     try:
         config = importlib.import_module("ray._raylet").Config
-        each = config.health_check_period_ms() + config.health_check_timeout_ms()
-        return float(each * config.health_check_failure_threshold() / 1000)
+        interval = config.health_check_period_ms() + config.health_check_timeout_ms()
+        return float(interval * config.health_check_failure_threshold() / 1000)
     except (ImportError, AttributeError):
         return None
 

@@ -12,7 +12,7 @@ from hardpoint.plugins.executor import WorkerLaunch, open_worker
 from hardpoint.plugins.worker_calls import WorkerServer, encode_call, encode_failure
 
 CONCURRENCY_GROUPS = {"watch": 1, "control": 2}
-"""Threads beside the one that runs the calls in their order: for `wait`, and for the others."""
+"""Threads of an actor for `wait`, and for calls during a step; one more runs the steps."""
 
 
 class RayWorker:

@@ -231,7 +231,7 @@ def test_a_process_is_in_one_cluster_at_a_time():
     ray = JoinedRay(joined=True)
     message = (
         "^plugin.ray.address: this process is connected with the Ray cluster at 10.0.0.1:6379, and "
-        "cannot join 'b:1' beside it"
+        "cannot join 'b:1' as well"
     )
     with pytest.raises(ConfigError, match=message):
         Connection(ray, RayOptions(address="b:1"), "plugin.ray")

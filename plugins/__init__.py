@@ -69,6 +69,7 @@ from .model import (
 )
 from .ops import Ops, OpsContext, Recorded
 from .output_parser import OutputParser, OutputParserContext, ParserRequest
+from .parallel import Communicator, CommunicatorContext
 from .params import RepetitionDetection, RequestOutputKind, SamplingParams
 from .plan import (
     CachedRequests,
@@ -192,6 +193,9 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "KVEventBatch",
     "KVEventPublisher",
     "PublisherContext",
+    # Communicators: provisional
+    "Communicator",
+    "CommunicatorContext",
     # Executors: provisional
     "Executor",
     "ExecutorContext",

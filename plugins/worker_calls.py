@@ -22,7 +22,7 @@ from .errors import HardpointError
 from .executor import Worker
 from .plan import GrammarBitmask, SchedulerOutput
 
-__all__ = ["WorkerServer", "decode_result", "encode_call", "has_failed"]
+__all__ = ["WorkerServer", "decode_result", "encode_call", "encode_failure", "has_failed"]
 
 # Token ids stay lists: both ends have lists, of which arrays are made, and lists of them, in more
 # time than msgpack takes for all (8,192 ids: 19 + 96 us as a list, 45 + 75 us at best as an array).

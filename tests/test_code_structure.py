@@ -6,6 +6,7 @@ Layers and import cycles are import-linter's (`.importlinter`), sizes of functio
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -67,11 +68,13 @@ def test_a_small_module_is_not_the_part_of_one_other():
 
 
 def test_the_engine_has_no_module_without_an_importer():
+    named = {module for module, _ in references()}
     assert [
         module
         for module, by in importers().items()
         if module.startswith(("hardpoint.core.", "hardpoint.registry."))
         if not by and not is_package(module) and not module.endswith(".__main__")
+        if module not in named
     ] == []
 
 
@@ -87,10 +90,22 @@ def unused_code() -> Iterator[tuple[str, str]]:
     """Yield name and place of what nothing in the package uses and nobody outside it may use."""
     search = vulture.Vulture()
     search.scavenge([str(ROOT / folder) for folder in FOLDERS])
-    public = public_names() | entry_points() | body_fields()
+    public = public_names() | entry_points() | body_fields() | {name for _, name in references()}
     for item in search.get_unused_code():
         if item.name not in public and not item.name.startswith("__"):
             yield item.name, f"{item.filename}:{item.first_lineno}"
+
+
+def references() -> set[tuple[str, str]]:
+    """Return module and name of the functions that other processes find by their names."""
+    texts = (
+        node.value
+        for path in modules().values()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    found = (re.fullmatch(r"(hardpoint(?:\.\w+)+):(\w+)", text) for text in texts)
+    return {(match[1], match[2]) for match in found if match}
 
 
 def public_names() -> set[str]:

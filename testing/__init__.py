@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from hardpoint.testing.reporting.publisher_suite import KVEventPublisherSuite
     from hardpoint.testing.reporting.sink_suite import StatSinkSuite
     from hardpoint.testing.running.command_suite import CommandSuite
+    from hardpoint.testing.running.communicator_suite import CommunicatorSuite
     from hardpoint.testing.running.executor_suite import ExecutorSuite
     from hardpoint.testing.running.hook_suite import HookSuite
     from hardpoint.testing.running.serving import ServerAnswer, TestServer, serve
@@ -50,6 +51,7 @@ __all__ = [
     "EOS",
     "AttentionBackendSuite",
     "CommandSuite",
+    "CommunicatorSuite",
     "EvictionPolicySuite",
     "ExecutorSuite",
     "GrammarSample",
@@ -90,6 +92,7 @@ _LAZY = {
     "AttentionBackendSuite": "model.attention_suite",
     "EvictionPolicySuite": "scheduling.eviction_suite",
     "CommandSuite": "running.command_suite",
+    "CommunicatorSuite": "running.communicator_suite",
     "ExecutorSuite": "running.executor_suite",
     "GrammarSample": "text.grammar_suite",
     "GrammarSuite": "text.grammar_suite",

@@ -14,6 +14,8 @@ from torch import distributed
 from hardpoint.plugins.errors import ModelError
 from hardpoint.plugins.parallel import CommunicatorContext
 
+from .meeting import RankMissingError
+
 T = TypeVar("T")
 
 dist: Any = distributed  # whose annotations lack most of what is needed
@@ -40,19 +42,14 @@ class Rendezvous:
         self._context = context
         self._deadline = time.monotonic() + context.timeout_seconds
         placement = context.placement
-        if placement.is_one_host:
-            self.address = _LOOPBACK
-            self._place = placement.folder
-            store = self._file_store()
-        else:
-            if len(placement.addresses) != context.size:
-                raise self._error(
-                    f"placement.addresses: expected an IP address per rank for ranks on several "
-                    f"hosts, got {list(placement.addresses)}"
-                )
-            self.address = placement.addresses[context.rank]
-            self._place = placement.store
-            store = self._tcp_store()
+        if not placement.is_one_host and len(placement.addresses) != context.size:
+            raise self._error(
+                f"placement.addresses: expected an IP address per rank for ranks on several "
+                f"hosts, got {list(placement.addresses)}"
+            )
+        self.address = _LOOPBACK if placement.is_one_host else placement.addresses[context.rank]
+        self._place = placement.folder or placement.store
+        store = self._file_store() if placement.folder else self._tcp_store()
         store.set_timeout(timedelta(seconds=context.timeout_seconds))
         self.store = dist.PrefixStore(context.group, store)
 
@@ -99,7 +96,7 @@ class Rendezvous:
             if not missing:
                 return failures
             if time.monotonic() > self._deadline:
-                raise self._error(
+                raise self._missing(
                     f"{', '.join(map(self._rank_name, missing))} did not come to {self._place} "
                     f"within {self._context.timeout_seconds:g} s"
                 )
@@ -120,8 +117,7 @@ class Rendezvous:
         host, _, port = self._place.rpartition(":")
         if not host or not port.isdigit():
             raise self._error(
-                f"placement.store: expected host:port for ranks on several hosts, got "
-                f"{self._place!r}"
+                f"placement.store: expected host:port where there is no folder, got {self._place!r}"
             )
         host = host.strip("[]")
         self._wait_for_listener(host, int(port))
@@ -137,7 +133,7 @@ class Rendezvous:
                 socket.create_connection((host, port), self.remaining().total_seconds()).close()
             except OSError as error:
                 if time.monotonic() > self._deadline:
-                    raise self._error(
+                    raise self._missing(
                         f"rank {self._context.rank} could not reach the store of rank 0 of the "
                         f"engine at {self._place} within {self._context.timeout_seconds:g} s: "
                         f"{error}"
@@ -145,6 +141,9 @@ class Rendezvous:
                 time.sleep(_RETRY_SECONDS)
             else:
                 return
+
+    def _missing(self, text: str) -> RankMissingError:
+        return RankMissingError(f"parallel: group {self._context.group!r}: {text}")
 
     def _error(self, text: str) -> ModelError:
         return ModelError(f"parallel: group {self._context.group!r}: {text}")

@@ -18,7 +18,7 @@ from .rendezvous import Rendezvous, dist
 
 
 class TorchCommunicator(Communicator):
-    """Groups of torch.distributed that are not registered anywhere, so that others can be beside.
+    """Groups of torch.distributed that are registered nowhere, so that plugins may use their own.
 
     On one host, ranks listen on loopback only; on several, each on its address of the placement.
     Nccl chooses interfaces by itself (`NCCL_SOCKET_IFNAME`).

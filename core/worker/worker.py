@@ -61,8 +61,8 @@ from .memory import (
 from .model_runner import ModelRunner
 from .profiling import Profiling
 from .rank_store import served_store
-from .ranks import Ranks
-from .threads import ComputeThreads
+from .ranks import Ranks, build_share
+from .threads import ComputeThreads, crowding
 from .weight_cache import WeightCache, cache_key
 
 _log = logging.getLogger("hardpoint")
@@ -121,7 +121,11 @@ class LocalWorker:
         self._weight_cache: WeightCache | None = None
         self._ranks: Ranks | None = None
         self._abort_reason: str | None = None
-        self._profiling = Profiling(spec.config.engine.profile_dir, spec.device)
+        self._profiling = Profiling(
+            spec.config.engine.profile_dir,
+            spec.device,
+            rank=None if spec.placement is None else spec.rank,
+        )
         self.observed_states = ObservedStates()
 
     def load_model(self) -> WorkerInfo:
@@ -134,7 +138,10 @@ class LocalWorker:
         assert self._spec is not None
         spec = self._spec
         if self._threads is None and spec.device.type == "cpu":
-            self._threads = ComputeThreads(spec.config.executor.threads)
+            num_ranks = 1 if spec.placement is None else len(spec.placement.local(spec.rank))
+            self._threads = ComputeThreads(spec.config.executor.threads, num_ranks=num_ranks)
+            if spec.rank == 0 and (crowded := crowding(num_ranks)) is not None:
+                _log.warning("%s", crowded)
         with self._naming_memory():
             return self._load_model(spec)
 
@@ -145,7 +152,8 @@ class LocalWorker:
         entry = spec.plugins.get("models", spec.model_config.architecture)
         check_parallelism(spec.plugins.target(entry), entry.source, spec.config.parallel)
         ranks = self._ranks = self._ranks or self._meet(spec)
-        model = spec.plugins.create(
+        create = functools.partial(
+            spec.plugins.create,
             entry,
             ModelContext,
             config=spec.model_config,
@@ -153,8 +161,8 @@ class LocalWorker:
             device=spec.device,
             max_model_len=spec.max_model_len,
             ops=ops,
-            parallel=ranks.parallel,
         )
+        model = build_share(lambda parallel: create(parallel=parallel), ranks.parallel)
         checked = CheckedModel(model, entry.source)
         shapes = checked.needed
         source = spec.plugins.one("attention_backends").source

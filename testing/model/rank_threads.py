@@ -28,13 +28,13 @@ def run_ranks(size: int, function: Callable[[Communicator], T]) -> list[T]:
     Raises:
         BaseException: the first one that a rank raised; the others have ended then.
     """
-    exchange = _Exchange(size)
+    exchange = ThreadExchange(size)
     results: dict[int, T] = {}
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
-            results[rank] = function(_ThreadCommunicator(exchange, rank))
+            results[rank] = function(ThreadCommunicator(_context(rank, size), exchange))
         except BaseException as error:
             errors.append(error)
             exchange.abort(f"rank {rank} failed: {error}")
@@ -54,11 +54,24 @@ def run_ranks(size: int, function: Callable[[Communicator], T]) -> list[T]:
     return [results[rank] for rank in range(size)]
 
 
-class _Exchange:
+def _context(rank: int, size: int) -> CommunicatorContext:
+    return CommunicatorContext(
+        name="rank_threads",
+        options=None,
+        group="threads",
+        rank=rank,
+        size=size,
+        device=torch.device("cpu"),
+        placement=Placement(hosts=("",) * size),
+        timeout_seconds=0.0,
+    )
+
+
+class ThreadExchange:
     """What the ranks have given one another, and who waits for what."""
 
     def __init__(self, size: int) -> None:
-        """Nobody has given anything."""
+        """Begin with nothing given."""
         self.size = size
         self._changed = threading.Condition()
         self._round: dict[int, tuple[str, torch.Tensor]] = {}
@@ -94,7 +107,7 @@ class _Exchange:
             self._sent[source, destination].append(x.clone())
             self._changed.notify_all()
 
-    def take(self, source: int, destination: int) -> torch.Tensor:
+    def pop(self, source: int, destination: int) -> torch.Tensor:
         """Return what was stored first."""
         with self._changed:
             self._check()
@@ -129,7 +142,7 @@ class _Exchange:
             self._check()
 
     def _find_deadlock(self) -> None:
-        """Abort if all ranks that have not ended wait for what nobody is left to do."""
+        """Abort if all ranks that have not ended wait for one another."""
         waiting = self._waiting
         if len(waiting) + len(self._ended) < self.size:
             return
@@ -140,26 +153,15 @@ class _Exchange:
         self.abort(", ".join(where))
 
 
-class _ThreadCommunicator(Communicator):
+class ThreadCommunicator(Communicator):
     """A rank of `run_ranks`."""
 
     contract = 1
     devices = ("cpu", "cuda")
 
-    def __init__(self, exchange: _Exchange, rank: int) -> None:
-        """The other ranks are there."""
-        super().__init__(
-            CommunicatorContext(
-                name="rank_threads",
-                options=None,
-                group="threads",
-                rank=rank,
-                size=exchange.size,
-                device=torch.device("cpu"),
-                placement=Placement(hosts=("",) * exchange.size),
-                timeout_seconds=0.0,
-            )
-        )
+    def __init__(self, context: CommunicatorContext, exchange: ThreadExchange) -> None:
+        """Join; the exchange is that of all ranks."""
+        super().__init__(context)
         self._exchange = exchange
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -189,7 +191,7 @@ class _ThreadCommunicator(Communicator):
     def recv(self, x: torch.Tensor, source: int) -> torch.Tensor:
         """Wait for what was stored."""
         self._check_rank("source", source, is_other=True)
-        sent = self._exchange.take(source, self.rank)
+        sent = self._exchange.pop(source, self.rank)
         if (sent.shape, sent.dtype) != (x.shape, x.dtype):
             raise ValueError(
                 f"x: rank {source} has sent {list(sent.shape)} of {sent.dtype}, rank {self.rank} "

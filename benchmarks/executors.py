@@ -1,4 +1,4 @@
-"""What a step costs with several workers: beside one in this process, side by side in one run.
+"""What a step costs with several workers, next to one in this process, side by side in one run.
 
     python benchmarks/executors.py [--rounds 5] [--json result.json]
 
@@ -321,7 +321,7 @@ def _show_shape(found: dict[str, dict[str, dict[str, float]]]) -> None:
     for count, rates in found.items():
         base = rates.get("uniproc", next(iter(rates.values())))["tokens"]
         rows[count] = {name: _rate(rate, base) for name, rate in rates.items()}
-    _print("Random Llama: tokens/s (beside uniproc), share of collectives, time of each", rows)
+    _print("Random Llama: tokens/s (next to uniproc), share of collectives, time of each", rows)
 
 
 def _print(title: str, rows: dict[str, dict[str, str]]) -> None:

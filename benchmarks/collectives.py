@@ -1,4 +1,4 @@
-"""Time what the ranks of one host exchange: shared memory beside gloo.
+"""Time what the ranks of one host exchange: shared memory compared with gloo.
 
     python benchmarks/collectives.py --ranks 2
 
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import argparse
 import ast
-import os
+import functools
 import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 import torch.multiprocessing as multiprocessing
@@ -68,7 +68,8 @@ def run_rank(rank: int, ranks: int, folder: str, count: int, report: socket.sock
         group = connect(cls, rank, ranks, folder)
         for shape in SHAPES:
             x = torch.ones(shape, dtype=torch.bfloat16)
-            results.append(percentiles(time_calls(lambda x=x: group.all_reduce(x), count)))
+            call = functools.partial(group.all_reduce, x)
+            results.append(percentiles(time_calls(call, count)))
         group.close()
     if rank == 0:
         report.sendall(repr(results).encode())
@@ -96,43 +97,64 @@ def receive(source: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
-def time_messages(readers: int, count: int) -> Iterator[tuple[int, list[tuple[float, float]]]]:
-    """Yield the size of a message, and how long the ring and sockets take, answers included."""
-    context = multiprocessing.get_context("fork")
-    ring = BroadcastRing.create(1 << 20, readers)
-    pairs = [socket.socketpair() for _ in range(readers)]
-    children = [
-        context.Process(target=read_messages, args=(ring.fileno(), reader, pairs[reader][1]))
-        for reader in range(readers)
-    ]
-    for child in children:
-        child.start()
+class Readers:
+    """Processes that answer messages, through a ring or through sockets."""
 
-    def answered() -> None:
-        for ours, _ in pairs:
+    def __init__(self, count: int) -> None:
+        """Start them."""
+        context = multiprocessing.get_context("fork")
+        self._ring = BroadcastRing.create(1 << 20, count)
+        self._pairs = [socket.socketpair() for _ in range(count)]
+        self._children = [
+            context.Process(target=read_messages, args=(self._ring.fileno(), reader, theirs))
+            for reader, (_, theirs) in enumerate(self._pairs)
+        ]
+        for child in self._children:
+            child.start()
+
+    def by_ring(self, data: bytes) -> None:
+        """Send a message through the ring."""
+        self._ring.write(data)
+        self._receive_answers()
+
+    def by_sockets(self, data: bytes) -> None:
+        """Send a message through a socket each."""
+        for ours, _ in self._pairs:
+            ours.sendall(len(data).to_bytes(4, "little") + data)
+        self._receive_answers()
+
+    def end_ring(self) -> None:
+        """Switch them from the ring to the sockets."""
+        self._ring.write(b"")
+
+    def close(self) -> None:
+        """End them."""
+        for ours, _ in self._pairs:
+            ours.sendall(bytes(4))
+        for child in self._children:
+            child.join()
+        self._ring.close()
+
+    def _receive_answers(self) -> None:
+        for ours, _ in self._pairs:
             receive(ours, 1)
 
-    def by_ring(data: bytes) -> None:
-        ring.write(data)
-        answered()
 
-    def by_sockets(data: bytes) -> None:
-        for ours, _ in pairs:
-            ours.sendall(len(data).to_bytes(4, "little") + data)
-        answered()
-
-    times = {}
-    for size in MESSAGES:
-        times[size] = [percentiles(time_calls(lambda size=size: by_ring(os.urandom(8) * (size // 8)), count))]
-    ring.write(b"")
-    for size in MESSAGES:
-        times[size].append(percentiles(time_calls(lambda size=size: by_sockets(os.urandom(8) * (size // 8)), count)))
-    for ours, _ in pairs:
-        ours.sendall(bytes(4))
-    for child in children:
-        child.join()
-    ring.close()
-    yield from times.items()
+def time_messages(readers: int, count: int) -> list[list[tuple[float, float]]]:
+    """Return how long each message takes by the ring and by sockets, answers included."""
+    processes, messages = Readers(readers), [bytes(size) for size in MESSAGES]
+    results = []
+    for send in (processes.by_ring, processes.by_sockets):
+        results.append(
+            [
+                percentiles(time_calls(functools.partial(send, message), count))
+                for message in messages
+            ]
+        )
+        if send == processes.by_ring:
+            processes.end_ring()
+    processes.close()
+    return [list(pair) for pair in zip(*results, strict=True)]
 
 
 def main() -> None:
@@ -161,7 +183,10 @@ def main() -> None:
             SHAPES, results[: len(SHAPES)], results[len(SHAPES) :], strict=True
         )
     ]
-    rows += [(f"plan of {size} bytes", *both) for size, both in time_messages(ranks, count)]
+    rows += [
+        (f"plan of {size} bytes", *both)
+        for size, both in zip(MESSAGES, time_messages(ranks, count), strict=True)
+    ]
     print(f"{ranks} ranks: microseconds, p50 and p99; plans include the readers' answers")
     print(f"{'':28}{'shared memory':>18}{'gloo or sockets':>18}{'ratio':>8}")
     for what, shared, other in rows:

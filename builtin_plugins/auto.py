@@ -89,9 +89,7 @@ class AutoAttention(Auto, Wrapper[AttentionBackend], AttentionBackend):
         return is_replayable(self.wrapped)
 
 
-def _first_that_runs(
-    context: Any, final_errors: tuple[type[ModelError], ...]
-) -> tuple[Any, str]:
+def _first_that_runs(context: Any, final_errors: tuple[type[ModelError], ...]) -> tuple[Any, str]:
     """Return the component that runs, and its description.
 
     Raises:

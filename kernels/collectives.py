@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -81,15 +80,10 @@ class Group:
             region.close()
             raise
         self._rank, self._size = rank, len(names)
-        for name in _OPERATIONS[1:] + ("recv",):
-            setattr(self, f"_{name}", library.function(f"group_{name}", None, releases=True))
-
-    _all_reduce: Any
-    _all_gather: Any
-    _all_to_all: Any
-    _broadcast: Any
-    _send: Any
-    _recv: Any
+        self._functions = {
+            name: library.function(f"group_{name}", None, releases=True)
+            for name in (*_OPERATIONS[1:], "recv")
+        }
 
     def watch(self) -> None:
         """Watch the processes of the other ranks from now on."""
@@ -97,35 +91,33 @@ class Group:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Replace x by the sum of the x of all ranks, and return it."""
-        self._session.call(self._all_reduce, x.data_ptr(), x.nbytes, _code(x))
+        self._call("all_reduce", x.data_ptr(), x.nbytes, _code(x))
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return [ranks, *x.shape], the x of each rank."""
         result = x.new_empty((self._size, *x.shape))
-        self._session.call(
-            self._all_gather, x.data_ptr(), result.data_ptr(), x.nbytes, _code(x)
-        )
+        self._call("all_gather", x.data_ptr(), result.data_ptr(), x.nbytes, _code(x))
         return result
 
     def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
         """Return row i of x [ranks, ...] from each rank, for this rank i."""
         result, row = torch.empty_like(x), x.nbytes // self._size
-        self._session.call(self._all_to_all, x.data_ptr(), result.data_ptr(), row, _code(x))
+        self._call("all_to_all", x.data_ptr(), result.data_ptr(), row, _code(x))
         return result
 
     def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
         """Replace x by that of a rank, and return it."""
-        self._session.call(self._broadcast, x.data_ptr(), x.nbytes, _code(x), source)
+        self._call("broadcast", x.data_ptr(), x.nbytes, _code(x), source)
         return x
 
     def send(self, x: torch.Tensor, destination: int) -> None:
         """Send x to another rank; x may be changed afterwards."""
-        self._session.call(self._send, x.data_ptr(), x.nbytes, _code(x), destination)
+        self._call("send", x.data_ptr(), x.nbytes, _code(x), destination)
 
     def recv(self, x: torch.Tensor, source: int) -> torch.Tensor:
         """Replace x by what another rank has sent, and return it."""
-        self._session.call(self._recv, x.data_ptr(), x.nbytes, _code(x), source)
+        self._call("recv", x.data_ptr(), x.nbytes, _code(x), source)
         return x
 
     def abort(self, reason: str) -> None:
@@ -135,6 +127,9 @@ class Group:
     def close(self) -> None:
         """Leave the group."""
         self._session.close()
+
+    def _call(self, name: str, *arguments: int) -> None:
+        self._session.call(self._functions[name], *arguments)
 
 
 def _code(x: torch.Tensor) -> int:

@@ -312,7 +312,7 @@ class BroadcastRing:
         except BaseException:
             os.close(descriptor)
             raise
-        ring._descriptor = descriptor  # noqa: SLF001 - its own
+        ring._descriptor = descriptor
         return ring
 
     @classmethod

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from .model import ModelContext
-from .models import Linear, PackedLayer
+from .models import Linear, PackedLayer, packed_weights, weight_cuts, weight_shapes
 from .parallel import Cut
 
 __all__ = ["MLP", "Experts", "ExpertsConfig", "GatedMLP", "MixtureOfExperts"]
@@ -204,18 +204,18 @@ class Experts:
             for expert in names
         ]
         self._matrices = [*self._gate_up, *self._down]
-        self._owners = {name: each for each in self._matrices for name in each.shapes()}
+        self._owners = {name: part for part in self._matrices for name in part.shapes()}
         self._missing = set(self._owners)
         self._apply: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None
         self._apply = None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the matrices of the experts that this rank has."""
-        return {name: matrix.shapes()[name] for name, matrix in self._owners.items()}
+        return weight_shapes(self._matrices)
 
     def cuts(self) -> dict[str, Cut]:
         """Return what this rank has of them."""
-        return {name: cut for matrix in self._matrices for name, cut in matrix.cuts().items()}
+        return weight_cuts(self._matrices)
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
         """Load one matrix; the last one makes the layer ready."""
@@ -226,7 +226,7 @@ class Experts:
 
     def packed(self) -> dict[str, torch.Tensor]:
         """Return the packed matrices."""
-        return {name: each for matrix in self._matrices for name, each in matrix.packed().items()}
+        return packed_weights(self._matrices)
 
     def load_packed(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load the packed matrices."""

@@ -323,7 +323,7 @@ class Model(Component):
     def routed_experts(self) -> tuple[int, int] | None:
         """Layers of the whole model, and experts that a token has in each.
 
-        None, the default: it is no mixture of experts, or cannot tell which experts it chose.
+        None, the default: it is no mixture of experts, or does not report which experts it chose.
         """
         return None
 

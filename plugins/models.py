@@ -169,7 +169,10 @@ class RMSNorm:
 
 
 class Embedding:
-    """An embedding table, whose rows the ranks of a stage divide."""
+    """An embedding table, whose rows the ranks of a stage divide, and whose results they add up.
+
+    If the rows do not divide, the last ranks' tables have rows of zeros for those that are missing.
+    """
 
     def __init__(self, name: str, rows: int, columns: int, context: ModelContext) -> None:
         """`name` is the Hugging Face name without `.weight`; `rows` and `columns` of all of it."""
@@ -220,7 +223,9 @@ class Linear:
     """y = x W^T + b, where W is one or more checkpoint matrices stacked by rows.
 
     Where several ranks share it, each has some rows of every part, and computes these columns of y
-    (`row_ranges`), or some columns, and adds up y with the others (`column_range`).
+    (`row_ranges`), or some columns, and adds up y with the others (`column_range`): the first kind
+    exchanges nothing, and its y is the x of the second kind. Each rank's y is rounded to the
+    context's dtype before it is added.
     """
 
     def __init__(
@@ -243,8 +248,10 @@ class Linear:
             context: of the model.
             bias: whether there is a b.
             out_dtype: of y; None is the context's.
-            row_ranges: of each part, the rows that this rank has; None is all.
-            column_range: the columns of W that this rank has; its x has these alone. None is all.
+            row_ranges: of each part, the rows that this rank has; its y has these alone, part
+                after part. None is all.
+            column_range: the columns of W that this rank has; its x has these alone. The bias is
+                read whole, and added once. None is all.
             reduce: whether y is the sum over the ranks that have columns of W; otherwise the
                 caller adds up their parts.
         """
@@ -344,7 +351,10 @@ class Linear:
 
 
 class LMHead(Linear):
-    """The matrix that gives logits, float32, whose rows the ranks of a stage divide."""
+    """The matrix that gives logits, float32, whose rows the ranks of a stage divide.
+
+    Each rank computes the logits of its rows, and gets those of all.
+    """
 
     def __init__(self, name: str, vocab_size: int, columns: int, context: ModelContext) -> None:
         """`name` is the Hugging Face name without `.weight`."""

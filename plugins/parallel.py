@@ -24,6 +24,7 @@ __all__ = [
     "Communicator",
     "CommunicatorContext",
     "Cut",
+    "IndivisibleError",
     "Parallel",
     "Placement",
     "SingleRank",
@@ -100,7 +101,7 @@ class Communicator(Component):
     run here, and does so in all ranks alike, so that `parallel.communicator = "auto"` tries others.
     Tensors are on the context's device and contiguous. The calls of one rank are made by one thread
     at a time, and are matched with those of the others in their order; those of `send` and `recv`
-    in the order between two ranks.
+    in the order between two ranks. A rank closes it when no other waits for it any more.
     """
 
     devices: ClassVar[tuple[str, ...]]
@@ -147,7 +148,8 @@ class Communicator(Component):
     def send(self, x: torch.Tensor, destination: int) -> None:
         """Send x to a rank; x may be changed when this returns.
 
-        It may wait for `destination` to receive what was sent before, not for x itself.
+        It may wait for `destination` to receive what was sent before; for x itself only if that is
+        larger than what it can keep, which is some 100 KB at least.
         """
 
     @abstractmethod
@@ -248,6 +250,21 @@ def needed_part(
     return cut
 
 
+class IndivisibleError(ModelError):
+    """A part of a model cannot be divided among the ranks; see `Parallel.share`.
+
+    Attributes:
+        problem: the message without the sizes that would do for this part, of which not all may do
+            for the others.
+    """
+
+    def __init__(self, count: int, what: str, size: int) -> None:
+        """Say that `count` things, called `what`, cannot be divided among `size` ranks."""
+        self.problem = f"parallel.tensor: {count} {what} cannot be divided among {size} ranks"
+        fitting = [str(n) for n in range(1, min(count, 64) + 1) if count % n == 0]
+        super().__init__(f"{self.problem}; {', '.join(fitting)} would do")
+
+
 @dataclass(frozen=True)
 class Parallel:
     """The share of a model that a rank computes.
@@ -297,15 +314,12 @@ class Parallel:
             what: names them in the message: "attention heads" for example.
 
         Raises:
-            ModelError: they do not divide; the message says which sizes do.
+            IndivisibleError: they do not divide; the message says which sizes do. At an engine's
+                start it becomes a ModelError with the sizes that do for the whole model.
         """
         size = self.tensor.size
         if count % size:
-            fitting = [str(n) for n in range(1, min(count, 64) + 1) if count % n == 0]
-            raise ModelError(
-                f"parallel.tensor: {count} {what} cannot be divided among {size} ranks; "
-                f"{', '.join(fitting)} would do"
-            )
+            raise IndivisibleError(count, what, size)
         part = count // size
         return range(self.tensor.rank * part, (self.tensor.rank + 1) * part)
 
@@ -317,7 +331,7 @@ class Parallel:
             what: names them in the message.
 
         Raises:
-            ModelError: they neither divide among the ranks, nor the ranks among them.
+            IndivisibleError: they neither divide among the ranks, nor the ranks among them.
         """
         size = self.tensor.size
         if count >= size or size % count:

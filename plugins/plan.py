@@ -169,7 +169,8 @@ class ModelRunnerOutput:
         invalid_block_ids: blocks that could not be loaded; their content is computed instead.
         num_nans_in_logits: number of NaN logits, per request that had any.
         pooler_output: result per completed pooling request; no token is sampled for it.
-        routed_experts: expert choices of a mixture of experts, per request that asked for them.
+        routed_experts: per request that asked for them, the experts of the step's tokens, int32
+            array [tokens, layers, experts per token]; -1 stands for none.
     """
 
     sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)

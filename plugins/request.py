@@ -45,6 +45,7 @@ class Request(Generic[ArgumentsT_co]):
         draft_token_ids: drafts to be verified by the next step.
         num_cached_tokens: tokens that needed no computing when it was first scheduled; -1 before.
         num_prompt_logprobs: prompt positions whose log-probabilities were sent.
+        num_routed_positions: positions whose experts were sent.
         num_preemptions: number of preemptions.
         num_overtaken: steps that admitted another request first while it was set aside.
         events: events not sent yet.
@@ -66,6 +67,7 @@ class Request(Generic[ArgumentsT_co]):
         "num_preemptions",
         "num_prompt_logprobs",
         "num_prompt_tokens",
+        "num_routed_positions",
         "num_tokens",
         "order",
         "output_token_ids",
@@ -92,6 +94,7 @@ class Request(Generic[ArgumentsT_co]):
         self.draft_token_ids: list[int] = []
         self.num_cached_tokens = -1
         self.num_prompt_logprobs = 0
+        self.num_routed_positions = 0
         self.num_preemptions = 0
         self.num_overtaken = 0
         self.events: list[EngineCoreEvent] = []

@@ -216,7 +216,8 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, kw_only=True, gc=Fals
         pooling_output: result of a pooling request.
         num_nans_in_logits: number of NaN logits; more than 0 means that the output is damaged.
         prefill_stats: in the output of the step that completed the prompt.
-        routed_experts: expert choices of a mixture of experts, per token and layer.
+        routed_experts: of the positions computed since the last output, as those of
+            CompletionOutput; they follow one another from the first position of the prompt.
         trace_headers: in the last output, those of the request.
     """
 
@@ -321,6 +322,11 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
         error: with "error", what failed, and in which plugin or model.
         error_kind: with "error", the name of the error's class, if the engine refused the request.
         metrics: in the last output; None unless `stats.request_metrics` is on.
+        routed_experts: in the last output, if `SamplingParams.routed_experts` asks for them: the
+            experts that each token of the prompt and the output chose, the likeliest first, int32
+            array [positions, layers, experts per token]. The last token has none, for it was not
+            computed. -1 stands for none: in layers without experts, and in positions whose keys
+            and values came from the prefix cache.
     """
 
     index: int
@@ -338,6 +344,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     error: str | None = None
     error_kind: str | None = None
     metrics: RequestMetrics | None = None
+    routed_experts: Any = None
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):

@@ -137,8 +137,8 @@ class SchedulerLimits:
         max_loras: maximum number of adapters in a step; 0 is no limit.
         max_encoder_tokens: maximum tokens to encode in a step.
         asynchronous: whether a step may be planned before the results of the last one are in.
-        num_batches: steps under way at once, of which none has a request that another has, as in
-            the stages of a pipeline; more than 1 asks a scheduler to divide the requests among them.
+        num_batches: steps under way at once, none of which has a token to compute that follows one
+            of another, as in the stages of a pipeline; the requests are to be divided among them.
     """
 
     max_num_seqs: int

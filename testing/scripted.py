@@ -176,10 +176,10 @@ class ScriptedModel(Model):
         if not self.context.parallel.expert:
             return tensor.all_reduce(part)
         # Each rank sums the parts of some of the tokens, as experts get tokens of all ranks.
-        each = -(-len(x) // tensor.size)
-        padded = part.new_zeros(tensor.size * each, 2)
+        rows = -(-len(x) // tensor.size)
+        padded = part.new_zeros(tensor.size * rows, 2)
         padded[: len(x)] = part
-        received = tensor.all_to_all(padded.view(tensor.size, each, 2))
+        received = tensor.all_to_all(padded.view(tensor.size, rows, 2))
         return tensor.all_gather(received.sum(0)).flatten(0, 1)[: len(x)]
 
 

@@ -69,6 +69,12 @@ def acme_caching(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def acme_executors(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the wheel of examples/acme_executors is installed."""
+    return once(tmp_path_factory, "acme_executors", install_wheel) / "site"
+
+
+@pytest.fixture(scope="session")
 def acme_gpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which the wheel of examples/acme_gpt is installed."""
     return once(tmp_path_factory, "acme_gpt", install_wheel) / "site"

@@ -35,3 +35,31 @@ def test_grammars_in_steps(tmp_path):
     for result in found["step"].values():
         assert 0 < result["1"]["bitmask"] < 0.5
         assert 0 < result["1"]["apply"] < 0.5
+
+
+def executors(tmp_path, *arguments):
+    """Return what the benchmark of executors measures."""
+    script = str(ROOT / "benchmarks" / "executors.py")
+    short = ("--rounds", "1", "--tokens", "4", "--hidden", "64", "--layers", "2")
+    run(sys.executable, script, *short, "--json", "found.json", *arguments, cwd=tmp_path)
+    return json.loads((tmp_path / "found.json").read_text())
+
+
+def test_executors_with_one_worker(tmp_path):
+    found = executors(tmp_path, "--parts", "steps", "shape", "--ranks", "uniproc")
+    assert found["steps"]["1"]["uniproc"] > 0
+    assert found["shape"]["32"]["uniproc"]["tokens"] > 0
+
+
+@pytest.mark.nightly
+def test_executors_with_several_workers(tmp_path):
+    names = ("uniproc", "tensor 2", "pipeline 2")
+    found = executors(tmp_path, "--ranks", *names)
+    for count in ("1", "32"):
+        steps, rates = found["steps"][count], found["shape"][count]
+        assert steps.keys() == rates.keys() == {*names}
+        assert all(value > 0 for value in steps.values())
+        assert 0 < rates["tensor 2"]["share"] < 1
+        for sent, received in found["bytes"][count].values():
+            assert 100 < sent < 5000
+            assert 50 < received < 5000

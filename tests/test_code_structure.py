@@ -24,12 +24,16 @@ SMALL = 100
 """Lines below which a module that only one other imports belongs into that one."""
 
 SMALL_MODULES = {
+    "hardpoint.builtin_plugins.models.mixtral": "an architecture of its own",
+    "hardpoint.builtin_plugins.models.qwen": "two architectures of their own",
+    "hardpoint.builtin_plugins.communicators.nccl": "one library of two; gloo has a module",
     "hardpoint.builtin_plugins.server.access.tls": "ssl and its errors, before a model loads",
     "hardpoint.completion": "argcomplete, which nothing but a shell's request imports",
     "hardpoint.core.client.output_queue": "the queue of an LLM; EventLoopBridge is AsyncLLM's",
     "hardpoint.core.child_process.main_module.find_unpicklable": "a search, used for errors alone",
     "hardpoint.core.frontend.pooling_state": "pooling models fill it",
     "hardpoint.core.kv_cache.prefix_lookup": "an algorithm with tests of its own",
+    "hardpoint.core.worker.rank_store": "a server, which runs only while ranks of hosts meet",
     "hardpoint.core.worker.profiling": "torch's profiler, which nothing else of a worker needs",
     "hardpoint.core.worker.sampling.edits": "an algorithm with tests of its own",
     "hardpoint.registry.ordering": "an algorithm with tests of its own",

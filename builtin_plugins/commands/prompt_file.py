@@ -21,7 +21,7 @@ from hardpoint.plugins.typed import shown, suggest
 MAX_LINE_BYTES = 1 << 24
 
 _OWN = ("id", "prompt", "messages")
-_NOT_DATA = ("output_kind", "logits_processors")
+_NOT_DATA = ("output_kind", "logits_processors", "routed_experts")
 _FIELDS = tuple(name for name in SamplingParams.__struct_fields__ if name not in _NOT_DATA)
 
 

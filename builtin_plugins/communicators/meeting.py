@@ -1,4 +1,4 @@
-"""How the ranks of a group on one host tell each other what they need to share memory."""
+"""How the ranks of a group on one host exchange what they need to share memory."""
 
 from __future__ import annotations
 
@@ -57,9 +57,7 @@ class _Store:
 
         dist: Any = distributed
         host, _, port = place.rpartition(":")
-        store = dist.TCPStore(
-            host.strip("[]"), int(port), timeout=timeout, wait_for_workers=False
-        )
+        store = dist.TCPStore(host.strip("[]"), int(port), timeout=timeout, wait_for_workers=False)
         self._store = dist.PrefixStore(f"shared-{group}", store)
 
     def put(self, key: str, text: str) -> None:

@@ -14,6 +14,8 @@ from torch import distributed
 from hardpoint.plugins.errors import ModelError
 from hardpoint.plugins.parallel import CommunicatorContext
 
+from .meeting import RankMissingError
+
 T = TypeVar("T")
 
 dist: Any = distributed  # whose annotations lack most of what is needed
@@ -94,7 +96,7 @@ class Rendezvous:
             if not missing:
                 return failures
             if time.monotonic() > self._deadline:
-                raise self._error(
+                raise self._missing(
                     f"{', '.join(map(self._rank_name, missing))} did not come to {self._place} "
                     f"within {self._context.timeout_seconds:g} s"
                 )
@@ -131,7 +133,7 @@ class Rendezvous:
                 socket.create_connection((host, port), self.remaining().total_seconds()).close()
             except OSError as error:
                 if time.monotonic() > self._deadline:
-                    raise self._error(
+                    raise self._missing(
                         f"rank {self._context.rank} could not reach the store of rank 0 of the "
                         f"engine at {self._place} within {self._context.timeout_seconds:g} s: "
                         f"{error}"
@@ -139,6 +141,9 @@ class Rendezvous:
                 time.sleep(_RETRY_SECONDS)
             else:
                 return
+
+    def _missing(self, text: str) -> RankMissingError:
+        return RankMissingError(f"parallel: group {self._context.group!r}: {text}")
 
     def _error(self, text: str) -> ModelError:
         return ModelError(f"parallel: group {self._context.group!r}: {text}")

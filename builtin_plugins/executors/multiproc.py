@@ -35,6 +35,8 @@ class MultiprocExecutor(Executor):
         super().__init__(context)
         self._group: WorkerGroup | None = None
         self._callback: Callable[[BaseException], None] | None = None
+        self._forward: tuple[int, Future[Any]] | None = None
+        """Of the last plan, whose sampling has not come."""
 
     @property
     def max_concurrent_batches(self) -> int:
@@ -62,14 +64,29 @@ class MultiprocExecutor(Executor):
         self._started.call("initialize_cache", (num_blocks,))
 
     def execute_model(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput | None]:
-        """Run the model in every worker."""
-        return self._started.step("execute_model", (plan,)).future
+        """Run the model in every worker.
+
+        With one stage, the future is done at once, so that `sample_tokens` is sent while the model
+        runs; an error of the model, or a result, is then that of `sample_tokens`.
+        """
+        forward = self._started.step("execute_model", (plan,)).future
+        if self.max_concurrent_batches > 1 or not plan.total_num_scheduled_tokens:
+            return forward
+        self._forward = plan.step, forward
+        begun: Future[ModelRunnerOutput | None] = Future()
+        begun.set_result(None)
+        return begun
 
     def sample_tokens(
         self, plan: SchedulerOutput, bitmask: GrammarBitmask | None = None
     ) -> Future[ModelRunnerOutput]:
         """Sample in the output rank, with the help of those of its stage."""
-        return self._started.step("sample_tokens", (plan, bitmask)).future
+        sampling = self._started.step("sample_tokens", (plan, bitmask)).future
+        step, forward = self._forward or (None, None)
+        if forward is None or step != plan.step:
+            return sampling
+        self._forward = None
+        return _after(forward, sampling)
 
     def collective_rpc(
         self, method: str, args: Sequence[Any] = (), timeout: float | None = None
@@ -92,3 +109,25 @@ class MultiprocExecutor(Executor):
     def _started(self) -> WorkerGroup:
         assert self._group is not None, "start() comes first"
         return self._group
+
+
+def _after(forward: Future[Any], sampling: Future[Any]) -> Future[Any]:
+    """Return the future of a step: what `forward` raises or returns, else that of `sampling`."""
+    result: Future[Any] = Future()
+    result.set_running_or_notify_cancel()
+
+    def copy(future: Future[Any]) -> None:
+        error = future.exception()
+        if error is not None:
+            result.set_exception(error)
+        else:
+            result.set_result(future.result())
+
+    def forwarded(future: Future[Any]) -> None:
+        if future.exception() is None and future.result() is None:
+            sampling.add_done_callback(copy)
+        else:
+            copy(future)
+
+    forward.add_done_callback(forwarded)
+    return result

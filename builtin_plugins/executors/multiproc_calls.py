@@ -37,7 +37,7 @@ class CallSender(ABC):
     def descriptors(self, rank: int) -> list[int]:
         """Return the descriptors that a worker's process needs."""
 
-    def started(self) -> None:
+    def started(self) -> None:  # noqa: B027 - optional on purpose
         """Close what only the workers need, once all have it."""
 
     @abstractmethod
@@ -60,7 +60,7 @@ class CallSender(ABC):
 
     @abstractmethod
     def end(self) -> None:
-        """Tell the workers that no further call comes. In any thread, more than once."""
+        """Let the workers see that no further call comes. In any thread, more than once."""
 
     @abstractmethod
     def close(self) -> None:

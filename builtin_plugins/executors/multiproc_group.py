@@ -95,11 +95,14 @@ class WorkerGroup:
             )
             if self._failure is not None:
                 raise _again(self._failure)
-            if late := [rank for rank in range(world_size) if rank not in self._ready]:
-                raise EngineDeadError(
-                    f"{', '.join(map(self.label, late))}: not ready within {seconds:g} s "
-                    f"(parallel.start_seconds)"
-                )
+            late = [rank for rank in range(world_size) if rank not in self._ready]
+        if late:
+            error = EngineDeadError(
+                f"{', '.join(map(self.label, late))}: not ready within {seconds:g} s "
+                f"(parallel.start_seconds)"
+            )
+            self._fail(error, lost=True)
+            raise error
 
     def label(self, rank: int) -> str:
         """Return a rank and its process id, for messages."""
@@ -126,8 +129,8 @@ class WorkerGroup:
         call = self._send(method, args, None)
         if progress is not None:
             while not wait((call.future,), _TICK_S).done:
-                self._tell(progress)
-            self._tell(progress, ended=call.future.exception() is None)
+                self._report_progress(progress)
+            self._report_progress(progress, ended=call.future.exception() is None)
         try:
             results: list[Any] = call.future.result(timeout)
         except TimeoutError:
@@ -164,16 +167,18 @@ class WorkerGroup:
             self._changed.wait_for(lambda: self._failure is not None or self._closing, _SETTLE_S)
         self._fail(EngineDeadError(f"{call.method}: workers take no calls: {cause}"), lost=True)
 
-    def _tell(self, progress: Callable[[str, int, int], None], *, ended: bool = False) -> None:
+    def _report_progress(
+        self, progress: Callable[[str, int, int], None], *, ended: bool = False
+    ) -> None:
         """Report the loading of all ranks together."""
         with self._lock:
-            told = list(self._progress.values())
-        if not told:
+            reported = list(self._progress.values())
+        if not reported:
             return
-        missing = self._parallel.world_size - len(told)
-        total = sum(one.total for one in told) + missing * max(one.total for one in told)
-        done = total if ended else min(sum(one.done for one in told), total - 1)
-        progress(told[0].what, done, total)
+        missing = self._parallel.world_size - len(reported)
+        total = sum(one.total for one in reported) + missing * max(one.total for one in reported)
+        done = total if ended else min(sum(one.done for one in reported), total - 1)
+        progress(reported[0].what, done, total)
 
     # The thread
 
@@ -186,7 +191,7 @@ class WorkerGroup:
                 owners[descriptor] = rank
                 poller.register(descriptor, select.POLLIN)
         while not self._closing and not self._lost:
-            for descriptor, _ in poller.poll(self._patience_ms()):
+            for descriptor, _ in poller.poll(self._timeout_ms()):
                 if self._closing or descriptor == self._wake_read:
                     return
                 rank = owners[descriptor]
@@ -196,7 +201,7 @@ class WorkerGroup:
                     poller.unregister(descriptor)
             self._settle()
 
-    def _patience_ms(self) -> float | None:
+    def _timeout_ms(self) -> float | None:
         if not self._settle_at:
             return None
         return max(min(self._settle_at.values()) - time.monotonic(), 0) * 1000 + 1
@@ -215,9 +220,9 @@ class WorkerGroup:
             if frame.kind is Kind.RESULT:
                 self._take_answer(rank, frame)
             elif frame.kind is Kind.PROGRESS:
-                told = msgspec.msgpack.decode(frame.data, type=Progress)
+                reported = msgspec.msgpack.decode(frame.data, type=Progress)
                 with self._lock:
-                    self._progress[rank] = told
+                    self._progress[rank] = reported
             elif frame.kind is Kind.READY:
                 with self._changed:
                     self._ready.add(rank)
@@ -231,8 +236,8 @@ class WorkerGroup:
             call = self._calls.get(number)
         if call is None:  # a step that the output rank has completed, and this one has not
             call = PendingCall("sample_tokens", self._parallel.world_size, rank)
-            call.future.set_result(None)  # nobody waits for it
-        call.take(rank, self.label(rank), frame.data)
+            call.future.set_result(None)  # no caller waits for it
+        call.process_answer(rank, self.label(rank), frame.data)
         if call.is_answered:
             with self._lock:
                 self._calls.pop(number, None)

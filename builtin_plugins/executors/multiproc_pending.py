@@ -28,7 +28,7 @@ class PendingCall:
     Attributes:
         method: of Worker.
         future: of the results in rank order, or of that of the one rank that answers.
-        failures: what ranks raised, in the order in which that was heard.
+        failures: what ranks raised, in the order in which that was received.
     """
 
     def __init__(self, method: str, world_size: int, answering: int | None) -> None:
@@ -68,8 +68,8 @@ class PendingCall:
         kinds = {(type(error), str(error)) for error in self.failures.values()}
         return len(self.failures) == self._world_size and len(kinds) == 1
 
-    def take(self, rank: int, label: str, data: bytes) -> None:
-        """Take the answer of a rank, which `label` names in the note of its error."""
+    def process_answer(self, rank: int, label: str, data: bytes) -> None:
+        """Decode the answer of a rank, which `label` names in the note of its error."""
         try:
             self._results[rank] = decode_result(self.method, data, label)
         except Exception as error:

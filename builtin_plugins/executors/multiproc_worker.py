@@ -32,7 +32,7 @@ def run_worker(launch: WorkerLaunch, channel: socket.socket, descriptors: list[i
         return  # the executor has ended
     setup = msgspec.msgpack.decode(frame.data, type=Setup)
     receiver = open_receiver(setup, launch.rank, descriptors)
-    worker = open_worker(launch, _Teller(channel))
+    worker = open_worker(launch, _ProgressReports(channel))
     try:
         service = _Service(worker, channel, receiver, setup)
         threading.Thread(target=service.obey, name="WorkerControl", daemon=True).start()
@@ -43,18 +43,18 @@ def run_worker(launch: WorkerLaunch, channel: socket.socket, descriptors: list[i
         worker.close()
 
 
-class _Teller:
-    """Tells the executor how far the loading is, not too often."""
+class _ProgressReports:
+    """Reports to the executor how far the loading is, not too often."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
-        self._told_at = 0.0
+        self._reported_at = 0.0
 
     def __call__(self, what: str, done: int, total: int) -> None:
         now = time.monotonic()
-        if done < total and now - self._told_at < _PROGRESS_INTERVAL_S:
+        if done < total and now - self._reported_at < _PROGRESS_INTERVAL_S:
             return
-        self._told_at = now
+        self._reported_at = now
         send(self._channel, Kind.PROGRESS, msgspec.msgpack.encode(Progress(what, done, total)))
 
 
@@ -71,6 +71,7 @@ class _Service:
         self._samples = setup.samples
         self._watchdog = _Watchdog(setup.watchdog_seconds)
         self._in_call = False
+        self._has_ended = False
 
     def serve(self) -> None:
         """Run calls until there are no more."""
@@ -92,18 +93,21 @@ class _Service:
     def _run(self, number: int, all_answer: bool, data: memoryview) -> None:
         self._watchdog.start_call()
         self._in_call = True
+        if self._has_ended:  # no thread would abort it
+            raise CallsEndedError
         result = self._server.run(data)
         self._in_call = False
         if all_answer or self._samples or has_failed(result):
             send(self._channel, Kind.RESULT, result, number)
 
     def obey(self) -> None:
-        """Let calls fail that wait for other ranks, when told to and when the executor ends."""
+        """Let calls fail that wait for other ranks, when it says so and when it ends."""
         reason: str | None = None
         while (frame := receive(self._channel)) is not None:
             if frame.kind is Kind.ABORT:
                 reason = frame.data.decode()
                 self._worker.abort(reason)
+        self._has_ended = True
         if self._in_call and reason is None:
             self._worker.abort("the executor was closed")
 

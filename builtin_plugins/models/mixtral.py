@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 from hardpoint.plugins import ForwardBatch
@@ -17,7 +19,7 @@ class Mixture(Llama):
     """Common to Llama-like models with mixtures of experts."""
 
     contract = 1
-    parallelism = ("tensor", "pipeline", "expert")
+    parallelism: ClassVar[tuple[str, ...]] = ("tensor", "pipeline", "expert")
 
     @property
     def routed_experts(self) -> tuple[int, int]:
@@ -25,7 +27,7 @@ class Mixture(Llama):
         return self._num_layers, self._fields.whole("num_experts_per_tok")
 
     def run_mlp(self, index: int, h: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Tell the experts of each token, if they are asked for."""
+        """Report the experts of each token, if a request asks for them."""
         mlp, routed = self._decoder_layers[index].mlp, batch.routed_experts
         if routed is None or not isinstance(mlp, MixtureOfExperts):
             return mlp(h)
@@ -57,7 +59,6 @@ class Mixtral(Mixture):
     """Mixtral 8x7B, 8x22B and others."""
 
     contract = 1
-    parallelism = ("tensor", "pipeline", "expert")
 
     def mlp(self, layer: int) -> MLP:
         """Return a mixture of experts."""

@@ -14,7 +14,6 @@ class _QwenMixture(Mixture):
     """Common to both: some layers may be dense."""
 
     contract = 1
-    parallelism = ("tensor", "pipeline", "expert")
     has_shared_expert = False
 
     def mlp(self, layer: int) -> MLP:
@@ -50,7 +49,6 @@ class Qwen2Moe(_QwenMixture, Qwen2):
     """Qwen1.5-MoE and Qwen2-57B-A14B (Yang et al., 2024)."""
 
     contract = 1
-    parallelism = ("tensor", "pipeline", "expert")
     has_shared_expert = True
 
     def attention_biases(self) -> tuple[bool, bool]:
@@ -62,7 +60,6 @@ class Qwen3Moe(_QwenMixture):
     """Qwen3-30B-A3B, Qwen3-235B-A22B and others (Yang et al., 2025)."""
 
     contract = 1
-    parallelism = ("tensor", "pipeline", "expert")
     head_norms = True
 
     def windows(self) -> list[int | None]:

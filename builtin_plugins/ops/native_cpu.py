@@ -307,8 +307,8 @@ class _Experts:
         rows, (hidden, width) = len(x), self._shape
         chosen, weights = chosen.contiguous(), weights.contiguous()
         y = self._results.empty((rows, hidden), x.dtype)
-        self._run(
-            x.data_ptr(), x.stride(0), chosen.data_ptr(), weights.data_ptr(), rows,
+        self._library.run(
+            self._run, x.data_ptr(), x.stride(0), chosen.data_ptr(), weights.data_ptr(), rows,
             chosen.shape[1], self._enter.data_ptr(), self._leave.data_ptr(), len(self._enter),
             y.data_ptr(), hidden, width,
         )  # fmt: skip

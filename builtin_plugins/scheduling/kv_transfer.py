@@ -22,7 +22,8 @@ def match_external(
     """
     connector = tracker.context.connector
     # Log-probabilities of the prompt need all of it computed.
-    if connector is None or request.skip_connector or request.params.prompt_logprobs is not None:
+    needs_all = request.params.prompt_logprobs is not None or request.params.routed_experts
+    if connector is None or request.skip_connector or needs_all:
         return 0, False
     found, asynchronous = connector.get_num_new_matched_tokens(request, prefix.num_tokens)
     if found is None:

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from hardpoint.plugins import (
     EngineCoreOutput,
     FinishReason,
@@ -51,7 +53,8 @@ def process_results(
     asynchronous = tracker.limits.asynchronous
     sampled = result.sampled_token_ids
     has_extras = _has_extras(result)
-    computed = planned.computed_before() if result.prompt_logprobs else {}
+    has_positions = result.prompt_logprobs or result.routed_experts
+    computed = planned.computed_before() if has_positions else {}
     outputs: list[tuple[int, EngineCoreOutput]] = []
     for position, request in enumerate(planned.requests):
         # Void results: the request finished or was preempted while the model ran; it may run again,
@@ -187,8 +190,8 @@ def _add_extras(
     """Add pooled values, log-probabilities and debug data of a request to its output.
 
     Returns:
-        The output; a new one if there was none and pooled values or log-probabilities of the
-        prompt have arrived.
+        The output; a new one if there was none and pooled values, experts or log-probabilities of
+        the prompt have arrived.
     """
     request_id = request.request_id
     if output is None and request_id in result.pooler_output:
@@ -202,10 +205,31 @@ def _add_extras(
         if new:
             output = output or EngineCoreOutput(request_id=request_id)
             output.prompt_logprobs = new
+    routed = result.routed_experts.get(request_id)
+    if routed is not None and len(new_rows := _new_experts(request, computed_before, routed)):
+        output = output or EngineCoreOutput(request_id=request_id)
+        output.routed_experts = new_rows
     if output is not None:
         output.num_nans_in_logits = result.num_nans_in_logits.get(request_id, 0)
-        output.routed_experts = result.routed_experts.get(request_id)
     return output
+
+
+def _new_experts(request: LiveRequest, first: int, routed: Any) -> Any:
+    """Return the experts of the positions that follow those that were sent.
+
+    Args:
+        request: whose they are.
+        first: position of the first row.
+        routed: of the step's tokens, some of which were drafts that are not in the output, and some
+            of which a preempted request has computed again.
+    """
+    sent, end = request.num_routed_positions, request.num_tokens - 1
+    new = routed[max(sent - first, 0) : end - first]
+    if first > sent:  # what the cache had
+        missing = np.full((first - sent, *routed.shape[1:]), -1, routed.dtype)
+        new = np.concatenate((missing, new))
+    request.num_routed_positions += len(new)
+    return new
 
 
 def _fail(tracker: RequestTracker, request: LiveRequest, fault: RequestFault) -> EngineCoreOutput:

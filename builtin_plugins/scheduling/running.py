@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from hardpoint.plugins import BlockIds, RequestStatus
 
@@ -21,10 +21,7 @@ def schedule_running(tracker: RequestTracker, step: Step) -> None:
     pass.
     """
     extend, has_lookahead = tracker.cache.extend, tracker.limits.num_lookahead_tokens > 0
-    requests: Iterable[LiveRequest] = tuple(tracker.running.values())
-    if tracker.limits.num_batches > 1:
-        requests = _in_turn(tracker, requests, step)
-    for request in requests:
+    for request in _in_turn(tracker, step):
         if step.budget <= 0:
             break
         if request.status is not RequestStatus.RUNNING:  # preempted by one before it
@@ -55,21 +52,22 @@ def schedule_running(tracker: RequestTracker, step: Step) -> None:
             _schedule_inputs(tracker, request, tokens, features, step)
 
 
-def _in_turn(
-    tracker: RequestTracker, running: Sequence[LiveRequest], step: Step
-) -> Iterable[LiveRequest]:
-    """Return the running requests without those that leave their turn to others.
+def _in_turn(tracker: RequestTracker, step: Step) -> Sequence[LiveRequest]:
+    """Return the running requests, in a pipeline without those that leave their turn to others.
 
     In a pipeline, a request is in one of the batches under way at most. If the first batch had all
     of them, the other stages would have nothing to do.
     """
+    running = tuple(tracker.running.values())
+    if tracker.limits.num_batches == 1:
+        return running
     ready = [r for r in running if r.num_tokens + len(r.draft_token_ids) > r.num_computed_tokens]
     share = -(-len(running) // tracker.limits.num_batches)
     ready.sort(key=_last_step)  # stable: of equals, those that were admitted first
     passed_over = {request.request_id for request in ready[share:]}
     for request_id in passed_over:
         step.waiting[request_id] = wait_reasons.next_batch(share)
-    return (request for request in running if request.request_id not in passed_over)
+    return [request for request in running if request.request_id not in passed_over]
 
 
 _last_step = operator.attrgetter("last_step")

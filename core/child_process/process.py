@@ -87,7 +87,7 @@ class ChildProcess:
         what: names it in messages.
         run: the function that it runs by default, `package.module:function`; imported while the
             child waits for its launch, and called with the encoded launch and a ParentWatch.
-        keeps_output: whether its death is told with the last lines that it wrote to stderr.
+        keeps_output: whether its death is reported with the last lines that it wrote to stderr.
     """
 
     what: ClassVar[str] = "child process"
@@ -270,9 +270,7 @@ class ChildProcess:
     def close(self, grace_s: float = _GRACE_S) -> None:
         """Close the launch socket, which ends the child; kill it after `grace_s` seconds."""
         if self._release.detach():
-            _release(
-                self._popen, self._channel, self._pidfd, self._owner, grace_s, self._output
-            )
+            _release(self._popen, self._channel, self._pidfd, self._owner, grace_s, self._output)
 
     def _send(self, frame: bytes) -> None:
         """Send a frame; if the child has ended, `failure` will return that."""

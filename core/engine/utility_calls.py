@@ -210,12 +210,8 @@ class ControlCalls:
 
     @utility()
     def plugin_meters(self: UtilityHost) -> dict[str, PluginMeter]:
-        """Return the cost of each logits processor, by name: steps, rows, seconds, faults.
-
-        Of several workers, the first one's.
-        """
-        meters: dict[str, PluginMeter] = self._parts.executor.collective_rpc("plugin_meters")[0]
-        return meters
+        """Return the cost of each logits processor, by name: steps, rows, seconds, faults."""
+        return _merged(self._parts.executor.collective_rpc("plugin_meters"))
 
     @utility()
     def scheduler_stats(self: UtilityHost) -> SchedulerStats:
@@ -290,7 +286,7 @@ class EngineUtilities(ControlCalls):
         parts = self._parts
         meters: list[dict[str, PluginMeter]] = parts.executor.collective_rpc("plugin_meters")
         return PluginReport(
-            meters=meters[0],
+            meters=_merged(meters),
             health=Health({}, {}, parts.faults.report(), _slow_plugins(parts, meters)),
             scheduler=parts.scheduler.stats(),
             sleep_level=self._pause.sleep_level,
@@ -362,6 +358,11 @@ def failure_of(method: str, error: BaseException) -> HardpointError:
 def result_type(method: str) -> Any:
     """Return the declared result type of a utility; of a future, the type of its result."""
     return UTILITIES[method].result_type
+
+
+def _merged(meters_of_workers: Sequence[Mapping[str, PluginMeter]]) -> dict[str, PluginMeter]:
+    """Return the meters of all workers; only one of them samples, and has any."""
+    return {name: meter for meters in meters_of_workers for name, meter in meters.items()}
 
 
 def _slow_plugins(

@@ -11,9 +11,11 @@ import operator
 import os
 import shutil
 import socket
+import sys
 import tempfile
+import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import torch
@@ -88,6 +90,7 @@ class WorkerLauncher:
         self._config_sources = config_sources
         self._activity = activity
         self._folder = ""
+        self._lock = threading.Lock()
 
     def launch(self, rank: int, placement: Placement | None = None) -> WorkerLaunch:
         """Return the launch of a rank; see `ExecutorContext.launch`.
@@ -124,8 +127,9 @@ class WorkerLauncher:
 
     def _on_this_host(self) -> Placement:
         world_size = self._spec.config.parallel.world_size
-        if world_size > 1 and not self._folder:
-            self._folder = tempfile.mkdtemp(prefix="hardpoint-ranks-")
+        with self._lock:  # launches may be made in the threads that use them
+            if world_size > 1 and not self._folder:
+                self._folder = tempfile.mkdtemp(prefix="hardpoint-ranks-")
         return Placement(hosts=("",) * world_size, folder=self._folder)
 
 
@@ -219,8 +223,27 @@ def _is_needed(entry: PluginEntry) -> bool:
     return Process.WORKER in KINDS[entry.kind].processes
 
 
-def run_worker_process(data: bytes, watch: ParentWatch) -> None:  # noqa: ARG001 - it watches by itself
-    """Run an executor's function in a worker's process.
+def run_worker_process(data: bytes, watch: ParentWatch) -> NoReturn:
+    """Run an executor's function in a worker's process, and end the process."""
+    code = 0
+    try:
+        _run_worker_process(data)
+    except SystemExit as ending:
+        code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+    except BaseException as error:
+        watch.report(error)
+        code = 1
+    # At once, as the children of multiprocessing end: to tear down the interpreter and the threads
+    # of torch takes up to a second, in which the other ranks would wait.
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # it is closed
+            stream.flush()
+    os._exit(code & 0xFF)
+
+
+def _run_worker_process(data: bytes) -> None:
+    """Run an executor's function.
 
     Raises:
         PluginLoadError: there is no such function.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from hardpoint.plugins import (
     CompletionOutput,
@@ -240,6 +241,7 @@ class RequestState:
         self._interval = stream_interval
         self._num_cached_tokens: int | None = None
         self._kv_transfer_params: dict[str, Any] | None = None
+        self._routed_experts: list[np.ndarray[Any, Any]] | None = None
 
     @property
     def index(self) -> int:
@@ -269,6 +271,9 @@ class RequestState:
             self._prompt_logprobs += [
                 self._decoded(entry) if entry else None for entry in output.prompt_logprobs
             ]
+        if output.routed_experts is not None:
+            self._routed_experts = self._routed_experts or []
+            self._routed_experts.append(output.routed_experts)
         if self._stream is not None:
             new = self._detokenised(self._stream, new, output)
         if output.logprobs and self._logprobs is not None:
@@ -385,6 +390,7 @@ class RequestState:
             completion.stop_reason, completion.error = self._stop_reason, self._error
             if self.figures is not None:
                 completion.metrics = self.figures.metrics
+            completion.routed_experts = self._all_experts()
         if ended:
             self.close()
         self._sent_tokens = self.num_tokens
@@ -400,6 +406,15 @@ class RequestState:
             shown.prompt_logprobs = self._prompt_logprobs[first:]
             self._sent_prompt = len(self._prompt_logprobs)
         return shown
+
+    def _all_experts(self) -> np.ndarray[Any, Any] | None:
+        """Return the experts of all tokens but the last one."""
+        if self._routed_experts is None:
+            return None
+        self._routed_experts = [np.concatenate(self._routed_experts)]
+        # A stop string ends the output before tokens that the engine has computed.
+        count = None if self._request.resumable else len(self._prompt_token_ids) + self.num_tokens
+        return self._routed_experts[0][: count and count - 1]
 
     def _parse(self, output: OutputParts, completion: CompletionOutput, *, finished: bool) -> None:
         """Fill in what the parser finds in the text.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs
 
@@ -84,6 +85,10 @@ def merge_into(held: EngineCoreOutput, later: EngineCoreOutput) -> None:
         held.error, held.error_kind = later.error, later.error_kind
         held.faulty_plugin = later.faulty_plugin
     held.num_nans_in_logits += later.num_nans_in_logits
+    if held.routed_experts is None:
+        held.routed_experts = later.routed_experts
+    elif later.routed_experts is not None:
+        held.routed_experts = np.concatenate((held.routed_experts, later.routed_experts))
     for name in _SET_ONCE:
         if (value := getattr(later, name)) is not None:
             setattr(held, name, value)
@@ -94,7 +99,6 @@ _SET_ONCE = (
     "prefill_stats",
     "kv_transfer_params",
     "pooling_output",
-    "routed_experts",
     "trace_headers",
 )
 

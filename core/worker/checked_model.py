@@ -40,6 +40,7 @@ class CheckedModel:
         cuts: these parts, of those that it does not need whole.
         specs: one per attention layer.
         is_replayable: whether the model's class says so.
+        routed_experts: layers, and experts that a token has in each; None if it reports none.
     """
 
     def __init__(self, model: Model, source: Source) -> None:
@@ -73,6 +74,9 @@ class CheckedModel:
         }
         self.specs: list[KVSpec] = specs
         self.is_replayable = is_replayable(model)
+        routed = self.routed_experts = model.routed_experts
+        if routed is not None and not (_is_shape(routed) and len(routed) == 2):
+            raise self._wrong("routed_experts", routed, "layers and experts per token, or None")
         self._is_last = model.context.parallel.is_last
         self._width: int | None = None  # of hidden states, once known
 

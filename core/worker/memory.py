@@ -176,14 +176,15 @@ def estimate_memory(
     Args:
         model: without weights.
         config: the engine's.
-        shapes: of its weights.
+        shapes: of the parts of its weights that this rank has.
         bytes_per_block: of the KV cache, all layers together.
         limit: what may be allocated.
     """
     context, cache, scheduler = model.context, config.kv_cache, config.scheduler
     size, vocab = context.dtype.itemsize, context.config.vocab_size
     counts = [math.prod(shape) for shape in shapes.values()]
-    width = max((shape[0] for shape in shapes.values() if shape[0] != vocab), default=0)
+    rows = {name: shape[0] for name, shape in model.weight_shapes().items()}
+    width = max((shape[0] for name, shape in shapes.items() if rows[name] != vocab), default=0)
     tokens = min(scheduler.max_num_batched_tokens, context.max_model_len)
     rotary = max((spec.head_size for spec in model.kv_specs()), default=0)
     # A few arrays of the widest layer, logits and their float32 copy, tables of all positions.

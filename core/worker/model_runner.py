@@ -197,7 +197,7 @@ class ModelRunner:
         self._device = device
         self._caches: list[Any] = []
         self._kept_logits = torch.empty(0)
-        self._pending: tuple[StepInput, torch.Tensor] | None = None
+        self._pending: tuple[StepInput, torch.Tensor, torch.Tensor | None] | None = None
         self._broken: dict[str, RequestFault] = {}  # could not start; not reported yet
 
     def allocate(self, num_blocks: int, batch: InputBatch) -> None:
@@ -242,12 +242,26 @@ class ModelRunner:
         before = None
         if self._ranks.are_many:
             before = self._ranks.receive_hidden(self._model.empty_hidden(len(step.token_ids)))
-        inputs = ForwardBatch(step.token_ids, step.positions, attend, before)
-        hidden = self._calls.run("forward", self._replays.forward, inputs)
+        routed = self._receive_experts(step)
+        inputs = ForwardBatch(step.token_ids, step.positions, attend, before, routed)
+        forward = self._replays.forward if routed is None else self._model.forward
+        hidden = self._calls.run("forward", forward, inputs)
         if not self._ranks.parallel.is_last:
             self._ranks.send_hidden(hidden)
-        self._pending = (step, hidden)
+            if routed is not None:
+                self._ranks.send_hidden(routed)
+        self._pending = (step, hidden, routed)
         return None
+
+    def _receive_experts(self, step: StepInput) -> torch.Tensor | None:
+        """Return the experts of the stages before, with room for this one's; None if not asked."""
+        size, ranks = self._model.routed_experts, self._ranks
+        is_asked = any(request.params.routed_experts for request in step.requests)
+        if size is None or not is_asked or ranks.parallel.tensor.rank:  # all ranks choose the same
+            return None
+        shape = len(step.token_ids), *size
+        routed = torch.full(shape, -1, dtype=torch.int32, device=self._device)
+        return routed if ranks.parallel.is_first else ranks.receive_hidden(routed)
 
     @torch.inference_mode()
     def sample(self, bitmask: GrammarBitmask | None = None) -> ModelRunnerOutput | None:
@@ -260,12 +274,14 @@ class ModelRunner:
             The result; None in a rank that does not sample.
         """
         assert self._pending is not None, "sample() without an execute() that returned None"
-        (step, hidden), self._pending = self._pending, None
+        (step, hidden, routed), self._pending = self._pending, None
         if self._sampling is None:
             self._help_to_sample(hidden)
             return None
         output = ModelRunnerOutput(prompt_logprobs=self._prompt_logprobs(step, hidden))
         output.faults, self._broken = self._broken, {}
+        if routed is not None:
+            output.routed_experts = _experts_by_request(step, routed)
         indices = [
             index
             for index, request in enumerate(step.requests)
@@ -380,6 +396,8 @@ class ModelRunner:
         batch.add(request, outputs, block_ids, new.num_computed_tokens, step)
         if self._sampling is None:
             return
+        if source.params.routed_experts and self._model.routed_experts is None:
+            fault = fault or RequestFault("routed_experts: the model is no mixture of experts")
         fault = fault or self._sampling.pipeline.start(request)
         if fault is not None:
             dict.clear(arguments)  # no processor runs for it until it is reported and removed
@@ -459,3 +477,13 @@ class ModelRunner:
                 entries += gather_logprobs(logits, chosen, [count] * len(part))
             result[request.request_id] = entries
         return result
+
+
+def _experts_by_request(step: StepInput, routed: torch.Tensor) -> dict[str, Any]:
+    """Return the experts of the tokens of each request that asks for them."""
+    rows, starts = routed.cpu().numpy(), step.attention.query_starts
+    return {
+        request.request_id: rows[starts[index] : starts[index + 1]].copy()
+        for index, request in enumerate(step.requests)
+        if request.params.routed_experts
+    }

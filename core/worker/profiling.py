@@ -17,9 +17,16 @@ class Profiling:
     The files are Chrome traces, for Perfetto or chrome://tracing.
     """
 
-    def __init__(self, folder: str | None, device: torch.device) -> None:
-        """`folder` is created when a profile starts; without a folder, no profile can start."""
+    def __init__(self, folder: str | None, device: torch.device, rank: int | None = None) -> None:
+        """Record nothing yet.
+
+        Args:
+            folder: is created when a profile starts; without a folder, no profile can start.
+            device: of the worker.
+            rank: part of the names of files; None if there is one rank.
+        """
         self._folder = folder
+        self._label = "" if rank is None else f"rank{rank}-"
         self._device = device
         self._profiler: torch.profiler.profile | None = None
 
@@ -56,7 +63,7 @@ class Profiling:
         if profiler is None or self._folder is None:
             raise HardpointError("no profile is being recorded")
         profiler.stop()
-        path = Path(self._folder) / f"hardpoint-{os.getpid()}-{time.time_ns()}.json"
+        path = Path(self._folder) / f"hardpoint-{self._label}{os.getpid()}-{time.time_ns()}.json"
         profiler.export_chrome_trace(str(path))
         return str(path)
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
 
+from hardpoint.plugins import Model, ModelError
 from hardpoint.plugins.config import ParallelConfig
-from hardpoint.plugins.parallel import Communicator, Parallel, Placement, SingleRank
+from hardpoint.plugins.parallel import (
+    Communicator,
+    IndivisibleError,
+    Parallel,
+    Placement,
+    SingleRank,
+)
+
+_MAX_SIZE = 64  # ranks of a stage that are tried
 
 Connect = Callable[[str, int, list[int]], Communicator]
 """Makes the communicator of a group: its name, this rank in it, and its ranks in the engine."""
@@ -106,3 +116,39 @@ class Ranks:
         """Leave the groups."""
         for group in (self.parallel.tensor, self._pipeline):
             group.close()
+
+
+class _FirstOf(SingleRank):
+    """Rank 0 of so many, which a model is built for and never run."""
+
+    def __init__(self, size: int) -> None:
+        """There is no other one to find."""
+        self.size = size
+
+
+def build_share(create: Callable[[Parallel], Model], parallel: Parallel) -> Model:
+    """Build what a rank computes of a model.
+
+    Args:
+        create: builds the model without weights.
+        parallel: this rank's share.
+
+    Raises:
+        ModelError: the model cannot be divided in this way; names the sizes that all of it can be
+            divided by.
+    """
+    try:
+        return create(parallel)
+    except IndivisibleError as cause:
+        sizes = [str(size) for size in range(2, _MAX_SIZE + 1) if _fits(create, parallel, size)]
+        others = f"{', '.join(sizes)} would do" if sizes else f"no size up to {_MAX_SIZE} would do"
+        raise ModelError(f"{cause.problem}; {others}") from cause
+
+
+def _fits(create: Callable[[Parallel], Model], parallel: Parallel, size: int) -> bool:
+    """Return whether a model can be divided among so many ranks."""
+    try:
+        create(dataclasses.replace(parallel, tensor=_FirstOf(size))).close()
+    except ModelError:
+        return False
+    return True

@@ -88,18 +88,22 @@ class ComputeThreads:
     # The threads of a step wait for the slowest: one that shares its core with another program
     # halves the speed of all, and one thread fewer is faster.
 
-    def __init__(self, configured: int | Literal["auto"], proc: Path = PROC) -> None:
+    def __init__(
+        self, configured: int | Literal["auto"], proc: Path = PROC, num_ranks: int = 1
+    ) -> None:
         """Choose the number and set it; on a machine of many cores that takes some milliseconds.
 
         Args:
             configured: the number, or "auto" to choose it, and to leave others the CPUs they use.
             proc: the system's folder of processes.
+            num_ranks: workers of the engine on this host, which compute at the same time.
         """
         import torch  # noqa: PLC0415 - `short_spin` is imported before torch
 
         self._before = torch.get_num_threads()
         if configured == "auto":
-            chosen = fastest(thread_limit(self._before, proc), _measure)
+            limit = shared_limit(self._before, num_ranks, proc)
+            chosen = fastest(limit, _measure)
         else:
             chosen = ThreadCount(configured, "executor.threads")
         self._limit = chosen.count
@@ -195,6 +199,38 @@ def thread_limit(current: int, proc: Path = PROC, cpus: Path = _CPUS) -> ThreadC
     limits = [_cores(cpus), *_quotas(proc)]
     limits.append(ThreadCount(current, "set for torch, as by OMP_NUM_THREADS or set_num_threads"))
     return min(limits, key=lambda limit: limit.count)
+
+
+def shared_limit(
+    current: int, num_ranks: int, proc: Path = PROC, cpus: Path = _CPUS
+) -> ThreadCount:
+    """Return the most threads of one of several ranks that share the cores of this host.
+
+    Args:
+        current, proc, cpus: as for `thread_limit`; `current` is that of one rank.
+        num_ranks: number of ranks.
+    """
+    set_before = thread_limit(current, proc, cpus)
+    cores = _core_limit(proc, cpus)
+    if num_ranks == 1 or set_before.count <= cores.count // num_ranks:
+        return set_before
+    source = f"{cores.source}: {cores.count}, divided by {num_ranks} ranks"
+    return ThreadCount(max(cores.count // num_ranks, 1), source)
+
+
+def crowding(num_ranks: int, proc: Path = PROC, cpus: Path = _CPUS) -> str | None:
+    """Return what is wrong with so many ranks on this host; None if each has a core."""
+    cores = _core_limit(proc, cpus)
+    if num_ranks <= cores.count:
+        return None
+    return (
+        f"{num_ranks} ranks share {cores.count} cores ({cores.source}): each step waits for the "
+        f"slowest rank; parallel.tensor x parallel.pipeline of at most {cores.count} is faster"
+    )
+
+
+def _core_limit(proc: Path, cpus: Path) -> ThreadCount:
+    return min([_cores(cpus), *_quotas(proc)], key=lambda limit: limit.count)
 
 
 def fastest(limit: ThreadCount, measure: Callable[[int], float]) -> ThreadCount:

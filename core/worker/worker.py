@@ -43,6 +43,7 @@ from hardpoint.plugins.parallel import Communicator, CommunicatorContext, Placem
 from hardpoint.plugins.plan import DraftTokenIds
 from hardpoint.plugins.requests import LoRARequest
 from hardpoint.plugins.stats import PluginMeter
+from hardpoint.registry.blame import describe
 from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.plugin_set import PluginSet
 
@@ -60,8 +61,8 @@ from .memory import (
 from .model_runner import ModelRunner
 from .profiling import Profiling
 from .rank_store import served_store
-from .ranks import Ranks
-from .threads import ComputeThreads
+from .ranks import Ranks, build_share
+from .threads import ComputeThreads, crowding
 from .weight_cache import WeightCache, cache_key
 
 _log = logging.getLogger("hardpoint")
@@ -120,7 +121,11 @@ class LocalWorker:
         self._weight_cache: WeightCache | None = None
         self._ranks: Ranks | None = None
         self._abort_reason: str | None = None
-        self._profiling = Profiling(spec.config.engine.profile_dir, spec.device)
+        self._profiling = Profiling(
+            spec.config.engine.profile_dir,
+            spec.device,
+            rank=None if spec.placement is None else spec.rank,
+        )
         self.observed_states = ObservedStates()
 
     def load_model(self) -> WorkerInfo:
@@ -133,7 +138,10 @@ class LocalWorker:
         assert self._spec is not None
         spec = self._spec
         if self._threads is None and spec.device.type == "cpu":
-            self._threads = ComputeThreads(spec.config.executor.threads)
+            num_ranks = 1 if spec.placement is None else len(spec.placement.local(spec.rank))
+            self._threads = ComputeThreads(spec.config.executor.threads, num_ranks=num_ranks)
+            if spec.rank == 0 and (crowded := crowding(num_ranks)) is not None:
+                _log.warning("%s", crowded)
         with self._naming_memory():
             return self._load_model(spec)
 
@@ -144,7 +152,8 @@ class LocalWorker:
         entry = spec.plugins.get("models", spec.model_config.architecture)
         check_parallelism(spec.plugins.target(entry), entry.source, spec.config.parallel)
         ranks = self._ranks = self._ranks or self._meet(spec)
-        model = spec.plugins.create(
+        create = functools.partial(
+            spec.plugins.create,
             entry,
             ModelContext,
             config=spec.model_config,
@@ -152,8 +161,8 @@ class LocalWorker:
             device=spec.device,
             max_model_len=spec.max_model_len,
             ops=ops,
-            parallel=ranks.parallel,
         )
+        model = build_share(lambda parallel: create(parallel=parallel), ranks.parallel)
         checked = CheckedModel(model, entry.source)
         shapes = checked.needed
         source = spec.plugins.one("attention_backends").source
@@ -255,8 +264,8 @@ class LocalWorker:
             self._threads.adapt()
         try:
             return self.runner.execute(plan)
-        except (MemoryError, RuntimeError) as error:
-            self._name_memory(error)
+        except BaseException as error:
+            self._step_failed(error)
             raise
 
     def sample_tokens(
@@ -267,8 +276,8 @@ class LocalWorker:
         """Sample the tokens of a step whose model has run, of those that the bitmask allows."""
         try:
             return self.runner.sample(bitmask)
-        except (MemoryError, RuntimeError) as error:
-            self._name_memory(error)
+        except BaseException as error:
+            self._step_failed(error)
             raise
 
     def execute_dummy_batch(self) -> None:
@@ -365,6 +374,13 @@ class LocalWorker:
         except (MemoryError, RuntimeError) as error:
             self._name_memory(error)
             raise
+
+    def _step_failed(self, error: BaseException) -> None:
+        """Let the other ranks fail, too, which wait for this one; name memory if it lacks."""
+        if self._ranks is not None and self._ranks.are_many:
+            self._ranks.abort(f"rank {self._ranks.rank} failed: {describe(error)}")
+        if isinstance(error, MemoryError | RuntimeError):
+            self._name_memory(error)
 
     def _name_memory(self, error: Exception) -> None:
         """Raise a ModelError with the figures of memory, if an allocation has failed."""

@@ -12,7 +12,8 @@
 
 namespace experts {
 
-constexpr long AT_ONCE = 512;  // rows of an expert, whose results are kept
+constexpr long BLOCK = 2048;   // rows whose sums are kept in float32 at once
+constexpr long AT_ONCE = 128;  // rows of an expert, whose results are kept
 
 struct Sizes {
   long rows, per_row, experts, hidden, width;
@@ -54,9 +55,10 @@ inline void add(const int64_t* pairs, long count, long per_row, const float* wei
   });
 }
 
+// At most BLOCK rows.
 template <class T>
-void run(const T* x, long x_stride, const int64_t* chosen, const float* weights, const Sizes& sizes,
-         const T* const* gate_up, const T* const* down, T* y) {
+void run_block(const T* x, long x_stride, const int64_t* chosen, const float* weights,
+               const Sizes& sizes, const T* const* gate_up, const T* const* down, T* y) {
   static thread_local Scratch<T> values;
   static thread_local Scratch<float> sums;
   long hidden = sizes.hidden, width = sizes.width;
@@ -85,6 +87,18 @@ void run(const T* x, long x_stride, const int64_t* chosen, const float* weights,
   rows::for_rows(sizes.rows, hidden, [=](long from, long to) {
     for (long i = from * hidden; i < to * hidden; i++) store_one(y + i, total[i]);
   });
+}
+
+template <class T>
+void run(const T* x, long x_stride, const int64_t* chosen, const float* weights, const Sizes& sizes,
+         const T* const* gate_up, const T* const* down, T* y) {
+  for (long row = 0; row < sizes.rows; row += BLOCK) {
+    Sizes block = sizes;
+    block.rows = std::min(BLOCK, sizes.rows - row);
+    long pair = row * sizes.per_row;
+    run_block(x + row * x_stride, x_stride, chosen + pair, weights + pair, block, gate_up, down,
+              y + row * sizes.hidden);
+  }
 }
 
 }  // namespace experts

@@ -102,6 +102,7 @@ int hp_supports(const char* path) {
   RECORDED(linear_##NAME)                                                                         \
   RECORDED(rms_norm_##NAME)                                                                       \
   RECORDED(rotate_##NAME)                                                                         \
+  RECORDED(experts_##NAME)                                                                        \
   RECORDED(silu_and_mul_##NAME)                                                                   \
   RECORDED(gelu_and_mul_##NAME)                                                                   \
   RECORDED(attend_##NAME)

@@ -26,9 +26,10 @@
 namespace shared {
 
 constexpr int MAX_MEMBERS = 64;
-constexpr int SPINS = 200;                  // some microseconds
+constexpr int SPINS = 50;                   // 1 to 3 microseconds
 constexpr int64_t YIELD_NS = 100'000;       // how long a member yields before it sleeps
 constexpr int64_t LOOK_NS = 50'000'000;     // how often one that sleeps looks at the others
+constexpr int64_t RETURN_NS = 1'000'000'000;  // how often a wait that may be interrupted ends
 constexpr int64_t FOR_EVER = INT64_MAX;
 constexpr uint64_t MAGIC = 0x3130676e69746177;
 constexpr size_t LINE = 64;
@@ -81,6 +82,7 @@ inline void create(Common* common, size_t bytes, int members, int counters, size
 struct Session {
   Common* common;
   int me;
+  int spins;                // before the first yield; none where there are more members than cores
   uint32_t step;            // of collectives, so far
   uint64_t notes[2];        // that differ: this member's, and the other's
   int pidfds[MAX_MEMBERS];  // of the others' processes; NOT_OPEN or WITHOUT
@@ -175,13 +177,13 @@ inline long sleep_until(Word& word, uint32_t value, int64_t nanoseconds) {
   return syscall(SYS_futex, &word, FUTEX_WAIT, value, &time, nullptr, 0) ? errno : 0;
 }
 
-// Wait until is_ready(counter's value). `member` is the one that advances it. With a deadline, or
-// `may_interrupt`, a signal ends the wait too.
+// Wait until is_ready(counter's value). `member` is the one that advances it. With `may_interrupt`
+// a signal ends the wait too, or a second, since a signal may come while the member is awake.
 template <class Ready>
 long wait(Session& session, Counter& counter, int member, Ready is_ready, int64_t deadline = FOR_EVER,
           bool may_interrupt = false) {
   Common* common = session.common;
-  for (int i = 0; i < SPINS; i++) {
+  for (int i = 0; i < session.spins; i++) {
     if (is_ready(counter.value.load(std::memory_order_acquire))) return OK;
     pause();
   }
@@ -207,6 +209,7 @@ long wait(Session& session, Counter& counter, int member, Ready is_ready, int64_
     if (has_left) return GONE - member;
     if (error == EINTR && may_interrupt) return INTERRUPTED;
     time = now();
+    if (may_interrupt && time >= began + RETURN_NS) return INTERRUPTED;
     if (time >= deadline) return is_ready(counter.value.load()) ? OK : TIMED_OUT;
     if (time >= looked + LOOK_NS) {
       looked = time;
@@ -221,6 +224,10 @@ inline Session* join(Common* common, long me) {
   if (!session) return nullptr;
   session->common = common;
   session->me = (int)me;
+  cpu_set_t cores;
+  if (!sched_getaffinity(0, sizeof cores, &cores) &&
+      CPU_COUNT(&cores) >= (int)common->member_count)
+    session->spins = SPINS;
   std::fill_n(session->pidfds, MAX_MEMBERS, NOT_OPEN);
   common->members()[me].pid.store((uint32_t)getpid());
   return session;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,14 +13,35 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from hardpoint.plugins import ForwardBatch, KVSpec, Model, ModelConfig, ModelContext
+from hardpoint.plugins import (
+    ForwardBatch,
+    KVSpec,
+    Model,
+    ModelConfig,
+    ModelContext,
+    ModelError,
+)
 from hardpoint.plugins.component import Component
+from hardpoint.plugins.parallel import Communicator, Parallel
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.engine_access import load_ops
 from hardpoint.testing.snapshots import count_elements, snapshot
 from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
 
+from .rank_threads import run_ranks
 from .sequences import WholeHistory, ordered, softmax_attention
+from .shared_model import (
+    HIDDEN_SIZE,
+    REFUSED,
+    SHARED,
+    Division,
+    RankResult,
+    RefusedError,
+    check_coverage,
+    check_cut_weights,
+    check_sizes,
+    check_specs,
+)
 
 _MAX_TOKENS = 8  # of a sequence in a drawn step
 
@@ -200,9 +222,30 @@ class ModelSuite(ComponentSuite):
         """The batch and the hidden states stay as they are."""
         self._run_checks("reads only: a step changes nothing that it is given", self._check_inputs)
 
-    def _make(self, dtype: torch.dtype | None = None) -> Model:
+    def test_tensor_2(self) -> None:
+        """Two ranks that divide each layer give what one does, if `parallelism` has "tensor"."""
+        self._check_divided(Division(tensor=2))
+
+    def test_tensor_3(self) -> None:
+        """The same with three ranks."""
+        self._check_divided(Division(tensor=3))
+
+    def test_pipeline(self) -> None:
+        """Two stages give what one does, if `parallelism` has "pipeline"."""
+        self._check_divided(Division(stages=2))
+
+    def test_tensor_and_pipeline(self) -> None:
+        """The same with two ranks in each of two stages."""
+        self._check_divided(Division(tensor=2, stages=2))
+
+    def test_expert(self) -> None:
+        """Two ranks with whole experts give what one does, if `parallelism` has "expert"."""
+        self._check_divided(Division(tensor=2, expert=True))
+
+    def _make(self, dtype: torch.dtype | None = None, parallel: Parallel | None = None) -> Model:
         model: Model = self._build(
             ModelContext,
+            parallel=parallel or Parallel(),
             config=self.config,
             dtype=dtype or self.dtypes[0],
             device=torch.device(self.device),
@@ -323,6 +366,129 @@ class ModelSuite(ComponentSuite):
             except (KeyError, ValueError):
                 continue
             raise PACKED.violation(f"load_packed raised nothing without {name!r}")
+
+    def _check_divided(self, division: Division) -> None:
+        """Compare ranks that share the model with the whole; skip sizes that it refuses."""
+        asked = {
+            "tensor": division.tensor > 1 and not division.expert,
+            "pipeline": division.stages > 1,
+            "expert": division.expert,
+        }
+        for name, is_asked in asked.items():
+            if is_asked and name not in self.model.parallelism:
+                pytest.skip(f"`parallelism` does not have {name!r}")
+        refusals: list[str] = []
+
+        def check() -> None:
+            try:
+                self._compare_divided(division)
+            except RefusedError as refused:
+                refusals.append(str(refused))
+
+        self._run_checks(SHARED.text, check)
+        if refusals:
+            pytest.skip(f"the model refuses {division}: {refusals[0]}")
+
+    def _compare_divided(self, division: Division) -> None:
+        """Compare ranks that share the model with the whole.
+
+        Raises:
+            RefusedError: the model refuses it.
+        """
+        whole = self._make()
+        weights = self._weights(whole)
+        self._load(whole, weights)
+        sequences = _Sequences(self, whole)
+        expected = [sequences.step(step) for step in self._steps]
+        logits = whole.compute_logits(expected[-1])
+        shapes, ranks = whole.weight_shapes(), list[RankResult]()
+        before: Sequence[torch.Tensor] | None = None
+        for stage in range(division.stages):
+            found = self._run_stage(division, stage, weights, before)
+            ranks += found
+            before = found[0].hidden
+        check_coverage(shapes, ranks)
+        check_sizes(shapes, ranks, division)
+        check_specs(whole.kv_specs(), ranks, division)
+        for rank in ranks:
+            if rank.logits is None:
+                continue
+            for what, one, other in (
+                ("hidden states", torch.cat(list(rank.hidden)), torch.cat(expected)),
+                ("logits", rank.logits, logits),
+            ):
+                if one.shape != other.shape:
+                    raise SHARED.violation(
+                        f"with {division}, the {what} of {rank} are {_summary(one)}, those of the "
+                        f"whole model {list(other.shape)}"
+                    )
+                if (difference := _difference(one, other)) > self.tolerance:
+                    raise SHARED.violation(
+                        f"with {division}, the {what} of {rank} differ from the whole model's by "
+                        f"{difference:.3g} of the largest one"
+                    )
+
+    @property
+    def _steps(self) -> list[dict[str, list[int]]]:
+        """Return steps of prompts in parts, and of single tokens."""
+        first = {name: tokens[:9] for name, tokens in self._example.items()}
+        rest = {name: tokens[9:15] for name, tokens in self._example.items()}
+        return [first, rest, {name: tokens[15:] for name, tokens in self._example.items()}]
+
+    def _run_stage(
+        self,
+        division: Division,
+        stage: int,
+        weights: Mapping[str, torch.Tensor],
+        before: Sequence[torch.Tensor] | None,
+    ) -> list[RankResult]:
+        """Return the results of the ranks of a stage; `before` has what the stage before gave."""
+
+        def run(tensor: Communicator | None) -> RankResult:
+            share = Parallel(stage=stage, num_stages=division.stages, expert=division.expert)
+            share = share if tensor is None else dataclasses.replace(share, tensor=tensor)
+            with torch.inference_mode():
+                return self._run_rank(share, weights, before)
+
+        try:
+            return [run(None)] if division.tensor == 1 else run_ranks(division.tensor, run)
+        except (Violation, RefusedError):
+            raise
+        except Exception as cause:
+            raise SHARED.violation(
+                f"with {division}, a rank of stage {stage} raised {type(cause).__name__}: {cause}"
+            ) from cause
+
+    def _run_rank(
+        self,
+        parallel: Parallel,
+        weights: Mapping[str, torch.Tensor],
+        before: Sequence[torch.Tensor] | None,
+    ) -> RankResult:
+        """Load and run one rank's share."""
+        try:
+            model = self._make(parallel=parallel)
+        except ModelError as cause:
+            if "parallel." not in str(cause):
+                raise REFUSED.violation(f"the constructor raised a ModelError: {cause}") from cause
+            raise RefusedError(str(cause)) from cause
+        whole = {name: tuple(weight.shape) for name, weight in weights.items()}
+        shapes, cuts = model.weight_shapes(), model.weight_cuts()
+        result = RankResult(parallel.stage, parallel.tensor.rank, shapes, cuts, (), (), None)
+        check_cut_weights(str(result), whole, shapes, cuts)
+        parts = {n: cuts[n].of(weights[n]) if n in cuts else weights[n] for n in shapes}
+        self._load(model, parts)
+        sequences, hidden = _Sequences(self, model), list[torch.Tensor]()
+        for index, step in enumerate(self._steps):
+            given = None if before is None else before[index].clone()
+            hidden.append(sequences.step(step, hidden=given))
+        if not parallel.is_last and hidden[0].shape[1] != model.hidden_size:
+            raise HIDDEN_SIZE.violation(
+                f"{result} returned hidden states {list(hidden[0].shape)}, hidden_size is "
+                f"{model.hidden_size}"
+            )
+        logits = model.compute_logits(hidden[-1]) if parallel.is_last else None
+        return dataclasses.replace(result, specs=model.kv_specs(), hidden=hidden, logits=logits)
 
     def _effects(self, weights: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return the logits of a step, and the keys of its layers."""
@@ -460,13 +626,17 @@ class _Sequences:
         self.keys: list[torch.Tensor] = []
 
     def step(
-        self, tokens: Mapping[str, Sequence[int]], positions: Sequence[int] | None = None
+        self,
+        tokens: Mapping[str, Sequence[int]],
+        positions: Sequence[int] | None = None,
+        hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the hidden states of one step, those of sequence after sequence.
 
         Args:
             tokens: further tokens by sequence.
             positions: of all tokens; None are the right ones.
+            hidden: what the stage before returned, if there is one.
         """
         counts = [(name, len(part)) for name, part in tokens.items()]
         flat: list[int] = []
@@ -487,7 +657,7 @@ class _Sequences:
         ids = torch.tensor([token for part in tokens.values() for token in part], device=device)
         where = torch.tensor(list(positions or flat), device=device)
         before = {"token_ids": snapshot(ids), "positions": snapshot(where)}
-        hidden = self._model.forward(ForwardBatch(ids, where, attend))
+        hidden = self._model.forward(ForwardBatch(ids, where, attend, hidden))
         after = {"token_ids": snapshot(ids), "positions": snapshot(where)}
         self.changed += [name for name in before if before[name] != after[name]]
         if missing := sorted(set(range(len(self._histories))) - called):

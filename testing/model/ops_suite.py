@@ -232,7 +232,10 @@ class OpsSuite(ComponentSuite):
         table, weight = self._draw(7, size, dtype=dtype), self._draw(size, dtype=dtype)
         matrix = self._draw(2 * size, size, dtype=dtype)
         multiply = ops.linear(ops.pack(matrix), (2 * size, size))
+        down = self._draw(size, size, dtype=dtype)
+        mix = ops.experts([ops.pack(matrix)], [ops.pack(down)], (size, size))
         angles = torch.rand(rows, size, device=table.device)
+        chosen, share = torch.zeros(rows, 1).to(table.device).long(), angles[:, :1].clone()
         ids = torch.randint(7, (rows,), device=table.device)
 
         def run(ids: torch.Tensor) -> torch.Tensor:
@@ -241,13 +244,19 @@ class OpsSuite(ComponentSuite):
             delta = ops.silu_and_mul(multiply(ops.rms_norm(x, weight, _EPS)))
             return ops.gelu_and_mul(multiply(ops.add_rms_norm(x, delta, weight, _EPS)))
 
-        recorded = ops.record(lambda: run(ids))
-        if recorded is None:
-            return
-        for _ in range(2):
-            ids.copy_((ids + 3) % 7)
-            if not torch.equal(recorded(), run(ids.clone())):
-                raise REPEATED.violation("what record returned gave another result than running")
+        def run_experts(ids: torch.Tensor) -> torch.Tensor:
+            return mix(run(ids), chosen, share)
+
+        for function in (run, run_experts):
+            recorded = ops.record(functools.partial(function, ids))
+            if recorded is None:
+                continue
+            for _ in range(2):
+                ids.copy_((ids + 3) % 7)
+                if not torch.equal(recorded(), function(ids.clone())):
+                    raise REPEATED.violation(
+                        "what record returned gave another result than running"
+                    )
 
     def _pack(self, ops: Ops, weight: torch.Tensor) -> torch.Tensor:
         """Return a packed matrix; one that may be kept was packed by another component."""
@@ -316,7 +325,7 @@ class OpsSuite(ComponentSuite):
             [self._draw(*shape, dtype=dtype).abs() / size for _ in range(count)]
             for shape in ((2 * width, size), (size, width))
         ]
-        packed = [[self._pack(ops, each) for each in side] for side in matrices]
+        packed = [[self._pack(ops, matrix) for matrix in side] for side in matrices]
         apply = ops.experts(packed[0], packed[1], (size, width))
         x = self._draw(rows, size, dtype=dtype).abs()  # nothing cancels: each step is rounded
         enter, leave = (torch.stack(side).double() for side in matrices)

@@ -195,9 +195,9 @@ class Session:
             got = [(call.method, call.what) for call in calls if call.method not in _UNORDERED]
             for index, expected in enumerate(self._expected):
                 if index >= len(got) or got[index] != expected:
-                    there = got[index] if index < len(got) else "nothing"
+                    current = got[index] if index < len(got) else "nothing"
                     raise RESULTS.violation(
-                        f"call {index} of rank {rank} was {there}, the executor got {expected}"
+                        f"call {index} of rank {rank} was {current}, the executor got {expected}"
                     )
             if more := got[len(self._expected) :]:
                 raise RESULTS.violation(f"rank {rank} was called more often: {short_repr(more)}")
@@ -209,6 +209,8 @@ class Session:
             Violation: one did.
         """
         if defects := self.script.defects():
+            if not self._expected:
+                raise START.violation(defects[0])
             raise RESULTS.violation(defects[0], "call a worker in one thread at a time, in order")
 
     def process_of(self, rank: int) -> int:

@@ -83,7 +83,7 @@ class ExecutorSuite(ComponentSuite):
         parallel: numbers of tensor ranks and of stages to try. Those that the executor refuses are
             left out, if its ConfigError names `parallel`.
         communicator: `parallel.communicator` of the engines of `test_tokens`.
-        failure_seconds: maximum time until the loss of a worker is told.
+        failure_seconds: maximum time until the loss of a worker is reported.
     """
 
     kind = "executors"
@@ -127,11 +127,11 @@ class ExecutorSuite(ComponentSuite):
         )
 
     def test_sizes(self) -> None:
-        """Numbers of ranks are served, or refused in words."""
+        """Numbers of ranks are served, or refused with a reason."""
         self._run_checks(SIZES.text, self._check_sizes)
 
     def test_start(self) -> None:
-        """Models are loaded side by side; a rank that fails is told, though others wait for it."""
+        """Models are loaded side by side; the error of one is raised, though others wait for it."""
         self._run_checks(START.text, self._check_start, *self._start_errors())
 
     def test_results(self) -> None:
@@ -187,9 +187,11 @@ class ExecutorSuite(ComponentSuite):
         """Start an executor for the body."""
         session = self._new(size)
         try:
-            session.start()
-            yield session
-            session.check_workers()
+            try:
+                session.start()
+                yield session
+            finally:
+                session.check_workers()
         finally:
             session.close()
 
@@ -197,11 +199,11 @@ class ExecutorSuite(ComponentSuite):
     def _shared(self, size: tuple[int, int]) -> Iterator[Session]:
         """Use an executor that other tests use too, unless one of them fails."""
         try:
-            if size not in self._open:
-                self._open[size] = session = self._new(size)
-                session.start()
-            session = self._open[size]
+            is_new = size not in self._open
+            session = self._open[size] = self._new(size) if is_new else self._open[size]
             try:
+                if is_new:
+                    session.start()
                 yield session
             finally:
                 session.check_workers()
@@ -213,7 +215,7 @@ class ExecutorSuite(ComponentSuite):
         """Return the numbers of ranks that the executor serves.
 
         Raises:
-            Violation: it refuses some in other words, or all.
+            Violation: it refuses some without naming `parallel`, or all.
         """
         served = []
         for size in self.parallel:
@@ -322,13 +324,13 @@ class ExecutorSuite(ComponentSuite):
                     error = False
                 except TimeoutError:
                     error = True
-                took = time.monotonic() - began
+                passed = time.monotonic() - began
                 call = session.script.calls(ranks[-1])[-1]
                 is_mine = (call.process, call.thread) == (os.getpid(), threading.get_ident())
-                if not is_mine and (not error or took > _SLOW_SECONDS):
+                if not is_mine and (not error or passed > _SLOW_SECONDS):
                     what = "raised TimeoutError" if error else "returned"
                     raise TIMEOUT.violation(
-                        f"collective_rpc with timeout={seconds:g} {what} after {took:.2g} s"
+                        f"collective_rpc with timeout={seconds:g} {what} after {passed:.2g} s"
                     )
                 if not is_mine:
                     time.sleep(_SLOW_SECONDS)
@@ -366,7 +368,9 @@ class ExecutorSuite(ComponentSuite):
     def _check_step_error(self, method: str, index: int, *, others_wait: bool) -> None:
         size = self._size()
         rank = range(size[0] * size[1])[index]
-        order = Order(method, Does.FAIL, (rank,), others_wait, 0.0 if others_wait else _LATE_SECONDS)
+        order = Order(
+            method, Does.FAIL, (rank,), others_wait, 0.0 if others_wait else _LATE_SECONDS
+        )
         reported: list[BaseException] = []
         with self._fresh(size) as session:
             session.executor.on_failure(reported.append)
@@ -453,7 +457,9 @@ class ExecutorSuite(ComponentSuite):
             session.close()
 
     def _until_called(self, session: Session, rank: int, method: str) -> None:
-        if not until(lambda: session.script.was_called(rank, method), executor_session.START_SECONDS):
+        if not until(
+            lambda: session.script.was_called(rank, method), executor_session.START_SECONDS
+        ):
             raise RESULTS.violation(f"{method} was not called in rank {rank}")
 
     def _lose(self, session: Session, rank: int) -> None:
@@ -494,9 +500,13 @@ class ExecutorSuite(ComponentSuite):
             session.begin(session.plan({"a": 1}))()
             session.executor.close()  # and then again
             if not until(lambda: not session.open_workers(), _CLOSE_SECONDS):
-                raise CLOSE.violation(f"the workers of ranks {session.open_workers()} are not closed")
+                raise CLOSE.violation(
+                    f"the workers of ranks {session.open_workers()} are not closed"
+                )
         if not until(lambda: not _more(before, _holdings()), _CLOSE_SECONDS):
-            raise CLOSE.violation(f"after close there are more {', '.join(_more(before, _holdings()))}")
+            raise CLOSE.violation(
+                f"after close there are more {', '.join(_more(before, _holdings()))}"
+            )
 
     def _check_tokens(self) -> None:
         cls, name = self.executor, self._name()
@@ -505,7 +515,9 @@ class ExecutorSuite(ComponentSuite):
             settings: dict[str, Any] = {
                 "executor": {"use": f"{cls.__module__}:{cls.__qualname__}"},
                 "parallel": {
-                    "tensor": tensor, "pipeline": pipeline, "communicator": self.communicator
+                    "tensor": tensor,
+                    "pipeline": pipeline,
+                    "communicator": self.communicator,
                 },
             }
             if self.options:

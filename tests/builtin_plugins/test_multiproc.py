@@ -1,6 +1,8 @@
 """Calls, results and errors of worker processes, with workers that do as they are told."""
 
+import os
 import re
+import signal
 import threading
 import time
 
@@ -31,11 +33,16 @@ def opened():
     nothing_left(before, 5)
 
 
-def step(workers, number, *orders, sampling=()):
-    """Run a step; return its result."""
+def begin(workers, number, *orders, sampling=()):
+    """Begin a step; return the future of its result."""
     one = plan(number, *orders, sampling=sampling)
     assert workers.execute_model(one).result(10) is None
-    return workers.sample_tokens(one).result(10)
+    return workers.sample_tokens(one)
+
+
+def step(workers, number, *orders, sampling=()):
+    """Run a step; return its result."""
+    return begin(workers, number, *orders, sampling=sampling).result(10)
 
 
 def test_every_rank_runs_each_call_once_and_one_gives_the_result(opened):
@@ -83,7 +90,7 @@ def test_a_timeout_is_of_all_ranks_together_and_late_answers_are_dropped(opened)
 
 def test_an_error_of_one_rank_names_it_and_the_others_go_on(opened):
     workers = opened(2)
-    with pytest.raises(ModelError, match="^no adapter$") as raised:
+    with pytest.raises(ModelError, match="^no adapter") as raised:
         workers.collective_rpc("remove_lora", (1,))
     assert re.match(r"In rank 1 \(pid \d+\):\n", raised.value.__notes__[-1])
     assert workers.collective_rpc("stop_profile") == ["0", "1"]
@@ -91,8 +98,8 @@ def test_an_error_of_one_rank_names_it_and_the_others_go_on(opened):
 
 def test_a_call_that_all_ranks_refuse_leaves_them_in_step(opened):
     workers = opened(2)
-    future = workers.execute_model(plan(1, "* raise not this"))
-    with pytest.raises(ModelError, match="^not this$"):
+    future = begin(workers, 1, "* raise not this")
+    with pytest.raises(ModelError, match="^not this"):
         future.result(10)
     assert step(workers, 2).sampled_token_ids == {"r": [2]}
 
@@ -104,12 +111,12 @@ def test_a_rank_that_fails_a_step_fails_it_for_all_and_no_rank_waits_for_it(open
     workers.on_failure(failures.append)
     others = [f"{other} meet" for other in range(3) if other != rank]
     began = time.monotonic()
-    future = workers.execute_model(plan(1, f"{rank} raise broken", *others))
-    with pytest.raises(ModelError, match="^broken$") as raised:
+    future = begin(workers, 1, f"{rank} raise broken", *others)
+    with pytest.raises(ModelError, match="^broken") as raised:
         future.result(10)
     assert time.monotonic() - began < 1
     assert f"In rank {rank} (pid" in raised.value.__notes__[0]
-    with pytest.raises(ModelError, match="^broken$"):
+    with pytest.raises(ModelError, match="^broken"):
         workers.collective_rpc("stop_profile")
     assert not failures  # the call has told it
     began = time.monotonic()
@@ -121,7 +128,7 @@ def test_a_rank_that_fails_what_the_output_rank_has_done_ends_the_executor(opene
     workers = opened(2)
     failures = []
     workers.on_failure(failures.append)
-    assert step(workers, 1, sampling=["1 raise too late"]).sampled_token_ids == {"r": [1]}
+    assert step(workers, 1, sampling=["1 late too late"]).sampled_token_ids == {"r": [1]}
     deadline = time.monotonic() + 5
     while not failures:
         assert time.monotonic() < deadline
@@ -129,15 +136,6 @@ def test_a_rank_that_fails_what_the_output_rank_has_done_ends_the_executor(opene
     assert str(failures[0]) == "too late"
     with pytest.raises(ModelError, match="too late"):
         step(workers, 2)
-
-
-KILLS = {
-    "open": "was killed by signal 9 (SIGKILL)",
-    "load": "was killed by signal 9 (SIGKILL)",
-    "idle": "exited with code 7",
-    "step": "was killed by signal 9 (SIGKILL)",
-    "exit": "exited with code 3",
-}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -152,7 +150,9 @@ def test_the_death_of_a_rank_that_starts_is_told_by_start(rank, when):
         workers.start()
     print("told within", time.monotonic() - began)
     message = str(raised.value)
-    assert re.match(rf"the worker process of rank {rank} \(pid \d+\) was killed by signal 9", message)
+    assert re.match(
+        rf"the worker process of rank {rank} \(pid \d+\) was killed by signal 9", message
+    )
     assert message.endswith("about to die\nof a signal")
     workers.close()
     nothing_left(before, 5)
@@ -168,7 +168,8 @@ def test_the_death_of_a_rank_ends_everything_within_a_second(opened, rank, when)
     other = f"{1 - rank} meet"
     began = time.monotonic()
     if when == "idle":
-        assert step(workers, 2, f"{rank} thread") is not None
+        (pid,) = workers.collective_rpc("list_loras")[rank]
+        os.kill(pid, signal.SIGKILL)
     else:
         one = plan(2, f"{rank} {'exit 3' if when == 'exit' else 'kill'}", other)
         if when == "sampling":
@@ -180,7 +181,7 @@ def test_the_death_of_a_rank_ends_everything_within_a_second(opened, rank, when)
         assert time.monotonic() - began < 1
         time.sleep(0.005)
     assert time.monotonic() - began < 1
-    expected = KILLS.get(when, KILLS["step"])
+    expected = "exited with code 3" if when == "exit" else "was killed by signal 9 (SIGKILL)"
     assert expected in str(failures[0])
     with pytest.raises(EngineDeadError, match=re.escape(expected)):
         workers.collective_rpc("stop_profile")
@@ -202,7 +203,7 @@ def test_a_death_before_the_callback_is_registered_is_told_to_it(opened):
 def test_an_error_of_a_rank_at_load_is_of_its_class_and_no_rank_waits():
     before = holdings()
     workers = executor(2, orders={"load": ["1 raise weights are missing", "0 meet"]})
-    with pytest.raises(ModelError, match="^weights are missing$"):
+    with pytest.raises(ModelError, match="^weights are missing"):
         workers.start()
     workers.close()
     nothing_left(before, 5)
@@ -211,7 +212,7 @@ def test_an_error_of_a_rank_at_load_is_of_its_class_and_no_rank_waits():
 def test_an_error_of_a_rank_that_opens_is_of_its_class():
     before = holdings()
     workers = executor(2, orders={"open": ["1 raise no such device"]})
-    with pytest.raises(ModelError, match="^no such device$") as raised:
+    with pytest.raises(ModelError, match="^no such device") as raised:
         workers.start()
     assert re.match(r"In the worker process of rank 1 \(pid \d+\):\n", raised.value.__notes__[0])
     workers.close()
@@ -230,7 +231,7 @@ def test_a_rank_that_does_not_open_in_time_is_named():
 def test_close_lets_workers_close_and_fails_what_is_under_way(opened, tmp_path):
     closed = tmp_path / "closed"
     workers = opened(2, orders={"closed": str(closed)})
-    future = workers.execute_model(plan(1, "* meet"))
+    future = begin(workers, 1, "* meet")
     workers.close()
     with pytest.raises(EngineClosedError, match="execute_model: the executor was closed"):
         future.result(1)
@@ -250,7 +251,7 @@ def test_close_kills_a_worker_that_hangs(opened):
 
 def test_stderr_is_passed_on_and_stacks_of_a_long_call_are_written(opened, capfd):
     workers = opened(2, watchdog_seconds=0.2)
-    workers.execute_model(plan(1, "1 sleep 0.5")).result(10)
+    step(workers, 1, "1 sleep 0.5")
     workers.collective_rpc("stop_profile")
     deadline = time.monotonic() + 5
     said = ""

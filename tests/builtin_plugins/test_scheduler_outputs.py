@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from support.builtins.scheduler_harness import Connector, Simulator, next_token
 
@@ -193,15 +194,70 @@ def test_trace_headers_come_with_the_last_output():
     assert sim.abort("c", reason=FinishReason.ABORT)["c"].trace_headers == headers
 
 
-def test_damaged_logits_and_chosen_experts_come_with_the_tokens():
+def test_damaged_logits_come_with_the_tokens():
     sim = Simulator()
     sim.add("a")
     sim.add("b")
-    outputs = sim.update(sim.plan(), num_nans_in_logits={"a": 3}, routed_experts={"b": [[1, 2]]})
+    outputs = sim.update(sim.plan(), num_nans_in_logits={"a": 3})
     assert [outputs[name].num_nans_in_logits for name in "ab"] == [3, 0]
-    assert [outputs[name].routed_experts for name in "ab"] == [None, [[1, 2]]]
-    outputs = sim.update(sim.plan())
-    assert (outputs["a"].num_nans_in_logits, outputs["b"].routed_experts) == (0, None)
+    assert sim.update(sim.plan())["a"].num_nans_in_logits == 0
+
+
+def test_experts_of_each_position_come_once_and_in_order():
+    sim = Simulator(max_num_batched_tokens=8)
+    sim.add("a", prompt=20)
+    sent = []
+
+    def step():
+        plan = sim.plan()
+        (start,) = [new.num_computed_tokens for new in plan.new_requests] or [
+            *plan.cached_requests.num_computed_tokens
+        ]
+        count = plan.num_scheduled_tokens["a"]
+        rows = np.arange(start, start + count, dtype=np.int32).reshape(count, 1, 1)
+        output = sim.update(plan, routed_experts={"a": rows}).get("a")
+        if output is not None and output.routed_experts is not None:
+            sent.append(output.routed_experts.flatten().tolist())
+
+    step()
+    assert sent == [list(range(8))]
+    sim.scheduler.reset_prefix_cache(recompute_running=True)
+    step()
+    step()
+    step()
+    assert sent == [list(range(8)), list(range(8, 16)), list(range(16, 20))]
+    step()
+    assert sent[3:] == [[20]]
+
+
+def test_rejected_drafts_have_no_experts():
+    sim = Simulator(num_draft_tokens=4)
+    sim.add("a", prompt=[1, 2, 3])
+    sim.step()
+    right = next_token([1, 2, 3, *sim.tokens["a"]])
+    sim.scheduler.update_drafts({"a": [right, -1, -2]})
+    plan = sim.plan()
+    assert plan.num_scheduled_tokens == {"a": 4}
+    rows = np.arange(4, dtype=np.int32).reshape(4, 1, 1)
+    output = sim.update(plan, routed_experts={"a": rows})["a"]
+    assert len(output.new_token_ids) == 2
+    # The three of the prompt were not handed in.
+    assert output.routed_experts.flatten().tolist() == [-1, -1, -1, 0, 1]
+
+
+def test_positions_from_the_cache_have_no_experts():
+    sim = Simulator()
+    sim.add("a", prompt=list(range(20)), max_tokens=1)
+    sim.update(sim.plan())
+    sim.add("b", prompt=list(range(20)), max_tokens=1)
+    plan = sim.plan()
+    cached = plan.new_requests[0].num_computed_tokens
+    assert cached
+    rows = np.full((20 - cached, 2, 3), 5, np.int32)
+    routed = sim.update(plan, routed_experts={"b": rows})["b"].routed_experts
+    assert routed.shape == (20, 2, 3)
+    assert (routed[:cached] == -1).all()
+    assert (routed[cached:] == 5).all()
 
 
 def test_a_request_that_pools_ends_with_what_came_of_it_and_no_token():

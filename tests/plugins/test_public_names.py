@@ -15,15 +15,19 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULES = (
     "commands",
     "errors",
+    "executor",
     "grammars",
     "hf_config",
+    "mlp",
     "models",
     "output_format",
     "output_json",
     "output_parser",
+    "parallel",
     "server",
     "structured",
     "typed",
+    "worker_calls",
 )
 PUBLIC = tuple(["hardpoint.plugins"] + [f"hardpoint.plugins.{name}" for name in MODULES])
 MOST_NAMES = 113

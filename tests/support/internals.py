@@ -12,6 +12,7 @@ from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.input_processor import InputProcessor
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.output_processor import OutputProcessor
+from hardpoint.plugins import EngineConfig
 
 
 def engine_of(llm: LLM | AsyncLLM) -> Any:
@@ -32,6 +33,11 @@ def send_queue_of(llm: AsyncLLM) -> SendQueue:
 def core_of(engine: LLMEngine) -> EngineCore:
     """Return the engine core that runs in this process."""
     return engine.parts.client._core
+
+
+def config_of(engine: LLMEngine) -> EngineConfig:
+    """Return the configuration of an engine core that runs in this process."""
+    return core_of(engine)._parts.config
 
 
 def scheduler_of(engine: LLMEngine) -> Any:

@@ -193,7 +193,7 @@ def same(
 
 
 def _same_request(engine: LLMEngine, job: Job, expected: Result, got: Result) -> int:
-    name, prompt, params = job
+    name, _, params = job
     assert (got.error, len(got.tokens)) == (expected.error, len(expected.tokens)), name
     if expected.prompt_logprobs is not None:
         _same_logprobs(expected.prompt_logprobs[1:], got.prompt_logprobs[1:], name)

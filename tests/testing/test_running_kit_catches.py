@@ -11,7 +11,13 @@ from hardpoint.builtin_plugins import commands as builtin
 from hardpoint.builtin_plugins.commands import chat, config, generate, plugins
 from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
 from hardpoint.testing import CommandSuite, ExecutorSuite, HookSuite
-from hardpoint.testing.running import executor_suite, extension_checks, hook_suite
+from hardpoint.testing.running import (
+    executor_session,
+    executor_suite,
+    extension_checks,
+    hook_suite,
+    scripted_worker,
+)
 
 pytest_plugins = ["hardpoint.testing"]
 
@@ -22,23 +28,38 @@ EXECUTORS = [
     (executors.Doubles, "results", "results", "got 2 tokens, the worker sampled 1"),
     (executors.OffByOne, "results", "results", r"got token \d+; a worker that ran each step once"),
     (executors.RunsTwice, "results", "results", r"got token \d+; a worker that ran each step once"),
-    (executors.Late, "results", "results", "was to sample step 1 when step 0 had run last"),
+    (executors.Late, "results", "results", r"was to sample step \d+ when step \d+ had"),
     (executors.NoFuture, "results", "futures", "execute_model returned ModelRunnerOutput"),
     (executors.IgnoresGrammars, "results", "results", r"got token \d+; a worker that ran each"),
-    (executors.NeverEnds, "results", "futures", "of sample_tokens was not done after 0.2 s"),
+    (executors.NeverEnds, "results", "futures", "of sample_tokens was not done after 0.5 s"),
+    (executors.FirstRankOnly, "results", "results", "is not that of rank 1|is None, no Model"),
+    (executors.SkipsOthers, "results", "results", r"of rank 1 was .*executor got .'sample"),
+    (executors.RefusesInRiddles, "sizes", "sizes", "pipeline = 2 its constructor raised ConfigE"),
+    (executors.RefusesAll, "sizes", "sizes", r"it refuses all of .\(1, 1\), \(2, 1\)"),
+    (executors.OneInfo, "start", "start", r"returned the infos of ranks \[0\], there are 2"),
+    (executors.Backwards, "start", "start", r"returned the infos of ranks \[1, 0\]"),
+    (executors.LoadsOneByOne, "start", "start", "rank 0 loads its model, and there is a rank"),
+    (executors.LoadsEarly, "start", "start", r"has loaded the models of ranks \[0, 1\]"),
+    (executors.WaitsForAll, "start", "errors", "of rank 1 failed; start raised Hard|had"),
     (executors.NoResults, "calls", "collective_rpc", r"1 workers returned .*_rpc returned \[\]"),
     (executors.CallsTwice, "calls", "collective_rpc", r"returned \[{0, 1000}, {0, 1000}\]"),
-    (executors.SwallowsErrors, "errors", "errors", "whose worker raised WorkerFailure gave a res"),
+    (executors.IgnoresTimeouts, "timeout", "timeout", "timeout=0.125 returned after 0.5"),
+    (executors.MixesUp, "timeout", "timeout", r"late call: 2 .* returned \[True, False\]"),
+    (executors.SwallowsErrors, "errors", "errors", "of rank 0 raised ModelError, but execute_m"),
+    (executors.OutputRankOnly, "errors", "errors", "sample_tokens of rank 1 raised ModelError"),
     (executors.RenamesErrors, "errors", "errors", "raised RuntimeError: a worker failed"),
     (executors.NeverSleeps, "sleep", "sleep", r"after sleep\(1,\) a worker is not at level 1"),
     (executors.ClaimsTwo, "pipeline", "pipeline", "is 2, but execute_model returned only when its"),
     (executors.ClaimsNone, "pipeline", "pipeline", "max_concurrent_batches is 0"),
     (executors.ReportsClose, "failure", "failure", "close called the callback with RuntimeError"),
-    (executors.Silent, "failure", "failure", "a worker was lost, and the callback was not called"),
+    (executors.Silent, "failure", "failure", "idle worker was lost, and the callback was not call"),
+    (executors.Repeats, "failure", "failure", "lost, and the callback was called 2 times"),
+    (executors.KeepsWaiting, "failure", "failure", "a step whose worker was lost had not ended"),
     (executors.LeaksThread, "close", "close", r"there are more threads \(\d+, before \d+\)"),
     (executors.LeaksFile, "close", "close", r"there are more open files \(\d+, before \d+\)"),
     (executors.ClosesOnce, "close", "exceptions", "RuntimeError: closed already"),
     (executors.KeepsWorkers, "close", "close", r"workers of ranks \[0\] are not closed"),
+    (executors.NeverAborts, "close", "close", r"workers of ranks \[0, 1\] are not closed"),
     (executors.OffByOne, "tokens", "tokens", r"request 'r\d' got \[.*, with uniproc it gets \["),
 ]  # fmt: skip
 
@@ -101,13 +122,12 @@ class TestUniproc(ExecutorSuite):
 
 
 class TestThreaded(ExecutorSuite):
-    """A pipeline that wraps uniproc."""
+    """A thread per rank."""
 
     executor = executors.Threaded
-    examples = kit_examples()
 
-    def lose_worker(self, executor):
-        executor.lose()
+    def lose_worker(self, executor, rank):
+        executor.lose(rank)
 
 
 class TestBuiltinHooks(HookSuite):
@@ -151,7 +171,9 @@ class TestMeasure(CommandSuite):
 def brief(monkeypatch):
     """Wait little, and stop at the first failing case instead of shrinking it."""
     stop_at_first_failure(monkeypatch)
-    monkeypatch.setattr(executor_suite, "_SECONDS", 0.2)
+    monkeypatch.setattr(executor_session, "CALL_SECONDS", 0.5)
+    monkeypatch.setattr(executor_session, "START_SECONDS", 0.8)
+    monkeypatch.setattr(scripted_worker, "_WAIT_SECONDS", 1.0)
     monkeypatch.setattr(hook_suite, "_LIMIT_SECONDS", 0.2)
     monkeypatch.setattr(extension_checks, "_SECONDS", 0.2)
     monkeypatch.setattr(executor_suite, "_CLOSE_SECONDS", 0.1)
@@ -160,8 +182,10 @@ def brief(monkeypatch):
 @pytest.mark.usefixtures("brief")
 @pytest.mark.parametrize(("cls", "test", "rule", "pattern"), EXECUTORS, ids=label)
 def test_a_broken_executor_fails_its_rule(cls, test, rule, pattern):
-    lose = {"lose_worker": lambda _self, executor: executor.lose()} if "lose" in dir(cls) else {}
-    assert_fails(ExecutorSuite, {"executor": cls, **lose}, test, rule, pattern)
+    attributes = {"executor": cls, "failure_seconds": 0.2}
+    if "lose" in dir(cls):
+        attributes["lose_worker"] = lambda _self, executor, rank: executor.lose(rank)
+    assert_fails(ExecutorSuite, attributes, test, rule, pattern)
 
 
 @pytest.mark.usefixtures("brief")

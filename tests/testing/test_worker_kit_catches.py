@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.broken import attention, loaders, models, ops, samplers
+from support.broken import attention, loaders, models, ops, samplers, shared_models
 from support.kit_suites import (
     assert_fails,
     label,
@@ -167,6 +167,27 @@ MODELS = [
     (models.ScalesHidden, "reads_only", "reads only", "after the step hidden had changed"),
 ]  # fmt: skip
 
+SHARED = [
+    (shared_models.NoAllReduce, "tensor_2", "shared", "the hidden states of rank 0 of stage 0 dif"),
+    (shared_models.OtherColumns, "tensor_2", "shared", "parallel.tensor = 2, the hidden states of"),
+    (shared_models.OneRankWaits, "tensor_2", "shared", "rank of stage 0 raised .*: the ranks make"),
+    (shared_models.PartOfTheLogits, "tensor_2", "shared", r"are .* \[3, 129\] .* model \[3, 257\]"),
+    (shared_models.FirstRowsOnly, "tensor_3", "cuts", "no rank needs 8:24 of dimension 0 of '0."),
+    (shared_models.NeedsAll, "tensor_3", "cuts", "of 3, needs 100% of .* at most 58%"),
+    (shared_models.CopiesAttention, "tensor_2", "shared specs", "has KVSpec.num_heads=6, .* one"),
+    (shared_models.ShapesOfTheCut, "tensor_2", "cuts", r"as \(12[89], 24\), the .*\(257, 24\)"),
+    (shared_models.CutsUnknown, "tensor_2", "cuts", "of 'model.embed.weight', expected a Cut insi"),
+    (shared_models.RefusesWithoutWords, "tensor_3", "refused", "ModelError: it cannot be done"),
+    (shared_models.ForgetsTheStage, "pipeline", "cuts", "rank 0 of stage 0 needs tensors of all s"),
+    (shared_models.EmbedsAgain, "pipeline", "shared", "pipeline = 2, the hidden states of rank 0"),
+    (shared_models.NumbersOfTheWhole, "pipeline", "attend", "for layer 1, kv_specs has 1 layers"),
+    (shared_models.WrongHiddenSize, "pipeline", "hidden_size", r"\[27, 24\], hidden_size is 6"),
+    (shared_models.ForgetsTheHead, "pipeline", "cuts", "no rank needs 'head.weight', which the"),
+    (shared_models.SumsStages, "tensor_and_pipeline", "shared", "hidden states of rank 0 of stage"),
+    (shared_models.ExpertsWithoutSum, "expert", "shared", "2, parallel.expert = true, the hidden"),
+    (shared_models.FirstExpertsOnly, "expert", "cuts", "no rank needs '0.experts.3.weight', which"),
+]  # fmt: skip
+
 LOADERS = [
     (loaders.NoContract, "contract", "contract", "add `contract = 1` to its class body"),
     (loaders.ClaimsFolders, "recognises", "recognises", "True for an empty folder, expected Fa"),
@@ -245,6 +266,31 @@ def test_a_broken_model_fails_its_rule(cls, test, rule, pattern):
     assert_fails(ModelSuite, attributes, test, rule, pattern)
 
 
+@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), SHARED, ids=label)
+def test_a_broken_model_of_several_ranks_fails_its_rule(cls, test, rule, pattern):
+    attributes = {"model": cls, "config": shared_models.CONFIG}
+    assert_fails(ModelSuite, attributes, test, rule, pattern)
+
+
+@pytest.mark.parametrize(
+    "test", ["tensor_2", "tensor_3", "pipeline", "tensor_and_pipeline", "expert"]
+)
+def test_the_right_models_of_several_ranks_are_not_skipped(test):
+    attributes = {"model": shared_models.SharedExperts, "config": shared_models.CONFIG}
+    suite = type("TestComponent", (ModelSuite,), attributes)()
+    getattr(suite, f"test_{test}")()
+
+
+def test_what_a_model_refuses_is_skipped_with_its_message():
+    attributes = {"model": shared_models.InPairs, "config": shared_models.CONFIG}
+    suite = type("TestComponent", (ModelSuite,), attributes)()
+    message = "parallel.tensor: 4 groups cannot be divided among 3 ranks; 1, 2, 4 would do"
+    with pytest.raises(pytest.skip.Exception, match=f"refuses parallel.tensor = 3: {message}"):
+        suite.test_tensor_3()
+    with pytest.raises(pytest.skip.Exception, match="`parallelism` does not have 'expert'"):
+        suite.test_expert()
+
+
 @pytest.mark.parametrize(("cls", "test", "rule", "pattern"), LOADERS, ids=label)
 def test_a_broken_loader_fails_its_rule(cls, test, rule, pattern):
     attributes = {"loader": cls, "write": staticmethod(loaders.write)}
@@ -267,7 +313,7 @@ def test_correct_components_pass(suite, attributes):
         (SamplerSuite, SAMPLERS),
         (AttentionBackendSuite, ATTENTION),
         (OpsSuite, OPS),
-        (ModelSuite, MODELS),
+        (ModelSuite, MODELS + SHARED),
         (WeightLoaderSuite, LOADERS),
     ],
 )

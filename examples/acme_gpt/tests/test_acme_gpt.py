@@ -74,6 +74,14 @@ def test_it_gives_the_tokens_of_its_definition_with_preemption(path, in_process)
     assert [output.outputs[0].token_ids for output in outputs] == expected
 
 
+def test_ranks_that_share_it_give_the_same_tokens(path):
+    extra = {"executor": {"use": "multiproc"}, "parallel": {"tensor": 2}}
+    with LLM(config=config(path, **extra)) as llm:
+        outputs = llm.generate(PROMPTS, GREEDY)
+    expected = [continuation_by_hand(prompt) for prompt in PROMPTS]
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
 def test_text_comes_back_with_whole_characters(path):
     with LLM(config=config(path)) as llm:
         (chat,) = llm.chat([[{"role": "user", "content": "é"}]], GREEDY)

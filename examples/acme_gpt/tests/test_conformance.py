@@ -13,8 +13,12 @@ pytest_plugins = ["hardpoint.testing"]
 
 class TestTinyGPT(ModelSuite):
     model = TinyGPT
+    # Two ranks can divide the heads, and three.
     config = ModelConfig(
-        architecture="TinyGPT", hf=CONFIG, vocab_size=257, max_position_embeddings=64
+        architecture="TinyGPT",
+        hf=CONFIG | {"hidden_size": 48, "num_heads": 6},
+        vocab_size=257,
+        max_position_embeddings=64,
     )
 
 

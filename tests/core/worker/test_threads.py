@@ -17,7 +17,9 @@ from hardpoint.core.worker.threads import (
     CPUUsage,
     ThreadCount,
     adapted,
+    crowding,
     fastest,
+    shared_limit,
     short_spin,
     thread_limit,
 )
@@ -95,6 +97,30 @@ def test_the_cpus_of_a_core_count_once_and_what_is_set_is_kept(tmp_path: Path, e
 )
 def test_fewer_threads_are_chosen_where_that_is_clearly_faster(limit, seconds, count) -> None:
     assert fastest(ThreadCount(limit, "the cores"), seconds.__getitem__).count == count
+
+
+@pytest.mark.parametrize(
+    ("current", "ranks", "count", "source"),
+    [
+        (64, 1, 8, "the cores that this process may use"),
+        (64, 2, 4, "the cores that this process may use: 8, divided by 2 ranks"),
+        (64, 3, 2, "the cores that this process may use: 8, divided by 3 ranks"),
+        (64, 9, 1, "the cores that this process may use: 8, divided by 9 ranks"),
+        (2, 3, 2, "set for torch, as by OMP_NUM_THREADS or set_num_threads"),
+        (3, 3, 2, "the cores that this process may use: 8, divided by 3 ranks"),
+    ],
+)
+def test_ranks_share_the_cores_of_their_host(
+    current, ranks, count, source, tmp_path, eight
+) -> None:
+    assert shared_limit(current, ranks, tmp_path, tmp_path) == ThreadCount(count, source)
+
+
+def test_more_ranks_than_cores_are_reported(tmp_path: Path, eight) -> None:
+    assert crowding(8, tmp_path, tmp_path) is None
+    message = crowding(9, tmp_path, tmp_path)
+    assert message is not None
+    assert message.startswith("9 ranks share 8 cores (the cores that this process may use): ")
 
 
 def test_threads_leave_others_the_cpus_that_they_use() -> None:

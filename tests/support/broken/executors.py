@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 
-from hardpoint.plugins import Executor, ModelRunnerOutput, Wrapper
+from hardpoint.plugins import ConfigError, Executor, HardpointError, ModelRunnerOutput, Wrapper
+from hardpoint.plugins.executor import first_error_or, open_worker, results_of
 
 
 class Kept(Wrapper[Executor], Executor):
@@ -206,35 +208,239 @@ class ReportsClose(Kept):
             self.callback(RuntimeError("lost"))
 
 
-class Threaded(Kept):
-    """Correct: one thread runs all steps; `lose` stands for the loss of it."""
+class Threaded(Executor):
+    """Correct: a thread per rank; `lose` stands for the loss of one."""
 
     contract = 1
-    max_concurrent_batches = 2
 
     def __init__(self, context):
         super().__init__(context)
-        self.thread = ThreadPoolExecutor(1)
+        self.ranks = range(context.parallel.world_size)
+        self.workers = {}
+        self.threads = [ThreadPoolExecutor(1) for _ in self.ranks]
+        self.waiting = []
+        self.error = None
+
+    @property
+    def max_concurrent_batches(self):
+        return self.context.parallel.pipeline
+
+    def start(self):
+        results_of([self.submit(rank, self.open, rank) for rank in self.ranks])
+        return self.collective_rpc("load_model")
+
+    def open(self, rank):
+        self.workers[rank] = open_worker(self.context.launch(rank))
+
+    def initialize_cache(self, num_blocks):
+        self.collective_rpc("initialize_cache", (num_blocks,))
 
     def execute_model(self, plan):
-        return self.thread.submit(lambda: self.wrapped.execute_model(plan).result())
+        return self.output(self.call("execute_model", plan))
 
     def sample_tokens(self, plan, bitmask=None):
-        return self.thread.submit(lambda: self.wrapped.sample_tokens(plan, bitmask).result())
+        return self.output(self.call("sample_tokens", plan, bitmask))
+
+    def output(self, futures):
+        return first_error_or(futures, self.context.parallel.output_rank)
+
+    def collective_rpc(self, method, args=(), timeout=None):
+        return results_of(self.call(method, *args), timeout)
+
+    def call(self, method, *args):
+        if self.error is not None:
+            raise self.error
+        return [
+            self.submit(rank, getattr(self.workers[rank], method), *args) for rank in self.ranks
+        ]
+
+    def submit(self, rank, function, *args):
+        future = Future()
+        self.waiting.append(future)
+
+        def run():
+            try:
+                result = function(*args)
+            except BaseException as error:
+                end(future, error=error)
+            else:
+                end(future, result)
+
+        self.threads[rank].submit(run)
+        return future
 
     def on_failure(self, callback):
         self.callback = callback
 
-    def lose(self):
-        self.callback(RuntimeError("a worker was lost"))
+    def lose(self, rank):
+        self.error = HardpointError(f"rank {rank} was lost")
+        for future in self.waiting:
+            end(future, error=self.error)
+        if hasattr(self, "callback"):
+            self.callback(self.error)
 
     def close(self):
-        self.thread.shutdown()
-        super().close()
+        for worker in self.workers.values():
+            worker.abort("closed")
+        for rank, worker in self.workers.items():
+            self.threads[rank].submit(worker.close)
+        for thread in self.threads:
+            thread.shutdown()
+        self.workers = {}
+
+
+def end(future, result=None, error=None):
+    """Set a future's result or error, unless it has one."""
+    with contextlib.suppress(InvalidStateError):
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+
+class RefusesInRiddles(Threaded):
+    contract = 1
+
+    def __init__(self, context):
+        if context.parallel.pipeline > 1:
+            raise ConfigError("this cannot be")
+        super().__init__(context)
+
+
+class RefusesAll(Threaded):
+    contract = 1
+
+    def __init__(self, context):
+        raise ConfigError("parallel: no size is right")
+
+
+class OneInfo(Threaded):
+    """Returns what one worker is enough for."""
+
+    contract = 1
+
+    def start(self):
+        return super().start()[:1]
+
+
+class Backwards(Threaded):
+    contract = 1
+
+    def start(self):
+        return super().start()[::-1]
+
+
+class LoadsOneByOne(Threaded):
+    contract = 1
+
+    def start(self):
+        results_of([self.submit(rank, self.open, rank) for rank in self.ranks])
+        return [self.workers[rank].load_model() for rank in self.ranks]
+
+
+class LoadsEarly(Threaded):
+    """Loads the models when it is built."""
+
+    contract = 1
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.infos = super().start()
+
+    def start(self):
+        return self.infos
+
+
+class WaitsForAll(Threaded):
+    """Looks at the ranks one after the other, though one waits for another that has failed."""
+
+    contract = 1
+
+    def collective_rpc(self, method, args=(), timeout=None):
+        return [future.result(timeout) for future in self.call(method, *args)]
+
+
+class FirstRankOnly(Threaded):
+    """Takes the result of rank 0 for that of all."""
+
+    contract = 1
+
+    def output(self, futures):
+        return futures[0]
+
+
+class OutputRankOnly(Threaded):
+    """Looks at nothing but the output rank."""
+
+    contract = 1
+
+    def output(self, futures):
+        return futures[self.context.parallel.output_rank]
+
+
+class SkipsOthers(Threaded):
+    """Lets the output rank alone sample."""
+
+    contract = 1
+
+    def sample_tokens(self, plan, bitmask=None):
+        rank = self.context.parallel.output_rank
+        return self.submit(rank, self.workers[rank].sample_tokens, plan, bitmask)
+
+
+class IgnoresTimeouts(Threaded):
+    contract = 1
+
+    def collective_rpc(self, method, args=(), timeout=None):
+        return super().collective_rpc(method, args)
+
+
+class MixesUp(Threaded):
+    """Gives a late result to the next call."""
+
+    contract = 1
+    late = None
+
+    def collective_rpc(self, method, args=(), timeout=None):
+        late, self.late = self.late, None
+        futures = self.call(method, *args)
+        try:
+            return results_of(late or futures, timeout)
+        except TimeoutError:
+            self.late = futures
+            raise
 
 
 class Silent(Threaded):
     contract = 1
 
-    def lose(self):
+    def on_failure(self, callback):
         pass
+
+
+class Repeats(Threaded):
+    contract = 1
+
+    def lose(self, rank):
+        super().lose(rank)
+        self.callback(self.error)
+
+
+class KeepsWaiting(Threaded):
+    """Tells the loss of a worker, but not to those that wait for it."""
+
+    contract = 1
+
+    def lose(self, rank):
+        self.waiting = []
+        super().lose(rank)
+
+
+class NeverAborts(Threaded):
+    """Leaves workers that wait for others."""
+
+    contract = 1
+
+    def close(self):
+        for thread in self.threads:
+            thread.shutdown(wait=False)

@@ -76,6 +76,7 @@ PARAMS = whole(
         min_count=st.integers(2, 9),
     ),
     thinking_token_budget=st.none() | st.integers(0, 99),
+    routed_experts=st.booleans(),
     reasoning_parser=st.none() | TEXT.filter(bool),
     tool_parser=st.none() | TEXT.filter(bool),
     structured=st.none()

@@ -1,4 +1,4 @@
-"""Starts engine and worker processes of tests by forking a process that has imported what they need.
+"""Starts child processes of tests by forking a process that has imported what they need.
 
 An engine process takes 1.5 to 2 seconds of processor time to import; a fork takes milliseconds.
 The fork becomes a child of the test's process and behaves like a started one: it has the same

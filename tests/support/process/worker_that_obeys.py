@@ -49,11 +49,11 @@ class Obeying:
     def _exit(self, code: str) -> None:
         sys.exit(int(code))
 
-    def _thread(self, _argument: str) -> None:
-        """Die outside of a call."""
-        threading.Timer(0.05, os._exit, (7,)).start()
-
     def _raise(self, message: str) -> None:
+        raise ModelError(message)
+
+    def _late(self, message: str) -> None:
+        time.sleep(0.3)
         raise ModelError(message)
 
     def _sleep(self, seconds: str) -> None:
@@ -82,11 +82,16 @@ class Obeying:
         self, plan: SchedulerOutput, bitmask: object = None
     ) -> ModelRunnerOutput | None:
         self._obey(plan.preempted_request_ids)
-        return ModelRunnerOutput({"r": [plan.step]}) if self._orders["output"] == self.rank else None
+        return (
+            ModelRunnerOutput({"r": [plan.step]}) if self._orders["output"] == self.rank else None
+        )
 
     def pin_lora(self, lora_id: int) -> bool:
         self._obey([f"{self.rank} sleep {lora_id / 1000}"])
         return True
+
+    def list_loras(self) -> set[int]:
+        return {os.getpid()}
 
     def remove_lora(self, lora_id: int) -> bool:
         self._obey([f"{lora_id} raise no adapter", f"{lora_id + 100} kill"])
@@ -125,9 +130,7 @@ def executor(
         name="multiproc",
         options=None,
         parallel=parallel,
-        launch=lambda rank, _placement=None: WorkerLaunch(
-            FACTORY, rank, parallel.world_size, data
-        ),
+        launch=lambda rank, _placement=None: WorkerLaunch(FACTORY, rank, parallel.world_size, data),
         start_process=lambda launch, run, pass_fds=(): WorkerProcess(
             launch, run, pass_fds, _NO_PLUGINS
         ),

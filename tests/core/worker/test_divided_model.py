@@ -1,0 +1,215 @@
+"""A rank's share of a model: its memory, its file in the weight cache, sizes that do not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+from support.builtins.model_harness import Runner, open_loader
+
+from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
+from hardpoint.builtin_plugins.models.llama import Llama
+from hardpoint.builtin_plugins.ops.torch import TorchOps
+from hardpoint.core.worker.checked_model import CheckedModel, checked_weights
+from hardpoint.core.worker.memory import MemoryLimit, estimate_memory
+from hardpoint.core.worker.ranks import build_share
+from hardpoint.core.worker.weight_cache import WeightCache, cache_key
+from hardpoint.plugins import EngineConfig, ModelContext, ModelError, OpsContext, typed
+from hardpoint.plugins.config import WeightCacheConfig
+from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.parallel import Cut, Parallel, SingleRank
+from hardpoint.testing import run_ranks
+
+CPU = torch.device("cpu")
+SOURCE = Source("Llama", "tests:Llama", "hardpoint", "1", "test")
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 61,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+SMOLLM2 = TINY | {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+}
+
+
+class RowOps(TorchOps):
+    """Operations whose packed matrices may be kept."""
+
+    contract = 1
+    layout = "rows"
+
+    def pack(self, weight):
+        return weight
+
+
+class SameLoader(DummyLoader):
+    """Random weights that may be kept."""
+
+    contract = 1
+
+    def fingerprint(self):
+        return "the same"
+
+
+@pytest.fixture
+def loader(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    return open_loader(SameLoader, tmp_path)
+
+
+def build(config, parallel):
+    ops = OpsContext(name="rows", options=None, dtype=torch.float32, device=CPU)
+    return Llama(
+        ModelContext(
+            name="Llama",
+            options=None,
+            config=config,
+            dtype=torch.float32,
+            device=CPU,
+            max_model_len=64,
+            ops=RowOps(ops),
+            parallel=parallel,
+        )
+    )
+
+
+def load(loader, model):
+    checked = CheckedModel(model, SOURCE)
+    model.load_weights(checked_weights(loader, SOURCE, checked.shapes, checked.cuts))
+
+
+def key_of(loader, model):
+    return cache_key(loader, model, model.context.ops, [])
+
+
+@torch.inference_mode()
+def logits_of(model):
+    return Runner(model, dtype=torch.float32).logits([("a", [1, 60, 31, 30])])
+
+
+def test_each_rank_keeps_a_file_of_its_own_and_maps_it_later(loader, tmp_path):
+    whole = build(loader.config(), Parallel())
+    load(loader, whole)
+    expected = logits_of(whole)
+    config, folder = WeightCacheConfig(path=str(tmp_path / "cache")), tmp_path / "cache"
+
+    def first(tensor):
+        model = build(loader.config(), Parallel(tensor))
+        load(loader, model)
+        cache = WeightCache(config)
+        assert not cache.load(key_of(loader, model), model)
+        cache.save(key_of(loader, model), model)
+        cache.close()
+
+    def later(tensor):
+        model = build(loader.config(), Parallel(tensor))
+        assert WeightCache(config).load(key_of(loader, model), model)
+        return model.packed_weights()["model.embed_tokens.weight"].clone(), logits_of(model)
+
+    run_ranks(2, first)
+    assert len(list(folder.iterdir())) == 2
+    for rank, (table, logits) in enumerate(run_ranks(2, later)):
+        assert table.shape == (31, 48)
+        assert bool(table[-1].any()) is (rank == 0)  # 61 rows: the second rank has a row of zeros
+        assert torch.allclose(logits, expected, atol=1e-5)
+    assert not WeightCache(config).load(key_of(loader, whole), build(loader.config(), Parallel()))
+
+
+def test_what_a_rank_computes_is_part_of_the_key(loader):
+    shares = {
+        "alone": Parallel(),
+        "first stage": Parallel(stage=0, num_stages=2),
+        "last stage": Parallel(stage=1, num_stages=2),
+    }
+    keys = {what: key_of(loader, build(loader.config(), share)) for what, share in shares.items()}
+    for expert in (False, True):
+
+        def in_rank(tensor, expert=expert):
+            return key_of(loader, build(loader.config(), Parallel(tensor, expert=expert)))
+
+        for size in (2, 3):
+            keys |= {(size, expert, rank): key for rank, key in enumerate(run_ranks(size, in_rank))}
+    assert None not in keys.values()
+    assert len(set(keys.values())) == len(keys) == 13
+
+
+def estimate(config, parallel):
+    model = build(config, parallel)
+    checked = CheckedModel(model, SOURCE)
+    engine = typed.convert({"kv_cache": {"num_blocks": 4}}, EngineConfig, path="")
+    return estimate_memory(model, engine, checked.needed, 100, MemoryLimit(1 << 40, "test"))
+
+
+def test_the_estimate_is_of_the_weights_of_the_rank(loader):
+    config = dataclasses.replace(loader.config(), vocab_size=999)
+    shapes = build(config, Parallel()).weight_shapes()
+    matrices = 4 * sum(math.prod(shape) for shape in shapes.values() if len(shape) == 2)
+    norms = 4 * sum(math.prod(shape) for shape in shapes.values() if len(shape) == 1)
+    whole = estimate(config, Parallel())
+    assert whole.weights == matrices + norms
+    assert whole.loading == 4 * 999 * 48  # the largest matrix
+    for size in (2, 3):
+        parts = run_ranks(size, lambda tensor: estimate(config, Parallel(tensor)))
+        assert sum(part.weights for part in parts) == matrices + size * norms
+        assert parts[0].loading == 4 * -(-999 // size) * 48
+        # The widest layer is that of hidden states now: half of the MLP is, and a third is less.
+        assert {part.step - whole.step for part in parts} == {-4 * 64 * (96 - 48) * 4}
+    stages = [estimate(config, Parallel(stage=stage, num_stages=2)).weights for stage in (0, 1)]
+    table = 4 * 999 * 48  # both have the tied embedding
+    assert sum(stages) == matrices + norms + table
+
+
+class Rank(SingleRank):
+    def __init__(self, rank, size):
+        self.rank, self.size = rank, size
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "message"),
+    [
+        ({}, 2, "9 attention heads cannot be divided among 2 ranks; 3 would do"),
+        ({}, 9, "1536 columns of the MLP cannot be divided among 9 ranks; 3 would do"),
+        (
+            {"num_attention_heads": 12, "num_key_value_heads": 4},
+            3,
+            "4 key and value heads cannot be divided among 3 ranks; 2, 4, 12 would do",
+        ),
+        (
+            {"intermediate_size": 1535},
+            3,
+            "1535 columns of the MLP cannot be divided among 3 ranks; no size up to 64 would do",
+        ),
+    ],
+)
+def test_sizes_that_would_do_are_those_of_the_whole_model(loader, changes, size, message):
+    hf = SMOLLM2 | changes
+    config = dataclasses.replace(loader.config(), hf=hf)
+    for rank in (0, size - 1):
+        with pytest.raises(ModelError) as refused:
+            build_share(lambda share: build(config, share), Parallel(Rank(rank, size)))
+        assert str(refused.value) == f"parallel.tensor: {message}"
+
+
+def test_a_size_that_fits_is_built_once(loader):
+    built = []
+
+    def create(share):
+        built.append(share)
+        return build(loader.config(), share)
+
+    share = Parallel(Rank(1, 3))
+    model = build_share(create, share)
+    assert built == [share]
+    assert model.weight_cuts()["model.layers.0.self_attn.q_proj.weight"] == Cut(0, 16, 32)

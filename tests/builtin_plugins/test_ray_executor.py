@@ -31,6 +31,7 @@ pytestmark = pytest.mark.nightly
 
 TOKEN = "a-token-of-these-tests-alone-0123456789"
 MEMORY = 200 * 2**20
+CPUS = 16  # of each node, by what Ray is told
 # Ray itself would turn 127.0.0.1 into an address of the network.
 HEAD, SECOND = "127.0.0.2", "127.0.0.3"
 
@@ -64,7 +65,7 @@ class Nodes:
     def _node(address):
         return {
             "node_ip_address": address,
-            "num_cpus": 2,
+            "num_cpus": CPUS,
             "num_gpus": 0,
             "object_store_memory": MEMORY,
         }
@@ -220,7 +221,7 @@ def test_workers_close_with_the_executor(open_executor, tmp_path):
     mine = pids(executor)
     executor.close()
     executor.close()
-    assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
+    assert {path.name for path in tmp_path.iterdir()} == {"abort 0", "abort 1", "0", "1"}
     wait_until(lambda: not any(map(alive, mine)), 10)
     with pytest.raises(HardpointError, match="was closed"):
         executor.execute_model(SchedulerOutput(step=1)).result(1)
@@ -249,7 +250,7 @@ def test_a_connection_of_the_program_is_used_and_left(open_executor, nodes):
 
 class TestConformance(ExecutorSuite):
     executor = RayExecutor
-    options = {"num_cpus": 0.2}
+    parallel = ((2, 1), (1, 2))
     communicator = "torch"
     failure_seconds = 10.0
 
@@ -345,10 +346,10 @@ def test_an_address_that_does_not_answer_is_refused_in_time(open_executor):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_cpus": 3}, r"2 workers need 6 CPU \(3 each\), the Ray cluster has 4 .* 2 CPU miss"),
+        ({"num_cpus": 20}, r"2 workers need 40 CPU \(20 each\), .* has 32 on 2 .* 8 CPU missing"),
         ({"num_gpus": 1}, r"2 workers need 2 GPU \(1 each\), .* has 0 on 2 node\(s\): 2 GPU miss"),
         ({"resources": {"tpu": 1}}, r"need 2 tpu .* has 0"),
-        ({"num_cpus": 2, "placement": "STRICT_PACK"}, r"2 CPU each, placed by STRICT_PACK, do not"),
+        ({"num_cpus": 9, "placement": "STRICT_PACK"}, r"9 CPU each, placed by STRICT_PACK, do not"),
     ],
 )
 def test_too_few_resources_are_named(open_executor, options, message):
@@ -357,7 +358,7 @@ def test_too_few_resources_are_named(open_executor, options, message):
 
 
 def test_resources_that_others_use_are_waited_for_so_long(open_executor):
-    first = open_executor(num_cpus=2)
+    first = open_executor(num_cpus=CPUS)
     first.start()
     second = open_executor(start_timeout_seconds=1)
     with pytest.raises(HardpointError, match=r"no room for 2 workers within 1 s: .* 2 CPU more"):
@@ -442,7 +443,7 @@ def generate(folder, config):
 
 @pytest.mark.parametrize(
     ("tensor", "pipeline", "placement"),
-    [(2, 1, "PACK"), (2, 1, "STRICT_SPREAD"), (1, 2, "STRICT_SPREAD"), (2, 2, "PACK")],
+    [(2, 1, "PACK"), (2, 1, "STRICT_SPREAD"), (1, 2, "STRICT_SPREAD"), (2, 2, "SPREAD")],
 )
 def test_the_tokens_are_those_of_one_process(nodes, llama, tensor, pipeline, placement):
     alone = generate(llama, settings(nodes, 1, 1))
@@ -486,7 +487,7 @@ def test_a_killed_program_leaves_nothing_in_the_cluster(nodes, llama):
 
     ray.init(address=nodes.address, configure_logging=False)
     try:
-        wait_until(lambda: ray.available_resources().get("CPU") == 4, 20)
+        wait_until(lambda: ray.available_resources().get("CPU") == 2 * CPUS, 20)
     finally:
         ray.shutdown()
 

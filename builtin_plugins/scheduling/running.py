@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 
 from hardpoint.plugins import BlockIds, RequestStatus
@@ -63,14 +62,12 @@ def _in_turn(tracker: RequestTracker, step: Step) -> Sequence[LiveRequest]:
         return running
     ready = [r for r in running if r.num_tokens + len(r.draft_token_ids) > r.num_computed_tokens]
     share = -(-len(running) // tracker.limits.num_batches)
-    ready.sort(key=_last_step)  # stable: of equals, those that were admitted first
+    # Stable: of equals, those that were admitted first.
+    ready.sort(key=lambda request: request.last_step)
     passed_over = {request.request_id for request in ready[share:]}
     for request_id in passed_over:
         step.waiting[request_id] = wait_reasons.next_batch(share)
     return [request for request in running if request.request_id not in passed_over]
-
-
-_last_step = operator.attrgetter("last_step")
 
 
 def _limit_tokens(

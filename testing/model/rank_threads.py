@@ -75,10 +75,10 @@ class ThreadExchange:
         self.size = size
         self._changed = threading.Condition()
         self._round: dict[int, tuple[str, torch.Tensor]] = {}
-        self._sent: defaultdict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)
+        self.sent: defaultdict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)
         self._waiting: dict[int, tuple[str, Callable[[], bool]]] = {}
         self._ended: set[int] = set()
-        self._failure: str | None = None
+        self.failure: str | None = None
 
     def collect(self, rank: int, call: str, x: torch.Tensor) -> list[torch.Tensor]:
         """Return the x of all ranks, copied, once each has made the same call.
@@ -104,21 +104,21 @@ class ThreadExchange:
         """Store x for a rank."""
         with self._changed:
             self._check()
-            self._sent[source, destination].append(x.clone())
+            self.sent[source, destination].append(x.clone())
             self._changed.notify_all()
 
     def pop(self, source: int, destination: int) -> torch.Tensor:
         """Return what was stored first."""
         with self._changed:
             self._check()
-            sent = self._sent[source, destination]
+            sent = self.sent[source, destination]
             self._wait(destination, f"recv from rank {source}", lambda: bool(sent))
             return sent.popleft()
 
     def abort(self, reason: str) -> None:
         """Let all calls fail."""
         with self._changed:
-            self._failure = self._failure or reason
+            self.failure = self.failure or reason
             self._changed.notify_all()
 
     def end(self, rank: int) -> None:
@@ -128,14 +128,14 @@ class ThreadExchange:
             self._find_deadlock()
 
     def _check(self) -> None:
-        if self._failure is not None:
-            raise RuntimeError(f"the communication has ended: {self._failure}")
+        if self.failure is not None:
+            raise RuntimeError(f"the communication has ended: {self.failure}")
 
     def _wait(self, rank: int, call: str, is_done: Callable[[], bool]) -> None:
         self._waiting[rank] = (call, is_done)
         self._find_deadlock()
         try:
-            self._changed.wait_for(lambda: is_done() or self._failure is not None)
+            self._changed.wait_for(lambda: is_done() or self.failure is not None)
         finally:
             del self._waiting[rank]
         if not is_done():

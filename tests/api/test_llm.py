@@ -11,7 +11,7 @@ import weakref
 
 import numpy as np
 import pytest
-from support.internals import core_of
+from support.internals import core_of, worker_of
 
 from hardpoint import LLM, EngineClosedError, RequestError, RequestOutputKind, SamplingParams
 from hardpoint import progress as progress_display
@@ -176,7 +176,7 @@ def test_closing_lets_go_of_everything(scripted):
     llm = LLM(config=scripted_config(scripted))
     llm.generate("say abc", GREEDY)
     core = core_of(llm.llm_engine)
-    held = [weakref.ref(core), weakref.ref(core._executor._worker.runner._model)]
+    held = [weakref.ref(core), weakref.ref(worker_of(llm.llm_engine).runner._model)]
     del core
     llm.close()
     llm.close()

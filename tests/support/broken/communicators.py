@@ -155,7 +155,7 @@ class NewestFirst(Right):
 
     def recv(self, x, source):
         self._check_rank("source", source, is_other=True)
-        sent = self._exchange._sent[source, self.rank]
+        sent = self._exchange.sent[source, self.rank]
         if len(sent) > 1:
             sent.rotate(1)
         return super().recv(x, source)
@@ -188,7 +188,7 @@ class AbortsLate(Right):
     contract = 1
 
     def abort(self, reason):
-        if self._exchange._failure is None:
+        if self._exchange.failure is None:
             time.sleep(0.25)
         super().abort(reason)
 
@@ -235,7 +235,7 @@ class NeverWakes(Right):
     contract = 1
 
     def abort(self, reason):
-        self._exchange._failure = self._exchange._failure or reason
+        self._exchange.failure = self._exchange.failure or reason
 
 
 class NeverWaits(Right):

@@ -25,6 +25,7 @@ SMALL = 100
 """Lines below which a module that only one other imports belongs into that one."""
 
 SMALL_MODULES = {
+    "hardpoint.builtin_plugins.executors.ray_worker": "what Ray sends to its nodes",
     "hardpoint.builtin_plugins.models.mixtral": "an architecture of its own",
     "hardpoint.builtin_plugins.models.qwen": "two architectures of their own",
     "hardpoint.builtin_plugins.communicators.nccl": "one library of two; gloo has a module",

@@ -14,7 +14,8 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import msgspec
@@ -35,7 +36,7 @@ from hardpoint.plugins.executor import Worker, WorkerLaunch
 from hardpoint.plugins.kinds import KINDS, Process
 from hardpoint.plugins.manifest import Manifest, PluginEntry
 from hardpoint.plugins.parallel import Placement
-from hardpoint.registry.discovery import discover
+from hardpoint.registry.discovery import discover, installed_version
 from hardpoint.registry.plugin_set import PluginSet
 
 from .prepare import prepare_worker
@@ -50,19 +51,30 @@ class _Data(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         manifest: the plugins.
-        manifest_hash: of it, where the engine is.
-        torch: version of torch there.
         config: an EngineConfig as plain data.
         config_sources: by dotted path, where configuration values came from.
         placement: of all ranks.
     """
 
     manifest: Manifest
-    manifest_hash: str
-    torch: str
     config: dict[str, Any]
     config_sources: dict[str, str]
     placement: Placement
+
+
+class _Versioned(msgspec.Struct, frozen=True, kw_only=True):
+    """The data of a launch, and what must be the same where it is opened.
+
+    Attributes:
+        hardpoint, torch: versions, where the engine is.
+        manifest_hash: of the plugins there.
+        data: a _Data.
+    """
+
+    hardpoint: str
+    torch: str
+    manifest_hash: str
+    data: bytes
 
 
 class _ProcessLaunch(ChildLaunch, frozen=True, kw_only=True):
@@ -90,6 +102,7 @@ class WorkerLauncher:
         self._config_sources = config_sources
         self._activity = activity
         self._folder = ""
+        self._remove: Callable[[], object] = lambda: None
         self._lock = threading.Lock()
 
     def launch(self, rank: int, placement: Placement | None = None) -> WorkerLaunch:
@@ -103,14 +116,18 @@ class WorkerLauncher:
             raise ValueError(f"rank: expected 0 to {world_size - 1}, got {rank}")
         data = _Data(
             manifest=spec.plugins.manifest,
-            manifest_hash=spec.plugins.manifest.hash,
-            torch=str(torch.__version__),
             config=msgspec.to_builtins(spec.config),
             config_sources=self._config_sources.by_path,
             placement=placement or self._on_this_host(),
         )
+        versioned = _Versioned(
+            hardpoint=installed_version(),
+            torch=str(torch.__version__),
+            manifest_hash=spec.plugins.manifest.hash,
+            data=msgspec.msgpack.encode(data),
+        )
         prepared = (spec, self._activity) if world_size == 1 else None
-        return WorkerLaunch(_FACTORY, rank, world_size, msgspec.msgpack.encode(data), prepared)
+        return WorkerLaunch(_FACTORY, rank, world_size, msgspec.msgpack.encode(versioned), prepared)
 
     def start_process(
         self, launch: WorkerLaunch, run: str, pass_fds: Sequence[int] = ()
@@ -118,18 +135,18 @@ class WorkerLauncher:
         """Start a process; see `ExecutorContext.start_process`."""
         return WorkerProcess(launch, run, pass_fds, self._spec.plugins.manifest, self._folder)
 
-    def workers_started(self) -> None:
+    def close(self) -> None:
         """Remove what the workers needed to find each other."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._remove()
         self._folder = ""
-
-    close = workers_started
 
     def _on_this_host(self) -> Placement:
         world_size = self._spec.config.parallel.world_size
         with self._lock:  # launches may be made in the threads that use them
             if world_size > 1 and not self._folder:
                 self._folder = tempfile.mkdtemp(prefix="hardpoint-ranks-")
+                # Also if the executor asks for launches after the start.
+                self._remove = weakref.finalize(self, shutil.rmtree, self._folder, True)
         return Placement(hosts=("",) * world_size, folder=self._folder)
 
 
@@ -272,16 +289,8 @@ def build_worker(launch: WorkerLaunch, progress: Progress | None) -> Worker:
     if launch.prepared is not None:
         spec, activity = launch.prepared
         return LocalWorker(spec, activity)
-    data = msgspec.msgpack.decode(launch.data, type=_Data)
-    if data.torch != str(torch.__version__):
-        raise HardpointError(
-            f"torch: the engine has version {data.torch}, rank {launch.rank} (process "
-            f"{os.getpid()} on {socket.gethostname()}) has {torch.__version__}"
-        )
+    data = _checked_data(launch)
     plugins = PluginSet(data.manifest)
-    check_versions(plugins, f"rank {launch.rank} on {socket.gethostname()}")
-    if plugins.manifest.hash != data.manifest_hash:
-        raise HardpointError(f"the plugins of rank {launch.rank} are others than the engine's")
     config = msgspec.convert(data.config, EngineConfig)
     with naming_plugin(plugins):
         spec = prepare_worker(
@@ -294,6 +303,32 @@ def build_worker(launch: WorkerLaunch, progress: Progress | None) -> Worker:
         device=_device_of(launch.rank, data.placement, spec.device),
     )
     return _NamingWorker(LocalWorker(spec), plugins)
+
+
+def _checked_data(launch: WorkerLaunch) -> _Data:
+    """Return the data of a launch, if it can be used here.
+
+    Raises:
+        HardpointError: it was made by another version of Hardpoint or torch, or was damaged.
+        PluginLoadError: a plugin has another version here.
+    """
+    where = f"rank {launch.rank} on {socket.gethostname()}"
+    try:
+        made = msgspec.msgpack.decode(launch.data, type=_Versioned)
+        here = {"hardpoint": installed_version(), "torch": str(torch.__version__)}
+        for name, version in here.items():
+            if (there := getattr(made, name)) != version:
+                raise HardpointError(
+                    f"{name}: the engine has version {there}, {where} (pid {os.getpid()}) has "
+                    f"{version}; install the same one"
+                )
+        data = msgspec.msgpack.decode(made.data, type=_Data)
+    except msgspec.MsgspecError as cause:
+        raise HardpointError(f"launch: {where} cannot read it: {cause}") from None
+    if data.manifest.hash != made.manifest_hash:
+        raise HardpointError(f"launch: {where} got other plugins than the engine has")
+    check_versions(PluginSet(data.manifest), where)
+    return data
 
 
 class _NamingWorker:

@@ -110,11 +110,21 @@ def _reduce_struct(cls: msgspec.StructMeta) -> tuple[Any, ...]:
 
 
 def _adjusted(cls: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return cloudpickle's reduce value, without msgspec's cache, with resolved annotations."""
+    """Return cloudpickle's reduce value, without msgspec's cache, with resolved annotations.
+
+    It has the attributes that are the same objects as those of a base, too: a plugin states
+    `contract = 1` in its own body.
+    """
     # Annotations written as text are replaced by their values: the names in them are the
     # script's, and the engine's `__main__` does not have them.
     make, arguments, (attributes, slots), _, _, fill = reduced
-    attributes = {k: v for k, v in attributes.items() if k != MSGSPEC_CACHE}
+    repeated = {
+        name: value
+        for name, value in vars(cls).items()
+        if not name.startswith("_")
+        if any(vars(base).get(name) is value for base in cls.__mro__[1:])
+    }
+    attributes = repeated | {k: v for k, v in attributes.items() if k != MSGSPEC_CACHE}
     try:
         hints = typing.get_type_hints(cls, include_extras=True)
         own = {name: hints[name] for name in inspect.get_annotations(cls)}

@@ -242,6 +242,20 @@ def test_it_is_a_component_where_it_arrives(arrived):
     assert dry.Options().ngram == 2
 
 
+class Base:
+    contract = 1
+    scale = 2.5
+
+
+def test_what_a_class_repeats_of_its_base_stays_its_own():
+    """A plugin that is derived from another states its contract version in its own body."""
+    derived = type("Derived", (Base,), {"contract": 1, "__module__": "__main__", "width": 3})
+    arrived = loads(dumps(derived))
+    assert vars(arrived)["contract"] == 1
+    assert "scale" not in vars(arrived)
+    assert (arrived.scale, arrived.width) == (2.5, 3)
+
+
 def test_importable_things_go_by_reference(arrived):
     assert arrived["json"] is json
     assert arrived["encode"] is msgspec.json.encode

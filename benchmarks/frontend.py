@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hardpoint.core.engine.model_files import find_files
+from hardpoint.core.worker.model_files import find_files
 from hardpoint.core.frontend.output_processor import OutputProcessor
 from hardpoint.core.frontend.request_state import ParentRequest
 from hardpoint.plugins import (

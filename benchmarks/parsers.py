@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hardpoint.core.engine.model_files import find_files
+from hardpoint.core.worker.model_files import find_files
 from hardpoint.plugins import EngineConfig, ParserRequest, TokenizerContext
 from hardpoint.plugins.output_format import FormatParser
 from hardpoint.registry.guards import GuardedTokenizer, open_parser

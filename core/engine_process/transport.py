@@ -48,7 +48,9 @@ class DealerConnection:
         """Connect to a client, which may not have started yet."""
         self._context, self._identity, self._address = context, identity, address
         self._client = client
-        self._was_disconnected = False
+        # ZMQ notifies of a cut before it delivers what came before, which the thread that it works
+        # in has done when that has made a new connection. So the socket is kept until then.
+        self._cut: zmq.Socket[bytes] | None = None
         self._connect()
 
     def reconnect(self) -> Iterator[list[zmq.Frame]]:
@@ -61,11 +63,14 @@ class DealerConnection:
             event = recv_monitor_message(self.events)["event"]
             if event == _DISCONNECTED:
                 yield from self._unread()
-                self.close()
-                self._was_disconnected = True
+                self._close_cut()
+                self.socket.disable_monitor()
+                self.events.close(0)
+                self._cut = self.socket
                 self._connect()
-            elif event == _CONNECTED and self._was_disconnected:  # never, if the client is gone
-                self._was_disconnected = False
+            elif event == _CONNECTED and self._cut is not None:  # never, if the client is gone
+                yield from self._unread()
+                self._close_cut()
                 _log.warning(
                     "the connection to client %d was cut, as for a frame of more than %d bytes; "
                     "it is restored, what was sent in between is lost",
@@ -75,6 +80,7 @@ class DealerConnection:
 
     def close(self) -> None:
         """Close the socket; unsent messages are lost."""
+        self._close_cut()
         self.socket.disable_monitor()
         self.events.close(0)
         self.socket.close(0)
@@ -87,8 +93,15 @@ class DealerConnection:
         self.socket.connect(self._address)
 
     def _unread(self) -> Iterator[list[zmq.Frame]]:
-        while self.socket.poll(0):
-            yield self.socket.recv_multipart(copy=False)
+        """Yield what came before a cut."""
+        cut = self._cut or self.socket
+        while cut.poll(0):
+            yield cut.recv_multipart(copy=False)
+
+    def _close_cut(self) -> None:
+        if self._cut is not None:
+            self._cut.close(0)
+            self._cut = None
 
 
 _LINGER_MS = 4000  # how long clients may take at the end to read the rest

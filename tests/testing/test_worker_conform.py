@@ -21,7 +21,7 @@ from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
 from hardpoint.builtin_plugins.models.llama import Llama
 from hardpoint.builtin_plugins.models.mixtral import Mixtral
 from hardpoint.builtin_plugins.models.qwen import Qwen2, Qwen3
-from hardpoint.builtin_plugins.models.qwen_moe import Qwen2Moe
+from hardpoint.builtin_plugins.models.qwen_moe import Qwen2Moe, Qwen3Moe
 from hardpoint.builtin_plugins.ops.native_cpu import NativeOps
 from hardpoint.builtin_plugins.ops.torch import TorchOps
 from hardpoint.builtin_plugins.sampler import DefaultSampler
@@ -166,6 +166,18 @@ class TestQwen3(ModelSuite):
     examples = kit_examples(0.3)
     model = Qwen3
     config = config("Qwen3", **DIVISIBLE, head_dim=16, tie_word_embeddings=True)
+
+
+class TestQwen3Moe(ModelSuite):
+    examples = kit_examples(0.1)
+    model = Qwen3Moe
+    config = config(
+        "Qwen3Moe",
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+    )
 
 
 class TestScriptedModel(ModelSuite):

@@ -68,8 +68,8 @@ def gguf_header(architecture):
     [
         ("GPT2LMHeadModel", None),
         ("Gemma2ForCausalLM", None),
-        ("MixtralForCausalLM", None),
-        ("Qwen2MoeForCausalLM", None),
+        ("DbrxForCausalLM", None),
+        ("DeepseekV2ForCausalLM", None),
         ("Qwen4ForCausalLM", None),
         ("LlammaForCausalLM", "LlamaForCausalLM"),
     ],
@@ -80,8 +80,9 @@ def test_an_unsupported_architecture_is_called_that(name, meant, here):
     suggested = f" (did you mean {meant!r}?)" if meant else ""
     assert error == (
         f"model: architecture {name!r} is not supported{suggested}; supported: LlamaForCausalLM, "
-        "MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM. A plugin of the kind models adds "
-        "one: docs/write-a-model.md"
+        "MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM, Qwen2MoeForCausalLM, "
+        "Qwen3ForCausalLM, Qwen3MoeForCausalLM. A plugin of the kind models adds one: "
+        "docs/write-a-model.md"
     )
 
 

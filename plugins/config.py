@@ -343,7 +343,8 @@ class WeightCacheConfig(Strict):
 
     Attributes:
         path: its folder, or "off"; None is `hardpoint` in `$XDG_CACHE_HOME`, by default ~/.cache.
-        max_bytes: of all files together; those that were used least recently are removed.
+        max_bytes: of all files together; those that were used least recently are removed. The ranks
+            of a host keep their parts of a model only if those of all are smaller.
     """
 
     path: Annotated[str, Meta(min_length=1)] | None = None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.builtin_plugins.models.llama import Llama
 from hardpoint.builtin_plugins.ops.torch import TorchOps
 from hardpoint.core.worker.checked_model import CheckedModel, checked_weights
+from hardpoint.core.worker import ranks
 from hardpoint.core.worker.memory import MemoryLimit, estimate_memory
 from hardpoint.core.worker.ranks import build_share
 from hardpoint.core.worker.weight_cache import WeightCache, cache_key
@@ -200,6 +203,22 @@ def test_sizes_that_would_do_are_those_of_the_whole_model(loader, changes, size,
         with pytest.raises(ModelError) as refused:
             build_share(lambda share: build(config, share), Parallel(Rank(rank, size)))
         assert str(refused.value) == f"parallel.tensor: {message}"
+
+
+def test_only_sizes_that_can_fit_are_tried_and_only_for_a_while(monkeypatch):
+    clock, tried = itertools.count(0.0, 0.3), []
+    monkeypatch.setattr(ranks.time, "monotonic", lambda: next(clock))
+
+    def create(share):
+        tried.append(share.tensor.size)
+        share.share(48, "heads")
+        return mock.Mock()
+
+    with pytest.raises(ModelError) as refused:
+        build_share(create, Parallel(Rank(0, 5)))
+    assert tried == [5, 2, 3, 4]
+    message = "48 heads cannot be divided among 5 ranks; 2, 3, 4 would do (sizes above 5 were not "
+    assert str(refused.value) == f"parallel.tensor: {message}tried)"
 
 
 def test_a_size_that_fits_is_built_once(loader):

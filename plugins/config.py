@@ -112,8 +112,8 @@ class KVCacheConfig(Strict):
     Attributes:
         block_size: tokens per block; a power of two.
         num_blocks: size of the cache in blocks; None derives it from `memory_bytes`.
-        memory_bytes: size of the cache in bytes; None is what `max_num_seqs` requests of full
-            length need, at most `memory_fraction`.
+        memory_bytes: size of each rank's cache in bytes, at most; None is what `max_num_seqs`
+            requests of full length need, at most `memory_fraction`.
         memory_fraction: maximum share of the available memory for the cache, if neither of the
             above is set; None is 0.4 on a CPU and 0.9 on a GPU.
         prefix_caching: reuse the blocks of common prefixes.

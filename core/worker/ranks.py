@@ -147,7 +147,7 @@ def build_share(create: Callable[[Parallel], Model], parallel: Parallel) -> Mode
 
 
 def _fitting_sizes(create: Callable[[Parallel], Model], parallel: Parallel, count: int) -> str:
-    """Return the sizes that a model can be divided by, in words.
+    """Return the part of the message that names the sizes a model can be divided by.
 
     Args:
         create: builds the model, which takes long for one of many layers.

@@ -430,19 +430,22 @@ class ModelSuite(ComponentSuite):
         for rank in ranks:
             one, found = first.setdefault(rank.stage, rank), torch.cat(list(rank.hidden))
             if rank.logits is None:
-                whose, results = str(one), [("hidden states", found, torch.cat(list(one.hidden)))]
+                reference, results = (
+                    str(one),
+                    [("hidden states", found, torch.cat(list(one.hidden)))],
+                )
             else:
-                whose = "the whole model"
+                reference = "the whole model"
                 results = [("hidden states", found, hidden), ("logits", rank.logits, logits)]
             for what, mine, other in results:
                 if mine.shape != other.shape:
                     raise SHARED.violation(
                         f"with {division}, the {what} of {rank} are {_summary(mine)}, those of "
-                        f"{whose} {list(other.shape)}"
+                        f"{reference} {list(other.shape)}"
                     )
                 if (difference := _difference(mine, other)) > self.tolerance:
                     raise SHARED.violation(
-                        f"with {division}, the {what} of {rank} differ from those of {whose} by "
+                        f"with {division}, the {what} of {rank} differ from those of {reference} by "
                         f"{difference:.3g} of the largest one"
                     )
 

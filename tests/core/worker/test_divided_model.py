@@ -16,8 +16,8 @@ from support.builtins.model_harness import Runner, open_loader
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.builtin_plugins.models.llama import Llama
 from hardpoint.builtin_plugins.ops.torch import TorchOps
-from hardpoint.core.worker.checked_model import CheckedModel, checked_weights
 from hardpoint.core.worker import ranks
+from hardpoint.core.worker.checked_model import CheckedModel, checked_weights
 from hardpoint.core.worker.memory import MemoryLimit, estimate_memory
 from hardpoint.core.worker.ranks import build_share
 from hardpoint.core.worker.weight_cache import WeightCache, cache_key

@@ -136,10 +136,25 @@ def _available() -> Iterator[tuple[float, str]]:
             yield int(line.split()[1]) * 1024, "this machine's memory"
     for limit, used in _LIMITS:
         with contextlib.suppress(OSError, ValueError):
-            yield max(int(Path(limit).read_text()) - int(Path(used).read_text()), 0), limit
+            taken = int(Path(used).read_text()) - _cached(Path(used).with_name("memory.stat"))
+            yield max(int(Path(limit).read_text()) - taken, 0), limit
     if not hasattr(os, "memfd_create"):
         status = os.statvfs(_SHM)
         yield status.f_bavail * status.f_frsize, str(_SHM)
+
+
+def _cached(stat: Path) -> int:
+    """Return the bytes of files' pages, which a control group counts as used and frees if needed.
+
+    Args:
+        stat: the group's `memory.stat`; none is 0.
+    """
+    try:
+        numbers = dict(line.split(" ", 1) for line in stat.read_text().splitlines())
+    except (OSError, ValueError):
+        return 0
+    prefix = "total_" if "total_inactive_file" in numbers else ""  # with the groups inside
+    return sum(int(numbers.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
 
 
 def ring_size(num_bytes: int) -> int:

@@ -112,8 +112,8 @@ class KVCacheConfig(Strict):
     Attributes:
         block_size: tokens per block; a power of two.
         num_blocks: size of the cache in blocks; None derives it from `memory_bytes`.
-        memory_bytes: size of the cache in bytes; None is what `max_num_seqs` requests of full
-            length need, at most `memory_fraction`.
+        memory_bytes: size of each rank's cache in bytes, at most; None is what `max_num_seqs`
+            requests of full length need, at most `memory_fraction`.
         memory_fraction: maximum share of the available memory for the cache, if neither of the
             above is set; None is 0.4 on a CPU and 0.9 on a GPU.
         prefix_caching: reuse the blocks of common prefixes.
@@ -343,7 +343,8 @@ class WeightCacheConfig(Strict):
 
     Attributes:
         path: its folder, or "off"; None is `hardpoint` in `$XDG_CACHE_HOME`, by default ~/.cache.
-        max_bytes: of all files together; those that were used least recently are removed.
+        max_bytes: of all files together; those that were used least recently are removed. The ranks
+            of a host keep their parts of a model only if those of all are smaller.
     """
 
     path: Annotated[str, Meta(min_length=1)] | None = None

@@ -119,7 +119,8 @@ class WeightLoader(Component):
         """Yield every weight once, and of those in `cuts` the part that is needed.
 
         By default they are read whole and cut; a loader that can reads less, and finds what to read
-        with `hardpoint.plugins.parallel.needed_part`.
+        with `hardpoint.plugins.parallel.needed_part`. For a class that overrides `weights` alone,
+        the default is called, whatever it inherits.
 
         Args:
             shapes: as for `weights`, of whole weights.

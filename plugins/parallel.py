@@ -256,10 +256,12 @@ class IndivisibleError(ModelError):
     Attributes:
         problem: the message without the sizes that would do for this part, of which not all may do
             for the others.
+        count: of the things that are to be divided.
     """
 
     def __init__(self, count: int, what: str, size: int) -> None:
         """Say that `count` things, called `what`, cannot be divided among `size` ranks."""
+        self.count = count
         self.problem = f"parallel.tensor: {count} {what} cannot be divided among {size} ranks"
         fitting = [str(n) for n in range(1, min(count, 64) + 1) if count % n == 0]
         super().__init__(f"{self.problem}; {', '.join(fitting)} would do")

@@ -24,12 +24,13 @@ class _Qwen(Llama):
         window = fields.optional_whole("sliding_window")
         types = self.context.config.hf.get("layer_types")
         if types is None:
-            first = self.context.config.hf.get("max_window_layers", 28)
-            if not isinstance(first, int) or first < 0:
+            limit = self.context.config.hf.get("max_window_layers", 28)
+            if not isinstance(limit, int) or limit < 0:
                 raise fields.error(
-                    "max_window_layers", f"expected a whole number >= 0, got {short(first)}"
+                    "max_window_layers", f"expected a whole number >= 0, got {short(limit)}"
                 )
-            types = [_SLIDING if i >= first else "full_attention" for i in range(count)]
+            slides = [self.slides(layer, limit) for layer in range(count)]
+            types = [_SLIDING if is_one else "full_attention" for is_one in slides]
         known = isinstance(types, list) and all(kind in _LAYER_TYPES for kind in types)
         if not known or len(types) != count:
             raise fields.error(
@@ -37,6 +38,15 @@ class _Qwen(Llama):
                 f"expected {count} of {' or '.join(_LAYER_TYPES)}, got {short(types)}",
             )
         return [window if kind == _SLIDING else None for kind in types]
+
+    def slides(self, layer: int, limit: int) -> bool:
+        """Return whether a layer has a sliding window, of a config without `layer_types`.
+
+        Args:
+            layer: index.
+            limit: `max_window_layers`.
+        """
+        return layer >= limit
 
 
 class Qwen2(_Qwen):

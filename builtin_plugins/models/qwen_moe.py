@@ -55,6 +55,10 @@ class Qwen2Moe(_QwenMixture, Qwen2):
         """Return those of `qkv_bias`."""
         return self._fields.flag("qkv_bias", True), False
 
+    def slides(self, layer: int, limit: int) -> bool:
+        """Return whether a layer has a sliding window: every other one below the limit."""
+        return layer < limit and layer % 2 == 0
+
 
 class Qwen3Moe(_QwenMixture):
     """Qwen3-30B-A3B, Qwen3-235B-A22B and others (Yang et al., 2025)."""

@@ -237,7 +237,10 @@ def _tightest(infos: Sequence[WorkerInfo], spec: WorkerSpec) -> WorkerInfo:
         raise PluginFaultError(
             f"{label}: its start() gave {shown(infos)}, expected a list of {world_size} WorkerInfo"
         )
-    tightest = min(infos, key=lambda info: info.available_bytes / max(info.bytes_per_block, 1))
+    limit = spec.config.kv_cache.memory_bytes  # of each, which its largest blocks reach first
+    tightest = min(
+        infos, key=lambda info: (limit or info.available_bytes) / max(info.bytes_per_block, 1)
+    )
     levels = set.intersection(*(set(info.sleep_levels) for info in infos))
     return dataclasses.replace(tightest, sleep_levels=tuple(sorted(levels)))
 

@@ -18,6 +18,7 @@ from hardpoint.plugins import (
     KVSpec,
     Model,
     WeightLoader,
+    Wrapper,
     is_replayable,
 )
 from hardpoint.plugins.errors import PluginFaultError
@@ -311,7 +312,7 @@ def checked_weights(
     Raises:
         PluginFaultError: it yielded something else, or a weight twice.
     """
-    weights = loader.cut_weights(dict(shapes), dict(cuts)) if cuts else loader.weights(dict(shapes))
+    weights = cut_weights(loader, shapes, cuts) if cuts else loader.weights(dict(shapes))
     if not isinstance(weights, Iterable):
         raise _fault(source, "weights", weights, "weights one after the other")
     seen: set[str] = set()
@@ -323,6 +324,31 @@ def checked_weights(
             raise PluginFaultError(f"{source}: its weights() gave {name!r} twice")
         seen.add(name)
         yield name, tensor
+
+
+def cut_weights(
+    loader: WeightLoader, shapes: Mapping[str, tuple[int, ...]], cuts: Mapping[str, Cut]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return a loader's weights, cut.
+
+    A class that overrides `weights` alone, of a loader or wrapper that cuts by itself, changes
+    weights in a way that the inherited `cut_weights` does not: those of `weights` are cut then.
+
+    Args:
+        loader: of the weights.
+        shapes: as in `WeightLoader.cut_weights`.
+        cuts: the same.
+    """
+    classes = type(loader).__mro__
+    whole, part = (
+        next(index for index, cls in enumerate(classes) if name in vars(cls))
+        for name in ("weights", "cut_weights")
+    )
+    if whole < part:
+        return WeightLoader.cut_weights(loader, dict(shapes), dict(cuts))
+    if isinstance(loader, Wrapper) and Wrapper in classes[part].__bases__:  # it overrides neither
+        return cut_weights(loader.wrapped, shapes, cuts)
+    return loader.cut_weights(dict(shapes), dict(cuts))
 
 
 def _is_weight(item: Any) -> bool:

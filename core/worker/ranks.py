@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 
 import torch
@@ -18,6 +19,7 @@ from hardpoint.plugins.parallel import (
 )
 
 _MAX_SIZE = 64  # ranks of a stage that are tried
+_SEARCH_S = 1.0
 
 Connect = Callable[[str, int, list[int]], Communicator]
 """Makes the communicator of a group: its name, this rank in it, and its ranks in the engine."""
@@ -140,9 +142,31 @@ def build_share(create: Callable[[Parallel], Model], parallel: Parallel) -> Mode
     try:
         return create(parallel)
     except IndivisibleError as cause:
-        sizes = [str(size) for size in range(2, _MAX_SIZE + 1) if _fits(create, parallel, size)]
-        others = f"{', '.join(sizes)} would do" if sizes else f"no size up to {_MAX_SIZE} would do"
-        raise ModelError(f"{cause.problem}; {others}") from cause
+        fitting = _fitting_sizes(create, parallel, cause.count)
+        raise ModelError(f"{cause.problem}; {fitting}") from cause
+
+
+def _fitting_sizes(create: Callable[[Parallel], Model], parallel: Parallel, count: int) -> str:
+    """Return the part of the message that names the sizes a model can be divided by.
+
+    Args:
+        create: builds the model, which takes long for one of many layers.
+        parallel: which has another size.
+        count: of the parts that are to be divided, or copied to several ranks.
+    """
+    deadline, fitting, largest = time.monotonic() + _SEARCH_S, list[str](), _MAX_SIZE
+    for size in range(2, _MAX_SIZE + 1):
+        if count % size and size % count:
+            continue
+        if time.monotonic() > deadline:
+            largest = size - 1
+            break
+        if _fits(create, parallel, size):
+            fitting.append(str(size))
+    if not fitting:
+        return f"no size up to {largest} would do"
+    rest = "" if largest == _MAX_SIZE else f" (sizes above {largest} were not tried)"
+    return f"{', '.join(fitting)} would do{rest}"
 
 
 def _fits(create: Callable[[Parallel], Model], parallel: Parallel, size: int) -> bool:

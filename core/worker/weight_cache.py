@@ -153,9 +153,14 @@ def _code(classes: Iterable[type]) -> str | None:
 class WeightCache:
     """A folder of packed weights."""
 
-    def __init__(self, config: WeightCacheConfig) -> None:
-        """Find the folder; nothing is opened yet."""
-        self._limit = config.max_bytes
+    def __init__(self, config: WeightCacheConfig, num_ranks: int = 1) -> None:
+        """Find the folder; nothing is opened yet.
+
+        Args:
+            config: the folder and its limit.
+            num_ranks: that keep files of one model there.
+        """
+        self._limit, self._num_ranks = config.max_bytes, num_ranks
         self._folder = None if config.path == OFF else _folder(config.path)
         self._writer: _Writer | None = None
 
@@ -187,10 +192,12 @@ class WeightCache:
         if self._folder is None or (tensors := model.packed_weights()) is None:
             return
         size = sum(_pages(tensor.nbytes) for tensor in tensors.values())
-        if size > self._limit:
+        if size * self._num_ranks > self._limit:  # or the ranks would remove each other's files
+            ranks = f" in each of {self._num_ranks} ranks" if self._num_ranks > 1 else ""
             _log.info(
-                "packed weights: not kept: they have %d bytes, weight_cache.max_bytes is %d",
+                "packed weights: not kept: they have %d bytes%s, weight_cache.max_bytes is %d",
                 size,
+                ranks,
                 self._limit,
             )
             return

@@ -174,7 +174,7 @@ class LocalWorker:
         # Before the weights, so that a plugin that cannot start fails early.
         stage = self._sampling(spec, ops) if ranks.is_output else None
         with torch.inference_mode():
-            self._load_weights(spec, model, checked)
+            self._load_weights(spec, ranks, model, checked)
             checked.run_trial(min(_TRIAL_TOKENS, spec.max_model_len), _TRIAL_TOKENS)
         self._components = [backend, model, ops]
         if stage is not None:
@@ -220,9 +220,11 @@ class LocalWorker:
             ranks.abort(self._abort_reason)
         return ranks
 
-    def _load_weights(self, spec: WorkerSpec, model: Model, checked: CheckedModel) -> None:
+    def _load_weights(
+        self, spec: WorkerSpec, ranks: Ranks, model: Model, checked: CheckedModel
+    ) -> None:
         """Load the weights that an earlier process has packed, else those of the model's files."""
-        cache = self._weight_cache = WeightCache(spec.config.weight_cache)
+        cache = self._weight_cache = WeightCache(spec.config.weight_cache, ranks.num_local)
         key = _cache_key(spec, model) if cache.is_on else None
         if key is not None and cache.load(key, model):
             return

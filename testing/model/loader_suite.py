@@ -28,6 +28,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.parallel import Cut
 from hardpoint.testing.component_suite import ComponentSuite
+from hardpoint.testing.engine_access import cut_weights
 from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
 
 _DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -388,7 +389,7 @@ class WeightLoaderSuite(ComponentSuite):
         """Return the weights that a loader yields; raise a Violation if they are none."""
         loader = loader or self._make(checkpoint)
         shapes = checkpoint.shapes if shapes is None else shapes
-        weights = loader.weights(shapes) if cuts is None else loader.cut_weights(shapes, cuts)
+        weights = loader.weights(shapes) if cuts is None else cut_weights(loader, shapes, cuts)
         if not isinstance(weights, Iterable):
             raise WEIGHTS.violation(f"weights returned {short_repr(weights)}, no iterator")
         found: dict[str, torch.Tensor] = {}

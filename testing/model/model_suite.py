@@ -402,29 +402,50 @@ class ModelSuite(ComponentSuite):
         expected = [sequences.step(step) for step in self._steps]
         logits = whole.compute_logits(expected[-1])
         shapes, ranks = whole.weight_shapes(), list[RankResult]()
-        before: Sequence[torch.Tensor] | None = None
+        before: list[RankResult] = []
         for stage in range(division.stages):
-            found = self._run_stage(division, stage, weights, before)
-            ranks += found
-            before = found[0].hidden
+            before = self._run_stage(division, stage, weights, before)
+            ranks += before
         check_coverage(shapes, ranks)
         check_sizes(shapes, ranks, division)
         check_specs(whole.kv_specs(), ranks, division)
+        self._check_results(division, ranks, torch.cat(expected), logits)
+
+    def _check_results(
+        self,
+        division: Division,
+        ranks: Sequence[RankResult],
+        hidden: torch.Tensor,
+        logits: torch.Tensor,
+    ) -> None:
+        """Check that ranks of the last stage compute what the whole does, those of others the same.
+
+        Args:
+            division: of the model.
+            ranks: of all stages.
+            hidden: of the whole model.
+            logits: the same.
+        """
+        first: dict[int, RankResult] = {}
         for rank in ranks:
+            one, found = first.setdefault(rank.stage, rank), torch.cat(list(rank.hidden))
             if rank.logits is None:
-                continue
-            for what, one, other in (
-                ("hidden states", torch.cat(list(rank.hidden)), torch.cat(expected)),
-                ("logits", rank.logits, logits),
-            ):
-                if one.shape != other.shape:
+                reference, results = (
+                    str(one),
+                    [("hidden states", found, torch.cat(list(one.hidden)))],
+                )
+            else:
+                reference = "the whole model"
+                results = [("hidden states", found, hidden), ("logits", rank.logits, logits)]
+            for what, mine, other in results:
+                if mine.shape != other.shape:
                     raise SHARED.violation(
-                        f"with {division}, the {what} of {rank} are {_summary(one)}, those of the "
-                        f"whole model {list(other.shape)}"
+                        f"with {division}, the {what} of {rank} are {_summary(mine)}, those of "
+                        f"{reference} {list(other.shape)}"
                     )
-                if (difference := _difference(one, other)) > self.tolerance:
+                if (difference := _difference(mine, other)) > self.tolerance:
                     raise SHARED.violation(
-                        f"with {division}, the {what} of {rank} differ from the whole model's by "
+                        f"with {division}, the {what} of {rank} differ from those of {reference} by "
                         f"{difference:.3g} of the largest one"
                     )
 
@@ -440,9 +461,9 @@ class ModelSuite(ComponentSuite):
         division: Division,
         stage: int,
         weights: Mapping[str, torch.Tensor],
-        before: Sequence[torch.Tensor] | None,
+        before: Sequence[RankResult],
     ) -> list[RankResult]:
-        """Return the results of the ranks of a stage; `before` has what the stage before gave."""
+        """Return the results of the ranks of a stage; `before` are those of the stage before."""
 
         def run(tensor: Communicator | None) -> RankResult:
             share = Parallel(stage=stage, num_stages=division.stages, expert=division.expert)
@@ -463,9 +484,9 @@ class ModelSuite(ComponentSuite):
         self,
         parallel: Parallel,
         weights: Mapping[str, torch.Tensor],
-        before: Sequence[torch.Tensor] | None,
+        before: Sequence[RankResult],
     ) -> RankResult:
-        """Load and run one rank's share."""
+        """Load and run one rank's share; its hidden states come from the rank of equal number."""
         try:
             model = self._make(parallel=parallel)
         except ModelError as cause:
@@ -480,7 +501,7 @@ class ModelSuite(ComponentSuite):
         self._load(model, parts)
         sequences, hidden = _Sequences(self, model), list[torch.Tensor]()
         for index, step in enumerate(self._steps):
-            given = None if before is None else before[index].clone()
+            given = before[parallel.tensor.rank].hidden[index].clone() if before else None
             hidden.append(sequences.step(step, hidden=given))
         if not parallel.is_last and hidden[0].shape[1] != model.hidden_size:
             raise HIDDEN_SIZE.violation(

@@ -110,6 +110,22 @@ def test_the_experts_of_each_token_are_those_of_transformers(variant) -> None:
             assert (routed[:, layer] == -1).all()
 
 
+@pytest.mark.parametrize("limit", [None, 0, 2, 5])
+def test_a_qwen2_without_layer_types_has_the_windows_of_transformers(mixtral, limit) -> None:
+    import transformers
+
+    fields = EIGHT | {"shared_expert_intermediate_size": 40, "num_hidden_layers": 5}
+    fields |= {"use_sliding_window": True, "sliding_window": 9}
+    fields |= {} if limit is None else {"max_window_layers": limit}
+    types = transformers.Qwen2MoeConfig(**TINY | fields).layer_types
+    config = mixtral.config()
+    hf = {name: value for name, value in config.hf.items() if name != "sliding_window"}
+    config = dataclasses.replace(config, hf=hf | fields)
+    model = build_model(Qwen2Moe, config, dtype=torch.float32)
+    windows = [spec.window for spec in model.kv_specs()]
+    assert windows == [9 if kind == "sliding_attention" else None for kind in types]
+
+
 @torch.inference_mode()
 def test_a_row_does_not_depend_on_the_others(variant) -> None:
     _, kind, folder = variant

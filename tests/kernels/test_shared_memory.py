@@ -98,6 +98,22 @@ def test_each_reader_gets_all_messages(sizes, readers, seed):
             end.close()
 
 
+@pytest.mark.parametrize("prefix", ["", "total_"])
+def test_the_pages_of_files_are_no_memory_that_a_control_group_lacks(tmp_path, monkeypatch, prefix):
+    limit, used = tmp_path / "limit", tmp_path / "used"
+    limit.write_text("1000000000\n")
+    used.write_text("999999000\n")
+    monkeypatch.setattr(shared_memory, "_LIMITS", ((str(limit), str(used)),))
+    words = f"2000 bytes of shared memory, which cannot be had: {limit} allows 1000 more"
+    with pytest.raises(NoMemoryError, match=words):
+        allocate(2000, "it")
+    counts = f"{prefix}inactive_file 600\n{prefix}active_file 500\n"
+    (tmp_path / "memory.stat").write_text(f"anon 999990000\ninactive_file 1\n{counts}")
+    os.close(allocate(2000, "it"))
+    with pytest.raises(NoMemoryError, match="allows 2100 more"):
+        allocate(2200, "it")
+
+
 def test_a_message_larger_than_the_buffers_arrives(make_ring):
     writer, reader = make_ring(1 << 16)
     message = os.urandom(3_000_001)

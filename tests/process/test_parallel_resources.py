@@ -18,7 +18,7 @@ from hardpoint.core.engine.worker_launch import WorkerLauncher
 from hardpoint.core.kv_cache import size_cache
 from hardpoint.core.worker import worker
 from hardpoint.core.worker.memory import MemoryLimit
-from hardpoint.plugins import EngineConfig, typed
+from hardpoint.plugins import EngineConfig, WorkerInfo, typed
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.executor import open_worker
 from hardpoint.registry.plugin_set import resolve_plugins
@@ -81,6 +81,19 @@ def test_the_tightest_rank_decides_the_number_of_blocks(scripted):
     assert Uneven.num_blocks == 10_000 // 200
     assert config.kv_cache.num_blocks == Uneven.num_blocks  # what the engine itself goes by
     assert config.max_model_len == 64
+
+
+def test_no_rank_takes_more_than_the_configured_bytes(scripted, monkeypatch):
+    infos = [WorkerInfo(200, 10**6), WorkerInfo(100, 6_000)]  # the second has less room, unasked
+    monkeypatch.setattr(Uneven, "infos", infos)
+    extra = {
+        "executor": {"use": "support.plugins.parallel_broken:Uneven"},
+        "parallel": {"pipeline": 2},
+        "kv_cache": {"memory_bytes": 8_000},
+        "max_model_len": 64,
+    }
+    with LLM(config=scripted_config(scripted, extra)):
+        assert Uneven.num_blocks == 8_000 // 200
 
 
 @pytest.mark.nightly

@@ -184,6 +184,7 @@ SHARED = [
     (shared_models.WrongHiddenSize, "pipeline", "hidden_size", r"\[27, 24\], hidden_size is 6"),
     (shared_models.ForgetsTheHead, "pipeline", "cuts", "no rank needs 'head.weight', which the"),
     (shared_models.SumsStages, "tensor_and_pipeline", "shared", "hidden states of rank 0 of stage"),
+    (shared_models.PassesZerosOn, "tensor_and_pipeline", "shared", "1 of stage 0 .* of rank 0 of"),
     (shared_models.ExpertsWithoutSum, "expert", "shared", "2, parallel.expert = true, the hidden"),
     (shared_models.FirstExpertsOnly, "expert", "cuts", "no rank needs '0.experts.3.weight', which"),
 ]  # fmt: skip

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
+from unittest import mock
 
 import pytest
 import torch
+from support.broken.loaders import CutsByItself, write
 from support.builtins.model_harness import Runner, open_loader
 
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.builtin_plugins.models.llama import Llama
 from hardpoint.builtin_plugins.ops.torch import TorchOps
+from hardpoint.core.worker import ranks
 from hardpoint.core.worker.checked_model import CheckedModel, checked_weights
 from hardpoint.core.worker.memory import MemoryLimit, estimate_memory
 from hardpoint.core.worker.ranks import build_share
 from hardpoint.core.worker.weight_cache import WeightCache, cache_key
-from hardpoint.plugins import EngineConfig, ModelContext, ModelError, OpsContext, typed
+from hardpoint.plugins import (
+    EngineConfig,
+    LoaderContext,
+    ModelContext,
+    ModelError,
+    OpsContext,
+    WeightLoader,
+    Wrapper,
+    typed,
+)
 from hardpoint.plugins.config import WeightCacheConfig
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.parallel import Cut, Parallel, SingleRank
@@ -88,6 +101,71 @@ def build(config, parallel):
 def load(loader, model):
     checked = CheckedModel(model, SOURCE)
     model.load_weights(checked_weights(loader, SOURCE, checked.shapes, checked.cuts))
+
+
+class Halved(CutsByItself):
+    """Changes weights, of a loader that cuts by itself."""
+
+    contract = 1
+
+    def weights(self, shapes):
+        return ((name, weight / 2) for name, weight in super().weights(shapes))
+
+
+class Tripled(Wrapper[WeightLoader], WeightLoader):
+    """The same, of another loader."""
+
+    contract = 1
+
+    def weights(self, shapes):
+        return ((name, weight * 3) for name, weight in self.wrapped.weights(shapes))
+
+
+class Plain(Wrapper[WeightLoader], WeightLoader):
+    """Does what another loader does."""
+
+    contract = 1
+
+
+class Both(Wrapper[WeightLoader], WeightLoader):
+    """Overrides both methods."""
+
+    contract = 1
+
+    def weights(self, shapes):
+        raise AssertionError("it is not called")
+
+    def cut_weights(self, shapes, cuts):
+        return self.wrapped.cut_weights(shapes, cuts)
+
+
+def wrapped(kind, loader):
+    options = Wrapper.Options(wraps="it")
+    files = loader.context.files
+    return kind(LoaderContext(name="w", options=options, files=files, creator=lambda _: loader))
+
+
+@pytest.mark.parametrize(
+    ("make", "factor"),
+    [
+        (lambda path: open_loader(CutsByItself, path), 1),
+        (lambda path: open_loader(Halved, path), 0.5),
+        (lambda path: wrapped(Tripled, open_loader(CutsByItself, path)), 3),
+        (lambda path: wrapped(Plain, wrapped(Tripled, open_loader(CutsByItself, path))), 3),
+        (lambda path: wrapped(Tripled, open_loader(Halved, path)), 1.5),
+        (lambda path: wrapped(Both, open_loader(CutsByItself, path)), 1),
+    ],
+    ids=["itself", "subclass", "wrapper", "wrapped twice", "wrapped subclass", "both"],
+)
+def test_who_overrides_weights_alone_changes_what_is_cut(tmp_path, make, factor):
+    _, tensors = write(tmp_path)
+    shapes = {name: tuple(weight.shape) for name, weight in tensors.items()}
+    cuts = {"embed.weight": Cut(0, 2, 5), "norm.weight": Cut(0, 1, 2)}
+    found = dict(checked_weights(make(tmp_path), SOURCE, shapes, cuts))
+    assert found.keys() == tensors.keys()
+    for name, weight in found.items():
+        whole = tensors[name] * factor
+        assert torch.equal(weight, cuts[name].of(whole) if name in cuts else whole), name
 
 
 def key_of(loader, model):
@@ -200,6 +278,22 @@ def test_sizes_that_would_do_are_those_of_the_whole_model(loader, changes, size,
         with pytest.raises(ModelError) as refused:
             build_share(lambda share: build(config, share), Parallel(Rank(rank, size)))
         assert str(refused.value) == f"parallel.tensor: {message}"
+
+
+def test_only_sizes_that_can_fit_are_tried_and_only_for_a_while(monkeypatch):
+    clock, tried = itertools.count(0.0, 0.3), []
+    monkeypatch.setattr(ranks.time, "monotonic", lambda: next(clock))
+
+    def create(share):
+        tried.append(share.tensor.size)
+        share.share(48, "heads")
+        return mock.Mock()
+
+    with pytest.raises(ModelError) as refused:
+        build_share(create, Parallel(Rank(0, 5)))
+    assert tried == [5, 2, 3, 4]
+    message = "48 heads cannot be divided among 5 ranks; 2, 3, 4 would do (sizes above 5 were not "
+    assert str(refused.value) == f"parallel.tensor: {message}tried)"
 
 
 def test_a_size_that_fits_is_built_once(loader):

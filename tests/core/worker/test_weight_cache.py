@@ -343,8 +343,8 @@ class Holder:
         assert torch.equal(tensors["it"], self.tensors["it"])
 
 
-def open_cache(folder, max_bytes=1 << 30):
-    return WeightCache(WeightCacheConfig(path=str(folder), max_bytes=max_bytes))
+def open_cache(folder, max_bytes=1 << 30, num_ranks=1):
+    return WeightCache(WeightCacheConfig(path=str(folder), max_bytes=max_bytes), num_ranks)
 
 
 def write(cache, key, size=1000):
@@ -383,6 +383,22 @@ def test_files_that_were_used_least_recently_are_removed(tmp_path, caplog):
     assert messages(caplog)[-1] == (
         "INFO: packed weights: not kept: they have 40960 bytes, weight_cache.max_bytes is 20000"
     )
+
+
+@pytest.mark.parametrize(("max_bytes", "kept"), [(12_288, ["rank 0", "rank 1"]), (8_191, [])])
+def test_ranks_keep_the_files_of_all_or_none(tmp_path, caplog, max_bytes, kept):
+    caplog.set_level(logging.INFO, "hardpoint")
+    caches = {f"rank {rank}": open_cache(tmp_path, max_bytes, num_ranks=2) for rank in (0, 1)}
+    for key, cache in caches.items():
+        write(cache, key)  # of 4096 bytes each, and a header
+    assert [key for key, cache in caches.items() if cache.load(key, Holder(1000))] == kept
+    said = messages(caplog)
+    assert not any("removed" in line for line in said)
+    if not kept:
+        assert said == 2 * [
+            "INFO: packed weights: not kept: they have 4096 bytes in each of 2 ranks, "
+            "weight_cache.max_bytes is 8191"
+        ]
 
 
 def test_temporary_files_of_killed_writers_are_removed(tmp_path):

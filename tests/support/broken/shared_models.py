@@ -287,6 +287,17 @@ class SumsStages(Shared):
         return self.parallel.tensor.all_reduce(batch.hidden)
 
 
+class PassesZerosOn(Shared):
+    """The second rank of a stage gives its successor nothing."""
+
+    contract = 1
+
+    def forward(self, batch):
+        hidden = super().forward(batch)
+        is_lost = self.parallel.tensor.rank == 1 and not self.parallel.is_last
+        return hidden * 0 if is_lost else hidden
+
+
 class SharedExperts(Shared):
     """Right: each layer ends with experts that all compute; a rank has some of them, whole."""
 

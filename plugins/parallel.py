@@ -158,7 +158,11 @@ class Communicator(Component):
 
     @abstractmethod
     def abort(self, reason: str) -> None:
-        """Let all calls fail, those that wait too, in every rank if possible. For any thread."""
+        """Let all calls fail, those that wait too, in every rank if possible. For any thread.
+
+        They raise CommunicationAbortedError with the reason, also where another rank's process has
+        ended: so the error of the rank that failed first is told from those that follow from it.
+        """
 
 
 class SingleRank(Communicator):

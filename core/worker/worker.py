@@ -37,6 +37,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Component, Progress
 from hardpoint.plugins.config import ParallelConfig
+from hardpoint.plugins.errors import CommunicationAbortedError
 from hardpoint.plugins.kinds import KINDS
 from hardpoint.plugins.manifest import PluginEntry, Source
 from hardpoint.plugins.parallel import Communicator, CommunicatorContext, Placement
@@ -378,7 +379,9 @@ class LocalWorker:
     def _step_failed(self, error: BaseException) -> None:
         """Let the other ranks fail, too, which wait for this one; name memory if it lacks."""
         if self._ranks is not None and self._ranks.are_many:
-            self._ranks.abort(f"rank {self._ranks.rank} failed: {describe(error)}")
+            follows = isinstance(error, CommunicationAbortedError)
+            failed = f"rank {self._ranks.rank} failed: {describe(error)}"
+            self._ranks.abort(str(error) if follows else failed)
         if isinstance(error, MemoryError | RuntimeError):
             self._name_memory(error)
 

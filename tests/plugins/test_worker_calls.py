@@ -267,7 +267,7 @@ def test_sampling_sends_no_plan_again(plan, bitmask, result, drafts):
 def test_a_step_is_sampled_once():
     server = WorkerServer(Recording())
     sampling = encode_call("sample_tokens", (SchedulerOutput(step=7), None))
-    with pytest.raises(HardpointError, match="^sample_tokens: the worker has no plan of step 7"):
+    with pytest.raises(HardpointError, match="^sample_tokens: the model did not run step 7"):
         decode_result("sample_tokens", server.run(sampling), "rank 0")
 
 

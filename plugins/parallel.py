@@ -128,8 +128,9 @@ class Communicator(Component):
         """Return the sum of the x of all ranks; x may be overwritten, and be the result.
 
         Floating numbers are summed in float32 at least, in the order of the ranks, and rounded
-        once, so that the result is the same in every rank and every time. On a GPU, the library's
-        order is the same for tensors of equal size.
+        once, so that the result is the same in every rank and every time. On a GPU the library's
+        way is allowed: nccl sums bfloat16 and float16 in their own precision, in an order that is
+        the same for tensors of equal size.
         """
 
     @abstractmethod

@@ -8,7 +8,7 @@ tensor rank r % tensor of stage r // tensor.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -73,6 +73,10 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
         return [other for other, host in enumerate(self.hosts) if host == self.hosts[rank]]
 
 
+def _no_reason() -> None:
+    """Abort nothing."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CommunicatorContext(Context["Communicator"]):
     """Context of a communicator.
@@ -84,6 +88,8 @@ class CommunicatorContext(Context["Communicator"]):
         device: of the tensors.
         placement: of the ranks of the group, in its order.
         timeout_seconds: maximum time to find the other ranks.
+        abort_reason: returns why this rank shall no longer wait for the others, else None. Loops
+            of the constructor ask it every few milliseconds, and raise CommunicationAbortedError.
     """
 
     group: str
@@ -92,6 +98,7 @@ class CommunicatorContext(Context["Communicator"]):
     device: torch.device
     placement: Placement
     timeout_seconds: float
+    abort_reason: Callable[[], str | None] = _no_reason
 
 
 class Communicator(Component):

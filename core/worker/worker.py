@@ -120,8 +120,7 @@ class LocalWorker:
         self._estimate: MemoryEstimate | None = None
         self._threads: ComputeThreads | None = None
         self._weight_cache: WeightCache | None = None
-        self._ranks: Ranks | None = None
-        self._abort_reason: str | None = None
+        self._ranks = Ranks(spec.config.parallel, spec.rank, spec.placement)
         self._profiling = Profiling(
             spec.config.engine.profile_dir,
             spec.device,
@@ -152,7 +151,9 @@ class LocalWorker:
             _log.info("operations: %s; attention: %s", ops.describe(), backend.describe())
         entry = spec.plugins.get("models", spec.model_config.architecture)
         check_parallelism(spec.plugins.target(entry), entry.source, spec.config.parallel)
-        ranks = self._ranks = self._ranks or self._meet(spec)
+        ranks = self._ranks
+        if not ranks.have_met:
+            self._meet(spec)
         create = functools.partial(
             spec.plugins.create,
             entry,
@@ -195,7 +196,7 @@ class LocalWorker:
         ranks.wait_for_all()
         return _measured(checked, spec, ranks, self._bytes_per_block, self._estimate)
 
-    def _meet(self, spec: WorkerSpec) -> Ranks:
+    def _meet(self, spec: WorkerSpec) -> None:
         """Meet the other ranks."""
 
         def connect(group: str, rank: int, members: list[int]) -> Communicator:
@@ -210,16 +211,13 @@ class LocalWorker:
                 device=spec.device,
                 placement=spec.placement.of(members),
                 timeout_seconds=spec.config.parallel.start_seconds,
+                abort_reason=self._ranks.abort_reason,
             )
 
         with served_store(spec.rank, spec.placement):
-            ranks = Ranks(spec.config.parallel, spec.rank, spec.placement, connect)
-            ranks.wait_for_all()
-        if ranks.are_many and spec.rank == 0:
-            _log.info("ranks communicate by %s", ranks.describe())
-        if self._abort_reason is not None:
-            ranks.abort(self._abort_reason)
-        return ranks
+            self._ranks.meet(connect)
+        if self._ranks.are_many and spec.rank == 0:
+            _log.info("ranks communicate by %s", self._ranks.describe())
 
     def _load_weights(self, spec: WorkerSpec, model: Model, checked: CheckedModel) -> None:
         """Load the weights that an earlier process has packed, else those of the model's files."""
@@ -351,17 +349,13 @@ class LocalWorker:
 
     def abort(self, reason: str) -> None:
         """Let calls that wait for other ranks fail."""
-        self._abort_reason = reason
-        if self._ranks is not None:
-            self._ranks.abort(reason)
+        self._ranks.abort(reason)
 
     def close(self) -> None:
         """Release the model and the KV cache, and leave the other ranks."""
         self._profiling.close()
         self._release()
-        if self._ranks is not None:
-            self._ranks.close()
-            self._ranks = None
+        self._ranks.close()
         self._spec = None
         if self._threads is not None:
             self._threads.close()
@@ -378,7 +372,7 @@ class LocalWorker:
 
     def _step_failed(self, error: BaseException) -> None:
         """Let the other ranks fail, too, which wait for this one; name memory if it lacks."""
-        if self._ranks is not None and self._ranks.are_many:
+        if self._ranks.are_many:
             follows = isinstance(error, CommunicationAbortedError)
             failed = f"rank {self._ranks.rank} failed: {describe(error)}"
             self._ranks.abort(str(error) if follows else failed)

@@ -71,8 +71,8 @@ def test_all_groups_of_two_hosts_meet_and_listen_on_the_named_addresses_only():
         with served_store(rank, placement):
             if rank == 0:
                 seen.extend(listening())
-            ranks = Ranks(config, rank, placement, connect)
-            ranks.wait_for_all()
+            ranks = Ranks(config, rank, placement)
+            ranks.meet(connect)
         return ranks
 
     all_ranks = in_ranks(4, meet)

@@ -175,6 +175,7 @@ class LocalWorker:
         self._estimate.check(spec.config.model)
         # Before the weights, so that a plugin that cannot start fails early.
         stage = self._sampling(spec, ops) if ranks.is_output else None
+        ranks.wait_for_all()  # so that none allocates while another still measures the memory
         with torch.inference_mode():
             self._load_weights(spec, model, checked)
             checked.run_trial(min(_TRIAL_TOKENS, spec.max_model_len), _TRIAL_TOKENS)

@@ -1,4 +1,4 @@
-"""Ranks that load a model together: one that cannot lets no other wait."""
+"""Ranks that load a model together: one that cannot lets no other wait, or read weights."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from hardpoint.core.worker.memory import MemoryEstimate
 from hardpoint.core.worker.ranks import Ranks
 from hardpoint.core.worker.worker import LocalWorker
 from hardpoint.plugins import ModelError
@@ -58,6 +59,23 @@ def test_a_rank_that_fails_before_it_comes_lets_no_other_wait(scripted, monkeypa
     with pytest.raises(OSError, match="the device is broken"):
         start(scripted)
     assert time.monotonic() - began < 5
+
+
+def test_no_rank_reads_weights_before_the_memory_of_all_is_enough(scripted, monkeypatch):
+    checked, loaded, check = [], [], MemoryEstimate.check
+
+    def last(self, *args):
+        checked.append(self)
+        if len(checked) == 2:
+            time.sleep(0.1)
+            raise ModelError("not enough memory")
+        check(self, *args)
+
+    monkeypatch.setattr(MemoryEstimate, "check", last)
+    monkeypatch.setattr(LocalWorker, "_load_weights", lambda *args: loaded.append(args))
+    with pytest.raises(ModelError, match="^not enough memory"):
+        start(scripted)
+    assert not loaded
 
 
 def test_an_abort_reaches_ranks_that_meet():

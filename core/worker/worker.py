@@ -111,6 +111,7 @@ class LocalWorker:
             activity: records the methods of plugins that run.
         """
         self._spec: WorkerSpec | None = spec
+        self._device = spec.device
         self._activity = activity or Activity()
         self._runner: ModelRunner | None = None
         self._components: list[Component] = []
@@ -137,6 +138,7 @@ class LocalWorker:
         """
         assert self._spec is not None
         spec = self._spec
+        self._use_device()
         if self._threads is None and spec.device.type == "cpu":
             num_ranks = 1 if spec.placement is None else len(spec.placement.local(spec.rank))
             self._threads = ComputeThreads(spec.config.executor.threads, num_ranks=num_ranks)
@@ -239,6 +241,7 @@ class LocalWorker:
     def initialize_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache and the persistent batch."""
         assert self._spec is not None
+        self._use_device()
         config = self._spec.config
         if self._estimate is not None:
             self._estimate = self._estimate.with_cache(num_blocks * self._bytes_per_block)
@@ -262,6 +265,7 @@ class LocalWorker:
             return ModelRunnerOutput()  # asleep: the requests of the plan have no other state here
         if self._threads is not None:
             self._threads.adapt()
+        self._use_device()
         try:
             return self.runner.execute(plan)
         except BaseException as error:
@@ -274,6 +278,7 @@ class LocalWorker:
         bitmask: GrammarBitmask | None = None,
     ) -> ModelRunnerOutput | None:
         """Sample the tokens of a step whose model has run, of those that the bitmask allows."""
+        self._use_device()
         try:
             return self.runner.sample(bitmask)
         except BaseException as error:
@@ -282,6 +287,7 @@ class LocalWorker:
 
     def execute_dummy_batch(self) -> None:
         """Run the model on one token, without a cache."""
+        self._use_device()
         self.runner.run_dummy()
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
@@ -299,12 +305,12 @@ class LocalWorker:
         releases the model as well, and `wake_up` loads it again.
         """
         assert self._spec is not None
-        device = self._spec.device.type
+        self._use_device()
         if level == 1:
             self.runner.release_cache()
         else:
             self._release()
-        if device == "cuda":
+        if self._spec.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def wake_up(self, tags: Sequence[str]) -> None:
@@ -313,6 +319,7 @@ class LocalWorker:
         Raises:
             HardpointError: the KV cache is requested before weights that were released.
         """
+        self._use_device()
         if "weights" in tags and self._runner is None:
             self.load_model()
         if "kv_cache" not in tags:
@@ -361,6 +368,12 @@ class LocalWorker:
         if self._threads is not None:
             self._threads.close()
             self._threads = None
+
+    def _use_device(self) -> None:
+        """Make this rank's GPU the current one of the thread, as code that names none expects."""
+        device = self._device
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)
 
     @contextlib.contextmanager
     def _naming_memory(self) -> Iterator[None]:

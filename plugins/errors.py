@@ -16,6 +16,7 @@ HardpointError
 ├── EngineClosedError       the engine was closed before the call
 ├── EnginePausedError       the call would wait for ever, since the engine is paused
 ├── EngineTimeoutError      the engine did not answer a utility call in time; it may be busy
+├── CommunicationAbortedError  ranks that share a model no longer exchange tensors
 └── EngineDeadError         the engine has ended; requests in flight may be sent again
     └── EngineFaultError        a plugin's failure ended it; also a PluginFaultError
 """
@@ -25,6 +26,7 @@ from __future__ import annotations
 import traceback
 
 __all__ = [
+    "CommunicationAbortedError",
     "ConfigError",
     "EngineClosedError",
     "EngineDeadError",
@@ -127,6 +129,14 @@ class EnginePausedError(HardpointError):
 
 class EngineTimeoutError(HardpointError, TimeoutError):
     """The engine did not answer a utility call in time; it may be busy, or hang."""
+
+
+class CommunicationAbortedError(HardpointError):
+    """The ranks of a group no longer communicate, since one has failed or ended.
+
+    The message has the reason, where it is known. It is not this rank's failure: executors prefer
+    the error of another one.
+    """
 
 
 class EngineDeadError(HardpointError):

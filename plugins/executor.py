@@ -10,9 +10,10 @@ from __future__ import annotations
 import importlib
 import socket
 import threading
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, InvalidStateError, wait
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, InvalidStateError, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ import msgspec
 
 from .component import Component, Context, Progress
 from .config import ParallelConfig
+from .errors import CommunicationAbortedError
 from .parallel import Placement
 from .plan import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from .requests import LoRARequest
@@ -35,10 +37,13 @@ __all__ = [
     "WorkerInfo",
     "WorkerLaunch",
     "WorkerProcess",
+    "failed_rank",
     "first_error_or",
     "open_worker",
     "results_of",
 ]
+
+_SETTLE_SECONDS = 0.25  # in which the rank that failed answers, too
 
 
 @dataclass(frozen=True)
@@ -343,6 +348,8 @@ class Executor(Component):
 def results_of(futures: Sequence[Future[Any]], timeout: float | None = None) -> list[Any]:
     """Return the results of all ranks, or raise at once the first error of any.
 
+    A CommunicationAbortedError follows from what another rank raises, which is waited for a moment.
+
     Args:
         futures: of one call, in rank order.
         timeout: seconds for all together; None is no limit.
@@ -350,18 +357,45 @@ def results_of(futures: Sequence[Future[Any]], timeout: float | None = None) -> 
     Raises:
         TimeoutError: naming the ranks that did not answer in time.
     """
-    done, waiting = wait(futures, timeout, FIRST_EXCEPTION)
-    for future in futures:
-        if future in done and (error := future.exception()) is not None:
-            raise error
+    _, waiting = wait(futures, timeout, FIRST_EXCEPTION)
+    if (failed := failed_rank(futures)) is not None:
+        futures[failed].result()
     if waiting:
         ranks = ", ".join(str(rank) for rank, future in enumerate(futures) if future in waiting)
         raise TimeoutError(f"no answer within {timeout:g} s from rank {ranks}")
     return [future.result() for future in futures]
 
 
+def failed_rank(futures: Sequence[Future[Any]]) -> int | None:
+    """Return the rank whose error is that of a call, None if no rank has failed so far.
+
+    Where ranks have only raised CommunicationAbortedError, it waits a moment for the one that
+    failed by itself.
+
+    Args:
+        futures: of one call, in rank order.
+    """
+    deadline = time.monotonic() + _SETTLE_SECONDS
+    while True:
+        waiting = [future for future in futures if not future.done()]
+        failed = [rank for rank, future in enumerate(futures) if _error_of(future) is not None]
+        if not failed:
+            return None
+        for rank in failed:
+            if not isinstance(_error_of(futures[rank]), CommunicationAbortedError):
+                return rank
+        if not wait(waiting, max(deadline - time.monotonic(), 0), FIRST_COMPLETED).done:
+            return failed[0]
+
+
+def _error_of(future: Future[Any]) -> BaseException | None:
+    return future.exception() if future.done() else None
+
+
 def first_error_or(futures: Sequence[Future[Any]], output_rank: int) -> Future[Any]:
     """Return the result of one rank once all ranks are done, or at once the first error of any.
+
+    A CommunicationAbortedError follows from what another rank raises, which is waited for a moment.
 
     Args:
         futures: of one call, in rank order. The other ranks may wait for one that failed, so that
@@ -372,19 +406,34 @@ def first_error_or(futures: Sequence[Future[Any]], output_rank: int) -> Future[A
     result.set_running_or_notify_cancel()
     lock = threading.Lock()
     waiting = len(futures)
+    aborted: BaseException | None = None
+
+    def fail(error: BaseException) -> None:
+        with suppress(InvalidStateError):  # another rank was quicker
+            result.set_exception(error)
 
     def ended(future: Future[Any]) -> None:
-        nonlocal waiting
+        nonlocal waiting, aborted
         error = future.exception()
         with lock:
             waiting -= 1
-            if result.done() or (error is None and waiting):
-                return
-        with suppress(InvalidStateError):  # another rank was quicker
-            if error is not None:
-                result.set_exception(error)
-            else:
+            is_last, is_first_aborted = not waiting, False
+            if isinstance(error, CommunicationAbortedError):
+                is_first_aborted, aborted = aborted is None, aborted or error
+                error = None
+        if error is not None:
+            fail(error)
+        elif is_last and aborted is not None:
+            fail(aborted)
+        elif is_last:
+            with suppress(InvalidStateError):
                 result.set_result(futures[output_rank].result())
+        elif is_first_aborted and not result.done():
+            assert aborted is not None
+            timer = threading.Timer(_SETTLE_SECONDS, fail, [aborted])
+            timer.daemon = True
+            result.add_done_callback(lambda _: timer.cancel())
+            timer.start()
 
     for future in futures:
         future.add_done_callback(ended)

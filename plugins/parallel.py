@@ -8,7 +8,7 @@ tensor rank r % tensor of stage r // tensor.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -73,6 +73,10 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
         return [other for other, host in enumerate(self.hosts) if host == self.hosts[rank]]
 
 
+def _no_reason() -> None:
+    """Abort nothing."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CommunicatorContext(Context["Communicator"]):
     """Context of a communicator.
@@ -84,6 +88,8 @@ class CommunicatorContext(Context["Communicator"]):
         device: of the tensors.
         placement: of the ranks of the group, in its order.
         timeout_seconds: maximum time to find the other ranks.
+        abort_reason: returns why this rank shall no longer wait for the others, else None. Loops
+            of the constructor ask it every few milliseconds, and raise CommunicationAbortedError.
     """
 
     group: str
@@ -92,6 +98,7 @@ class CommunicatorContext(Context["Communicator"]):
     device: torch.device
     placement: Placement
     timeout_seconds: float
+    abort_reason: Callable[[], str | None] = _no_reason
 
 
 class Communicator(Component):
@@ -128,8 +135,9 @@ class Communicator(Component):
         """Return the sum of the x of all ranks; x may be overwritten, and be the result.
 
         Floating numbers are summed in float32 at least, in the order of the ranks, and rounded
-        once, so that the result is the same in every rank and every time. On a GPU, the library's
-        order is the same for tensors of equal size.
+        once, so that the result is the same in every rank and every time. On a GPU the library's
+        way is allowed: nccl sums bfloat16 and float16 in their own precision, in an order that is
+        the same for tensors of equal size.
         """
 
     @abstractmethod
@@ -158,7 +166,11 @@ class Communicator(Component):
 
     @abstractmethod
     def abort(self, reason: str) -> None:
-        """Let all calls fail, those that wait too, in every rank if possible. For any thread."""
+        """Let all calls fail, those that wait too, in every rank if possible. For any thread.
+
+        They raise CommunicationAbortedError with the reason, also where another rank's process has
+        ended: so the error of the rank that failed first is told from those that follow from it.
+        """
 
 
 class SingleRank(Communicator):

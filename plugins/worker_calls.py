@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from . import errors
-from .errors import HardpointError
+from .errors import CommunicationAbortedError, HardpointError
 from .executor import Worker
 from .plan import GrammarBitmask, SchedulerOutput
 
@@ -99,7 +99,10 @@ class WorkerServer:
             (sampling,) = _decode(args, _SAMPLINGS, method)
             plan = self._plans.pop(sampling.step, None)
             if plan is None:
-                raise HardpointError(f"{_SAMPLE}: the model did not run step {sampling.step}")
+                # Most often because it failed, which is the error that counts.
+                raise CommunicationAbortedError(
+                    f"{_SAMPLE}: the model did not run step {sampling.step}"
+                )
             if sampling.draft_token_ids:
                 plan = msgspec.structs.replace(plan, draft_token_ids=sampling.draft_token_ids)
             return (plan, sampling.bitmask)

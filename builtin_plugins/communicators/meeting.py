@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -10,14 +11,56 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hardpoint.plugins import ModelError
+from hardpoint.plugins.errors import CommunicationAbortedError
 from hardpoint.plugins.parallel import CommunicatorContext
 
 _POLL_SECONDS = 0.002
+_RETRY_SECONDS = 0.1
+_CONNECT_SECONDS = 1.0  # of one try
 _FAILED, _SAID = "!", "="
 
 
 class RankMissingError(ModelError):
     """A rank did not come in time; nor would it to another communicator."""
+
+
+def check_abort(context: CommunicatorContext) -> None:
+    """End the waiting for other ranks if that has been aborted.
+
+    Raises:
+        CommunicationAbortedError: it has.
+    """
+    if (reason := context.abort_reason()) is not None:
+        raise CommunicationAbortedError(
+            f"rank {context.rank} waits no longer for the others of group {context.group!r}: "
+            f"{reason}"
+        )
+
+
+def wait_for_listener(context: CommunicatorContext, host: str, port: int, deadline: float) -> None:
+    """Wait until the worker of rank 0 serves the store.
+
+    Torch would wait as well, but prints a stack with each try, and cannot be aborted.
+
+    Raises:
+        RankMissingError: it did not by the deadline.
+        CommunicationAbortedError: the meeting was aborted.
+    """
+    while True:
+        check_abort(context)
+        try:
+            seconds = min(max(deadline - time.monotonic(), 0.1), _CONNECT_SECONDS)
+            socket.create_connection((host, port), seconds).close()
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise RankMissingError(
+                    f"parallel: group {context.group!r}: rank {context.rank} could not reach the "
+                    f"store of rank 0 of the engine at {context.placement.store} within "
+                    f"{context.timeout_seconds:g} s: {error}"
+                ) from error
+            time.sleep(_RETRY_SECONDS)
+        else:
+            return
 
 
 class _Board(Protocol):
@@ -52,13 +95,16 @@ class _Files:
 class _Store:
     """Texts in a TCPStore of torch, for engines on several hosts."""
 
-    def __init__(self, place: str, group: str, timeout: timedelta) -> None:
+    def __init__(self, context: CommunicatorContext, deadline: float) -> None:
         from torch import distributed  # noqa: PLC0415 - slow, and rarely needed
 
         dist: Any = distributed
-        host, _, port = place.rpartition(":")
-        store = dist.TCPStore(host.strip("[]"), int(port), timeout=timeout, wait_for_workers=False)
-        self._store = dist.PrefixStore(f"shared-{group}", store)
+        host, _, port = context.placement.store.rpartition(":")
+        host = host.strip("[]")
+        wait_for_listener(context, host, int(port), deadline)
+        timeout = timedelta(seconds=context.timeout_seconds)
+        store = dist.TCPStore(host, int(port), timeout=timeout, wait_for_workers=False)
+        self._store = dist.PrefixStore(f"shared-{context.group}", store)
 
     def put(self, key: str, text: str) -> None:
         self._store.set(key, text)
@@ -88,9 +134,7 @@ class Meeting:
             self._board: _Board = (
                 _Files(Path(placement.folder), context.group)
                 if placement.folder
-                else _Store(
-                    placement.store, context.group, timedelta(seconds=context.timeout_seconds)
-                )
+                else _Store(context, self._deadline)
             )
         except (RuntimeError, OSError, ValueError) as cause:
             raise self._error(f"the store at {self._place} does not answer: {cause}") from cause
@@ -104,6 +148,7 @@ class Meeting:
 
         Raises:
             RankMissingError: a rank did not come in time.
+            CommunicationAbortedError: the meeting was aborted.
             ModelError: `make` failed in a rank; all ranks get the error.
         """
         rank, size = self._context.rank, self._context.size
@@ -125,6 +170,7 @@ class Meeting:
             text = self._board.get(f"{what}-{rank}")
             if text is not None:
                 return text
+            check_abort(self._context)
             if time.monotonic() > self._deadline:
                 missing = [
                     f"rank {other}"

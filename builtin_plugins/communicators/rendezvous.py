@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,7 +13,7 @@ from torch import distributed
 from hardpoint.plugins.errors import ModelError
 from hardpoint.plugins.parallel import CommunicatorContext
 
-from .meeting import RankMissingError
+from .meeting import RankMissingError, check_abort, wait_for_listener
 
 T = TypeVar("T")
 
@@ -22,7 +21,6 @@ dist: Any = distributed  # whose annotations lack most of what is needed
 
 _LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.005
-_RETRY_SECONDS = 0.1
 
 
 class Rendezvous:
@@ -66,6 +64,7 @@ class Rendezvous:
 
         Raises:
             ModelError: it failed in a rank, or a rank did not come in time.
+            CommunicationAbortedError: the meeting was aborted.
         """
         failure = ""
         made: list[T] = []
@@ -95,6 +94,7 @@ class Rendezvous:
                     failures += [said] if said != "ready" else []
             if not missing:
                 return failures
+            check_abort(self._context)
             if time.monotonic() > self._deadline:
                 raise self._missing(
                     f"{', '.join(map(self._rank_name, missing))} did not come to {self._place} "
@@ -120,27 +120,11 @@ class Rendezvous:
                 f"placement.store: expected host:port where there is no folder, got {self._place!r}"
             )
         host = host.strip("[]")
-        self._wait_for_listener(host, int(port))
+        wait_for_listener(self._context, host, int(port), self._deadline)
         try:
             return dist.TCPStore(host, int(port), timeout=self.remaining(), wait_for_workers=False)
         except (RuntimeError, OSError) as error:
             raise self._error(f"the store at {self._place}: {_first_line(error)}") from error
-
-    def _wait_for_listener(self, host: str, port: int) -> None:
-        # Torch would wait as well, but prints a stack with each try.
-        while True:
-            try:
-                socket.create_connection((host, port), self.remaining().total_seconds()).close()
-            except OSError as error:
-                if time.monotonic() > self._deadline:
-                    raise self._missing(
-                        f"rank {self._context.rank} could not reach the store of rank 0 of the "
-                        f"engine at {self._place} within {self._context.timeout_seconds:g} s: "
-                        f"{error}"
-                    ) from error
-                time.sleep(_RETRY_SECONDS)
-            else:
-                return
 
     def _missing(self, text: str) -> RankMissingError:
         return RankMissingError(f"parallel: group {self._context.group!r}: {text}")

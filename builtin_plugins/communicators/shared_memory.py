@@ -15,6 +15,7 @@ from hardpoint.kernels import cpu
 from hardpoint.kernels.collectives import SUMMED, Group, allocate_group
 from hardpoint.kernels.shared_memory import MAX_MEMBERS, AbortedError
 from hardpoint.plugins import ModelError
+from hardpoint.plugins.errors import CommunicationAbortedError
 from hardpoint.plugins.parallel import Communicator, CommunicatorContext
 
 from .meeting import Meeting
@@ -161,7 +162,7 @@ class SharedMemoryCommunicator(Communicator):
         try:
             yield
         except AbortedError as error:
-            raise AbortedError(
+            raise CommunicationAbortedError(
                 f"{call} of rank {self.rank} in group {self.context.group!r}: {error}"
             ) from None
 

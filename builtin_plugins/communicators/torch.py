@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from hardpoint.plugins.errors import ModelError
+from hardpoint.plugins.errors import CommunicationAbortedError, ModelError
 from hardpoint.plugins.parallel import Communicator, CommunicatorContext
 
 from .gloo import GlooGroup
@@ -111,7 +111,7 @@ class TorchCommunicator(Communicator):
         """Return the group; a failure of one call is that of all further ones, in all ranks."""
         group = self._group
         if self._failure is not None or group is None:
-            raise RuntimeError(self._message(call))
+            raise CommunicationAbortedError(self._message(call))
         if not x.is_contiguous() or x.device.type != self.context.device.type:
             raise ValueError(
                 f"x: expected a contiguous tensor on {self.context.device}, got one with strides "
@@ -120,8 +120,11 @@ class TorchCommunicator(Communicator):
         try:
             yield group
         except RuntimeError as error:
+            was_aborted = self._failure is not None
             self.abort(_cause(error))
-            raise RuntimeError(self._message(call)) from error
+            if was_aborted or _is_of_connection(error):
+                raise CommunicationAbortedError(self._message(call)) from error
+            raise
 
     def _message(self, call: str) -> str:
         return f"{call} of rank {self.rank} in group {self.context.group!r}: {self._failure}"
@@ -134,6 +137,11 @@ class TorchCommunicator(Communicator):
 
 def _has_library(*, on_gpu: bool) -> bool:
     return bool(dist.is_nccl_available() if on_gpu else dist.is_gloo_available())
+
+
+def _is_of_connection(error: RuntimeError) -> bool:
+    """Return whether an error says that the other ranks cannot be reached."""
+    return isinstance(error, dist.DistError) or "/gloo/transport/" in str(error)
 
 
 def _cause(error: RuntimeError) -> str:

@@ -16,7 +16,11 @@ from typing import Any
 import msgspec
 
 from hardpoint.plugins import ExecutorContext
-from hardpoint.plugins.errors import EngineClosedError, EngineDeadError
+from hardpoint.plugins.errors import (
+    CommunicationAbortedError,
+    EngineClosedError,
+    EngineDeadError,
+)
 from hardpoint.plugins.executor import WorkerProcess
 from hardpoint.plugins.worker_calls import encode_call
 
@@ -261,9 +265,18 @@ class WorkerGroup:
                 call = self._calls.get(number)
             if call is not None and call.failures:
                 was_done = call.future.done()
-                error = call.failure()
+                error = self._first_cause(call.failure())
                 call.fail(error)
                 self._fail(error, lost=was_done)
+
+    def _first_cause(self, error: Exception) -> Exception:
+        """Return what a rank raised by itself in another call, if `error` only follows from it."""
+        if not isinstance(error, CommunicationAbortedError):
+            return error
+        with self._lock:
+            errors = [call.failure() for call in self._calls.values() if call.failures]
+        own = (other for other in errors if not isinstance(other, CommunicationAbortedError))
+        return next(own, error)
 
     # End
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
+from hardpoint.plugins.errors import CommunicationAbortedError
 from hardpoint.plugins.worker_calls import decode_result
 
 _ALONE = frozenset(
@@ -92,10 +93,12 @@ class PendingCall:
             self.future.set_result([self._results[rank] for rank in range(self._world_size)])
 
     def failure(self) -> Exception:
-        """Return what the first rank raised, with what others raised in a note."""
-        (_, error), *others = self.failures.items()
+        """Return what the first rank raised by itself, with what others raised in a note."""
+        (_, error), *others = sorted(
+            self.failures.items(), key=lambda item: isinstance(item[1], CommunicationAbortedError)
+        )
         for rank, other in others:
-            if str(other) != str(error):
+            if str(other) != str(error) and not isinstance(other, CommunicationAbortedError):
                 error.add_note(f"Rank {rank} also failed: {type(other).__name__}: {other}")
         return error
 

@@ -25,7 +25,7 @@ from hardpoint.plugins import (
     WorkerInfo,
 )
 from hardpoint.plugins.errors import EngineClosedError, PluginLoadError
-from hardpoint.plugins.executor import first_error_or
+from hardpoint.plugins.executor import failed_rank, first_error_or
 from hardpoint.plugins.parallel import Placement
 from hardpoint.plugins.worker_calls import decode_result, encode_call
 
@@ -157,9 +157,8 @@ class RayExecutor(Executor):
         """Call a method of every worker."""
         futures = self._call(method, args)
         done, _ = wait(futures, timeout, FIRST_EXCEPTION)
-        for future in futures:
-            if future in done and (error := future.exception()) is not None:
-                raise error
+        if (failed := failed_rank(futures)) is not None:
+            futures[failed].result()
         if late := [str(r) for r, f in zip(self._ranks, futures, strict=True) if f not in done]:
             raise TimeoutError(f"{method}: {', '.join(late)} did not answer within {timeout:g} s")
         return [future.result() for future in futures]
@@ -286,10 +285,9 @@ class RayExecutor(Executor):
             if any(future.done() and future.exception() for future in futures):
                 break
             reported = self._report_progress(reported)
-        for rank, future in zip(self._ranks, futures, strict=True):
-            if future.done():
-                with _naming_node(rank):
-                    future.result()
+        if (failed := failed_rank(futures)) is not None:
+            with _naming_node(self._ranks[failed]):
+                futures[failed].result()
         return [future.result() for future in futures]
 
     def _report_progress(self, reported: Any) -> Any:

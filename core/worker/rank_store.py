@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import distributed
 
-from hardpoint.plugins.errors import HardpointError
+from hardpoint.plugins.errors import HardpointError, ModelError
 from hardpoint.plugins.parallel import Placement
+
+_READING_SECONDS = 0.5
 
 
 @contextmanager
 def served_store(rank: int, placement: Placement | None) -> Iterator[None]:
     """Serve the placement's store while the ranks meet; do nothing in other ranks than 0.
+
+    If the body fails, the others have a moment to read why in the store.
 
     Raises:
         HardpointError: this process cannot listen on the address.
@@ -44,5 +49,8 @@ def served_store(rank: int, placement: Placement | None) -> Iterator[None]:
     )
     try:
         yield
+    except ModelError:
+        time.sleep(_READING_SECONDS)
+        raise
     finally:
         del store  # which closes the socket

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
 
 import torch
 
+from hardpoint.core.errors import close_all
 from hardpoint.plugins import Model, ModelError
 from hardpoint.plugins.config import ParallelConfig
 from hardpoint.plugins.parallel import (
@@ -30,40 +32,66 @@ class Ranks:
 
     Attributes:
         rank: in the engine.
-        parallel: the share of the model that this rank computes.
+        parallel: the share of the model that this rank computes, once the ranks have met.
+        are_many: whether there is another rank.
         is_output: whether this rank samples.
         num_local: ranks on this host, which share its memory.
+        have_met: whether the ranks have met.
     """
 
-    def __init__(
-        self, config: ParallelConfig, rank: int, placement: Placement | None, connect: Connect
-    ) -> None:
-        """Meet the other ranks.
+    def __init__(self, config: ParallelConfig, rank: int, placement: Placement | None) -> None:
+        """Meet nobody yet.
 
         Args:
             config: how many there are.
             rank: in the engine.
             placement: of all ranks; None if there is one.
-            connect: makes communicators.
         """
         self.rank = rank
+        self.are_many = config.world_size > 1
         self.is_output = rank == config.output_rank
         self.num_local = 1 if placement is None else len(placement.local(rank))
-        stage, tensor_rank = divmod(rank, config.tensor)
+        self._config = config
         self._pipeline: Communicator = SingleRank()
-        tensor: Communicator = SingleRank()
-        if config.tensor > 1:
-            ranks = list(range(stage * config.tensor, (stage + 1) * config.tensor))
-            tensor = connect(f"tensor-{stage}", tensor_rank, ranks)
-        if config.pipeline > 1:
-            ranks = list(range(tensor_rank, config.world_size, config.tensor))
-            self._pipeline = connect(f"pipeline-{tensor_rank}", stage, ranks)
-        self.parallel = Parallel(tensor, stage, config.pipeline, config.expert)
+        self._groups: list[Communicator] = []
+        self._abort_reason: str | None = None
+        self.have_met = False
 
-    @property
-    def are_many(self) -> bool:
-        """Whether there is another rank."""
-        return self.parallel.tensor.size * self.parallel.num_stages > 1
+    def meet(self, connect: Connect) -> None:
+        """Meet the other ranks; `abort` ends this, too.
+
+        Args:
+            connect: makes communicators.
+        """
+        config = self._config
+        stage, tensor_rank = divmod(self.rank, config.tensor)
+        tensor: Communicator = SingleRank()
+        try:
+            if config.tensor > 1:
+                ranks = list(range(stage * config.tensor, (stage + 1) * config.tensor))
+                tensor = self._join(connect, f"tensor-{stage}", tensor_rank, ranks)
+            if config.pipeline > 1:
+                ranks = list(range(tensor_rank, config.world_size, config.tensor))
+                self._pipeline = self._join(connect, f"pipeline-{tensor_rank}", stage, ranks)
+            self.parallel = Parallel(tensor, stage, config.pipeline, config.expert)
+            self.wait_for_all()
+        except BaseException as error:
+            self._abort_groups(f"rank {self.rank} failed: {error}")
+            with contextlib.suppress(Exception):
+                self.close()
+            raise
+        self.have_met = True
+
+    def _join(self, connect: Connect, group: str, rank: int, ranks: list[int]) -> Communicator:
+        communicator = connect(group, rank, ranks)
+        self._groups.append(communicator)
+        if self._abort_reason is not None:  # it came before the group was here
+            communicator.abort(self._abort_reason)
+        return communicator
+
+    def abort_reason(self) -> str | None:
+        """Return why `abort` was called; None if it was not."""
+        return self._abort_reason
 
     def describe(self) -> str:
         """Return how the ranks communicate, for the log."""
@@ -75,7 +103,8 @@ class Ranks:
         tensor, pipeline = self.parallel.tensor, self._pipeline
         for group in (tensor, pipeline, tensor):
             if group.size > 1:
-                group.all_reduce(torch.zeros(1, device=group.context.device))
+                # Read, since on a GPU the call itself does not wait.
+                group.all_reduce(torch.zeros(1, device=group.context.device)).item()
 
     def receive_hidden(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Return the hidden states of the stage before, in `hidden`; None in the first stage."""
@@ -110,14 +139,18 @@ class Ranks:
         return tensor.broadcast(torch.empty(count, dtype=torch.int64, device=device), 0)
 
     def abort(self, reason: str) -> None:
-        """Let calls that wait for other ranks fail."""
-        for group in (self.parallel.tensor, self._pipeline):
+        """Let what waits for other ranks fail, now and later. For any thread."""
+        self._abort_reason = self._abort_reason or reason
+        self._abort_groups(reason)
+
+    def _abort_groups(self, reason: str) -> None:
+        for group in list(self._groups):
             group.abort(reason)
 
     def close(self) -> None:
         """Leave the groups."""
-        for group in (self.parallel.tensor, self._pipeline):
-            group.close()
+        groups, self._groups = self._groups, []
+        close_all(groups)
 
 
 class _FirstOf(SingleRank):

@@ -37,6 +37,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Component, Progress
 from hardpoint.plugins.config import ParallelConfig
+from hardpoint.plugins.errors import CommunicationAbortedError
 from hardpoint.plugins.kinds import KINDS
 from hardpoint.plugins.manifest import PluginEntry, Source
 from hardpoint.plugins.parallel import Communicator, CommunicatorContext, Placement
@@ -110,6 +111,7 @@ class LocalWorker:
             activity: records the methods of plugins that run.
         """
         self._spec: WorkerSpec | None = spec
+        self._device = spec.device
         self._activity = activity or Activity()
         self._runner: ModelRunner | None = None
         self._components: list[Component] = []
@@ -119,8 +121,7 @@ class LocalWorker:
         self._estimate: MemoryEstimate | None = None
         self._threads: ComputeThreads | None = None
         self._weight_cache: WeightCache | None = None
-        self._ranks: Ranks | None = None
-        self._abort_reason: str | None = None
+        self._ranks = Ranks(spec.config.parallel, spec.rank, spec.placement)
         self._profiling = Profiling(
             spec.config.engine.profile_dir,
             spec.device,
@@ -137,6 +138,7 @@ class LocalWorker:
         """
         assert self._spec is not None
         spec = self._spec
+        self._use_device()
         if self._threads is None and spec.device.type == "cpu":
             num_ranks = 1 if spec.placement is None else len(spec.placement.local(spec.rank))
             self._threads = ComputeThreads(spec.config.executor.threads, num_ranks=num_ranks)
@@ -151,7 +153,9 @@ class LocalWorker:
             _log.info("operations: %s; attention: %s", ops.describe(), backend.describe())
         entry = spec.plugins.get("models", spec.model_config.architecture)
         check_parallelism(spec.plugins.target(entry), entry.source, spec.config.parallel)
-        ranks = self._ranks = self._ranks or self._meet(spec)
+        ranks = self._ranks
+        if not ranks.have_met:
+            self._meet(spec)
         create = functools.partial(
             spec.plugins.create,
             entry,
@@ -173,6 +177,7 @@ class LocalWorker:
         self._estimate.check(spec.config.model)
         # Before the weights, so that a plugin that cannot start fails early.
         stage = self._sampling(spec, ops) if ranks.is_output else None
+        ranks.wait_for_all()  # so that none allocates while another still measures the memory
         with torch.inference_mode():
             self._load_weights(spec, ranks, model, checked)
             checked.run_trial(min(_TRIAL_TOKENS, spec.max_model_len), _TRIAL_TOKENS)
@@ -194,7 +199,7 @@ class LocalWorker:
         ranks.wait_for_all()
         return _measured(checked, spec, ranks, self._bytes_per_block, self._estimate)
 
-    def _meet(self, spec: WorkerSpec) -> Ranks:
+    def _meet(self, spec: WorkerSpec) -> None:
         """Meet the other ranks."""
 
         def connect(group: str, rank: int, members: list[int]) -> Communicator:
@@ -209,16 +214,13 @@ class LocalWorker:
                 device=spec.device,
                 placement=spec.placement.of(members),
                 timeout_seconds=spec.config.parallel.start_seconds,
+                abort_reason=self._ranks.abort_reason,
             )
 
         with served_store(spec.rank, spec.placement):
-            ranks = Ranks(spec.config.parallel, spec.rank, spec.placement, connect)
-            ranks.wait_for_all()
-        if ranks.are_many and spec.rank == 0:
-            _log.info("ranks communicate by %s", ranks.describe())
-        if self._abort_reason is not None:
-            ranks.abort(self._abort_reason)
-        return ranks
+            self._ranks.meet(connect)
+        if self._ranks.are_many and spec.rank == 0:
+            _log.info("ranks communicate by %s", self._ranks.describe())
 
     def _load_weights(
         self, spec: WorkerSpec, ranks: Ranks, model: Model, checked: CheckedModel
@@ -241,6 +243,7 @@ class LocalWorker:
     def initialize_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache and the persistent batch."""
         assert self._spec is not None
+        self._use_device()
         config = self._spec.config
         if self._estimate is not None:
             self._estimate = self._estimate.with_cache(num_blocks * self._bytes_per_block)
@@ -264,6 +267,7 @@ class LocalWorker:
             return ModelRunnerOutput()  # asleep: the requests of the plan have no other state here
         if self._threads is not None:
             self._threads.adapt()
+        self._use_device()
         try:
             return self.runner.execute(plan)
         except BaseException as error:
@@ -276,6 +280,7 @@ class LocalWorker:
         bitmask: GrammarBitmask | None = None,
     ) -> ModelRunnerOutput | None:
         """Sample the tokens of a step whose model has run, of those that the bitmask allows."""
+        self._use_device()
         try:
             return self.runner.sample(bitmask)
         except BaseException as error:
@@ -284,6 +289,7 @@ class LocalWorker:
 
     def execute_dummy_batch(self) -> None:
         """Run the model on one token, without a cache."""
+        self._use_device()
         self.runner.run_dummy()
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
@@ -301,12 +307,12 @@ class LocalWorker:
         releases the model as well, and `wake_up` loads it again.
         """
         assert self._spec is not None
-        device = self._spec.device.type
+        self._use_device()
         if level == 1:
             self.runner.release_cache()
         else:
             self._release()
-        if device == "cuda":
+        if self._spec.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def wake_up(self, tags: Sequence[str]) -> None:
@@ -315,6 +321,7 @@ class LocalWorker:
         Raises:
             HardpointError: the KV cache is requested before weights that were released.
         """
+        self._use_device()
         if "weights" in tags and self._runner is None:
             self.load_model()
         if "kv_cache" not in tags:
@@ -352,21 +359,23 @@ class LocalWorker:
 
     def abort(self, reason: str) -> None:
         """Let calls that wait for other ranks fail."""
-        self._abort_reason = reason
-        if self._ranks is not None:
-            self._ranks.abort(reason)
+        self._ranks.abort(reason)
 
     def close(self) -> None:
         """Release the model and the KV cache, and leave the other ranks."""
         self._profiling.close()
         self._release()
-        if self._ranks is not None:
-            self._ranks.close()
-            self._ranks = None
+        self._ranks.close()
         self._spec = None
         if self._threads is not None:
             self._threads.close()
             self._threads = None
+
+    def _use_device(self) -> None:
+        """Make this rank's GPU the current one of the thread, as code that names none expects."""
+        device = self._device
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)
 
     @contextlib.contextmanager
     def _naming_memory(self) -> Iterator[None]:
@@ -379,8 +388,10 @@ class LocalWorker:
 
     def _step_failed(self, error: BaseException) -> None:
         """Let the other ranks fail, too, which wait for this one; name memory if it lacks."""
-        if self._ranks is not None and self._ranks.are_many:
-            self._ranks.abort(f"rank {self._ranks.rank} failed: {describe(error)}")
+        if self._ranks.are_many:
+            follows = isinstance(error, CommunicationAbortedError)
+            failed = f"rank {self._ranks.rank} failed: {describe(error)}"
+            self._ranks.abort(str(error) if follows else failed)
         if isinstance(error, MemoryError | RuntimeError):
             self._name_memory(error)
 

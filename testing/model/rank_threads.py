@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 
+from hardpoint.plugins.errors import CommunicationAbortedError
 from hardpoint.plugins.parallel import Communicator, CommunicatorContext, Placement
 
 T = TypeVar("T")
@@ -26,7 +27,7 @@ def run_ranks(size: int, function: Callable[[Communicator], T]) -> list[T]:
         function: is called once per rank.
 
     Raises:
-        BaseException: the first one that a rank raised; the others have ended then.
+        BaseException: the first one that a rank raised by itself; the others have ended then.
     """
     exchange = ThreadExchange(size)
     results: dict[int, T] = {}
@@ -50,7 +51,7 @@ def run_ranks(size: int, function: Callable[[Communicator], T]) -> list[T]:
     for thread in threads:
         thread.join()
     if errors:
-        raise errors[0]
+        raise min(errors, key=lambda error: isinstance(error, CommunicationAbortedError))
     return [results[rank] for rank in range(size)]
 
 
@@ -129,7 +130,7 @@ class ThreadExchange:
 
     def _check(self) -> None:
         if self.failure is not None:
-            raise RuntimeError(f"the communication has ended: {self.failure}")
+            raise CommunicationAbortedError(f"the communication has ended: {self.failure}")
 
     def _wait(self, rank: int, call: str, is_done: Callable[[], bool]) -> None:
         self._waiting[rank] = (call, is_done)

@@ -38,7 +38,7 @@ GROUPS = Rule(
     "make the names of files, segments and keys from context.group",
 )
 ABORT = Rule(
-    "abort: calls that wait fail within a second, and later ones at once",
+    "abort: calls that wait raise CommunicationAbortedError in a second, later ones at once",
     "let each wait end when a flag is set, and look at it first in every call",
 )
 REFUSED = Rule(
@@ -256,8 +256,8 @@ class CommunicatorSuite(ComponentSuite):
         began = outcomes[0].value.ended
         for rank, outcome in enumerate(outcomes):
             end = outcome.value
-            if end.returned:
-                raise ABORT.violation(f"{end.returned} of rank {rank} returned after an abort")
+            if end.wrong:
+                raise ABORT.violation(f"after an abort, in rank {rank}, {end.wrong}")
             if end.ended - began > _ABORT_SECONDS:
                 raise ABORT.violation(
                     f"of {size} ranks, {call} of rank {rank} ended {end.ended - began:.1f} s after "

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
+from hardpoint.plugins.errors import CommunicationAbortedError
 from hardpoint.plugins.parallel import Communicator
 from hardpoint.testing.suite import Violation, short_repr
 
@@ -373,12 +374,12 @@ class Ending:
     """How a rank's wait ended.
 
     Attributes:
-        returned: the call that returned, although it should have failed.
+        wrong: which call did not raise CommunicationAbortedError, and what it did instead.
         ended: when, in seconds of the monotonic clock; in rank 0 when it called abort.
         later: seconds that a later call took to fail.
     """
 
-    returned: str = ""
+    wrong: str = ""
     ended: float = field(default=0.0)
     later: float = 0.0
 
@@ -395,15 +396,15 @@ def abort(call: str, communicator: Communicator, log: RankLog) -> Ending:
         ended = time.monotonic() + _DELAY_SECONDS
         timer = threading.Timer(_DELAY_SECONDS, communicator.abort, ["the suite aborts"])
         timer.start()
-        returned = _returns("recv", communicator, communicator.size - 1)
+        wrong = _not_aborted("recv", communicator, communicator.size - 1)
         timer.join()
-        if returned or time.monotonic() - ended > 1.0:
-            return Ending(returned, time.monotonic() + 60.0)
+        if wrong or time.monotonic() - ended > 1.0:
+            return Ending(wrong, time.monotonic() + 60.0)
     else:
-        returned = _returns(call.split()[0], communicator)
+        wrong = _not_aborted(call.split()[0], communicator)
         ended = time.monotonic()
-        if returned:
-            return Ending(returned, ended)
+        if wrong:
+            return Ending(wrong, ended)
     return _later(communicator, log, ended)
 
 
@@ -411,21 +412,23 @@ def _later(communicator: Communicator, log: RankLog, ended: float) -> Ending:
     log.where = "a call after the abort"
     began = time.monotonic()
     for call in ("all_reduce", "broadcast", "recv", "send"):
-        if returned := _returns(call, communicator, int(communicator.rank == 0)):
-            return Ending(f"{returned}, called later,", ended)
+        if wrong := _not_aborted(call, communicator, int(communicator.rank == 0)):
+            return Ending(f"a later {wrong}", ended)
     communicator.abort("once more")
     return Ending("", ended, time.monotonic() - began)
 
 
-def _returns(call: str, communicator: Communicator, source: int = 0) -> str:
-    """Make a call; return its name if it returns, nothing if it raises an exception."""
+def _not_aborted(call: str, communicator: Communicator, source: int = 0) -> str:
+    """Make a call; return what it did, nothing if it raised CommunicationAbortedError."""
     x = torch.zeros(communicator.size, device=communicator.context.device)
     arguments = (source,) if call in ("broadcast", "recv", "send") else ()
     try:
         getattr(communicator, call)(x, *arguments)
-    except Exception:
+    except CommunicationAbortedError:
         return ""
-    return call
+    except Exception as error:
+        return f"{call} raised {type(error).__name__}: {error}"
+    return f"{call} returned"
 
 
 def refusals(communicator: Communicator, log: RankLog) -> str:

@@ -124,6 +124,15 @@ def test_a_rank_that_fails_a_step_fails_it_for_all_and_no_rank_waits_for_it(open
     assert time.monotonic() - began < 1  # the others were released
 
 
+def test_the_error_of_the_rank_that_failed_comes_before_those_that_follow_from_it(opened):
+    workers = opened(2)
+    first = begin(workers, 1, "1 follow rank 0 failed: broken")  # which is told at once
+    begin(workers, 2, "0 raise broken")  # while rank 1 was a call behind
+    with pytest.raises(ModelError, match="^broken") as raised:
+        first.result(10)
+    assert not any("CommunicationAborted" in note for note in raised.value.__notes__)
+
+
 def test_a_rank_that_fails_what_the_output_rank_has_done_ends_the_executor(opened):
     workers = opened(2)
     failures = []

@@ -26,8 +26,8 @@ from hardpoint.builtin_plugins.communicators.shared_memory import SharedMemoryCo
 from hardpoint.builtin_plugins.communicators.torch import TorchCommunicator
 from hardpoint.kernels import cpu
 from hardpoint.kernels.collectives import SUMMED
-from hardpoint.kernels.shared_memory import AbortedError
 from hardpoint.plugins import ModelError
+from hardpoint.plugins.errors import CommunicationAbortedError
 from hardpoint.plugins.parallel import CommunicatorContext, Placement
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -253,7 +253,9 @@ def test_what_was_sent_comes_after_the_sender_has_left(connect):
     first.send(torch.arange(10), 1)
     first.close()
     assert second.recv(torch.empty(10, dtype=torch.int64), 0).tolist() == list(range(10))
-    with pytest.raises(AbortedError, match=r"recv of rank 1 in group 'tensor-0': rank 0 \(process"):
+    with pytest.raises(
+        CommunicationAbortedError, match=r"recv of rank 1 in group 'tensor-0': rank 0 \(process"
+    ):
         second.recv(torch.empty(1), 0)
 
 
@@ -270,14 +272,16 @@ def test_calls_that_differ_are_named_in_all_ranks(connect):
         called = [calls[names[0]], calls[other]]
         errors = in_ranks(2, lambda rank, called=called, group=group: called[rank](group[rank]))
         for error in errors:
-            assert isinstance(error, AbortedError)
+            assert isinstance(error, CommunicationAbortedError)
             assert names[0] in str(error)
             assert other in str(error)
     first, second = connect(2, group="sends")
     first.send(torch.zeros(2), 1)
-    with pytest.raises(AbortedError, match=r"rank 1 .* 4 bytes of float32, rank 0 .* 8 bytes of f"):
+    with pytest.raises(
+        CommunicationAbortedError, match=r"rank 1 .* 4 bytes of float32, rank 0 .* 8 bytes of f"
+    ):
         second.recv(torch.zeros(1), 0)
-    with pytest.raises(AbortedError, match="8 bytes of float32"):
+    with pytest.raises(CommunicationAbortedError, match="8 bytes of float32"):
         first.all_reduce(torch.zeros(1))
 
 
@@ -321,10 +325,10 @@ def test_abort_wakes_all_with_its_reason(connect, call):
     results = in_ranks(2, lambda rank: call(group[rank]))
     assert time.monotonic() - began < 0.8
     for result in results:
-        assert isinstance(result, AbortedError)
+        assert isinstance(result, CommunicationAbortedError)
         assert str(result).endswith("in group 'tensor-0': worker 7 failed")
     for each in group:
-        with pytest.raises(AbortedError, match="worker 7 failed"):
+        with pytest.raises(CommunicationAbortedError, match="worker 7 failed"):
             each.all_reduce(torch.zeros(1))
 
 
@@ -345,7 +349,7 @@ def run_process(rank, size, folder, ends):
     ends.recv()
     try:
         each.all_reduce(torch.zeros(1))
-    except AbortedError as error:
+    except CommunicationAbortedError as error:
         ends.send(str(error))
     each.close()
 
@@ -389,7 +393,7 @@ def test_nothing_is_left(connect):
         each.close()
     assert leftovers() == before
     group[0].abort("too late")
-    with pytest.raises(AbortedError, match="it is closed"):
+    with pytest.raises(CommunicationAbortedError, match="it is closed"):
         group[0].all_reduce(torch.zeros(1))
 
 

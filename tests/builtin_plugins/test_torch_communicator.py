@@ -16,11 +16,12 @@ import torch
 from support import communicator_rank
 from support.communicator_rank import join
 
+from hardpoint.builtin_plugins.communicators.gloo import GlooGroup
 from hardpoint.core.worker.rank_store import served_store
 from hardpoint.core.worker.ranks import Ranks
 from hardpoint.plugins import HardpointError
 from hardpoint.plugins.config import ParallelConfig
-from hardpoint.plugins.errors import ModelError
+from hardpoint.plugins.errors import CommunicationAbortedError, ModelError
 from hardpoint.plugins.parallel import Placement
 
 
@@ -70,8 +71,8 @@ def test_all_groups_of_two_hosts_meet_and_listen_on_the_named_addresses_only():
         with served_store(rank, placement):
             if rank == 0:
                 seen.extend(listening())
-            ranks = Ranks(config, rank, placement, connect)
-            ranks.wait_for_all()
+            ranks = Ranks(config, rank, placement)
+            ranks.meet(connect)
         return ranks
 
     all_ranks = in_ranks(4, meet)
@@ -96,15 +97,38 @@ def test_a_rank_that_is_killed_ends_a_waiting_call(tmp_path):
         assert {address.ip for address in listening(child.pid)} == {"127.0.0.1"}
         killed = []
         threading.Timer(0.1, lambda: (killed.append(time.monotonic()), child.kill())).start()
-        with pytest.raises(RuntimeError, match=r"recv of rank 0 in group 'group': .* by peer"):
+        with pytest.raises(
+            CommunicationAbortedError, match=r"recv of rank 0 in group 'group': .* by peer"
+        ):
             communicator.recv(torch.zeros(1), 1)
         assert time.monotonic() - killed[0] < 1
-        with pytest.raises(RuntimeError, match=r"send of rank 0 in group 'group': .* by peer"):
+        with pytest.raises(
+            CommunicationAbortedError, match=r"send of rank 0 in group 'group': .* by peer"
+        ):
             communicator.send(torch.zeros(1), 1)
         communicator.close()
     finally:
         child.kill()
         child.wait()
+
+
+def test_what_fails_in_a_rank_alone_keeps_its_class(tmp_path, monkeypatch):
+    def fail(self, x):
+        raise torch.OutOfMemoryError("no memory for a copy")
+
+    def run(rank):
+        communicator = join(rank, Placement(hosts=("", ""), folder=str(tmp_path)))
+        communicator.all_reduce(torch.zeros(1))
+        if rank == 0:
+            monkeypatch.setattr(GlooGroup, "all_gather", fail)
+            with pytest.raises(torch.OutOfMemoryError, match="^no memory for a copy"):
+                communicator.all_gather(torch.zeros(1))
+        return communicator.recv(torch.zeros(1), 1 - rank)
+
+    here, there = in_ranks(2, run)
+    assert isinstance(here, CommunicationAbortedError)
+    assert "recv of rank 0 in group 'group': no memory for a copy" in str(here)
+    assert isinstance(there, CommunicationAbortedError)
 
 
 def test_an_abort_says_why_and_ends_ranks_one_after_the_other(tmp_path):

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from hardpoint.plugins.errors import CommunicationAbortedError
 from hardpoint.testing import run_ranks
 
 
@@ -81,5 +82,5 @@ def test_the_first_error_is_raised_and_no_thread_is_left():
     ],
 )
 def test_wrong_calls_end_with_an_error(function, words):
-    with pytest.raises((RuntimeError, ValueError), match=words):
+    with pytest.raises((CommunicationAbortedError, ValueError), match=words):
         run_ranks(2, function)

@@ -25,7 +25,9 @@ def in_each(function, **sizes):
             assert members == [0, 1]
             return communicator
 
-        return function(Ranks(config, communicator.rank, placement, connect))
+        ranks = Ranks(config, communicator.rank, placement)
+        ranks.meet(connect)
+        return function(ranks)
 
     return run_ranks(2, run)
 
@@ -47,7 +49,7 @@ def test_four_ranks_are_stages_of_tensor_ranks():
         met.append((group, rank, members))
         return SingleRank()
 
-    Ranks(config, 3, Placement(hosts=("a", "a", "b", "b")), connect)
+    Ranks(config, 3, Placement(hosts=("a", "a", "b", "b"))).meet(connect)
     assert met == [("tensor-1", 1, [2, 3]), ("pipeline-1", 1, [1, 3])]
     assert config.output_rank == 2
 
@@ -79,7 +81,8 @@ def test_the_other_ranks_compute_the_rows_that_the_output_rank_asks_for():
 
 
 def test_one_rank_exchanges_nothing():
-    ranks = Ranks(ParallelConfig(), 0, None, pytest.fail)
+    ranks = Ranks(ParallelConfig(), 0, None)
+    ranks.meet(pytest.fail)
     ranks.ask_for_logits(torch.tensor([1]))
     ranks.wait_for_all()
     assert ranks.receive_hidden(torch.empty(1)) is None

@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from hardpoint.plugins.errors import ModelError
+from hardpoint.plugins.errors import CommunicationAbortedError, ModelError
 from hardpoint.testing.model.rank_threads import ThreadCommunicator, ThreadExchange
 
 _met = threading.Condition()
@@ -201,8 +201,20 @@ class ForgetsAbort(Right):
     def send(self, x, destination):
         try:
             super().send(x, destination)
-        except RuntimeError:
+        except CommunicationAbortedError:
             pass
+
+
+class HidesAborts(Right):
+    """Raises an error of its own library."""
+
+    contract = 1
+
+    def recv(self, x, source):
+        try:
+            return super().recv(x, source)
+        except CommunicationAbortedError as error:
+            raise OSError("connection reset by peer") from error
 
 
 class TakesAnyRank(Right):

@@ -16,7 +16,7 @@ from hardpoint.builtin_plugins.executors.multiproc import MultiprocExecutor
 from hardpoint.core.engine.worker_launch import WorkerProcess
 from hardpoint.plugins import ExecutorContext, ModelRunnerOutput, SchedulerOutput, WorkerInfo
 from hardpoint.plugins.config import ParallelConfig
-from hardpoint.plugins.errors import ModelError
+from hardpoint.plugins.errors import CommunicationAbortedError, ModelError
 from hardpoint.plugins.executor import WorkerLaunch
 from hardpoint.plugins.manifest import Manifest
 
@@ -51,6 +51,9 @@ class Obeying:
 
     def _raise(self, message: str) -> None:
         raise ModelError(message)
+
+    def _follow(self, reason: str) -> None:
+        raise CommunicationAbortedError(reason)
 
     def _late(self, message: str) -> None:
         time.sleep(0.3)

@@ -1,0 +1,72 @@
+"""Ranks that meet: an abort ends the waiting, and what keeps one away is told to the others."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+import torch
+from support.communicator_rank import join
+
+from hardpoint.builtin_plugins.communicators.shared_memory import SharedMemoryCommunicator
+from hardpoint.builtin_plugins.communicators.torch import TorchCommunicator
+from hardpoint.core.worker.rank_store import served_store
+from hardpoint.plugins import ModelError
+from hardpoint.plugins.errors import CommunicationAbortedError
+from hardpoint.plugins.parallel import CommunicatorContext, Placement
+
+
+def store():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("where", ["a folder", "a store", "a store that nobody serves"])
+@pytest.mark.parametrize("cls", [SharedMemoryCommunicator, TorchCommunicator])
+def test_an_abort_ends_the_waiting_for_a_rank_that_does_not_come(cls, where, tmp_path):
+    placement = Placement(hosts=("", ""), store=store())
+    if where == "a folder":
+        placement = Placement(hosts=("", ""), folder=str(tmp_path))
+    reasons = []
+    context = CommunicatorContext(
+        name="x",
+        options=cls.Options() if hasattr(cls, "Options") else None,
+        group="tensor-0",
+        rank=0,
+        size=2,
+        device=torch.device("cpu"),
+        placement=placement,
+        timeout_seconds=30.0,
+        abort_reason=lambda: reasons[0] if reasons else None,
+    )
+    threading.Timer(0.1, reasons.append, ["rank 1 has ended"]).start()
+    began = time.monotonic()
+    served = 0 if where == "a store" else 1
+    with (
+        pytest.raises(CommunicationAbortedError, match=r"group 'tensor-0': rank 1 has ended$"),
+        served_store(served, placement),
+    ):
+        cls(context)
+    assert time.monotonic() - began < 1
+
+
+def test_what_keeps_rank_0_away_is_told_to_the_ranks_of_other_hosts():
+    placement = Placement(
+        hosts=("left", "right"), addresses=("192.0.2.1", "127.0.0.1"), store=store()
+    )
+    errors = {}
+
+    def meet(rank):
+        with pytest.raises(ModelError) as raised, served_store(rank, placement):
+            join(rank, placement)
+        errors[rank] = str(raised.value)
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert "rank 0: " in errors[1]
+    assert errors[0] == errors[1]

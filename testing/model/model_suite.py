@@ -424,16 +424,14 @@ class ModelSuite(ComponentSuite):
             division: of the model.
             ranks: of all stages.
             hidden: of the whole model.
-            logits: the same.
+            logits: of the whole model's last step.
         """
         first: dict[int, RankResult] = {}
         for rank in ranks:
-            one, found = first.setdefault(rank.stage, rank), torch.cat(list(rank.hidden))
+            found, other_rank = torch.cat(list(rank.hidden)), first.setdefault(rank.stage, rank)
             if rank.logits is None:
-                reference, results = (
-                    str(one),
-                    [("hidden states", found, torch.cat(list(one.hidden)))],
-                )
+                reference, expected = str(other_rank), torch.cat(list(other_rank.hidden))
+                results = [("hidden states", found, expected)]
             else:
                 reference = "the whole model"
                 results = [("hidden states", found, hidden), ("logits", rank.logits, logits)]
@@ -445,8 +443,8 @@ class ModelSuite(ComponentSuite):
                     )
                 if (difference := _difference(mine, other)) > self.tolerance:
                     raise SHARED.violation(
-                        f"with {division}, the {what} of {rank} differ from those of {reference} by "
-                        f"{difference:.3g} of the largest one"
+                        f"with {division}, the {what} of {rank} differ from those of {reference} "
+                        f"by {difference:.3g} of the largest one"
                     )
 
     @property

@@ -16,7 +16,8 @@ from hardpoint.core.activity import Activity, PluginCalls, tracked
 from hardpoint.core.faults import CALL_LOST, StepFaults, create_all
 from hardpoint.core.kv_cache import BlockManager, BlockMetadata, CacheSize, Eviction, size_cache
 from hardpoint.core.worker.sampling.observed_states import NUM_VERSIONS
-from hardpoint.core.worker.worker import WorkerSpec, check_parallelism
+from hardpoint.core.worker.shares import check_shares
+from hardpoint.core.worker.worker import WorkerSpec
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
@@ -150,8 +151,7 @@ def _eviction_policy(plugins: PluginSet, blocks: BlockMetadata, clock: _Clock) -
 
 def _executor(spec: WorkerSpec, launcher: WorkerLauncher) -> Executor:
     if spec.config.parallel.world_size > 1:  # here, too, since it takes time to start workers
-        entry = spec.plugins.get("models", spec.model_config.architecture)
-        check_parallelism(spec.plugins.target(entry), entry.source, spec.config.parallel)
+        check_shares(spec.plugins, spec.model_config, spec.dtype, spec.config.parallel)
     return spec.plugins.create(
         spec.plugins.one("executors"),
         ExecutorContext,

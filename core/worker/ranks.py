@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import time
 from collections.abc import Callable
 
 import torch
 
 from hardpoint.core.errors import close_all
-from hardpoint.plugins import Model, ModelError
 from hardpoint.plugins.config import ParallelConfig
 from hardpoint.plugins.parallel import (
     Communicator,
-    IndivisibleError,
     Parallel,
     Placement,
     SingleRank,
@@ -151,61 +147,3 @@ class Ranks:
         """Leave the groups."""
         groups, self._groups = self._groups, []
         close_all(groups)
-
-
-class _FirstOf(SingleRank):
-    """Rank 0 of so many, which a model is built for and never run."""
-
-    def __init__(self, size: int) -> None:
-        """There is no other one to find."""
-        self.size = size
-
-
-def build_share(create: Callable[[Parallel], Model], parallel: Parallel) -> Model:
-    """Build what a rank computes of a model.
-
-    Args:
-        create: builds the model without weights.
-        parallel: this rank's share.
-
-    Raises:
-        ModelError: the model cannot be divided in this way; names the sizes that all of it can be
-            divided by.
-    """
-    try:
-        return create(parallel)
-    except IndivisibleError as cause:
-        fitting = _fitting_sizes(create, parallel, cause.count)
-        raise ModelError(f"{cause.problem}; {fitting}") from cause
-
-
-def _fitting_sizes(create: Callable[[Parallel], Model], parallel: Parallel, count: int) -> str:
-    """Return the part of the message that names the sizes a model can be divided by.
-
-    Args:
-        create: builds the model, which takes long for one of many layers.
-        parallel: which has another size.
-        count: of the parts that are to be divided, or copied to several ranks.
-    """
-    deadline, fitting, largest = time.monotonic() + _SEARCH_S, list[str](), _MAX_SIZE
-    for size in range(2, _MAX_SIZE + 1):
-        if count % size and size % count:
-            continue
-        if time.monotonic() > deadline:
-            largest = size - 1
-            break
-        if _fits(create, parallel, size):
-            fitting.append(str(size))
-    if not fitting:
-        return f"no size up to {largest} would do"
-    rest = "" if largest == _MAX_SIZE else f" (sizes above {largest} were not tried)"
-    return f"{', '.join(fitting)} would do{rest}"
-
-
-def _fits(create: Callable[[Parallel], Model], parallel: Parallel, size: int) -> bool:
-    """Return whether a model can be divided among so many ranks."""
-    try:
-        create(dataclasses.replace(parallel, tensor=_FirstOf(size))).close()
-    except ModelError:
-        return False
-    return True

@@ -36,10 +36,9 @@ from hardpoint.plugins import (
     WorkerInfo,
 )
 from hardpoint.plugins.component import Component, Progress
-from hardpoint.plugins.config import ParallelConfig
 from hardpoint.plugins.errors import CommunicationAbortedError
 from hardpoint.plugins.kinds import KINDS
-from hardpoint.plugins.manifest import PluginEntry, Source
+from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.plugins.parallel import Communicator, CommunicatorContext, Placement
 from hardpoint.plugins.plan import DraftTokenIds
 from hardpoint.plugins.requests import LoRARequest
@@ -62,7 +61,8 @@ from .memory import (
 from .model_runner import ModelRunner
 from .profiling import Profiling
 from .rank_store import served_store
-from .ranks import Ranks, build_share
+from .ranks import Ranks
+from .shares import build_share, check_parallelism
 from .threads import ComputeThreads, crowding
 from .weight_cache import WeightCache, cache_key
 
@@ -484,26 +484,6 @@ def _entry_for_device(spec: WorkerSpec, kind: str) -> PluginEntry:
             f"the device is {spec.device.type}"
         )
     return entry
-
-
-def check_parallelism(model: type[Model], source: Source, parallel: ParallelConfig) -> None:
-    """Refuse a kind of parallelism that a model does not honour.
-
-    Raises:
-        ModelError: naming the setting and the model.
-    """
-    asked = {
-        "tensor": parallel.tensor > 1,
-        "pipeline": parallel.pipeline > 1,
-        "expert": parallel.expert,
-    }
-    for name, is_on in asked.items():
-        if is_on and name not in model.parallelism:
-            does = ", ".join(f"parallel.{other}" for other in model.parallelism) or "none"
-            raise ModelError(
-                f"parallel.{name}: {source} cannot be divided in this way; its class says what it "
-                f"honours in `parallelism`: {does}"
-            )
 
 
 def _share_of_memory(spec: WorkerSpec, ranks: Ranks) -> MemoryLimit:

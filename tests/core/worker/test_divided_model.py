@@ -16,10 +16,10 @@ from support.builtins.model_harness import Runner, open_loader
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.builtin_plugins.models.llama import Llama
 from hardpoint.builtin_plugins.ops.torch import TorchOps
-from hardpoint.core.worker import ranks
+from hardpoint.core.worker import shares
 from hardpoint.core.worker.checked_model import CheckedModel, checked_weights
 from hardpoint.core.worker.memory import MemoryLimit, estimate_memory
-from hardpoint.core.worker.ranks import build_share
+from hardpoint.core.worker.shares import build_share
 from hardpoint.core.worker.weight_cache import WeightCache, cache_key
 from hardpoint.plugins import (
     EngineConfig,
@@ -282,7 +282,7 @@ def test_sizes_that_would_do_are_those_of_the_whole_model(loader, changes, size,
 
 def test_only_sizes_that_can_fit_are_tried_and_only_for_a_while(monkeypatch):
     clock, tried = itertools.count(0.0, 0.3), []
-    monkeypatch.setattr(ranks.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(shares.time, "monotonic", lambda: next(clock))
 
     def create(share):
         tried.append(share.tensor.size)

@@ -169,7 +169,7 @@ class Communicator(Component):
         """Let all calls fail, those that wait too, in every rank if possible. For any thread.
 
         They raise CommunicationAbortedError with the reason, also where another rank's process has
-        ended: so the error of the rank that failed first is told from those that follow from it.
+        ended: so executors distinguish the failure of a rank from the errors that follow from it.
         """
 
 

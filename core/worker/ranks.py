@@ -36,7 +36,7 @@ class Ranks:
     """
 
     def __init__(self, config: ParallelConfig, rank: int, placement: Placement | None) -> None:
-        """Meet nobody yet.
+        """Meet no rank yet.
 
         Args:
             config: how many there are.

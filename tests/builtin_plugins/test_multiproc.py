@@ -126,8 +126,8 @@ def test_a_rank_that_fails_a_step_fails_it_for_all_and_no_rank_waits_for_it(open
 
 def test_the_error_of_the_rank_that_failed_comes_before_those_that_follow_from_it(opened):
     workers = opened(2)
-    first = begin(workers, 1, "1 follow rank 0 failed: broken")  # which is told at once
-    begin(workers, 2, "0 raise broken")  # while rank 1 was a call behind
+    first = begin(workers, 1, "0 follow rank 1 failed: broken")
+    begin(workers, 2, "1 raise broken")  # when rank 0 was a call behind
     with pytest.raises(ModelError, match="^broken") as raised:
         first.result(10)
     assert not any("CommunicationAborted" in note for note in raised.value.__notes__)

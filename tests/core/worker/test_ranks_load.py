@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from hardpoint.core.worker import worker
 from hardpoint.core.worker.memory import MemoryEstimate
 from hardpoint.core.worker.ranks import Ranks
 from hardpoint.core.worker.worker import LocalWorker
@@ -47,14 +48,14 @@ def start(folder):
 
 
 def test_a_rank_that_fails_before_it_comes_lets_no_other_wait(scripted, monkeypatch):
-    ops = LocalWorker._ops
+    came = []
 
-    def broken(self, spec):
-        if spec.rank == 1:
+    def broken(*_):
+        came.append(True)
+        if len(came) == 2:
             raise OSError("the device is broken")
-        return ops(self, spec)
 
-    monkeypatch.setattr(LocalWorker, "_ops", broken)
+    monkeypatch.setattr(worker, "check_parallelism", broken)
     began = time.monotonic()
     with pytest.raises(OSError, match="the device is broken"):
         start(scripted)

@@ -265,9 +265,7 @@ class WorkerGroup:
                 call = self._calls.get(number)
             if call is not None and call.failures:
                 is_told = call.is_step and not call.future.done()
-                error = call.failure()
-                call.fail(error)
-                self._fail(error, report=not is_told)
+                self._fail(call.failure(), report=not is_told)
 
     # End
 

@@ -307,7 +307,7 @@ class Executor(Component):
 
     @property
     def max_concurrent_batches(self) -> int:
-        """Maximum number of steps in flight, 1 to MAX_CONCURRENT_BATCHES; more than 1 is a pipeline.
+        """Steps in flight at most, 1 to MAX_CONCURRENT_BATCHES, 7; more than 1 is a pipeline.
 
         In a pipeline `sample_tokens` is called before the step's `execute_model` is done, and
         begins after it. If `execute_model` itself returns a result, that of `sample_tokens` is
@@ -375,10 +375,10 @@ class Executor(Component):
     def on_failure(self, callback: Callable[[BaseException], None]) -> None:
         """Register a callback for the loss of workers; it may run in any thread.
 
-        Called once, for workers that have ended, and for ranks that a call has left out of step
-        (`are_out_of_step`). Its error ends the engine: an engine process at once, unless it is in a step, and one in the
-        caller's process with the next call. The default never calls it, for executors whose workers
-        fail only in calls.
+        It is called once, when a worker has ended, or a call of `collective_rpc` has left ranks out
+        of step (`are_out_of_step`). Its error ends the engine: an engine process at once, unless it
+        is in a step, and one in the caller's process with the next call. The default never calls
+        it, for executors of one worker, which fails only in calls.
         """
 
 

@@ -264,8 +264,8 @@ class WorkerGroup:
             with self._lock:
                 call = self._calls.get(number)
             if call is not None and call.failures:
-                is_told = call.is_step and not call.future.done()
-                self._fail(call.failure(), report=not is_told)
+                is_raised = call.is_step and not call.future.done()
+                self._fail(call.failure(), report=not is_raised)
 
     # End
 

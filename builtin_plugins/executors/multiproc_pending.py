@@ -9,6 +9,7 @@ from typing import Any
 from hardpoint.plugins.executor import is_joint
 from hardpoint.plugins.worker_calls import decode_result
 
+
 class PendingCall:
     """A call that was sent to all ranks.
 
@@ -51,7 +52,11 @@ class PendingCall:
 
     @property
     def left_in_step(self) -> bool:
-        """Whether all ranks go on: all have raised the same, or none waits for another in it."""
+        """Whether all ranks have answered, and go on together.
+
+        So they do where all have raised the same error, since they refused the call, and in calls
+        in which no rank waits for another.
+        """
         if not is_joint(self.method):
             return not self.missing
         kinds = {(type(error), str(error)) for error in self.failures.values()}
@@ -90,6 +95,10 @@ class PendingCall:
         return error
 
     def fail(self, error: BaseException) -> None:
-        """Set an error as the result, unless it has one."""
+        """Set an error as the result, unless it has one.
+
+        Args:
+            error: to raise to the caller.
+        """
         with contextlib.suppress(InvalidStateError):
             self.future.set_exception(error)

@@ -157,13 +157,13 @@ class RayExecutor(Executor):
         """Call a method of every worker."""
         futures = self._call(method, args)
         try:
-            return self._results(method, futures, timeout)
+            return self._gather(method, futures, timeout)
         except Exception as error:
             if are_out_of_step(method, futures):
                 self._fail(error)
             raise
 
-    def _results(
+    def _gather(
         self, method: str, futures: Sequence[Future[Any]], timeout: float | None
     ) -> list[Any]:
         done, _ = wait(futures, timeout, FIRST_EXCEPTION)

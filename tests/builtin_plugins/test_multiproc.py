@@ -258,7 +258,9 @@ def test_a_fork_closes_without_the_locks_that_a_thread_had(monkeypatch):
         return made[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr(multiproc_group, "threading", SimpleNamespace(**{**vars(threading), "Lock": lock}))
+        patch.setattr(
+            multiproc_group, "threading", SimpleNamespace(**{**vars(threading), "Lock": lock})
+        )
         group = WorkerGroup(executor(2).context, SocketSender(2))
         patch.setattr(os, "getpid", lambda: -1)
         for one in made:
@@ -266,7 +268,8 @@ def test_a_fork_closes_without_the_locks_that_a_thread_had(monkeypatch):
         fork = threading.Thread(target=group.close, daemon=True)
         fork.start()
         fork.join(1)
-        assert made and not fork.is_alive()
+        assert made
+        assert not fork.is_alive()
     for one in made:
         one.release()
     group.close()

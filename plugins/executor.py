@@ -22,13 +22,14 @@ import msgspec
 
 from .component import Component, Context, Progress
 from .config import ParallelConfig
-from .errors import CommunicationAbortedError
+from .errors import CommunicationAbortedError, HardpointError
 from .parallel import Placement
 from .plan import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from .requests import LoRARequest
 from .stats import PluginMeter
 
 __all__ = [
+    "MAX_CONCURRENT_BATCHES",
     "Executor",
     "ExecutorContext",
     "LaunchWorker",
@@ -37,13 +38,32 @@ __all__ = [
     "WorkerInfo",
     "WorkerLaunch",
     "WorkerProcess",
+    "are_out_of_step",
     "failed_rank",
     "first_error_or",
+    "is_joint",
     "open_worker",
     "results_of",
+    "worker_method",
 ]
 
-_SETTLE_SECONDS = 0.25  # in which the rank that failed answers, too
+MAX_CONCURRENT_BATCHES = 7
+"""The most that `Executor.max_concurrent_batches` may be."""
+_ALONE = frozenset(
+    {
+        "abort",
+        "add_lora",
+        "close",
+        "list_loras",
+        "pin_lora",
+        "plugin_meters",
+        "remove_lora",
+        "start_profile",
+        "stop_profile",
+        "take_draft_token_ids",
+    }
+)
+_SETTLE_SECONDS = 0.25  # for the answers of other ranks, once one has failed
 
 
 @dataclass(frozen=True)
@@ -205,6 +225,23 @@ def open_worker(launch: WorkerLaunch, progress: Progress | None = None) -> Worke
     return worker
 
 
+def worker_method(worker: Worker | type[Worker], name: str) -> Callable[..., Any]:
+    """Return a method of a worker, for `Executor.collective_rpc`.
+
+    Raises:
+        HardpointError: `Worker` has no such method.
+    """
+    if name.startswith("_") or name not in vars(Worker):
+        raise HardpointError(f"method: {name!r} is none of Worker")
+    method: Callable[..., Any] = getattr(worker, name)
+    return method
+
+
+def is_joint(method: str) -> bool:
+    """Return whether ranks wait for each other in a method of `Worker`."""
+    return method not in _ALONE
+
+
 class LaunchWorker(Protocol):
     """See `ExecutorContext.launch`."""
 
@@ -272,7 +309,7 @@ class Executor(Component):
 
     @property
     def max_concurrent_batches(self) -> int:
-        """Maximum number of steps in flight, 1 to 7; more than 1 is a pipeline.
+        """Steps in flight at most, 1 to MAX_CONCURRENT_BATCHES, 7; more than 1 is a pipeline.
 
         In a pipeline `sample_tokens` is called before the step's `execute_model` is done, and
         begins after it. If `execute_model` itself returns a result, that of `sample_tokens` is
@@ -323,6 +360,7 @@ class Executor(Component):
                 are not interrupted.
 
         Raises:
+            HardpointError: `Worker` has no such method.
             TimeoutError: the workers did not answer in time.
         """
 
@@ -337,11 +375,12 @@ class Executor(Component):
         raise NotImplementedError(f"the executor {self.name!r} makes no drafts")
 
     def on_failure(self, callback: Callable[[BaseException], None]) -> None:
-        """Register a callback for the loss of workers outside of calls; it may run in any thread.
+        """Register a callback for the loss of workers; it may run in any thread.
 
-        Its error ends the engine: an engine process at once, unless it is in a step, and one in the
-        caller's process with the next call. The default never calls it, for executors whose workers
-        fail only in calls.
+        It is called once, when a worker has ended, or a call of `collective_rpc` has left ranks out
+        of step (`are_out_of_step`). Its error ends the engine: an engine process at once, unless it
+        is in a step, and one in the caller's process with the next call. The default never calls
+        it, for executors of one worker, which fails only in calls.
         """
 
 
@@ -390,6 +429,26 @@ def failed_rank(futures: Sequence[Future[Any]]) -> int | None:
 
 def _error_of(future: Future[Any]) -> BaseException | None:
     return future.exception() if future.done() else None
+
+
+def are_out_of_step(method: str, futures: Sequence[Future[Any]]) -> bool:
+    """Return whether a call has left ranks out of step: some failed it, and not all alike.
+
+    Such ranks are lost, since others wait for them, or are ahead of them. An error that all ranks
+    raise leaves them in step, as do those of methods in which no rank waits for another. Once a
+    rank has failed, it waits a moment for the others.
+
+    Args:
+        method: of `Worker`, that was called.
+        futures: of the call, one for each rank.
+    """
+    if not is_joint(method) or not any(f.done() and f.exception() for f in futures):
+        return False
+    _, waiting = wait(futures, _SETTLE_SECONDS)
+    if waiting:
+        return True
+    errors = [future.exception() for future in futures]
+    return len({(type(error), str(error)) for error in errors}) > 1
 
 
 def first_error_or(futures: Sequence[Future[Any]], output_rank: int) -> Future[Any]:

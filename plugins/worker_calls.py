@@ -19,7 +19,7 @@ import numpy as np
 
 from . import errors
 from .errors import CommunicationAbortedError, HardpointError
-from .executor import Worker
+from .executor import Worker, worker_method
 from .plan import GrammarBitmask, SchedulerOutput
 
 __all__ = ["WorkerServer", "decode_result", "encode_call", "encode_failure", "has_failed"]
@@ -191,10 +191,7 @@ def _result_of(method: str) -> msgspec.msgpack.Decoder[Any]:
 
 
 def _hints(method: str) -> dict[str, Any]:
-    function = vars(Worker).get(method)
-    if method.startswith("_") or function is None:
-        raise HardpointError(f"method: {method!r} is none of Worker")
-    return typing.get_type_hints(function)
+    return typing.get_type_hints(worker_method(Worker, method))
 
 
 def _encode(value: Any, method: str) -> bytes:

@@ -16,13 +16,12 @@ from hardpoint.plugins import (
     SchedulerOutput,
     WorkerInfo,
 )
+from hardpoint.plugins.executor import MAX_CONCURRENT_BATCHES
 
 from .multiproc_calls import make_sender
 from .multiproc_group import WorkerGroup
 
 _log = logging.getLogger("hardpoint")
-
-_MAX_BATCHES = 7
 
 
 class MultiprocExecutor(Executor):
@@ -41,7 +40,7 @@ class MultiprocExecutor(Executor):
     @property
     def max_concurrent_batches(self) -> int:
         """One per stage."""
-        return min(self.context.parallel.pipeline, _MAX_BATCHES)
+        return min(self.context.parallel.pipeline, MAX_CONCURRENT_BATCHES)
 
     def start(self) -> list[WorkerInfo]:
         """Start the processes and load the model in all of them."""

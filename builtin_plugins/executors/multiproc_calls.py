@@ -32,6 +32,8 @@ class CallSender(ABC):
     describes: str
     """What it is, for the log."""
     uses_ring: bool
+    sends_to_all_or_none: bool
+    """Whether a `send` that an interrupt ends has reached all workers, or none."""
 
     @abstractmethod
     def descriptors(self, rank: int) -> list[int]:
@@ -95,6 +97,7 @@ class SocketSender(CallSender):
 
     describes = "sockets"
     uses_ring = False
+    sends_to_all_or_none = False
 
     def __init__(self, count: int) -> None:
         """Make the sockets for `count` workers."""
@@ -157,6 +160,7 @@ class RingSender(CallSender):
 
     describes = "shared memory"
     uses_ring = True
+    sends_to_all_or_none = True  # an interrupt ends a write only before it has begun
 
     def __init__(self, count: int) -> None:
         """Allocate the memory for `count` workers.

@@ -21,7 +21,7 @@ from hardpoint.plugins.errors import (
     EngineClosedError,
     EngineDeadError,
 )
-from hardpoint.plugins.executor import WorkerProcess
+from hardpoint.plugins.executor import WorkerProcess, is_joint
 from hardpoint.plugins.worker_calls import encode_call
 
 from .multiproc_calls import CallsEndedError, CallSender
@@ -37,8 +37,9 @@ _TICK_S = 0.1
 class WorkerGroup:
     """The processes of all ranks.
 
-    A thread reads their answers and watches for their end. Where a rank is lost, or raises in a
-    call in which the others wait for it, the group fails: all calls raise that error from then on.
+    A thread reads their answers and watches for their end. Where a process ends, or a call leaves
+    ranks out of step, the group fails: all calls raise that error from then on, and no rank waits
+    for another.
     """
 
     # `_order` makes the numbers of calls the order in which they are sent; a send may wait, so
@@ -65,7 +66,7 @@ class WorkerGroup:
         self._settle_at: dict[int, float] = {}  # by number of a call that some ranks failed
         self._failure: BaseException | None = None
         self._callback: Callable[[BaseException], None] | None = None
-        self._lost = False  # a worker, not only a call
+        self._is_reported = False  # to the callback; an error of a step is that of its future
         self._closing = False
         self._wake_read, self._wake_write = os.pipe()
         self._watcher: threading.Thread | None = None
@@ -105,7 +106,7 @@ class WorkerGroup:
                 f"{', '.join(map(self.label, late))}: not ready within {seconds:g} s "
                 f"(parallel.start_seconds)"
             )
-            self._fail(error, lost=True)
+            self._fail(error)
             raise error
 
     def label(self, rank: int) -> str:
@@ -160,8 +161,9 @@ class WorkerGroup:
                 self._sender.send(number, data, all_answer=answering is None)
             except CallsEndedError as cause:
                 self._await_failure(call, cause)
-            except BaseException as error:  # some ranks have the call, others may not
-                self._fail(EngineDeadError(f"{method}: sending it failed: {error!r}"), lost=False)
+            except BaseException as error:  # of Ctrl-C, for example
+                if not self._sender.sends_to_all_or_none:
+                    self._fail(EngineDeadError(f"{method}: sending it failed: {error!r}"))
                 raise
         return call
 
@@ -169,7 +171,7 @@ class WorkerGroup:
         """Wait for the reason that a call could not be sent; set it as the result."""
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None or self._closing, _SETTLE_S)
-        self._fail(EngineDeadError(f"{call.method}: workers take no calls: {cause}"), lost=True)
+        self._fail(EngineDeadError(f"{call.method}: workers take no calls: {cause}"))
 
     def _report_progress(
         self, progress: Callable[[str, int, int], None], *, ended: bool = False
@@ -194,7 +196,7 @@ class WorkerGroup:
             for descriptor in (worker.channel.fileno(), *worker.sentinels()):
                 owners[descriptor] = rank
                 poller.register(descriptor, select.POLLIN)
-        while not self._closing and not self._lost:
+        while not self._closing and self._failure is None:
             for descriptor, _ in poller.poll(self._timeout_ms()):
                 if self._closing or descriptor == self._wake_read:
                     return
@@ -215,7 +217,7 @@ class WorkerGroup:
         if error is not None:
             if f"rank {rank}" not in str(error):
                 error.add_note(f"In {self.label(rank)}")
-            self._fail(error, lost=True)
+            self._fail(error)
 
     def _take_frames(self, rank: int) -> bool:
         """Take what a worker has sent; return whether it sends no more."""
@@ -237,6 +239,8 @@ class WorkerGroup:
         """Take the answer to a call."""
         number = frame.number
         with self._lock:
+            if self._failure is not None:
+                return  # it is late
             call = self._calls.get(number)
         if call is None:  # a step that the output rank has completed, and this one has not
             call = PendingCall("sample_tokens", self._parallel.world_size, rank)
@@ -246,28 +250,26 @@ class WorkerGroup:
             with self._lock:
                 self._calls.pop(number, None)
             call.succeed()
-        elif call.failures and (call.failed_alike or not (call.is_joint or call.missing)):
+        elif call.failures and call.left_in_step:
             with self._lock:
                 self._calls.pop(number, None)
             self._settle_at.pop(number, None)
             call.fail(call.failure())
-        elif call.failures and call.is_joint and number not in self._settle_at:
+        elif call.failures and is_joint(call.method) and number not in self._settle_at:
             with self._lock:
                 self._calls[number] = call
             self._settle_at[number] = time.monotonic() + _SETTLE_S
 
     def _settle(self) -> None:
-        """Fail for calls that only some ranks have failed, so that they are out of step."""
+        """Fail for calls that have left ranks out of step."""
         now = time.monotonic()
         for number in [number for number, at in self._settle_at.items() if at <= now]:
             del self._settle_at[number]
             with self._lock:
                 call = self._calls.get(number)
             if call is not None and call.failures:
-                was_done = call.future.done()
-                error = self._first_cause(call.failure())
-                call.fail(error)
-                self._fail(error, lost=was_done)
+                is_raised = call.is_step and not call.future.done()
+                self._fail(self._first_cause(call.failure()), report=not is_raised)
 
     def _first_cause(self, error: Exception) -> Exception:
         """Return what a rank raised by itself in another call, if `error` only follows from it."""
@@ -284,21 +286,21 @@ class WorkerGroup:
         """Register the callback for the loss of a worker; call it if one is lost already."""
         with self._lock:
             self._callback = callback
-            error = self._failure if self._lost else None
+            error = self._failure if self._is_reported else None
         if error is not None:
             callback(error)
 
-    def _fail(self, error: BaseException, *, lost: bool) -> None:
+    def _fail(self, error: BaseException, *, report: bool = True) -> None:
         """Let all calls raise an error from now on, and let no rank wait for another.
 
         Args:
             error: the reason.
-            lost: whether a worker is lost, not only a call.
+            report: whether to call the callback.
         """
         with self._changed:
             if self._failure is not None or self._closing:
                 return
-            self._failure, self._lost = error, lost
+            self._failure, self._is_reported = error, report
             calls, self._calls = list(self._calls.values()), {}
             callback = self._callback
             self._changed.notify_all()
@@ -309,19 +311,19 @@ class WorkerGroup:
             with contextlib.suppress(OSError):  # it has ended
                 send(worker.channel, Kind.ABORT, reason)
         self._sender.end()
-        if lost and callback is not None:
+        if report and callback is not None:
             callback(error)
 
     def close(self) -> None:
         """End the processes. Closing twice does nothing."""
+        if os.getpid() != self._owner:
+            return  # a fork has neither the thread, which may have had the lock, nor the processes
         with self._changed:
             if self._closing:
                 return
             self._closing = True
             calls, self._calls = list(self._calls.values()), {}
             self._changed.notify_all()
-        if os.getpid() != self._owner:
-            return  # a fork has neither the thread nor the processes
         for call in calls:
             call.fail(EngineClosedError(f"{call.method}: the executor was closed"))
         self._sender.end()
@@ -341,8 +343,11 @@ class WorkerGroup:
 
 
 def _again(error: BaseException) -> BaseException:
-    """Return an error to raise once more: a traceback belongs to one of them."""
+    """Return an error to raise once more: traceback and notes belong to one of them."""
     try:
-        return copy.copy(error)
+        again = copy.copy(error)
     except Exception:  # of a class that takes other arguments
         return error
+    if hasattr(error, "__notes__"):
+        again.__notes__ = list(error.__notes__)
+    return again

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 from hardpoint.plugins.errors import CommunicationAbortedError
+from hardpoint.plugins.executor import is_joint
 from hardpoint.plugins.worker_calls import decode_result
-
-_ALONE = frozenset(
-    {
-        "add_lora",
-        "list_loras",
-        "pin_lora",
-        "plugin_meters",
-        "remove_lora",
-        "start_profile",
-        "stop_profile",
-        "take_draft_token_ids",
-    }
-)
-"""Methods of Worker in which a rank does not wait for the others."""
 
 
 class PendingCall:
@@ -50,9 +38,9 @@ class PendingCall:
         self._answering = answering
 
     @property
-    def is_joint(self) -> bool:
-        """Whether ranks wait for each other in it, so that one that fails leaves others waiting."""
-        return self.method not in _ALONE
+    def is_step(self) -> bool:
+        """Whether one rank answers it for all."""
+        return self._answering is not None
 
     @property
     def missing(self) -> list[int]:
@@ -64,8 +52,14 @@ class PendingCall:
         ]
 
     @property
-    def failed_alike(self) -> bool:
-        """Whether all ranks have raised the same: they refused the call, and none waits."""
+    def left_in_step(self) -> bool:
+        """Whether all ranks have answered, and go on together.
+
+        So they do where all have raised the same error, since they refused the call, and in calls
+        in which no rank waits for another.
+        """
+        if not is_joint(self.method):
+            return not self.missing
         kinds = {(type(error), str(error)) for error in self.failures.values()}
         return len(self.failures) == self._world_size and len(kinds) == 1
 
@@ -86,11 +80,12 @@ class PendingCall:
         return len(self._results) == self._world_size
 
     def succeed(self) -> None:
-        """Set the result."""
+        """Set the result, unless it has one."""
+        result: Any = [self._results.get(rank) for rank in range(self._world_size)]
         if self._answering is not None:
-            self.future.set_result(self._results[self._answering])
-        else:
-            self.future.set_result([self._results[rank] for rank in range(self._world_size)])
+            result = result[self._answering]
+        with contextlib.suppress(InvalidStateError):
+            self.future.set_result(result)
 
     def failure(self) -> Exception:
         """Return what the first rank raised by itself, with what others raised in a note."""
@@ -103,8 +98,10 @@ class PendingCall:
         return error
 
     def fail(self, error: BaseException) -> None:
-        """Set an error as the result, unless it has one."""
-        try:
+        """Set an error as the result, unless it has one.
+
+        Args:
+            error: to raise to the caller.
+        """
+        with contextlib.suppress(InvalidStateError):
             self.future.set_exception(error)
-        except InvalidStateError:
-            return

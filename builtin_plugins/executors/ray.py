@@ -25,7 +25,12 @@ from hardpoint.plugins import (
     WorkerInfo,
 )
 from hardpoint.plugins.errors import EngineClosedError, PluginLoadError
-from hardpoint.plugins.executor import failed_rank, first_error_or
+from hardpoint.plugins.executor import (
+    MAX_CONCURRENT_BATCHES,
+    are_out_of_step,
+    failed_rank,
+    first_error_or,
+)
 from hardpoint.plugins.parallel import Placement
 from hardpoint.plugins.worker_calls import decode_result, encode_call
 
@@ -108,7 +113,7 @@ class RayExecutor(Executor):
     @property
     def max_concurrent_batches(self) -> int:
         """One per stage."""
-        return self.context.parallel.pipeline
+        return min(self.context.parallel.pipeline, MAX_CONCURRENT_BATCHES)
 
     @property
     def worker_pids(self) -> list[int]:
@@ -156,6 +161,16 @@ class RayExecutor(Executor):
     ) -> list[Any]:
         """Call a method of every worker."""
         futures = self._call(method, args)
+        try:
+            return self._gather(method, futures, timeout)
+        except Exception as error:
+            if are_out_of_step(method, futures):
+                self._fail(error)
+            raise
+
+    def _gather(
+        self, method: str, futures: Sequence[Future[Any]], timeout: float | None
+    ) -> list[Any]:
         done, _ = wait(futures, timeout, FIRST_EXCEPTION)
         if (failed := failed_rank(futures)) is not None:
             futures[failed].result()
@@ -369,15 +384,15 @@ class RayExecutor(Executor):
         """Complete the futures of calls, in a thread of their own: Ray's must not wait."""
         while (item := self._results.get()) is not None:
             call, sent = item
+            error = sent.exception()
             with self._lock:
                 if call not in self._calls:
                     continue  # it has failed with the others
-            error = sent.exception()
+                if error is None:
+                    self._calls.discard(call)
             if error is not None:
-                self._fail(call.rank, error)
+                self._lose(call.rank, error)
                 continue
-            with self._lock:
-                self._calls.discard(call)
             try:
                 result = decode_result(call.method, sent.result(), str(call.rank))
             except Exception as raised:
@@ -390,16 +405,19 @@ class RayExecutor(Executor):
         if not self._closing:
             # Not in Ray's thread, in which the callback could not use Ray.
             lost = error or RuntimeError("it ended")
-            threading.Thread(target=self._fail, args=(rank, lost), name="RayFailure").start()
+            threading.Thread(target=self._lose, args=(rank, lost), name="RayFailure").start()
 
-    def _fail(self, rank: _Rank, cause: BaseException) -> None:
-        error = HardpointError(f"executor {self.name!r}: lost {rank}: {_short(str(cause))}")
+    def _lose(self, rank: _Rank, cause: BaseException) -> None:
+        self._fail(HardpointError(f"executor {self.name!r}: lost {rank}: {_short(str(cause))}"))
+
+    def _fail(self, error: BaseException) -> None:
+        """Let all calls raise an error from now on, let no rank wait for another, and report it."""
         with self._lock:
             if self._failed is not None or self._closing:
                 return
             self._failed, callback = error, self._callback
         self._fail_calls(error)
-        self._abort([other for other in self._ranks if other.rank != rank.rank], str(error))
+        self._abort(self._ranks, str(error))
         if callback is not None:
             callback(error)
 

@@ -15,7 +15,7 @@ from hardpoint.plugins import (
     SchedulerOutput,
     WorkerInfo,
 )
-from hardpoint.plugins.executor import open_worker
+from hardpoint.plugins.executor import open_worker, worker_method
 
 T = TypeVar("T")
 
@@ -70,7 +70,7 @@ class UniprocExecutor(Executor):
         timeout: float | None = None,  # noqa: ARG002
     ) -> list[Any]:
         """Call a method of the worker; `timeout` is ignored."""
-        return [getattr(self._worker, method)(*args)]
+        return [worker_method(self._worker, method)(*args)]
 
     def close(self) -> None:
         """Release the worker."""

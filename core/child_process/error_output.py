@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import threading
@@ -27,8 +28,8 @@ class ErrorOutput:
             descriptor: where the lines go; None drops them.
         """
         self._descriptor = descriptor
-        self._read, self.theirs = os.pipe()
-        self._stop, self._stopped = os.pipe()
+        self._read, self.theirs = _pipe()
+        self._stop, self._stopped = _pipe()
         self._lines: deque[bytes] = deque(maxlen=_LINES)
         self._thread = threading.Thread(target=self._relay, name="WorkerErrorOutput", daemon=True)
 
@@ -82,3 +83,17 @@ class ErrorOutput:
     def _close(self) -> None:
         os.close(self._read)
         os.close(self._stop)
+
+
+def above_standard(descriptor: int) -> int:
+    """Return a duplicate above 2: a program may have closed 0, 1 or 2, which a child replaces."""
+    return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+
+
+def _pipe() -> tuple[int, int]:
+    ends = os.pipe()
+    try:
+        return above_standard(ends[0]), above_standard(ends[1])
+    finally:
+        for end in ends:
+            os.close(end)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -21,7 +22,7 @@ from hardpoint.plugins import HardpointError, errors
 from hardpoint.plugins.errors import EngineDeadError
 
 from .__main__ import LENGTH
-from .error_output import ErrorOutput
+from .error_output import ErrorOutput, above_standard
 from .launch import ChildLaunch, Interpreter
 
 
@@ -88,11 +89,13 @@ class ChildProcess:
         run: the function that it runs by default, `package.module:function`; imported while the
             child waits for its launch, and called with the encoded launch and a ParentWatch.
         keeps_output: whether its death is reported with the last lines that it wrote to stderr.
+        passed_fds: in the child, the numbers of the descriptors that `spawn` passed.
     """
 
     what: ClassVar[str] = "child process"
     run: ClassVar[str]
     keeps_output: ClassVar[bool] = False
+    passed_fds: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -152,28 +155,34 @@ class ChildProcess:
 
         Args:
             interpreter: to start; None is one like this process's own.
-            pass_fds: descriptors that the child inherits, under the same numbers.
+            pass_fds: descriptors of which the child gets duplicates, with the numbers of
+                `passed_fds`: those of stdin, stdout and stderr may be among them here.
             program: the file that the child runs, which calls `main` of `__main__.py`.
 
         Raises:
             EngineDeadError: it cannot be started.
         """
         interpreter = interpreter or Interpreter.current()
-        ours, theirs = (_above_standard(end) for end in socket.socketpair())
+        ours, theirs = socket_pair()
         command = [*interpreter.command, str(program), "--launch-fd", str(theirs.fileno())]
         command.append(cls.run)
         stderr = _inherited_output(sys.__stderr__, 2)
         output = ErrorOutput(2 if stderr is None else None) if cls.keeps_output else None
         try:
-            popen = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                cwd=interpreter.directory or "/",  # MKL does not load without a directory
-                pass_fds=(theirs.fileno(), *pass_fds),
-                start_new_session=True,
-                stdout=_inherited_output(sys.__stdout__, 1),
-                stderr=stderr if output is None else output.theirs,
-            )
+            with contextlib.ExitStack() as duplicates:
+                passed = []
+                for descriptor in pass_fds:
+                    passed.append(above_standard(descriptor))
+                    duplicates.callback(os.close, passed[-1])
+                popen = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    cwd=interpreter.directory or "/",  # MKL does not load without a directory
+                    pass_fds=(theirs.fileno(), *passed),
+                    start_new_session=True,
+                    stdout=_inherited_output(sys.__stdout__, 1),
+                    stderr=stderr if output is None else output.theirs,
+                )
         except OSError as cause:
             ours.close()
             if output is not None:
@@ -184,6 +193,7 @@ class ChildProcess:
         if output is not None:
             output.start()
         process = cls(popen, ours, output)
+        process.passed_fds = tuple(passed)
         process._send(interpreter.encode())
         return process
 
@@ -343,13 +353,14 @@ def _open_pidfd(pid: int) -> int | None:
         return None
 
 
-def _above_standard(end: socket.socket) -> socket.socket:
-    """Return a socket with a descriptor above 2; a program may have closed 0, 1 or 2."""
-    if end.fileno() > 2:
-        return end
-    higher = _above_standard(end.dup())
-    end.close()
-    return higher
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Return a pair of sockets with descriptors above 2."""
+    first, second = socket.socketpair()
+    with first, second:
+        return (
+            socket.socket(fileno=above_standard(first.fileno())),
+            socket.socket(fileno=above_standard(second.fileno())),
+        )
 
 
 def _inherited_output(stream: TextIO | None, descriptor: int) -> int | None:

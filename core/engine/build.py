@@ -15,7 +15,6 @@ import msgspec
 from hardpoint.core.activity import Activity, PluginCalls, tracked
 from hardpoint.core.faults import CALL_LOST, StepFaults, create_all
 from hardpoint.core.kv_cache import BlockManager, BlockMetadata, CacheSize, Eviction, size_cache
-from hardpoint.core.worker.sampling.observed_states import NUM_VERSIONS
 from hardpoint.core.worker.shares import check_shares
 from hardpoint.core.worker.worker import WorkerSpec
 from hardpoint.plugins import (
@@ -32,6 +31,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.config import ConfigSources, KVCacheConfig
 from hardpoint.plugins.errors import PluginContractError, PluginFaultError, shown
+from hardpoint.plugins.executor import MAX_CONCURRENT_BATCHES
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.read_only import read_only
 from hardpoint.plugins.scheduler import SchedulerLimits
@@ -104,6 +104,7 @@ def build_core(
         undo.callback(launcher.close)
         executor = _executor(spec, launcher)
         undo.callback(executor.close)
+        _check_depth(executor)
         info, size, config = _start(executor, spec, config_sources)
         launcher.close()
         limits = _limits(config, size, executor)
@@ -269,13 +270,17 @@ def _without_cache(spec: WorkerSpec) -> EngineConfig:
     return replace(config, scheduler=scheduler, kv_cache=kv_cache)
 
 
-def _limits(config: EngineConfig, size: CacheSize, executor: Executor) -> SchedulerLimits:
+def _check_depth(executor: Executor) -> None:
     depth = executor.max_concurrent_batches
-    if not 1 <= depth < NUM_VERSIONS:
+    if not 1 <= depth <= MAX_CONCURRENT_BATCHES:
         raise PluginContractError(
             f"executor {executor.name!r}: max_concurrent_batches: expected 1 to "
-            f"{NUM_VERSIONS - 1}, got {depth}"
+            f"{MAX_CONCURRENT_BATCHES}, got {depth}"
         )
+
+
+def _limits(config: EngineConfig, size: CacheSize, executor: Executor) -> SchedulerLimits:
+    depth = executor.max_concurrent_batches
     # A stage gets the tokens of the last one with the next plan, so that none is made without them.
     ahead = depth > 1 and config.parallel.world_size == 1
     return limits_of(

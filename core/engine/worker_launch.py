@@ -25,7 +25,7 @@ from hardpoint.core.activity import Activity
 from hardpoint.core.child_process.child import ParentWatch
 from hardpoint.core.child_process.launch import ChildLaunch, decode_launch, main_objects
 from hardpoint.core.child_process.naming import log_to_stderr, name_process
-from hardpoint.core.child_process.process import ChildProcess
+from hardpoint.core.child_process.process import ChildProcess, socket_pair
 from hardpoint.core.errors import naming_plugin
 from hardpoint.core.worker.worker import LocalWorker, WorkerSpec
 from hardpoint.plugins import ConfigError, EngineConfig, HardpointError
@@ -190,10 +190,9 @@ class WorkerProcess:
         """
         references = [entry.value for entry in manifest.tree() if _is_needed(entry)]
         objects = main_objects([*references, run])
-        self.channel, theirs = socket.socketpair()
-        descriptors = (theirs.fileno(), *pass_fds)
+        self.channel, theirs = socket_pair()
         try:
-            self._child = _ChildWorker.spawn(pass_fds=descriptors)
+            self._child = _ChildWorker.spawn(pass_fds=(theirs.fileno(), *pass_fds))
         except BaseException:
             self.channel.close()
             raise
@@ -209,7 +208,7 @@ class WorkerProcess:
                     folder=folder,
                     launch=launch.encode(),
                     run=run,
-                    descriptors=descriptors,
+                    descriptors=self._child.passed_fds,
                     log_level=logging.getLevelName(_log.getEffectiveLevel()),
                 )
             )
@@ -317,9 +316,9 @@ def _checked_data(launch: WorkerLaunch) -> _Data:
         made = msgspec.msgpack.decode(launch.data, type=_Versioned)
         here = {"hardpoint": installed_version(), "torch": str(torch.__version__)}
         for name, version in here.items():
-            if (there := getattr(made, name)) != version:
+            if (wanted := getattr(made, name)) != version:
                 raise HardpointError(
-                    f"{name}: the engine has version {there}, {where} (pid {os.getpid()}) has "
+                    f"{name}: the engine has version {wanted}, {where} (pid {os.getpid()}) has "
                     f"{version}; install the same one"
                 )
         data = msgspec.msgpack.decode(made.data, type=_Data)

@@ -52,8 +52,9 @@ PIPELINE = Rule(
 )
 FAILURE = Rule(
     "failure: the loss of a worker ends what waits, and is reported once to the callback",
-    "when a worker ends, set its error in all futures, call the callback that on_failure got, and "
-    "let later calls raise the error; a close is no loss",
+    "when a worker ends, or are_out_of_step() says so of a call, set an error that names the rank "
+    "in all futures, call the callback that on_failure got, and let later calls raise the error; a "
+    "close is no loss",
 )
 CLOSE = Rule(
     "close: it releases the workers, its threads, processes and files, and may be called twice",
@@ -162,7 +163,8 @@ class ExecutorSuite(ComponentSuite):
     def test_failure(self) -> None:
         """The callback is called for the loss of a worker, not for a close."""
         points = [self._check_loss_idle, self._check_loss_in_call, self._check_loss_at_load]
-        self._run_checks(FAILURE.text, self._check_no_failure, *self._chosen(points))
+        points = [self._check_no_failure, *self._chosen(points), self._check_out_of_step]
+        self._run_checks(FAILURE.text, *points)
 
     def test_close(self) -> None:
         """Nothing is left after close, and it may be called again."""
@@ -423,14 +425,34 @@ class ExecutorSuite(ComponentSuite):
         if called:
             raise FAILURE.violation(f"close called the callback with {short_repr(called[0])}")
 
+    def _check_out_of_step(self) -> None:
+        """Check that a rank which fails a joint call alone ends all."""
+        called: list[BaseException] = []
+        size = self._size()
+        if size == (1, 1):
+            return
+        with self._fresh(size) as session:
+            rank = session.parallel.world_size - 1
+            session.executor.on_failure(called.append)
+            order = Order("sleep", Does.FAIL, (rank,), others_wait=True)
+            with session.script.ordered(order):
+                _expect_error(
+                    lambda: session.executor.collective_rpc("sleep", (1,)), order, rank, "sleep"
+                )
+                what = f"sleep was failed by rank {rank} while others waited"
+                self._check_reported(called, what, rank)
+                self._check_later(session, called[0])
+                if not until(lambda: session.script.was_called(0, "abort"), self.failure_seconds):
+                    raise FAILURE.violation(f"{what}, and rank 0 was not aborted")
+
     def _check_loss_idle(self) -> None:
         called: list[BaseException] = []
         with self._fresh(self._size()) as session:
+            rank = session.parallel.world_size - 1
             session.executor.on_failure(called.append)
-            self._lose(session, session.parallel.world_size - 1)
-            self._check_reported(called, "an idle worker was lost")
-            later = in_thread(lambda: session.executor.collective_rpc("list_loras"))
-            self._check_ended(later, "a collective_rpc after the loss of a worker")
+            self._lose(session, rank)
+            self._check_reported(called, "an idle worker was lost", rank)
+            self._check_later(session, called[0])
 
     def _check_loss_in_call(self) -> None:
         called: list[BaseException] = []
@@ -442,7 +464,7 @@ class ExecutorSuite(ComponentSuite):
                 self._until_called(session, 0, "execute_model")
                 self._lose(session, 0)
                 self._check_ended(result, "a step whose worker was lost")
-            self._check_reported(called, "a worker was lost in a step")
+            self._check_reported(called, "a worker was lost in a step", 0)
 
     def _check_loss_at_load(self) -> None:
         session = self._new(self._size())
@@ -475,7 +497,7 @@ class ExecutorSuite(ComponentSuite):
                 f"{type(self).__name__} does not override lose_worker()"
             )
 
-    def _check_reported(self, called: Sequence[BaseException], what: str) -> None:
+    def _check_reported(self, called: Sequence[BaseException], what: str, rank: int) -> None:
         if not until(lambda: bool(called), self.failure_seconds):
             raise FAILURE.violation(
                 f"{what}, and the callback was not called within {self.failure_seconds:g} s"
@@ -483,8 +505,21 @@ class ExecutorSuite(ComponentSuite):
         time.sleep(_STEP_SECONDS)
         if len(called) > 1:
             raise FAILURE.violation(f"{what}, and the callback was called {len(called)} times")
-        if not isinstance(called[0], BaseException) or not str(called[0]):
-            raise FAILURE.violation(f"{what}: the callback was called with {short_repr(called[0])}")
+        if not isinstance(called[0], BaseException) or f"rank {rank}" not in str(called[0]):
+            raise FAILURE.violation(
+                f"{what}: the callback was called with {short_repr(called[0])}, which does not "
+                f"name 'rank {rank}'"
+            )
+
+    def _check_later(self, session: Session, lost: BaseException) -> None:
+        """Check that calls after a loss raise its error."""
+        later = in_thread(lambda: session.executor.collective_rpc("list_loras"))
+        what = "a collective_rpc after the loss of a worker"
+        self._check_ended(later, what)
+        if str(later.exception()) != str(lost):
+            raise FAILURE.violation(
+                f"{what} raised {short_repr(later.exception())}, the loss was {short_repr(lost)}"
+            )
 
     def _check_ended(self, future: Any, what: str) -> None:
         """Check that a call of this suite's thread ends with an error in time."""
@@ -585,8 +620,8 @@ def _holdings() -> dict[str, int]:
     counts = {"threads": threading.active_count()}
     with suppress(OSError):
         counts["open files"] = len(os.listdir("/proc/self/fd"))
-        children = Path(f"/proc/self/task/{threading.get_native_id()}/children")
-        counts["processes"] = len(children.read_text().split())
+        children = Path("/proc/self/task").glob("*/children")  # those that each thread has started
+        counts["processes"] = sum(len(path.read_text().split()) for path in children)
         lines = Path("/proc/self/maps").read_text().splitlines()
         counts["pieces of shared memory"] = sum(
             "/dev/shm/" in line or "/memfd:" in line for line in lines

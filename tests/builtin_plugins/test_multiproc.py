@@ -3,13 +3,21 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from support.process.harness import holdings, nothing_left
 from support.process.worker_that_obeys import executor, plan
+from support.waiting import wait_until
 
+from hardpoint.builtin_plugins.executors import multiproc_group
+from hardpoint.builtin_plugins.executors.multiproc_calls import SocketSender
+from hardpoint.builtin_plugins.executors.multiproc_group import WorkerGroup
+from hardpoint.kernels.shared_memory import BroadcastRing
 from hardpoint.plugins import ModelError, ModelRunnerOutput
 from hardpoint.plugins.errors import EngineClosedError, EngineDeadError
 
@@ -207,6 +215,91 @@ def test_a_death_before_the_callback_is_registered_is_told_to_it(opened):
     failures = []
     workers.on_failure(failures.append)
     assert "rank 1" in str(failures[0])
+
+
+def test_ranks_that_a_call_leaves_out_of_step_are_lost(opened):
+    workers = opened(3)
+    failures = []
+    workers.on_failure(failures.append)
+    with pytest.raises(ModelError, match="^not this"):
+        workers.collective_rpc("wake_up", (["* raise not this"],))
+    assert workers.collective_rpc("stop_profile") == ["0", "1", "2"]  # they all refused it
+    with pytest.raises(ModelError, match="^no room") as first:
+        workers.collective_rpc("wake_up", (["1 raise no room", "0 meet", "2 sleep 0.4"],))
+    first.value.add_note("of the first one")
+    wait_until(lambda: failures, 1, "the loss to be reported")
+    with pytest.raises(ModelError, match="^no room") as later:
+        workers.collective_rpc("stop_profile")
+    assert "of the first one" not in later.value.__notes__
+    began = time.process_time()
+    time.sleep(0.5)  # in which rank 2 answers
+    assert time.process_time() - began < 0.1
+    assert [str(one) for one in failures] == ["no room"]
+
+
+def test_an_interrupt_while_a_call_is_sent_leaves_the_ranks_in_step(opened, monkeypatch):
+    workers = opened(2)
+    write = BroadcastRing.write
+
+    def before(_ring, _data):
+        raise KeyboardInterrupt
+
+    def after(ring, data):
+        write(ring, data)
+        raise KeyboardInterrupt
+
+    for number, interrupted in ((1, before), (3, after)):
+        with monkeypatch.context() as patch:
+            patch.setattr(BroadcastRing, "write", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                workers.execute_model(plan(number))
+        assert step(workers, number + 1).sampled_token_ids == {"r": [number + 1]}
+    calls = "execute 2 execute 3 execute 4"
+    assert workers.collective_rpc("stop_profile") == [f"{rank} {calls}" for rank in range(2)]
+
+
+def test_a_fork_closes_without_the_locks_that_a_thread_had(monkeypatch):
+    """As in the child of a fork, in which another thread would have had to release them."""
+    made = []
+
+    def lock():
+        made.append(threading.Lock())
+        return made[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            multiproc_group, "threading", SimpleNamespace(**{**vars(threading), "Lock": lock})
+        )
+        group = WorkerGroup(executor(2).context, SocketSender(2))
+        patch.setattr(os, "getpid", lambda: -1)
+        for one in made:
+            one.acquire()
+        fork = threading.Thread(target=group.close, daemon=True)
+        fork.start()
+        fork.join(1)
+        assert made
+        assert not fork.is_alive()
+    for one in made:
+        one.release()
+    group.close()
+
+
+def test_streams_that_are_closed_are_no_descriptors_of_workers(tmp_path):
+    script = tmp_path / "script.py"
+    out = tmp_path / "out"
+    script.write_text(
+        "from support.process.worker_that_obeys import executor, plan\n"
+        "workers = executor(1)\n"
+        "infos = workers.start()\n"
+        f"open({str(out)!r}, 'w').write(str(len(infos)))\n"
+        "workers.close()\n"
+    )
+    closing = ["/bin/sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"]
+    paths = os.pathsep.join(map(str, sys.path))
+    subprocess.run(
+        [*closing, sys.executable, str(script)], env=os.environ | {"PYTHONPATH": paths}, check=False
+    )
+    assert out.read_text() == "1"
 
 
 def test_an_error_of_a_rank_at_load_is_of_its_class_and_no_rank_waits():

@@ -209,7 +209,7 @@ def test_a_plugin_that_may_end_the_engine_ends_it_at_once(scripted, ranks):
     ("parallel", "words"),
     [
         (several(3), r"parallel\.tensor: 8 attention heads cannot be divided among 3 ranks; 2, 4"),
-        (several(1, 5), r"parallel\.pipeline: expected at most 4, the model's number of layers"),
+        (several(1, 5), r"parallel\.pipeline: expected at most 3, the model's number of layers"),
     ],
 )
 def test_what_cannot_be_divided_starts_no_process(llama, monkeypatch, parallel, words):

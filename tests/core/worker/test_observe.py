@@ -240,6 +240,9 @@ class Deep(TwoBatches):
     contract = 1
     max_concurrent_batches = 8
 
+    def start(self):
+        raise AssertionError("refused before weights are read")
+
 
 def test_a_pipeline_that_is_too_deep_is_refused(scripted):
     with pytest.raises(

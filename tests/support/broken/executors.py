@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import threading
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 
 from hardpoint.plugins import ConfigError, Executor, HardpointError, ModelRunnerOutput, Wrapper
-from hardpoint.plugins.executor import first_error_or, open_worker, results_of
+from hardpoint.plugins.executor import (
+    MAX_CONCURRENT_BATCHES,
+    are_out_of_step,
+    first_error_or,
+    open_worker,
+    results_of,
+)
 
 
 class Kept(Wrapper[Executor], Executor):
@@ -170,6 +177,19 @@ class LeaksThread(Kept):
         return self.wrapped.start()
 
 
+class LeaksProcess(Kept):
+    """Leaves a process of another thread."""
+
+    contract = 1
+
+    def start(self):
+        def run():
+            subprocess.run(["sleep", "2"], check=True)
+
+        threading.Thread(target=run, daemon=True).start()
+        return self.wrapped.start()
+
+
 class LeaksFile(Kept):
     contract = 1
 
@@ -223,7 +243,7 @@ class Threaded(Executor):
 
     @property
     def max_concurrent_batches(self):
-        return self.context.parallel.pipeline
+        return min(self.context.parallel.pipeline, MAX_CONCURRENT_BATCHES)
 
     def start(self):
         results_of([self.submit(rank, self.open, rank) for rank in self.ranks])
@@ -245,7 +265,17 @@ class Threaded(Executor):
         return first_error_or(futures, self.context.parallel.output_rank)
 
     def collective_rpc(self, method, args=(), timeout=None):
-        return results_of(self.call(method, *args), timeout)
+        futures = self.call(method, *args)
+        try:
+            return results_of(futures, timeout)
+        except Exception as error:
+            if are_out_of_step(method, futures):
+                self.out_of_step(error)
+            raise
+
+    def out_of_step(self, error):
+        self.abort(str(error))
+        self.fail(error)
 
     def call(self, method, *args):
         if self.error is not None:
@@ -273,15 +303,21 @@ class Threaded(Executor):
         self.callback = callback
 
     def lose(self, rank):
-        self.error = HardpointError(f"rank {rank} was lost")
+        self.fail(HardpointError(f"rank {rank} was lost"))
+
+    def fail(self, error):
+        self.error = error
         for future in self.waiting:
             end(future, error=self.error)
         if hasattr(self, "callback"):
             self.callback(self.error)
 
-    def close(self):
+    def abort(self, reason):
         for worker in self.workers.values():
-            worker.abort("closed")
+            worker.abort(reason)
+
+    def close(self):
+        self.abort("closed")
         for rank, worker in self.workers.items():
             self.threads[rank].submit(worker.close)
         for thread in self.threads:
@@ -434,6 +470,44 @@ class KeepsWaiting(Threaded):
     def lose(self, rank):
         self.waiting = []
         super().lose(rank)
+
+
+class Vague(Threaded):
+    """Does not say which rank was lost."""
+
+    contract = 1
+
+    def lose(self, rank):
+        self.fail(HardpointError("a worker was lost"))
+
+
+class Forgets(Threaded):
+    """Raises another error in calls after a loss."""
+
+    contract = 1
+
+    def call(self, method, *args):
+        if self.error is not None:
+            raise HardpointError("there are no workers")
+        return super().call(method, *args)
+
+
+class GoesOn(Threaded):
+    """Raises an error that one rank has raised in a joint call, and no more."""
+
+    contract = 1
+
+    def out_of_step(self, error):
+        pass
+
+
+class LeavesWaiting(Threaded):
+    """Reports ranks that are out of step, and lets them wait."""
+
+    contract = 1
+
+    def out_of_step(self, error):
+        self.fail(error)
 
 
 class NeverAborts(Threaded):

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -92,6 +92,9 @@ class Obeying:
     def pin_lora(self, lora_id: int) -> bool:
         self._obey([f"{self.rank} sleep {lora_id / 1000}"])
         return True
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        self._obey(tags)
 
     def list_loras(self) -> set[int]:
         return {os.getpid()}

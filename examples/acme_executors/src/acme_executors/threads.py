@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -14,7 +14,15 @@ from hardpoint.plugins import (
     SchedulerOutput,
     WorkerInfo,
 )
-from hardpoint.plugins.executor import Worker, first_error_or, open_worker, results_of
+from hardpoint.plugins.executor import (
+    MAX_CONCURRENT_BATCHES,
+    Worker,
+    are_out_of_step,
+    first_error_or,
+    open_worker,
+    results_of,
+    worker_method,
+)
 
 
 class ThreadExecutor(Executor):
@@ -27,11 +35,13 @@ class ThreadExecutor(Executor):
         super().__init__(context)
         self._threads: list[ThreadPoolExecutor] = []  # each calls one worker, in order
         self._opened: list[Future[Worker]] = []
+        self._failure: Exception | None = None
+        self._callback: Callable[[BaseException], None] | None = None
 
     @property
     def max_concurrent_batches(self) -> int:
         """One per stage."""
-        return min(self.context.parallel.pipeline, 7)
+        return min(self.context.parallel.pipeline, MAX_CONCURRENT_BATCHES)
 
     def start(self) -> list[WorkerInfo]:
         """Open the workers, then load the models of all at the same time."""
@@ -61,21 +71,45 @@ class ThreadExecutor(Executor):
         self, method: str, args: Sequence[Any] = (), timeout: float | None = None
     ) -> list[Any]:
         """Call a method of every worker."""
-        return results_of(self._call(method, args), timeout)
+        futures = self._call(method, args)
+        try:
+            return results_of(futures, timeout)
+        except Exception as error:
+            if are_out_of_step(method, futures):
+                self._fail(error)
+            raise
+
+    def on_failure(self, callback: Callable[[BaseException], None]) -> None:
+        """Register the callback for ranks that a call has left out of step."""
+        self._callback = callback
 
     def close(self) -> None:
         """Let calls that wait for other ranks fail, then close the workers."""
+        self._abort("the executor is closed")
         for thread, opened in zip(self._threads, self._opened, strict=True):
-            if opened.done() and opened.exception() is None:
-                opened.result().abort("the executor is closed")
             thread.submit(_close, opened)
         for thread in self._threads:
             thread.shutdown()
         self._threads, self._opened = [], []
 
+    def _fail(self, error: Exception) -> None:
+        """Let no rank wait for another, and let further calls raise an error."""
+        self._failure = error
+        self._abort(str(error))
+        if self._callback is not None:
+            self._callback(error)
+
+    def _abort(self, reason: str) -> None:
+        """Let calls that wait for other ranks fail."""
+        for opened in self._opened:
+            if opened.done() and opened.exception() is None:
+                opened.result().abort(reason)
+
     def _call(self, method: str, args: Sequence[Any]) -> list[Future[Any]]:
+        if self._failure is not None:
+            raise self._failure
         return [
-            thread.submit(getattr(opened.result(), method), *args)
+            thread.submit(worker_method(opened.result(), method), *args)
             for thread, opened in zip(self._threads, self._opened, strict=True)
         ]
 

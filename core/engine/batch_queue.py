@@ -51,6 +51,12 @@ class Batch:
         """Whether `result` would not wait."""
         return self.forward.done() and (self.sampling is None or self.sampling.done())
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it is known to have failed, as where an interrupt kept it from being started."""
+        futures = (self.forward, self.sampling)
+        return any(f is not None and f.done() and f.exception() is not None for f in futures)
+
     def sample(self, sample: Sample) -> None:
         """Start the sampling that was deferred."""
         self.is_deferred = False
@@ -100,8 +106,14 @@ class BatchQueue:
 
     @property
     def is_open(self) -> bool:
-        """Whether another batch can be started after the newest one: it is not deferred or lost."""
-        return not self._batches or not (self._batches[-1].is_deferred or self._batches[-1].is_lost)
+        """Whether another batch can be started after the newest one.
+
+        It is not deferred, lost or failed: workers may not know the requests of its plan.
+        """
+        if not self._batches:
+            return True
+        newest = self._batches[-1]
+        return not (newest.is_deferred or newest.is_lost or newest.has_failed)
 
     @property
     def deferred(self) -> Batch | None:

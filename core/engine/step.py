@@ -216,8 +216,9 @@ class StepRunner:
             return _done(ModelRunnerOutput())
         if self._sampled:
             plan = msgspec.structs.replace(plan, sampled=tuple(self._sampled))
-            self._sampled.clear()
         future = self._executor.execute_model(plan)
+        if self._sampled:  # after an interrupt they are sent again, and workers pass them over
+            self._sampled.clear()
         return checked(future, Future, self._parts.executor_label, "execute_model")
 
     def _sample(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:

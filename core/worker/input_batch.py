@@ -143,6 +143,7 @@ class InputBatch:
         self._num_computed = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self._added_in: dict[str, int] = {}
+        self._last_sampled = 0  # step of another rank whose tokens came last
         self._requests: list[LogitsRequest] = []
         self._outputs: list[list[int]] = []
         self._row_of: dict[str, int] = {}
@@ -250,10 +251,13 @@ class InputBatch:
         list.append(self._outputs[row], token)  # processors cannot: theirs is a ReadOnlyList
 
     def append_sampled(self, sampled: SampledTokens) -> None:
-        """Append what another rank has sampled.
+        """Append what another rank has sampled; steps come in their order, and some twice.
 
         Requests that left the batch after that step, and may have come back, are passed over.
         """
+        if sampled.step <= self._last_sampled:
+            return
+        self._last_sampled = sampled.step
         for request_id, tokens in sampled.token_ids.items():
             if self._added_in.get(request_id, sampled.step + 1) <= sampled.step:
                 for token in tokens:

@@ -171,7 +171,7 @@ def test_interrupts_leave_the_ranks_in_step(references, ranks):
     with open_llm(parallel_config(*RANKS[ranks], **config)) as llm:
         engine = engine_of(llm)
         drive(engine, jobs)  # warm
-        with interrupts(while_sending=ranks == "tensor 2") as after:
+        with interrupts() as after:
             for index in range(40):
                 with contextlib.suppress(KeyboardInterrupt):
                     after(0.001 + 0.00173 * index)
@@ -183,20 +183,15 @@ def test_interrupts_leave_the_ranks_in_step(references, ranks):
 
 
 @contextlib.contextmanager
-def interrupts(*, while_sending):
-    """Let a function arm a timer, whose signal raises KeyboardInterrupt in the wait for a result.
+def interrupts():
+    """Let a function arm a timer, whose signal raises KeyboardInterrupt in a call of the executor.
 
-    Elsewhere it is put off: what an interrupt leaves of other parts has tests of its own, and one
-    before a batch of a pipeline is sent may end the engine.
-
-    Args:
-        while_sending: whether it is raised in all of an executor's code.
+    Elsewhere it is put off: what an interrupt leaves of other parts has tests of its own.
     """
 
     def interrupt(_number, frame):
         while frame is not None:
-            is_sending = while_sending and "/executors/" in frame.f_code.co_filename
-            if is_sending or frame.f_code.co_name == "result_of":
+            if "/executors/" in frame.f_code.co_filename or frame.f_code.co_name == "result_of":
                 raise KeyboardInterrupt
             frame = frame.f_back
         signal.setitimer(signal.ITIMER_REAL, 0.0002)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import pytest
@@ -22,7 +23,8 @@ class FollowedExecutor(ScriptedExecutor):
     def __init__(self, depth=1, *, late=False):
         super().__init__(depth, late=late)
         self.follower = InputBatch(max_num_seqs=8, max_model_len=200, block_size=BLOCK)
-        self.in_step = []
+        self.interrupts = random.Random(0)
+        self.interrupt_share = 0.0
 
     def _compute(self, plan):
         batch = self.follower
@@ -42,6 +44,14 @@ class FollowedExecutor(ScriptedExecutor):
         if plan.num_scheduled_tokens:
             self._check_input(plan)
         return super()._compute(plan)
+
+    def execute_model(self, plan):
+        """Run the step; maybe interrupted before any rank got the plan, or after all did."""
+        if self.interrupts.random() < self.interrupt_share:
+            if self.interrupts.random() < 0.5:
+                self._compute(plan)
+            raise KeyboardInterrupt
+        return super().execute_model(plan)
 
     def _check_input(self, plan):
         """The follower reads the tokens that the first rank has at these positions."""
@@ -109,3 +119,23 @@ def test_any_history(depth):
                 del wanted[victim]
         rig.run()
         assert {name: rig.tokens[name] for name in wanted} == wanted, f"seed {seed}"
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_interrupts_lose_no_token(depth):
+    """What was sampled reaches the other ranks once, also if a plan is lost on its way to them."""
+    for seed in range(40):
+        draw = random.Random(seed)
+        rig = followed(depth, blocks=draw.randint(8, 20), max_num_batched_tokens=12)
+        rig.executor.interrupts, rig.executor.interrupt_share = draw, 0.15
+        wanted = {}
+        for index in range(5):
+            prompt, count = list(range(10 * index, 10 * index + draw.randint(1, 8))), 9
+            wanted[f"r{index}"] = expected(prompt, count)
+            rig.add(f"r{index}", prompt=prompt, max_tokens=count)
+        for _ in range(400):
+            if not rig.core.has_requests():
+                break
+            with contextlib.suppress(KeyboardInterrupt):
+                rig.step()
+        assert rig.tokens == wanted, f"seed {seed}"

@@ -615,24 +615,24 @@ def _depth(executor: Executor) -> int:
     return depth
 
 
-def _holdings() -> dict[str, int]:
-    """Return how many threads, child processes, open files and shared memory this process has."""
-    counts = {"threads": threading.active_count()}
+def _holdings() -> dict[str, set[Any]]:
+    """Return the threads, child processes, open files and shared memory of this process."""
+    found: dict[str, set[Any]] = {"threads": set(threading.enumerate())}
     with suppress(OSError):
-        counts["open files"] = len(os.listdir("/proc/self/fd"))
+        # Their numbers are used again, as addresses are, so that only how many there are counts.
+        found["open files"] = set(range(len(os.listdir("/proc/self/fd"))))
         children = Path("/proc/self/task").glob("*/children")  # those that each thread has started
-        counts["processes"] = sum(len(path.read_text().split()) for path in children)
+        found["processes"] = {pid for path in children for pid in path.read_text().split()}
         lines = Path("/proc/self/maps").read_text().splitlines()
-        counts["pieces of shared memory"] = sum(
-            "/dev/shm/" in line or "/memfd:" in line for line in lines
-        )
-    return counts
+        shared = [line for line in lines if "/dev/shm/" in line or "/memfd:" in line]
+        found["pieces of shared memory"] = set(range(len(shared)))
+    return found
 
 
-def _more(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
+def _more(before: Mapping[str, set[Any]], after: Mapping[str, set[Any]]) -> list[str]:
     """Return what there is more of, with the numbers."""
     return [
-        f"{name} ({count}, before {before[name]})"
-        for name, count in after.items()
-        if name in before and count > before[name]
+        f"{name} ({len(held)}, before {len(before[name])})"
+        for name, held in after.items()
+        if name in before and held - before[name]
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import random
@@ -9,6 +10,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, get_args
@@ -733,7 +735,7 @@ class GrammarSuite(ComponentSuite):
         for sample, root in self._compiled:
             path = next(self._paths(sample), [])
             self._masks(path, root.fork(), described(sample.checked))
-            gc.collect()
+            _return_free_memory()
             before, states = _memory_kib(), []
             for _ in range(_FORKS):
                 state = root.fork()
@@ -789,6 +791,13 @@ class GrammarSuite(ComponentSuite):
 
 
 _STATM = Path("/proc/self/statm")
+
+
+def _return_free_memory() -> None:
+    """Give the system what was freed, or new objects could be placed there and not be seen."""
+    gc.collect()
+    with suppress(AttributeError, OSError):  # another C library than GNU's
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _memory_kib() -> float:

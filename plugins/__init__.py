@@ -35,6 +35,8 @@ from .kv_cache import (
     KVEventPublisher,
     PublisherContext,
 )
+from .kv_connector import KVConnector, KVConnectorContext
+from .kv_store import KVStore, KVStoreContext
 from .logits import (
     Added,
     BatchLogitsProcessor,
@@ -190,6 +192,8 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "AllBlocksCleared",
     "BlockRemoved",
     "BlockStored",
+    "KVConnector",
+    "KVConnectorContext",
     "KVEventBatch",
     "KVEventPublisher",
     "PublisherContext",
@@ -206,6 +210,8 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "AttentionStep",
     "ForwardBatch",
     "KVSpec",
+    "KVStore",
+    "KVStoreContext",
     "LoaderContext",
     "Model",
     "ModelConfig",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta, field
 
 from .typed import Strict
@@ -44,6 +45,8 @@ Count = Annotated[int, Meta(ge=1)]
 # Timers of the system take no more.
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 PositiveSeconds = Annotated[float, Meta(gt=0, le=1e9)]
+_STORES = "stores"
+"""Name of the connector that drives stores."""
 
 
 class PluginUse(Strict):
@@ -141,6 +144,42 @@ class KVEventsConfig(Strict):
     """
 
     publishers: list[Reference] = []
+
+
+class KVConnectorConfig(Strict):
+    """What loads and saves blocks of the KV cache outside of it; nothing by default.
+
+    Attributes:
+        use: the connector; None is "stores" if there are `stores`, and none otherwise.
+        stores: where the connector "stores" keeps blocks, nearest first. `{ use = "disk", name =
+            "ssd" }` gives a store another name, and options of its own in `[plugin.ssd]`.
+        on_load_failure: what happens to a request whose blocks could not be loaded: they are
+            computed, or it ends with an error.
+        load_seconds: maximum time of a lookup, and of a load.
+        lease_seconds: maximum time that blocks are kept for another engine.
+        engine_id: name of this engine among others that exchange blocks; None is a random one.
+    """
+
+    use: Reference | None = None
+    stores: list[Reference | PluginUse] = []
+    on_load_failure: Literal["recompute", "error"] = "recompute"
+    load_seconds: PositiveSeconds = 10.0
+    lease_seconds: PositiveSeconds = 30.0
+    engine_id: Annotated[str, Meta(pattern="^[A-Za-z0-9_.-]{1,64}$")] | None = None
+
+    def __post_init__(self) -> None:
+        """Let the built-in connector drive the stores."""
+        if self.stores and self.use is None:
+            msgspec.structs.force_setattr(self, "use", _STORES)
+        if self.stores and self.use != _STORES:
+            raise ValueError(
+                f"stores are driven by the connector {_STORES!r}, and use names {self.use!r}; "
+                f"leave out one of the two"
+            )
+        if self.use == _STORES and not self.stores:
+            raise ValueError(
+                f'the connector {_STORES!r} needs stores to drive: stores = ["memory"], for example'
+            )
 
 
 class StatsConfig(Strict):
@@ -490,6 +529,7 @@ class EngineConfig(Strict):
     scheduler: SchedulerConfig = SchedulerConfig()
     kv_cache: KVCacheConfig = KVCacheConfig()
     kv_events: KVEventsConfig = KVEventsConfig()
+    kv_connector: KVConnectorConfig = KVConnectorConfig()
     stats: StatsConfig = StatsConfig()
     metrics: MetricsConfig = MetricsConfig()
     engine: EngineProcessConfig = EngineProcessConfig()

@@ -42,6 +42,7 @@ __all__ = [
     "failed_rank",
     "first_error_or",
     "is_joint",
+    "join_outputs",
     "open_worker",
     "results_of",
     "worker_method",
@@ -115,7 +116,18 @@ class Worker(Protocol):
             bitmask: as the executor got it; only the output rank needs it.
 
         Returns:
-            The result in the output rank, None in the others.
+            The result in the output rank. In the others None, or one that has what the rank's KV
+            connector reports and nothing else; see `join_outputs`.
+        """
+
+    def start_kv_connector(self, weights: str) -> bytes | None:
+        """Build this rank's half of the configured KV connector; called after `initialize_cache`.
+
+        Args:
+            weights: says what the model's weights are, for the keys of blocks.
+
+        Returns:
+            What it says to the scheduler half, as msgpack.
         """
 
     def execute_dummy_batch(self) -> None:
@@ -293,6 +305,8 @@ class ExecutorContext(Context["Executor"]):
         progress: to call while weights are loaded.
         watchdog_seconds: duration of a call after which a worker writes the stacks of its threads
             to stderr; 0 is never.
+        all_report: whether ranks that do not sample return results of steps as well, which
+            `join_outputs` joins; if not, only that of the output rank has to be sent.
     """
 
     parallel: ParallelConfig
@@ -300,6 +314,7 @@ class ExecutorContext(Context["Executor"]):
     start_process: StartProcess
     progress: Progress
     watchdog_seconds: float = 0.0
+    all_report: bool = False
 
 
 class Executor(Component):
@@ -451,15 +466,32 @@ def are_out_of_step(method: str, futures: Sequence[Future[Any]]) -> bool:
     return len({(type(error), str(error)) for error in errors}) > 1
 
 
+def join_outputs(
+    outputs: Sequence[ModelRunnerOutput | None], output_rank: int
+) -> ModelRunnerOutput | None:
+    """Return the result of a step: that of the output rank, with what other ranks report.
+
+    Args:
+        outputs: what `execute_model` or `sample_tokens` returned in each rank.
+        output_rank: the one that samples.
+    """
+    output = outputs[output_rank]
+    if output is not None:
+        for rank, other in enumerate(outputs):
+            if other is not None and rank != output_rank:
+                output.kv_reports += other.kv_reports
+    return output
+
+
 def first_error_or(futures: Sequence[Future[Any]], output_rank: int) -> Future[Any]:
-    """Return the result of one rank once all ranks are done, or at once the first error of any.
+    """Return a step's result once all ranks are done, or at once the first error of any.
 
     A CommunicationAbortedError follows from what another rank raises, which is waited for a moment.
 
     Args:
         futures: of one call, in rank order. The other ranks may wait for one that failed, so that
             theirs end only with `Worker.abort` or `Worker.close`.
-        output_rank: whose result counts.
+        output_rank: whose result counts, see `join_outputs`.
     """
     result: Future[Any] = Future()
     result.set_running_or_notify_cancel()
@@ -486,7 +518,7 @@ def first_error_or(futures: Sequence[Future[Any]], output_rank: int) -> Future[A
             fail(aborted)
         elif is_last:
             with suppress(InvalidStateError):
-                result.set_result(futures[output_rank].result())
+                result.set_result(join_outputs([f.result() for f in futures], output_rank))
         elif is_first_aborted and not result.done():
             assert aborted is not None
             timer = threading.Timer(_SETTLE_SECONDS, fail, [aborted])

@@ -10,6 +10,8 @@ from .component import Component
 from .executor import Executor
 from .grammars import GrammarBackend
 from .kv_cache import EvictionPolicy, KVEventPublisher
+from .kv_connector import KVConnector
+from .kv_store import KVStore
 from .logits import (
     BatchLogitsProcessor,
     LogitsPlugin,
@@ -33,7 +35,7 @@ class Number(Enum):
     """How many components of a kind an engine has."""
 
     ONE = "one"
-    """The one that the configuration chooses."""
+    """The one that the configuration chooses; none if it may choose none, and does."""
     MANY = "many"
     """All that are enabled, in order."""
     BY_NAME = "by name"
@@ -186,6 +188,26 @@ KINDS: dict[str, Kind] = {
             suite="KVEventPublisherSuite",
         ),
         Kind(
+            name="kv_connectors",
+            interface=KVConnector,
+            number=Number.ONE,
+            processes=(Process.ENGINE, Process.WORKER),
+            fault_scope=FaultScope.STEP,
+            chosen_by="kv_connector.use",
+            summary="Load and save blocks of the KV cache outside of it.",
+            suite="KVConnectorSuite",
+        ),
+        Kind(
+            name="kv_stores",
+            interface=KVStore,
+            number=Number.MANY,
+            processes=(Process.WORKER,),
+            fault_scope=FaultScope.STEP,
+            chosen_by="kv_connector.stores",
+            summary="Keep blocks of the KV cache by key: in memory, on disk, on other machines.",
+            suite="KVStoreSuite",
+        ),
+        Kind(
             name="executors",
             interface=Executor,
             number=Number.ONE,
@@ -306,7 +328,6 @@ KINDS: dict[str, Kind] = {
 }
 
 PLANNED: dict[str, str] = {
-    "kv_connectors": "kv_connector",
     "quantizations": "quantization",
     "speculators": "speculator",
     "balancers": "balancer",

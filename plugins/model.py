@@ -133,6 +133,17 @@ class WeightLoader(Component):
             cut = needed_part(name, weight.shape, shapes, cuts)
             yield name, weight if cut is None else cut.of(weight)
 
+    def content_hash(self, hash_file: Callable[[Path], str]) -> str | None:  # noqa: ARG002
+        """Return a text that says what the weights are, the same wherever their files lie.
+
+        It is part of the keys of KV blocks. None, the default: the loader cannot say, and a model
+        that it loads cannot have a KV connector.
+
+        Args:
+            hash_file: returns the SHA-256 of a file's content, which it keeps for the next time.
+        """
+        return None
+
     def fingerprint(self) -> str | None:
         """Return a text that differs whenever `weights` would yield something else.
 
@@ -205,6 +216,8 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
 
     kv_layout: ClassVar[str] = ""
     """Name of the cache's shape and order; caches of other layouts never meet. May be empty."""
+    kv_layout_version: ClassVar[int] = 1
+    """To be raised when blocks of the same layout hold other bytes than before."""
     devices: ClassVar[tuple[str, ...]]
     """Device types that it runs on."""
 
@@ -230,6 +243,23 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
     @abstractmethod
     def allocate(self, spec: KVSpec, num_blocks: int) -> CacheT:
         """Return a zeroed cache of `num_blocks` blocks for one layer."""
+
+    def block_views(self, cache: CacheT) -> Sequence[torch.Tensor]:
+        """Return a layer's cache as bytes by block, without copying, for KV connectors.
+
+        Args:
+            cache: what `allocate` returned.
+
+        Returns:
+            Views of its memory, uint8 [num_blocks, bytes], whose rows are contiguous; together
+            they hold all of each block. What is copied from a block's rows to those of another
+            one, in this or another cache of the same `kv_layout`, is read there as written here.
+
+        Raises:
+            NotImplementedError: the backend has no such views, which is the default; it cannot run
+                together with a KV connector.
+        """
+        raise NotImplementedError(f"the attention backend {self.name!r} has no block_views")
 
     @abstractmethod
     def plan(self, step: AttentionStep) -> PlanT:

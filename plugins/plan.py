@@ -8,14 +8,16 @@ from typing import Any
 
 import msgspec
 
-from .kv_cache import BlockIds
+from .kv_cache import BlockIds, KVEvent
 from .requests import EngineCoreRequest, TokenLogprobs
+from .stats import KVTierStats
 
 __all__ = [
     "NO_DRAFT",
     "CachedRequests",
     "DraftTokenIds",
     "GrammarBitmask",
+    "KVReport",
     "ModelRunnerOutput",
     "NewRequest",
     "RequestFault",
@@ -153,6 +155,31 @@ class RequestFault(msgspec.Struct, frozen=True):
     plugin: str | None = None
 
 
+class KVReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What the worker half of a KV connector reports with the result of a step.
+
+    Attributes:
+        rank: of the worker.
+        loaded, saved: ids of requests whose transfers have ended, see `FinishedTransfers`.
+        invalid_block_ids: blocks that could not be loaded.
+        failure: why the loads that the step's plan asked for cannot be trusted; None if they can.
+        message: for the scheduler half, as msgpack.
+        faults: (component, message) of each fault since the last report.
+        tiers: totals by tier.
+        events: to publish.
+    """
+
+    rank: int
+    loaded: frozenset[str] = frozenset()
+    saved: frozenset[str] = frozenset()
+    invalid_block_ids: frozenset[int] = frozenset()
+    failure: str | None = None
+    message: bytes | None = None
+    faults: Sequence[tuple[str, str]] = ()
+    tiers: Mapping[str, KVTierStats] | None = None
+    events: Sequence[KVEvent] = ()
+
+
 @dataclass(slots=True)
 class ModelRunnerOutput:
     """The result of a step.
@@ -164,6 +191,8 @@ class ModelRunnerOutput:
         prompt_logprobs: per request that asked for them, those of the prompt positions of this
             step; None for the first position.
         faults: requests that must end with an error; no token was sampled for them.
+        kv_reports: what the KV connector of each rank reports; the engine sets the next three
+            fields from them.
         kv_loaded: requests whose keys and values are now all loaded by the KV connector.
         kv_saved: ended requests whose blocks the KV connector no longer needs.
         invalid_block_ids: blocks that could not be loaded; their content is computed instead.
@@ -177,6 +206,7 @@ class ModelRunnerOutput:
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs | None]] = field(default_factory=dict)
     faults: dict[str, RequestFault] = field(default_factory=dict)
+    kv_reports: list[KVReport] = field(default_factory=list)
     kv_loaded: frozenset[str] = frozenset()
     kv_saved: frozenset[str] = frozenset()
     invalid_block_ids: frozenset[int] = frozenset()

@@ -6,11 +6,12 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Protocol
 
 from .component import Component, Context
 from .errors import ConfigError
-from .kv_cache import BlockIds, KVCacheManager
+from .kv_cache import KVCacheManager
+from .kv_connector import KVConnectorScheduler
 from .plan import ModelRunnerOutput, SchedulerOutput
 from .request import Request
 from .requests import EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -21,7 +22,6 @@ from .step_record import StepRecord, WaitReason
 __all__ = [
     "EncoderCache",
     "Grammars",
-    "KVConnectorScheduler",
     "PauseState",
     "Scheduler",
     "SchedulerContext",
@@ -38,42 +38,6 @@ class PauseState(Enum):
     """Those that were in a plan or have blocks loaded by a connector; others are held."""
     PAUSED_ALL = "paused_all"
     """None; all are held."""
-
-
-class KVConnectorScheduler(Protocol):
-    """The scheduler half of a KV connector."""
-
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        """Return how many tokens can be loaded after the computed ones.
-
-        Args:
-            request: about to be admitted.
-            num_computed_tokens: leading tokens that the local cache has.
-
-        Returns:
-            The number of tokens (None: not known yet, ask again), and whether they are loaded
-            asynchronously. If so, the request waits until `ModelRunnerOutput.kv_loaded` names it.
-        """
-
-    def update_state_after_alloc(
-        self, request: Request, block_ids: BlockIds, num_external_tokens: int
-    ) -> None:
-        """Record the blocks allocated for a request, also if nothing is to be loaded."""
-
-    def build_connector_meta(self, plan: SchedulerOutput) -> Any:
-        """Return the metadata of a step for the worker half, and clear it."""
-
-    def request_finished(
-        self, request: Request, block_ids: BlockIds
-    ) -> tuple[bool, Mapping[str, Any] | None]:
-        """Record the end of a request.
-
-        Returns:
-            Whether its blocks must be kept until `ModelRunnerOutput.kv_saved` names it, and the
-            `kv_transfer_params` of its last output.
-        """
 
 
 class EncoderCache(Protocol):

@@ -14,6 +14,7 @@ __all__ = [
     "FinishedRequest",
     "Health",
     "IterationStats",
+    "KVTierStats",
     "PluginMeter",
     "PluginReport",
     "PrefixCacheStats",
@@ -39,6 +40,32 @@ class PrefixCacheStats(msgspec.Struct, gc=False):
     hit_tokens: int = 0
 
 
+class KVTierStats(msgspec.Struct, kw_only=True, gc=False):
+    """Totals of one tier of a KV connector since the start, all ranks together.
+
+    Attributes:
+        hits, misses: blocks that were asked for, and were there or not.
+        loaded_blocks, loaded_bytes, load_seconds: what was loaded, and how long that took, summed
+            over threads.
+        stored_blocks, stored_bytes, store_seconds: the same of what was stored.
+        dropped_blocks: that were not stored, for lack of room or time.
+        failures: calls that raised, took too long, or gave damaged or foreign bytes.
+        used_bytes: of what it keeps; None if the tier does not say.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    loaded_blocks: int = 0
+    loaded_bytes: int = 0
+    load_seconds: float = 0.0
+    stored_blocks: int = 0
+    stored_bytes: int = 0
+    store_seconds: float = 0.0
+    dropped_blocks: int = 0
+    failures: int = 0
+    used_bytes: int | None = None
+
+
 class SchedulerStats(msgspec.Struct, kw_only=True, gc=False):
     """State of a scheduler, with totals since the start.
 
@@ -51,6 +78,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, gc=False):
         num_drafts, num_accepted_drafts: total of draft tokens verified and accepted.
         num_accepted_by_position: the same of accepted ones, by position in their draft.
         num_verified_drafts: total of drafts; each has the draft tokens of a request in one step.
+        kv_tiers: totals of the KV connector by tier, nearest first.
     """
 
     num_running: int
@@ -63,6 +91,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, gc=False):
     num_deferred: int = 0
     num_verified_drafts: int = 0
     num_accepted_by_position: list[int] = []
+    kv_tiers: dict[str, KVTierStats] = {}
 
 
 class RequestMetrics(msgspec.Struct, kw_only=True, frozen=True):

@@ -88,18 +88,35 @@ class Selection:
         named: Any = self._config
         for step in path.split("."):
             named = getattr(named, step)
+        if named is None:
+            return []
         if isinstance(named, str):
             return [self._resolve(named, path, kind)]
-        path_of: dict[str, str] = {}
+        path_of: dict[tuple[str, str | None], str] = {}
         several = []
-        for index, reference in enumerate(named):
-            several.append(self._resolve(reference, place := f"{path}[{index}]", kind))
-            if (other := path_of.setdefault(several[-1].source.value, place)) != place:
+        for index, item in enumerate(named):
+            place = f"{path}[{index}]"
+            use, name = self._use_of(item, place)
+            chosen = self._resolve(use, place, kind)
+            if (other := path_of.setdefault((chosen.source.value, name), place)) != place:
                 raise ConfigError(
-                    f"{place}: {reference!r} is named twice, here and by {other} "
+                    f"{place}: {use!r} is named twice, here and by {other} "
                     f"(from {self._config_sources.of(place)})"
                 )
+            if name is not None:
+                chosen = replace(chosen, source=replace(chosen.source, name=name))
+            several.append(chosen)
         return several
+
+    def _use_of(self, wanted: str | PluginUse, path: str) -> tuple[str, str | None]:
+        """Return the reference of a component, and the name that it is given, if any."""
+        use, name = (wanted, None) if isinstance(wanted, str) else (wanted.use, wanted.name)
+        if name is not None and ("/" in name or "." in name):
+            raise ConfigError(
+                f"{path}.name: expected a name without '/' or '.', got {name!r} "
+                f"(from {self._config_sources.of(path)})"
+            )
+        return use, name
 
     def wrapped(self, outer: SelectedPlugin, reference: str) -> SelectedPlugin:
         """Return the component that an enabled one wraps."""
@@ -107,12 +124,7 @@ class Selection:
         return replace(found, source=replace(found.source, origin=str(outer.source)))
 
     def _enable(self, wanted: str | PluginUse, path: str) -> None:
-        use, name = (wanted, None) if isinstance(wanted, str) else (wanted.use, wanted.name)
-        if name is not None and ("/" in name or "." in name):
-            raise ConfigError(
-                f"{path}.name: expected a name without '/' or '.', got {name!r} "
-                f"(from {self._config_sources.of(path)})"
-            )
+        use, name = self._use_of(wanted, path)
         for chosen in self._resolve_all(use, path):
             self._enable_one(chosen, use, name, path)
 

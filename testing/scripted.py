@@ -59,6 +59,10 @@ class HistoryAttention(AttentionBackend[torch.Tensor, AttentionStep]):
         """Return int64 [blocks, block_size]."""
         return torch.zeros(num_blocks, self.context.block_size, dtype=torch.int64)
 
+    def block_views(self, cache: torch.Tensor) -> list[torch.Tensor]:
+        """Return the token ids of each block as bytes."""
+        return [cache.view(torch.uint8)]
+
     def plan(self, step: AttentionStep) -> AttentionStep:
         """Return the step."""
         return step

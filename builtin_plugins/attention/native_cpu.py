@@ -100,6 +100,10 @@ class NativeAttention(AttentionBackend[torch.Tensor, NativePlan]):
         memory = cpu.allocate_pages(num_blocks * elements * dtype.itemsize)
         return torch.frombuffer(memory, dtype=dtype).view(num_blocks, elements)
 
+    def block_views(self, cache: torch.Tensor) -> list[torch.Tensor]:
+        """Return the bytes of the blocks, padding included."""
+        return [cache.view(torch.uint8)]
+
     def plan(self, step: AttentionStep) -> NativePlan:
         """Return the plan that the step's layers share."""
         plan = NativePlan(step, self._make_plan)

@@ -116,6 +116,10 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
         size = math.prod(shape) * dtype.itemsize
         return tuple(_zeroed_pages(size).view(dtype).view(shape) for _ in range(2))
 
+    def block_views(self, cache: Cache) -> list[torch.Tensor]:
+        """Return the bytes of keys, and those of values."""
+        return [part.view(len(part), -1).view(torch.uint8) for part in cache]
+
     def plan(self, step: AttentionStep) -> AttentionPlan:
         """Return the plan that the step's layers share."""
         return AttentionPlan(step, self.context.dtype)

@@ -57,6 +57,7 @@ class WorkerGroup:
         self._owner = os.getpid()
         self._workers: list[WorkerProcess] = []
         self._readers: list[FrameReader] = []
+        self._all_report = context.all_report
         self._ready: set[int] = set()
         self._progress: dict[int, Progress] = {}
         self._order, self._lock = threading.Lock(), threading.Lock()
@@ -117,7 +118,7 @@ class WorkerGroup:
 
     def step(self, method: str, args: Sequence[Any]) -> PendingCall:
         """Send a call of a step, which the rank that samples answers."""
-        return self._send(method, args, self._parallel.output_rank)
+        return self._send(method, args, self._parallel.output_rank, all_answer=self._all_report)
 
     def call(
         self,
@@ -146,8 +147,10 @@ class WorkerGroup:
             raise TimeoutError(message) from None
         return results
 
-    def _send(self, method: str, args: Sequence[Any], answering: int | None) -> PendingCall:
-        call = PendingCall(method, self._parallel.world_size, answering)
+    def _send(
+        self, method: str, args: Sequence[Any], output_rank: int | None, *, all_answer: bool = True
+    ) -> PendingCall:
+        call = PendingCall(method, self._parallel.world_size, output_rank, all_answer=all_answer)
         data = encode_call(method, args)
         with self._order:
             with self._lock:
@@ -158,7 +161,7 @@ class WorkerGroup:
                 self._num_calls = number = self._num_calls + 1
                 self._calls[number] = call
             try:
-                self._sender.send(number, data, all_answer=answering is None)
+                self._sender.send(number, data, all_answer=all_answer)
             except CallsEndedError as cause:
                 self._await_failure(call, cause)
             except BaseException as error:  # of Ctrl-C, for example
@@ -243,7 +246,7 @@ class WorkerGroup:
                 return  # it is late
             call = self._calls.get(number)
         if call is None:  # a step that the output rank has completed, and this one has not
-            call = PendingCall("sample_tokens", self._parallel.world_size, rank)
+            call = PendingCall("sample_tokens", self._parallel.world_size, rank, all_answer=False)
             call.future.set_result(None)  # no caller waits for it
         call.process_answer(rank, self.label(rank), frame.data)
         if call.is_answered:

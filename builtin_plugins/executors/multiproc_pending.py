@@ -7,7 +7,7 @@ from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 from hardpoint.plugins.errors import CommunicationAbortedError
-from hardpoint.plugins.executor import is_joint
+from hardpoint.plugins.executor import is_joint, join_outputs
 from hardpoint.plugins.worker_calls import decode_result
 
 
@@ -20,14 +20,16 @@ class PendingCall:
         failures: what ranks raised, in the order in which that was received.
     """
 
-    def __init__(self, method: str, world_size: int, answering: int | None) -> None:
+    def __init__(
+        self, method: str, world_size: int, output_rank: int | None, *, all_answer: bool = True
+    ) -> None:
         """Wait for answers.
 
         Args:
             method: of Worker.
             world_size: number of ranks.
-            answering: the rank whose result counts; the others answer only if they fail. None is
-                all.
+            output_rank: of a step, the rank that samples; None for other calls.
+            all_answer: whether the other ranks answer a step, too, and not only if they fail.
         """
         self.method = method
         self.future: Future[Any] = Future()
@@ -35,12 +37,13 @@ class PendingCall:
         self.failures: dict[int, Exception] = {}
         self._results: dict[int, Any] = {}
         self._world_size = world_size
-        self._answering = answering
+        self._output_rank = output_rank
+        self._all_answer = all_answer or output_rank is None
 
     @property
     def is_step(self) -> bool:
         """Whether one rank answers it for all."""
-        return self._answering is not None
+        return self._output_rank is not None
 
     @property
     def missing(self) -> list[int]:
@@ -75,15 +78,15 @@ class PendingCall:
         """Whether no rank has failed, and all results are there that are awaited."""
         if self.failures:
             return False
-        if self._answering is not None:
-            return self._answering in self._results
+        if not self._all_answer:
+            return self._output_rank in self._results
         return len(self._results) == self._world_size
 
     def succeed(self) -> None:
         """Set the result, unless it has one."""
         result: Any = [self._results.get(rank) for rank in range(self._world_size)]
-        if self._answering is not None:
-            result = result[self._answering]
+        if self._output_rank is not None:
+            result = join_outputs(result, self._output_rank)
         with contextlib.suppress(InvalidStateError):
             self.future.set_result(result)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import gguf
@@ -169,6 +170,10 @@ class GGUFLoader(WeightLoader):
                     f"an even size, got {shape[0]} rows"
                 )
             yield name, self._unpermuted(tensor, cut, shape[0] // heads)
+
+    def content_hash(self, hash_file: Callable[[Path], str]) -> str:
+        """Return the hash of the file."""
+        return hash_file(self.context.files.path)
 
     def fingerprint(self) -> str | None:
         """Return name, size and times of the file; None if it is another one than was opened."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,10 @@ class SafetensorsLoader(WeightLoader):
                     with refusing_damage(f"{shard.parent.name}/{shard.name}: {name}"):
                         tensor = _read(file, name, shapes, cuts)
                     yield name, tensor
+
+    def content_hash(self, hash_file: Callable[[Path], str]) -> str:
+        """Return the hashes of the shards, in the order of their names."""
+        return " ".join(hash_file(path) for path in sorted(self._shards(), key=lambda p: p.name))
 
     def fingerprint(self) -> str | None:
         """Return names, sizes and times of the shards."""

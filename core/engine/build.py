@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import msgspec
@@ -15,7 +18,9 @@ import msgspec
 from hardpoint.core.activity import Activity, PluginCalls, tracked
 from hardpoint.core.faults import CALL_LOST, StepFaults, create_all
 from hardpoint.core.kv_cache import BlockManager, BlockMetadata, CacheSize, Eviction, size_cache
+from hardpoint.core.kv_cache.connector import EngineConnector
 from hardpoint.core.worker.shares import check_shares
+from hardpoint.core.worker.weight_hash import hash_weights
 from hardpoint.core.worker.worker import WorkerSpec
 from hardpoint.plugins import (
     ConfigError,
@@ -24,6 +29,7 @@ from hardpoint.plugins import (
     EvictionPolicy,
     Executor,
     ExecutorContext,
+    KVConnectorContext,
     PublisherContext,
     SchedulerContext,
     StepRecord,
@@ -33,6 +39,7 @@ from hardpoint.plugins.config import ConfigSources, KVCacheConfig
 from hardpoint.plugins.errors import PluginContractError, PluginFaultError, shown
 from hardpoint.plugins.executor import MAX_CONCURRENT_BATCHES
 from hardpoint.plugins.grammars import Vocabulary
+from hardpoint.plugins.kv_connector import KVSchedulerContext
 from hardpoint.plugins.read_only import read_only
 from hardpoint.plugins.scheduler import SchedulerLimits
 from hardpoint.registry.discovery import is_third_party
@@ -105,10 +112,17 @@ def build_core(
         executor = _executor(spec, launcher)
         undo.callback(executor.close)
         _check_depth(executor)
+        weights = _WeightsHash(spec)
         info, size, config = _start(executor, spec, config_sources)
         launcher.close()
         limits = _limits(config, size, executor)
         kv_cache = _kv_cache(config.kv_cache, size.num_blocks, plugins, eviction, blocks, faults)
+        connector = _connector(spec, kv_cache, kv_events, clock, faults)
+        if connector is not None:
+            undo.callback(connector.close)
+            connector.set_handshakes(
+                executor.collective_rpc("start_kv_connector", (weights.result(),))
+            )
         record = _recorder(hooks, faults)
         scheduler = plugins.create(
             plugins.one("schedulers"),
@@ -119,6 +133,7 @@ def build_core(
             clock=clock,
             watermark=config.kv_cache.watermark,
             policy_fault=policy.report_fault,
+            connector=connector,
             grammars=grammars,
             record=record,
             log_stats=config.stats.on,
@@ -135,6 +150,7 @@ def build_core(
             components=[eviction],
             config=config,
             log_stats=config.stats.on,
+            connector=connector,
             grammars=grammars,
             step_log=StepLog() if config.engine.log_steps else None,
             sleep_levels=info.sleep_levels,
@@ -161,6 +177,71 @@ def _executor(spec: WorkerSpec, launcher: WorkerLauncher) -> Executor:
         start_process=launcher.start_process,
         progress=spec.progress,
         watchdog_seconds=spec.config.engine.watchdog_seconds,
+        all_report=bool(spec.plugins.entries("kv_connectors")),
+    )
+
+
+class _WeightsHash:
+    """The hash of a model's weights, made in a thread while they are loaded."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        """Begin, if there is a KV connector that needs it."""
+        self._hash: Future[str] = Future()
+        if spec.plugins.entries("kv_connectors"):
+            threading.Thread(
+                target=self._run, args=(spec,), name="WeightsHash", daemon=True
+            ).start()
+
+    def _run(self, spec: WorkerSpec) -> None:
+        try:
+            self._hash.set_result(hash_weights(spec.loader, spec.config.weight_cache))
+        except BaseException as error:
+            self._hash.set_exception(error)
+
+    def result(self) -> str:
+        """Return the hash, once it is there.
+
+        Raises:
+            ConfigError: the loader cannot say what the weights are.
+        """
+        return self._hash.result()
+
+
+def _connector(
+    spec: WorkerSpec,
+    kv_cache: BlockManager,
+    kv_events: KVEventFanout,
+    clock: _Clock,
+    faults: StepFaults,
+) -> EngineConnector | None:
+    """Return the engine's half of the KV connector; None if none is configured."""
+    entry = next(iter(spec.plugins.entries("kv_connectors")), None)
+    if entry is None:
+        return None
+    world_size, block_size = spec.config.parallel.world_size, kv_cache.block_size
+    plugin = spec.plugins.create(entry, KVConnectorContext, config=spec.config.kv_connector)
+    try:
+        half = plugin.scheduler_half(
+            KVSchedulerContext(
+                block_size=block_size,
+                block_hashes=kv_cache.block_hashes,
+                clock=clock,
+                world_size=world_size,
+                report_fault=functools.partial(faults.note, entry.name, consequence=CALL_LOST),
+            )
+        )
+    except BaseException:
+        plugin.close()
+        raise
+    return EngineConnector(
+        plugin,
+        half,
+        entry.source,
+        world_size=world_size,
+        block_size=block_size,
+        clock=clock,
+        faults=faults,
+        publish=kv_events.publish,
     )
 
 

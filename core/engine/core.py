@@ -78,6 +78,8 @@ class EngineCore(EngineUtilities):
         self._parts.policy.take_arguments(request)
         # Not the client's: its clock may be another one, and it could jump the queue.
         request.arrival_time = self._scheduler.context.clock() if arrived is None else arrived
+        if self._parts.connector is not None:
+            self._parts.connector.check_request(request)
         num_before = self._scheduler.num_unfinished_requests()
         self._scheduler.add_request(request)
         if self._scheduler.num_unfinished_requests() <= num_before:
@@ -165,6 +167,8 @@ class EngineCore(EngineUtilities):
             stack.callback(close_all, parts.components)
             stack.callback(parts.kv_events.close)
             stack.callback(parts.policy.close)
+            if parts.connector is not None:
+                stack.callback(parts.connector.close)
             stack.callback(close_all, [self._scheduler, self._executor])
             if parts.grammars is not None:
                 stack.callback(parts.grammars.close)

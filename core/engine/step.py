@@ -12,6 +12,7 @@ import msgspec
 from hardpoint.core.activity import Activity
 from hardpoint.core.faults import StepFaults
 from hardpoint.core.kv_cache import BlockManager
+from hardpoint.core.kv_cache.connector import EngineConnector
 from hardpoint.plugins import (
     EngineConfig,
     EngineCoreOutputs,
@@ -27,6 +28,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.plan import SampledTokens
+from hardpoint.plugins.stats import SchedulerStats
 from hardpoint.registry.blame import is_fault, raise_unless_fault
 
 from .batch_queue import Batch, BatchQueue, start_batch, with_drafts
@@ -55,6 +57,7 @@ class EngineCoreParts:
         components: further components to close with the core.
         config: logged when a step fails.
         log_stats: whether outputs carry scheduler statistics.
+        connector: of the KV cache, the same that the scheduler has.
         grammars: of structured output, the same that the scheduler has.
         step_log: logs every step.
         sleep_levels: levels that the workers support, in addition to 0.
@@ -72,10 +75,18 @@ class EngineCoreParts:
     components: Sequence[Component] = ()
     config: EngineConfig | None = None
     log_stats: bool = False
+    connector: EngineConnector | None = None
     grammars: GrammarManager | None = None
     step_log: StepLog | None = None
     sleep_levels: tuple[int, ...] = (1, 2)
     activity: Activity = field(default_factory=Activity)
+
+    def scheduler_stats(self) -> SchedulerStats:
+        """Return the state of the scheduler, with the totals of the KV connector."""
+        stats = self.scheduler.stats()
+        if self.connector is not None:
+            stats.kv_tiers = self.connector.stats()
+        return stats
 
 
 class StepRunner:
@@ -178,6 +189,8 @@ class StepRunner:
         try:
             batch = self._batches.pop()
             if batch.is_lost:
+                if self._parts.connector is not None:
+                    self._parts.connector.plan_lost(batch.plan)
                 self._scheduler.plan_lost(batch.plan)
                 return {}, False
             result = batch.result(self._parts.executor_label)
@@ -239,6 +252,9 @@ class StepRunner:
             for request_id, fault in self._parts.grammars.pop_faults(plan).items():
                 result.sampled_token_ids.pop(request_id, None)
                 result.faults.setdefault(request_id, fault)
+        if (connector := self._parts.connector) is not None:
+            for request_id, message in connector.process(plan, result).items():
+                self._end(request_id, RequestFault(message))
         for request_id, fault in self._check.check(plan, result).items():
             self._parts.faults.note("executor", fault.message, consequence="its request ends")
             if request_id not in plan.num_scheduled_tokens:  # the scheduler looks at no others
@@ -260,6 +276,8 @@ class StepRunner:
         executed = plan.total_num_scheduled_tokens > 0
         if not executed and self._parts.grammars is not None:
             self._parts.grammars.wait()
+        if not executed and self._parts.connector is not None:
+            self._parts.connector.wait()
         self._activity.end_step()
         self._parts.faults.check_slow()
         if self._parts.step_log is not None:
@@ -286,6 +304,8 @@ class StepRunner:
             if not isinstance(error, HardpointError):  # which names what failed
                 defect = plan_defect(plan, self._scheduler)
         try:
+            if self._parts.connector is not None:
+                self._parts.connector.plan_lost(plan)
             self._scheduler.plan_lost(plan)
         except BaseException as further:  # the caller raises `error`
             raise_unless_fault(further)
@@ -328,7 +348,7 @@ class StepRunner:
     def _with_stats(self, outputs: Outputs) -> Outputs:
         """Add scheduler statistics to each client's outputs, where these are on."""
         if outputs and self._parts.log_stats:
-            stats = self._scheduler.stats()
+            stats = self._parts.scheduler_stats()
             for message in outputs.values():
                 message.scheduler_stats = stats
         return outputs

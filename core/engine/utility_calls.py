@@ -216,7 +216,7 @@ class ControlCalls:
     @utility()
     def scheduler_stats(self: UtilityHost) -> SchedulerStats:
         """Return how many requests run and wait, and the state of the KV cache."""
-        return self._parts.scheduler.stats()
+        return self._parts.scheduler_stats()
 
     @utility()
     def live_requests(
@@ -288,7 +288,7 @@ class EngineUtilities(ControlCalls):
         return PluginReport(
             meters=_merged(meters),
             health=Health({}, {}, parts.faults.report(), _slow_plugins(parts, meters)),
-            scheduler=parts.scheduler.stats(),
+            scheduler=parts.scheduler_stats(),
             sleep_level=self._pause.sleep_level,
         )
 

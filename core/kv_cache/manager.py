@@ -125,6 +125,13 @@ class BlockManager:
             return []
         return self._hashes.of_prompt(source)
 
+    def block_hashes(self, request: Request, num_blocks: int) -> Sequence[bytes]:
+        """Return the hashes of at least the first `num_blocks` blocks of a request.
+
+        They are there without prefix caching, too.
+        """
+        return self._hashes.of(request, num_blocks)
+
     def take_hashes(self, request: Request, hashes: list[bytes]) -> None:
         """Store what `hash_prompt` returned for a live request that has no blocks yet."""
         self._hashes.store(request, hashes)

@@ -21,7 +21,7 @@ from hardpoint.plugins import (
     Wrapper,
     is_replayable,
 )
-from hardpoint.plugins.errors import PluginFaultError
+from hardpoint.plugins.errors import ConfigError, PluginFaultError
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.parallel import Cut
 from hardpoint.registry.blame import describe, raise_unless_fault
@@ -232,7 +232,9 @@ class CheckedAttention:
     """An attention backend whose sizes, caches and outputs are checked.
 
     Attributes:
+        specs: one per attention layer.
         bytes_per_block: of all layers.
+        kv_layout: name and version of the layout.
         is_replayable: whether the backend's class says so.
     """
 
@@ -244,7 +246,8 @@ class CheckedAttention:
         """
         self._backend = backend
         self._source = source
-        self._specs = specs
+        self.specs = specs
+        self.kv_layout = (backend.kv_layout, backend.kv_layout_version)
         self._sizes = [backend.bytes_per_block(spec) for spec in specs]
         for size in self._sizes:
             if type(size) is not int or size < 1:
@@ -260,7 +263,7 @@ class CheckedAttention:
             PluginFaultError: a cache takes more memory than its blocks should.
         """
         caches = []
-        for spec, size in zip(self._specs, self._sizes, strict=True):
+        for spec, size in zip(self.specs, self._sizes, strict=True):
             cache = self._backend.allocate(spec, num_blocks)
             if (taken := _num_bytes(cache)) > size * num_blocks + _CACHE_EXTRA:
                 raise PluginFaultError(
@@ -269,6 +272,33 @@ class CheckedAttention:
                 )
             caches.append(cache)
         return caches
+
+    @property
+    def layer_bytes(self) -> tuple[int, ...]:
+        """Bytes of a block of each layer."""
+        return tuple(self._sizes)
+
+    def block_views(self, caches: Sequence[Any]) -> list[list[torch.Tensor]]:
+        """Return the views of each layer's cache, as bytes by block.
+
+        Raises:
+            ConfigError: the backend has none.
+            PluginFaultError: they are not what they should be.
+        """
+        result = []
+        for cache, size in zip(caches, self._sizes, strict=True):
+            try:
+                views = list(self._backend.block_views(cache))
+            except NotImplementedError:
+                raise ConfigError(
+                    f"kv_connector.use: blocks cannot be moved, for {self._source} has no "
+                    f"block_views()"
+                ) from None
+            if not _are_block_views(views, size):
+                expected = f"uint8 tensors [num_blocks, bytes] with {size} bytes per block in all"
+                raise _fault(self._source, "block_views", views, expected)
+            result.append(views)
+        return result
 
     def attend(
         self,
@@ -288,7 +318,7 @@ class CheckedAttention:
         Raises:
             PluginFaultError: the backend returned something else.
         """
-        out = self._backend.attend(self._specs[layer], cache, plan, *qkv)
+        out = self._backend.attend(self.specs[layer], cache, plan, *qkv)
         q = qkv[0]
         if not (
             isinstance(out, torch.Tensor)
@@ -384,6 +414,20 @@ def _is_spec(spec: Any) -> bool:
         and spec.num_heads % spec.num_kv_heads == 0
         and isinstance(spec.scale, int | float)
         and math.isfinite(spec.scale)
+    )
+
+
+def _are_block_views(views: Sequence[Any], size: int) -> bool:
+    return (
+        all(
+            isinstance(view, torch.Tensor)
+            and view.dtype == torch.uint8
+            and view.dim() == 2
+            and view.stride(1) == 1
+            and len(view) == len(views[0])
+            for view in views
+        )
+        and sum(view.shape[1] for view in views) == size
     )
 
 

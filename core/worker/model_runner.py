@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from hardpoint.registry.request_arguments import argument_key
 
 from .checked_model import CheckedAttention, CheckedModel
 from .input_batch import InputBatch, StepInput
+from .kv_connector import WorkerConnector
 from .ranks import Ranks
 
 _log = logging.getLogger("hardpoint")
@@ -148,8 +150,30 @@ class _Replay:
         return self._recorded()
 
 
+_Pending = tuple[SchedulerOutput, StepInput, torch.Tensor, torch.Tensor | None]
+"""Plan, tokens, hidden states and experts of a step whose tokens are not sampled yet."""
+_Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _around_layers(attend: _Attend, connector: WorkerConnector) -> _Attend:
+    """Return `attend` with the connector's calls before and after each layer."""
+
+    def call(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        connector.wait_for_layer(layer)
+        out = attend(layer, q, k, v)
+        connector.save_layer(layer)
+        return out
+
+    return call
+
+
 class ModelRunner:
-    """Runs the model over a plan's tokens, and samples for sequences whose end it reached."""
+    """Runs the model over a plan's tokens, and samples for sequences whose end it reached.
+
+    Attributes:
+        attention: backend of the model's layers.
+        connector: the KV connector of this rank; None if there is none.
+    """
 
     def __init__(  # noqa: PLR0913 - it owns them all
         self,
@@ -179,7 +203,7 @@ class ModelRunner:
         """
         self._model = model
         self._calls = calls
-        self._attention = attention
+        self.attention = attention
         self._sampling = sampling
         self._ranks = ranks
         # Read in every step, of which the shortest take 0.1 ms.
@@ -200,9 +224,15 @@ class ModelRunner:
             self._no_arguments = prepared_type(sampler)()
         self._device = device
         self._caches: list[Any] = []
+        self.connector: WorkerConnector | None = None
         self._kept_logits = torch.empty(0)
-        self._pending: tuple[StepInput, torch.Tensor, torch.Tensor | None] | None = None
+        self._pending: _Pending | None = None
         self._broken: dict[str, RequestFault] = {}  # could not start; not reported yet
+
+    def connect(self, connector: WorkerConnector) -> None:
+        """Let a KV connector load and save the blocks of the cache, which is allocated."""
+        self.connector = connector
+        connector.register(self.attention.block_views(self._caches))
 
     def allocate(self, num_blocks: int, batch: InputBatch) -> None:
         """Allocate the KV cache of every layer, and use `batch`, whose block tables refer to it."""
@@ -211,13 +241,17 @@ class ModelRunner:
 
     def release_cache(self) -> None:
         """Release the KV cache. No step can run until `restore_cache`."""
+        if self.connector is not None:
+            self.connector.release()
         self._caches, self._kept_logits = [], torch.empty(0)
         self._replays.clear()
 
     def restore_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache of every layer, without content."""
         self._replays.clear()
-        self._caches = self._attention.allocate(num_blocks)
+        self._caches = self.attention.allocate(num_blocks)
+        if self.connector is not None:
+            self.connector.register(self.attention.block_views(self._caches))
 
     @property
     def has_batch(self) -> bool:
@@ -232,30 +266,45 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
         """Run the model; return None if `sample` has to follow."""
-        batch = self._batch
+        batch, connector = self._batch, self.connector
         self._apply(plan, batch)
+        if connector is not None:
+            connector.begin(plan)
         if plan.total_num_scheduled_tokens == 0:
-            return ModelRunnerOutput()
+            return self._with_report(ModelRunnerOutput(), plan)
         step = batch.prepare(plan.num_scheduled_tokens, self._device)
-        attention, caches = self._attention, self._caches
+        attention, caches = self.attention, self._caches
         attention_plan = attention.plan(step.attention)
 
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def run(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return attention.attend(layer, caches[layer], attention_plan, (q, k, v))
 
+        attend: _Attend = run
+        wants_layers = False
+        if connector is not None and (wants_layers := connector.wants_layers):
+            attend = _around_layers(run, connector)
         before = None
         if self._are_many:
             before = self._ranks.receive_hidden(self._model.empty_hidden(len(step.token_ids)))
         routed = self._receive_experts(step) if self._has_experts else None
         inputs = ForwardBatch(step.token_ids, step.positions, attend, before, routed)
-        forward = self._replays.forward if routed is None else self._model.forward
+        can_replay = routed is None and not wants_layers
+        forward = self._replays.forward if can_replay else self._model.forward
         hidden = self._calls.run("forward", forward, inputs)
+        if connector is not None:
+            connector.wait_for_save()
         if not self._is_last:
             self._ranks.send_hidden(hidden)
             if routed is not None:
                 self._ranks.send_hidden(routed)
-        self._pending = (step, hidden, routed)
+        self._pending = (plan, step, hidden, routed)
         return None
+
+    def _with_report(self, output: ModelRunnerOutput, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Add what the KV connector reports to the result of a plan."""
+        if self.connector is not None and (report := self.connector.report(plan)) is not None:
+            output.kv_reports.append(report)
+        return output
 
     def _receive_experts(self, step: StepInput) -> torch.Tensor | None:
         """Return the experts of the stages before, with room for this one's; None if not asked."""
@@ -275,13 +324,13 @@ class ModelRunner:
             bitmask: tokens that grammars allow.
 
         Returns:
-            The result; None in a rank that does not sample.
+            The result; in a rank that does not sample, None or what its KV connector reports.
         """
         assert self._pending is not None, "sample() without an execute() that returned None"
-        (step, hidden, routed), self._pending = self._pending, None
+        (plan, step, hidden, routed), self._pending = self._pending, None
         if self._sampling is None:
             self._help_to_sample(hidden)
-            return None
+            return None if self.connector is None else self._with_report(ModelRunnerOutput(), plan)
         output = ModelRunnerOutput(prompt_logprobs=self._prompt_logprobs(step, hidden))
         output.faults, self._broken = self._broken, {}
         if routed is not None:
@@ -297,7 +346,7 @@ class ModelRunner:
             self._choose(hidden, last.to(self._device), requests, output, bitmask)
         if self._divides_logits:
             self._ranks.ask_for_logits(torch.empty(0, dtype=torch.int64, device=self._device))
-        return output
+        return self._with_report(output, plan)
 
     def _help_to_sample(self, hidden: torch.Tensor) -> None:
         """Compute this rank's part of the logits that the output rank asks for."""

@@ -161,7 +161,7 @@ class WeightCache:
             num_ranks: that keep files of one model there.
         """
         self._limit, self._num_ranks = config.max_bytes, num_ranks
-        self._folder = None if config.path == OFF else _folder(config.path)
+        self._folder = None if config.path == OFF else cache_folder(config.path)
         self._writer: _Writer | None = None
 
     @property
@@ -210,7 +210,7 @@ class WeightCache:
             self._writer = None
 
 
-def _folder(path: str | None) -> Path | None:
+def cache_folder(path: str | None) -> Path | None:
     """Return the folder, which may not exist yet; None if there is no place for one."""
     if path is not None:
         return Path(path).expanduser().absolute()

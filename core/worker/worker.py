@@ -19,9 +19,13 @@ from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
 from hardpoint.plugins import (
     AttentionBackend,
     AttentionContext,
+    ConfigError,
     EngineConfig,
     GrammarBitmask,
     HardpointError,
+    KVConnectorContext,
+    KVStore,
+    KVStoreContext,
     LogitsContext,
     Model,
     ModelConfig,
@@ -38,6 +42,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.component import Component, Progress
 from hardpoint.plugins.errors import CommunicationAbortedError
 from hardpoint.plugins.kinds import KINDS
+from hardpoint.plugins.kv_connector import BlockIdentity, KVWorkerContext
 from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.plugins.parallel import Communicator, CommunicatorContext, Placement
 from hardpoint.plugins.plan import DraftTokenIds
@@ -49,6 +54,7 @@ from hardpoint.registry.plugin_set import PluginSet
 
 from .checked_model import CheckedAttention, CheckedModel, checked_weights
 from .input_batch import InputBatch
+from .kv_connector import WorkerConnector, config_hash
 from .memory import (
     MemoryEstimate,
     MemoryLimit,
@@ -254,14 +260,111 @@ class LocalWorker:
             self.runner.allocate(num_blocks, batch)
         self._num_blocks = num_blocks
 
+    def start_kv_connector(self, weights: str) -> bytes | None:
+        """Build this rank's half of the KV connector, for the cache that was allocated.
+
+        Raises:
+            PluginError: it cannot be built.
+            ConfigError: the attention backend or the model cannot work with one.
+        """
+        assert self._spec is not None
+        spec, runner = self._spec, self.runner
+        (entry,) = spec.plugins.entries("kv_connectors")
+        if runner.connector is not None:  # of other weights
+            runner.connector.close()
+        identity = self._identity(weights)
+        stores: list[KVStore] = []
+
+        def open_stores(sizes: Sequence[int]) -> list[KVStore]:
+            for store in spec.plugins.entries("kv_stores"):
+                stores.append(self._open_store(store, sizes, identity, connector))
+            return stores
+
+        context = KVWorkerContext(
+            identity=identity,
+            device=spec.device,
+            rank=spec.rank,
+            world_size=spec.config.parallel.world_size,
+            open_stores=open_stores,
+        )
+        plugin = spec.plugins.create(entry, KVConnectorContext, config=spec.config.kv_connector)
+        connector = WorkerConnector(
+            plugin, PluginCalls(self._activity, "kv_connectors", entry.source)
+        )
+        try:
+            connector.open(context)
+            runner.connect(connector)
+        except BaseException:
+            close_all(stores)
+            connector.close()
+            raise
+        return connector.handshake()
+
+    def _open_store(
+        self,
+        entry: PluginEntry,
+        sizes: Sequence[int],
+        identity: BlockIdentity,
+        connector: WorkerConnector,
+    ) -> KVStore:
+        assert self._spec is not None
+        spec = self._spec
+        return spec.plugins.create(
+            entry,
+            KVStoreContext,
+            sizes=tuple(sizes),
+            identity=identity.digest().hex(),
+            rank=spec.rank,
+            world_size=spec.config.parallel.world_size,
+            engine_id=spec.config.kv_connector.engine_id or "",
+            timeout_seconds=spec.config.kv_connector.load_seconds,
+            pin_memory=spec.device.type == "cuda",
+            report_fault=functools.partial(connector.fault, entry.name),
+        )
+
+    def _identity(self, weights: str) -> BlockIdentity:
+        """Return what the bytes of this rank's blocks depend on, besides tokens.
+
+        Raises:
+            ConfigError: a layer has a sliding window, or the backend does not name its layout.
+        """
+        assert self._spec is not None
+        spec, parallel, attention = self._spec, self._ranks.parallel, self.runner.attention
+        if any(layer.window is not None for layer in attention.specs):
+            raise ConfigError(
+                f"kv_connector.use: {spec.config.kv_connector.use!r} moves blocks of one kind, and "
+                f"{spec.model_config.architecture} has layers with a sliding window"
+            )
+        if not attention.kv_layout[0]:
+            raise ConfigError(
+                f"kv_connector.use: blocks cannot be told from those of other layouts, for "
+                f"{spec.plugins.one('attention_backends').source} has no kv_layout"
+            )
+        return BlockIdentity(
+            weights=weights,
+            config=config_hash(spec.model_config),
+            architecture=spec.model_config.architecture,
+            dtype=str(spec.dtype),
+            kv_layout=attention.kv_layout[0],
+            kv_layout_version=attention.kv_layout[1],
+            block_size=spec.config.kv_cache.block_size,
+            layer_bytes=attention.layer_bytes,
+            tensor_rank=parallel.tensor.rank,
+            tensor_size=parallel.tensor.size,
+            stage=parallel.stage,
+            num_stages=parallel.num_stages,
+            hash_algorithm=spec.config.kv_cache.hash_algorithm,
+        )
+
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
         """Run a step; None means that sampling waits for `sample_tokens`.
 
         Raises:
-            NotImplementedError: the plan has drafts, encoder inputs or KV connector metadata.
+            NotImplementedError: the plan has drafts or encoder inputs, or KV connector metadata and
+                there is no connector.
         """
         if plan.draft_token_ids or plan.encoder_inputs or plan.kv_connector_metadata is not None:
-            raise _unsupported(plan)
+            self._check_supported(plan)
         if not plan.total_num_scheduled_tokens and not (self._runner and self._runner.has_batch):
             self.observed_states.drop(plan.finished_request_ids)
             return ModelRunnerOutput()  # asleep: the requests of the plan have no other state here
@@ -273,6 +376,11 @@ class LocalWorker:
         except BaseException as error:
             self._step_failed(error)
             raise
+
+    def _check_supported(self, plan: SchedulerOutput) -> None:
+        has_connector = self._runner is not None and self._runner.connector is not None
+        if messages := _unsupported(plan, has_connector=has_connector):
+            raise NotImplementedError(f"step {plan.step}: the worker {'; it '.join(messages)}")
 
     def sample_tokens(
         self,
@@ -404,8 +512,12 @@ class LocalWorker:
         if self._weight_cache is not None:
             self._weight_cache.close()
         components, self._components = self._components, []
-        self._runner = None
-        close_all(components)
+        runner, self._runner = self._runner, None
+        try:
+            if runner is not None and runner.connector is not None:
+                runner.connector.close()
+        finally:
+            close_all(components)
 
     @property
     def runner(self) -> ModelRunner:
@@ -495,8 +607,8 @@ def _share_of_memory(spec: WorkerSpec, ranks: Ranks) -> MemoryLimit:
     return MemoryLimit(limit.available // ranks.num_local, share)
 
 
-def _unsupported(plan: SchedulerOutput) -> NotImplementedError:
-    """Return the error that names what a plan has and this worker cannot serve, and for whom."""
+def _unsupported(plan: SchedulerOutput, *, has_connector: bool) -> list[str]:
+    """Return what a plan has and this worker cannot serve, and for whom."""
     parts = {
         "verifies no drafts": plan.draft_token_ids,
         "encodes no features": plan.encoder_inputs,
@@ -506,10 +618,10 @@ def _unsupported(plan: SchedulerOutput) -> NotImplementedError:
         for what, request_ids in parts.items()
         if request_ids
     ]
-    if plan.kv_connector_metadata is not None:
+    if plan.kv_connector_metadata is not None and not has_connector:
         kind = type(plan.kv_connector_metadata).__name__
         messages.append(f"has no KV connector, got metadata for one (a {kind})")
-    return NotImplementedError(f"step {plan.step}: the worker {'; it '.join(messages)}")
+    return messages
 
 
 def _cache_key(spec: WorkerSpec, model: Model) -> str | None:

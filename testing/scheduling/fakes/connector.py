@@ -13,6 +13,7 @@ from hardpoint.plugins import (
     RequestError,
     SchedulerOutput,
 )
+from hardpoint.plugins.kv_connector import KVConnectorScheduler
 from hardpoint.testing.scheduling.rules import KV_TRANSFER
 
 from .memory import KVContent, KVMemory, history_hashes
@@ -70,7 +71,7 @@ class TransferJobs:
     saves: list[SaveJob] = field(default_factory=list)
 
 
-class ScriptedConnector:
+class ScriptedConnector(KVConnectorScheduler):
     """The scheduler's half of a KV connector that follows a script per request.
 
     Attributes:

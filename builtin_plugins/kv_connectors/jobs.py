@@ -1,0 +1,109 @@
+"""What the two halves of the connector "stores" say to each other."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Lookup(msgspec.Struct, frozen=True, array_like=True):
+    """How many leading blocks of these are stored?
+
+    Attributes:
+        serial: of the answer.
+        hashes: of consecutive blocks.
+    """
+
+    serial: int
+    hashes: list[bytes]
+
+
+class Transfer(msgspec.Struct, frozen=True, array_like=True):
+    """Where blocks of a request come from, that another engine has computed.
+
+    Attributes:
+        peer: id of the engine.
+        secret: that it gave.
+    """
+
+    peer: str
+    secret: bytes
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True):
+    """Load the blocks of a request.
+
+    Attributes:
+        hashes: of consecutive blocks.
+        block_ids: where to.
+        in_step: whether the step reads them; if not, the request waits for them.
+        transfer: the engine that offers them; None loads from the stores.
+    """
+
+    request_id: str
+    hashes: list[bytes]
+    block_ids: list[int]
+    in_step: bool = False
+    transfer: Transfer | None = None
+
+
+class Save(msgspec.Struct, frozen=True, array_like=True):
+    """Save blocks that are complete when the step has run.
+
+    Attributes:
+        secret: to offer them for one fetch of another engine; None stores them.
+    """
+
+    hashes: list[bytes]
+    block_ids: list[int]
+    secret: bytes | None = None
+
+
+class Renewal(msgspec.Struct, frozen=True, array_like=True):
+    """Keep blocks that are offered for longer.
+
+    Attributes:
+        hashes: of the blocks.
+        transfer: whose blocks they are; a peer of "" is this engine.
+    """
+
+    hashes: list[bytes]
+    transfer: Transfer
+
+
+class Jobs(msgspec.Struct, array_like=True):
+    """The jobs of a step."""
+
+    lookups: list[Lookup] = msgspec.field(default_factory=list)
+    loads: list[Load] = msgspec.field(default_factory=list)
+    saves: list[Save] = msgspec.field(default_factory=list)
+    renewals: list[Renewal] = msgspec.field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        """Return whether there is any."""
+        return bool(self.lookups or self.loads or self.saves or self.renewals)
+
+
+class Answers(msgspec.Struct, array_like=True):
+    """What a worker answers.
+
+    Attributes:
+        found: number of leading blocks that are stored, by serial of the lookup.
+        unsaved: hashes of blocks that were not stored.
+    """
+
+    found: dict[int, int] = msgspec.field(default_factory=dict)
+    unsaved: list[bytes] = msgspec.field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        """Return whether there is anything to say."""
+        return bool(self.found or self.unsaved)
+
+
+class Handshake(msgspec.Struct, frozen=True):
+    """What a worker says at its start.
+
+    Attributes:
+        peers: engines whose blocks it can fetch; None if no store can.
+    """
+
+    peers: list[str] | None = None

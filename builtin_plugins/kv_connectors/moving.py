@@ -1,0 +1,417 @@
+"""The worker half of the connector "stores": moves blocks between the KV cache and the stores."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from hardpoint.plugins import ConfigError, KVConnectorContext
+from hardpoint.plugins.kv_connector import (
+    FinishedTransfers,
+    KVConnectorWorker,
+    KVWorkerContext,
+    block_key,
+)
+from hardpoint.plugins.kv_store import PeerKVStore
+from hardpoint.plugins.stats import KVTierStats
+
+from .frames import HEADER_BYTES
+from .jobs import Answers, Handshake, Jobs, Load, Lookup, Renewal, Save
+from .staging import Buffer, BufferPool, CacheBlocks
+from .threads import TaskThreads
+from .tiers import CircuitBreaker, Tier, Tiers
+
+if TYPE_CHECKING:
+    import torch
+
+    from .stores import StoresOptions
+
+_SLACK = 0.9  # of the time for a load, so that what was loaded in time is used
+
+
+class _LoadJob:
+    """A load that is under way.
+
+    Attributes:
+        load: what to load.
+        deadline: on the monotonic clock.
+        lock: held while a block is copied into the KV cache.
+        first_bad: index of the first block that could not be loaded.
+        left: parts of blocks that are not done, by group of layers.
+        ended: whether nothing is written any more.
+    """
+
+    def __init__(self, load: Load, num_groups: int, deadline: float) -> None:
+        self.load = load
+        self.deadline = deadline
+        self.lock = threading.Lock()
+        self.first_bad = len(load.hashes)
+        self.left = [len(load.hashes)] * num_groups
+        self.ended = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all parts are loaded or given up."""
+        return self.ended or not any(self.left)
+
+    @property
+    def bad_blocks(self) -> list[int]:
+        """The blocks that could not be loaded, and those after them."""
+        return self.load.block_ids[self.first_bad :]
+
+    def has_loaded(self, group: int) -> bool:
+        """Return whether a group of layers is loaded or given up."""
+        return self.ended or not self.left[group]
+
+    def give_up(self) -> None:
+        """Write no further block; those that are not there could not be loaded."""
+        with self.lock:
+            if any(self.left):
+                self.first_bad = 0
+            self.ended = True
+
+
+class StoresWorker(KVConnectorWorker):
+    """Copies blocks to and from buffers, and lets threads load and store them."""
+
+    def __init__(
+        self, connector: KVConnectorContext, context: KVWorkerContext, options: StoresOptions
+    ) -> None:
+        """Open the stores.
+
+        Raises:
+            ConfigError: the groups of layers do not divide.
+        """
+        self._context = context
+        self._options = options
+        self._lease = connector.config.lease_seconds
+        self._patience = connector.config.load_seconds * _SLACK
+        self._identity = context.identity.digest()
+        layer_bytes = context.identity.layer_bytes
+        self._groups = _groups(layer_bytes, options.layer_groups)
+        self._sizes = [layer_bytes[layer] for layer in self._groups[0]]
+        stores = context.open_stores((HEADER_BYTES, *self._sizes))
+        self._tiers = Tiers(
+            [
+                Tier(
+                    store,
+                    CircuitBreaker(options.breaker_failures, options.breaker_seconds),
+                    options.timeout_seconds,
+                    context.report_fault,
+                )
+                for store in stores
+            ]
+        )
+        self._pins = context.device.type == "cuda"
+        self._loaders = TaskThreads("KVLoad", options.threads, options.timeout_seconds)
+        self._savers = TaskThreads("KVSave", options.save_threads, options.timeout_seconds)
+        self._late_savers = TaskThreads("KVSaveBehind", 1, options.timeout_seconds)
+        self._pool = BufferPool(self._sizes, options.save_bytes, pin_memory=self._pins)
+        self._local = threading.local()
+        self._cache: CacheBlocks | None = None
+        self._lock = threading.Lock()
+        self._progress = threading.Condition(self._lock)
+        self._loads: dict[str, _LoadJob] = {}
+        self._in_step: list[_LoadJob] = []
+        self._saves: list[Save] = []
+        self._errors: set[int] = set()
+        self._ended: set[str] = set()
+        self._answers = Answers()
+        self._stats_changed = False
+
+    # The KV cache
+
+    def register_kv_caches(self, caches: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Take the cache."""
+        self._cache = CacheBlocks(caches)
+
+    def release_kv_caches(self) -> None:
+        """Give up all loads."""
+        self.cancel_loads(list(self._loads))
+        self._cache = None
+
+    def handshake(self) -> Handshake:
+        """Say which peers can be reached."""
+        tier = self._tiers.peer_tier
+        if tier is None:
+            return Handshake()
+        assert isinstance(tier.store, PeerKVStore)
+        return Handshake(sorted(tier.store.peers))
+
+    # A step
+
+    @property
+    def wants_layers(self) -> bool:  # type: ignore[override]
+        """Whether layers are loaded or saved one group after another in this step."""
+        return len(self._groups) > 1 and bool(self._in_step or self._saves)
+
+    def start_load_kv(self, metadata: Jobs | None) -> None:
+        """Start the step's loads and lookups; remember what it saves."""
+        self._saves, self._in_step = [], []
+        self._end_late()
+        if metadata is None:
+            return
+        self._saves = metadata.saves
+        for lookup in metadata.lookups:
+            self._loaders.submit(functools.partial(self._look_up, lookup), first=True)
+        for load in metadata.loads:
+            self._start(load)
+        for renewal in metadata.renewals:
+            self._loaders.submit(functools.partial(self._renew, renewal), first=True)
+        if self._in_step and not self.wants_layers:
+            self._wait_for(0)
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        """Wait for the blocks that this step reads, of the layer's group."""
+        for index, group in enumerate(self._groups):
+            if layer == group.start:
+                self._wait_for(index)
+
+    def save_kv_layer(self, layer: int) -> None:
+        """Save the blocks that this step completes, once the group's last layer is computed."""
+        for index, group in enumerate(self._groups):
+            if layer == group.stop - 1:
+                self._save(index)
+                if index == len(self._groups) - 1:
+                    self._saves = []
+
+    def wait_for_save(self) -> None:
+        """Copy the blocks that this step completes, unless that was done layer by layer."""
+        if self._saves:
+            for index in range(len(self._groups)):
+                self._save(index)
+            self._saves = []
+
+    def get_finished(self, ended: frozenset[str]) -> FinishedTransfers:  # noqa: ARG002
+        """Return the loads that have ended."""
+        self._end_late()
+        with self._lock:
+            for job in self._in_step:
+                self._errors.update(job.bad_blocks)
+            self._in_step = []
+            for request_id, job in list(self._loads.items()):
+                if job.is_done:
+                    del self._loads[request_id]
+                    self._errors.update(job.bad_blocks)
+                    self._ended.add(request_id)
+            loaded, self._ended = self._ended, set()
+        return FinishedTransfers(loaded=loaded)
+
+    def load_errors(self) -> set[int]:
+        """Return the blocks that could not be loaded."""
+        errors, self._errors = self._errors, set()
+        return errors
+
+    def cancel_loads(self, request_ids: Sequence[str]) -> None:
+        """Give up loads; what threads still read is dropped."""
+        for request_id in request_ids:
+            if (job := self._loads.get(request_id)) is not None:
+                job.give_up()
+
+    def take_message(self) -> Answers | None:
+        """Return what was found, and what could not be saved."""
+        with self._lock:
+            answers, self._answers = self._answers, Answers()
+        return answers or None
+
+    def stats(self) -> dict[str, KVTierStats] | None:
+        """Return the totals of the stores."""
+        with self._lock:
+            changed, self._stats_changed = self._stats_changed, False
+        return {tier.store.name: tier.totals() for tier in self._tiers} if changed else None
+
+    def close(self) -> None:
+        """Store what is to be stored, as far as that does not take too long."""
+        self.cancel_loads(list(self._loads))
+        seconds = self._options.timeout_seconds
+        for threads in (self._savers, self._late_savers, self._loaders):
+            threads.close(seconds)
+        for tier in self._tiers:
+            self._run_limited(tier, "drain", seconds)
+            self._run_limited(tier, "close", seconds)
+
+    def _run_limited(self, tier: Tier, method: str, seconds: float) -> None:
+        """Call a method of a store, and leave it behind if it does not return."""
+        thread = threading.Thread(target=tier.run, args=(method,), name="KVClose", daemon=True)
+        thread.start()
+        thread.join(seconds)
+
+    # Loads
+
+    def _start(self, load: Load) -> None:
+        """Load blocks in threads, the groups one after another."""
+        job = _LoadJob(load, len(self._groups), time.monotonic() + self._patience)
+        if load.in_step:
+            self._in_step.append(job)
+        else:
+            with self._lock:
+                before = self._loads.get(load.request_id)
+                self._loads[load.request_id] = job
+            if before is not None:
+                before.give_up()
+        for group in range(len(self._groups)):
+            for index in range(len(load.hashes)):
+                self._loaders.submit(functools.partial(self._load, job, group, index))
+
+    def _load(self, job: _LoadJob, group: int, index: int) -> None:
+        """Load a part of a block into this thread's buffer, and copy it into the cache."""
+        if index < job.first_bad and not job.ended:
+            buffer = self._buffer()
+            is_there = self._fetch(job, group, index, buffer)
+            with job.lock:
+                cache = self._cache
+                if not is_there:
+                    job.first_bad = min(job.first_bad, index)
+                elif not job.ended and cache is not None:
+                    cache.write(job.load.block_ids[index], self._groups[group], buffer)
+        with self._progress:
+            job.left[group] -= 1
+            self._stats_changed = True
+            self._progress.notify_all()
+
+    def _fetch(self, job: _LoadJob, group: int, index: int, buffer: Buffer) -> bool:
+        """Load a part of a block; return whether it is there."""
+        load = job.load
+        transfer = load.transfer
+        if transfer is None:
+            return self._tiers.load(self._key(load.hashes[index], group), buffer.views)
+        tier = self._tiers.peer_tier
+        seconds = min(job.deadline - time.monotonic(), self._options.timeout_seconds)
+        if tier is None or seconds <= 0:
+            return False
+        key = self._key(load.hashes[index], group, transfer.secret)
+        return tier.fetch(transfer.peer, key, buffer.views, seconds)
+
+    def _buffer(self) -> Buffer:
+        """Return this thread's buffer."""
+        buffer: Buffer | None = getattr(self._local, "buffer", None)
+        if buffer is None:
+            buffer = self._local.buffer = Buffer(self._sizes, pin_memory=self._pins)
+        return buffer
+
+    def _wait_for(self, group: int) -> None:
+        """Wait until this step's blocks are loaded in a group, or its time is over."""
+        with self._progress:
+            for job in self._in_step:
+                self._progress.wait_for(
+                    functools.partial(job.has_loaded, group),
+                    max(job.deadline - time.monotonic(), 0),
+                )
+        for job in self._in_step:
+            if job.left[group]:
+                job.give_up()
+
+    def _end_late(self) -> None:
+        """Give up the loads whose time is over."""
+        now = time.monotonic()
+        for job in self._loads.values():
+            if now > job.deadline:
+                job.give_up()
+
+    # Lookups and renewals
+
+    def _look_up(self, lookup: Lookup) -> None:
+        count = len(lookup.hashes)
+        for group in range(len(self._groups)):
+            keys = [self._key(block_hash, group) for block_hash in lookup.hashes[:count]]
+            count = self._tiers.lookup(keys) if keys else 0
+        with self._lock:
+            self._answers.found[lookup.serial] = count
+            self._stats_changed = True
+
+    def _renew(self, renewal: Renewal) -> None:
+        tier, transfer = self._tiers.peer_tier, renewal.transfer
+        if tier is None:
+            return
+        keys = [
+            self._key(block_hash, group, transfer.secret)
+            for block_hash in renewal.hashes
+            for group in range(len(self._groups))
+        ]
+        tier.run("renew", keys, self._lease, transfer.peer or None)
+
+    # Saves
+
+    def _save(self, group: int) -> None:
+        """Copy the step's blocks of a group, and let threads store them."""
+        assert self._cache is not None
+        layers, limit = self._groups[group], time.monotonic() + self._options.save_wait_seconds
+        for save in self._saves:
+            for block_hash, block_id in zip(save.hashes, save.block_ids, strict=True):
+                buffer = self._pool.take(max(limit - time.monotonic(), 0))
+                if buffer is None:
+                    self._not_saved(block_hash)
+                    continue
+                self._cache.read(block_id, layers, buffer)
+                key = self._key(block_hash, group, save.secret or b"")
+                self._savers.submit(self._save_task(block_hash, key, buffer, save.secret))
+
+    def _save_task(
+        self, block_hash: bytes, key: bytes, buffer: Buffer, secret: bytes | None
+    ) -> Callable[[], None]:
+        def run() -> None:
+            self._tiers.begin(key, buffer.views)
+            if secret is not None:
+                tier = self._tiers.peer_tier
+                if tier is not None:
+                    tier.offer(key, buffer.views, self._lease)
+                self._saved(buffer)
+                return
+            self._keep(block_hash, key, buffer)
+
+        return run
+
+    def _keep(self, block_hash: bytes, key: bytes, buffer: Buffer) -> None:
+        """Keep a block in all stores; with `write = "behind"`, in those after the first later."""
+        nearest, *others = self._tiers
+        if not nearest.keep(key, buffer.views) and not others:
+            self._not_saved(block_hash)
+
+        def keep_behind() -> None:
+            for tier in others:
+                tier.keep(key, buffer.views)
+            self._saved(buffer)
+
+        if others and self._options.write == "behind":
+            self._late_savers.submit(keep_behind)
+        else:
+            keep_behind()
+
+    def _saved(self, buffer: Buffer) -> None:
+        self._pool.give_back(buffer)
+        with self._lock:
+            self._stats_changed = True
+
+    def _not_saved(self, block_hash: bytes) -> None:
+        next(iter(self._tiers)).drop()
+        with self._lock:
+            self._answers.unsaved.append(block_hash)
+            self._stats_changed = True
+
+    def _key(self, block_hash: bytes, group: int, secret: bytes = b"") -> bytes:
+        layers = None
+        if len(self._groups) > 1:
+            layers = self._groups[group].start, self._groups[group].stop
+        return block_key(self._identity, block_hash, layers=layers, secret=secret)
+
+
+def _groups(layer_bytes: Sequence[int], count: int) -> list[range]:
+    """Return the layers of each group.
+
+    Raises:
+        ConfigError: they are not all of one size.
+    """
+    num_layers = len(layer_bytes)
+    size = num_layers // count
+    groups = [range(start, start + size) for start in range(0, num_layers, max(size, 1))]
+    sizes = {tuple(layer_bytes[layer] for layer in group) for group in groups}
+    if size * count != num_layers or len(sizes) != 1:
+        would_do = [str(n) for n in range(1, num_layers + 1) if num_layers % n == 0]
+        raise ConfigError(
+            f"plugin.stores.layer_groups: {num_layers} layers cannot be divided into {count} equal "
+            f"groups; {', '.join(would_do)} would do"
+        )
+    return groups

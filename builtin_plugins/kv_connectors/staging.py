@@ -1,0 +1,88 @@
+"""Buffers in host memory, and copies between them and the KV cache.
+
+Stores never touch the KV cache: a store that goes on writing after its time would overwrite the
+blocks of other requests.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from .frames import HEADER_BYTES
+
+
+class Buffer:
+    """Room for one block of some layers in host memory.
+
+    Attributes:
+        layers: uint8 [bytes] of each layer.
+        views: of the header and of each layer, for stores.
+    """
+
+    def __init__(self, layer_bytes: Sequence[int], *, pin_memory: bool) -> None:
+        """Allocate the memory."""
+        size = HEADER_BYTES + sum(layer_bytes)
+        memory = torch.empty(size, dtype=torch.uint8, pin_memory=pin_memory)
+        header, *layers = torch.split(memory, [HEADER_BYTES, *layer_bytes])
+        self.layers = layers
+        self.views = [part.numpy().data for part in (header, *layers)]
+
+
+class CacheBlocks:
+    """The KV cache of this rank as bytes by block."""
+
+    def __init__(self, caches: Sequence[Sequence[torch.Tensor]]) -> None:
+        """`caches` are the views of each layer, uint8 [num_blocks, bytes]."""
+        self._caches = caches
+        self.layer_bytes = [sum(view.shape[1] for view in views) for views in caches]
+
+    def read(self, block_id: int, layers: range, buffer: Buffer) -> None:
+        """Copy a block of the cache into a buffer."""
+        for layer, room in zip(layers, buffer.layers, strict=True):
+            start = 0
+            for view in self._caches[layer]:
+                end = start + view.shape[1]
+                room[start:end].copy_(view[block_id])
+                start = end
+
+    def write(self, block_id: int, layers: range, buffer: Buffer) -> None:
+        """Copy a buffer into a block of the cache."""
+        for layer, found in zip(layers, buffer.layers, strict=True):
+            start = 0
+            for view in self._caches[layer]:
+                end = start + view.shape[1]
+                view[block_id].copy_(found[start:end])
+                start = end
+
+
+class BufferPool:
+    """Buffers that are used again; there are so many at most."""
+
+    def __init__(self, layer_bytes: Sequence[int], limit: int, *, pin_memory: bool) -> None:
+        """Allocate none yet; at least one may be taken."""
+        self._layer_bytes = layer_bytes
+        self._pin_memory = pin_memory
+        self._free: list[Buffer] = []
+        self._room = max(1, limit // (HEADER_BYTES + sum(layer_bytes)))
+        self._returned = threading.Condition()
+
+    def take(self, timeout: float = 0.0) -> Buffer | None:
+        """Return a buffer; None if all are in use for so many seconds."""
+        with self._returned:
+            if not self._free and not self._room:
+                self._returned.wait_for(lambda: self._free or self._room, timeout)
+            if self._free:
+                return self._free.pop()
+            if not self._room:
+                return None
+            self._room -= 1
+        return Buffer(self._layer_bytes, pin_memory=self._pin_memory)
+
+    def give_back(self, buffer: Buffer) -> None:
+        """Return a buffer that nobody uses any more."""
+        with self._returned:
+            self._free.append(buffer)
+            self._returned.notify()

@@ -1,0 +1,91 @@
+"""Threads that call stores, some of which may never return."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+Task = Callable[[], None]
+
+_MOST_STUCK = 16
+
+
+class TaskThreads:
+    """Runs tasks in a few threads; one that is stuck in a task is replaced."""
+
+    def __init__(self, name: str, count: int, timeout: float) -> None:
+        """Start no thread yet.
+
+        Args:
+            name: of the threads.
+            count: of threads at most, without those that are stuck.
+            timeout: seconds after which a task's thread is stuck.
+        """
+        self._name, self._count, self._timeout = name, count, timeout
+        self._tasks: deque[Task] = deque()
+        self._changed = threading.Condition()
+        self._running: dict[threading.Thread, float | None] = {}  # when their task began
+        self._stuck: set[threading.Thread] = set()
+        self._idle = 0
+        self._closed = False
+
+    def submit(self, task: Task, *, first: bool = False) -> None:
+        """Run a task, which must not raise; `first` is before all others."""
+        with self._changed:
+            if self._closed:
+                return
+            (self._tasks.appendleft if first else self._tasks.append)(task)
+            if self._idle < len(self._tasks):
+                self._replace_stuck()
+                if len(self._running) < self._count and len(self._stuck) < _MOST_STUCK:
+                    thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                    self._running[thread] = None
+                    thread.start()
+            self._changed.notify()
+
+    def _replace_stuck(self) -> None:
+        now = time.monotonic()
+        for thread, began in list(self._running.items()):
+            if began is not None and now - began > self._timeout:
+                del self._running[thread]
+                self._stuck.add(thread)
+
+    def _run(self) -> None:
+        thread = threading.current_thread()
+        while True:
+            with self._changed:
+                if thread in self._stuck:  # another one has its place
+                    self._stuck.discard(thread)
+                    return
+                self._running[thread] = None
+                self._changed.notify_all()
+                self._idle += 1
+                self._changed.wait_for(lambda: self._tasks or self._closed)
+                self._idle -= 1
+                if not self._tasks:
+                    return
+                task = self._tasks.popleft()
+                self._running[thread] = time.monotonic()
+            task()
+
+    def drain(self, timeout: float) -> bool:
+        """Wait until no task is left or runs; return whether that was so in time."""
+        with self._changed:
+            return self._changed.wait_for(self._is_done, timeout)
+
+    def _is_done(self) -> bool:
+        self._replace_stuck()
+        return not self._tasks and all(began is None for began in self._running.values())
+
+    def close(self, timeout: float) -> None:
+        """End the threads, once they have run all tasks; those that are stuck are left behind."""
+        self.drain(timeout)
+        with self._changed:
+            self._closed = True
+            self._tasks.clear()
+            self._changed.notify_all()
+            threads = list(self._running)
+        for thread in threads:
+            thread.join(timeout)

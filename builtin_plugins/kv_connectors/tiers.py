@@ -1,0 +1,244 @@
+"""Stores in the order in which they are asked, with time limits, checks and statistics."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+
+from hardpoint.plugins import KVStore
+from hardpoint.plugins.kv_store import PeerKVStore
+from hardpoint.plugins.stats import KVTierStats
+
+from .frames import BadBlockError, check_block, write_header
+
+_Views = Sequence[memoryview]
+
+
+class CircuitBreaker:
+    """Leaves out a store that keeps failing, for a while."""
+
+    def __init__(self, failures: int, seconds: float) -> None:
+        """Open after `failures` in a row, for `seconds`; then one call tries again."""
+        self._most, self._seconds = failures, seconds
+        self._count = 0
+        self._retry_at = 0.0
+        self._lock = threading.Lock()
+
+    def allows(self) -> bool:
+        """Return whether the store may be called."""
+        if self._count < self._most:
+            return True
+        with self._lock:
+            now = time.monotonic()
+            if now < self._retry_at:
+                return False
+            self._retry_at = now + self._seconds  # one call tries
+            return True
+
+    def succeeded(self) -> None:
+        """Record a call that worked."""
+        self._count = 0
+
+    def failed(self) -> bool:
+        """Record one that did not; return whether the store is left out from now on."""
+        with self._lock:
+            self._count += 1
+            self._retry_at = time.monotonic() + self._seconds
+            return self._count == self._most
+
+
+class Tier:
+    """One store; its methods are called by several threads and never raise.
+
+    Attributes:
+        store: that it calls.
+        stats: totals since the start.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        breaker: CircuitBreaker,
+        timeout: float,
+        report_fault: Callable[[str, str], None],
+    ) -> None:
+        """Call a store.
+
+        Args:
+            store: borrowed.
+            breaker: of its own.
+            timeout: seconds after which a call has failed.
+            report_fault: counts a fault: name, message.
+        """
+        self.store = store
+        self.stats = KVTierStats()
+        self._breaker = breaker
+        self._timeout = timeout
+        self._report_fault = report_fault
+        self._lock = threading.Lock()
+        self._running: dict[int, float] = {}  # when the call of a thread began
+
+    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return for each key whether the store says that it has it."""
+        found = self._call("lookup", self.store.lookup, keys)
+        if found is None:
+            return [False] * len(keys)
+        if not isinstance(found, Sequence) or len(found) != len(keys):
+            self._fail(f"lookup() of {len(keys)} keys gave {_short(found)}")
+            return [False] * len(keys)
+        found = [bool(one) for one in found]
+        hits = sum(found)
+        self._count(hits=hits, misses=len(keys) - hits)
+        return found
+
+    def load(self, key: bytes, views: _Views) -> bool:
+        """Load a block and check it; return whether it is there, and is the right one."""
+        return self._load("load", lambda: self.store.load(key, views), key, views)
+
+    def fetch(self, peer: str, key: bytes, views: _Views, seconds: float) -> bool:
+        """Load a block that another engine offers, and check it."""
+        store = self.store
+        assert isinstance(store, PeerKVStore)
+        return self._load("fetch", lambda: store.fetch(peer, key, views, seconds), key, views)
+
+    def _load(self, method: str, load: Callable[[], Any], key: bytes, views: _Views) -> bool:
+        began = time.perf_counter()
+        views[0][:8] = bytes(8)  # a store that says it has loaded and has not is found out
+        is_there = self._call(method, load)
+        if not is_there:
+            return False
+        try:
+            check_block(views, key)
+        except BadBlockError as error:
+            self._fail(f"{method}() gave a block that cannot be used: {error}")
+            return False
+        size, seconds = sum(map(len, views)), time.perf_counter() - began
+        self._count(loaded_blocks=1, loaded_bytes=size, load_seconds=seconds)
+        return True
+
+    def keep(self, key: bytes, views: _Views) -> bool:
+        """Store a block; return whether it is kept."""
+        return self._keep("store", lambda: self.store.store(key, views), views)
+
+    def offer(self, key: bytes, views: _Views, seconds: float) -> bool:
+        """Offer a block to another engine."""
+        store = self.store
+        assert isinstance(store, PeerKVStore)
+        return self._keep("offer", lambda: store.offer(key, views, seconds), views)
+
+    def _keep(self, method: str, keep: Callable[[], Any], views: _Views) -> bool:
+        began = time.perf_counter()
+        if not self._call(method, keep):
+            self._count(dropped_blocks=1)
+            return False
+        size, seconds = sum(map(len, views)), time.perf_counter() - began
+        self._count(stored_blocks=1, stored_bytes=size, store_seconds=seconds)
+        return True
+
+    def drop(self) -> None:
+        """Count a block that was not stored, for lack of room or time."""
+        self._count(dropped_blocks=1)
+
+    def run(self, method: str, *args: Any) -> None:
+        """Call another method of the store."""
+        self._call(method, getattr(self.store, method), *args)
+
+    def _call(self, method: str, call: Callable[..., Any], *args: Any) -> Any:
+        """Return the result of a call; None if it failed or the store is left out."""
+        if not self._breaker.allows() or self._is_stuck():
+            return None
+        thread, began = threading.get_ident(), time.monotonic()
+        self._running[thread] = began
+        try:
+            result = call(*args)
+            if isinstance(result, Future):
+                result = result.result(self._timeout)
+        except BaseException as cause:
+            if isinstance(cause, KeyboardInterrupt | SystemExit | GeneratorExit):
+                raise
+            self._fail(f"{method}() failed: {type(cause).__name__}: {cause}")
+            return None
+        finally:
+            self._running.pop(thread, None)
+        if (seconds := time.monotonic() - began) > self._timeout:
+            self._fail(f"{method}() took {seconds:.3g} s, more than {self._timeout:g} s")
+            return None
+        self._breaker.succeeded()
+        return result
+
+    def _is_stuck(self) -> bool:
+        """Return whether a call has not returned for too long: others would not, either."""
+        oldest = min(self._running.copy().values(), default=math.inf)
+        if time.monotonic() - oldest <= self._timeout:
+            return False
+        self._fail(f"a call has not returned for {self._timeout:g} s")
+        return True
+
+    def _fail(self, message: str) -> None:
+        self._count(failures=1)
+        left_out = self._breaker.failed()
+        self._report_fault(self.store.name, f"KV store {self.store.name!r}: {message}")
+        if left_out:
+            self._report_fault(
+                self.store.name, f"KV store {self.store.name!r}: left out for a while: {message}"
+            )
+
+    def _count(self, **more: float) -> None:
+        with self._lock:
+            for name, value in more.items():
+                setattr(self.stats, name, getattr(self.stats, name) + value)
+
+    def totals(self) -> KVTierStats:
+        """Return a copy of the totals."""
+        with self._lock:
+            return msgspec.structs.replace(self.stats)
+
+
+class Tiers:
+    """All stores, nearest first."""
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        """There is at least one."""
+        self._tiers = list(tiers)
+        self._generations = itertools.count(time.time_ns())
+        self.peer_tier = next((t for t in tiers if isinstance(t.store, PeerKVStore)), None)
+
+    def __iter__(self) -> Any:
+        """Iterate over the tiers, nearest first."""
+        return iter(self._tiers)
+
+    def lookup(self, keys: Sequence[bytes]) -> int:
+        """Return how many leading keys some store has."""
+        found = [False] * len(keys)
+        for tier in self._tiers:
+            missing = [index for index, has in enumerate(found) if not has]
+            if not missing:
+                break
+            for index, has in zip(missing, tier.lookup([keys[i] for i in missing]), strict=True):
+                found[index] = has
+        return found.index(False) if False in found else len(keys)
+
+    def load(self, key: bytes, views: _Views) -> bool:
+        """Load a block from the nearest store that has it, and keep it in those before."""
+        for index, tier in enumerate(self._tiers):
+            if tier.load(key, views):
+                for nearer in self._tiers[:index]:
+                    nearer.keep(key, views)
+                return True
+        return False
+
+    def begin(self, key: bytes, views: _Views) -> None:
+        """Write the header of a block that is to be stored."""
+        write_header(views, key, next(self._generations) & ((1 << 64) - 1))
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,112 @@
+"""The `kv_transfer_params` of requests whose prompt one engine computes for another one."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+from hardpoint.plugins import RequestError
+from hardpoint.plugins.typed import convert
+
+from .jobs import Transfer
+
+_TOKEN_BYTES = 16
+
+
+class TransferParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The fields, under the names that other engines use.
+
+    Attributes:
+        do_remote_decode: this engine computes the prompt, and offers its blocks to another one. Its
+            last output has the parameters for that one.
+        do_remote_prefill: another engine has computed the prompt.
+        remote_engine_id: which one.
+        transfer_token: that it gave.
+        num_tokens: of the prompt, whose blocks it offers.
+    """
+
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+    remote_engine_id: str | None = None
+    transfer_token: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")] | None = None
+    num_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+
+    @property
+    def transfer(self) -> Transfer:
+        """Where the blocks come from."""
+        assert self.remote_engine_id is not None
+        assert self.transfer_token is not None
+        return Transfer(self.remote_engine_id, bytes.fromhex(self.transfer_token))
+
+
+def read_params(
+    params: Mapping[str, Any], num_prompt_tokens: int, peers: list[str] | None, engine_id: str
+) -> TransferParams:
+    """Return the parameters of a request, checked.
+
+    Args:
+        params: as the request has them.
+        num_prompt_tokens: of the request.
+        peers: engines that the configuration knows; None if no store exchanges blocks.
+        engine_id: of this engine; "" if it has none.
+
+    Raises:
+        RequestError: they are wrong.
+    """
+    path = "kv_transfer_params"
+    read: TransferParams = convert(dict(params), TransferParams, path=path, error=RequestError)
+    if peers is None:
+        raise RequestError(
+            f"{path}: no store of kv_connector.stores exchanges blocks with other engines, as "
+            f"'p2p' does"
+        )
+    if read.do_remote_decode == read.do_remote_prefill:
+        raise RequestError(
+            f"{path}: expected one of do_remote_decode and do_remote_prefill to be true"
+        )
+    source = {"remote_engine_id", "transfer_token", "num_tokens"}
+    given = {name for name in source if getattr(read, name) is not None}
+    if read.do_remote_decode:
+        if given:
+            raise RequestError(f"{path}.{min(given)}: not expected together with do_remote_decode")
+        if not engine_id:
+            raise RequestError(
+                f"{path}.do_remote_decode: this engine has no kv_connector.engine_id, by which the "
+                f"other one could name it"
+            )
+        return read
+    if missing := source - given:
+        raise RequestError(f"{path}.{min(missing)}: expected together with do_remote_prefill")
+    if read.remote_engine_id not in peers:
+        raise RequestError(
+            f"{path}.remote_engine_id: expected one of the configured peers "
+            f"({', '.join(sorted(peers)) or 'none'}), got {read.remote_engine_id!r}"
+        )
+    assert read.num_tokens is not None
+    if read.num_tokens > num_prompt_tokens:
+        raise RequestError(
+            f"{path}.num_tokens: expected at most {num_prompt_tokens}, the length of the prompt, "
+            f"got {read.num_tokens}"
+        )
+    return read
+
+
+def new_secret() -> bytes:
+    """Return a secret that nobody can guess."""
+    return secrets.token_bytes(_TOKEN_BYTES)
+
+
+def offered_params(engine_id: str, secret: bytes, num_tokens: int) -> dict[str, Any]:
+    """Return the parameters for the request of the engine that is to go on."""
+    params = TransferParams(
+        do_remote_prefill=True,
+        remote_engine_id=engine_id,
+        transfer_token=secret.hex(),
+        num_tokens=num_tokens,
+    )
+    fields: dict[str, Any] = msgspec.to_builtins(params)
+    del fields["do_remote_decode"]
+    return fields

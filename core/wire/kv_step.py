@@ -1,0 +1,17 @@
+"""What the plan of a step says to the KV connectors of its workers."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class KVStepMetadata(msgspec.Struct, frozen=True, array_like=True):
+    """The value of `SchedulerOutput.kv_connector_metadata`, as msgpack.
+
+    Attributes:
+        data: of the scheduler half, as msgpack; None is nothing.
+        cancelled: requests whose loads took too long.
+    """
+
+    data: bytes | None = None
+    cancelled: list[str] = []

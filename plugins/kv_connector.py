@@ -1,0 +1,364 @@
+"""KV connectors: load and save blocks of the KV cache outside of it.
+
+A connector has two halves. The scheduler half, in the engine, says how much of a request can be
+loaded and which blocks to load and save; the worker half, in each worker, moves the bytes. What the
+scheduler half says to the worker half goes with the plan of a step, and what the worker half says
+comes back with the step's result, both as plain data.
+
+Most who want to keep blocks somewhere write a `KVStore`, which is much less.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import msgspec
+
+from .component import Component, Context
+from .config import KVConnectorConfig
+from .errors import RequestError
+from .kv_cache import BlockIds, KVEvent
+from .kv_store import KVStore
+from .plan import SchedulerOutput
+from .request import Request
+from .requests import EngineCoreRequest
+from .stats import KVTierStats
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "BlockIdentity",
+    "FinishedTransfers",
+    "KVConnector",
+    "KVConnectorContext",
+    "KVConnectorScheduler",
+    "KVConnectorWorker",
+    "KVSchedulerContext",
+    "KVWorkerContext",
+    "OpenStores",
+    "block_key",
+]
+
+_KEY_VERSION = b"hardpoint kv block 1\0"
+
+
+class BlockIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """What the bytes of all blocks of one rank depend on, besides the tokens.
+
+    Attributes:
+        weights: hash of the weights' content.
+        config: hash of the model's configuration, its RoPE parameters for example.
+        quantization: of the weights; "none".
+        architecture: of the model.
+        dtype: of keys and values.
+        kv_layout, kv_layout_version: of the attention backend.
+        block_size: tokens per block.
+        layer_bytes: bytes of a block of each layer of this rank, whose stage says which they are.
+        tensor_rank, tensor_size: which part of the heads it has.
+        stage, num_stages: which part of the layers.
+        hash_algorithm: of the chain of token hashes.
+    """
+
+    weights: str
+    config: str
+    architecture: str
+    dtype: str
+    kv_layout: str
+    kv_layout_version: int
+    block_size: int
+    layer_bytes: tuple[int, ...]
+    hash_algorithm: str
+    quantization: str = "none"
+    tensor_rank: int = 0
+    tensor_size: int = 1
+    stage: int = 0
+    num_stages: int = 1
+
+    def digest(self) -> bytes:
+        """Return 32 bytes that differ whenever a field does."""
+        return hashlib.sha256(
+            msgspec.json.encode(msgspec.to_builtins(self), order="deterministic")
+        ).digest()
+
+
+def block_key(
+    identity: bytes,
+    block_hash: bytes,
+    *,
+    layers: tuple[int, int] | None = None,
+    adapter: str | None = None,
+    features: Sequence[str] = (),
+    secret: bytes = b"",
+) -> bytes:
+    """Return the key of a block, 32 bytes: SHA-256 of all that its bytes depend on.
+
+    Args:
+        identity: `BlockIdentity.digest`.
+        block_hash: of the block's tokens and all before them, and the request's salt.
+        layers: the first and the one after the last, if the block is kept in parts; as indices of
+            this rank's layers.
+        adapter: hash of the content of the request's adapter, never its name.
+        features: hashes of the content of the multimodal features up to the block's end.
+        secret: of a transfer, whose blocks only its receiver may ask for.
+    """
+    parts = msgspec.msgpack.encode((identity, block_hash, layers, adapter, list(features), secret))
+    return hashlib.sha256(_KEY_VERSION + parts).digest()
+
+
+class KVConnectorScheduler(ABC):
+    """The scheduler half of a KV connector; all methods are called by the engine's thread.
+
+    None may block. If one raises, the request is computed as without the connector, and the fault
+    is counted. A request whose load or lookup is not done within `kv_connector.load_seconds` goes
+    on without; what comes later is ignored.
+    """
+
+    def check_request(self, request: EngineCoreRequest) -> None:
+        """Check a new request, its `kv_transfer_params` for example.
+
+        Raises:
+            RequestError: it is refused, with this message. By default if it has
+                `kv_transfer_params`.
+        """
+        if request.kv_transfer_params is not None:
+            raise RequestError(
+                f"kv_transfer_params: the KV connector {type(self).__name__} takes none"
+            )
+
+    @abstractmethod
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Return how many tokens can be loaded after the computed ones.
+
+        Args:
+            request: about to be admitted.
+            num_computed_tokens: leading tokens that the local cache has, whole blocks.
+
+        Returns:
+            The number of tokens (None: not known yet, ask again), and whether they are loaded
+            asynchronously, between steps: the request waits until
+            `KVConnectorWorker.get_finished` names it. If not, they are loaded in the step in which
+            it is scheduled.
+        """
+
+    @abstractmethod
+    def update_state_after_alloc(
+        self, request: Request, block_ids: BlockIds, num_external_tokens: int
+    ) -> None:
+        """Record the blocks allocated for a request, also if nothing is to be loaded.
+
+        Args:
+            request: that was admitted, or is about to wait for its load.
+            block_ids: its whole block table.
+            num_external_tokens: of those that were matched, how many are to be loaded.
+        """
+
+    @abstractmethod
+    def build_connector_meta(self, plan: SchedulerOutput) -> Any:
+        """Return what the worker halves have to do in a step, and clear it; None is nothing.
+
+        It is converted to msgpack and, in the worker, to `KVConnector.Metadata`.
+        """
+
+    @abstractmethod
+    def request_finished(
+        self, request: Request, block_ids: BlockIds
+    ) -> tuple[bool, Mapping[str, Any] | None]:
+        """Record the end of a request.
+
+        Returns:
+            Whether its blocks must be kept until `KVConnectorWorker.get_finished` says that they
+            are saved, at most `kv_connector.lease_seconds`, and the `kv_transfer_params` of its
+            last output.
+        """
+
+    def load_ended(self, request_id: str, failed: bool) -> None:  # noqa: B027 - optional
+        """Record that an asynchronous load has ended: in all ranks, or given up."""
+
+    def receive(self, rank: int, message: Any) -> None:  # noqa: B027 - optional
+        """Process what `KVConnectorWorker.take_message` returned in a rank."""
+
+    def set_handshakes(self, handshakes: Sequence[Any]) -> None:  # noqa: B027 - optional
+        """Take what `KVConnectorWorker.handshake` returned, of each rank."""
+
+    def plan_lost(self, metadata: Any) -> None:  # noqa: B027 - optional
+        """Take back what `build_connector_meta` returned for a step that failed.
+
+        Workers may have begun it or not. The requests that were to get tokens are recomputed.
+        """
+
+    def close(self) -> None:  # noqa: B027 - optional
+        """Release resources."""
+
+
+class FinishedTransfers(NamedTuple):
+    """Transfers of a rank that have ended since the last step, by request id.
+
+    Attributes:
+        loaded: asynchronous loads, failed ones included: no block of theirs is written any more.
+        saved: ended requests whose blocks are not read any more.
+    """
+
+    loaded: Iterable[str] = ()
+    saved: Iterable[str] = ()
+
+
+class KVConnectorWorker(ABC):
+    """The worker half of a KV connector, one per rank.
+
+    All methods are called by the thread that runs the model. If one raises, the blocks that were to
+    be loaded in the step are computed, and the fault is counted. It may write to blocks that it was
+    told to load, until it has named the request in `get_finished` or its load was cancelled;
+    whatever else it writes there is read by requests.
+    """
+
+    wants_layers: bool = True
+    """Whether a step calls `wait_for_layer_load` and `save_kv_layer`, read after `start_load_kv`.
+
+    If not, a step of few tokens may be repeated without running Python.
+    """
+
+    @abstractmethod
+    def register_kv_caches(self, caches: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Take the KV cache, before the first step, and again when it was allocated anew.
+
+        Args:
+            caches: per layer of this rank, views of its memory, uint8 [num_blocks, bytes], which
+                together are all bytes of each block (`AttentionBackend.block_views`).
+        """
+
+    def release_kv_caches(self) -> None:  # noqa: B027 - optional
+        """Let go of the KV cache, whose memory is released: all loads end, and have failed."""
+
+    @abstractmethod
+    def start_load_kv(self, metadata: Any) -> None:
+        """Begin a step, which may have no tokens: start its loads, between steps and in it.
+
+        Args:
+            metadata: what `build_connector_meta` returned for the step, converted to
+                `KVConnector.Metadata`; None if that was None.
+        """
+
+    def wait_for_layer_load(self, layer: int) -> None:  # noqa: B027 - optional
+        """Return once the blocks that this step reads have been loaded in a layer."""
+
+    def save_kv_layer(self, layer: int) -> None:  # noqa: B027 - optional
+        """Save the blocks that this step completes in a layer, which has just been computed."""
+
+    def wait_for_save(self) -> None:  # noqa: B027 - optional
+        """Return once this step's blocks may be overwritten; called after the last layer."""
+
+    @abstractmethod
+    def get_finished(self, ended: frozenset[str]) -> FinishedTransfers:
+        """Return the transfers that have ended since the last step.
+
+        Args:
+            ended: ids of requests that have ended since then.
+        """
+
+    def load_errors(self) -> Iterable[int]:
+        """Return the ids of blocks whose load failed since the last step: they are computed."""
+        return ()
+
+    def cancel_loads(self, request_ids: Sequence[str]) -> None:  # noqa: B027 - optional
+        """Give up asynchronous loads, which took too long: no block of theirs is written again."""
+
+    def take_message(self) -> Any:
+        """Return plain data for `KVConnectorScheduler.receive`, once; None is nothing."""
+        return None
+
+    def handshake(self) -> Any:
+        """Return plain data for `KVConnectorScheduler.set_handshakes`, before the first step."""
+        return None
+
+    def stats(self) -> Mapping[str, KVTierStats] | None:
+        """Return totals per tier since the start; None if they are the same as last time."""
+        return None
+
+    def close(self) -> None:  # noqa: B027 - optional
+        """Finish saving and release resources; the KV cache is still there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVSchedulerContext:
+    """What the scheduler half is made of.
+
+    Attributes:
+        block_size: tokens per block.
+        block_hashes: `block_hashes(request, n)` returns the hashes of at least the first n blocks
+            of a request, which its known tokens must fill. They are chained, and include its salt.
+        clock: of the engine, in seconds.
+        world_size: number of ranks, each with a worker half.
+        report_fault: counts a fault in `LLM.health()`; called with what failed.
+    """
+
+    block_size: int
+    block_hashes: Callable[[Request, int], Sequence[bytes]]
+    clock: Callable[[], float]
+    world_size: int = 1
+    report_fault: Callable[[str], None] = lambda _message: None
+
+
+OpenStores = Callable[[Sequence[int]], Sequence[KVStore]]
+"""Opens the configured stores, nearest first; see `KVWorkerContext.open_stores`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVWorkerContext:
+    """What the worker half of a rank is made of.
+
+    Attributes:
+        identity: what the bytes of its blocks depend on, besides tokens.
+        rank: of the worker.
+        world_size: number of ranks.
+        device: of the KV cache.
+        open_stores: `open_stores(sizes)` builds the stores of `kv_connector.stores`, for buffers
+            with these sizes, which the worker half closes.
+        report_fault: `report_fault(name, message)` counts a fault of a component, its own or that
+            of a store, in `LLM.health()`. For any thread.
+        publish: publishes a KV event, as far as there are publishers. For any thread.
+    """
+
+    identity: BlockIdentity
+    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+    open_stores: OpenStores = lambda _sizes: ()
+    report_fault: Callable[[str, str], None] = lambda _name, _message: None
+    publish: Callable[[KVEvent], None] = lambda _event: None
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVConnectorContext(Context["KVConnector"]):
+    """Context of a KV connector.
+
+    Attributes:
+        config: the table `kv_connector`.
+    """
+
+    config: KVConnectorConfig = field(default_factory=KVConnectorConfig)
+
+
+class KVConnector(Component):
+    """Loads and saves KV blocks; built in the engine and in each worker, for one half each."""
+
+    Metadata: ClassVar[Any] = Any
+    """Type of what the scheduler half says to worker halves, as msgspec knows types."""
+    Message: ClassVar[Any] = Any
+    """Type of what a worker half says to the scheduler half."""
+
+    context: KVConnectorContext
+
+    @abstractmethod
+    def scheduler_half(self, context: KVSchedulerContext) -> KVConnectorScheduler:
+        """Return the half that plans; called once, in the engine."""
+
+    @abstractmethod
+    def worker_half(self, context: KVWorkerContext) -> KVConnectorWorker:
+        """Return the half that moves bytes; called once in each worker."""

@@ -1,0 +1,153 @@
+"""KV stores: keep blocks of the KV cache in host memory, on disk or on other machines.
+
+A store keeps bytes under keys, and knows nothing of requests, layers or models. The connector
+"stores" does all the rest for the stores that `kv_connector.stores` names: it copies blocks to and
+from the KV cache, makes keys, writes a header with a checksum before each block and checks it after
+each load, calls stores in threads of its own with time limits, and leaves out for a while a store
+that keeps failing. So whatever a store does, no request gets a token that it would not have got
+without it.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from .component import Component, Context
+
+__all__ = ["KVStore", "KVStoreContext", "PeerKVStore"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVStoreContext(Context["KVStore"]):
+    """Context of a KV store.
+
+    Attributes:
+        sizes: bytes of each memoryview of a buffer: the header, then one per layer. All buffers of
+            an engine's rank have these sizes.
+        identity: hexadecimal digest of what all blocks of this rank have in common, the weights
+            and the layout of the KV cache among others. Keys are made from it already.
+        rank: of the worker among those of the engine; each has stores of its own.
+        world_size: number of ranks.
+        engine_id: `kv_connector.engine_id`.
+        timeout_seconds: time after which the connector gives up a call.
+        pin_memory: whether host memory should be pinned, since blocks are copied from a GPU.
+        report_fault: called with a message when something failed that no caller is told of, a
+            write in the background for example; it is counted in `LLM.health()`.
+    """
+
+    sizes: Sequence[int]
+    identity: str
+    rank: int = 0
+    world_size: int = 1
+    engine_id: str = ""
+    timeout_seconds: float = 10.0
+    pin_memory: bool = False
+    report_fault: Callable[[str], None] = lambda _message: None
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a buffer, header included."""
+        return sum(self.sizes)
+
+
+class KVStore(Component):
+    """Keeps blocks by key.
+
+    Its methods are called by several threads at once, of one worker, and may block. An exception
+    counts as a fault of the store, and as a miss. What it stores may be gone at any time; what it
+    returns is checked. Engines and ranks that share a place share blocks: equal keys mean equal
+    content.
+    """
+
+    context: KVStoreContext
+
+    @abstractmethod
+    def lookup(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        """Return for each key whether `load` would find it, without reading the blocks.
+
+        Args:
+            keys: of 32 bytes, those of a request's blocks in order: what follows the first one
+                that is not there is of no use, and may be answered with False.
+        """
+
+    @abstractmethod
+    def store(self, key: bytes, buffer: Sequence[memoryview]) -> bool | Future[bool]:
+        """Keep a block.
+
+        Args:
+            key: may be there already.
+            buffer: the block's bytes, in parts of `context.sizes`; read-only, and valid until this
+                returns, or until the future that it returns is done.
+
+        Returns:
+            Whether the block is kept; False if there is no room, for example.
+        """
+
+    @abstractmethod
+    def load(self, key: bytes, buffer: Sequence[memoryview]) -> bool | Future[bool]:
+        """Write a block into a buffer.
+
+        Args:
+            key: of the block.
+            buffer: as for `store`; writable.
+
+        Returns:
+            Whether the block was there. If not, the buffer may hold anything.
+        """
+
+    def drain(self) -> None:
+        """Return once all that `store` has accepted is as durable as the store makes it."""
+
+
+class PeerKVStore(KVStore):
+    """A store that also hands single blocks to other engines, for split prefill and decode.
+
+    The engine that computed a prompt offers its blocks under secret keys, and the one that goes on
+    with the request fetches them.
+    """
+
+    @property
+    @abstractmethod
+    def peers(self) -> frozenset[str]:
+        """Ids of the engines that `fetch` can reach, as the configuration names them."""
+
+    @abstractmethod
+    def offer(self, key: bytes, buffer: Sequence[memoryview], seconds: float) -> bool:
+        """Keep a block for one `fetch` of another engine.
+
+        Args:
+            key: that nobody can guess.
+            buffer: as for `store`.
+            seconds: after which the block is dropped, and no `fetch` gets it.
+
+        Returns:
+            Whether there was room.
+        """
+
+    @abstractmethod
+    def fetch(self, peer: str, key: bytes, buffer: Sequence[memoryview], seconds: float) -> bool:
+        """Write a block that another engine offers into a buffer; it can be fetched once.
+
+        Args:
+            peer: one of `peers`.
+            key: under which it was offered.
+            buffer: as for `load`.
+            seconds: to wait for the peer's answer; a peer that has no such block yet, but may get
+                it, answers when it has.
+
+        Returns:
+            Whether the block was there in time.
+        """
+
+    @abstractmethod
+    def renew(self, keys: Sequence[bytes], seconds: float, peer: str | None = None) -> None:
+        """Keep blocks that are offered for longer; those that are not there any more are ignored.
+
+        Args:
+            keys: under which they are offered.
+            seconds: from now.
+            peer: the engine that offers them; None is this one.
+        """

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import secrets
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 
 from hardpoint.plugins import KVStore
 from hardpoint.testing.suite import Rule, Violation, short_repr
+
+from .store_blocks import StoredBlocks, WatchedBuffer, block_bytes
 
 CALLS = Rule(
     "calls: every call returns, and raises only what its storage fails with",
@@ -42,110 +40,7 @@ BORROWED = Rule(
     "copy what store gets, be done with writing when load returns, and use only the parts given",
 )
 
-_GUARD = b"\xa5" * 16
-_SCRIBBLE = b"\x5a"
 _MOST_BUFFERS = 200  # of loads that are watched
-
-
-@lru_cache(256)
-def block_bytes(index: int, version: int, size: int) -> bytes:
-    """Return the bytes of a block: a version of what is stored under a key."""
-    return hashlib.shake_128(f"{index} {version}".encode()).digest(size)
-
-
-def make_keys(count: int) -> list[bytes]:
-    """Return keys that no other call returns; in hexadecimal they are all alike but for the end."""
-    return [_salt() + bytes(20) + index.to_bytes(4, "big") for index in range(count)]
-
-
-def unusual_keys() -> list[bytes]:
-    """Return keys of bytes with which names of files, text and numbers go wrong."""
-    salt = _salt()
-    patterns = [b"\0", b"\xff", b"/", b"\\", b"\n", b" ", b"a", b"A", b"%", b"*", b"../"]
-    keys = [salt + (pattern * 24)[:24] for pattern in patterns]
-    keys += [(pattern * 24)[:24] + salt for pattern in patterns]
-    return [*keys, salt + "é".encode() * 12, salt + "e\u0301".encode() * 8, salt + b"\xc3\x28" * 12]
-
-
-def _salt() -> bytes:
-    return secrets.token_hex(4).encode()
-
-
-class WatchedBuffer:
-    """A buffer in one piece of memory, with bytes around its parts that nobody may change."""
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        """Allocate parts of these sizes."""
-        self._memory = bytearray(_GUARD)
-        self._places = []
-        for size in sizes:
-            self._places.append(slice(len(self._memory), len(self._memory) + size))
-            self._memory += _SCRIBBLE * size + _GUARD
-        self.size = sum(sizes)
-
-    def views(self) -> list[memoryview]:
-        """Return the parts."""
-        return [memoryview(self._memory)[place] for place in self._places]
-
-    def fill(self, data: bytes) -> None:
-        """Write bytes into the parts."""
-        start = 0
-        for view in self.views():
-            view[:] = data[start : start + len(view)]
-            start += len(view)
-
-    def scribble(self) -> None:
-        """Overwrite the parts, as the next user of the memory does."""
-        self.fill(_SCRIBBLE * self.size)
-
-    def data(self) -> bytes:
-        """Return the bytes of all parts."""
-        return b"".join(self._memory[place] for place in self._places)
-
-    def is_scribbled(self) -> bool:
-        """Return whether the parts are as `scribble` left them."""
-        return self.data() == _SCRIBBLE * self.size
-
-    def has_guards(self) -> bool:
-        """Return whether the bytes around the parts are unchanged."""
-        ends = [0, *(place.stop for place in self._places)]
-        return all(self._memory[end : end + len(_GUARD)] == _GUARD for end in ends)
-
-
-class StoredBlocks:
-    """What was stored in a place, by the number of the key; used by several threads.
-
-    Attributes:
-        keys: by their number.
-        kept: numbers of the blocks that have to be there.
-    """
-
-    def __init__(self, keys: Sequence[bytes]) -> None:
-        """Begin with an empty place."""
-        self.keys = keys
-        self.kept: set[int] = set()
-        self._refused: set[int] = set()
-        self._versions: dict[int, set[int]] = {index: set() for index in range(len(keys))}
-
-    def begin(self, index: int, version: int) -> None:
-        """Record that a block may be there from now on."""
-        self._versions[index].add(version)
-
-    def end(self, index: int, *, is_kept: bool) -> None:
-        """Record what `store` said."""
-        if is_kept and index not in self._refused:
-            self.kept.add(index)
-        elif not is_kept:  # the one before may be gone, too
-            self._refused.add(index)
-            self.kept.discard(index)
-
-    def versions(self, index: int) -> list[int]:
-        """Return the versions of a block, any of which may be there."""
-        return sorted(self._versions[index].copy())
-
-    def forget(self) -> None:
-        """Record that everything may be gone."""
-        self.kept.clear()
 
 
 class StoreSession:
@@ -327,37 +222,3 @@ class StoreSession:
             which = f"part {number} of {size} bytes"
             said.append(f"{which} of the block stored as {of[0]}" if of else f"a wrong {which}")
         return ", ".join(said)
-
-
-def run_at_once(
-    programs: Sequence[Callable[[], object]], seconds: float, calls: Callable[[], Sequence[str]]
-) -> None:
-    """Run programs in a thread each; raise what the first one raised.
-
-    Args:
-        programs: at least one.
-        seconds: in which all have to end.
-        calls: returns the calls that have not returned.
-
-    Raises:
-        Violation: a program did not end.
-    """
-    raised: list[BaseException] = []
-
-    def run(program: Callable[[], object]) -> None:
-        try:
-            program()
-        except BaseException as error:
-            raised.append(error)
-
-    threads = [threading.Thread(target=run, args=(p,), daemon=True) for p in programs]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + seconds
-    for thread in threads:
-        thread.join(max(deadline - time.monotonic(), 0))
-    if raised:
-        raise raised[0]
-    if any(thread.is_alive() for thread in threads):
-        waiting = ", ".join(calls()) or "a call"
-        raise CALLS.violation(f"not returned after {seconds:g} s: {waiting}", "end every wait")

@@ -66,7 +66,8 @@ class ComponentSuite(ConformanceSuite):
             Violation: it cannot be built.
         """
         cls = self._component()
-        fields.setdefault("options", self._checked_options())
+        if "options" not in fields:
+            fields["options"] = self._checked_options()
         made = context_type(name=self._name(), **fields)
         context = with_creator(made, self.kind)
         try:

@@ -150,7 +150,6 @@ class KVStoreSuite(ComponentSuite):
         self._run_checks(
             "contract: the loader can check and build the class",
             lambda: reject_replaced_tests(type(self), KVStoreSuite),
-            self._check_hooks,
             self._check_contract,
             *self._per_size(lambda _place: None),
         )
@@ -257,9 +256,24 @@ class KVStoreSuite(ComponentSuite):
         )
         return store
 
-    def _check_hooks(self) -> None:
-        if not isinstance(self.place_options(Path("/nowhere/suite")), Mapping):
+    def _checked_options(self, more: Mapping[str, Any] | None = None) -> Any:
+        if more is not None:
+            return super()._checked_options(more)
+        with self._place_folder() as folder:
+            return super()._checked_options(self._place_options(folder))
+
+    def _place_options(self, folder: Path) -> Mapping[str, Any]:
+        given = self.place_options(folder)
+        if not isinstance(given, Mapping):
             raise Violation("place_options returned no mapping", "return a dict of options")
+        return given
+
+    @contextmanager
+    def _place_folder(self) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory(prefix="hardpoint-suite-") as folder:
+            own = Path(folder) / f"place{Path(folder).name[-8:]}"
+            own.mkdir(mode=0o700)
+            yield own
 
     def _per_size(self, check: Callable[[Place], None]) -> Iterator[Callable[[], None]]:
         def in_place(sizes: Sequence[int]) -> None:
@@ -273,10 +287,8 @@ class KVStoreSuite(ComponentSuite):
         self, sizes: Sequence[int], keys: Sequence[bytes] = (), **options: Any
     ) -> Iterator[Place]:
         """Open a store in a place of its own, and close it."""
-        with tempfile.TemporaryDirectory(prefix="hardpoint-suite-") as folder:
-            own = Path(folder) / f"place{Path(folder).name[-8:]}"
-            own.mkdir(mode=0o700)
-            given = {**self.place_options(own), **options}
+        with self._place_folder() as folder:
+            given = {**self._place_options(folder), **options}
             open_store = functools.partial(self._open, given)
             seconds = self.timeout_seconds
             place = Place(open_store, sizes, keys or make_keys(_KEYS), 0, seconds)

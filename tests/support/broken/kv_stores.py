@@ -358,7 +358,7 @@ class LeavesFile(Right):
     files = []
 
     def store(self, key, buffer):
-        self.files.append(tempfile.TemporaryFile())
+        self.files.append(tempfile.TemporaryFile())  # noqa: SIM115
         return super().store(key, buffer)
 
 

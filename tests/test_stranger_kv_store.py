@@ -1,4 +1,4 @@
-"""A KV store from outside: built, installed, named; found again by the next engine, no token changes."""
+"""A KV store from outside: built, installed, named; the next engine finds the blocks."""
 
 from __future__ import annotations
 

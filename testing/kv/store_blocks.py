@@ -48,7 +48,7 @@ def _salt() -> bytes:
 
 
 class WatchedBuffer:
-    """A buffer in one piece of memory, with bytes around its parts that nobody may change."""
+    """A buffer in one piece of memory, with bytes around its parts that no store may change."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         """Allocate parts of these sizes."""

@@ -127,7 +127,7 @@ class StoreSession:
         """Look up keys, and load those that are there, and the first that is not.
 
         Raises:
-            Violation: lookup is wrong; nobody else uses the store.
+            Violation: lookup is wrong; no other caller may use the store.
         """
         found = self.lookup(indexes)
         first_miss = found.index(False) if False in found else len(found)
@@ -136,10 +136,10 @@ class StoreSession:
                 continue
             is_there = self.check_kept(index)
             if is_there != said:
-                words = ("does not find", "finds")
+                verb = "finds" if is_there else "does not find"
                 raise LOOKUP.violation(
                     f"lookup of the keys {list(indexes)} returned {found}, and load "
-                    f"{words[is_there]} key {index}"
+                    f"{verb} key {index}"
                 )
 
     def drain(self) -> None:

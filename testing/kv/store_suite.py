@@ -436,10 +436,10 @@ class KVStoreSuite(ComponentSuite):
                                 f"does not find it right after, in a store that is full"
                             )
                     session.load(index // 2)
-                there = sum(session.load(index) for index in range(count))
-                if not 0 < there <= _LIMIT:
+                present = sum(session.load(index) for index in range(count))
+                if not 0 < present <= _LIMIT:
                     raise LIMIT.violation(
-                        f"of {count} blocks {there} are there, and there is room for {_LIMIT}"
+                        f"of {count} blocks {present} are there, and there is room for {_LIMIT}"
                     )
 
             place.run(use)

@@ -40,9 +40,9 @@ class SqliteStore(KVStore):
     options: Options
 
     def __init__(self, context: plugins.KVStoreContext) -> None:
-        """Open the database, which nobody else may read."""
+        """Open the database, which no other user may read."""
         super().__init__(context)
-        self._most = self.options.size_bytes // context.block_bytes
+        self._limit = self.options.size_bytes // context.block_bytes
         self._lock = threading.Lock()
         os.close(os.open(self.options.path, os.O_CREAT | os.O_RDWR, 0o600))
         self._database = sqlite3.connect(
@@ -61,7 +61,7 @@ class SqliteStore(KVStore):
 
     def store(self, key: bytes, buffer: Sequence[memoryview]) -> bool:
         """Insert a block, and delete the oldest ones."""
-        if not self._most:
+        if not self._limit:
             return False
         block = b"".join(buffer)
         with self._lock:
@@ -70,7 +70,7 @@ class SqliteStore(KVStore):
                 insert = "INSERT OR REPLACE INTO blocks (key, bytes) VALUES (?, ?)"
                 number = self._database.execute(insert, (key, block)).lastrowid or 0
                 delete = "DELETE FROM blocks WHERE number <= ?"
-                self._database.execute(delete, (number - self._most,))
+                self._database.execute(delete, (number - self._limit,))
         return True
 
     def load(self, key: bytes, buffer: Sequence[memoryview]) -> bool:

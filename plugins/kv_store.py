@@ -34,7 +34,7 @@ class KVStoreContext(Context["KVStore"]):
         engine_id: `kv_connector.engine_id`.
         timeout_seconds: time after which the connector gives up a call.
         pin_memory: whether host memory should be pinned, since blocks are copied from a GPU.
-        report_fault: called with a message when something failed that no caller is told of, a
+        report_fault: called with a message when something failed that no caller gets to know, a
             write in the background for example; it is counted in `LLM.health()`.
     """
 
@@ -119,7 +119,7 @@ class PeerKVStore(KVStore):
         """Keep a block for one `fetch` of another engine.
 
         Args:
-            key: that nobody can guess.
+            key: that no one can guess.
             buffer: as for `store`.
             seconds: after which the block is dropped, and no `fetch` gets it.
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from hardpoint.plugins import ConfigError, KVConnectorContext
+from hardpoint.plugins import ConfigError, KVConnectorContext, KVTierStats
 from hardpoint.plugins.kv_connector import (
     FinishedTransfers,
     KVConnectorWorker,
@@ -16,7 +16,6 @@ from hardpoint.plugins.kv_connector import (
     block_key,
 )
 from hardpoint.plugins.kv_store import PeerKVStore
-from hardpoint.plugins.stats import KVTierStats
 
 from .frames import HEADER_BYTES
 from .jobs import Answers, Handshake, Jobs, Load, Lookup, Renewal, Save

@@ -12,9 +12,8 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.plugins import KVStore
+from hardpoint.plugins import KVStore, KVTierStats
 from hardpoint.plugins.kv_store import PeerKVStore
-from hardpoint.plugins.stats import KVTierStats
 
 from .frames import BadBlockError, check_block, write_header
 

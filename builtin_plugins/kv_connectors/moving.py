@@ -356,7 +356,7 @@ class StoresWorker(KVConnectorWorker):
             if secret is not None:
                 tier = self._tiers.peer_tier
                 if tier is not None:
-                    tier.offer(key, buffer.views, self._lease)
+                    tier.offer(key, buffer.read_only, self._lease)
                 self._saved(buffer)
                 return
             self._keep(block_hash, key, buffer)
@@ -366,12 +366,12 @@ class StoresWorker(KVConnectorWorker):
     def _keep(self, block_hash: bytes, key: bytes, buffer: Buffer) -> None:
         """Keep a block in all stores; with `write = "behind"`, in those after the first later."""
         nearest, *others = self._tiers
-        if not nearest.keep(key, buffer.views) and not others:
+        if not nearest.keep(key, buffer.read_only) and not others:
             self._not_saved(block_hash)
 
         def keep_behind() -> None:
             for tier in others:
-                tier.keep(key, buffer.views)
+                tier.keep(key, buffer.read_only)
             self._saved(buffer)
 
         if others and self._options.write == "behind":

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from hardpoint.plugins.kv_store import BlockBuffer
+
 from .frames import HEADER_BYTES
 
 
@@ -20,16 +22,18 @@ class Buffer:
 
     Attributes:
         layers: uint8 [bytes] of each layer; pinned tensors, or arrays.
-        views: of the header and of each layer, for stores.
+        views: of the header and of each layer, for stores that load.
+        read_only: the same, for stores that store.
     """
 
     def __init__(self, layer_bytes: Sequence[int], *, pin_memory: bool) -> None:
         """Allocate the memory, pinned for copies from a GPU and to it."""
         size = HEADER_BYTES + sum(layer_bytes)
         memory = torch.empty(size, dtype=torch.uint8, pin_memory=pin_memory)
-        header, *layers = torch.split(memory, [HEADER_BYTES, *layer_bytes])
+        _, *layers = torch.split(memory, [HEADER_BYTES, *layer_bytes])
         self.layers: list[Any] = layers if pin_memory else [part.numpy() for part in layers]
-        self.views = [part.numpy().data for part in (header, *layers)]
+        self.views = BlockBuffer(memory.numpy().data, [HEADER_BYTES, *layer_bytes])
+        self.read_only = self.views.read_only()
 
 
 class CacheBlocks:

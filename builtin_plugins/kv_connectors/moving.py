@@ -405,9 +405,9 @@ def _groups(layer_bytes: Sequence[int], count: int) -> list[range]:
     """
     num_layers = len(layer_bytes)
     size = num_layers // count
-    groups = [range(start, start + size) for start in range(0, num_layers, max(size, 1))]
-    sizes = {tuple(layer_bytes[layer] for layer in group) for group in groups}
-    if size * count != num_layers or len(sizes) != 1:
+    groups = [range(start, start + size) for start in range(0, size * count, max(size, 1))]
+    parts = {tuple(layer_bytes[layer] for layer in group) for group in groups}
+    if size * count != num_layers or len(parts) != 1:
         would_do = [str(n) for n in range(1, num_layers + 1) if num_layers % n == 0]
         raise ConfigError(
             f"plugin.stores.layer_groups: {num_layers} layers cannot be divided into {count} equal "

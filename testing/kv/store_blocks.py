@@ -7,6 +7,8 @@ import secrets
 from collections.abc import Sequence
 from functools import lru_cache
 
+from hardpoint.plugins.kv_store import BlockBuffer
+
 _GUARD = b"\xa5" * 16
 _SCRIBBLE = b"\x5a"
 
@@ -48,44 +50,39 @@ def _salt() -> bytes:
 
 
 class WatchedBuffer:
-    """A buffer in one piece of memory, with bytes around its parts that no store may change."""
+    """A buffer in a piece of memory with bytes around it that no store may change.
+
+    Attributes:
+        block: the buffer.
+        size: its bytes.
+    """
 
     def __init__(self, sizes: Sequence[int]) -> None:
         """Allocate parts of these sizes."""
-        self._memory = bytearray(_GUARD)
-        self._places = []
-        for size in sizes:
-            self._places.append(slice(len(self._memory), len(self._memory) + size))
-            self._memory += _SCRIBBLE * size + _GUARD
         self.size = sum(sizes)
-
-    def views(self) -> list[memoryview]:
-        """Return the parts."""
-        return [memoryview(self._memory)[place] for place in self._places]
+        self._memory = bytearray(_GUARD + _SCRIBBLE * self.size + _GUARD)
+        whole = memoryview(self._memory)[len(_GUARD) : len(_GUARD) + self.size]
+        self.block = BlockBuffer(whole, sizes)
 
     def fill(self, data: bytes) -> None:
-        """Write bytes into the parts."""
-        start = 0
-        for view in self.views():
-            view[:] = data[start : start + len(view)]
-            start += len(view)
+        """Write bytes into the buffer."""
+        self.block.whole[:] = data
 
     def scribble(self) -> None:
-        """Overwrite the parts, as the next user of the memory does."""
+        """Overwrite the buffer, as the next user of the memory does."""
         self.fill(_SCRIBBLE * self.size)
 
     def data(self) -> bytes:
         """Return the bytes of all parts."""
-        return b"".join(self._memory[place] for place in self._places)
+        return bytes(self.block.whole)
 
     def is_scribbled(self) -> bool:
-        """Return whether the parts are as `scribble` left them."""
+        """Return whether the buffer is as `scribble` left it."""
         return self.data() == _SCRIBBLE * self.size
 
     def has_guards(self) -> bool:
-        """Return whether the bytes around the parts are unchanged."""
-        ends = [0, *(place.stop for place in self._places)]
-        return all(self._memory[end : end + len(_GUARD)] == _GUARD for end in ends)
+        """Return whether the bytes around the buffer are unchanged."""
+        return self._memory.startswith(_GUARD) and self._memory.endswith(_GUARD)
 
 
 class StoredBlocks:

@@ -37,7 +37,7 @@ LOOKUP = Rule(
 )
 BORROWED = Rule(
     "borrowed: a buffer is the store's only until the call returns or its future is done",
-    "copy what store gets, be done with writing when load returns, and use only the parts given",
+    "copy what store gets, be done with writing when load returns, and use only the memory given",
 )
 
 _MOST_BUFFERS = 200  # of loads that are watched
@@ -75,10 +75,9 @@ class StoreSession:
         given = block_bytes(index, version, buffer.size)
         buffer.fill(given)
         self._blocks.begin(index, version)
-        views = [view.toreadonly() for view in buffer.views()]
-        key = self._blocks.keys[index]
+        key, block = self._blocks.keys[index], buffer.block.read_only()
         with self._calling(what := f"store of key {index}"):
-            is_kept = self._answer(self._store.store(key, views), what)
+            is_kept = self._answer(self._store.store(key, block), what)
         if buffer.data() != given or not buffer.has_guards():
             raise BORROWED.violation(f"{what} changed the buffer that it was to keep")
         buffer.scribble()
@@ -90,9 +89,9 @@ class StoreSession:
         buffer = WatchedBuffer(self._sizes)
         key = self._blocks.keys[index]
         with self._calling(what := f"load of key {index}"):
-            is_there = self._answer(self._store.load(key, buffer.views()), what)
+            is_there = self._answer(self._store.load(key, buffer.block), what)
         if not buffer.has_guards():
-            raise BORROWED.violation(f"{what} wrote outside of the parts of its buffer")
+            raise BORROWED.violation(f"{what} wrote outside of its buffer")
         if is_there:
             self._check_content(index, buffer)
         buffer.scribble()

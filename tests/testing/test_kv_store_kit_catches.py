@@ -38,7 +38,7 @@ STORES = [
     (kv_stores.FoldsCase, "keys", "(content|lookup)", "found key|gave the block of key"),
     (kv_stores.KeepsViews, "buffers", "content", "load of key 0 returned True, and wrote nothing"),
     (kv_stores.WritesToStored, "buffers", "borrowed", "store of key 0 raised TypeError: cannot mo"),
-    (kv_stores.WritesPastParts, "buffers", "borrowed", "wrote outside of the parts of its buffer"),
+    (kv_stores.WritesOutside, "buffers", "borrowed", "wrote outside of its buffer"),
     (kv_stores.WritesLate, "buffers", "borrowed", "was written after load had returned"),
     (kv_stores.TornBlocks, "threads", "content", r"part \d of \d+ bytes of the block stored as"),
     (kv_stores.OneScratch, "threads", "content", r"load of key \d gave the block of key \d"),

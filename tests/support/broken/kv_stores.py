@@ -222,7 +222,7 @@ class WritesToStored(Right):
         return block
 
 
-class WritesPastParts(Right):
+class WritesOutside(Right):
     contract = 1
 
     def give(self, block, buffer):

@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from hardpoint import plugins
 from hardpoint.plugins import KVStore
+from hardpoint.plugins.kv_store import BlockBuffer
 
 _SCHEMA = """
 PRAGMA journal_mode = WAL;
@@ -59,30 +60,27 @@ class SqliteStore(KVStore):
         with self._lock:
             return [self._database.execute(query, (key,)).fetchone() is not None for key in keys]
 
-    def store(self, key: bytes, buffer: Sequence[memoryview]) -> bool:
+    def store(self, key: bytes, buffer: BlockBuffer) -> bool:
         """Insert a block, and delete the oldest ones."""
         if not self._limit:
             return False
-        block = b"".join(buffer)
         with self._lock:
             self._database.execute("BEGIN IMMEDIATE")
             with self._database:  # commits, or rolls back
                 insert = "INSERT OR REPLACE INTO blocks (key, bytes) VALUES (?, ?)"
-                number = self._database.execute(insert, (key, block)).lastrowid or 0
+                number = self._database.execute(insert, (key, buffer.whole)).lastrowid or 0
                 delete = "DELETE FROM blocks WHERE number <= ?"
                 self._database.execute(delete, (number - self._limit,))
         return True
 
-    def load(self, key: bytes, buffer: Sequence[memoryview]) -> bool:
+    def load(self, key: bytes, buffer: BlockBuffer) -> bool:
         """Select a block."""
         query = "SELECT bytes FROM blocks WHERE key = ?"
         with self._lock:
             row = self._database.execute(query, (key,)).fetchone()
         if row is None or len(row[0]) != self.context.block_bytes:
             return False
-        rest = memoryview(row[0])
-        for part in buffer:
-            part[:], rest = rest[: len(part)], rest[len(part) :]
+        buffer.whole[:] = row[0]
         return True
 
     def drain(self) -> None:

@@ -242,6 +242,7 @@ class KVStoreSuite(ComponentSuite):
         sizes: Sequence[int],
         rank: int,
         report_fault: Callable[[str], None],
+        engine_id: str = "suite",
     ) -> KVStore:
         store: KVStore = self._build(
             KVStoreContext,
@@ -250,7 +251,7 @@ class KVStoreSuite(ComponentSuite):
             identity=f"{rank:02x}" * 32,
             rank=rank,
             world_size=2,
-            engine_id="suite",
+            engine_id=engine_id,
             timeout_seconds=self.timeout_seconds,
             report_fault=report_fault,
         )

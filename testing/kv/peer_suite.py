@@ -141,7 +141,7 @@ class PeerKVStoreSuite(KVStoreSuite):
             found: list[bool] = []
 
             def fetch(index: int = index, found: list[bool] = found) -> None:
-                found.append(two.session.fetch(one.id, index, _SHORT))
+                found.append(two.session.fetch(one.id, index, _SHORT / 3))
 
             two.run(*[fetch] * _THREADS)
             if sum(found) != 1:

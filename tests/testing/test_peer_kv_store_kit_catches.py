@@ -29,7 +29,7 @@ STORES = [
     (peer_kv_stores.RenewsOwnOnly, "leases", "leases", "gone that the engine that fetches it r"),
     (peer_kv_stores.RenewsMissing, "leases", "calls", "renew of key . raised KeyError"),
     (peer_kv_stores.NeverWaits, "waits", "waits", "offered 0.1 s after the fetch, .* was not fou"),
-    (peer_kv_stores.WaitsLonger, "waits", "waits", r"which had 0.1 s, returned False after [0-9.]+ s"),
+    (peer_kv_stores.WaitsLonger, "waits", "waits", r"which had 0.1 s, returned False after "),
 ]  # fmt: skip
 
 

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from hardpoint.plugins import KVStore
-from hardpoint.plugins.kv_store import PeerKVStore
+from hardpoint.plugins.kv_store import BlockBuffer, PeerKVStore
 from hardpoint.testing.suite import Rule, Violation
 
-from .peer_session import PeerSession
 from .store_blocks import StoredBlocks, make_keys
 from .store_place import Place
-from .store_session import CALLS
+from .store_session import CALLS, StoreSession
 from .store_suite import KVStoreSuite
 
 OFFERS = Rule(
@@ -210,12 +209,64 @@ class PeerKVStoreSuite(KVStoreSuite):
             )
 
 
+class _PeerSession(StoreSession):
+    """Calls a store, and checks what it answers; what is offered is apart from what is stored."""
+
+    def __init__(
+        self,
+        store: PeerKVStore,
+        sizes: Sequence[int],
+        blocks: StoredBlocks,
+        offered: StoredBlocks,
+        seconds: float,
+    ) -> None:
+        """Use a store.
+
+        Args:
+            store: an open one.
+            sizes: of the parts of its buffers.
+            blocks: what was stored in it.
+            offered: what the engines have offered, under the same keys.
+            seconds: in which a call has to return.
+        """
+        super().__init__(store, sizes, blocks, seconds)
+        self._peer_store = store
+        self._offered = offered
+
+    @property
+    def peers(self) -> Any:
+        """What the store names as its peers."""
+        return self._peer_store.peers
+
+    def offer(self, index: int, seconds: float) -> bool:
+        """Offer a block; return whether there was room."""
+
+        def offer(key: bytes, buffer: BlockBuffer) -> Any:
+            return self._peer_store.offer(key, buffer, seconds)
+
+        self._offered.begin(index, 0)
+        return self._send("offer", offer, index, 0)
+
+    def fetch(self, peer: str, index: int, seconds: float) -> bool:
+        """Fetch a block; return whether it was there."""
+
+        def fetch(key: bytes, buffer: BlockBuffer) -> Any:
+            return self._peer_store.fetch(peer, key, buffer, seconds)
+
+        return self._receive("fetch", fetch, index, self._offered)
+
+    def renew(self, index: int, seconds: float, peer: str | None = None) -> None:
+        """Renew a lease."""
+        with self.calling(f"renew of key {index}"):
+            self._peer_store.renew([self._blocks.keys[index]], seconds, peer)
+
+
 class _Engine(Place):
     """The store of one engine."""
 
     id: str
     offered: StoredBlocks
-    session: PeerSession
+    session: _PeerSession
     is_open = False
 
     def open(self) -> None:
@@ -226,6 +277,6 @@ class _Engine(Place):
         self.is_open = False
         super().close()
 
-    def _session(self, store: KVStore) -> PeerSession:
+    def _session(self, store: KVStore) -> _PeerSession:
         assert isinstance(store, PeerKVStore)
-        return PeerSession(store, self._sizes, self.blocks, self.offered, self._seconds)
+        return _PeerSession(store, self._sizes, self.blocks, self.offered, self._seconds)

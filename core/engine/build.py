@@ -112,11 +112,7 @@ def build_core(
         executor = _executor(spec, launcher)
         undo.callback(executor.close)
         _check_depth(executor)
-        start = None
-        if plugins.entries("kv_connectors"):
-            start = ConnectorStart(spec, executor)
-            start.weights_load()
-            undo.callback(start.close)
+        start = _connector_start(spec, executor, undo)
         info, size, config = _start(executor, spec, config_sources)
         launcher.close()
         limits = _limits(config, size, executor)
@@ -183,6 +179,18 @@ def _executor(spec: WorkerSpec, launcher: WorkerLauncher) -> Executor:
         watchdog_seconds=spec.config.engine.watchdog_seconds,
         all_report=bool(spec.plugins.entries("kv_connectors")),
     )
+
+
+def _connector_start(
+    spec: WorkerSpec, executor: Executor, undo: contextlib.ExitStack
+) -> ConnectorStart | None:
+    """Return what starts the KV connector, which hashes the weights; None if none is configured."""
+    if not spec.plugins.entries("kv_connectors"):
+        return None
+    start = ConnectorStart(spec, executor)
+    start.weights_load()
+    undo.callback(start.close)
+    return start
 
 
 def _connector(

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.driving import Job, alone, run, summary, varied_jobs
+from support.driving import Job, alone, run, varied_jobs
 from support.internals import engine_of
 from support.parallel import (
     drive,
@@ -21,9 +21,7 @@ from support.parallel import (
     write_random_model,
 )
 
-from hardpoint import LLM, SamplingParams
-from hardpoint.core.frontend.input_processor import RequestExtras
-from hardpoint.core.frontend.llm_engine import LLMEngine
+from hardpoint import LLM
 from hardpoint.plugins.stats import KVTierStats
 from hardpoint.testing import scripted_config, scripted_engine
 

@@ -62,9 +62,10 @@ class TaskThreads:
         thread = threading.current_thread()
         while True:
             with self._changed:
-                if thread in self._stuck:  # another one has its place
+                if thread in self._stuck:
                     self._stuck.discard(thread)
-                    return
+                    if len(self._running) >= self._count:  # another one has its place
+                        return
                 self._running[thread] = None
                 self._changed.notify_all()
                 self._idle += 1

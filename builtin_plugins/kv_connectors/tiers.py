@@ -7,7 +7,8 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -224,9 +225,11 @@ class Tier:
         """Return the result of a future; one that is not done in time keeps its call."""
         if not isinstance(result, Future):
             return result
-        wait([result], self._timeout)
-        if result.done():
-            return result.result()
+        try:
+            return result.result(self._timeout)
+        except futures.TimeoutError:
+            if result.done():
+                raise
         call.future = result
         result.add_done_callback(lambda _: self._calls.pop(call))
         raise TimeoutError(f"its future is not done after {self._timeout:g} s")

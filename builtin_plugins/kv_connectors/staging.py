@@ -39,6 +39,7 @@ class CacheBlocks:
         self._caches = caches
         self.layer_bytes = [sum(view.shape[1] for view in views) for views in caches]
 
+    @torch.inference_mode()  # in which the cache may have been allocated
     def read(self, block_id: int, layers: range, buffer: Buffer) -> None:
         """Copy a block of the cache into a buffer."""
         for layer, room in zip(layers, buffer.layers, strict=True):
@@ -48,6 +49,7 @@ class CacheBlocks:
                 room[start:end].copy_(view[block_id])
                 start = end
 
+    @torch.inference_mode()
     def write(self, block_id: int, layers: range, buffer: Buffer) -> None:
         """Copy a buffer into a block of the cache."""
         for layer, found in zip(layers, buffer.layers, strict=True):

@@ -7,7 +7,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -227,7 +226,7 @@ class Tier:
             return result
         try:
             return result.result(self._timeout)
-        except futures.TimeoutError:
+        except TimeoutError:
             if result.done():
                 raise
         call.future = result

@@ -7,55 +7,24 @@ import time
 from concurrent.futures import Future
 
 import pytest
+from support.builtins.kv_store_fakes import ScriptedStore
 from support.waiting import wait_until
 
 from hardpoint.builtin_plugins.kv_connectors.frames import HEADER_BYTES, write_header
 from hardpoint.builtin_plugins.kv_connectors.staging import Buffer
 from hardpoint.builtin_plugins.kv_connectors.tiers import CircuitBreaker, Tier, Tiers
 from hardpoint.builtin_plugins.kv_stores.memory import MemoryStore
-from hardpoint.plugins import KVStoreContext
 
 KEY, OTHER = bytes(32), bytes([1]) * 32
 LAYERS = (8, 24)
 SIZES = (HEADER_BYTES, *LAYERS)
 
 
-class Store(MemoryStore):
-    """Keeps blocks, but for what a test sets in place of its methods; counts its calls."""
-
-    def __init__(self, name="memory"):
-        super().__init__(
-            KVStoreContext(name=name, sizes=SIZES, identity="", options=self.Options())
-        )
-        self.calls = []
-        self.instead = {}
-
-    def _call(self, method, *args):
-        self.calls.append(method)
-        instead = self.instead.get(method)
-        return getattr(super(), method)(*args) if instead is None else instead(*args)
-
-    def lookup(self, keys):
-        return self._call("lookup", keys)
-
-    def store(self, key, buffer):
-        return self._call("store", key, buffer)
-
-    def load(self, key, buffer):
-        return self._call("load", key, buffer)
-
-    def drain(self):
-        return self._call("drain")
-
-    def close(self):
-        return self._call("close")
-
-
 class Guarded:
     """A tier, its store, and the faults that it reported."""
 
     def __init__(self, name="memory", timeout=5.0, failures=3, seconds=60.0):
-        self.store = Store(name)
+        self.store = ScriptedStore(SIZES, name)
         self.faults = []
         breaker = CircuitBreaker(failures, seconds)
         self.tier = Tier(self.store, breaker, timeout, lambda *fault: self.faults.append(fault))

@@ -15,6 +15,7 @@ import msgspec
 from hardpoint.plugins import KVStore, KVTierStats
 from hardpoint.plugins.kv_store import BlockBuffer, PeerKVStore
 
+from .events import TierEvents
 from .frames import BadBlockError, check_block, write_header
 
 
@@ -65,6 +66,7 @@ class Tier:
         breaker: CircuitBreaker,
         timeout: float,
         report_fault: Callable[[str, str], None],
+        events: TierEvents | None = None,
     ) -> None:
         """Call a store.
 
@@ -73,12 +75,14 @@ class Tier:
             breaker: of its own.
             timeout: seconds after which a call has failed.
             report_fault: counts a fault: name, message.
+            events: says what the store keeps; None if nobody asks.
         """
         self.store = store
         self.stats = KVTierStats()
         self._breaker = breaker
         self._timeout = timeout
         self._report_fault = report_fault
+        self._events = events
         self._lock = threading.Lock()
         self._running: dict[int, float] = {}  # when the call of a thread began
 
@@ -97,7 +101,13 @@ class Tier:
 
     def load(self, key: bytes, views: BlockBuffer) -> bool:
         """Load a block and check it; return whether it is there, and is the right one."""
-        return self._load("load", lambda: self.store.load(key, views), key, views)
+        is_there = self._load("load", lambda: self.store.load(key, views), key, views)
+        if self._events is not None:
+            if is_there:
+                self._events.stored(self.store.name, key)
+            else:
+                self._events.removed(self.store.name, (key,))
+        return is_there
 
     def fetch(self, peer: str, key: bytes, views: BlockBuffer, seconds: float) -> bool:
         """Load a block that another engine offers, and check it."""
@@ -122,7 +132,10 @@ class Tier:
 
     def keep(self, key: bytes, views: BlockBuffer) -> bool:
         """Store a block; return whether it is kept."""
-        return self._keep("store", lambda: self.store.store(key, views), views)
+        is_kept = self._keep("store", lambda: self.store.store(key, views), views)
+        if is_kept and self._events is not None:
+            self._events.stored(self.store.name, key)
+        return is_kept
 
     def offer(self, key: bytes, views: BlockBuffer, seconds: float) -> bool:
         """Offer a block to another engine."""

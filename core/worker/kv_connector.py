@@ -26,15 +26,19 @@ _MOST_FAULTS = 64  # of one report; a component that fails in each call says the
 class WorkerConnector:
     """Calls the worker half; collects what it reports of each step."""
 
-    def __init__(self, connector: KVConnector, calls: PluginCalls) -> None:
+    def __init__(
+        self, connector: KVConnector, calls: PluginCalls, *, publishes: bool = False
+    ) -> None:
         """Own the connector; `open` builds its worker half.
 
         Args:
             connector: of this worker.
             calls: through which the half is called.
+            publishes: whether anyone publishes KV events.
         """
         self._connector = connector
         self._calls = calls
+        self._publishes = publishes
         self._lock = threading.Lock()
         self._faults: list[tuple[str, str]] = []
         self._events: list[KVEvent] = []
@@ -43,7 +47,8 @@ class WorkerConnector:
 
     def open(self, context: KVWorkerContext) -> None:
         """Build the worker half."""
-        context = dataclasses.replace(context, report_fault=self.fault, publish=self._publish)
+        publish = self._publish if self._publishes else None
+        context = dataclasses.replace(context, report_fault=self.fault, publish=publish)
         self._opened = self._connector.worker_half(context), context.rank
 
     @property
@@ -150,6 +155,16 @@ class WorkerConnector:
         with self._lock:
             if len(self._faults) < _MOST_FAULTS:
                 self._faults.append((name, message))
+
+    def evicted(self, store: str, keys: Sequence[bytes]) -> None:
+        """Tell the half of blocks that a store does not keep any more. For any thread."""
+        if self._opened is None:
+            return
+        try:
+            self._half.evicted(store, keys)
+        except BaseException as cause:
+            raise_unless_fault(cause)
+            self._failed("evicted() failed", cause, loads=False)
 
     def _publish(self, event: KVEvent) -> None:
         with self._lock:

@@ -147,6 +147,14 @@ class KVStore(Component):
             Whether the block was there. If not, the buffer may hold anything.
         """
 
+    @property
+    def used_bytes(self) -> int | None:
+        """Bytes of the blocks that are kept, for statistics; None if that is not known.
+
+        Read after a block was stored.
+        """
+        return None
+
     def drain(self) -> None:
         """Return once all that `store` has accepted is as durable as the store makes it."""
 

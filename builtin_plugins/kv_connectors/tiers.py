@@ -83,6 +83,7 @@ class Tier:
         self._timeout = timeout
         self._report_fault = report_fault
         self._events = events
+        self._says_size = type(store).used_bytes is not KVStore.used_bytes
         self._lock = threading.Lock()
         self._running: dict[int, float] = {}  # when the call of a thread began
 
@@ -133,9 +134,21 @@ class Tier:
     def keep(self, key: bytes, views: BlockBuffer) -> bool:
         """Store a block; return whether it is kept."""
         is_kept = self._keep("store", lambda: self.store.store(key, views), views)
-        if is_kept and self._events is not None:
-            self._events.stored(self.store.name, key)
+        if is_kept:
+            if self._events is not None:
+                self._events.stored(self.store.name, key)
+            if self._says_size:
+                self._read_size()
         return is_kept
+
+    def _read_size(self) -> None:
+        """Read how much the store keeps."""
+        used_bytes = self._call("used_bytes", lambda: self.store.used_bytes)
+        if used_bytes is not None and (type(used_bytes) is not int or used_bytes < 0):
+            self._fail(f"used_bytes() gave {_short(used_bytes)}, expected bytes >= 0 or None")
+            used_bytes = None
+        with self._lock:
+            self.stats.used_bytes = used_bytes
 
     def offer(self, key: bytes, views: BlockBuffer, seconds: float) -> bool:
         """Offer a block to another engine."""

@@ -58,10 +58,10 @@ def steps_until(llm, condition):
 
 
 def test_metrics_say_what_was_loaded_and_what_the_tiers_did(opened):
-    llm = opened(["memory"], stats={"sinks": ["prometheus"], "request_metrics": True})
+    llm = opened(["memory", SMALL], stats={"sinks": ["prometheus"], "request_metrics": True})
     (first,) = llm.generate(PROMPT, ONE_TOKEN)
     assert (first.metrics.num_cached_tokens, first.metrics.num_external_tokens) == (0, 0)
-    steps_until(llm, lambda: figures(llm).get("kv_tier_stored_blocks_total memory", 0) >= 6)
+    steps_until(llm, lambda: figures(llm).get("kv_tier_stored_blocks_total small", 0) >= 6)
     before = figures(llm)
     llm.reset_prefix_cache()
     (again,) = llm.generate(PROMPT, ONE_TOKEN)
@@ -80,6 +80,8 @@ def test_metrics_say_what_was_loaded_and_what_the_tiers_did(opened):
     assert after["kv_tier_failures_total memory"] == 0
     per_block = after["kv_tier_stored_bytes_total memory"] / 6
     assert grown["kv_tier_loaded_bytes_total memory"] == 6 * per_block
+    assert after["kv_tier_stored_bytes_total small"] == 6 * per_block
+    assert after["kv_tier_used_bytes small"] == 4 * per_block
 
 
 def test_without_a_connector_there_is_nothing_of_it(tmp_path):
@@ -107,18 +109,24 @@ def kept(events, medium):
     return found
 
 
+def kept_at_any_time(events, medium):
+    """Return the hashes that were kept, also those that are removed by now."""
+    stored = [event for event in events if isinstance(event, BlockStored)]
+    return {block for event in stored if event.medium == medium for block in event.block_hashes}
+
+
 def test_events_say_what_each_tier_keeps(opened):
     EVENTS.clear()
     publisher = "support.plugins.kv_event_list:EventList"
     llm = opened(["memory", SMALL], kv_events={"publishers": [publisher]})
     llm.generate(PROMPT, ONE_TOKEN)
-    steps_until(llm, lambda: any(isinstance(event, BlockRemoved) for event in EVENTS))
-    steps_until(llm, lambda: len(kept(EVENTS, "memory")) == 6)
+    steps_until(llm, lambda: len(kept_at_any_time(EVENTS, "small")) == 6)
     own = [event for event in EVENTS if isinstance(event, BlockStored) and event.medium is None]
     hashes = [block for event in own for block in event.block_hashes]
     assert kept(EVENTS, "memory") == set(hashes) == kept(EVENTS, None)
     small = kept(EVENTS, "small")
     assert len(small) == 4
+    assert any(isinstance(event, BlockRemoved) for event in EVENTS)
     assert small < set(hashes)
     of_tiers = [event for event in EVENTS if getattr(event, "medium", None)]
     for event in of_tiers:
@@ -138,9 +146,11 @@ def test_what_is_promoted_is_published_and_what_has_gone_is_removed(opened):
     llm.generate(PROMPT, ONE_TOKEN)
     steps_until(llm, lambda: len(kept(EVENTS, "memory")) == 6)
     steps_until(llm, lambda: len(kept(EVENTS, "small")) == 4)
-    before = kept(EVENTS, "small")
+    missing = kept(EVENTS, "memory") - kept(EVENTS, "small")
+    before = len(EVENTS)
     llm.reset_prefix_cache()
-    llm.generate(PROMPT, ONE_TOKEN)
-    steps_until(llm, lambda: kept(EVENTS, "small") != before)
+    (again,) = llm.generate(PROMPT, ONE_TOKEN)
+    assert again.num_cached_tokens == 24
+    steps_until(llm, lambda: missing & kept_at_any_time(EVENTS[before:], "small"))
     assert len(kept(EVENTS, "memory")) == 6
     assert len(kept(EVENTS, "small")) == 4

@@ -23,6 +23,10 @@ class SmallStore(KVStore):
         self._kept = {}
         self._lock = threading.Lock()
 
+    @property
+    def used_bytes(self):
+        return sum(map(len, self._kept.copy().values()))
+
     def lookup(self, keys):
         return [key in self._kept for key in keys]
 

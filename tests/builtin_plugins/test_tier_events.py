@@ -1,4 +1,4 @@
-"""KV events of tiers: what stores keep, by the hashes of blocks, and no more than is known."""
+"""What tiers tell: KV events of what they keep, no more than is known, and their size."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import threading
 import pytest
 
 from hardpoint.builtin_plugins.kv_connectors.events import TierEvents
-from hardpoint.plugins import BlockRemoved, BlockStored
+from hardpoint.builtin_plugins.kv_connectors.frames import HEADER_BYTES, write_header
+from hardpoint.builtin_plugins.kv_connectors.staging import Buffer
+from hardpoint.builtin_plugins.kv_connectors.tiers import CircuitBreaker, Tier
+from hardpoint.builtin_plugins.kv_stores.memory import MemoryStore
+from hardpoint.plugins import BlockRemoved, BlockStored, KVStoreContext
 
 
 class Told:
@@ -118,3 +122,43 @@ def test_threads_do_not_disturb_each_other(most_blocks):
     assert len(kept) <= most_blocks
     if most_blocks == 1000:
         assert kept == {name.encode() for name in names if ord(name) % 3}
+
+
+# What a store says of its size
+
+
+class Sized(MemoryStore):
+    """Says what a test wants."""
+
+    answer = None
+
+    @property
+    def used_bytes(self):
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "shown", "message"),
+    [
+        (700, 700, None),
+        (None, None, None),
+        (-1, None, "used_bytes() gave -1, expected bytes >= 0 or None"),
+        ("much", None, "used_bytes() gave 'much', expected bytes >= 0 or None"),
+        (OSError("gone"), None, "used_bytes() failed: OSError: gone"),
+    ],
+)
+def test_a_store_may_say_its_size_and_a_wrong_one_is_a_fault_alone(answer, shown, message):
+    buffer = Buffer((8,), pin_memory=False)
+    write_header(buffer.views, bytes(32), 1)
+    sizes = (HEADER_BYTES, 8)
+    store = Sized(KVStoreContext(name="m", sizes=sizes, identity="", options=Sized.Options()))
+    store.answer, faults = answer, []
+    tier = Tier(store, CircuitBreaker(9, 1.0), 5.0, lambda *fault: faults.append(fault))
+    assert tier.keep(bytes(32), buffer.views)
+    totals = tier.totals()
+    assert (totals.stored_blocks, totals.used_bytes) == (1, shown)
+    assert faults == ([("m", f"KV store 'm': {message}")] if message else [])
+    assert totals.failures == len(faults)
+    store.close()

@@ -18,6 +18,7 @@ from hardpoint.plugins.kv_connector import (
 )
 from hardpoint.plugins.kv_store import PeerKVStore
 
+from .events import TierEvents
 from .frames import HEADER_BYTES
 from .jobs import Answers, Handshake, Jobs, Load, Lookup, Renewal, Save
 from .staging import Buffer, BufferPool, CacheBlocks
@@ -98,6 +99,7 @@ class StoresWorker(KVConnectorWorker):
         layer_bytes = context.identity.layer_bytes
         self._groups = _groups(layer_bytes, options.layer_groups)
         self._sizes = [layer_bytes[layer] for layer in self._groups[0]]
+        self._events = _events(context)
         stores = context.open_stores((HEADER_BYTES, *self._sizes))
         self._tiers = Tiers(
             [
@@ -106,6 +108,7 @@ class StoresWorker(KVConnectorWorker):
                     CircuitBreaker(options.breaker_failures, options.breaker_seconds),
                     options.timeout_seconds,
                     context.report_fault,
+                    self._events,
                 )
                 for store in stores
             ]
@@ -199,8 +202,10 @@ class StoresWorker(KVConnectorWorker):
             self._saves = []
 
     def get_finished(self, ended: frozenset[str]) -> FinishedTransfers:  # noqa: ARG002
-        """Return the loads that have ended."""
+        """Return the loads that have ended; publish what stores keep since the last step."""
         self._end_late()
+        if self._events is not None:
+            self._events.flush()
         with self._lock:
             for job in self._in_step:
                 if job.bad_blocks:
@@ -232,6 +237,11 @@ class StoresWorker(KVConnectorWorker):
         with self._lock:
             answers, self._answers = self._answers, Answers()
         return answers or None
+
+    def evicted(self, store: str, keys: Sequence[bytes]) -> None:
+        """Note what a store does not keep any more."""
+        if self._events is not None:
+            self._events.removed(store, keys)
 
     def stats(self) -> dict[str, KVTierStats] | None:
         """Return the totals of the stores."""
@@ -426,7 +436,17 @@ class StoresWorker(KVConnectorWorker):
         layers = None
         if len(self._groups) > 1:
             layers = self._groups[group].start, self._groups[group].stop
-        return block_key(self._identity, block_hash, layers=layers, secret=secret)
+        key = block_key(self._identity, block_hash, layers=layers, secret=secret)
+        if self._events is not None and not secret and group == len(self._groups) - 1:
+            self._events.know(key, block_hash)  # the last part that is stored
+        return key
+
+
+def _events(context: KVWorkerContext) -> TierEvents | None:
+    """Return what publishes events; the first rank does, since all keep the same blocks."""
+    if context.publish is None or context.rank:
+        return None
+    return TierEvents(context.publish, context.identity.block_size)
 
 
 def _groups(layer_bytes: Sequence[int], count: int) -> list[range]:

@@ -56,7 +56,7 @@ class CacheBlocks:
                 room[start:end] = view[block_id]
                 start = end
 
-    @torch.inference_mode()
+    @torch.inference_mode()  # as the cache may have been allocated, in another thread
     def write(self, block_id: int, layers: range, buffer: Buffer) -> None:
         """Copy a buffer into a block of the cache."""
         for layer, found in zip(layers, buffer.layers, strict=True):

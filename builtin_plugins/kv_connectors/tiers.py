@@ -17,6 +17,7 @@ from hardpoint.plugins import KVStore, KVTierStats
 from hardpoint.plugins.errors import reason_of, shown
 from hardpoint.plugins.kv_store import BlockBuffer, PeerKVStore
 
+from .events import TierEvents
 from .frames import BadBlockError, check_block, write_header
 
 _MOST_LATE = 16  # futures, each of which keeps a buffer
@@ -89,6 +90,7 @@ class Tier:
         breaker: CircuitBreaker,
         timeout: float,
         report_fault: Callable[[str, str], None],
+        events: TierEvents | None = None,
     ) -> None:
         """Call a store.
 
@@ -97,12 +99,15 @@ class Tier:
             breaker: of its own.
             timeout: seconds after which a call has failed.
             report_fault: counts a fault: name, message.
+            events: says what the store keeps; None if nobody asks.
         """
         self.store = store
         self.stats = KVTierStats()
         self._breaker = breaker
         self._timeout = timeout
         self._report_fault = report_fault
+        self._events = events
+        self._says_size = type(store).used_bytes is not KVStore.used_bytes
         self._lock = threading.Lock()
         self._calls: dict[_Call, None] = {}
 
@@ -123,7 +128,13 @@ class Tier:
 
     def load(self, key: bytes, views: BlockBuffer) -> bool:
         """Load a block and check it; return whether it is there, and is the right one."""
-        return self._load("load", lambda: self.store.load(key, views), key, views)
+        is_there = self._load("load", lambda: self.store.load(key, views), key, views)
+        if self._events is not None:
+            if is_there:
+                self._events.stored(self.store.name, key)
+            else:
+                self._events.removed(self.store.name, (key,))
+        return is_there
 
     def fetch(self, peer: str, key: bytes, views: BlockBuffer, seconds: float) -> bool:
         """Load a block that another engine offers, and check it."""
@@ -151,7 +162,19 @@ class Tier:
 
     def keep(self, key: bytes, views: BlockBuffer) -> bool:
         """Store a block; return whether it is kept."""
-        return self._keep("store", lambda parts: self.store.store(key, parts), views)
+        is_kept = self._keep("store", lambda parts: self.store.store(key, parts), views)
+        if is_kept:
+            if self._events is not None:
+                self._events.stored(self.store.name, key)
+            if self._says_size:
+                self._read_size()
+        return is_kept
+
+    def _read_size(self) -> None:
+        """Read how much the store keeps."""
+        used_bytes = self._call("used_bytes", lambda: self.store.used_bytes, _checked_size)
+        with self._lock:
+            self.stats.used_bytes = used_bytes
 
     def offer(self, key: bytes, views: BlockBuffer, seconds: float) -> bool:
         """Offer a block to another engine."""
@@ -261,6 +284,12 @@ class Tier:
         """Return a copy of the totals."""
         with self._lock:
             return msgspec.structs.replace(self.stats)
+
+
+def _checked_size(size: Any) -> int | None:
+    if size is not None and (type(size) is not int or size < 0):
+        raise _BadAnswerError(f"{shown(size)}, expected bytes >= 0 or None")
+    return size
 
 
 class Tiers:

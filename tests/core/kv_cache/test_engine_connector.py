@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 
 import pytest
-from support.core.scripted_connector import GARBAGE, SchedulerHalf, Script, WorkerHalf, use
+from support.core.scripted_connector import Script, use
 from support.driving import FINAL, run
 from support.internals import core_of, scheduler_of
 
-from hardpoint import RequestError, SamplingParams
-from hardpoint.core.frontend.input_processor import RequestExtras
+from hardpoint import SamplingParams
 from hardpoint.plugins.stats import KVTierStats
 from hardpoint.testing import scripted_engine
 
@@ -111,7 +110,9 @@ SCHEDULER_FAULTS = {
     "check_request": [BROKEN],
     "get_num_new_matched_tokens": [
         BROKEN,
-        *map(instead, (None, 7, "ab", (-4, True), (True, True), (8.0, True), ("8", True), (1, 2, 3))),
+        *map(
+            instead, (None, 7, "ab", (-4, True), (True, True), (8.0, True), ("8", True), (1, 2, 3))
+        ),
     ],
     "update_state_after_alloc": [BROKEN],
     "build_connector_meta": [BROKEN, instead(object()), instead({"loads": 3}), instead(5)],
@@ -127,7 +128,10 @@ WORKER_FAULTS = {
     "wait_for_layer_load": [BROKEN],
     "save_kv_layer": [BROKEN],
     "wait_for_save": [BROKEN],
-    "get_finished": [BROKEN, *map(instead, (5, ("a",), ("a", "b"), ([3], ()), (["no such"], ["b"])))],
+    "get_finished": [
+        BROKEN,
+        *map(instead, (5, ("a",), ("a", "b"), ([3], ()), (["no such"], ["b"]))),
+    ],
     "load_errors": [BROKEN, *map(instead, (5, ["x"], [[1]], [10**9, -1]))],
     "take_message": [BROKEN, instead(object()), instead({"a": 1})],
     "stats": [BROKEN, *map(instead, (5, {"a": 3}, {3: KVTierStats()}))],

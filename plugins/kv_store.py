@@ -34,6 +34,7 @@ class KVStoreContext(Context["KVStore"]):
         engine_id: `kv_connector.engine_id`.
         timeout_seconds: time after which the connector gives up a call.
         pin_memory: whether host memory should be pinned, since blocks are copied from a GPU.
+        host_memory: bytes of host memory that this process may still allocate; None is unknown.
         report_fault: called with a message when something failed that no caller is told of, a
             write in the background for example; it is counted in `LLM.health()`.
     """
@@ -45,6 +46,7 @@ class KVStoreContext(Context["KVStore"]):
     engine_id: str = ""
     timeout_seconds: float = 10.0
     pin_memory: bool = False
+    host_memory: int | None = None
     report_fault: Callable[[str], None] = lambda _message: None
 
     @property

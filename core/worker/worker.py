@@ -319,6 +319,7 @@ class LocalWorker:
             engine_id=spec.config.kv_connector.engine_id or "",
             timeout_seconds=spec.config.kv_connector.load_seconds,
             pin_memory=spec.device.type == "cuda",
+            host_memory=memory_limit(torch.device("cpu")).available,
             report_fault=functools.partial(connector.fault, entry.name),
         )
 

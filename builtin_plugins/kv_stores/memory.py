@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from hardpoint import plugins
 from hardpoint.plugins import ConfigError, KVStore
+from hardpoint.plugins.kv_store import BlockBuffer
 
 
 class MemoryStore(KVStore):
@@ -55,7 +56,7 @@ class MemoryStore(KVStore):
         """Return which blocks are there."""
         return [key in self._keys for key in keys]
 
-    def store(self, key: bytes, buffer: Sequence[memoryview]) -> bool:
+    def store(self, key: bytes, buffer: BlockBuffer) -> bool:
         """Copy a block, in the place of the one that was not used for longest."""
         with self._lock:
             place = self._free_place(key)
@@ -93,7 +94,7 @@ class MemoryStore(KVStore):
         self._places.forget(self._keys.pop(replaced))
         return self._places.enter_free()
 
-    def load(self, key: bytes, buffer: Sequence[memoryview]) -> bool:
+    def load(self, key: bytes, buffer: BlockBuffer) -> bool:
         """Copy a block."""
         with self._lock:
             place = self._keys.get(key)
@@ -139,16 +140,22 @@ class _Places:
                 f"allocate, {available} bytes; make it smaller, or the KV cache"
             )
         self._memory = _Memory(path, count * self._block_bytes, pin=context.pin_memory)
-        self._free = list(range(count - 1, -1, -1))
+        self._count, self._used = count, 0  # places that were never used follow those that were
+        self._free: list[int] = []
         self._entered: dict[int, int] = {}  # number of copies from or to a place
         self._forgotten: set[int] = set()  # places that are free once nothing is copied
         self.closed = False
 
     def enter_free(self) -> int | None:
         """Enter a place without content; None if there is none."""
-        if self.closed or not self._free:
+        if self.closed:
             return None
-        place = self._free.pop()
+        if self._free:
+            place = self._free.pop()
+        elif self._used < self._count:
+            place, self._used = self._used, self._used + 1
+        else:
+            return None
         self.enter(place)
         return place
 
@@ -179,26 +186,20 @@ class _Places:
         else:
             self._free.append(place)
 
-    def read(self, place: int, buffer: Sequence[memoryview]) -> None:
+    def read(self, place: int, buffer: BlockBuffer) -> None:
         """Copy a place into a buffer."""
-        for part, room in zip(buffer, self._parts(place, buffer), strict=True):
-            np.copyto(np.frombuffer(part, np.uint8), room)
+        # numpy lets other threads run meanwhile.
+        np.copyto(np.frombuffer(buffer.whole, np.uint8), self._bytes_of(place, buffer))
 
-    def write(self, place: int, buffer: Sequence[memoryview]) -> None:
+    def write(self, place: int, buffer: BlockBuffer) -> None:
         """Copy a buffer into a place."""
-        for part, room in zip(buffer, self._parts(place, buffer), strict=True):
-            np.copyto(room, np.frombuffer(part, np.uint8))
+        np.copyto(self._bytes_of(place, buffer), np.frombuffer(buffer.whole, np.uint8))
 
-    def _parts(self, place: int, buffer: Sequence[memoryview]) -> list[npt.NDArray[np.uint8]]:
-        """Return the parts of a place, of the sizes of a buffer's."""
-        size = sum(map(len, buffer))
-        if size != self._block_bytes:
-            raise ValueError(f"expected a buffer of {self._block_bytes} bytes, got {size}")
-        start, parts = place * self._block_bytes, []
-        for part in buffer:
-            parts.append(self._memory.array[start : start + len(part)])
-            start += len(part)
-        return parts
+    def _bytes_of(self, place: int, buffer: BlockBuffer) -> npt.NDArray[np.uint8]:
+        size = self._block_bytes
+        if len(buffer.whole) != size:  # numpy would repeat a single byte
+            raise ValueError(f"expected a buffer of {size} bytes, got {len(buffer.whole)}")
+        return self._memory.array[place * size : (place + 1) * size]
 
     def close(self) -> None:
         """Return the memory once nothing is copied any more."""

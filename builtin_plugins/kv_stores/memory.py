@@ -188,7 +188,7 @@ class _Places:
 
     def read(self, place: int, buffer: BlockBuffer) -> None:
         """Copy a place into a buffer."""
-        # numpy lets other threads run meanwhile.
+        # numpy lets other threads run while it copies.
         np.copyto(np.frombuffer(buffer.whole, np.uint8), self._bytes_of(place, buffer))
 
     def write(self, place: int, buffer: BlockBuffer) -> None:

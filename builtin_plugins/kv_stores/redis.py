@@ -128,7 +128,7 @@ class RedisStore(KVStore):
 
     @contextlib.contextmanager
     def _connection(self) -> Iterator[RedisConnection]:
-        """Yield a connection that nobody else uses."""
+        """Yield a connection for one call."""
         connection = self._idle_connection() or RedisConnection(
             self._address,
             self._credentials,

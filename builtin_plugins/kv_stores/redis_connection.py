@@ -160,7 +160,7 @@ class RedisConnection:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the server has closed it, or sent what nobody asked for."""
+        """Whether the server has closed it, or sent what was not asked for."""
         waiting = select.poll()
         waiting.register(self._socket, select.POLLIN)
         return bool(self._received or waiting.poll(0))
@@ -174,8 +174,8 @@ class RedisConnection:
     def set(self, key: bytes, value: memoryview, expire_ms: int | None) -> None:
         """Store a value."""
         self._begin()
-        words = 3 if expire_ms is None else 5
-        head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (words, len(key), key, len(value))
+        count = 3 if expire_ms is None else 5
+        head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (count, len(key), key, len(value))
         tail = _END if expire_ms is None else _END + _bulk(b"PX") + _bulk(b"%d" % expire_ms)
         self._send([head, value, tail])
         self._read_ok()
@@ -321,13 +321,13 @@ def _connect(
         raise
 
 
-def _packed(*words: bytes) -> bytes:
+def _packed(*arguments: bytes) -> bytes:
     """Return a command as the protocol has it."""
-    return b"*%d\r\n" % len(words) + b"".join(map(_bulk, words))
+    return b"*%d\r\n" % len(arguments) + b"".join(map(_bulk, arguments))
 
 
-def _bulk(word: bytes) -> bytes:
-    return b"$%d\r\n%b\r\n" % (len(word), word)
+def _bulk(argument: bytes) -> bytes:
+    return b"$%d\r\n%b\r\n" % (len(argument), argument)
 
 
 def _after(parts: list[memoryview], size: int) -> list[memoryview]:

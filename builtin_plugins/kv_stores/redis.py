@@ -89,8 +89,8 @@ class RedisStore(KVStore):
         self._refused = False
         self._credentials()
         try:
-            with self._connection():
-                pass
+            with self._connection() as connection:
+                connection.ping()
         except RedisError as error:
             context.report_fault(f"KV store {self.name!r}: {error}")
 

@@ -139,7 +139,6 @@ class RedisConnection:
             self._expect_ok(b"AUTH", *user, password.encode())
         if self._address.db:
             self._expect_ok(b"SELECT", b"%d" % self._address.db)
-        self.ping()
 
     def _expect_ok(self, *command: bytes) -> None:
         self._begin()

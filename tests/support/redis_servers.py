@@ -21,7 +21,7 @@ class FakeRedis:
 
     Attributes:
         values: what is stored.
-        commands: what was sent, but for PING.
+        commands: what was sent, besides PING.
         answer: called with each command; what it returns is sent instead of an answer, unless it
             is None.
         connections: how many there were.

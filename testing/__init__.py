@@ -24,6 +24,7 @@ from .scripted import (
 
 if TYPE_CHECKING:
     from hardpoint.testing.engine_access import load_ops
+    from hardpoint.testing.kv.store_suite import KVStoreSuite
     from hardpoint.testing.logits.suite import LogitsProcessorSuite
     from hardpoint.testing.model.attention_suite import AttentionBackendSuite
     from hardpoint.testing.model.loader_suite import WeightLoaderSuite
@@ -59,6 +60,7 @@ __all__ = [
     "HistoryAttention",
     "HookSuite",
     "KVEventPublisherSuite",
+    "KVStoreSuite",
     "LogitsProcessorSuite",
     "ModelSuite",
     "OpsSuite",
@@ -98,6 +100,7 @@ _LAZY = {
     "GrammarSuite": "text.grammar_suite",
     "HookSuite": "running.hook_suite",
     "KVEventPublisherSuite": "reporting.publisher_suite",
+    "KVStoreSuite": "kv.store_suite",
     "LogitsProcessorSuite": "logits.suite",
     "ModelSuite": "model.model_suite",
     "OpsSuite": "model.ops_suite",

@@ -330,6 +330,7 @@ class LocalWorker:
             timeout_seconds=spec.config.kv_connector.load_seconds,
             pin_memory=spec.device.type == "cuda",
             report_evicted=functools.partial(connector.evicted, entry.name),
+            host_memory=memory_limit(torch.device("cpu")).available,
             report_fault=functools.partial(connector.fault, entry.name),
         )
 

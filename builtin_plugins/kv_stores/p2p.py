@@ -110,7 +110,7 @@ class PeerToPeerStore(PeerKVStore):
         pair = self._key_pair([listen, *addresses.values()])
         for name, address in addresses.items():
             if is_tcp(address) and name not in keys:
-                raise ConfigError(f"{table}.public_keys: expected the key of {name!r}, at {address}")
+                raise ConfigError(f"{table}.public_keys: expected one of {name!r}, at {address}")
         if is_tcp(listen) and not keys:
             raise ConfigError(f"{table}.public_keys: expected those of who may ask at {listen}")
         self._pool = BlockPool(options.size_bytes // context.block_bytes)

@@ -80,8 +80,9 @@ def check_socket_folder(address: str, path: str) -> None:
         file.parent.mkdir(mode=0o700, exist_ok=True)
         folder = file.parent.lstat()
     except OSError as cause:
-        reason = cause.strerror
-        raise ConfigError(f"{path}: cannot make the folder {str(file.parent)!r}: {reason}") from None
+        raise ConfigError(
+            f"{path}: cannot make the folder {str(file.parent)!r}: {cause.strerror}"
+        ) from None
     if not stat.S_ISDIR(folder.st_mode):
         raise ConfigError(f"{path}: expected a folder, not a link, at {str(file.parent)!r}")
     if folder.st_uid != os.geteuid() or folder.st_mode & 0o077:
@@ -130,7 +131,7 @@ def read_key_pair(file: str, path: str) -> KeyPair:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as cause:
         raise ConfigError(f"{path}: cannot read {file!r}: {cause.strerror}") from None
-    with open(descriptor, "rb") as opened:
+    try:
         found = os.fstat(descriptor)
         is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
         if not is_ours or found.st_mode & 0o077:
@@ -138,7 +139,9 @@ def read_key_pair(file: str, path: str) -> KeyPair:
                 f"{path}: expected a file of this user that nobody else can read (chmod 600), got "
                 f"{file!r} with mode {stat.S_IMODE(found.st_mode):o} of user {found.st_uid}"
             )
-        secret = opened.read(2 * _KEY_CHARACTERS).strip()
+        secret = os.read(descriptor, 2 * _KEY_CHARACTERS).strip()
+    finally:
+        os.close(descriptor)
     if not _is_key(secret):
         raise ConfigError(
             f"{path}: expected a secret key of {_KEY_CHARACTERS} characters in {file!r}, as "

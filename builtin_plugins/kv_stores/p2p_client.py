@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -139,7 +140,7 @@ class PeerClient:
         """Wait for a socket; return False when the time is over, or the peer went."""
         left = until - time.monotonic()
         if left > 0:
-            if socket.poll(min(left, _SLICE_S) * 1000, event):
+            if socket.poll(math.ceil(min(left, _SLICE_S) * 1000), event):
                 return True
             if event == zmq.POLLOUT or socket.poll(0, zmq.POLLOUT):
                 return True

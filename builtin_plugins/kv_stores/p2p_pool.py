@@ -80,12 +80,12 @@ class BlockPool:
         """Return a block whose lease has not ended."""
         with self._lock:
             offer = self._offers.get(key)
-            return offer.block if offer is not None and time.monotonic() < offer.until else None
-
-    def take(self, key: bytes) -> bytes | None:
-        """Return a block that is offered, which nobody else gets."""
-        block = self.offered(key)
-        return block if self.end(key) else None
+            if offer is None:
+                return None
+            if time.monotonic() < offer.until:
+                return offer.block
+            self._end(key)
+            return None
 
     def end(self, key: bytes) -> bool:
         """Offer a block no more; return whether it was offered."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import socket
 import threading
 import time
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 import zmq
+from zmq.utils import z85
 
 from .p2p_messages import NO, OTHER, YES, Get, Has, Renew, Take, decode
 from .p2p_pool import BlockPool
@@ -56,12 +58,13 @@ class BlockServer:
         Args:
             listening: ROUTER socket, bound; owned from now on.
             keys: bound to ZeroMQ's authentication, where clients need keys; owned from now on.
-            allowed: public keys of those that may ask.
+            allowed: public keys of those that may ask, in Z85.
             pool: borrowed.
             identity: of the pool's blocks.
             report_fault: called if the thread fails.
         """
-        self._listening, self._keys, self._allowed = listening, keys, allowed
+        self._listening, self._keys = listening, keys
+        self._allowed = frozenset(map(z85.decode, allowed))
         self._pool, self._identity = pool, identity
         self._report_fault = report_fault
         self._waiting: dict[bytes, _Waiting] = {}
@@ -95,7 +98,7 @@ class BlockServer:
             poller.register(one, zmq.POLLIN)
         try:
             while not self._closing:
-                ready = dict(poller.poll(self._patience() * 1000))
+                ready = dict(poller.poll(math.ceil(self._patience() * 1000)))
                 if self._keys in ready:
                     self._check_key(self._keys)
                 if self._wake_receiver.fileno() in ready:
@@ -179,7 +182,7 @@ class BlockServer:
         now = time.monotonic()
         for key, waiting in list(self._waiting.items()):
             is_there = self._pool.offered(key) is not None
-            if is_there or now >= waiting.until:
+            if is_there or now >= waiting.until or self._pool.has_ended(key):
                 del self._waiting[key]
                 self._num_waiting[waiting.client] -= 1
                 if not self._num_waiting[waiting.client]:

@@ -216,8 +216,8 @@ class KVConnectorWorker(ABC):
     """The worker half of a KV connector, one per rank.
 
     All methods are called by the thread that runs the model. If one raises, the blocks that were to
-    be loaded in the step are computed, and the fault is counted. It may write to blocks that it was
-    told to load, until it has named the request in `get_finished` or its load was cancelled;
+    be loaded in the step are computed, and the fault is counted. It may write to blocks that it has
+    to load, until it has named the request in `get_finished` or its load was cancelled;
     whatever else it writes there is read by requests.
     """
 
@@ -229,7 +229,7 @@ class KVConnectorWorker(ABC):
 
     @abstractmethod
     def register_kv_caches(self, caches: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Take the KV cache, before the first step, and again when it was allocated anew.
+        """Take the KV cache, before the first step, and again whenever it was allocated again.
 
         Args:
             caches: per layer of this rank, views of its memory, uint8 [num_blocks, bytes], which

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from hardpoint.plugins import ConfigError, KVConnectorContext
+from hardpoint.plugins import ConfigError, KVConnectorContext, KVTierStats
 from hardpoint.plugins.kv_connector import (
     FinishedTransfers,
     KVConnectorWorker,
@@ -16,7 +16,6 @@ from hardpoint.plugins.kv_connector import (
     block_key,
 )
 from hardpoint.plugins.kv_store import PeerKVStore
-from hardpoint.plugins.stats import KVTierStats
 
 from .frames import HEADER_BYTES
 from .jobs import Answers, Handshake, Jobs, Load, Lookup, Renewal, Save
@@ -357,7 +356,7 @@ class StoresWorker(KVConnectorWorker):
             if secret is not None:
                 tier = self._tiers.peer_tier
                 if tier is not None:
-                    tier.offer(key, buffer.views, self._lease)
+                    tier.offer(key, buffer.read_only, self._lease)
                 self._saved(buffer)
                 return
             self._keep(block_hash, key, buffer)
@@ -367,12 +366,12 @@ class StoresWorker(KVConnectorWorker):
     def _keep(self, block_hash: bytes, key: bytes, buffer: Buffer) -> None:
         """Keep a block in all stores; with `write = "behind"`, in those after the first later."""
         nearest, *others = self._tiers
-        if not nearest.keep(key, buffer.views) and not others:
+        if not nearest.keep(key, buffer.read_only) and not others:
             self._not_saved(block_hash)
 
         def keep_behind() -> None:
             for tier in others:
-                tier.keep(key, buffer.views)
+                tier.keep(key, buffer.read_only)
             self._saved(buffer)
 
         if others and self._options.write == "behind":
@@ -406,9 +405,9 @@ def _groups(layer_bytes: Sequence[int], count: int) -> list[range]:
     """
     num_layers = len(layer_bytes)
     size = num_layers // count
-    groups = [range(start, start + size) for start in range(0, num_layers, max(size, 1))]
-    sizes = {tuple(layer_bytes[layer] for layer in group) for group in groups}
-    if size * count != num_layers or len(sizes) != 1:
+    groups = [range(start, start + size) for start in range(0, size * count, max(size, 1))]
+    parts = {tuple(layer_bytes[layer] for layer in group) for group in groups}
+    if size * count != num_layers or len(parts) != 1:
         would_do = [str(n) for n in range(1, num_layers + 1) if num_layers % n == 0]
         raise ConfigError(
             f"plugin.stores.layer_groups: {num_layers} layers cannot be divided into {count} equal "

@@ -9,12 +9,17 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.plugins import BlockIds, EngineCoreRequest, KVConnectorContext, SchedulerOutput
+from hardpoint.plugins import (
+    BlockIds,
+    EngineCoreRequest,
+    KVConnectorContext,
+    Request,
+    SchedulerOutput,
+)
 from hardpoint.plugins.kv_connector import (
     KVConnectorScheduler,
     KVSchedulerContext,
 )
-from hardpoint.plugins.request import Request
 
 from .jobs import Answers, Handshake, Jobs, Load, Lookup, Renewal, Save, Transfer
 from .transfer_params import TransferParams, new_secret, offered_params, read_params

@@ -12,13 +12,10 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.plugins import KVStore
-from hardpoint.plugins.kv_store import PeerKVStore
-from hardpoint.plugins.stats import KVTierStats
+from hardpoint.plugins import KVStore, KVTierStats
+from hardpoint.plugins.kv_store import BlockBuffer, PeerKVStore
 
 from .frames import BadBlockError, check_block, write_header
-
-_Views = Sequence[memoryview]
 
 
 class CircuitBreaker:
@@ -98,17 +95,17 @@ class Tier:
         self._count(hits=hits, misses=len(keys) - hits)
         return found
 
-    def load(self, key: bytes, views: _Views) -> bool:
+    def load(self, key: bytes, views: BlockBuffer) -> bool:
         """Load a block and check it; return whether it is there, and is the right one."""
         return self._load("load", lambda: self.store.load(key, views), key, views)
 
-    def fetch(self, peer: str, key: bytes, views: _Views, seconds: float) -> bool:
+    def fetch(self, peer: str, key: bytes, views: BlockBuffer, seconds: float) -> bool:
         """Load a block that another engine offers, and check it."""
         store = self.store
         assert isinstance(store, PeerKVStore)
         return self._load("fetch", lambda: store.fetch(peer, key, views, seconds), key, views)
 
-    def _load(self, method: str, load: Callable[[], Any], key: bytes, views: _Views) -> bool:
+    def _load(self, method: str, load: Callable[[], Any], key: bytes, views: BlockBuffer) -> bool:
         began = time.perf_counter()
         views[0][:8] = bytes(8)  # a store that says it has loaded and has not is found out
         is_there = self._call(method, load)
@@ -119,26 +116,26 @@ class Tier:
         except BadBlockError as error:
             self._fail(f"{method}() gave a block that cannot be used: {error}")
             return False
-        size, seconds = sum(map(len, views)), time.perf_counter() - began
+        size, seconds = len(views.whole), time.perf_counter() - began
         self._count(loaded_blocks=1, loaded_bytes=size, load_seconds=seconds)
         return True
 
-    def keep(self, key: bytes, views: _Views) -> bool:
+    def keep(self, key: bytes, views: BlockBuffer) -> bool:
         """Store a block; return whether it is kept."""
         return self._keep("store", lambda: self.store.store(key, views), views)
 
-    def offer(self, key: bytes, views: _Views, seconds: float) -> bool:
+    def offer(self, key: bytes, views: BlockBuffer, seconds: float) -> bool:
         """Offer a block to another engine."""
         store = self.store
         assert isinstance(store, PeerKVStore)
         return self._keep("offer", lambda: store.offer(key, views, seconds), views)
 
-    def _keep(self, method: str, keep: Callable[[], Any], views: _Views) -> bool:
+    def _keep(self, method: str, keep: Callable[[], Any], views: BlockBuffer) -> bool:
         began = time.perf_counter()
         if not self._call(method, keep):
             self._count(dropped_blocks=1)
             return False
-        size, seconds = sum(map(len, views)), time.perf_counter() - began
+        size, seconds = len(views.whole), time.perf_counter() - began
         self._count(stored_blocks=1, stored_bytes=size, store_seconds=seconds)
         return True
 
@@ -225,16 +222,16 @@ class Tiers:
                 found[index] = has
         return found.index(False) if False in found else len(keys)
 
-    def load(self, key: bytes, views: _Views) -> bool:
+    def load(self, key: bytes, views: BlockBuffer) -> bool:
         """Load a block from the nearest store that has it, and keep it in those before."""
         for index, tier in enumerate(self._tiers):
             if tier.load(key, views):
                 for nearer in self._tiers[:index]:
-                    nearer.keep(key, views)
+                    nearer.keep(key, views.read_only())
                 return True
         return False
 
-    def begin(self, key: bytes, views: _Views) -> None:
+    def begin(self, key: bytes, views: BlockBuffer) -> None:
         """Write the header of a block that is to be stored."""
         write_header(views, key, next(self._generations) & ((1 << 64) - 1))
 

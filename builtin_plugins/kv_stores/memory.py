@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from hardpoint import plugins
 from hardpoint.plugins import KVStore
+from hardpoint.plugins.kv_store import BlockBuffer
 
 
 class MemoryStore(KVStore):
@@ -40,11 +41,11 @@ class MemoryStore(KVStore):
         """Return which blocks are there."""
         return [key in self._blocks for key in keys]
 
-    def store(self, key: bytes, buffer: Sequence[memoryview]) -> bool:
+    def store(self, key: bytes, buffer: BlockBuffer) -> bool:
         """Copy a block, in the place of the one that was not used for longest."""
         if not self._capacity:
             return False
-        block = bytearray(b"".join(buffer))
+        block = bytearray(buffer.whole)
         with self._lock:
             self._blocks[key] = block
             self._blocks.move_to_end(key)
@@ -52,17 +53,14 @@ class MemoryStore(KVStore):
                 self._blocks.popitem(last=False)
         return True
 
-    def load(self, key: bytes, buffer: Sequence[memoryview]) -> bool:
+    def load(self, key: bytes, buffer: BlockBuffer) -> bool:
         """Copy a block."""
         with self._lock:
             block = self._blocks.get(key)
             if block is None:
                 return False
             self._blocks.move_to_end(key)
-        start = 0
-        for part in buffer:
-            part[:] = block[start : start + len(part)]
-            start += len(part)
+        buffer.whole[:] = block
         return True
 
     def close(self) -> None:

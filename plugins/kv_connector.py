@@ -130,9 +130,6 @@ class KVConnectorScheduler(ABC):
                 f"kv_transfer_params: the KV connector {type(self).__name__} takes none"
             )
 
-    def request_refused(self, request_id: str) -> None:  # noqa: B027 - optional
-        """Forget a request that was checked, and that the scheduler then refused."""
-
     @abstractmethod
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

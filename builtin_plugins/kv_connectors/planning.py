@@ -59,14 +59,11 @@ class _Running:
         secret: under which its blocks are offered to another engine; None if they are stored.
         offered: hashes of those that are offered.
         renew_at: when to renew the offers.
-        unproven_at: its number of tokens before the step that loads blocks and uses them; its own
-            blocks are right if that step has added one. None if it was loaded before.
     """
 
     request: Request
     block_ids: list[int]
     num_saved: int
-    unproven_at: int | None = None
     secret: bytes | None = None
     offered: list[bytes] = field(default_factory=list)
     renew_at: float = 0.0
@@ -114,7 +111,6 @@ class StoresScheduler(KVConnectorScheduler):
         self._hashes_of: dict[str, list[bytes]] = {}  # that a request loads
         self._running: dict[str, _Running] = {}
         self._incoming: dict[str, _Incoming] = {}
-        self._unproven: dict[str, int] = {}  # see _Running.unproven_at
         self._admitted: dict[str, Request] = {}
         self._saved: OrderedDict[bytes, None] = OrderedDict()
 
@@ -136,10 +132,6 @@ class StoresScheduler(KVConnectorScheduler):
         if params.do_remote_prefill:
             now = self._context.clock()
             self._incoming[request.request_id] = _Incoming(request, params, now + self._lease / 3)
-
-    def request_refused(self, request_id: str) -> None:
-        """Wait for nothing that another engine offers to it."""
-        self._incoming.pop(request_id, None)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> _Matched:
         """Return how much of a request is stored; the first call asks the workers."""
@@ -203,9 +195,7 @@ class StoresScheduler(KVConnectorScheduler):
         in_step = transfer is not None and self._loads_in_step
         blocks = list(block_ids[0][first:end])
         self._jobs.loads.append(Load(request_id, hashes, blocks, in_step, transfer))
-        if in_step:
-            self._unproven[request_id] = request.num_tokens
-        else:
+        if not in_step:
             until = self._context.clock() + self._patience
             self._hashes_of[request_id] = hashes
             for block_hash in hashes:
@@ -250,15 +240,12 @@ class StoresScheduler(KVConnectorScheduler):
     def _start(self, request_id: str, block_ids: BlockIds, num_computed: int) -> None:
         """Follow a request that gets its first tokens."""
         request = self._admitted.pop(request_id, None)
-        unproven_at = self._unproven.pop(request_id, None)
         if request is None or request.source.lora is not None or request.source.features:
             return
         params = request.source.kv_transfer_params
         secret = new_secret() if params is not None and params.get("do_remote_decode") else None
         known = 0 if secret is not None else num_computed // self._context.block_size
-        self._running[request_id] = _Running(
-            request, list(block_ids[0]), known, unproven_at, secret
-        )
+        self._running[request_id] = _Running(request, list(block_ids[0]), known, secret)
 
     def _complete(self, request_id: str, num_computed: int) -> None:
         """Save the blocks that are complete once `num_computed` tokens are."""
@@ -267,10 +254,6 @@ class StoresScheduler(KVConnectorScheduler):
             return
         size = self._context.block_size
         first, request = running.num_saved, running.request
-        if running.unproven_at is not None:
-            if request.num_tokens == running.unproven_at:
-                return  # its load may fail in any rank, and make wrong what is computed from it
-            running.unproven_at = None
         end = min(num_computed, request.num_tokens) // size  # drafts may be wrong
         if running.secret is not None:
             end = min(end, request.num_prompt_tokens // size)
@@ -318,8 +301,7 @@ class StoresScheduler(KVConnectorScheduler):
     ) -> tuple[bool, Mapping[str, Any] | None]:
         """Forget a request; say where its blocks are offered."""
         request_id = request.request_id
-        requests = (self._queries, self._matched, self._admitted, self._incoming, self._unproven)
-        for known in requests:
+        for known in (self._queries, self._matched, self._admitted, self._incoming):
             known.pop(request_id, None)
         running = self._running.pop(request_id, None)
         if running is None or running.secret is None:

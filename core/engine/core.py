@@ -80,12 +80,11 @@ class EngineCore(EngineUtilities):
         request.arrival_time = self._scheduler.context.clock() if arrived is None else arrived
         if self._parts.connector is not None:
             self._parts.connector.check_request(request)
-        try:
-            self._add_to_scheduler(request)
-        except BaseException:
-            if self._parts.connector is not None:
-                self._parts.connector.request_refused(request.request_id)
-            raise
+        num_before = self._scheduler.num_unfinished_requests()
+        self._scheduler.add_request(request)
+        if self._scheduler.num_unfinished_requests() <= num_before:
+            label = self._parts.scheduler_label
+            raise RequestError(f"{label}: its add_request did not add the request")
         if block_hashes and (live := live_request(self._scheduler, request.request_id)) is not None:
             self._parts.kv_cache.take_hashes(live, block_hashes)
         if request.kv_transfer_params is not None and self._scheduler.context.connector is None:
@@ -94,13 +93,6 @@ class EngineCore(EngineUtilities):
                 "connector, and computes all of it",
                 request.request_id,
             )
-
-    def _add_to_scheduler(self, request: EngineCoreRequest) -> None:
-        num_before = self._scheduler.num_unfinished_requests()
-        self._scheduler.add_request(request)
-        if self._scheduler.num_unfinished_requests() <= num_before:
-            label = self._parts.scheduler_label
-            raise RequestError(f"{label}: its add_request did not add the request")
 
     def client_of(self, request_id: str) -> int | None:
         """Return the client index of a live request, None if no live request has that id."""

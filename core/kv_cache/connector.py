@@ -141,13 +141,6 @@ class EngineConnector(KVConnectorScheduler):
         except BaseException as cause:
             self._note("check_request() failed", cause)
 
-    def request_refused(self, request_id: str) -> None:
-        """Tell the connector that a request it has checked does not run."""
-        try:
-            self._half.request_refused(request_id)
-        except BaseException as cause:
-            self._note("request_refused() failed", cause)
-
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:

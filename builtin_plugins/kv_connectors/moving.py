@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from hardpoint.plugins import ConfigError, KVConnectorContext, KVTierStats
+from hardpoint.plugins.executor import MAX_CONCURRENT_BATCHES
 from hardpoint.plugins.kv_connector import (
     FinishedTransfers,
     KVConnectorWorker,
@@ -116,6 +117,7 @@ class StoresWorker(KVConnectorWorker):
         self._loads: dict[str, _LoadJob] = {}
         self._in_step: list[_LoadJob] = []
         self._saves: list[Save] = []
+        self._distrusted = 0  # steps whose blocks are not saved
         self._errors: set[int] = set()
         self._ended: set[str] = set()
         self._answers = Answers()
@@ -149,7 +151,10 @@ class StoresWorker(KVConnectorWorker):
 
     def start_load_kv(self, metadata: Jobs | None) -> None:
         """Start the step's loads and lookups; remember what it saves."""
+        for job in self._in_step:  # of a step that failed; its blocks may be others' by now
+            job.give_up()
         self._saves, self._in_step = [], []
+        self._distrusted = max(self._distrusted - 1, 0)
         self._end_late()
         if metadata is None:
             return
@@ -189,7 +194,10 @@ class StoresWorker(KVConnectorWorker):
         self._end_late()
         with self._lock:
             for job in self._in_step:
-                self._errors.update(job.bad_blocks)
+                if job.bad_blocks:
+                    # What is computed from them is wrong, here and in steps planned meanwhile.
+                    self._distrusted = MAX_CONCURRENT_BATCHES
+                    self._errors.update(job.bad_blocks)
             self._in_step = []
             for request_id, job in list(self._loads.items()):
                 if job.is_done:
@@ -262,9 +270,9 @@ class StoresWorker(KVConnectorWorker):
             is_there = self._fetch(job, group, index, buffer)
             with job.lock:
                 cache = self._cache
-                if not is_there:
+                if not is_there or cache is None:
                     job.first_bad = min(job.first_bad, index)
-                elif not job.ended and cache is not None:
+                elif not job.ended:
                     cache.write(job.load.block_ids[index], self._groups[group], buffer)
         with self._progress:
             job.left[group] -= 1
@@ -337,6 +345,11 @@ class StoresWorker(KVConnectorWorker):
     def _save(self, group: int) -> None:
         """Copy the step's blocks of a group, and let threads store them."""
         assert self._cache is not None
+        if self._distrusted or any(job.bad_blocks for job in self._in_step):
+            for save in self._saves:
+                for block_hash in save.hashes:
+                    self._not_saved(block_hash)
+            return
         layers, limit = self._groups[group], time.monotonic() + self._options.save_wait_seconds
         for save in self._saves:
             for block_hash, block_id in zip(save.hashes, save.block_ids, strict=True):

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from hardpoint import plugins
 from hardpoint.plugins import ConfigError
-from hardpoint.plugins.kv_store import PeerKVStore
+from hardpoint.plugins.kv_store import BlockBuffer, PeerKVStore
 
 from .p2p_addresses import (
     KeyPair,
@@ -231,11 +231,11 @@ class PeerToPeerStore(PeerKVStore):
                 self._where.popitem(last=False)
         return found + [False] * (len(keys) - len(found))
 
-    def store(self, key: bytes, buffer: Sequence[memoryview]) -> bool:
+    def store(self, key: bytes, buffer: BlockBuffer) -> bool:
         """Keep a block for this engine and others."""
         return self._pool.keep(key, buffer)
 
-    def load(self, key: bytes, buffer: Sequence[memoryview]) -> bool:
+    def load(self, key: bytes, buffer: BlockBuffer) -> bool:
         """Copy a block from here or from a peer."""
         if (block := self._pool.get(key)) is not None:
             return _copy(memoryview(block), buffer)
@@ -258,14 +258,14 @@ class PeerToPeerStore(PeerKVStore):
         """Ids of the other engines."""
         return frozenset(self._clients)
 
-    def offer(self, key: bytes, buffer: Sequence[memoryview], seconds: float) -> bool:
+    def offer(self, key: bytes, buffer: BlockBuffer, seconds: float) -> bool:
         """Keep a block for the engine that takes it."""
         if not self._pool.offer(key, buffer, seconds):
             return False
         self._server.offered()
         return True
 
-    def fetch(self, peer: str, key: bytes, buffer: Sequence[memoryview], seconds: float) -> bool:
+    def fetch(self, peer: str, key: bytes, buffer: BlockBuffer, seconds: float) -> bool:
         """Copy a block that another engine offers; wait for it, but not long."""
         began = time.monotonic()
         wait = min(seconds, self.options.wait_seconds)
@@ -309,12 +309,9 @@ def _batches(keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
         yield keys[start : start + KEYS_PER_MESSAGE]
 
 
-def _copy(block: memoryview, buffer: Sequence[memoryview]) -> bool:
+def _copy(block: memoryview, buffer: BlockBuffer) -> bool:
     """Copy a block into a buffer; return whether it has the right size."""
-    if len(block) != sum(map(len, buffer)):
+    if len(block) != len(buffer.whole):
         return False
-    start = 0
-    for part in buffer:
-        part[:] = block[start : start + len(part)]
-        start += len(part)
+    buffer.whole[:] = block
     return True

@@ -8,6 +8,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hardpoint.plugins.kv_store import BlockBuffer
+
 
 @dataclass(slots=True)
 class _Offer:
@@ -49,23 +51,23 @@ class BlockPool:
                 self._blocks.move_to_end(key)
             return block
 
-    def keep(self, key: bytes, buffer: Sequence[memoryview]) -> bool:
+    def keep(self, key: bytes, buffer: BlockBuffer) -> bool:
         """Keep a block in the place of those that were not used for longest."""
         if len(self._offers) >= self._capacity:
             return False
         if key not in self._blocks:
-            block = b"".join(buffer)
+            block = bytes(buffer.whole)
             with self._lock:
                 self._blocks[key] = block
                 self._evict()
         return key in self._blocks
 
-    def offer(self, key: bytes, buffer: Sequence[memoryview], seconds: float) -> bool:
+    def offer(self, key: bytes, buffer: BlockBuffer, seconds: float) -> bool:
         """Offer a block; return whether there was room."""
         self.sweep()
         if len(self._offers) >= self._capacity:
             return False
-        block = b"".join(buffer)
+        block = bytes(buffer.whole)
         with self._lock:
             self._offers[key] = _Offer(block, seconds, time.monotonic() + seconds)
             self._gone.pop(key, None)

@@ -8,6 +8,7 @@ from typing import Any
 
 from hardpoint.builtin_plugins.kv_stores.p2p import PeerToPeerStore
 from hardpoint.plugins import KVStoreContext
+from hardpoint.plugins.kv_store import BlockBuffer
 from hardpoint.plugins.typed import convert
 
 SIZES = (128, 5000, 3000)
@@ -36,7 +37,8 @@ class Peers:
 
     def options(self, name: str, **options: Any) -> dict[str, Any]:
         peers = {one: self.address(one) for one in ("a", "b")}
-        return {"listen": self.address(name), "peers": peers, **options}
+        known = {"listen": self.address(name), "peers": peers, "connect_seconds": 0.3}
+        return {**known, **options}
 
     def open(self, name: str, *, identity: str = "model", **options: Any) -> PeerToPeerStore:
         context = peer_context(
@@ -56,17 +58,17 @@ class Peers:
             self.close(name)
 
 
-def block(fill: int = 0) -> list[memoryview]:
+def block(fill: int = 0) -> BlockBuffer:
     """Return a buffer of a block that is filled with one byte."""
-    return [memoryview(bytearray([fill]) * size) for size in SIZES]
+    return BlockBuffer(memoryview(bytearray([fill]) * BLOCK), SIZES)
 
 
 def key(number: int) -> bytes:
     return number.to_bytes(32, "big")
 
 
-def holds(buffer: list[memoryview], fill: int) -> bool:
-    return all(bytes(part) == bytes([fill]) * len(part) for part in buffer)
+def holds(buffer: BlockBuffer, fill: int) -> bool:
+    return bytes(buffer.whole) == bytes([fill]) * BLOCK
 
 
 def eventually(check: Any, seconds: float = 5.0) -> bool:

@@ -124,6 +124,12 @@ class BlockPool:
         """Number of blocks that are offered."""
         return len(self._offers)
 
+    @property
+    def offered_keys(self) -> list[bytes]:
+        """Keys of the blocks that are offered, in order."""
+        with self._lock:
+            return list(self._offers)
+
     def clear(self) -> None:
         """Drop all blocks."""
         with self._lock:

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import zmq
 from support.builtins.peers import BLOCK, Peers, block, eventually, holds, key
+from support.internals import pool_of
 
 from hardpoint.builtin_plugins.kv_stores.p2p_messages import Get, Has, Renew, Take, encode
 
@@ -120,7 +121,7 @@ class TestForOne:
     def test_leases_end_without_a_question(self, peers):
         a = peers.open("a")
         a.offer(key(1), block(5), 0.05)
-        assert eventually(lambda: not a._pool.num_offers)
+        assert eventually(lambda: not pool_of(a).num_offers)
 
     def test_both_sides_renew_leases(self, peers):
         a, b = peers.open("a"), peers.open("b")
@@ -278,7 +279,7 @@ class TestHostilePeers:
         stranger.say(*frames)
         stranger.say(b"\1" * 8, encode(Has([key(1)])))
         assert stranger.hears(5.0) == [b"\1" * 8, b"\x01", b"\x00"], "and to this alone"
-        peers._open["a"].store(key(1), block(1))
+        peers.stores["a"].store(key(1), block(1))
         assert b.lookup([key(1)]) == [True]
         assert not peers.faults
 
@@ -296,12 +297,12 @@ class TestHostilePeers:
         answers = [stranger.hears(2.0) for _ in range(300 - 256)]
         assert all(answer is not None and answer[1] == b"\x00" for answer in answers)
         assert stranger.hears(0.1) is None
-        a, b = peers._open["a"], peers.open("b")
+        a, b = peers.stores["a"], peers.open("b")
         threading.Timer(0.1, a.offer, (key(1000), block(1), 10.0)).start()
         assert b.fetch("a", key(1000), block(), 2.0)
 
     def test_who_does_not_read_holds_nobody(self, peers, stranger):
-        a, b = peers._open["a"], peers.open("b")
+        a, b = peers.stores["a"], peers.open("b")
         a.store(key(1), block(1))
         question = encode(Get(key(1)))
         for _ in range(5000):
@@ -311,7 +312,7 @@ class TestHostilePeers:
         assert time.monotonic() - began < 2.0
 
     def test_renewing_a_million_keys_renews_nothing(self, peers, stranger):
-        a, b = peers._open["a"], peers.open("b")
+        a, b = peers.stores["a"], peers.open("b")
         a.offer(key(5), block(1), 0.2)
         for _ in range(100):
             stranger.say(SERIAL, encode(Renew([os.urandom(32) for _ in range(1024)])))

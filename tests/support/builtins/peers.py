@@ -30,7 +30,7 @@ class Peers:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.faults: list[str] = []
-        self._open: dict[str, PeerToPeerStore] = {}
+        self.stores: dict[str, PeerToPeerStore] = {}
 
     def address(self, name: str) -> str:
         return f"ipc://{self.folder}/sockets/{name}.sock"
@@ -47,14 +47,14 @@ class Peers:
             identity=identity,
             report_fault=self.faults.append,
         )
-        self._open[name] = PeerToPeerStore(context)
-        return self._open[name]
+        self.stores[name] = PeerToPeerStore(context)
+        return self.stores[name]
 
     def close(self, name: str) -> None:
-        self._open.pop(name).close()
+        self.stores.pop(name).close()
 
     def close_all(self) -> None:
-        for name in list(self._open):
+        for name in list(self.stores):
             self.close(name)
 
 

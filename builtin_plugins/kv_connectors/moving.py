@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from .stores import StoresOptions
 
-_SLACK = 0.9  # of the time for a load, so that what was loaded in time is used
+_SLACK = 0.9  # of the time for a load or a call, so that what was loaded in time is used
 
 
 class _LoadJob:
@@ -315,7 +315,7 @@ class StoresWorker(KVConnectorWorker):
         if transfer is None:
             return self._tiers.load(self._key(load.hashes[index], group), buffer.views)
         tier = self._tiers.peer_tier
-        seconds = min(job.deadline - time.monotonic(), self._options.timeout_seconds)
+        seconds = min(job.deadline - time.monotonic(), self._options.timeout_seconds * _SLACK)
         if tier is None or seconds <= 0:
             return False
         key = self._key(load.hashes[index], group, transfer.secret)

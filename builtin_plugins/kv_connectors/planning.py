@@ -135,11 +135,15 @@ class StoresScheduler(KVConnectorScheduler):
         """
         if request.kv_transfer_params is None:
             return
-        length = len(request.prompt_token_ids)
-        params = read_params(request.kv_transfer_params, length, self._peers, self._engine_id)
+        params = read_params(request, self._peers, self._engine_id)
         if params.do_remote_prefill:
             now = self._context.clock()
             self._incoming[request.request_id] = _Incoming(request, params, now + self._lease / 3)
+
+    @property
+    def num_incoming(self) -> int:
+        """Number of requests that wait for blocks of other engines, whose leases are renewed."""
+        return len(self._incoming)
 
     def request_refused(self, request_id: str) -> None:
         """Renew nothing for a request that the engine did not take."""
@@ -328,6 +332,8 @@ class StoresScheduler(KVConnectorScheduler):
         running = self._running.pop(request_id, None)
         if running is None or running.secret is None:
             return False, None
+        if len(running.offered) < request.num_prompt_tokens // self._context.block_size:
+            return False, None  # it ended early
         self._jobs.renewals.append(Renewal(running.offered, Transfer("", running.secret)))
         num_tokens = len(running.offered) * self._context.block_size
         return False, offered_params(self._engine_id, running.secret, num_tokens)

@@ -128,7 +128,7 @@ ATTENTION = [
     (attention.TableOfTheFirst, "sequences", "sequences|exceptions", f"{DIFFERS}|IndexError"),
     (attention.CachesTheMask, "layers", "layers", "the output is that of "),
     (attention.InFloat8, "dtypes", "layers", DIFFERS),
-    (attention.ViewsOfKeys, "block_views", "block views", r"per block in all, bytes_per_block says"),
+    (attention.ViewsOfKeys, "block_views", "block views", "per block in all, bytes_per_block says"),
     (attention.CopiesTheBlocks, "block_views", "block views", r"\d+ bytes .* views, 0 are in the"),
     (attention.ViewsByToken, "block_views", "block views", r"uint8 \[96, \d+\] of a cache of 24"),
     (attention.ViewsInItsDtype, "block_views", "block views", "view torch.float32 .* torch.uint8"),

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 
 from hardpoint.plugins import KVConnector, SamplingParams
+from hardpoint.testing.engine_access import interrupted_executor
 from hardpoint.testing.scripted import scripted_engine, write_scripted_model
 from hardpoint.testing.suite import Rule
 
@@ -150,7 +151,8 @@ class Rig:
         self._disturb = disturb
         self.watch = Watch(connector) if connector is not None else None
         self.requests: dict[str, Live] = {}
-        WITNESS.reset()
+        if connector is not None:
+            WITNESS.reset()
         self._open()
 
     def _open(self) -> None:
@@ -197,7 +199,9 @@ class Rig:
                 engine.call_utility("sleep", 1, "keep")
                 engine.call_utility("wake_up")
             case "interrupt":
-                WITNESS.interrupts = True
+                method = ("execute_model", "sample_tokens")[operation.number % 2]
+                with interrupted_executor(method):
+                    self.step()
             case "reopen":
                 self.finish()
                 self._engine.close()
@@ -217,6 +221,7 @@ class Rig:
         try:
             outputs = self._engine.step()
         except KeyboardInterrupt:
+            WITNESS.drop_step()
             for live in self.requests.values():
                 live.is_aborted = live.is_aborted or not live.is_done
                 live.is_done = True
@@ -233,7 +238,6 @@ class Rig:
         Raises:
             Violation: that takes too long.
         """
-        WITNESS.interrupts = False
         limit = time.monotonic() + _PATIENCE_SECONDS
         while self._engine.has_unfinished_requests():
             if time.monotonic() > limit:

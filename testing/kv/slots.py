@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +11,6 @@ from hardpoint.plugins import AttentionStep, KVSpec
 from hardpoint.testing.scripted import HISTORY_BASE, HISTORY_MODULUS, HistoryAttention
 
 _TOKEN_BITS = 32
-_MOST = 16  # mismatches that are kept
 
 
 @dataclass
@@ -18,21 +18,32 @@ class SlotWitness:
     """What `WitnessAttention` has seen in this process.
 
     Attributes:
-        mismatches: what was read that is not what should be there.
-        interrupts: whether the next step is interrupted, as by Ctrl-C.
+        mismatches: what was read that is not what should be there, by steps that have ended.
     """
 
     mismatches: list[str] = field(default_factory=list)
-    interrupts: bool = False
+    _step: list[tuple[int, str]] = field(default_factory=list)
 
     def reset(self) -> None:
         """Forget everything."""
-        self.mismatches, self.interrupts = [], False
+        self.mismatches, self._step = [], []
 
-    def note(self, mismatch: str) -> None:
-        """Keep a mismatch."""
-        if len(self.mismatches) < _MOST:
-            self.mismatches.append(mismatch)
+    def note(self, block: int, mismatch: str) -> None:
+        """Keep a mismatch of the running step."""
+        self._step.append((block, mismatch))
+
+    def drop_step(self) -> None:
+        """Forget the running step, whose result is lost."""
+        self._step = []
+
+    def end_step(self, failed: Collection[int]) -> None:
+        """Keep what the step has read wrongly, but for what it may.
+
+        Args:
+            failed: blocks that the connector says it could not load, whose results are dropped.
+        """
+        self.mismatches += [text for block, text in self._step if block not in failed]
+        self._step = []
 
 
 WITNESS = SlotWitness()
@@ -60,9 +71,6 @@ class WitnessAttention(HistoryAttention):
         v: torch.Tensor,  # noqa: ARG002
     ) -> torch.Tensor:
         """Read each sequence's history, check it, and append the step's tokens."""
-        if WITNESS.interrupts:
-            WITNESS.interrupts = False
-            raise KeyboardInterrupt
         tokens, slots = k[:, 0, 0].long().tolist(), plan.slots.tolist()
         starts, lengths = plan.query_starts.tolist(), plan.seq_lens.tolist()
         flat, result = cache.view(-1), torch.empty_like(q)
@@ -98,7 +106,7 @@ class WitnessAttention(HistoryAttention):
                 continue
             if is_right:
                 block, offset = divmod(slots[position], self.context.block_size)
-                WITNESS.note(_mismatch(position, block, offset, held))
+                WITNESS.note(block, _mismatch(position, block, offset, held))
                 is_right = False
             value = (value + known) % HISTORY_MODULUS
         return value

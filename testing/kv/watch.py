@@ -24,6 +24,8 @@ from hardpoint.plugins.kv_connector import (
 from hardpoint.plugins.stats import KVTierStats
 from hardpoint.testing.suite import Rule, Violation, short_repr
 
+from .slots import WITNESS
+
 RAISES = Rule(
     "raises: no method of a half raises, whatever the storage does",
     "catch what storage raises; what is not there or not right is not loaded, and what cannot be "
@@ -241,6 +243,7 @@ class _WatchedWorker(KVConnectorWorker):
         result = list(self._watch.call("load_errors", self._half.load_errors))
         is_right = all(type(block) is int for block in result)
         self._watch.expect("load_errors", result, "block ids", is_right=is_right)
+        WITNESS.end_step(result)
         return result
 
     def cancel_loads(self, request_ids: Sequence[str]) -> None:

@@ -90,7 +90,9 @@ class ShelfScheduler(KVConnectorScheduler):
         if end <= first:
             return []
         running[2] = end
-        return [Move(request_id, self.context.block_hashes(request, end)[first:end], blocks[first:end])]
+        return [
+            Move(request_id, self.context.block_hashes(request, end)[first:end], blocks[first:end])
+        ]
 
     def num_complete(self, num_tokens):
         return num_tokens // self.size

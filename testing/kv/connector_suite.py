@@ -35,6 +35,7 @@ from .rig import (
     Operation,
     Rig,
     rig_config,
+    scenarios,
     write_model,
 )
 from .slots import WITNESS
@@ -70,9 +71,11 @@ MEMORY = Rule(
     "remembered of blocks",
 )
 
+_HEALING = 8
 _WAVE = 24
 _PROMPT = 37
 _CLOSE_SECONDS = 10.0
+_THREAD_SECONDS = 2.0
 
 
 class KVConnectorSuite(ComponentSuite):
@@ -128,6 +131,8 @@ class KVConnectorSuite(ComponentSuite):
 
     def test_tokens(self) -> None:
         """Any requests get the tokens that they get without a connector."""
+        checks = [functools.partial(self._check_history, h) for h in scenarios().values()]
+        self._run_checks(TOKENS.text, *checks)
         self._search(TOKENS.text, 40, self._check_history, history=HISTORIES)
 
     def test_storage(self) -> None:
@@ -288,17 +293,19 @@ class KVConnectorSuite(ComponentSuite):
             self._check_results(rig, is_quiet=False)
 
     def _check_fault(self, fault: str) -> None:
-        """Store some prompts, let the storage fail, and compute them again."""
-        adds = [Add(family, length, 2) for family in range(2) for length in (_PROMPT, 21)]
+        """Store some prompts, let the storage fail, and compute them and longer ones."""
+        first = [Add(0, 21, 2), Add(1, _PROMPT, 2)]
+        later = [Add(0, _PROMPT, 2), Add(1, _PROMPT, 2)]
         with self._folder() as folder, self._rig(folder) as rig:
-            rig.play(adds)
-            self.disturb(folder, fault)
+            rig.play(first)
             try:
-                rig.play([Do("reset"), *adds])
-                rig.play([Do("reset"), *adds])
-                self._check_results(rig, is_quiet=False)
+                self.disturb(folder, fault)
+                for _ in range(2):
+                    rig.play([Do("reset"), *later])
+                    self._check_results(rig, is_quiet=False)
                 self.disturb(folder, RELIABLE)
-                rig.play([Do("reset"), *adds])
+                for _ in range(_HEALING):  # damage may be found one block at a time
+                    rig.play([Do("reset"), *later])
                 self._check_results(rig, is_quiet=False)
             except Violation as violation:
                 raise Violation(
@@ -330,7 +337,8 @@ class KVConnectorSuite(ComponentSuite):
             with self._folder() as folder, self._rig(folder) as rig:
                 self.disturb(folder, fault)
                 adds = [Add(family, length, 2) for family in range(2) for length in (_PROMPT, 21)]
-                rig.play([*adds, Do("reset"), *adds])
+                rig.play(adds)
+                rig.play([Do("reset"), *adds])
                 assert rig.watch is not None
                 for method, seconds in rig.watch.slowest.items():
                     if method in _QUICK and seconds > self.call_seconds:
@@ -441,7 +449,7 @@ def _expect_loaded(live: Live, expected: int, after: str) -> None:
 
 def _left(before: set[threading.Thread]) -> list[threading.Thread]:
     """Return the threads that were started since, and do not end soon."""
-    limit = time.monotonic() + _CLOSE_SECONDS
+    limit = time.monotonic() + _THREAD_SECONDS
     while left := [t for t in threading.enumerate() if t not in before and t.is_alive()]:
         if time.monotonic() > limit:
             break

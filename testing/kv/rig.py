@@ -98,6 +98,22 @@ DISTURBED = st.lists(
 """The same, over storage that fails."""
 
 
+def scenarios() -> dict[str, list[Operation]]:
+    """Return histories in which things happen in each state of requests that are loaded."""
+    whole, run = Add(0, 41, 4), Do("step", 24)
+    found: dict[str, list[Operation]] = {
+        "part": [whole, run, Do("reset"), Add(0, 13, 2), run, whole, run, Add(0, 17, 8)],
+        "crowd": [Add(n % 3, 30, 8) for n in range(6)] * 2 + [run, run, Do("reset")],
+    }
+    found["crowd"] += found["crowd"]
+    for what in ("abort", "interrupt", "recompute", "reset", "pause", "sleep"):
+        history = found[what] = [whole, Add(1, 30, 2), run]
+        for steps in range(5):
+            history += [Do("reset"), Add(0, 30, 4), whole, Do("step", steps), Do(what, steps)]
+            history += [Add(1, 41, 4), Do("step"), Add(0, 41, 2), run]
+    return found
+
+
 def prompt(family: int, length: int) -> list[int]:
     """Return the prompt of a request."""
     return [(29 * family + 7 * place + 1) % 250 for place in range(length)]

@@ -124,9 +124,7 @@ class TestSocketFolder:
         peers = Peers(tmp_path)
         peers.open("a")
         message = refused(listen=peers.address("a"))
-        assert message == (
-            f"plugin.p2p.listen: another process listens at {peers.address('a')!r}"
-        )
+        assert message == (f"plugin.p2p.listen: another process listens at {peers.address('a')!r}")
         peers.close_all()
 
     def test_the_socket_of_one_that_was_killed_is_replaced(self, tmp_path):
@@ -250,6 +248,8 @@ class TestOverTcp:
 
     def test_a_port_that_is_taken_is_refused(self, tcp):
         a = tcp("a")
-        with pytest.raises(ConfigError, match=r"plugin\.p2p\.listen: cannot listen at 'tcp:.*in use"):
+        with pytest.raises(
+            ConfigError, match=r"plugin\.p2p\.listen: cannot listen at 'tcp:.*in use"
+        ):
             tcp("a")
         assert a.lookup([key(1)]) == [False]

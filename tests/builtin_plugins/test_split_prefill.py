@@ -88,13 +88,9 @@ class TestTransfer:
     def test_many_at_once(self, split, wanted):
         split.both(base={"kv_cache": {"num_blocks": 48}})  # some wait and are preempted
         prompts = [f"{number}: {PROMPT[: 40 + 17 * number]}" for number in range(12)]
-        outputs = split.engines[PREFILL].generate(
-            prompts, params(1), kv_transfer_params=REMOTE
-        )
+        outputs = split.engines[PREFILL].generate(prompts, params(1), kv_transfer_params=REMOTE)
         transfers = [output.kv_transfer_params for output in outputs]
-        answers = split.engines[DECODE].generate(
-            prompts, params(30), kv_transfer_params=transfers
-        )
+        answers = split.engines[DECODE].generate(prompts, params(30), kv_transfer_params=transfers)
         assert [tokens(one) for one in answers] == [wanted(p, max_tokens=30) for p in prompts]
         assert all(one.num_cached_tokens for one in answers)
 
@@ -261,9 +257,15 @@ GOOD = {
 WRONG = {
     "nothing": ({}, "expected one of do_remote_decode and do_remote_prefill to be true"),
     "both": ({**GOOD, **REMOTE}, "expected one of do_remote_decode and do_remote_prefill"),
-    "an unknown field": ({**GOOD, "remote_host": "h"}, "kv_transfer_params.remote_host: unknown field"),
+    "an unknown field": (
+        {**GOOD, "remote_host": "h"},
+        "kv_transfer_params.remote_host: unknown field",
+    ),
     "an address": ({**GOOD, "remote_engine_id": "tcp://x:1"}, "expected one of the configured pe"),
-    "block ids": ({**GOOD, "remote_block_ids": [1]}, "kv_transfer_params.remote_block_ids: unknown field"),
+    "block ids": (
+        {**GOOD, "remote_block_ids": [1]},
+        "kv_transfer_params.remote_block_ids: unknown field",
+    ),
     "itself": ({**GOOD, "remote_engine_id": DECODE}, "(prefill), got 'decode'"),
     "no token": (
         {name: value for name, value in GOOD.items() if name != "transfer_token"},
@@ -308,6 +310,8 @@ class TestRefusals:
         config["kv_connector"] = {"stores": ["memory"]}
         del config["plugin"]
         llm = LLM(str(model), config=config)
-        with pytest.raises(RequestError, match=r"no store of kv_connector\.stores exchanges blocks"):
+        with pytest.raises(
+            RequestError, match=r"no store of kv_connector\.stores exchanges blocks"
+        ):
             llm.generate([PROMPT], params(), kv_transfer_params=REMOTE)
         llm.close()

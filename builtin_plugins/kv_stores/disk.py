@@ -101,10 +101,12 @@ class DiskStore(KVStore):
             if not is_open or (found := self._index.find(key)) is None:
                 return False
             slot, sequence = found
-            checksum = self._index.checksum_to_check(slot)
-            if not self._slab.read(slot, buffer) or self._index.sequence(slot) != sequence:
+            checksum = self._index.checksum(slot)
+            is_whole = self._slab.read(slot, buffer) and _checksum(buffer) == checksum
+            if self._index.sequence(slot) != sequence:
                 return False
-            if checksum is not None and not self._is_whole(slot, sequence, checksum, buffer):
+            if not is_whole:
+                self._drop(slot, sequence)
                 return False
             # A lookup before it has put the request's blocks in a better order.
             if time.time_ns() - self._index.used_at(slot) > _TOUCH_NS:
@@ -233,17 +235,12 @@ class DiskStore(KVStore):
                 self._report("lock", "no block is saved: another process keeps the index locked")
             yield may_change
 
-    def _is_whole(
-        self, slot: int, sequence: int, checksum: int, buffer: Sequence[memoryview]
-    ) -> bool:
-        """Check a block that was stored before the machine started; drop it if it is not whole."""
-        if _checksum(buffer) == checksum:
-            self._index.checked(slot)
-            return True
+    def _drop(self, slot: int, sequence: int) -> None:
+        """Drop a block that is not what was stored, so that it is stored again."""
         with self._changing() as may_change:
             if may_change and self._index.sequence(slot) == sequence:
                 self._index.free(slot)
-        return False
+        self._report("damage", "a block was damaged, after a power failure perhaps; it is dropped")
 
     def _report(self, what: str, message: str) -> None:
         """Report a fault, once until it is over."""

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from .disk_files import RefusedError
+from .disk_files import DamagedError
 
 _MAGIC = b"HPKVIDX\0"
 _VERSION = 1
@@ -74,16 +74,16 @@ class SlabIndex:
         """Map a file; the descriptor is borrowed.
 
         Raises:
-            RefusedError: it is not the index of such blocks.
+            DamagedError: it is not the index of such blocks.
         """
         size = os.fstat(descriptor).st_size
         header = os.pread(descriptor, 8 * _HEADER_ITEMS, 0)
         if len(header) < 8 * _HEADER_ITEMS or _HEADER.unpack_from(header) != _magic(block_bytes):
-            raise RefusedError("it is not an index of this version and size of blocks")
+            raise DamagedError("it is not an index of this version and size of blocks")
         (table,) = struct.unpack_from("<Q", header, 8 * _TABLE)
         is_table = _MIN_TABLE <= table <= MAX_TABLE and table & (table - 1) == 0
         if not is_table or size != index_bytes(table):
-            raise RefusedError(f"it has {size} bytes, which is wrong for {table} slots")
+            raise DamagedError(f"it has {size} bytes, which is wrong for {table} slots")
         self.table: int = table
         self._map = mmap.mmap(descriptor, size)
         self._items: memoryview[int] = memoryview(self._map).cast("Q")

@@ -25,11 +25,16 @@ def kill_at_lines(folder: Path, step: int) -> None:
     for is_alone in (True, False):
         for name, action in _ACTIONS.items():
             path = folder / f"{name}-{is_alone}"
-            lines = itertools.count(1, step)
-            killed = len(list(itertools.takewhile(lambda n: _kill(path, action, n, is_alone), lines)))
-            print(name, is_alone, killed)
+            killed = _kill_until_done(path, action, step, is_alone)
             assert killed >= 100 / step, name
         assert _kill(folder / f"torn-{is_alone}", _tear, sys.maxsize, is_alone)
+
+
+def _kill_until_done(path: Path, action, step: int, is_alone: bool) -> int:
+    """Return in how many lines the action was killed."""
+    lines = itertools.count(1, step)
+    killed = itertools.takewhile(lambda line: _kill(path, action, line, is_alone), lines)
+    return len(list(killed))
 
 
 def _kill(path: Path, action, line: int, is_alone: bool) -> bool:
@@ -99,7 +104,6 @@ def kill_crowd(folder: Path, seconds: float) -> None:
     assert all(keep(store, number) for number in range(1000, 1016))
     assert kept(store, range(1000, 1016)) == list(range(1000, 1016))
     store.close()
-    print("kills", kills)
 
 
 def _fork(folder: Path, seed: int) -> int:

@@ -137,6 +137,24 @@ def test_what_is_written_behind_does_not_hold_up_the_call():
     chain.store.close()
 
 
+def test_what_is_not_written_yet_is_loaded_from_its_copy():
+    chain = Chain("near", "far", sizes=(1, 10), write="behind")
+    go_on = threading.Event()
+    chain.before = lambda name, method: (name, method) == ("far", "store") and go_on.wait(10)
+    keep(chain.store, 1, 2, 3)
+    assert found(chain.stores["near"], 1, 2, 3) == [False, False, True]
+    assert found(chain.store, 1, 2, 3, 4) == [True, True, True, False]
+    assert all(loaded(chain.store, number) for number in (1, 2, 3))
+    assert chain.store.store(key_of(1), block_of(9)) is True  # while the first one is written
+    go_on.set()
+    chain.store.drain()
+    buffer = room()
+    assert chain.stores["far"].load(key_of(1), buffer)
+    assert buffer.whole == block_of(9).whole
+    assert all(loaded(chain.stores["far"], number) for number in (2, 3))
+    chain.store.close()
+
+
 def test_copies_that_wait_have_a_limit():
     chain = Chain("near", "far", write="behind", copy_bytes=3 * BLOCK)
     go_on = threading.Event()

@@ -24,6 +24,7 @@ from .scripted import (
 
 if TYPE_CHECKING:
     from hardpoint.testing.engine_access import load_ops
+    from hardpoint.testing.kv.connector_suite import KVConnectorSuite
     from hardpoint.testing.kv.store_suite import KVStoreSuite
     from hardpoint.testing.logits.suite import LogitsProcessorSuite
     from hardpoint.testing.model.attention_suite import AttentionBackendSuite
@@ -59,6 +60,7 @@ __all__ = [
     "GrammarSuite",
     "HistoryAttention",
     "HookSuite",
+    "KVConnectorSuite",
     "KVEventPublisherSuite",
     "KVStoreSuite",
     "LogitsProcessorSuite",
@@ -99,6 +101,7 @@ _LAZY = {
     "GrammarSample": "text.grammar_suite",
     "GrammarSuite": "text.grammar_suite",
     "HookSuite": "running.hook_suite",
+    "KVConnectorSuite": "kv.connector_suite",
     "KVEventPublisherSuite": "reporting.publisher_suite",
     "KVStoreSuite": "kv.store_suite",
     "LogitsProcessorSuite": "logits.suite",

@@ -111,6 +111,13 @@ class ChainStore(KVStore):
                 return True
         return False
 
+    @property
+    def used_bytes(self) -> int | None:
+        """Bytes of the blocks in all stores; None if one does not say it."""
+        sizes = [link.used_bytes() for link in self._links]
+        known = [size for size in sizes if size is not None]
+        return sum(known) if len(known) == len(sizes) else None
+
     def drain(self) -> None:
         """Wait for the copies, and for each store."""
         self._later.drain()
@@ -144,6 +151,14 @@ class _Link:
     def run(self, method: str, *args: Any) -> bool:
         """Call a method; return whether it returned True."""
         return bool(self._call(method, *args))
+
+    def used_bytes(self) -> int | None:
+        """Return the bytes that it keeps, if it says so."""
+        try:
+            return self._store.used_bytes
+        except Exception as cause:
+            self._fail(f"used_bytes failed: {type(cause).__name__}: {cause}")
+            return None
 
     def _call(self, method: str, *args: Any) -> Any:
         """Return the result of a call; None if it failed or the store is left out."""

@@ -234,6 +234,15 @@ def test_a_store_that_is_slow_is_left_out_for_a_while():
     chain.store.close()
 
 
+def test_the_size_is_that_of_all_stores_if_they_say_it():
+    chain = Chain("near", "far", sizes=(1, 10))
+    keep(chain.store, 1, 2)
+    assert chain.store.used_bytes == 3 * BLOCK
+    type(chain.stores["far"]).used_bytes = None
+    assert chain.store.used_bytes is None
+    chain.store.close()
+
+
 def test_answers_that_are_none_are_faults():
     chain = Chain("near", "far")
     keep(chain.stores["far"], 1)

@@ -49,6 +49,21 @@ def test_a_block_that_is_stored_again_takes_no_more_room_and_is_replaced():
     store.close()
 
 
+def test_what_makes_room_is_reported_and_what_is_kept_is_counted():
+    evicted = []
+    context = {"report_evicted": evicted.extend}
+    store = open_store(MemoryStore, size_bytes=2 * BLOCK, context=context)
+    assert store.used_bytes == 0
+    keep(store, 1, 2, 2, 1)
+    assert evicted == []
+    assert store.used_bytes == 2 * BLOCK
+    keep(store, 3, 4)
+    assert evicted == [key_of(2), key_of(1)]
+    assert store.used_bytes == 2 * BLOCK
+    store.close()
+    assert store.used_bytes == 0
+
+
 def test_what_is_stored_is_a_copy():
     store = open_store(MemoryStore, size_bytes=2 * BLOCK)
     block = room()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Annotated, Any, Literal
@@ -71,7 +71,7 @@ class ChainStore(KVStore):
             raise ConfigError(f"plugin.{self.name}.stores: {twice[0]!r} is named twice")
         self._links = [self._link(name) for name in options.stores]
         copies = max(1, options.copy_bytes // context.block_bytes)
-        self._later = _Later(self._keep, copies)
+        self._later = _Later(functools.partial(self._keep, links=self._links[1:]), copies)
 
     def _link(self, name: str) -> _Link:
         store = self.context.create(name)
@@ -80,7 +80,7 @@ class ChainStore(KVStore):
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """Return which blocks are in any of the stores."""
-        found = [False] * len(keys)
+        found = [self._later.has(key) for key in keys]
         for link in self._links:
             missing = [index for index, has in enumerate(found) if not has]
             if not missing:
@@ -91,11 +91,10 @@ class ChainStore(KVStore):
 
     def store(self, key: bytes, buffer: BlockBuffer) -> bool:
         """Keep a block in all of the stores."""
-        nearest, *others = self._links
-        if self.options.write == "through":
+        if self.options.write == "through" or len(self._links) == 1:
             return self._keep(key, buffer, self._links)
-        kept = nearest.run("store", key, buffer)
-        return bool(others and self._later.submit(key, buffer, others)) or kept
+        kept = self._links[0].run("store", key, buffer)
+        return self._later.submit(key, buffer) or kept
 
     def _keep(self, key: bytes, buffer: BlockBuffer, links: Sequence[_Link]) -> bool:
         """Return whether some store has kept the block."""
@@ -108,7 +107,16 @@ class ChainStore(KVStore):
             if link.run("load", key, buffer):
                 self._keep(key, buffer.read_only(), self._links[:index])
                 return True
+            if index == 0 and self._later.load(key, buffer):
+                return True
         return False
+
+    @property
+    def used_bytes(self) -> int | None:
+        """Bytes of the blocks in all stores; None if one does not say it."""
+        sizes = [link.used_bytes() for link in self._links]
+        known = [size for size in sizes if size is not None]
+        return sum(known) if len(known) == len(sizes) else None
 
     def drain(self) -> None:
         """Wait for the copies, and for each store."""
@@ -143,6 +151,14 @@ class _Link:
     def run(self, method: str, *args: Any) -> bool:
         """Call a method; return whether it returned True."""
         return bool(self._call(method, *args))
+
+    def used_bytes(self) -> int | None:
+        """Return the bytes that it keeps, if it says so."""
+        try:
+            return self._store.used_bytes
+        except Exception as cause:
+            self._fail(f"used_bytes failed: {type(cause).__name__}: {cause}")
+            return None
 
     def _call(self, method: str, *args: Any) -> Any:
         """Return the result of a call; None if it failed or the store is left out."""
@@ -179,60 +195,70 @@ class _Link:
 
 
 class _Later:
-    """A thread that stores copies of blocks."""
+    """A thread that stores copies of blocks; until then, they are loaded from here."""
 
-    def __init__(
-        self, keep: Callable[[bytes, BlockBuffer, Sequence[_Link]], Any], limit: int
-    ) -> None:
+    def __init__(self, keep: Callable[[bytes, BlockBuffer], Any], limit: int) -> None:
         """`limit` is the number of copies at most."""
         self._keep, self._limit = keep, limit
-        self._tasks: deque[tuple[bytes, BlockBuffer, Sequence[_Link]]] = deque()
+        self._copies: dict[bytes, BlockBuffer] = {}  # the first one is being stored
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._is_busy = False
         self._closed = False
 
-    def submit(self, key: bytes, buffer: BlockBuffer, links: Sequence[_Link]) -> bool:
-        """Store a copy of a block in some stores; return False if there is no room."""
-        if self._is_full():
+    def submit(self, key: bytes, buffer: BlockBuffer) -> bool:
+        """Store a copy of a block; return False if there is no room."""
+        if self._is_full(key):
             return False
         whole = memoryview(bytes(buffer.whole))
         copy = BlockBuffer(whole, [len(part) for part in buffer])
         with self._changed:
-            if self._is_full():
+            if self._is_full(key):
                 return False
-            self._tasks.append((key, copy, links))
+            self._copies[key] = copy
             self._changed.notify_all()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="KVChain", daemon=True)
                 self._thread.start()
         return True
 
-    def _is_full(self) -> bool:
-        return self._closed or len(self._tasks) + self._is_busy >= self._limit
+    def _is_full(self, key: bytes) -> bool:
+        return self._closed or (len(self._copies) >= self._limit and key not in self._copies)
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._is_busy = False
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._tasks or self._closed)
+                self._changed.wait_for(lambda: self._copies or self._closed)
                 if self._closed:
                     return
-                key, buffer, links = self._tasks.popleft()
-                self._is_busy = True
-            self._keep(key, buffer, links)
+                key, copy = next(iter(self._copies.items()))
+            self._keep(key, copy)
+            with self._changed:
+                if self._copies.get(key) is copy:  # another may have come
+                    del self._copies[key]
+                self._changed.notify_all()
+
+    def has(self, key: bytes) -> bool:
+        """Return whether there is a copy."""
+        return key in self._copies
+
+    def load(self, key: bytes, buffer: BlockBuffer) -> bool:
+        """Read a block, if there is a copy."""
+        copy = self._copies.get(key)
+        if copy is None:
+            return False
+        buffer.whole[:] = copy.whole
+        return True
 
     def drain(self) -> None:
         """Wait until all are stored."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or not (self._tasks or self._is_busy))
+            self._changed.wait_for(lambda: self._closed or not self._copies)
 
     def close(self, seconds: float) -> None:
         """End the thread, unless it is stuck."""
         with self._changed:
             self._closed = True
-            self._tasks.clear()
+            self._copies.clear()
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(seconds)

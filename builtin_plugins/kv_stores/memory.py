@@ -59,7 +59,12 @@ class MemoryStore(KVStore):
     def store(self, key: bytes, buffer: BlockBuffer) -> bool:
         """Copy a block, in the place of the one that was not used for longest."""
         with self._lock:
-            place = self._free_place(key)
+            place = self._places.enter_free()
+            dropped = None
+            if place is None and (dropped := self._drop_one(key)) is not None:
+                place = self._places.enter_free()
+        if dropped is not None and dropped != key:
+            self.context.report_evicted([dropped])
         if place is None:
             return False
         try:
@@ -79,20 +84,20 @@ class MemoryStore(KVStore):
             self._places.leave(place)
         return True
 
-    def _free_place(self, key: bytes) -> int | None:
-        """Enter a place for a block, free or made free; None if all are in use."""
-        place = self._places.enter_free()
-        if place is not None:
-            return place
+    def _drop_one(self, key: bytes) -> bytes | None:
+        """Drop this block if it is there, or the one not used for longest; return its key.
+
+        None if all are in use.
+        """
         unused = (
             other
             for other in itertools.chain([key] if key in self._keys else [], self._keys)
             if not self._places.is_entered(self._keys[other])
         )
-        if (replaced := next(unused, None)) is None:
-            return None
-        self._places.forget(self._keys.pop(replaced))
-        return self._places.enter_free()
+        dropped = next(unused, None)
+        if dropped is not None:
+            self._places.forget(self._keys.pop(dropped))
+        return dropped
 
     def load(self, key: bytes, buffer: BlockBuffer) -> bool:
         """Copy a block."""
@@ -108,6 +113,11 @@ class MemoryStore(KVStore):
             with self._lock:
                 self._places.leave(place)
         return True
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the blocks that are there."""
+        return len(self._keys) * self.context.block_bytes
 
     def close(self) -> None:
         """Return the memory, as soon as nothing is copied any more."""

@@ -137,6 +137,24 @@ def test_what_is_written_behind_does_not_hold_up_the_call():
     chain.store.close()
 
 
+def test_what_is_not_written_yet_is_loaded_from_its_copy():
+    chain = Chain("near", "far", sizes=(1, 10), write="behind")
+    go_on = threading.Event()
+    chain.before = lambda name, method: (name, method) == ("far", "store") and go_on.wait(10)
+    keep(chain.store, 1, 2, 3)
+    assert found(chain.stores["near"], 1, 2, 3) == [False, False, True]
+    assert found(chain.store, 1, 2, 3, 4) == [True, True, True, False]
+    assert all(loaded(chain.store, number) for number in (1, 2, 3))
+    assert chain.store.store(key_of(1), block_of(9)) is True  # while the first one is written
+    go_on.set()
+    chain.store.drain()
+    buffer = room()
+    assert chain.stores["far"].load(key_of(1), buffer)
+    assert buffer.whole == block_of(9).whole
+    assert all(loaded(chain.stores["far"], number) for number in (2, 3))
+    chain.store.close()
+
+
 def test_copies_that_wait_have_a_limit():
     chain = Chain("near", "far", write="behind", copy_bytes=3 * BLOCK)
     go_on = threading.Event()
@@ -213,6 +231,15 @@ def test_a_store_that_is_slow_is_left_out_for_a_while():
     assert names_of(chain.calls, "load") == ["near", "near", "far", "far"]
     assert "KV store 'near' in 'chain': load() took 0.0" in chain.faults[0]
     assert "more than 0.02 s" in chain.faults[0]
+    chain.store.close()
+
+
+def test_the_size_is_that_of_all_stores_if_they_say_it():
+    chain = Chain("near", "far", sizes=(1, 10))
+    keep(chain.store, 1, 2)
+    assert chain.store.used_bytes == 3 * BLOCK
+    type(chain.stores["far"]).used_bytes = None
+    assert chain.store.used_bytes is None
     chain.store.close()
 
 

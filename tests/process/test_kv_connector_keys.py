@@ -90,9 +90,14 @@ def test_the_same_is_found_again(model, blocks):
         {},
         {"kv_cache": {"block_size": 8, "num_blocks": 100}},
         {"scheduler": {"max_num_batched_tokens": 16}},
-        {"engine": {"in_process": False}},
     ):
         assert generate(model, path, **settings) == (HITS, expected)
+
+
+@pytest.mark.nightly
+def test_another_process_finds_the_blocks(model, blocks):
+    path, expected = blocks
+    assert generate(model, path, engine={"in_process": False}) == (HITS, expected)
 
 
 def test_a_copy_of_the_model_finds_the_blocks(model, blocks, tmp_path):

@@ -24,6 +24,8 @@ from .scripted import (
 
 if TYPE_CHECKING:
     from hardpoint.testing.engine_access import load_ops
+    from hardpoint.testing.kv.connector_suite import KVConnectorSuite
+    from hardpoint.testing.kv.store_suite import KVStoreSuite
     from hardpoint.testing.logits.suite import LogitsProcessorSuite
     from hardpoint.testing.model.attention_suite import AttentionBackendSuite
     from hardpoint.testing.model.loader_suite import WeightLoaderSuite
@@ -58,7 +60,9 @@ __all__ = [
     "GrammarSuite",
     "HistoryAttention",
     "HookSuite",
+    "KVConnectorSuite",
     "KVEventPublisherSuite",
+    "KVStoreSuite",
     "LogitsProcessorSuite",
     "ModelSuite",
     "OpsSuite",
@@ -97,7 +101,9 @@ _LAZY = {
     "GrammarSample": "text.grammar_suite",
     "GrammarSuite": "text.grammar_suite",
     "HookSuite": "running.hook_suite",
+    "KVConnectorSuite": "kv.connector_suite",
     "KVEventPublisherSuite": "reporting.publisher_suite",
+    "KVStoreSuite": "kv.store_suite",
     "LogitsProcessorSuite": "logits.suite",
     "ModelSuite": "model.model_suite",
     "OpsSuite": "model.ops_suite",

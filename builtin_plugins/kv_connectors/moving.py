@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from hardpoint.plugins import ConfigError, KVConnectorContext
+from hardpoint.plugins import ConfigError, KVConnectorContext, KVTierStats
+from hardpoint.plugins.executor import MAX_CONCURRENT_BATCHES
 from hardpoint.plugins.kv_connector import (
     FinishedTransfers,
     KVConnectorWorker,
@@ -16,8 +17,8 @@ from hardpoint.plugins.kv_connector import (
     block_key,
 )
 from hardpoint.plugins.kv_store import PeerKVStore
-from hardpoint.plugins.stats import KVTierStats
 
+from .events import TierEvents
 from .frames import HEADER_BYTES
 from .jobs import Answers, Handshake, Jobs, Load, Lookup, Renewal, Save
 from .staging import Buffer, BufferPool, CacheBlocks
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from .stores import StoresOptions
 
-_SLACK = 0.9  # of the time for a load, so that what was loaded in time is used
+_SLACK = 0.9  # of the time for a load or a call, so that what was loaded in time is used
 
 
 class _LoadJob:
@@ -98,6 +99,7 @@ class StoresWorker(KVConnectorWorker):
         layer_bytes = context.identity.layer_bytes
         self._groups = _groups(layer_bytes, options.layer_groups)
         self._sizes = [layer_bytes[layer] for layer in self._groups[0]]
+        self._events = _events(context)
         stores = context.open_stores((HEADER_BYTES, *self._sizes))
         self._tiers = Tiers(
             [
@@ -106,6 +108,7 @@ class StoresWorker(KVConnectorWorker):
                     CircuitBreaker(options.breaker_failures, options.breaker_seconds),
                     options.timeout_seconds,
                     context.report_fault,
+                    self._events,
                 )
                 for store in stores
             ]
@@ -122,6 +125,7 @@ class StoresWorker(KVConnectorWorker):
         self._loads: dict[str, _LoadJob] = {}
         self._in_step: list[_LoadJob] = []
         self._saves: list[Save] = []
+        self._distrusted = 0  # steps whose blocks are not saved
         self._errors: set[int] = set()
         self._ended: set[str] = set()
         self._answers = Answers()
@@ -159,7 +163,10 @@ class StoresWorker(KVConnectorWorker):
 
     def start_load_kv(self, metadata: Jobs | None) -> None:
         """Start the step's loads and lookups; remember what it saves."""
+        for job in self._in_step:  # of a step that failed; its blocks may be others' by now
+            job.give_up()
         self._saves, self._in_step = [], []
+        self._distrusted = max(self._distrusted - 1, 0)
         self._end_late()
         if metadata is None:
             return
@@ -195,11 +202,16 @@ class StoresWorker(KVConnectorWorker):
             self._saves = []
 
     def get_finished(self, ended: frozenset[str]) -> FinishedTransfers:  # noqa: ARG002
-        """Return the loads that have ended."""
+        """Return the loads that have ended; publish what stores keep since the last step."""
         self._end_late()
+        if self._events is not None:
+            self._events.flush()
         with self._lock:
             for job in self._in_step:
-                self._errors.update(job.bad_blocks)
+                if job.bad_blocks:
+                    # What is computed from them is wrong, here and in steps planned meanwhile.
+                    self._distrusted = MAX_CONCURRENT_BATCHES
+                    self._errors.update(job.bad_blocks)
             self._in_step = []
             for request_id, job in list(self._loads.items()):
                 if job.is_done:
@@ -225,6 +237,11 @@ class StoresWorker(KVConnectorWorker):
         with self._lock:
             answers, self._answers = self._answers, Answers()
         return answers or None
+
+    def evicted(self, store: str, keys: Sequence[bytes]) -> None:
+        """Note what a store does not keep any more."""
+        if self._events is not None:
+            self._events.removed(store, keys)
 
     def stats(self) -> dict[str, KVTierStats] | None:
         """Return the totals of the stores."""
@@ -298,7 +315,7 @@ class StoresWorker(KVConnectorWorker):
         if transfer is None:
             return self._tiers.load(self._key(load.hashes[index], group), buffer.views)
         tier = self._tiers.peer_tier
-        seconds = min(job.deadline - time.monotonic(), self._options.timeout_seconds)
+        seconds = min(job.deadline - time.monotonic(), self._options.timeout_seconds * _SLACK)
         if tier is None or seconds <= 0:
             return False
         key = self._key(load.hashes[index], group, transfer.secret)
@@ -357,6 +374,11 @@ class StoresWorker(KVConnectorWorker):
     def _save(self, group: int) -> None:
         """Copy the step's blocks of a group, and let threads store them."""
         assert self._cache is not None
+        if self._distrusted or any(job.bad_blocks for job in self._in_step):
+            for save in self._saves:
+                for block_hash in save.hashes:
+                    self._not_saved(block_hash)
+            return
         layers, limit = self._groups[group], time.monotonic() + self._options.save_wait_seconds
         for save in self._saves:
             for block_hash, block_id in zip(save.hashes, save.block_ids, strict=True):
@@ -416,7 +438,17 @@ class StoresWorker(KVConnectorWorker):
         layers = None
         if len(self._groups) > 1:
             layers = self._groups[group].start, self._groups[group].stop
-        return block_key(self._identity, block_hash, layers=layers, secret=secret)
+        key = block_key(self._identity, block_hash, layers=layers, secret=secret)
+        if self._events is not None and not secret and group == len(self._groups) - 1:
+            self._events.know(key, block_hash)  # the last part that is stored
+        return key
+
+
+def _events(context: KVWorkerContext) -> TierEvents | None:
+    """Return what publishes events; the first rank does, since all keep the same blocks."""
+    if context.publish is None or context.rank:
+        return None
+    return TierEvents(context.publish, context.identity.block_size)
 
 
 def _groups(layer_bytes: Sequence[int], count: int) -> list[range]:
@@ -427,9 +459,9 @@ def _groups(layer_bytes: Sequence[int], count: int) -> list[range]:
     """
     num_layers = len(layer_bytes)
     size = num_layers // count
-    groups = [range(start, start + size) for start in range(0, num_layers, max(size, 1))]
-    sizes = {tuple(layer_bytes[layer] for layer in group) for group in groups}
-    if size * count != num_layers or len(sizes) != 1:
+    groups = [range(start, start + size) for start in range(0, size * count, max(size, 1))]
+    parts = {tuple(layer_bytes[layer] for layer in group) for group in groups}
+    if size * count != num_layers or len(parts) != 1:
         would_do = [str(n) for n in range(1, num_layers + 1) if num_layers % n == 0]
         raise ConfigError(
             f"plugin.stores.layer_groups: {num_layers} layers cannot be divided into {count} equal "

@@ -9,12 +9,17 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.plugins import BlockIds, EngineCoreRequest, KVConnectorContext, SchedulerOutput
+from hardpoint.plugins import (
+    BlockIds,
+    EngineCoreRequest,
+    KVConnectorContext,
+    Request,
+    SchedulerOutput,
+)
 from hardpoint.plugins.kv_connector import (
     KVConnectorScheduler,
     KVSchedulerContext,
 )
-from hardpoint.plugins.request import Request
 
 from .jobs import Answers, Handshake, Jobs, Load, Lookup, Renewal, Save, Transfer
 from .transfer_params import TransferParams, new_secret, offered_params, read_params
@@ -114,7 +119,10 @@ class StoresScheduler(KVConnectorScheduler):
         self._saved: OrderedDict[bytes, None] = OrderedDict()
 
     def set_handshakes(self, handshakes: Sequence[Any]) -> None:
-        """Take the peers that all workers can reach."""
+        """Take the peers that all workers can reach; forget what earlier workers had to do."""
+        self._queries.clear()
+        self._saved.clear()
+        self._jobs = Jobs()
         said = [msgspec.convert(data, Handshake) for data in handshakes]
         if all(one.peers is not None for one in said):
             self._peers = sorted(set.intersection(*(set(one.peers or ()) for one in said)))
@@ -127,11 +135,19 @@ class StoresScheduler(KVConnectorScheduler):
         """
         if request.kv_transfer_params is None:
             return
-        length = len(request.prompt_token_ids)
-        params = read_params(request.kv_transfer_params, length, self._peers, self._engine_id)
+        params = read_params(request, self._peers, self._engine_id)
         if params.do_remote_prefill:
             now = self._context.clock()
             self._incoming[request.request_id] = _Incoming(request, params, now + self._lease / 3)
+
+    @property
+    def num_incoming(self) -> int:
+        """Number of requests that wait for blocks of other engines, whose leases are renewed."""
+        return len(self._incoming)
+
+    def request_refused(self, request_id: str) -> None:
+        """Renew nothing for a request that the engine did not take."""
+        self._incoming.pop(request_id, None)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> _Matched:
         """Return how much of a request is stored; the first call asks the workers."""
@@ -206,6 +222,8 @@ class StoresScheduler(KVConnectorScheduler):
 
     def load_ended(self, request_id: str, failed: bool) -> None:
         """Let others look for what was loaded; what failed may be stored again."""
+        if failed and self._jobs.loads:  # which no plan has taken
+            self._jobs.loads = [job for job in self._jobs.loads if job.request_id != request_id]
         for block_hash in self._hashes_of.pop(request_id, ()):
             found = self._loading.get(block_hash)
             if found is not None and found[0] == request_id:
@@ -314,6 +332,8 @@ class StoresScheduler(KVConnectorScheduler):
         running = self._running.pop(request_id, None)
         if running is None or running.secret is None:
             return False, None
+        if len(running.offered) < request.num_prompt_tokens // self._context.block_size:
+            return False, None  # it ended early
         self._jobs.renewals.append(Renewal(running.offered, Transfer("", running.secret)))
         num_tokens = len(running.offered) * self._context.block_size
         return False, offered_params(self._engine_id, running.secret, num_tokens)
@@ -335,15 +355,11 @@ class StoresScheduler(KVConnectorScheduler):
             self._saved.pop(block_hash, None)
 
     def plan_lost(self, metadata: Jobs) -> None:
-        """Ask again, load again; what was to be saved is saved when it is computed again.
+        """Ask again; what was to be saved is saved when it is computed again.
 
-        A worker that has begun a load that it gets a second time begins it again.
+        Answers to earlier lookups may be lost as well. Loads are given up.
         """
-        self._jobs.lookups = metadata.lookups + self._jobs.lookups
-        loads = [load for load in metadata.loads if not load.in_step]
-        self._jobs.loads = [load for load in loads if load.request_id in self._hashes_of] + (
-            self._jobs.loads
-        )
+        self._queries = {name: query for name, query in self._queries.items() if not query.ranks}
         self._jobs.renewals = metadata.renewals + self._jobs.renewals
         for save in metadata.saves:
             self._forget(save.hashes)

@@ -13,16 +13,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from hardpoint.plugins import KVStore
+from hardpoint.plugins import KVStore, KVTierStats
 from hardpoint.plugins.errors import reason_of, shown
-from hardpoint.plugins.kv_store import PeerKVStore
-from hardpoint.plugins.stats import KVTierStats
+from hardpoint.plugins.kv_store import BlockBuffer, PeerKVStore
 
+from .events import TierEvents
 from .frames import BadBlockError, check_block, write_header
 
 _MOST_LATE = 16  # futures, each of which keeps a buffer
 _T = TypeVar("_T")
-_Views = Sequence[memoryview]
 
 
 class CircuitBreaker:
@@ -73,7 +72,7 @@ class _Call:
     """
 
     began: float
-    views: _Views | None
+    views: BlockBuffer | None
     future: Future[Any] | None = None
 
 
@@ -91,6 +90,7 @@ class Tier:
         breaker: CircuitBreaker,
         timeout: float,
         report_fault: Callable[[str, str], None],
+        events: TierEvents | None = None,
     ) -> None:
         """Call a store.
 
@@ -99,12 +99,15 @@ class Tier:
             breaker: of its own.
             timeout: seconds after which a call has failed.
             report_fault: counts a fault: name, message.
+            events: says what the store keeps; None if nobody asks.
         """
         self.store = store
         self.stats = KVTierStats()
         self._breaker = breaker
         self._timeout = timeout
         self._report_fault = report_fault
+        self._events = events
+        self._says_size = type(store).used_bytes is not KVStore.used_bytes
         self._lock = threading.Lock()
         self._calls: dict[_Call, None] = {}
 
@@ -123,17 +126,23 @@ class Tier:
         self._count(hits=hits, misses=len(keys) - hits)
         return found
 
-    def load(self, key: bytes, views: _Views) -> bool:
+    def load(self, key: bytes, views: BlockBuffer) -> bool:
         """Load a block and check it; return whether it is there, and is the right one."""
-        return self._load("load", lambda: self.store.load(key, views), key, views)
+        is_there = self._load("load", lambda: self.store.load(key, views), key, views)
+        if self._events is not None:
+            if is_there:
+                self._events.stored(self.store.name, key)
+            else:
+                self._events.removed(self.store.name, (key,))
+        return is_there
 
-    def fetch(self, peer: str, key: bytes, views: _Views, seconds: float) -> bool:
+    def fetch(self, peer: str, key: bytes, views: BlockBuffer, seconds: float) -> bool:
         """Load a block that another engine offers, and check it."""
         store = self.store
         assert isinstance(store, PeerKVStore)
         return self._load("fetch", lambda: store.fetch(peer, key, views, seconds), key, views)
 
-    def _load(self, method: str, load: Callable[[], Any], key: bytes, views: _Views) -> bool:
+    def _load(self, method: str, load: Callable[[], Any], key: bytes, views: BlockBuffer) -> bool:
         def check(is_there: Any) -> bool:
             if not is_there:
                 return False
@@ -147,27 +156,39 @@ class Tier:
         views[0][:8] = bytes(8)  # a store that says it has loaded and has not is found out
         if not self._call(method, load, check, views):
             return False
-        size, seconds = sum(map(len, views)), time.perf_counter() - began
+        size, seconds = len(views.whole), time.perf_counter() - began
         self._count(loaded_blocks=1, loaded_bytes=size, load_seconds=seconds)
         return True
 
-    def keep(self, key: bytes, views: _Views) -> bool:
+    def keep(self, key: bytes, views: BlockBuffer) -> bool:
         """Store a block; return whether it is kept."""
-        return self._keep("store", lambda parts: self.store.store(key, parts), views)
+        is_kept = self._keep("store", lambda parts: self.store.store(key, parts), views)
+        if is_kept:
+            if self._events is not None:
+                self._events.stored(self.store.name, key)
+            if self._says_size:
+                self._read_size()
+        return is_kept
 
-    def offer(self, key: bytes, views: _Views, seconds: float) -> bool:
+    def _read_size(self) -> None:
+        """Read how much the store keeps."""
+        used_bytes = self._call("used_bytes", lambda: self.store.used_bytes, _checked_size)
+        with self._lock:
+            self.stats.used_bytes = used_bytes
+
+    def offer(self, key: bytes, views: BlockBuffer, seconds: float) -> bool:
         """Offer a block to another engine."""
         store = self.store
         assert isinstance(store, PeerKVStore)
         return self._keep("offer", lambda parts: store.offer(key, parts, seconds), views)
 
-    def _keep(self, method: str, keep: Callable[[_Views], Any], views: _Views) -> bool:
+    def _keep(self, method: str, keep: Callable[[BlockBuffer], Any], views: BlockBuffer) -> bool:
         began = time.perf_counter()
-        read_only = [view.toreadonly() for view in views]
+        read_only = views.read_only()
         if not self._call(method, lambda: keep(read_only), bool, views):
             self._count(dropped_blocks=1)
             return False
-        size, seconds = sum(map(len, views)), time.perf_counter() - began
+        size, seconds = len(views.whole), time.perf_counter() - began
         self._count(stored_blocks=1, stored_bytes=size, store_seconds=seconds)
         return True
 
@@ -186,7 +207,7 @@ class Tier:
         except BaseException as cause:
             self._fail(f"{method}() failed: {reason_of(cause)}")
 
-    def late_use(self, views: _Views) -> Future[Any] | None:
+    def late_use(self, views: BlockBuffer) -> Future[Any] | None:
         """Return the future of a call that was given up, and that may still use a buffer."""
         late = [call.future for call in self._calls.copy() if call.views is views]
         return next(filter(None, late), None)
@@ -196,7 +217,7 @@ class Tier:
         method: str,
         call: Callable[[], Any],
         check: Callable[[Any], _T],
-        views: _Views | None = None,
+        views: BlockBuffer | None = None,
     ) -> _T | None:
         """Return what `check` makes of a result; None if it failed, or the store is left out."""
         if not self._breaker.allows() or self._is_stuck():
@@ -265,6 +286,12 @@ class Tier:
             return msgspec.structs.replace(self.stats)
 
 
+def _checked_size(size: Any) -> int | None:
+    if size is not None and (type(size) is not int or size < 0):
+        raise _BadAnswerError(f"{shown(size)}, expected bytes >= 0 or None")
+    return size
+
+
 class Tiers:
     """All stores, nearest first."""
 
@@ -289,7 +316,7 @@ class Tiers:
                 found[index] = has
         return found.index(False) if False in found else len(keys)
 
-    def load(self, key: bytes, views: _Views) -> bool:
+    def load(self, key: bytes, views: BlockBuffer) -> bool:
         """Load a block from the nearest store that has it, and keep it in those before."""
         for index, tier in enumerate(self._tiers):
             if tier.load(key, views):
@@ -304,11 +331,11 @@ class Tiers:
         """Count a block that is not stored, for lack of room or time."""
         self._tiers[0].drop()
 
-    def late_use(self, views: _Views) -> Future[Any] | None:
+    def late_use(self, views: BlockBuffer) -> Future[Any] | None:
         """Return the future of a call that was given up, and that may still use a buffer."""
         return next(filter(None, (tier.late_use(views) for tier in self._tiers)), None)
 
-    def when_free(self, views: _Views, then: Callable[[], None]) -> None:
+    def when_free(self, views: BlockBuffer, then: Callable[[], None]) -> None:
         """Call `then` as soon as no store uses a buffer, in any thread."""
         late = self.late_use(views)
         if late is None:
@@ -316,6 +343,6 @@ class Tiers:
         else:
             late.add_done_callback(lambda _: self.when_free(views, then))
 
-    def begin(self, key: bytes, views: _Views) -> None:
+    def begin(self, key: bytes, views: BlockBuffer) -> None:
         """Write the header of a block that is to be stored."""
         write_header(views, key, next(self._generations) & ((1 << 64) - 1))

@@ -24,6 +24,7 @@ from .scripted import (
 
 if TYPE_CHECKING:
     from hardpoint.testing.engine_access import load_ops
+    from hardpoint.testing.kv.connector_suite import KVConnectorSuite
     from hardpoint.testing.kv.peer_suite import PeerKVStoreSuite
     from hardpoint.testing.kv.store_suite import KVStoreSuite
     from hardpoint.testing.logits.suite import LogitsProcessorSuite
@@ -60,6 +61,7 @@ __all__ = [
     "GrammarSuite",
     "HistoryAttention",
     "HookSuite",
+    "KVConnectorSuite",
     "KVEventPublisherSuite",
     "KVStoreSuite",
     "LogitsProcessorSuite",
@@ -101,6 +103,7 @@ _LAZY = {
     "GrammarSample": "text.grammar_suite",
     "GrammarSuite": "text.grammar_suite",
     "HookSuite": "running.hook_suite",
+    "KVConnectorSuite": "kv.connector_suite",
     "KVEventPublisherSuite": "reporting.publisher_suite",
     "KVStoreSuite": "kv.store_suite",
     "LogitsProcessorSuite": "logits.suite",

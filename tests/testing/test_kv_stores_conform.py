@@ -13,8 +13,9 @@ from support.searching import kit_examples
 
 from hardpoint.builtin_plugins.kv_stores.chain import ChainStore
 from hardpoint.builtin_plugins.kv_stores.memory import MemoryStore
+from hardpoint.builtin_plugins.kv_stores.p2p import PeerToPeerStore
 from hardpoint.builtin_plugins.kv_stores.redis import RedisStore
-from hardpoint.testing import KVStoreSuite
+from hardpoint.testing import KVStoreSuite, PeerKVStoreSuite
 
 pytest_plugins = ["hardpoint.testing"]
 
@@ -79,3 +80,15 @@ class TestRedisServer(TestRedisProtocol):
     @staticmethod
     def start(folder: Path):
         return RedisServer(folder)
+
+
+class TestPeerToPeerStore(PeerKVStoreSuite):
+    store = PeerToPeerStore
+    examples = kit_examples(0.2)
+
+    def place_options(self, folder: Path) -> Mapping[str, Any]:
+        return {"listen": f"ipc://{folder}/{{rank}}.sock"}
+
+    def peer_options(self, folder: Path, engine_id: str, peer: str) -> Mapping[str, Any]:
+        listen, other = (f"ipc://{folder}/{name}{{rank}}.sock" for name in (engine_id, peer))
+        return {"listen": listen, "peers": {peer: other}}

@@ -130,6 +130,9 @@ class KVConnectorScheduler(ABC):
                 f"kv_transfer_params: the KV connector {type(self).__name__} takes none"
             )
 
+    def request_refused(self, request_id: str) -> None:  # noqa: B027 - optional
+        """Forget a request that `check_request` has accepted: the engine did not take it."""
+
     @abstractmethod
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -185,12 +188,19 @@ class KVConnectorScheduler(ABC):
         """Process what `KVConnectorWorker.take_message` returned in a rank."""
 
     def set_handshakes(self, handshakes: Sequence[Any]) -> None:  # noqa: B027 - optional
-        """Take what `KVConnectorWorker.handshake` returned, of each rank."""
+        """Take what `KVConnectorWorker.handshake` returned, of each rank.
+
+        It is called before the first step, and again when the worker halves were built anew, after
+        a sleep that released the model, whose weights may be others now. What the earlier halves
+        were told to load or look up is over then.
+        """
 
     def plan_lost(self, metadata: Any) -> None:  # noqa: B027 - optional
         """Take back what `build_connector_meta` returned for a step that failed.
 
-        Workers may have begun it or not. The requests that were to get tokens are recomputed.
+        Workers may have begun it or not, and what they reported with its result is lost. All
+        asynchronous loads are given up, also those of earlier steps, and `load_ended` follows. The
+        requests that were to get tokens are recomputed.
         """
 
     def close(self) -> None:  # noqa: B027 - optional
@@ -212,10 +222,11 @@ class FinishedTransfers(NamedTuple):
 class KVConnectorWorker(ABC):
     """The worker half of a KV connector, one per rank.
 
-    All methods are called by the thread that runs the model. If one raises, the blocks that were to
-    be loaded in the step are computed, and the fault is counted. It may write to blocks that it has
-    to load, until it has named the request in `get_finished` or its load was cancelled;
-    whatever else it writes there is read by requests.
+    All methods are called by the thread that runs the model. If one that loads raises, all loads
+    that are under way are given up, what they were to load is computed, and the fault is counted.
+    It may write to blocks that it has to load, until it has named the request in
+    `get_finished` or its load was cancelled; whatever else it writes there is read by requests. In
+    a step whose own loads have failed, the blocks that it completes hold what must not be saved.
     """
 
     wants_layers: bool = True
@@ -234,7 +245,10 @@ class KVConnectorWorker(ABC):
         """
 
     def release_kv_caches(self) -> None:  # noqa: B027 - optional
-        """Let go of the KV cache, whose memory is released: all loads end, and have failed."""
+        """Let go of the KV cache, whose memory is released: none writes or reads it any more.
+
+        All loads have failed.
+        """
 
     @abstractmethod
     def start_load_kv(self, metadata: Any) -> None:
@@ -263,11 +277,17 @@ class KVConnectorWorker(ABC):
         """
 
     def load_errors(self) -> Iterable[int]:
-        """Return the ids of blocks whose load failed since the last step: they are computed."""
+        """Return the ids of blocks whose load failed since the last step: they are computed.
+
+        It is called after `get_finished`, and has those of all loads that this has named.
+        """
         return ()
 
     def cancel_loads(self, request_ids: Sequence[str]) -> None:  # noqa: B027 - optional
-        """Give up asynchronous loads, which took too long: no block of theirs is written again."""
+        """Give up asynchronous loads: no block of theirs is written when this returns.
+
+        It is called after `start_load_kv`. A half that raises here is closed, and left out.
+        """
 
     def take_message(self) -> Any:
         """Return plain data for `KVConnectorScheduler.receive`, once; None is nothing."""

@@ -82,6 +82,7 @@ class KVStoreContext(Context["KVStore"]):
         pin_memory: whether host memory should be pinned, since blocks are copied from a GPU.
         report_evicted: called with the keys of blocks that the store does not keep any more, for KV
             events. For any thread.
+        host_memory: bytes of host memory that this process may still allocate; None is unknown.
         report_fault: called with a message when something failed that no caller gets to know, a
             write in the background for example; it is counted in `LLM.health()`.
     """
@@ -94,6 +95,7 @@ class KVStoreContext(Context["KVStore"]):
     timeout_seconds: float = 10.0
     pin_memory: bool = False
     report_evicted: Callable[[Sequence[bytes]], None] = lambda _keys: None
+    host_memory: int | None = None
     report_fault: Callable[[str], None] = lambda _message: None
 
     @property

@@ -8,7 +8,6 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 
 from hardpoint.plugins import BlockRemoved, BlockStored
-from hardpoint.plugins.kv_cache import KVEvent
 
 _MOST_BLOCKS = 1 << 18
 
@@ -17,13 +16,13 @@ class TierEvents:
     """Follows what is stored in tiers and dropped there; its methods may be called by any thread.
 
     Stores know keys, and events have the hashes of blocks. So the hashes of the newest keys are
-    kept. A block whose key is not among them any more is said to be removed, since nobody would be
-    told when it is.
+    kept. A block whose key is not among them any more is said to be removed, since its eviction
+    could not be published.
     """
 
     def __init__(
         self,
-        publish: Callable[[KVEvent], None],
+        publish: Callable[[BlockStored | BlockRemoved], None],
         block_size: int,
         *,
         most_blocks: int = _MOST_BLOCKS,

@@ -99,7 +99,7 @@ class Tier:
             breaker: of its own.
             timeout: seconds after which a call has failed.
             report_fault: counts a fault: name, message.
-            events: says what the store keeps; None if nobody asks.
+            events: says what the store keeps; None if no events are published.
         """
         self.store = store
         self.stats = KVTierStats()

@@ -6,8 +6,13 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
-from hardpoint.plugins import IterationStats, PluginReport, PrefixCacheStats, SchedulerStats
-from hardpoint.plugins.stats import KVTierStats
+from hardpoint.plugins import (
+    IterationStats,
+    KVTierStats,
+    PluginReport,
+    PrefixCacheStats,
+    SchedulerStats,
+)
 
 # The bounds are those of vLLM, with smaller ones for small models: sums over instances of both
 # engines are right from vLLM's first bound on.

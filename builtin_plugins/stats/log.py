@@ -6,12 +6,12 @@ import logging
 
 from hardpoint.plugins import (
     IterationStats,
+    KVTierStats,
     PrefixCacheStats,
     SchedulerStats,
     StatSink,
     StatSinkContext,
 )
-from hardpoint.plugins.stats import KVTierStats
 
 _log = logging.getLogger("hardpoint")
 

@@ -254,7 +254,7 @@ class WorkerConnector:
                 self._faults.append((str(name), str(message)))
 
     def evicted(self, store: str, keys: Sequence[bytes]) -> None:
-        """Tell the half of blocks that a store does not keep any more. For any thread."""
+        """Report to the half the blocks that a store does not keep any more. For any thread."""
         if self._opened is None:
             return
         try:

@@ -25,6 +25,7 @@ from .scripted import (
 if TYPE_CHECKING:
     from hardpoint.testing.engine_access import load_ops
     from hardpoint.testing.kv.connector_suite import KVConnectorSuite
+    from hardpoint.testing.kv.peer_suite import PeerKVStoreSuite
     from hardpoint.testing.kv.store_suite import KVStoreSuite
     from hardpoint.testing.logits.suite import LogitsProcessorSuite
     from hardpoint.testing.model.attention_suite import AttentionBackendSuite
@@ -68,6 +69,7 @@ __all__ = [
     "OpsSuite",
     "OutputParserSuite",
     "OutputSample",
+    "PeerKVStoreSuite",
     "SamplerSuite",
     "SchedulerSimulator",
     "SchedulerSuite",
@@ -109,6 +111,7 @@ _LAZY = {
     "OpsSuite": "model.ops_suite",
     "OutputParserSuite": "text.output_parser_suite",
     "OutputSample": "text.output_parser_suite",
+    "PeerKVStoreSuite": "kv.peer_suite",
     "SamplerSuite": "sampling_suite",
     "SchedulerSimulator": "scheduling.simulator",
     "SchedulerSuite": "scheduling.scheduler_suite",

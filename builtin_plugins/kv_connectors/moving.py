@@ -410,6 +410,8 @@ class StoresWorker(KVConnectorWorker):
         """Keep a block in all stores; with `write = "behind"`, in those after the first later."""
         nearest, *others = self._tiers
         is_kept = nearest.keep(key, buffer.views)
+        with self._lock:
+            self._stats_changed = True
 
         def keep_behind() -> None:
             kept = [tier.keep(key, buffer.views) for tier in others]

@@ -32,6 +32,9 @@ class DiskStore(KVStore):
 
     Engines and ranks on one machine share blocks by one path. Any of them may be killed at any
     moment.
+
+    Attributes:
+        slab: its files.
     """
 
     contract = 1
@@ -70,16 +73,16 @@ class DiskStore(KVStore):
             try:
                 self._folder = open_folder(path)
                 stack.callback(os.close, self._folder)
-                self._slab = Slab(
+                self.slab = Slab(
                     self._folder, context.block_bytes, options.size_bytes, _OPEN_SECONDS
                 )
             except (RefusedError, OSError) as cause:
                 raise ConfigError(
                     f"{setting}.path: {str(path)!r} cannot be used: {cause}"
                 ) from cause
-            stack.callback(self._slab.close)
+            stack.callback(self.slab.close)
             self._files = stack.pop_all()
-        self._index = self._slab.index
+        self._index = self.slab.index
         self._lock = threading.Lock()  # of what follows, and of the slab's locks
         self._writing: set[int] = set()
         self._victims: list[tuple[int, int]] = []
@@ -101,10 +104,12 @@ class DiskStore(KVStore):
             if not is_open or (found := self._index.find(key)) is None:
                 return False
             slot, sequence = found
-            checksum = self._index.checksum_to_check(slot)
-            if not self._slab.read(slot, buffer) or self._index.sequence(slot) != sequence:
+            checksum = self._index.checksum(slot)
+            is_whole = self.slab.read(slot, buffer) and _checksum(buffer) == checksum
+            if self._index.sequence(slot) != sequence:
                 return False
-            if checksum is not None and not self._is_whole(slot, sequence, checksum, buffer):
+            if not is_whole:
+                self._drop(slot, sequence)
                 return False
             # A lookup before it has put the request's blocks in a better order.
             if time.time_ns() - self._index.used_at(slot) > _TOUCH_NS:
@@ -121,7 +126,7 @@ class DiskStore(KVStore):
                 return slot is not None
             is_kept = False
             try:
-                self._slab.write(slot, buffer)
+                self.slab.write(slot, buffer)
                 is_kept = self._publish(slot, key, _checksum(buffer))
             except OSError as cause:
                 if cause.errno not in _NO_ROOM:
@@ -136,7 +141,7 @@ class DiskStore(KVStore):
         """Return once all blocks are on the disk; until then, they survive this process only."""
         with self._call() as is_open:
             if is_open:
-                self._slab.drain()
+                self.slab.drain()
 
     def close(self) -> None:
         """Close the files, or let the last call that has not returned do so."""
@@ -187,7 +192,7 @@ class DiskStore(KVStore):
             while self._victims:
                 slot, used_at = self._victims.pop()
                 is_same = self._index.used_at(slot) == used_at
-                if is_same and slot not in self._writing and self._slab.try_lock(slot):
+                if is_same and slot not in self._writing and self.slab.try_lock(slot):
                     return slot
         return None
 
@@ -195,10 +200,10 @@ class DiskStore(KVStore):
         self._slots, self._victims = self._index.slots, self._index.oldest()
 
     def _grow(self) -> bool:
-        if not self._slab.can_grow or time.monotonic() < self._grow_at:
+        if not self.slab.can_grow or time.monotonic() < self._grow_at:
             return False
         try:
-            self._slab.grow()
+            self.slab.grow()
         except OSError as cause:
             self._grow_at = time.monotonic() + _RETRY_SECONDS
             self._report(
@@ -222,28 +227,23 @@ class DiskStore(KVStore):
     def _release(self, slot: int) -> None:
         with self._lock:
             self._writing.discard(slot)
-            self._slab.unlock(slot)
+            self.slab.unlock(slot)
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[bool]:
         """Keep others from changing the index; gives whether they let go of it in time."""
-        with self._lock, self._slab.writing_index(_BUSY_SECONDS) as may_change:
+        with self._lock, self.slab.writing_index(_BUSY_SECONDS) as may_change:
             if not may_change:
                 self._store_at = time.monotonic() + _BUSY_SECONDS
                 self._report("lock", "no block is saved: another process keeps the index locked")
             yield may_change
 
-    def _is_whole(
-        self, slot: int, sequence: int, checksum: int, buffer: Sequence[memoryview]
-    ) -> bool:
-        """Check a block that was stored before the machine started; drop it if it is not whole."""
-        if _checksum(buffer) == checksum:
-            self._index.checked(slot)
-            return True
+    def _drop(self, slot: int, sequence: int) -> None:
+        """Drop a block that is not what was stored, so that it is stored again."""
         with self._changing() as may_change:
             if may_change and self._index.sequence(slot) == sequence:
                 self._index.free(slot)
-        return False
+        self._report("damage", "a block was damaged, after a power failure perhaps; it is dropped")
 
     def _report(self, what: str, message: str) -> None:
         """Report a fault, once until it is over."""

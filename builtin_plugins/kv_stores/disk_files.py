@@ -20,6 +20,10 @@ class RefusedError(Exception):
     """A folder or file cannot be used; the message says why."""
 
 
+class DamagedError(RefusedError):
+    """A file is not what it should be, but may be replaced."""
+
+
 def open_folder(path: str | Path, within: int | None = None) -> int:
     """Return the descriptor of a folder that only this user can use; it is made if it is not there.
 

@@ -1,8 +1,8 @@
 """Index of a slab: which block is in which slot, in a file that processes share by mapping it.
 
-    header | keys | sequences | times | checksums | boots | cells
+    header | keys | sequences | times | checksums | cells
 
-The first five have an item per slot of the slab, so that the place of a block is never read from
+The first four have an item per slot of the slab, so that the place of a block is never read from
 the file: it follows from the number of its slot. `cells` is a hash table with buckets of 16 cells,
 each the number of a slot and 32 bits of the hash of the key there. A cell is only a hint: what
 counts is the slot's own key, and a sequence that is not 0. So a process may be killed between any
@@ -18,18 +18,16 @@ is the same before and after reading. Writers exclude each other, with a lock th
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import os
 import struct
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from .disk_files import RefusedError
+from .disk_files import DamagedError
 
 _MAGIC = b"HPKVIDX\0"
 _VERSION = 1
@@ -55,20 +53,11 @@ def table_size(capacity: int) -> int:
 
 def index_bytes(table: int) -> int:
     """Return the size of the file of an index with room for `table` slots."""
-    return 8 * (_HEADER_ITEMS + table * (4 + 4) + _num_buckets(table) * _WAYS)
+    return 8 * (_HEADER_ITEMS + table * (4 + 3) + _num_buckets(table) * _WAYS)
 
 
 def _num_buckets(table: int) -> int:
     return 2 * table // _WAYS
-
-
-def boot_number() -> int:
-    """Return a number of this run of the machine; one of its own where the system has none."""
-    try:
-        text = Path("/proc/sys/kernel/random/boot_id").read_bytes()
-    except OSError:
-        text = os.urandom(16)
-    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") | 1
 
 
 class SlabIndex:
@@ -85,29 +74,28 @@ class SlabIndex:
         """Map a file; the descriptor is borrowed.
 
         Raises:
-            RefusedError: it is not the index of such blocks.
+            DamagedError: it is not the index of such blocks.
         """
         size = os.fstat(descriptor).st_size
         header = os.pread(descriptor, 8 * _HEADER_ITEMS, 0)
         if len(header) < 8 * _HEADER_ITEMS or _HEADER.unpack_from(header) != _magic(block_bytes):
-            raise RefusedError("it is not an index of this version and size of blocks")
+            raise DamagedError("it is not an index of this version and size of blocks")
         (table,) = struct.unpack_from("<Q", header, 8 * _TABLE)
         is_table = _MIN_TABLE <= table <= MAX_TABLE and table & (table - 1) == 0
         if not is_table or size != index_bytes(table):
-            raise RefusedError(f"it has {size} bytes, which is wrong for {table} slots")
+            raise DamagedError(f"it has {size} bytes, which is wrong for {table} slots")
         self.table: int = table
         self._map = mmap.mmap(descriptor, size)
         self._items: memoryview[int] = memoryview(self._map).cast("Q")
         array = np.frombuffer(self._map, np.uint64)
         starts = [_HEADER_ITEMS]
-        for items_of_a_slot in (4, 1, 1, 1, 1):
+        for items_of_a_slot in (4, 1, 1, 1):
             starts.append(starts[-1] + items_of_a_slot * table)
-        self._keys, self._sequences, self._times, self._sums, self._boots, self._cells = starts
+        self._keys, self._sequences, self._times, self._sums, self._cells = starts
         self._key_array = array[starts[0] : starts[1]].reshape(table, 4)
         self._sequence_array = array[starts[1] : starts[2]]
         self._time_array = array[starts[2] : starts[3]]
-        self._cell_array = array[starts[5] :].reshape(_num_buckets(table), _WAYS)
-        self._boot = boot_number()
+        self._cell_array = array[starts[4] :].reshape(_num_buckets(table), _WAYS)
 
     @staticmethod
     def create(descriptor: int, block_bytes: int, table: int) -> None:
@@ -175,18 +163,9 @@ class SlabIndex:
         """Return the sequence of the block in a slot; 0 if there is none."""
         return self._items[self._sequences + slot]
 
-    def checksum_to_check(self, slot: int) -> int | None:
-        """Return the checksum of a block that was stored before the machine started.
-
-        The system may have written the index and not the block. None if that cannot be.
-        """
-        if self._items[self._boots + slot] == self._boot:
-            return None
+    def checksum(self, slot: int) -> int:
+        """Return the checksum of the block in a slot."""
         return self._items[self._sums + slot]
-
-    def checked(self, slot: int) -> None:
-        """Record that the checksum was right."""
-        self._items[self._boots + slot] = self._boot
 
     # When a slot was used
 
@@ -231,13 +210,12 @@ class SlabIndex:
 
     def publish(self, slot: int, key: bytes, checksum: int) -> None:
         """Record that a block is in a reserved slot."""
-        self._set(slot, key, checksum, self._boot)
+        self._set(slot, key, checksum)
         self.touch(slot)
 
-    def _set(self, slot: int, key: bytes, checksum: int, boot: int) -> None:
+    def _set(self, slot: int, key: bytes, checksum: int) -> None:
         items = self._items
         items[self._sums + slot] = checksum
-        items[self._boots + slot] = boot
         start = 8 * (self._keys + 4 * slot)
         self._map[start : start + 32] = key
         items[_SEQUENCE] = (items[_SEQUENCE] + 1) & _MASK64 or 1
@@ -273,9 +251,7 @@ class SlabIndex:
         self._items[_SEQUENCE] = other._items[_SEQUENCE]
         for slot in range(min(self.slots, other.slots)):
             if other.sequence(slot):
-                checksum = other._items[other._sums + slot]
-                boot = other._items[other._boots + slot]
-                self._set(slot, other._key(slot), checksum, boot)
+                self._set(slot, other._key(slot), other.checksum(slot))
                 self._items[self._times + slot] = other.used_at(slot)
 
     def repair(self) -> None:

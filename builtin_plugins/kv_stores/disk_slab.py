@@ -12,7 +12,15 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 
-from .disk_files import FileLocks, RefusedError, open_file, open_folder, read_parts, write_parts
+from .disk_files import (
+    DamagedError,
+    FileLocks,
+    RefusedError,
+    open_file,
+    open_folder,
+    read_parts,
+    write_parts,
+)
 from .disk_index import MAX_TABLE, SlabIndex, table_size
 
 _PAGE = 4096
@@ -82,7 +90,7 @@ class Slab:
         """Return the index.
 
         Raises:
-            RefusedError: it is not one, or the slab has fewer slots than it says.
+            DamagedError: it is not one, or the slab has fewer slots than it says.
         """
         descriptor = open_file("index", self._directory)
         try:
@@ -91,14 +99,14 @@ class Slab:
             os.close(descriptor)
         if index.slots * self._slot_bytes > os.fstat(self._file).st_size:
             index.close()
-            raise RefusedError(f"{_name(self._block_bytes)}/slab is shorter than its index says")
+            raise DamagedError(f"{_name(self._block_bytes)}/slab is shorter than its index says")
         return index
 
     def _prepared(self) -> SlabIndex:
         """Return the index, repaired; it is made if it is not there, or is unusable."""
         try:
             index = self._opened()
-        except RefusedError:
+        except DamagedError:
             index = self._created(None)
         if index.table != table_size(self._capacity) or index.slots > self._capacity:
             with contextlib.closing(index) as old:

@@ -361,9 +361,7 @@ class EngineConnector(KVConnectorScheduler):
             self._tiers[report.rank] = report.tiers
         if report.events:
             self._publish(list(report.events))
-        if report.left_out and not self._left_out:
-            self._left_out = True  # other ranks may still load: that is cancelled
-            self._note(f"its half in rank {report.rank} failed, and is left out")
+        self._left_out |= report.left_out  # other ranks may still load: that is cancelled
         if report.message is not None:
             try:
                 message = msgspec.msgpack.decode(report.message, type=self._connector.Message)

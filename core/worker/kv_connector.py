@@ -228,7 +228,9 @@ class WorkerConnector:
             return self._calls.run(method, function or getattr(self._half, method), *args)
         except BaseException as cause:
             raise_unless_fault(cause)
-            message = self._failed(f"{method}() failed", cause, loads=loads or is_vital)
+            ends = ", and it is not called again" if is_vital else ""
+            what = f"{method}() failed{ends}"
+            message = self._failed(what, cause, loads=loads or is_vital)
         if is_vital:
             self._leave_out(message)
         return None

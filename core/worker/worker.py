@@ -346,7 +346,7 @@ class LocalWorker:
         if not attention.specs:
             raise ConfigError(
                 f"kv_connector.use: {spec.config.kv_connector.use!r} moves blocks of the KV cache, "
-                f"and {spec.model_config.architecture} has none"
+                f"and stage {parallel.stage} of {spec.model_config.architecture} has none"
             )
         if any(layer.window is not None for layer in attention.specs):
             raise ConfigError(

@@ -55,7 +55,10 @@ class Place:
     def open(self) -> None:
         """Open the store."""
         store = self._open_store(self._sizes, self._rank, self._faults.append)
-        self.session = StoreSession(store, self._sizes, self.blocks, self._seconds)
+        self.session = self._session(store)
+
+    def _session(self, store: KVStore) -> StoreSession:
+        return StoreSession(store, self._sizes, self.blocks, self._seconds)
 
     def run(self, *programs: Callable[[], object]) -> None:
         """Run programs at once."""

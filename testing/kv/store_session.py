@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from typing import Any
 
 from hardpoint.plugins import KVStore
+from hardpoint.plugins.kv_store import BlockBuffer
 from hardpoint.testing.suite import Rule, Violation, short_repr
 
 from .store_blocks import StoredBlocks, WatchedBuffer, block_bytes
@@ -71,29 +72,45 @@ class StoreSession:
 
     def store(self, index: int, version: int = 0) -> bool:
         """Store a version of a block; return whether it is kept."""
-        buffer = WatchedBuffer(self._sizes)
-        given = block_bytes(index, version, buffer.size)
-        buffer.fill(given)
         self._blocks.begin(index, version)
-        key, block = self._blocks.keys[index], buffer.block.read_only()
-        with self._calling(what := f"store of key {index}"):
-            is_kept = self._answer(self._store.store(key, block), what)
-        if buffer.data() != given or not buffer.has_guards():
-            raise BORROWED.violation(f"{what} changed the buffer that it was to keep")
-        buffer.scribble()
+        is_kept = self._send("store", self._store.store, index, version)
         self._blocks.end(index, is_kept=is_kept)
         return is_kept
 
     def load(self, index: int) -> bool:
         """Load a block; return whether it was there."""
+        return self._receive("load", self._store.load, index, self._blocks)
+
+    def _send(
+        self, method: str, call: Callable[[bytes, BlockBuffer], Any], index: int, version: int
+    ) -> bool:
+        """Give the store a version of a block; return what it answers."""
         buffer = WatchedBuffer(self._sizes)
-        key = self._blocks.keys[index]
-        with self._calling(what := f"load of key {index}"):
-            is_there = self._answer(self._store.load(key, buffer.block), what)
+        given = block_bytes(index, version, buffer.size)
+        buffer.fill(given)
+        key, block = self._blocks.keys[index], buffer.block.read_only()
+        with self.calling(what := f"{method} of key {index}"):
+            is_kept = self._answer(call(key, block), what)
+        if buffer.data() != given or not buffer.has_guards():
+            raise BORROWED.violation(f"{what} changed the buffer that it was to keep")
+        buffer.scribble()
+        return is_kept
+
+    def _receive(
+        self,
+        method: str,
+        call: Callable[[bytes, BlockBuffer], Any],
+        index: int,
+        blocks: StoredBlocks,
+    ) -> bool:
+        """Get a block, which is one of `blocks`, from the store; return whether it was there."""
+        buffer = WatchedBuffer(self._sizes)
+        with self.calling(what := f"{method} of key {index}"):
+            is_there = self._answer(call(self._blocks.keys[index], buffer.block), what)
         if not buffer.has_guards():
             raise BORROWED.violation(f"{what} wrote outside of its buffer")
         if is_there:
-            self._check_content(index, buffer)
+            self._check_content(what, index, buffer, blocks)
         buffer.scribble()
         if len(self._loaded) < _MOST_BUFFERS:
             self._loaded.append(buffer)
@@ -111,7 +128,7 @@ class StoreSession:
     def lookup(self, indexes: Sequence[int]) -> list[bool]:
         """Look up keys."""
         keys = [self._blocks.keys[index] for index in indexes]
-        with self._calling(f"lookup of {len(keys)} keys"):
+        with self.calling(f"lookup of {len(keys)} keys"):
             found: Any = self._store.lookup(keys)
         if not isinstance(found, Sequence) or len(found) != len(keys):
             raise RESULTS.violation(f"lookup of {len(keys)} keys returned {short_repr(found)}")
@@ -143,12 +160,12 @@ class StoreSession:
 
     def drain(self) -> None:
         """Drain the store."""
-        with self._calling("drain()"):
+        with self.calling("drain()"):
             self._store.drain()
 
     def close(self) -> None:
         """Close the store, and look whether it wrote to buffers after its time."""
-        with self._calling("close()"):
+        with self.calling("close()"):
             self._store.close()
         self.check_late_writes()
 
@@ -160,10 +177,10 @@ class StoreSession:
         """
         for buffer in self._loaded:
             if not buffer.is_scribbled() or not buffer.has_guards():
-                raise BORROWED.violation("a buffer was written after load had returned")
+                raise BORROWED.violation("a buffer was written after the call had returned")
 
     @contextmanager
-    def _calling(self, what: str) -> Iterator[None]:
+    def calling(self, what: str) -> Iterator[None]:
         """Note the running call; make a violation of what it raises."""
         thread = threading.get_ident()
         self._calls[thread] = what
@@ -195,15 +212,16 @@ class StoreSession:
             raise RESULTS.violation(f"{what} returned {short_repr(result)}")
         return answer
 
-    def _check_content(self, index: int, buffer: WatchedBuffer) -> None:
-        data, what = buffer.data(), f"load of key {index}"
-        versions = self._blocks.versions(index)
+    def _check_content(
+        self, what: str, index: int, buffer: WatchedBuffer, blocks: StoredBlocks
+    ) -> None:
+        data, versions = buffer.data(), blocks.versions(index)
         if any(data == block_bytes(index, version, buffer.size) for version in versions):
             return
         if buffer.is_scribbled():
             raise CONTENT.violation(f"{what} returned True, and wrote nothing")
-        for other in range(len(self._blocks.keys)):
-            for version in self._blocks.versions(other):
+        for other in range(len(blocks.keys)):
+            for version in blocks.versions(other):
                 if data == block_bytes(other, version, buffer.size):
                     raise CONTENT.violation(f"{what} gave the block of key {other}")
         if not versions:

@@ -242,6 +242,7 @@ class KVStoreSuite(ComponentSuite):
         sizes: Sequence[int],
         rank: int,
         report_fault: Callable[[str], None],
+        engine_id: str = "suite",
     ) -> KVStore:
         store: KVStore = self._build(
             KVStoreContext,
@@ -250,7 +251,7 @@ class KVStoreSuite(ComponentSuite):
             identity=f"{rank:02x}" * 32,
             rank=rank,
             world_size=2,
-            engine_id="suite",
+            engine_id=engine_id,
             timeout_seconds=self.timeout_seconds,
             report_fault=report_fault,
         )
@@ -389,34 +390,35 @@ class KVStoreSuite(ComponentSuite):
         place.run(lambda: [session.check_kept(i, " after threads") for i in range(_KEYS)])
 
     def _check_ranks(self) -> None:
-        """Use two ranks' stores at the same time, one after the other and in threads."""
-        with (
-            self._place(self.sizes[0]) as place,
-            place.other(self.sizes[1], make_keys(_KEYS), rank=1) as other,
-        ):
+        """Use two ranks' stores at the same time; then one of them in a model of other sizes."""
+        with self._place(self.sizes[0]) as place:
+            with place.other(self.sizes[1], make_keys(_KEYS), rank=1) as other:
 
-            def use(session: StoreSession) -> None:
-                for index in range(_KEYS):
-                    session.store(index)
-                    session.check_lookup([index])
-                for index in range(_KEYS):
-                    session.check_kept(index, " after another rank stored blocks of other sizes")
+                def use(session: StoreSession) -> None:
+                    for index in range(_KEYS):
+                        session.store(index)
+                        session.check_lookup([index])
+                    for index in range(_KEYS):
+                        session.check_kept(index, " after another rank stored blocks, too")
 
-            place.run(lambda: use(place.session), lambda: use(other.session))
-            place.run(lambda: self._check_other_size(place, other))
+                place.run(lambda: use(place.session), lambda: use(other.session))
+            place.session.drain()
+            self._check_other_size(place)
+            for index in range(_KEYS):
+                place.session.check_kept(index, " after a store for other sizes was there")
 
-    def _check_other_size(self, place: Place, other: Place) -> None:
+    def _check_other_size(self, place: Place) -> None:
         """Load what was stored with buffers of another size: a file may be cut, or a key wrong."""
-        with place.other(self.sizes[1], place.blocks.keys, rank=1) as crossed:
-            try:
-                is_there = crossed.session.load(0)
-            except Violation as found:
-                is_there = found.rule == CONTENT.text
-                if not is_there:
-                    raise
-        if is_there:
-            raise CONTENT.violation("a block was loaded into a buffer of another size")
-        other.session.check_kept(0)
+        with place.other(self.sizes[1], place.blocks.keys, rank=1) as other:
+            for index in range(_KEYS):
+                try:
+                    is_there = other.session.load(index)
+                except Violation as found:
+                    is_there = found.rule == CONTENT.text
+                    if not is_there:
+                        raise
+                if is_there:
+                    raise CONTENT.violation("a block was loaded into a buffer of another size")
 
     def _check_limit(self) -> None:
         sizes = self.sizes[1]

@@ -193,7 +193,7 @@ def test_fields_that_do_not_fit_together_name_the_places_of_both(folder):
     )
     (folder / "hardpoint.toml").write_text("")
     assert refused("kv_connector.use=stores").startswith(
-        "kv_connector: the connector 'stores' needs stores to drive: stores = [\"memory\"], for example"
+        "kv_connector: the connector 'stores' needs stores to drive: stores = [\"memory\"]"
     )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from support.driving import Job, alone, run, varied_jobs
+from support.driving import Job, alone, run, summary, varied_jobs
 from support.internals import engine_of
 from support.parallel import (
     drive,
@@ -21,7 +22,8 @@ from support.parallel import (
     write_random_model,
 )
 
-from hardpoint import LLM
+from hardpoint import LLM, SamplingParams
+from hardpoint.core.frontend.input_processor import RequestExtras
 from hardpoint.plugins.stats import KVTierStats
 from hardpoint.testing import scripted_config, scripted_engine
 
@@ -217,3 +219,114 @@ def test_llama_with_a_store_that_fails(llama, tmp_path, ranks):
     with open_llm(settings) as llm:
         check_llama(llm, expected)
         assert tiers_of(llm)["hostile"].failures > 3
+
+
+# What happens while blocks are loaded and saved
+
+LONG = [index * 11 % 250 for index in range(100)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+def slow(path: Path, seconds: float, **options: Any) -> dict[str, Any]:
+    """Return the configuration of a store each of whose calls takes so long."""
+    store = {"use": f"{STORES}:HostileStore", "name": "slow"}
+    given = {"path": str(path), "ways": ["slow"], "share": 1.0, "slow_seconds": seconds}
+    return stored(store, options=options, slow=given)
+
+
+def test_what_several_requests_need_is_loaded_once(scripted, tmp_path):
+    with opened(scripted, folder(tmp_path)) as llm:
+        (alone_,) = llm.generate([LONG], GREEDY)
+    roomy = {"kv_cache": {"block_size": 8, "num_blocks": 200}}
+    with opened(scripted, slow(tmp_path, 0.01), roomy) as llm:
+        outputs = llm.generate([LONG] * 6 + [LONG[:60]] * 2, GREEDY)
+        assert [o.outputs[0].token_ids for o in outputs[:6]] == [alone_.outputs[0].token_ids] * 6
+        assert [o.num_cached_tokens for o in outputs] == [96] * 6 + [56] * 2
+        assert tiers_of(llm)["slow"].loaded_blocks == 12  # of 8 tokens each
+        assert llm.scheduler_stats().kv_cache_usage == 0
+
+
+def test_a_store_that_has_room_for_few(scripted, expected):
+    with opened(scripted, memory(4000)) as llm:
+        check_rounds(llm, expected)
+        assert 0 < tiers_of(llm)["memory"].loaded_blocks < 200
+
+
+def test_requests_that_leave(scripted, expected, tmp_path):
+    """Neighbours are aborted or time out, while their blocks are loaded or saved."""
+    with opened(scripted, folder(tmp_path)) as llm:
+        check_rounds(llm, expected, rounds=1)
+    jobs = jobs_with_stops()
+    with opened(scripted, slow(tmp_path, 0.003)) as llm:
+        engine, results, step = engine_of(llm), {}, 0
+        while jobs or engine.has_unfinished_requests():
+            for request_id, prompt, params in jobs[:2]:
+                engine.add_request(request_id, prompt, params)
+                limit = RequestExtras(timeout=0.001 + step % 7 * 0.002)
+                engine.add_request(f"late {request_id}", prompt, params, limit)
+                engine.add_request(f"left {request_id}", prompt, params)
+            jobs, step = jobs[2:], step + 1
+            left = [f"left r{index}" for index in range(40) if (index + step) % 3 == 0]
+            engine.abort_requests(left)
+            for output in engine.step():
+                if output.finished:
+                    results[output.request_id] = [summary(output)]
+        assert {name: results[name] for name in expected} == expected
+        stats = llm.scheduler_stats()
+        assert stats.num_running == stats.num_waiting == stats.kv_cache_usage == 0
+        assert tiers_of(llm)["slow"].loaded_blocks > 20
+        assert not llm.health().fallbacks
+
+
+def test_a_store_that_hangs_keeps_no_request_for_long(scripted, tmp_path):
+    with opened(scripted, folder(tmp_path)) as llm:
+        (before,) = llm.generate([LONG], GREEDY)
+    hangs = slow(tmp_path, 2.0, timeout_seconds=0.05)
+    hangs["kv_connector"]["load_seconds"] = 0.2
+    with opened(scripted, hangs) as llm:
+        began = time.monotonic()
+        for _ in range(3):
+            (output,) = llm.generate([LONG], GREEDY)
+            assert output.outputs[0].token_ids == before.outputs[0].token_ids
+            llm.reset_prefix_cache()
+        assert time.monotonic() - began < 1.9
+        assert "slow" in llm.health().fallbacks
+
+
+def reset_cache(engine):
+    engine.call_utility("reset_prefix_cache", True)
+
+
+def pause_and_resume(engine):
+    engine.call_utility("pause", "keep")
+    engine.call_utility("resume")
+
+
+def sleep_and_wake(level):
+    def call(engine):
+        engine.call_utility("sleep", level, "keep")
+        engine.step()
+        engine.call_utility("wake_up", None)
+
+    return call
+
+
+BETWEEN = [reset_cache, pause_and_resume, sleep_and_wake(1), sleep_and_wake(2)]
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("ranks", nightly_but({"one rank"}, RANKS))
+def test_calls_between_steps(llama, tmp_path, ranks, groups):
+    """The cache is reset, the engine pauses and sleeps, while blocks are loaded and saved."""
+    config, expected = llama
+    jobs = mixed_jobs()
+    store = slow(tmp_path / "blocks", 0.002, layer_groups=groups)
+    with open_llm(parallel_config(*RANKS[ranks], **config, **store)) as llm:
+        engine = engine_of(llm)
+        for _ in range(2):
+            calls = {5 + 6 * index: call for index, call in enumerate(BETWEEN * 2)}
+            same(engine, jobs, expected, drive(engine, jobs, before_step=calls))
+            llm.reset_prefix_cache()
+        assert tiers_of(llm)["slow"].loaded_blocks > 20
+        assert llm.scheduler_stats().kv_cache_usage == 0
+        assert not llm.health().fallbacks

@@ -39,7 +39,7 @@ STORES = [
     (kv_stores.KeepsViews, "buffers", "content", "load of key 0 returned True, and wrote nothing"),
     (kv_stores.WritesToStored, "buffers", "borrowed", "store of key 0 raised TypeError: cannot mo"),
     (kv_stores.WritesOutside, "buffers", "borrowed", "wrote outside of its buffer"),
-    (kv_stores.WritesLate, "buffers", "borrowed", "was written after load had returned"),
+    (kv_stores.WritesLate, "buffers", "borrowed", "was written after the call had returned"),
     (kv_stores.TornBlocks, "threads", "content", r"part \d of \d+ bytes of the block stored as"),
     (kv_stores.OneScratch, "threads", "content", r"load of key \d gave the block of key \d"),
     (kv_stores.LosesLock, "content", "calls", "not returned after 0.4 s: load of key"),

@@ -350,7 +350,7 @@ class LeavesThread(Right):
     def __init__(self, context):
         super().__init__(context)
         self.ended = threading.Event()
-        threading.Thread(target=self.ended.wait, args=(0.5,), name="leaf", daemon=True).start()
+        threading.Thread(target=self.ended.wait, args=(3.0,), name="leaf", daemon=True).start()
 
 
 class LeavesFile(Right):

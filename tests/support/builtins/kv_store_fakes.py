@@ -15,6 +15,7 @@ from hardpoint.builtin_plugins.kv_stores.memory import MemoryStore
 from hardpoint.plugins import KVConnectorContext, KVStoreContext
 from hardpoint.plugins.config import KVConnectorConfig
 from hardpoint.plugins.kv_connector import BlockIdentity, KVWorkerContext
+from hardpoint.plugins.stats import KVTierStats
 from support.waiting import wait_until
 
 NUM_BLOCKS = 32
@@ -128,6 +129,7 @@ class Rank:
             StoresOptions(**{"breaker_failures": 1000} | options),
         )
         self.half.register_kv_caches(self.caches)
+        self._totals = {store.name: KVTierStats() for store in self.stores}
 
     @property
     def store(self) -> ScriptedStore:
@@ -175,8 +177,8 @@ class Rank:
     @property
     def totals(self) -> dict[str, Any]:
         """Statistics by store."""
-        self.half.stats()
-        return {tier.store.name: tier.totals() for tier in tiers_of(self.half)}
+        self._totals |= self.half.stats() or {}
+        return self._totals
 
     def content(self, block: int) -> list[bytes]:
         """Return the bytes of a block, by layers."""
@@ -193,11 +195,6 @@ class Rank:
         found: list[Answers] = []
         wait_until(lambda: found.append(self.half.take_message()) or found[-1], what="answers")
         return found[-1]
-
-
-def tiers_of(half: StoresWorker) -> Any:
-    """Return the guarded stores of a worker half."""
-    return half._tiers
 
 
 @contextmanager

@@ -261,10 +261,10 @@ class WorkerHalf(_Half, KVConnectorWorker):
                 self.fill(entry[1])
                 del self.loading[name]
                 self.finished.add(name)
-        loaded, self.finished = self.finished, set()
-        saved, self.saved = self.saved, set()
         if (other := self._hit("get_finished", ended)) is not ...:
             return other
+        loaded, self.finished = self.finished, set()
+        saved, self.saved = self.saved, set()
         return FinishedTransfers(loaded, saved)
 
     def load_errors(self):

@@ -1,4 +1,4 @@
-"""KV stores that keep blocks in files, and that fail in every way that a test asks for."""
+"""KV stores that keep blocks in files, or fail in every way that a test asks for."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from hardpoint import plugins
+from hardpoint.builtin_plugins.attention.torch import TorchAttention
 from hardpoint.plugins import KVStore
 
 
@@ -131,3 +132,10 @@ class HostileStore(FolderStore):
         if way == "slow":
             time.sleep(self.options.slow_seconds)
         return way
+
+
+class OtherAttention(TorchAttention):
+    """Says that its blocks are not laid out as others are."""
+
+    contract = 1
+    kv_layout = "of its own"

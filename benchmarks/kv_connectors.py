@@ -134,7 +134,7 @@ def _write_model(folder: Path) -> Path:
 
 def _setups(folder: Path, stack: contextlib.ExitStack) -> Iterator[Setup]:
     """Yield the stores that can run here."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, mode=0o700)
     yield Setup("memory", _stores("memory", size_bytes=4 << 30), _raw_memory)
     path = folder / "disk"
     disk = _stores("disk", path=str(path), size_bytes=4 << 30)

@@ -190,9 +190,9 @@ class KVConnectorScheduler(ABC):
     def set_handshakes(self, handshakes: Sequence[Any]) -> None:  # noqa: B027 - optional
         """Take what `KVConnectorWorker.handshake` returned, of each rank.
 
-        It is called before the first step, and again when the worker halves were built anew, after
+        It is called before the first step, and again when the worker halves were built again, after
         a sleep that released the model, whose weights may be others now. What the earlier halves
-        were told to load or look up is over then.
+        were to load or look up is over then.
         """
 
     def plan_lost(self, metadata: Any) -> None:  # noqa: B027 - optional
@@ -224,7 +224,7 @@ class KVConnectorWorker(ABC):
 
     All methods are called by the thread that runs the model. If one that loads raises, all loads
     that are under way are given up, what they were to load is computed, and the fault is counted.
-    It may write to blocks that it was told to load, until it has named the request in
+    It may write to blocks that it was given to load, until it has named the request in
     `get_finished` or its load was cancelled; whatever else it writes there is read by requests. In
     a step whose own loads have failed, the blocks that it completes hold what must not be saved.
     """
@@ -237,7 +237,7 @@ class KVConnectorWorker(ABC):
 
     @abstractmethod
     def register_kv_caches(self, caches: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Take the KV cache, before the first step, and again when it was allocated anew.
+        """Take the KV cache, before the first step, and again when it was allocated again.
 
         Args:
             caches: per layer of this rank, views of its memory, uint8 [num_blocks, bytes], which

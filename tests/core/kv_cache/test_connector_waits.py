@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from support.core.connector_driver import OTHER, PROMPT, Driver
+from support.core.connector_driver import OTHER, Driver
 from support.core.scripted_connector import Script
 
 from hardpoint import RequestError

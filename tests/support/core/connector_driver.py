@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from hardpoint import SamplingParams
+from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
+from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.plugins import EngineCoreRequest
 from hardpoint.testing import scripted_engine
+from support.internals import core_of, scheduler_of
 
-from ..internals import core_of, scheduler_of
 from .scripted_connector import use
 
 SMALL = {
@@ -32,7 +34,6 @@ class Driver:
         self.script = script
         self.engine = scripted_engine(scripted, {**SMALL, **table}, clock=clock)
         self.core, self.scheduler = core_of(self.engine), scheduler_of(self.engine)
-        self.executor = self.core._executor
         self.tokens = {}
         self.ends = {}
         self.cached = {}
@@ -84,20 +85,21 @@ class Driver:
 
     def lose(self, method, *, before):
         """Let the next call of a method of the executor or scheduler fail."""
-        owner = self.scheduler if method == "update" else self.executor
+        owner = DefaultScheduler if method == "update" else UniprocExecutor
         original = getattr(owner, method)
 
-        def fail(*args):
-            setattr(owner, method, original)
+        def fail(component, *args):
+            patch.undo()
             if not before:
-                result = original(*args)
-                if owner is self.scheduler:  # else the client would not get them
+                result = original(component, *args)
+                if owner is DefaultScheduler:  # else the client would not get them
                     self.take(result)
             raise ValueError("the step is lost")
 
-        setattr(owner, method, fail)
-        with pytest.raises(ValueError, match="the step is lost"):
-            self.step()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, method, fail)
+            with pytest.raises(ValueError, match="the step is lost"):
+                self.step()
 
     @property
     def faults(self):

@@ -55,7 +55,7 @@ SCRIPT = Script()
 
 
 def use(script: Script) -> Script:
-    global SCRIPT  # noqa: PLW0603 - a plugin gets no object of a test
+    global SCRIPT
     SCRIPT = script
     return script
 

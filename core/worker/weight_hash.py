@@ -98,8 +98,8 @@ def _fingerprint(loader: WeightLoader) -> str | None:
 
 def _cannot_say(loader: WeightLoader) -> ConfigError:
     return ConfigError(
-        f"kv_connector.use: blocks cannot be distinguished from those of other weights, for the loader "
-        f"{loader.name!r} has no content_hash()"
+        f"kv_connector.use: blocks cannot be distinguished from those of other weights, for the "
+        f"loader {loader.name!r} has no content_hash()"
     )
 
 

@@ -25,12 +25,12 @@ OTHER = (1, 2, 3, 4, 5, 6, 7, 8, 9)
 class Driver:
     """An engine core with real workers, whose steps may fail."""
 
-    def __init__(self, scripted, script=None, clock=None, **connector):
-        table = {}
+    def __init__(self, scripted, script=None, clock=None, kv_cache=(), **connector):
+        table = {"kv_cache": {**SMALL["kv_cache"], **dict(kv_cache)}}
         if script is not None:
             use(script)
             uses = "support.core.scripted_connector:ScriptedConnector"
-            table = {"kv_connector": {"use": uses, **connector}}
+            table["kv_connector"] = {"use": uses, **connector}
         self.script = script
         self.engine = scripted_engine(scripted, {**SMALL, **table}, clock=clock)
         self.core, self.scheduler = core_of(self.engine), scheduler_of(self.engine)

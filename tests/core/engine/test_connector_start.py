@@ -206,8 +206,8 @@ def test_a_half_that_is_none_is_named(scripted, fault, words):
 CONFIGS = [
     (
         {"use": "acme:Connector", "stores": ["memory"]},
-        "kv_connector: stores are driven by the connector 'stores', and use names "
-        "'acme:Connector'; leave out one of the two",
+        "kv_connector: stores are driven by the connector 'stores', but use names "
+        "'acme:Connector'; leave out use or stores",
     ),
     (
         {"use": "stores"},

@@ -107,7 +107,7 @@ class StepFaults:
         if _count(self._faults, name, message):  # a broken plugin fails in every step
             _log.warning("%s; %s", message, consequence, exc_info=cause)
 
-    def take(self, name: str, message: str, consequence: str = _WITHOUT) -> None:
+    def record(self, name: str, message: str, consequence: str = _WITHOUT) -> None:
         """Count a fault that another process reports.
 
         Raises:

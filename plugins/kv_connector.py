@@ -190,9 +190,9 @@ class KVConnectorScheduler(ABC):
     def set_handshakes(self, handshakes: Sequence[Any]) -> None:  # noqa: B027 - optional
         """Take what `KVConnectorWorker.handshake` returned, of each rank.
 
-        It is called before the first step, and again when the worker halves were built anew, after
+        It is called before the first step, and again when the worker halves were built again, after
         a sleep that released the model, whose weights may be others now. What the earlier halves
-        were told to load or look up is over then.
+        were to load or look up is over then.
         """
 
     def plan_lost(self, metadata: Any) -> None:  # noqa: B027 - optional

@@ -209,7 +209,7 @@ class StoresWorker(KVConnectorWorker):
         with self._lock:
             for job in self._in_step:
                 if job.bad_blocks:
-                    # What is computed from them is wrong, here and in steps planned meanwhile.
+                    # What is computed from them is wrong, here and in steps that are planned.
                     self._distrusted = MAX_CONCURRENT_BATCHES
                     self._errors.update(job.bad_blocks)
             self._in_step = []

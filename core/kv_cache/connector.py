@@ -9,18 +9,19 @@ from typing import Any
 
 import msgspec
 
+from hardpoint.core.errors import close_all
 from hardpoint.core.faults import StepFaults
 from hardpoint.core.wire.kv_step import KVStepMetadata
 from hardpoint.plugins import BlockIds, EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
 from hardpoint.plugins.config import KVConnectorConfig
-from hardpoint.plugins.errors import RequestError, shown
+from hardpoint.plugins.errors import PluginFaultError, RequestError, shown
 from hardpoint.plugins.kv_cache import KVEvent
 from hardpoint.plugins.kv_connector import KVConnector, KVConnectorScheduler
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.plan import KVReport
 from hardpoint.plugins.request import Request
 from hardpoint.plugins.stats import KVTierStats, PrefixCacheStats
-from hardpoint.registry.blame import raise_unless_fault
+from hardpoint.registry.blame import describe, raise_unless_fault
 
 from .transfers import EndedLoad, Loads, Saves
 
@@ -118,7 +119,7 @@ class EngineConnector(KVConnectorScheduler):
             self._note("check_request() failed", cause)
 
     def request_refused(self, request_id: str) -> None:
-        """Tell the connector that a request that it has checked was not added."""
+        """Notify the connector that a request that it has checked was not added."""
         self._call("request_refused", request_id)
 
     def get_num_new_matched_tokens(
@@ -170,7 +171,7 @@ class EngineConnector(KVConnectorScheduler):
     def update_state_after_alloc(
         self, request: Request, block_ids: BlockIds, num_external_tokens: int
     ) -> None:
-        """Tell the connector of blocks; remember those that it is to fill."""
+        """Notify the connector of blocks; remember those that it is to fill."""
         request_id = request.request_id
         if (matched := self._matched.pop(request_id, None)) is not None:
             self._count_lookup(request.num_tokens - matched[0], num_external_tokens)
@@ -211,7 +212,7 @@ class EngineConnector(KVConnectorScheduler):
     def request_finished(
         self, request: Request, block_ids: BlockIds
     ) -> tuple[bool, Mapping[str, Any] | None]:
-        """Tell the connector of the end of a request; its blocks are kept for a limited time.
+        """Notify the connector of the end of a request; its blocks are kept for a limited time.
 
         What it loads is given up.
         """
@@ -238,9 +239,9 @@ class EngineConnector(KVConnectorScheduler):
     # For the engine
 
     def set_handshakes(self, handshakes: Sequence[bytes | None]) -> None:
-        """Tell the connector what its workers said when they were built.
+        """Give the connector what its workers said when they were built.
 
-        What workers did for the engine before is over: nobody knows of it any more.
+        What workers did for the engine before is over: the new ones know nothing of it.
         """
         self._loads.workers_lost()
         self._saves.workers_lost()
@@ -269,7 +270,7 @@ class EngineConnector(KVConnectorScheduler):
         for report in result.kv_reports:
             invalid.update(report.invalid_block_ids)
             step.failed |= report.failure is not None
-            self._take(report, plan.step)
+            self._process(report, plan.step)
         self._end(plan.step, step.failed, frozenset(invalid))
         in_step = _lacking(step, invalid)
         lacking = [*in_step, *((name, load.invalid) for name, load in self._ended.items())]
@@ -320,11 +321,20 @@ class EngineConnector(KVConnectorScheduler):
         return msgspec.structs.replace(self._prefix_cache)
 
     def close(self) -> None:
-        """Close the connector."""
+        """Close the connector.
+
+        Raises:
+            PluginFaultError: it failed.
+        """
         try:
-            self._half.close()
+            self._calls.run("close", self._half.close)
+        except BaseException as cause:
+            raise_unless_fault(cause)
+            raise PluginFaultError(
+                f"{self._calls.source}: its close() failed: {describe(cause)}"
+            ) from cause
         finally:
-            self._connector.close()
+            close_all([self._connector])
 
     def _call(self, method: str, *args: Any) -> bool:
         """Call a method of the half whose result does not matter; return whether it worked."""
@@ -351,8 +361,8 @@ class EngineConnector(KVConnectorScheduler):
         self._waited += min(now - self._last_result, _LONGEST_PAUSE_S)
         self._last_result = now
 
-    def _take(self, report: KVReport, step: int) -> None:
-        """Take what a rank reports with the result of a step."""
+    def _process(self, report: KVReport, step: int) -> None:
+        """Process what a rank reports with the result of a step."""
         for request_id in report.loaded:
             self._loads.finished(request_id, report.rank, step)
         for request_id in report.saved:
@@ -369,7 +379,7 @@ class EngineConnector(KVConnectorScheduler):
             except BaseException as cause:
                 self._note("receive() failed", cause)
         for name, message in report.faults:
-            self._faults.take(name, message, consequence=_COMPUTED)
+            self._faults.record(name, message, consequence=_COMPUTED)
 
     def _end(self, step: int, failed: bool, invalid: frozenset[int]) -> None:
         """End the transfers that are over, and those whose time is."""

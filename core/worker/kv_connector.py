@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from hardpoint.core.activity import PluginCalls
+from hardpoint.core.errors import close_all
 from hardpoint.core.wire.kv_step import KVStepMetadata
 from hardpoint.plugins import HardpointError, KVConnector, SchedulerOutput
 from hardpoint.plugins.errors import PluginFaultError, shown
@@ -69,7 +70,7 @@ class WorkerConnector:
         self._opened = half, context.rank
 
     def _start(self, method: str, function: Any, *args: Any) -> Any:
-        """Call a method that must work when the engine starts."""
+        """Call a method that must work, as when the engine starts."""
         try:
             return self._calls.run(method, function, *args)
         except HardpointError:
@@ -200,12 +201,16 @@ class WorkerConnector:
         )
 
     def close(self) -> None:
-        """Close both."""
+        """Close both.
+
+        Raises:
+            PluginFaultError: one failed.
+        """
         try:
             if self._opened is not None and self._left_out is None:
-                self._half.close()
+                self._start("close", self._half.close)
         finally:
-            self._connector.close()
+            close_all([self._connector])
 
     def _run(
         self,

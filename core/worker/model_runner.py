@@ -273,7 +273,8 @@ class ModelRunner:
             connector.begin(plan)
             wants_layers = plan.total_num_scheduled_tokens > 0 and connector.wants_layers
         if plan.total_num_scheduled_tokens == 0:
-            return self._with_report(ModelRunnerOutput(), plan)
+            output = ModelRunnerOutput()
+            return output if connector is None else self._with_report(output, plan)
         step = batch.prepare(plan.num_scheduled_tokens, self._device)
         attention, caches = self.attention, self._caches
         attention_plan = attention.plan(step.attention)
@@ -304,7 +305,8 @@ class ModelRunner:
 
     def _with_report(self, output: ModelRunnerOutput, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Add what the KV connector reports to the result of a plan."""
-        if self.connector is not None and (report := self.connector.report(plan)) is not None:
+        assert self.connector is not None
+        if (report := self.connector.report(plan)) is not None:
             output.kv_reports.append(report)
         return output
 
@@ -348,7 +350,7 @@ class ModelRunner:
             self._choose(hidden, last.to(self._device), requests, output, bitmask)
         if self._divides_logits:
             self._ranks.ask_for_logits(torch.empty(0, dtype=torch.int64, device=self._device))
-        return self._with_report(output, plan)
+        return output if self.connector is None else self._with_report(output, plan)
 
     def _help_to_sample(self, hidden: torch.Tensor) -> None:
         """Compute this rank's part of the logits that the output rank asks for."""

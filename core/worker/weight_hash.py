@@ -70,7 +70,7 @@ class WeightsHash:
     def result(self) -> str:
         """Return it, once it is there; after the workers have loaded the weights.
 
-        If files have changed meanwhile, it is none that another engine gets.
+        If files have changed in the meantime, it is none that another engine gets.
 
         Raises:
             ConfigError: the loader cannot say what the weights are.
@@ -98,8 +98,8 @@ def _fingerprint(loader: WeightLoader) -> str | None:
 
 def _cannot_say(loader: WeightLoader) -> ConfigError:
     return ConfigError(
-        f"kv_connector.use: blocks cannot be told from those of other weights, for the loader "
-        f"{loader.name!r} has no content_hash()"
+        f"kv_connector.use: blocks cannot be distinguished from those of other weights, for the "
+        f"loader {loader.name!r} has no content_hash()"
     )
 
 

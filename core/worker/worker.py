@@ -40,7 +40,7 @@ from hardpoint.plugins import (
     WorkerInfo,
 )
 from hardpoint.plugins.component import Component, Progress
-from hardpoint.plugins.errors import CommunicationAbortedError
+from hardpoint.plugins.errors import CommunicationAbortedError, PluginFaultError
 from hardpoint.plugins.kinds import KINDS
 from hardpoint.plugins.kv_connector import BlockIdentity, KVWorkerContext
 from hardpoint.plugins.manifest import PluginEntry
@@ -355,8 +355,8 @@ class LocalWorker:
             )
         if not attention.kv_layout[0]:
             raise ConfigError(
-                f"kv_connector.use: blocks cannot be told from those of other layouts, for "
-                f"{spec.plugins.one('attention_backends').source} has no kv_layout"
+                f"kv_connector.use: blocks cannot be distinguished from those of other layouts, "
+                f"for {spec.plugins.one('attention_backends').source} has no kv_layout"
             )
         return BlockIdentity(
             weights=weights,
@@ -444,9 +444,20 @@ class LocalWorker:
         if level == 1:
             self.runner.release_cache()
         else:
+            self._end_connector()
             self._release()
         if self._spec.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _end_connector(self) -> None:
+        """Close the KV connector, whatever it raises: the engine goes on."""
+        runner = self.runner
+        connector, runner.connector = runner.connector, None
+        if connector is not None:
+            try:
+                connector.close()
+            except PluginFaultError as error:
+                _log.warning("%s; the engine goes on", error)
 
     def wake_up(self, tags: Sequence[str]) -> None:
         """Reallocate memory released by `sleep`: "weights", "kv_cache" or both.

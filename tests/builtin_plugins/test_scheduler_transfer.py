@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from support.builtins.scheduler_harness import Connector, Simulator, adapter, next_token, reference
 
@@ -167,6 +168,20 @@ def test_a_preempted_request_that_is_loaded_comes_back_as_resumed():
     assert list(entry.output_token_ids) == sim.tokens["a"][:2]
     assert sim.records[-1].resumed == ["a"]
     assert sim.run()["a"] == reference(("a", {"prompt": PROMPT, "max_tokens": 5}))["a"]
+
+
+def test_positions_of_a_result_count_what_was_cached():
+    """Also where a plan says something to a connector."""
+    sim, _ = connected()
+    sim.add("a", prompt=PROMPT, max_tokens=1)
+    sim.step()
+    sim.add("b", prompt=PROMPT, max_tokens=1)
+    plan = sim.plan()
+    assert plan.kv_connector_metadata is not None
+    assert plan.new_requests[0].num_computed_tokens == 8
+    rows = np.full((2, 1, 1), 5, np.int32)
+    routed = sim.update(plan, routed_experts={"b": rows})["b"].routed_experts
+    assert routed.flatten().tolist() == [-1] * 8 + [5] * 2
 
 
 # Metadata

@@ -407,23 +407,33 @@ def test_a_request_of_the_same_id_begins_in_the_step_after_its_end(engine, a):
 # Plans that are lost
 
 
-def test_lost_lookups_are_repeated(engine, a):
+def test_lost_lookups_are_repeated_when_the_request_is_asked_for_again(engine, a):
     engine.match(a)
     lost = engine.jobs()
     engine.half.plan_lost(lost)
-    assert engine.jobs().lookups == lost.lookups
     assert engine.jobs() is None
+    engine.match(a)
+    (again,) = engine.jobs().lookups
+    assert again.hashes == lost.lookups[0].hashes
+    assert again.serial != lost.lookups[0].serial  # a late answer to the first one is none
 
 
-def test_lost_loads_are_repeated_if_they_are_wanted(engine, a):
+def test_lost_loads_are_given_up_by_the_engine(engine, a):
     engine.answer(engine.asked(a), 2)
     engine.match(a)
     engine.allocate(a, 8)
     lost = engine.jobs()
     engine.half.plan_lost(lost)
-    assert engine.jobs().loads == lost.loads
+    assert engine.jobs() is None
     engine.half.load_ended("a", failed=True)
-    engine.half.plan_lost(lost)
+    assert engine.jobs() is None
+
+
+def test_a_load_that_no_plan_has_begun_is_none_once_it_has_ended(engine, a):
+    engine.answer(engine.asked(a), 2)
+    engine.match(a)
+    engine.allocate(a, 8)
+    engine.half.load_ended("a", failed=True)
     assert engine.jobs() is None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 
 import pytest
@@ -11,6 +10,7 @@ from support.core.connector_driver import PROMPT, Driver
 from support.core.scripted_connector import Script, use
 
 from hardpoint import ConfigError
+from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.core.build import build_engine
 from hardpoint.plugins import EngineConfig, KVSpec, typed
@@ -123,12 +123,16 @@ REFUSED = {
     "no_layout": (
         table(attention=NoLayout),
         ConfigError,
-        ["kv_connector.use: blocks cannot be told", "NoLayout", "has no kv_layout"],
+        ["kv_connector.use: blocks cannot be distinguished", "NoLayout", "has no kv_layout"],
     ),
     "no_content_hash": (
         table(loader=SilentLoader),
         ConfigError,
-        ["kv_connector.use: blocks cannot be told", "SilentLoader", "has no content_hash()"],
+        [
+            "kv_connector.use: blocks cannot be distinguished",
+            "SilentLoader",
+            "has no content_hash()",
+        ],
     ),
     "odd_content_hash": (
         table(loader=OddLoader),
@@ -202,8 +206,8 @@ def test_a_half_that_is_none_is_named(scripted, fault, words):
 CONFIGS = [
     (
         {"use": "acme:Connector", "stores": ["memory"]},
-        "kv_connector: stores are driven by the connector 'stores', and use names "
-        "'acme:Connector'; leave out one of the two",
+        "kv_connector: stores are driven by the connector 'stores', but use names "
+        "'acme:Connector'; leave out use or stores",
     ),
     (
         {"use": "stores"},
@@ -244,11 +248,6 @@ def identities(driver):
     return [c.identity.digest() for c in driver.script.contexts if hasattr(c, "identity")]
 
 
-def change_weights(driver, text):
-    """Let the loader find other weights from now on."""
-    driver.core._parts.connector_start._spec.loader.content_hash = lambda hash_file: text
-
-
 class TestSleep:
     def test_level_1_keeps_the_halves_and_what_is_kept(self, driver):
         driver.core.sleep(1).result(0)
@@ -275,25 +274,24 @@ class TestSleep:
         assert driver.cached["v"].num_external_tokens == 16
         assert driver.tokens["v"] == driver.tokens["first"]
 
-    def test_other_weights_are_another_identity(self, driver):
+    def test_other_weights_are_another_identity(self, driver, monkeypatch):
         driver.core.sleep(2).result(0)
-        change_weights(driver, "others")
+        monkeypatch.setattr(DummyLoader, "content_hash", lambda self, hash_file: "others")
         driver.core.wake_up()
         first, second = identities(driver)
         assert first != second
 
-    def test_files_that_change_while_they_are_loaded_are_shared_with_nobody(self, driver):
-        loader = driver.core._parts.connector_start._spec.loader
+    def test_files_that_change_during_loading_are_shared_with_no_one(self, driver, monkeypatch):
         files = ["one"]
-        loader.fingerprint = lambda: files[-1]
-        collective_rpc, changes = driver.executor.collective_rpc, []
+        monkeypatch.setattr(DummyLoader, "fingerprint", lambda self: files[-1])
+        collective_rpc, changes = UniprocExecutor.collective_rpc, []
 
-        def call(method, *args):
+        def call(executor, method, *args):
             if method == "wake_up" and changes.pop():
                 files.append(f"{files[-1]}, changed")
-            return collective_rpc(method, *args)
+            return collective_rpc(executor, method, *args)
 
-        driver.executor.collective_rpc = call
+        monkeypatch.setattr(UniprocExecutor, "collective_rpc", call)
         for changed in (True, False, True):
             changes.append(changed)
             driver.core.sleep(2).result(0)
@@ -302,10 +300,11 @@ class TestSleep:
         assert first == third
         assert len({first, second, fourth}) == 3
 
-    def test_the_engine_goes_on_without_a_connector_that_cannot_start_again(self, driver):
+    def test_the_engine_goes_on_without_one_that_cannot_start_again(self, driver, monkeypatch):
         driver.core.sleep(2).result(0)
-        change_weights(driver, None)
-        driver.core.wake_up()
+        with monkeypatch.context() as patch:
+            patch.setattr(DummyLoader, "content_hash", lambda self, hash_file: None)
+            driver.core.wake_up()
         for name in ("u", "v"):
             driver.add(name)
             driver.run()
@@ -313,8 +312,6 @@ class TestSleep:
             assert driver.tokens[name] == driver.tokens["first"]
         (message,) = driver.faults.values()
         assert "it cannot be started again: ConfigError: kv_connector.use: blocks cannot" in message
-        with contextlib.suppress(AttributeError):
-            del driver.core._parts.connector_start._spec.loader.content_hash
         driver.core.sleep(2).result(0)
         driver.core.wake_up()
         driver.add("w")

@@ -31,9 +31,8 @@ def open_driver(scripted):
 
     def start(**settings):
         clock = Clock()
-        driver = Driver(
-            scripted, Script(), clock=clock, **{"load_seconds": 5, "lease_seconds": 30, **settings}
-        )
+        settings = {"load_seconds": 5, "lease_seconds": 30, **settings}
+        driver = Driver(scripted, Script(), clock=clock, **settings)
         driver.clock = clock
         opened.append(driver)
         driver.add("first")
@@ -119,6 +118,14 @@ class TestFailures:
         driver.run()
         assert driver.cached["again"].num_cached_tokens == 16
         assert driver.cached["again"].num_external_tokens == 0
+
+
+def test_blocks_have_hashes_without_prefix_caching_too(open_driver):
+    driver = open_driver(kv_cache={"prefix_caching": False})
+    driver.add("v")
+    driver.run()
+    assert driver.cached["v"].num_external_tokens == 16
+    assert driver.tokens["v"] == driver.tokens["first"]
 
 
 class TestDeadlines:

@@ -10,6 +10,7 @@ from support.driving import FINAL, run
 from support.internals import core_of, scheduler_of
 
 from hardpoint import SamplingParams
+from hardpoint.core.faults import StepFaults
 from hardpoint.plugins.stats import KVTierStats
 from hardpoint.testing import scripted_engine
 
@@ -65,11 +66,6 @@ def settled(engine, most=400):
 def faults(engine):
     report = engine.call_utility("plugin_report").health.fallbacks
     return {name: fault.message for name, fault in report.items()}
-
-
-def faults_of(engine):
-    """The counters, to be cleared."""
-    return core_of(engine)._parts.faults._faults
 
 
 def twice(engine, wanted, script, *, jobs=JOBS):
@@ -160,43 +156,50 @@ def lasting(scripted):
 
 
 @pytest.fixture(params=[True, False], ids=["between_steps", "in_step"])
-def faulty(lasting, request):
+def faulty(lasting, request, monkeypatch):
+    """The engine and its script, and the messages of faults."""
     engine, script = lasting
+    messages = []
+    note = StepFaults.note
+
+    def noted(self, name, message, *args, **more):
+        messages.append(message)
+        note(self, name, message, *args, **more)
+
+    monkeypatch.setattr(StepFaults, "note", noted)
     script.asynchronous = request.param
     script.faults = {}
     script.kept.clear()
     core_of(engine).reset_prefix_cache()
-    faults_of(engine).clear()
-    return engine, script
+    return engine, script, messages
 
 
 @pytest.mark.parametrize(("method", "index"), cases(SCHEDULER_FAULTS))
 def test_a_scheduler_half_that_fails(faulty, wanted, method, index):
-    engine, script = faulty
+    engine, script, messages = faulty
     fault = SCHEDULER_FAULTS[method][index]
     script.faults = {f"scheduler.{method}": fault}
     if method == "receive":
         script.faults["worker.take_message"] = instead({"a": 1})
     twice(engine, wanted, script)
     if method != "load_ended" or script.asynchronous:
-        (message,) = faults(engine).values()
+        message = messages[0]
         assert method in message or method == "build_connector_meta"  # its data fails in a worker
         assert "support.core.scripted_connector:ScriptedConnector" in message
         if fault is BROKEN:
-            assert "RuntimeError: the cable is out" in message
+            assert "RuntimeError: the cable is out" in messages[0]
     recovers(engine, wanted, script)
 
 
 @pytest.mark.parametrize(("method", "index"), cases(WORKER_FAULTS))
 def test_a_worker_half_that_fails(faulty, wanted, method, index):
-    engine, script = faulty
+    engine, script, messages = faulty
     fault = WORKER_FAULTS[method][index]
     script.faults = {f"worker.{method}": fault}
     twice(engine, wanted, script)
-    assert bool(faults(engine)) is ((method, index, script.asynchronous) not in HARMLESS)
+    assert bool(messages) is ((method, index, script.asynchronous) not in HARMLESS)
     if fault is BROKEN:
-        (message,) = faults(engine).values()
-        assert f"{method}() failed: RuntimeError: the cable is out" in message
+        assert f"{method}() failed: RuntimeError: the cable is out" in messages[0]
     recovers(engine, wanted, script)
 
 

@@ -147,48 +147,56 @@ EVENTS = st.lists(
 )
 
 
-@given(events=EVENTS)
-def test_each_load_ends_once_and_what_ends_well_all_ranks_have_finished(events):
-    clock = Clock()
-    loads = Loads(range(2), clock, seconds=10)
-    open_loads, said, bad = {}, {}, set()
-    step = 0
-    for event in [*events, *[("time", 11)] * 3]:
-        step += 1
-        if event[0] == "begin" and not loads.is_busy(event[1]):
-            blocks = {"a": {0, 1}, "b": {2, 3}, "c": {4, 5}}[event[1]]
-            loads.begin(event[1], blocks)
-            open_loads[event[1]] = blocks
-            said[event[1]] = set()
-            bad -= blocks
-        cancelled = loads.plan(step)
-        assert set(cancelled) <= open_loads.keys()
-        if event[0] == "lost":
-            loads.plan_lost(step)
-            continue
-        if event[0] == "finished":
-            loads.finished(event[1], event[2], step)
-            said.get(event[1], set()).add(event[2])
-        elif event[0] == "failed":
-            loads.failed(frozenset([event[1]]))
-            bad.add(event[1])
-        elif event[0] == "fail_all":
-            loads.fail_all(step)
-        elif event[0] == "request_ended":
-            loads.request_ended(event[1])
-        elif event[0] == "workers_lost":
-            loads.workers_lost()
-        elif event[0] == "time":
-            clock.now += event[1]
-        loads.pop_late()
-        for name, ended in loads.end(step).items():
-            blocks = open_loads.pop(name)
+class Model:
+    """What each load may end as."""
+
+    def __init__(self):
+        self.clock = Clock()
+        self.loads = Loads(range(2), self.clock, seconds=10)
+        self.open, self.said, self.bad = {}, {}, set()
+
+    def begin(self, name):
+        if not self.loads.is_busy(name):
+            blocks = {"a": {0, 1}, "b": {2, 3}, "c": {4, 5}}[name]
+            self.loads.begin(name, blocks)
+            self.open[name], self.said[name] = blocks, set()
+            self.bad -= blocks
+
+    def process(self, step, event, *args):
+        if event == "finished":
+            self.loads.finished(*args, step)
+            self.said.get(args[0], set()).add(args[1])
+        elif event == "failed":
+            self.loads.failed(frozenset(args))
+            self.bad.update(args)
+        elif event == "fail_all":
+            self.loads.fail_all(step)
+        elif event == "time":
+            self.clock.now += args[0]
+        elif event != "begin":
+            getattr(self.loads, event)(*args)
+        self.loads.pop_late()
+        for name, ended in self.loads.end(step).items():
+            blocks = self.open.pop(name)
             assert ended.invalid <= blocks
             if not ended.failed:
-                assert said[name] >= {0, 1}
-                assert not bad & blocks
-    assert not open_loads
-    assert not loads
+                assert self.said[name] >= {0, 1}
+                assert not self.bad & blocks
+
+
+@given(events=EVENTS)
+def test_each_load_ends_once_and_what_ends_well_all_ranks_have_finished(events):
+    model = Model()
+    for step, event in enumerate([*events, *[("time", 11)] * 3]):
+        if event[0] == "begin":
+            model.begin(event[1])
+        assert set(model.loads.plan(step)) <= model.open.keys()
+        if event[0] == "lost":
+            model.loads.plan_lost(step)
+        else:
+            model.process(step, *event)
+    assert not model.open
+    assert not model.loads
 
 
 class TestSaves:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from hardpoint import SamplingParams
+from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
+from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.plugins import EngineCoreRequest
 from hardpoint.testing import scripted_engine
+from support.internals import core_of, scheduler_of
 
-from ..internals import core_of, scheduler_of
 from .scripted_connector import use
 
 SMALL = {
@@ -23,16 +25,15 @@ OTHER = (1, 2, 3, 4, 5, 6, 7, 8, 9)
 class Driver:
     """An engine core with real workers, whose steps may fail."""
 
-    def __init__(self, scripted, script=None, clock=None, **connector):
-        table = {}
+    def __init__(self, scripted, script=None, clock=None, kv_cache=(), **connector):
+        table = {"kv_cache": {**SMALL["kv_cache"], **dict(kv_cache)}}
         if script is not None:
             use(script)
             uses = "support.core.scripted_connector:ScriptedConnector"
-            table = {"kv_connector": {"use": uses, **connector}}
+            table["kv_connector"] = {"use": uses, **connector}
         self.script = script
         self.engine = scripted_engine(scripted, {**SMALL, **table}, clock=clock)
         self.core, self.scheduler = core_of(self.engine), scheduler_of(self.engine)
-        self.executor = self.core._executor
         self.tokens = {}
         self.ends = {}
         self.cached = {}
@@ -84,20 +85,21 @@ class Driver:
 
     def lose(self, method, *, before):
         """Let the next call of a method of the executor or scheduler fail."""
-        owner = self.scheduler if method == "update" else self.executor
+        owner = DefaultScheduler if method == "update" else UniprocExecutor
         original = getattr(owner, method)
 
-        def fail(*args):
-            setattr(owner, method, original)
+        def fail(component, *args):
+            patch.undo()
             if not before:
-                result = original(*args)
-                if owner is self.scheduler:  # else the client would not get them
+                result = original(component, *args)
+                if owner is DefaultScheduler:  # else the client would not get them
                     self.take(result)
             raise ValueError("the step is lost")
 
-        setattr(owner, method, fail)
-        with pytest.raises(ValueError, match="the step is lost"):
-            self.step()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, method, fail)
+            with pytest.raises(ValueError, match="the step is lost"):
+                self.step()
 
     @property
     def faults(self):

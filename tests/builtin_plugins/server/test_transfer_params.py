@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from support.builtins.split import DECODE, PREFILL, REMOTE, split_config
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 from support.scripted_server import server_config, user, write_model
-from support.builtins.split import DECODE, PREFILL, REMOTE, split_config
 
 from hardpoint import AsyncLLM
 from hardpoint.plugins.server import Authenticator, Client, InstalledExtension

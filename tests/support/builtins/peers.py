@@ -19,9 +19,7 @@ def peer_context(name: str, options: dict[str, Any], **fields: Any) -> KVStoreCo
     """Return the context of a store, with its options checked as the engine does."""
     checked = convert(options, PeerToPeerStore.Options, path="plugin.p2p")
     defaults: dict[str, Any] = {"sizes": SIZES, "identity": "model", "timeout_seconds": 5.0}
-    return KVStoreContext(
-        name="p2p", options=checked, engine_id=name, **{**defaults, **fields}
-    )
+    return KVStoreContext(name="p2p", options=checked, engine_id=name, **{**defaults, **fields})
 
 
 class Peers:

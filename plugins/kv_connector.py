@@ -297,6 +297,9 @@ class KVConnectorWorker(ABC):
         """Return plain data for `KVConnectorScheduler.set_handshakes`, before the first step."""
         return None
 
+    def evicted(self, store: str, keys: Sequence[bytes]) -> None:  # noqa: B027 - optional
+        """Take the keys of blocks that a store does not keep any more; called by any thread."""
+
     def stats(self) -> Mapping[str, KVTierStats] | None:
         """Return totals per tier since the start; None if they are the same as last time."""
         return None
@@ -342,7 +345,8 @@ class KVWorkerContext:
             with these sizes, which the worker half closes.
         report_fault: `report_fault(name, message)` counts a fault of a component, its own or that
             of a store, in `LLM.health()`. For any thread.
-        publish: publishes a KV event, as far as there are publishers. For any thread.
+        publish: publishes a KV event with the next step's result; None if there are no publishers.
+            For any thread.
     """
 
     identity: BlockIdentity
@@ -351,7 +355,7 @@ class KVWorkerContext:
     world_size: int = 1
     open_stores: OpenStores = lambda _sizes: ()
     report_fault: Callable[[str, str], None] = lambda _name, _message: None
-    publish: Callable[[KVEvent], None] = lambda _event: None
+    publish: Callable[[KVEvent], None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,6 +80,9 @@ class KVStoreContext(Context["KVStore"]):
         engine_id: `kv_connector.engine_id`.
         timeout_seconds: time after which the connector gives up a call.
         pin_memory: whether host memory should be pinned, since blocks are copied from a GPU.
+        report_evicted: called with the keys of blocks that the store does not keep any more, for KV
+            events. For any thread.
+        host_memory: bytes of host memory that this process may still allocate; None is unknown.
         report_fault: called with a message when something failed that no caller gets to know, a
             write in the background for example; it is counted in `LLM.health()`.
     """
@@ -91,6 +94,8 @@ class KVStoreContext(Context["KVStore"]):
     engine_id: str = ""
     timeout_seconds: float = 10.0
     pin_memory: bool = False
+    report_evicted: Callable[[Sequence[bytes]], None] = lambda _keys: None
+    host_memory: int | None = None
     report_fault: Callable[[str], None] = lambda _message: None
 
     @property
@@ -143,6 +148,14 @@ class KVStore(Component):
         Returns:
             Whether the block was there. If not, the buffer may hold anything.
         """
+
+    @property
+    def used_bytes(self) -> int | None:
+        """Bytes of the blocks that are kept, for statistics; None if that is not known.
+
+        Read after a block was stored.
+        """
+        return None
 
     def drain(self) -> None:
         """Return once all that `store` has accepted is as durable as the store makes it."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -459,6 +461,33 @@ def executor_tokens(extra: Mapping[str, Any], *, crowded: bool = False) -> dict[
             raise AssertionError("the loop ends with the requests")
         finally:
             engine.close()
+
+
+@contextmanager
+def interrupted_executor(method: str) -> Iterator[None]:
+    """Interrupt one call of a method of the default executor in the body, as Ctrl-C does.
+
+    Outside of the main thread, which alone gets signals, nothing is interrupted.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    plugins = _plugins("fcfs")
+    cls = plugins.target(plugins.one("executors"))
+    call = getattr(cls, method)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    left = [signal.SIGINT]
+
+    def interrupted(*args: Any) -> Any:
+        if left:
+            signal.raise_signal(left.pop())
+        return call(*args)
+
+    try:
+        with mock.patch.object(cls, method, interrupted):
+            yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def open_hooks(target: Any, name: str) -> HookSet:

@@ -32,15 +32,15 @@ from hardpoint.plugins import (
 EOS = 256
 """End-of-sequence token of the scripted model; tokens 0 to 255 stand for one byte each."""
 
-_MODULUS = 2**31 - 1
-_BASE = 1_000_003
+HISTORY_MODULUS = 2**31 - 1
+HISTORY_BASE = 1_000_003
 
 
 def history_hash(tokens: Iterable[int]) -> int:
     """Return a hash below 2**31 of a token history."""
     value = 0
     for token in tokens:
-        value = (value * _BASE + token + 1) % _MODULUS
+        value = (value * HISTORY_BASE + token + 1) % HISTORY_MODULUS
     return value
 
 
@@ -87,7 +87,7 @@ class HistoryAttention(AttentionBackend[torch.Tensor, AttentionStep]):
             value = history_hash(history[: length - (end - first)])
             for query in range(first, end):
                 token = history[length - (end - query)]
-                value = (value * _BASE + token + 1) % _MODULUS
+                value = (value * HISTORY_BASE + token + 1) % HISTORY_MODULUS
                 result[query, 0, 0], result[query, 0, 1] = value >> 16, value & 0xFFFF
         return result
 
@@ -150,8 +150,8 @@ class ScriptedModel(Model):
         values = (parts[:, :1] << 16) + parts[:, 1:]
         state = values + self._seed * 7_919
         tokens = torch.arange(share.start, share.start + -(-self._vocab_size // tensor.size))
-        mixed = (state * 48_271 + tokens * 69_621) % _MODULUS
-        mixed = (mixed * 16_807 + 11) % _MODULUS
+        mixed = (state * 48_271 + tokens * 69_621) % HISTORY_MODULUS
+        mixed = (mixed * 16_807 + 11) % HISTORY_MODULUS
         logits = (mixed % 65_536).float() / 8_192
         for row, value in enumerate(values.view(-1).tolist()):
             token = self._next.get(value)

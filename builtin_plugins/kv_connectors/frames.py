@@ -1,6 +1,6 @@
 """Blocks as stores get them: a header, then the bytes of each layer.
 
-The header says whose block it is, and has a checksum of the bytes. It is compared after each load,
+The header says whose block it is, and has a checksum of all bytes. It is compared after each load,
 so that damaged, foreign and outdated bytes are misses.
 """
 
@@ -14,7 +14,8 @@ from hardpoint.plugins.kv_store import BlockBuffer
 
 _MAGIC = b"HARDPTKV"
 _VERSION = 1
-_HEADER = struct.Struct("<8sIIQ32sQQ")
+_CHECKSUM = struct.Struct("<Q")  # of all that follows
+_HEADER = struct.Struct("<8sIIQ32sQ")
 HEADER_BYTES = 128
 """Of the header, padding included."""
 
@@ -31,10 +32,11 @@ def write_header(buffer: BlockBuffer, key: bytes, generation: int) -> None:
         key: of the block.
         generation: a number that no other write has.
     """
-    header, size = buffer[0], len(buffer.whole) - HEADER_BYTES
-    fields = (_MAGIC, _VERSION, len(buffer) - 1, size, key, generation, _checksum(buffer))
-    header[: _HEADER.size] = _HEADER.pack(*fields)
-    header[_HEADER.size :] = bytes(len(header) - _HEADER.size)
+    whole, size = buffer.whole, len(buffer.whole) - HEADER_BYTES
+    whole[:HEADER_BYTES] = bytes(HEADER_BYTES)
+    fields = (_MAGIC, _VERSION, len(buffer) - 1, size, key, generation)
+    _HEADER.pack_into(whole, _CHECKSUM.size, *fields)
+    _CHECKSUM.pack_into(whole, 0, _checksum(buffer))
 
 
 def check_block(buffer: BlockBuffer, key: bytes) -> None:
@@ -43,18 +45,19 @@ def check_block(buffer: BlockBuffer, key: bytes) -> None:
     Raises:
         BadBlockError: it is another one, or damaged.
     """
-    expected = len(buffer.whole) - HEADER_BYTES
-    magic, version, count, size, of_key, generation, checksum = _HEADER.unpack_from(buffer.whole)
+    whole, expected = buffer.whole, len(buffer.whole) - HEADER_BYTES
+    fields = _HEADER.unpack_from(whole, _CHECKSUM.size)
+    magic, version, count, size, of_key, generation = fields
     if magic != _MAGIC or version != _VERSION:
         raise BadBlockError("it has no header of this version")
     if (count, size) != (len(buffer) - 1, expected):
         raise BadBlockError(f"it has {size} bytes in {count} layers, expected {expected}")
     if of_key != key:
         raise BadBlockError(f"it is the block of another key, of generation {generation}")
-    if checksum != _checksum(buffer):
+    if _CHECKSUM.unpack_from(whole) != (_checksum(buffer),):
         raise BadBlockError(f"its checksum is wrong, of generation {generation}")
 
 
 def _checksum(buffer: BlockBuffer) -> int:
-    """Return the checksum of the layers, xxh3 with 64 bits."""
-    return xxhash.xxh3_64_intdigest(buffer.whole[HEADER_BYTES:])
+    """Return the checksum of all that follows it, xxh3 with 64 bits."""
+    return xxhash.xxh3_64_intdigest(buffer.whole[_CHECKSUM.size :])

@@ -18,6 +18,7 @@ from hardpoint.plugins.kv_connector import (
 )
 from hardpoint.plugins.kv_store import PeerKVStore
 
+from .events import TierEvents
 from .frames import HEADER_BYTES
 from .jobs import Answers, Handshake, Jobs, Load, Lookup, Renewal, Save
 from .staging import Buffer, BufferPool, CacheBlocks
@@ -66,6 +67,11 @@ class _LoadJob:
         """Return whether a group of layers is loaded or given up."""
         return self.ended or not self.left[group]
 
+    def fails_from(self, index: int) -> None:
+        """Record that a block could not be loaded."""
+        with self.lock:
+            self.first_bad = min(self.first_bad, index)
+
     def give_up(self) -> None:
         """Write no further block; those that are not there could not be loaded."""
         with self.lock:
@@ -93,6 +99,7 @@ class StoresWorker(KVConnectorWorker):
         layer_bytes = context.identity.layer_bytes
         self._groups = _groups(layer_bytes, options.layer_groups)
         self._sizes = [layer_bytes[layer] for layer in self._groups[0]]
+        self._events = _events(context)
         stores = context.open_stores((HEADER_BYTES, *self._sizes))
         self._tiers = Tiers(
             [
@@ -101,14 +108,15 @@ class StoresWorker(KVConnectorWorker):
                     CircuitBreaker(options.breaker_failures, options.breaker_seconds),
                     options.timeout_seconds,
                     context.report_fault,
+                    self._events,
                 )
                 for store in stores
             ]
         )
         self._pins = context.device.type == "cuda"
-        self._loaders = TaskThreads("KVLoad", options.threads, options.timeout_seconds)
-        self._savers = TaskThreads("KVSave", options.save_threads, options.timeout_seconds)
-        self._late_savers = TaskThreads("KVSaveBehind", 1, options.timeout_seconds)
+        self._loaders = self._threads(connector, "KVLoad", options.threads)
+        self._savers = self._threads(connector, "KVSave", options.save_threads)
+        self._late_savers = self._threads(connector, "KVSaveBehind", 1)
         self._pool = BufferPool(self._sizes, options.save_bytes, pin_memory=self._pins)
         self._local = threading.local()
         self._cache: CacheBlocks | None = None
@@ -122,6 +130,10 @@ class StoresWorker(KVConnectorWorker):
         self._ended: set[str] = set()
         self._answers = Answers()
         self._stats_changed = False
+
+    def _threads(self, connector: KVConnectorContext, name: str, count: int) -> TaskThreads:
+        report = functools.partial(self._context.report_fault, connector.name)
+        return TaskThreads(name, count, self._options.timeout_seconds, report)
 
     # The KV cache
 
@@ -190,8 +202,10 @@ class StoresWorker(KVConnectorWorker):
             self._saves = []
 
     def get_finished(self, ended: frozenset[str]) -> FinishedTransfers:  # noqa: ARG002
-        """Return the loads that have ended."""
+        """Return the loads that have ended; publish what stores keep since the last step."""
         self._end_late()
+        if self._events is not None:
+            self._events.flush()
         with self._lock:
             for job in self._in_step:
                 if job.bad_blocks:
@@ -224,6 +238,11 @@ class StoresWorker(KVConnectorWorker):
             answers, self._answers = self._answers, Answers()
         return answers or None
 
+    def evicted(self, store: str, keys: Sequence[bytes]) -> None:
+        """Note what a store does not keep any more."""
+        if self._events is not None:
+            self._events.removed(store, keys)
+
     def stats(self) -> dict[str, KVTierStats] | None:
         """Return the totals of the stores."""
         with self._lock:
@@ -242,7 +261,7 @@ class StoresWorker(KVConnectorWorker):
 
     def _run_limited(self, tier: Tier, method: str, seconds: float) -> None:
         """Call a method of a store, and leave it behind if it does not return."""
-        thread = threading.Thread(target=tier.run, args=(method,), name="KVClose", daemon=True)
+        thread = threading.Thread(target=tier.end, args=(method,), name="KVClose", daemon=True)
         thread.start()
         thread.join(seconds)
 
@@ -264,20 +283,30 @@ class StoresWorker(KVConnectorWorker):
                 self._loaders.submit(functools.partial(self._load, job, group, index))
 
     def _load(self, job: _LoadJob, group: int, index: int) -> None:
+        """Load a part of a block, unless it is of no use any more."""
+        is_loaded = False
+        try:
+            if index < job.first_bad and not job.ended:
+                is_loaded = self._load_part(job, group, index)
+        finally:
+            if not is_loaded:
+                job.fails_from(index)
+            with self._progress:
+                job.left[group] -= 1
+                self._stats_changed = True
+                self._progress.notify_all()
+
+    def _load_part(self, job: _LoadJob, group: int, index: int) -> bool:
         """Load a part of a block into this thread's buffer, and copy it into the cache."""
-        if index < job.first_bad and not job.ended:
-            buffer = self._buffer()
-            is_there = self._fetch(job, group, index, buffer)
+        buffer = self._buffer()
+        is_there = self._fetch(job, group, index, buffer)
+        if is_there:
             with job.lock:
-                cache = self._cache
-                if not is_there or cache is None:
-                    job.first_bad = min(job.first_bad, index)
-                elif not job.ended:
-                    cache.write(job.load.block_ids[index], self._groups[group], buffer)
-        with self._progress:
-            job.left[group] -= 1
-            self._stats_changed = True
-            self._progress.notify_all()
+                if not job.ended and self._cache is not None:
+                    self._cache.write(job.load.block_ids[index], self._groups[group], buffer)
+        if self._tiers.late_use(buffer.views):
+            self._local.buffer = None  # a store may still write to it
+        return is_there
 
     def _fetch(self, job: _LoadJob, group: int, index: int, buffer: Buffer) -> bool:
         """Load a part of a block; return whether it is there."""
@@ -355,6 +384,7 @@ class StoresWorker(KVConnectorWorker):
             for block_hash, block_id in zip(save.hashes, save.block_ids, strict=True):
                 buffer = self._pool.take(max(limit - time.monotonic(), 0))
                 if buffer is None:
+                    self._tiers.drop()
                     self._not_saved(block_hash)
                     continue
                 self._cache.read(block_id, layers, buffer)
@@ -369,7 +399,7 @@ class StoresWorker(KVConnectorWorker):
             if secret is not None:
                 tier = self._tiers.peer_tier
                 if tier is not None:
-                    tier.offer(key, buffer.read_only, self._lease)
+                    tier.offer(key, buffer.views, self._lease)
                 self._saved(buffer)
                 return
             self._keep(block_hash, key, buffer)
@@ -379,12 +409,14 @@ class StoresWorker(KVConnectorWorker):
     def _keep(self, block_hash: bytes, key: bytes, buffer: Buffer) -> None:
         """Keep a block in all stores; with `write = "behind"`, in those after the first later."""
         nearest, *others = self._tiers
-        if not nearest.keep(key, buffer.read_only) and not others:
-            self._not_saved(block_hash)
+        is_kept = nearest.keep(key, buffer.views)
+        with self._lock:
+            self._stats_changed = True
 
         def keep_behind() -> None:
-            for tier in others:
-                tier.keep(key, buffer.read_only)
+            kept = [tier.keep(key, buffer.views) for tier in others]
+            if not (is_kept or any(kept)):
+                self._not_saved(block_hash)
             self._saved(buffer)
 
         if others and self._options.write == "behind":
@@ -393,12 +425,11 @@ class StoresWorker(KVConnectorWorker):
             keep_behind()
 
     def _saved(self, buffer: Buffer) -> None:
-        self._pool.give_back(buffer)
+        self._tiers.when_free(buffer.views, functools.partial(self._pool.give_back, buffer))
         with self._lock:
             self._stats_changed = True
 
     def _not_saved(self, block_hash: bytes) -> None:
-        next(iter(self._tiers)).drop()
         with self._lock:
             self._answers.unsaved.append(block_hash)
             self._stats_changed = True
@@ -407,7 +438,17 @@ class StoresWorker(KVConnectorWorker):
         layers = None
         if len(self._groups) > 1:
             layers = self._groups[group].start, self._groups[group].stop
-        return block_key(self._identity, block_hash, layers=layers, secret=secret)
+        key = block_key(self._identity, block_hash, layers=layers, secret=secret)
+        if self._events is not None and not secret and group == len(self._groups) - 1:
+            self._events.know(key, block_hash)  # the last part that is stored
+        return key
+
+
+def _events(context: KVWorkerContext) -> TierEvents | None:
+    """Return what publishes events; the first rank does, since all keep the same blocks."""
+    if context.publish is None or context.rank:
+        return None
+    return TierEvents(context.publish, context.identity.block_size)
 
 
 def _groups(layer_bytes: Sequence[int], count: int) -> list[range]:

@@ -56,6 +56,8 @@ class _Running:
     Attributes:
         block_ids: its table.
         num_saved: leading blocks that need not be saved any more.
+        unsure_until: number of tokens that it must have before what it computes is saved; a load
+            within its first step might have failed, and the result of that step says so.
         secret: under which its blocks are offered to another engine; None if they are stored.
         offered: hashes of those that are offered.
         renew_at: when to renew the offers.
@@ -64,6 +66,7 @@ class _Running:
     request: Request
     block_ids: list[int]
     num_saved: int
+    unsure_until: int = 0
     secret: bytes | None = None
     offered: list[bytes] = field(default_factory=list)
     renew_at: float = 0.0
@@ -112,6 +115,7 @@ class StoresScheduler(KVConnectorScheduler):
         self._running: dict[str, _Running] = {}
         self._incoming: dict[str, _Incoming] = {}
         self._admitted: dict[str, Request] = {}
+        self._loads_in_next: set[str] = set()  # requests that load in their first step
         self._saved: OrderedDict[bytes, None] = OrderedDict()
 
     def set_handshakes(self, handshakes: Sequence[Any]) -> None:
@@ -155,7 +159,7 @@ class StoresScheduler(KVConnectorScheduler):
         if self._is_loading(hashes[0], request_id):
             return _UNKNOWN  # it is in the local cache soon
         query = self._queries.get(request_id)
-        if query is None:
+        if query is None or first < query.first:  # the local cache may have lost blocks
             self._ask(request_id, first, hashes)
             return _UNKNOWN
         if query.ranks:
@@ -197,12 +201,15 @@ class StoresScheduler(KVConnectorScheduler):
         if not num_external_tokens or matched is None:
             return
         first, end = matched
+        end = min(end, first + num_external_tokens // self._context.block_size)
         hashes = list(self._context.block_hashes(request, end)[first:end])
         transfer = None if incoming is None else incoming.params.transfer
         in_step = transfer is not None and self._loads_in_step
         blocks = list(block_ids[0][first:end])
         self._jobs.loads.append(Load(request_id, hashes, blocks, in_step, transfer))
-        if not in_step:
+        if in_step:
+            self._loads_in_next.add(request_id)
+        else:
             until = self._context.clock() + self._patience
             self._hashes_of[request_id] = hashes
             for block_hash in hashes:
@@ -254,12 +261,16 @@ class StoresScheduler(KVConnectorScheduler):
         params = request.source.kv_transfer_params
         secret = new_secret() if params is not None and params.get("do_remote_decode") else None
         known = 0 if secret is not None else num_computed // self._context.block_size
-        self._running[request_id] = _Running(request, list(block_ids[0]), known, secret)
+        unsure_until = request.num_tokens + 1 if request_id in self._loads_in_next else 0
+        self._loads_in_next.discard(request_id)
+        self._running[request_id] = _Running(
+            request, list(block_ids[0]), known, unsure_until, secret
+        )
 
     def _complete(self, request_id: str, num_computed: int) -> None:
         """Save the blocks that are complete once `num_computed` tokens are."""
         running = self._running.get(request_id)
-        if running is None:
+        if running is None or running.request.num_tokens < running.unsure_until:
             return
         size = self._context.block_size
         first, request = running.num_saved, running.request
@@ -312,6 +323,7 @@ class StoresScheduler(KVConnectorScheduler):
         request_id = request.request_id
         for known in (self._queries, self._matched, self._admitted, self._incoming):
             known.pop(request_id, None)
+        self._loads_in_next.discard(request_id)
         running = self._running.pop(request_id, None)
         if running is None or running.secret is None:
             return False, None

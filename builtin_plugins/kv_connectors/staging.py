@@ -22,8 +22,7 @@ class Buffer:
 
     Attributes:
         layers: uint8 [bytes] of each layer; pinned tensors, or arrays.
-        views: of the header and of each layer, for stores that load.
-        read_only: the same, for stores that store.
+        views: of the header and of each layer, for stores.
     """
 
     def __init__(self, layer_bytes: Sequence[int], *, pin_memory: bool) -> None:
@@ -33,7 +32,6 @@ class Buffer:
         _, *layers = torch.split(memory, [HEADER_BYTES, *layer_bytes])
         self.layers: list[Any] = layers if pin_memory else [part.numpy() for part in layers]
         self.views = BlockBuffer(memory.numpy().data, [HEADER_BYTES, *layer_bytes])
-        self.read_only = self.views.read_only()
 
 
 class CacheBlocks:
@@ -48,6 +46,7 @@ class CacheBlocks:
         ]
         self.layer_bytes = [sum(view.shape[1] for view in views) for views in caches]
 
+    @torch.inference_mode()  # in which the cache may have been allocated
     def read(self, block_id: int, layers: range, buffer: Buffer) -> None:
         """Copy a block of the cache into a buffer."""
         for layer, room in zip(layers, buffer.layers, strict=True):
@@ -57,6 +56,7 @@ class CacheBlocks:
                 room[start:end] = view[block_id]
                 start = end
 
+    @torch.inference_mode()  # as the cache may have been allocated, in another thread
     def write(self, block_id: int, layers: range, buffer: Buffer) -> None:
         """Copy a buffer into a block of the cache."""
         for layer, found in zip(layers, buffer.layers, strict=True):

@@ -88,6 +88,7 @@ class EngineCoreParts:
         """Return the state of the scheduler, with the totals of the KV connector."""
         stats = self.scheduler.stats()
         if self.connector is not None:
+            stats.external_prefix_cache = self.connector.prefix_cache_stats()
             stats.kv_tiers = self.connector.stats()
         return stats
 

@@ -19,7 +19,7 @@ from hardpoint.plugins.kv_connector import KVConnector, KVConnectorScheduler
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.plan import KVReport
 from hardpoint.plugins.request import Request
-from hardpoint.plugins.stats import KVTierStats
+from hardpoint.plugins.stats import KVTierStats, PrefixCacheStats
 from hardpoint.registry.blame import raise_unless_fault
 
 from .transfers import EndedLoad, Loads, Saves
@@ -99,6 +99,7 @@ class EngineConnector(KVConnectorScheduler):
         self._broken = False  # since the last plan
         self._left_out = False
         self._tiers: dict[int, Mapping[str, KVTierStats]] = {}
+        self._prefix_cache = PrefixCacheStats()
         self._wait_s = _FIRST_WAIT_S
 
     # For the scheduler
@@ -171,7 +172,9 @@ class EngineConnector(KVConnectorScheduler):
     ) -> None:
         """Tell the connector of blocks; remember those that it is to fill."""
         request_id = request.request_id
-        start, asynchronous = self._matched.pop(request_id, _NONE)
+        if (matched := self._matched.pop(request_id, None)) is not None:
+            self._count_lookup(request.num_tokens - matched[0], num_external_tokens)
+        start, asynchronous = matched or _NONE
         if num_external_tokens:
             first = start // self._block_size
             end = -(-(start + num_external_tokens) // self._block_size)
@@ -312,6 +315,10 @@ class EngineConnector(KVConnectorScheduler):
         """Return totals by tier, of all ranks together."""
         return _summed(self._tiers.values())
 
+    def prefix_cache_stats(self) -> PrefixCacheStats:
+        """Return totals of the lookups of requests that were admitted, or began to load."""
+        return msgspec.structs.replace(self._prefix_cache)
+
     def close(self) -> None:
         """Close the connector."""
         try:
@@ -327,6 +334,11 @@ class EngineConnector(KVConnectorScheduler):
             self._note(f"{method}() failed", cause)
             return False
         return True
+
+    def _count_lookup(self, queried_tokens: int, hit_tokens: int) -> None:
+        self._prefix_cache.requests += 1
+        self._prefix_cache.queried_tokens += queried_tokens
+        self._prefix_cache.hit_tokens += hit_tokens
 
     def _note(self, message: str, cause: BaseException | None = None) -> None:
         if cause is not None:
@@ -349,9 +361,7 @@ class EngineConnector(KVConnectorScheduler):
             self._tiers[report.rank] = report.tiers
         if report.events:
             self._publish(list(report.events))
-        if report.left_out and not self._left_out:
-            self._left_out = True  # other ranks may still load: that is cancelled
-            self._note(f"its half in rank {report.rank} failed, and is left out")
+        self._left_out |= report.left_out  # other ranks may still load: that is cancelled
         if report.message is not None:
             try:
                 message = msgspec.msgpack.decode(report.message, type=self._connector.Message)

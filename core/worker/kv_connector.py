@@ -32,15 +32,19 @@ class WorkerConnector:
     A half that cannot end its loads, or take the KV cache, is closed and not called again.
     """
 
-    def __init__(self, connector: KVConnector, calls: PluginCalls) -> None:
+    def __init__(
+        self, connector: KVConnector, calls: PluginCalls, *, publishes: bool = False
+    ) -> None:
         """Own the connector; `open` builds its worker half.
 
         Args:
             connector: of this worker.
             calls: through which the half is called.
+            publishes: whether anyone publishes KV events.
         """
         self._connector = connector
         self._calls = calls
+        self._publishes = publishes
         self._lock = threading.Lock()
         self._faults: list[tuple[str, str]] = []
         self._events: list[KVEvent] = []
@@ -54,7 +58,8 @@ class WorkerConnector:
         Raises:
             PluginFaultError: it is none, or building it failed.
         """
-        context = dataclasses.replace(context, report_fault=self.fault, publish=self._publish)
+        publish = self._publish if self._publishes else None
+        context = dataclasses.replace(context, report_fault=self.fault, publish=publish)
         half = self._start("worker_half", self._connector.worker_half, context)
         if not isinstance(half, KVConnectorWorker):
             raise PluginFaultError(
@@ -223,7 +228,9 @@ class WorkerConnector:
             return self._calls.run(method, function or getattr(self._half, method), *args)
         except BaseException as cause:
             raise_unless_fault(cause)
-            message = self._failed(f"{method}() failed", cause, loads=loads or is_vital)
+            ends = ", and it is not called again" if is_vital else ""
+            what = f"{method}() failed{ends}"
+            message = self._failed(what, cause, loads=loads or is_vital)
         if is_vital:
             self._leave_out(message)
         return None
@@ -245,6 +252,16 @@ class WorkerConnector:
         with self._lock:
             if len(self._faults) < _MOST_FAULTS:
                 self._faults.append((str(name), str(message)))
+
+    def evicted(self, store: str, keys: Sequence[bytes]) -> None:
+        """Report to the half the blocks that a store does not keep any more. For any thread."""
+        if self._opened is None:
+            return
+        try:
+            self._half.evicted(store, keys)
+        except BaseException as cause:
+            raise_unless_fault(cause)
+            self._failed("evicted() failed", cause, loads=False)
 
     def _publish(self, event: KVEvent) -> None:
         if not isinstance(event, KVEvent):

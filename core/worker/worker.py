@@ -291,7 +291,9 @@ class LocalWorker:
         )
         plugin = spec.plugins.create(entry, KVConnectorContext, config=spec.config.kv_connector)
         connector = WorkerConnector(
-            plugin, PluginCalls(self._activity, "kv_connectors", entry.source)
+            plugin,
+            PluginCalls(self._activity, "kv_connectors", entry.source),
+            publishes=bool(spec.plugins.entries("kv_event_publishers")),
         )
         try:
             connector.open(context)
@@ -327,6 +329,8 @@ class LocalWorker:
             engine_id=spec.config.kv_connector.engine_id or "",
             timeout_seconds=spec.config.kv_connector.load_seconds,
             pin_memory=spec.device.type == "cuda",
+            report_evicted=functools.partial(connector.evicted, entry.name),
+            host_memory=memory_limit(torch.device("cpu")).available,
             report_fault=functools.partial(connector.fault, entry.name),
         )
 
@@ -342,7 +346,7 @@ class LocalWorker:
         if not attention.specs:
             raise ConfigError(
                 f"kv_connector.use: {spec.config.kv_connector.use!r} moves blocks of the KV cache, "
-                f"and {spec.model_config.architecture} has none"
+                f"and stage {parallel.stage} of {spec.model_config.architecture} has none"
             )
         if any(layer.window is not None for layer in attention.specs):
             raise ConfigError(

@@ -17,9 +17,11 @@ from hardpoint.testing.component_suite import ComponentSuite, first_device
 from hardpoint.testing.snapshots import count_elements, snapshot
 from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
 
+from .block_views import BLOCK_VIEWS, MOVED_BLOCKS, NUM_BLOCKS, check_views, move_blocks
 from .sequences import SequenceBlocks, WholeHistory, ordered, softmax_attention
 
 _NUM_BLOCKS = 328  # four sequences of 80 tokens, in blocks of one token
+_MOVED_LENGTHS = (17, 3, 1)
 _TOLERANCES = {torch.bfloat16: 0.06, torch.float16: 0.01}
 
 RESULT = Rule(
@@ -213,6 +215,24 @@ class AttentionBackendSuite(ComponentSuite):
                 dtype=dtype,
             )
 
+    def test_block_views(self) -> None:
+        """Blocks can be copied as bytes, to other blocks and other caches."""
+        backend = self._make(self.block_sizes[0])
+        spec = KVSpec(*self.heads[0], self.head_sizes[0], 0.4)
+        try:
+            backend.block_views(backend.allocate(spec, 1))
+        except NotImplementedError:
+            pytest.skip("the backend has no block_views, and cannot run with a KV connector")
+        except Exception as cause:
+            self._run_checks(BLOCK_VIEWS.text, functools.partial(_reraise, cause))
+        checks = [
+            functools.partial(self._check_blocks, block_size, heads, dtype)
+            for dtype in self.dtypes
+            for block_size in self.block_sizes
+            for heads in self.heads
+        ]
+        self._run_checks(BLOCK_VIEWS.text, *checks)
+
     def test_reads_only(self) -> None:
         """Queries, keys, values and the step stay as they are."""
         self._run_checks(
@@ -354,6 +374,29 @@ class AttentionBackendSuite(ComponentSuite):
             if tensor.any():
                 raise Violation("a new cache is not zero", "allocate with torch.zeros")
 
+    @torch.inference_mode()
+    def _check_blocks(self, block_size: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
+        """Compute a sequence, copy its blocks to other ones of another cache, and go on there."""
+        backend, device = self._make(block_size, dtype), self._device()
+        spec = KVSpec(*heads, self.head_sizes[-1], 0.4)
+        check_views(backend, spec, _tensors)
+        here = SequenceBlocks(NUM_BLOCKS, block_size, device, shuffled=True)
+        there = SequenceBlocks(NUM_BLOCKS, block_size, device, shuffled=False)
+        cache = backend.allocate(spec, NUM_BLOCKS)
+        history = WholeHistory(spec, self.reference)
+        generator = torch.Generator().manual_seed(0)
+        for index, count in enumerate(_MOVED_LENGTHS):
+            counts, blocks = [("a", count)], here if index == 0 else there
+            step, copy = blocks.step(counts), there.step(counts) if index == 0 else None
+            q, k, v = self._inputs(generator, spec, count, dtype)
+            plan = backend.plan(step)
+            out = backend.attend(spec, cache, plan, q.clone(), k.clone(), v.clone())
+            history.append(counts, k, v)
+            self._check_output(MOVED_BLOCKS, out, q, history, counts)
+            if copy is not None:
+                tables = step.block_table[0].tolist(), copy.block_table[0].tolist()
+                cache = move_blocks(backend, spec, cache, tables)
+
     def _check_reads_only(self) -> None:
         backend = self._make(self.block_sizes[0])
         blocks = SequenceBlocks(_NUM_BLOCKS, self.block_sizes[0], self._device(), shuffled=True)
@@ -396,6 +439,10 @@ class AttentionBackendSuite(ComponentSuite):
                 f"steps",
                 "keep what a step needs in its plan, and keys and values in the cache",
             )
+
+
+def _reraise(cause: BaseException) -> None:
+    raise cause
 
 
 def _fields(step: AttentionStep) -> dict[str, Any]:

@@ -31,6 +31,8 @@ from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.engine_access import cut_weights
 from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
 
+from .content_hash import CONTENT_HASH, Tensors, check_content_hash
+
 _DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 RECOGNISES = Rule(
@@ -159,6 +161,10 @@ class WeightLoaderSuite(ComponentSuite):
     def test_fingerprint(self) -> None:
         """Another instance has the same fingerprint; changed files have another."""
         self._run_checks(FINGERPRINT.text, self._check_fingerprint)
+
+    def test_content_hash(self) -> None:
+        """Copies of the files have the same hash; other weights have another."""
+        self._run_checks(CONTENT_HASH.text, self._check_content_hash)
 
     def test_damage(self) -> None:
         """Files that are empty, cut or missing are a ModelError."""
@@ -326,6 +332,16 @@ class WeightLoaderSuite(ComponentSuite):
                 os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns + 10**9))
             if self._make(checkpoint).fingerprint() == first:
                 raise FINGERPRINT.violation(f"all files were written again, it is still {first!r}")
+
+    def _check_content_hash(self) -> None:
+        with self._checkpoint() as checkpoint:
+            check_content_hash(checkpoint.path, self._make_at, self._read_at(checkpoint))
+
+    def _make_at(self, path: Path) -> WeightLoader:
+        return self._make(Checkpoint(path, {}))
+
+    def _read_at(self, checkpoint: Checkpoint) -> Callable[[WeightLoader], Tensors]:
+        return lambda loader: self._read(checkpoint, loader=loader)
 
     def _check_damage(self) -> None:
         with self._checkpoint() as checkpoint:

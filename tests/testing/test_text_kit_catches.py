@@ -61,6 +61,7 @@ SINKS = [
     (sinks.Averages, "statistics", "statistics", r"record\(.*\) raised ZeroDivisionError: div"),
     (sinks.NeedsScheduler, "statistics", "statistics", "raised AttributeError: 'NoneType' object"),
     (sinks.AddsNone, "statistics", "statistics", "raised TypeError: unsupported operand"),
+    (sinks.AddsSizes, "statistics", "statistics", "raised TypeError: unsupported operand"),
     (sinks.Rates, "statistics", "statistics", r"report\(\) raised ZeroDivisionError"),
     (sinks.ExportsNothing, "exposition", "exposition", r"exposition\(\) returned None, expected"),
     (sinks.ExportsMeans, "exposition", "exposition", r"exposition\(.*\) raised ZeroDivisionErr"),

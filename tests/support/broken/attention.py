@@ -285,3 +285,73 @@ class Hoards(Plain):
     def plan(self, step):
         self.plans.append(step)
         return step
+
+
+class Viewed(Plain):
+    """Right, with views of its blocks."""
+
+    contract = 1
+
+    def block_views(self, cache):
+        size = self.context.block_size
+        return [side.view(len(side) // size, -1).view(torch.uint8) for side in cache]
+
+
+class ViewsOfKeys(Viewed):
+    contract = 1
+
+    def block_views(self, cache):
+        return super().block_views(cache)[:1]
+
+
+class CopiesTheBlocks(Viewed):
+    contract = 1
+
+    def block_views(self, cache):
+        return [view.clone() for view in super().block_views(cache)]
+
+
+class ViewsByToken(Viewed):
+    contract = 1
+
+    def block_views(self, cache):
+        return [side.flatten(1).view(torch.uint8) for side in cache]
+
+
+class ViewsInItsDtype(Viewed):
+    contract = 1
+
+    def block_views(self, cache):
+        size = self.context.block_size
+        return [side.view(len(side) // size, -1) for side in cache]
+
+
+class KeysTwice(Viewed):
+    contract = 1
+
+    def block_views(self, cache):
+        keys, _ = super().block_views(cache)
+        return [keys, keys]
+
+
+class OneView(Viewed):
+    contract = 1
+
+    def block_views(self, cache):
+        return torch.cat(super().block_views(cache), 1)
+
+
+class MarksBlocks(Viewed):
+    """Remembers beside the cache which slots were written."""
+
+    contract = 1
+
+    def allocate(self, spec, num_blocks):
+        cache = super().allocate(spec, num_blocks)
+        cache.written = torch.zeros(cache.shape[1], dtype=torch.bool)
+        return cache
+
+    def attend(self, spec, cache, plan, q, k, v):
+        cache.written[plan.slots] = True
+        cache[:, ~cache.written] = 0
+        return super().attend(spec, cache, plan, q, k, v)

@@ -105,6 +105,57 @@ class Dated(Json):
         return str((self.context.files.path / "tiny.json").stat().st_mtime_ns)
 
 
+class Hashed(Json):
+    """Right, with a hash of its content."""
+
+    contract = 1
+
+    def content_hash(self, hash_file):
+        return hash_file(self.context.files.path / "tiny.json")
+
+
+class HashOfThePath(Hashed):
+    contract = 1
+
+    def content_hash(self, hash_file):
+        return f"{self.context.files.path}/tiny.json {super().content_hash(hash_file)}"
+
+
+class HashOfTheSize(Hashed):
+    contract = 1
+
+    def content_hash(self, hash_file):
+        return str((self.context.files.path / "tiny.json").stat().st_size)
+
+
+class HashOfTheName(Hashed):
+    contract = 1
+
+    def content_hash(self, hash_file):
+        return "tiny"
+
+
+class HashIsBytes(Hashed):
+    contract = 1
+
+    def content_hash(self, hash_file):
+        return super().content_hash(hash_file).encode()
+
+
+class HashIsEmpty(Hashed):
+    contract = 1
+
+    def content_hash(self, hash_file):
+        return ""
+
+
+class HashOfTheInstance(Hashed):
+    contract = 1
+
+    def content_hash(self, hash_file):
+        return f"{super().content_hash(hash_file)} {id(self)}"
+
+
 class NameAsFingerprint(Json):
     contract = 1
 

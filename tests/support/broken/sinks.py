@@ -68,6 +68,14 @@ class AddsNone(Totals):
         self.seconds += sum(ended.metrics.queue_seconds for ended in stats.finished)
 
 
+class AddsSizes(Totals):
+    contract = 1
+
+    def record(self, stats):
+        tiers = stats.scheduler.kv_tiers if stats.scheduler else {}
+        self.seconds += sum(tier.used_bytes for tier in tiers.values())
+
+
 class Rates(Totals):
     contract = 1
 

@@ -1,0 +1,3 @@
+"""A KV connector that keeps blocks as files, and loads them layer by layer."""
+
+from .connector import LayeredFiles as LayeredFiles

@@ -1,0 +1,1 @@
+"""Conformance suites for KV connectors and KV stores."""

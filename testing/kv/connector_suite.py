@@ -1,0 +1,457 @@
+"""The conformance suite for KV connectors; the built-in one passes it too."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from hardpoint.plugins import HardpointError, KVConnector
+from hardpoint.plugins.component import Component
+from hardpoint.testing.component_suite import ComponentSuite
+from hardpoint.testing.snapshots import count_elements
+from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests
+
+from .rig import (
+    BLOCK_SIZE,
+    DISTURBED,
+    FAULTLESS,
+    HISTORIES,
+    MAX_TOKENS,
+    SLOTS,
+    TOKENS,
+    Add,
+    Do,
+    Live,
+    Operation,
+    Rig,
+    rig_config,
+    scenarios,
+    write_model,
+)
+from .slots import WITNESS
+from .storage import FAULTS, RELIABLE, damage_files, forget_storage
+
+LOADS = Rule(
+    "loads: what was computed once is loaded later",
+    "save each block that a step completes, and return from get_num_new_matched_tokens how many "
+    "tokens of whole blocks can be loaded",
+)
+FOREIGN = Rule(
+    "foreign: blocks of another model, or of another layout of blocks, are not loaded",
+    "key blocks by `block_key(context.identity.digest(), block_hash)`: the identity says all that "
+    "blocks depend on besides their tokens",
+)
+TIME = Rule(
+    "time: no call of a connector holds a step, however slow its storage is",
+    "let the scheduler half read no storage, or only what answers at once; load and save in "
+    "threads, and let saves copy blocks in wait_for_save and store them later",
+)
+RANKS = Rule(
+    "ranks: halves in different processes, one worker half per rank, load what they saved",
+    "say everything in the metadata, in messages and in the handshake; share no attributes of "
+    "classes or modules; let each rank have its own blocks, by its identity",
+)
+RELEASE = Rule(
+    "release: after close no thread is left",
+    "join what was started in close(), also if storage does not answer",
+)
+MEMORY = Rule(
+    "memory: nothing grows with the number of requests",
+    "forget a request in request_finished, also one that was never admitted, and limit what is "
+    "remembered of blocks",
+)
+
+_HEALING = 8
+_WAVE = 24
+_PROMPT = 37
+_CLOSE_SECONDS = 10.0
+_THREAD_SECONDS = 2.0
+
+
+class KVConnectorSuite(ComponentSuite):
+    """Base class of a test class, which sets `connector`, and `options` if it has some.
+
+    Its tests run engines with the scripted model, whose attention stores with each token the
+    history that it was computed from, so that it notices what is not as it should be.
+
+    Attributes:
+        connector: the class under test, which must be importable.
+        config: further tables of the configuration, `kv_connector` for example. In texts of
+            `options` and `config`, "{folder}" is replaced by a folder, which is empty at first.
+        keeps: whether blocks stay when an engine is closed.
+        parallel: numbers of tensor ranks and of stages to try, in processes.
+        call_seconds: maximum time of a call of the scheduler half, and of `wait_for_save`.
+    """
+
+    kind = "kv_connectors"
+    connector: ClassVar[type[KVConnector]]
+    config: ClassVar[Mapping[str, Any]] = {}
+    keeps: ClassVar[bool] = True
+    parallel: ClassVar[Sequence[tuple[int, int]]] = ((2, 1),)
+    call_seconds: ClassVar[float] = 0.1
+
+    _expected: ClassVar[dict[tuple[int, int], Sequence[int]]] = {}
+    """Tokens of requests without a connector, by family and length."""
+
+    def disturb(self, folder: Path, fault: str) -> None:
+        """Let the storage fail, or work again; by default it is files in the folder.
+
+        Args:
+            folder: that replaces "{folder}".
+            fault: one of `hardpoint.testing.kv.storage.FAULTS`, or "reliable". What the storage
+                cannot do is ignored.
+        """
+        damage_files(folder, fault, random.Random(fault))
+
+    def _component(self) -> type[Component]:
+        return self.connector
+
+    def test_contract(self) -> None:
+        """The class states its contract and can be built; its options survive pickling."""
+        self._run_checks(
+            "contract: the loader can check and build the class",
+            lambda: reject_replaced_tests(type(self), KVConnectorSuite),
+            self._check_contract,
+            self._check_importable,
+        )
+
+    def test_loads(self) -> None:
+        """What was computed is loaded after a reset of the prefix cache, and after a restart."""
+        self._run_checks(LOADS.text, self._check_loads)
+
+    def test_tokens(self) -> None:
+        """Any requests get the tokens that they get without a connector."""
+        checks = [functools.partial(self._check_history, h) for h in scenarios().values()]
+        self._run_checks(TOKENS.text, *checks)
+        self._search(TOKENS.text, 40, self._check_history, history=HISTORIES)
+
+    def test_storage(self) -> None:
+        """The same, over storage that fails."""
+        checks = [functools.partial(self._check_fault, fault) for fault in FAULTS]
+        self._run_checks(TOKENS.text, *checks)
+        self._search(TOKENS.text, 40, self._check_disturbed, history=DISTURBED)
+
+    def test_foreign(self) -> None:
+        """Blocks of other models stay where they are."""
+        self._run_checks(FOREIGN.text, self._check_foreign)
+
+    def test_time(self) -> None:
+        """Calls return soon, though the storage does not."""
+        self._run_checks(TIME.text, self._check_time)
+
+    def test_ranks(self) -> None:
+        """The halves work in processes of their own."""
+        if not self.parallel:
+            pytest.skip("`parallel` is empty")
+        checks = [functools.partial(self._check_ranks, size) for size in self.parallel]
+        self._run_checks(RANKS.text, *checks)
+
+    def test_release(self) -> None:
+        """A closed connector leaves no thread."""
+        self._run_checks(RELEASE.text, self._check_release)
+
+    def test_memory(self) -> None:
+        """Halves forget requests."""
+        self._run_checks(MEMORY.text, self._check_memory)
+
+    # Engines.
+
+    @contextmanager
+    def _folder(self) -> Iterator[Path]:
+        """Make a folder for one engine after another, which is deleted afterwards."""
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name, "kept")
+            folder.mkdir(mode=0o700)
+            write_model(Path(name, "model"))
+            try:
+                yield folder
+            finally:
+                forget_storage(str(folder))
+
+    @contextmanager
+    def _rig(
+        self, folder: Path, extra: Mapping[str, Any] | None = None, model: str = "model"
+    ) -> Iterator[Rig]:
+        """Open an engine with the connector for the body."""
+        config = rig_config(self._engine_config(folder)) | dict(extra or {})
+        disturb = functools.partial(self.disturb, folder)
+        logger = logging.getLogger("hardpoint")
+        level = logger.level
+        logger.setLevel(logging.CRITICAL)  # what the storage does is logged for operators
+        try:
+            rig = Rig(self.connector, config, folder.parent / model, disturb)
+            try:
+                yield rig
+            finally:
+                rig.close()
+        finally:
+            logger.setLevel(level)
+
+    def _engine_config(self, folder: Path) -> dict[str, Any]:
+        cls = self.connector
+        config = {
+            "kv_connector": {"use": f"{cls.__module__}:{cls.__qualname__}"},
+            "plugin": {self._name(): dict(self.options)},
+        }
+        for table, values in self.config.items():
+            config[table] = config.get(table, {}) | values
+        found: dict[str, Any] = _filled_in(config, str(folder))
+        return found
+
+    def _expect(self, live: Live) -> None:
+        """Check the tokens of a request, whole or those until it was aborted."""
+        name = f"a request of {live.add.length} tokens, {live.cached} of them not computed,"
+        if live.error is not None:
+            raise TOKENS.violation(f"{name} ended with an error: {live.error}")
+        expected = self._tokens_without(live.add)
+        count = len(live.tokens) if live.is_aborted else live.add.max_tokens
+        if list(live.tokens) != list(expected[:count]):
+            raise TOKENS.violation(
+                f"{name} got {list(live.tokens)}, without a connector {list(expected[:count])}"
+            )
+
+    def _tokens_without(self, add: Add) -> Sequence[int]:
+        """Return the tokens of a request in an engine without a connector."""
+        key = add.family, add.length
+        if key not in self._expected:
+            with tempfile.TemporaryDirectory() as folder:
+                rig = Rig(None, rig_config({}), write_model(Path(folder)))
+                live = rig.add(Add(*key, MAX_TOKENS))
+                rig.finish()
+                rig.close()
+                self._expected[key] = list(live.tokens)
+        return self._expected[key]
+
+    def _check_results(self, rig: Rig, *, is_quiet: bool) -> None:
+        """Check all that a rig has seen.
+
+        Args:
+            rig: whose requests have ended.
+            is_quiet: whether there must not be any fault.
+        """
+        assert rig.watch is not None
+        if rig.watch.violations:
+            raise rig.watch.violations[0]
+        if WITNESS.mismatches:
+            raise SLOTS.violation(WITNESS.mismatches[0])
+        for live in rig.requests.values():
+            self._expect(live)
+        if is_quiet and (faults := rig.faults()):
+            raise FAULTLESS.violation("; ".join(f"{k}: {v}" for k, v in faults.items()))
+
+    # Checks.
+
+    def _check_importable(self) -> None:
+        with self._folder() as folder:
+            try:
+                with self._rig(folder) as rig:
+                    self._check_results(rig, is_quiet=True)
+            except HardpointError as error:
+                raise Violation(
+                    f"no engine can be opened with it: {error}",
+                    "put the class into a module that can be imported, and set `options` and "
+                    "`config` as an operator would",
+                ) from error
+
+    def _check_loads(self) -> None:
+        whole = (_PROMPT - 1) // BLOCK_SIZE * BLOCK_SIZE
+        with self._folder() as folder:
+            with self._rig(folder) as rig:
+                rig.play([Add(0, _PROMPT, MAX_TOKENS)])
+                rig.play([Do("reset"), Add(0, _PROMPT, MAX_TOKENS)])
+                again = list(rig.requests.values())[-1]
+                self._check_results(rig, is_quiet=True)
+                _expect_loaded(again, whole, "the prefix cache was reset")
+                rig.play([Do("reset"), Add(0, _PROMPT - BLOCK_SIZE, MAX_TOKENS)])
+                shorter = list(rig.requests.values())[-1]
+                self._check_results(rig, is_quiet=True)
+                _expect_loaded(shorter, whole - BLOCK_SIZE, "a longer prompt was computed")
+            if self.keeps:
+                with self._rig(folder) as rig:
+                    rig.play([Add(0, _PROMPT, MAX_TOKENS)])
+                    self._check_results(rig, is_quiet=True)
+                    _expect_loaded(rig.requests["r0"], whole, "the engine was opened again")
+
+    def _check_history(self, history: Sequence[Operation]) -> None:
+        with self._folder() as folder, self._rig(folder) as rig:
+            rig.play(history)
+            self._check_results(rig, is_quiet=True)
+
+    def _check_disturbed(self, history: Sequence[Operation]) -> None:
+        with self._folder() as folder, self._rig(folder) as rig:
+            rig.play(history)
+            self._check_results(rig, is_quiet=False)
+
+    def _check_fault(self, fault: str) -> None:
+        """Store some prompts, let the storage fail, and compute them and longer ones."""
+        first = [Add(0, 21, 2), Add(1, _PROMPT, 2)]
+        later = [Add(0, _PROMPT, 2), Add(1, _PROMPT, 2)]
+        with self._folder() as folder, self._rig(folder) as rig:
+            rig.play(first)
+            try:
+                self.disturb(folder, fault)
+                for _ in range(2):
+                    rig.play([Do("reset"), *later])
+                    self._check_results(rig, is_quiet=False)
+                self.disturb(folder, RELIABLE)
+                for _ in range(_HEALING):  # damage may be found one block at a time
+                    rig.play([Do("reset"), *later])
+                self._check_results(rig, is_quiet=False)
+            except Violation as violation:
+                raise Violation(
+                    f"over storage that {_DOES[fault]}: {violation.observed}",
+                    violation.fix,
+                    violation.rule,
+                ) from violation
+
+    def _check_foreign(self) -> None:
+        with self._folder() as folder:
+            with self._rig(folder) as rig:
+                rig.play([Add(0, _PROMPT, MAX_TOKENS)])
+                self._check_results(rig, is_quiet=True)
+            write_model(folder.parent / "other", seed=2)
+            others = {
+                "with another configuration": {"model": "other"},
+                "with blocks of another size": {"extra": {"kv_cache": {"block_size": 8}}},
+            }
+            for what, changes in others.items():
+                with self._rig(folder, **changes) as rig:
+                    rig.play([Add(0, _PROMPT, MAX_TOKENS)])
+                    if WITNESS.mismatches:
+                        raise FOREIGN.violation(f"in an engine {what}, {WITNESS.mismatches[0]}")
+                    if count := rig.requests["r0"].cached:
+                        raise FOREIGN.violation(f"an engine {what} loaded {count} tokens")
+
+    def _check_time(self) -> None:
+        for fault in ("slow", "dead"):
+            with self._folder() as folder, self._rig(folder) as rig:
+                self.disturb(folder, fault)
+                adds = [Add(family, length, 2) for family in range(2) for length in (_PROMPT, 21)]
+                rig.play(adds)
+                rig.play([Do("reset"), *adds])
+                assert rig.watch is not None
+                for method, seconds in rig.watch.slowest.items():
+                    if method in _QUICK and seconds > self.call_seconds:
+                        raise TIME.violation(
+                            f"over storage that {_DOES[fault]}, a call of {method}() took "
+                            f"{seconds:.2f} s, at most {self.call_seconds:g} s is accepted"
+                        )
+                self.disturb(folder, RELIABLE)
+
+    def _check_ranks(self, size: tuple[int, int]) -> None:
+        tensor, pipeline = size
+        extra = {
+            "executor": {"use": "multiproc"},
+            "parallel": {"tensor": tensor, "pipeline": pipeline},
+        }
+        what = f"with parallel.tensor = {tensor} and parallel.pipeline = {pipeline}"
+        with self._folder() as folder, self._rig(folder, extra) as rig:
+            rig.play([Add(0, _PROMPT, MAX_TOKENS), Do("step", 3), Add(1, _PROMPT, MAX_TOKENS)])
+            rig.play([Do("reset"), Add(0, _PROMPT, MAX_TOKENS), Add(1, _PROMPT, MAX_TOKENS)])
+            try:
+                self._check_results(rig, is_quiet=True)
+                for live in list(rig.requests.values())[-2:]:
+                    expected = (_PROMPT - 1) // BLOCK_SIZE * BLOCK_SIZE
+                    _expect_loaded(live, expected, "the prefix cache was reset")
+            except Violation as violation:
+                raise RANKS.violation(f"{what}, {violation.observed}") from violation
+
+    def _check_release(self) -> None:
+        for fault in (RELIABLE, "dead"):
+            with self._folder() as folder:
+                before = set(threading.enumerate())
+                with self._rig(folder) as rig:
+                    rig.play([Add(0, _PROMPT, 1)])
+                    self.disturb(folder, fault)
+                    rig.play([Do("reset"), Add(0, _PROMPT, 1)])
+                    began = time.monotonic()
+                if (seconds := time.monotonic() - began) > _CLOSE_SECONDS:
+                    raise RELEASE.violation(
+                        f"over storage that {_DOES[fault]}, close took {seconds:.1f} s"
+                    )
+                self.disturb(folder, RELIABLE)
+                if left := _left(before):
+                    names = ", ".join(sorted(thread.name for thread in left))
+                    raise RELEASE.violation(f"these threads are left: {names}")
+
+    def _check_memory(self) -> None:
+        sizes = []
+        with self._folder() as folder, self._rig(folder) as rig:
+            assert rig.watch is not None
+            for wave in range(3):
+                for number in range(_WAVE):
+                    rig.play([Add(number % 3, 13, 1), Add(1, 21, 2), Do("abort", number)])
+                    if number % 3 == 0:
+                        rig.play([Do("reset"), Add(0, 17, 1), Do("step"), Do("abort", 0)])
+                if wave:
+                    sizes.append([count_elements(vars(half)) for half in rig.watch.halves])
+        for half, before, after in zip(rig.watch.halves, *sizes, strict=True):
+            if after - before >= _WAVE:
+                raise MEMORY.violation(
+                    f"what a {type(half).__name__} refers to grew from {before} to {after} "
+                    f"elements by {2 * _WAVE} requests of prompts that it knew"
+                )
+
+
+_QUICK = (
+    "check_request",
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "request_finished",
+    "load_ended",
+    "receive",
+    "wait_for_save",
+    "get_finished",
+    "take_message",
+)
+_DOES = {
+    RELIABLE: "works",
+    "slow": "is slow",
+    "forgets": "forgets blocks",
+    "lies": "says what is not true",
+    "damaged": "returns damaged blocks",
+    "foreign": "returns blocks of other keys",
+    "cut": "returns parts of blocks",
+    "raises": "raises in each call",
+    "dead": "does not answer",
+}
+
+
+def _filled_in(value: Any, folder: str) -> Any:
+    """Return a configuration with "{folder}" replaced in all texts."""
+    if isinstance(value, str):
+        return value.replace("{folder}", folder)
+    if isinstance(value, Mapping):
+        return {key: _filled_in(part, folder) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_filled_in(part, folder) for part in value]
+    return value
+
+
+def _expect_loaded(live: Live, expected: int, after: str) -> None:
+    if live.cached != expected:
+        raise LOADS.violation(
+            f"after {after}, {live.cached} tokens of a prompt of {live.add.length} were loaded, "
+            f"expected {expected}"
+        )
+
+
+def _left(before: set[threading.Thread]) -> list[threading.Thread]:
+    """Return the threads that were started since, and do not end soon."""
+    limit = time.monotonic() + _THREAD_SECONDS
+    while left := [t for t in threading.enumerate() if t not in before and t.is_alive()]:
+        if time.monotonic() > limit:
+            break
+        time.sleep(0.02)
+    return left

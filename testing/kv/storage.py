@@ -1,0 +1,153 @@
+"""Storage that fails: a KV store that does what it is told to, and folders whose files change."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hardpoint import plugins
+from hardpoint.plugins import KVStore
+
+RELIABLE = "reliable"
+FAULTS = ("slow", "forgets", "lies", "damaged", "foreign", "cut", "raises", "dead")
+"""What storage does: answers late, loses blocks, says wrong things, returns damaged blocks, those
+of other keys or parts of them, raises in each call, and does not answer."""
+
+_SLOW_SECONDS = 0.03
+_DEAD_SECONDS = 1.0
+
+
+@dataclass
+class Storage:
+    """What an `UnreliableStore` keeps, and what it does.
+
+    Attributes:
+        fault: one of FAULTS, or RELIABLE.
+    """
+
+    fault: str = RELIABLE
+    blocks: dict[bytes, bytes] = field(default_factory=dict)
+    source: random.Random = field(default_factory=lambda: random.Random(0))
+    changed: threading.Event = field(default_factory=threading.Event)
+
+    def become(self, fault: str) -> None:
+        """Do something else from now on; calls that were not answered go on."""
+        changed, self.changed = self.changed, threading.Event()
+        self.fault = fault
+        changed.set()
+
+
+_STORAGES: dict[str, Storage] = {}
+
+
+def storage_at(place: str) -> Storage:
+    """Return the storage of a place, of this process."""
+    return _STORAGES.setdefault(place, Storage())
+
+
+def forget_storage(place: str) -> None:
+    """Let go of what is stored at a place."""
+    if (storage := _STORAGES.pop(place, None)) is not None:
+        storage.become(RELIABLE)
+
+
+class UnreliableStore(KVStore):
+    """Keeps blocks in the memory of this process, and fails as its `Storage` says."""
+
+    contract = 1
+
+    class Options(plugins.Options):
+        """Options.
+
+        Attributes:
+            place: equal places have the same blocks.
+        """
+
+        place: str
+
+    options: Options
+
+    def __init__(self, context: plugins.KVStoreContext) -> None:
+        """Find the storage."""
+        super().__init__(context)
+        self._storage = storage_at(self.options.place)
+
+    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return what is there, or what the fault makes of it."""
+        storage = self._storage
+        self._fail(storage)
+        if storage.fault == "lies":
+            return [True] * storage.source.choice((len(keys), len(keys) + 1, 1))
+        return [key in storage.blocks for key in keys]
+
+    def store(self, key: bytes, buffer: Sequence[memoryview]) -> bool:
+        """Keep a block."""
+        storage = self._storage
+        self._fail(storage)
+        if storage.fault != "lies":
+            storage.blocks[key] = b"".join(buffer)
+        return True
+
+    def load(self, key: bytes, buffer: Sequence[memoryview]) -> bool:
+        """Return a block, or what the fault makes of it."""
+        storage = self._storage
+        self._fail(storage)
+        if storage.fault == "lies":
+            return True
+        if storage.fault == "foreign" and storage.blocks:
+            key = storage.source.choice(list(storage.blocks))
+        if (block := storage.blocks.get(key)) is None:
+            return False
+        if storage.fault in ("damaged", "cut"):
+            block = _damaged(block, storage)
+        start = 0
+        for part in buffer:
+            piece = block[start : start + len(part)]
+            part[: len(piece)] = piece
+            start += len(part)
+        return True
+
+    def _fail(self, storage: Storage) -> None:
+        if storage.fault == "raises":
+            raise OSError("the storage cannot be reached")
+        if storage.fault == "slow":
+            storage.changed.wait(_SLOW_SECONDS)
+        elif storage.fault == "dead":
+            storage.changed.wait(_DEAD_SECONDS)
+        elif storage.fault == "forgets" and storage.blocks:
+            with suppress(KeyError, RuntimeError):  # other threads do the same
+                del storage.blocks[storage.source.choice(list(storage.blocks))]
+
+
+def _damaged(block: bytes, storage: Storage) -> bytes:
+    place = storage.source.randrange(len(block))
+    if storage.fault == "cut":
+        return block[:place]
+    return block[:place] + bytes([block[place] ^ 1]) + block[place + 1 :]
+
+
+def damage_files(folder: Path, fault: str, source: random.Random) -> None:
+    """Change the files below a folder as a fault does; slow and dead storage changes none."""
+    for path in sorted(folder.rglob("*"), reverse=True):
+        if path.is_dir() and fault == RELIABLE and not any(path.iterdir()):
+            path.rmdir()  # of an earlier fault
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    contents = [path.read_bytes() for path in files]
+    for index, (path, content) in enumerate(zip(files, contents, strict=True)):
+        place = source.randrange(len(content)) if content else 0
+        if fault in ("forgets", "raises"):
+            path.unlink()
+        if fault == "raises":
+            path.mkdir()
+        changed = {
+            "lies": content + b"more",
+            "damaged": content[:place] + bytes([source.randrange(256)]) + content[place + 1 :],
+            "foreign": contents[index - 1],
+            "cut": content[:place],
+        }
+        if fault in changed:
+            path.write_bytes(changed[fault])

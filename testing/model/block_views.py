@@ -1,0 +1,118 @@
+"""Checks of `AttentionBackend.block_views`: how a cache's blocks look to KV connectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from hardpoint.plugins import AttentionBackend, KVSpec
+from hardpoint.testing.suite import Rule, short_repr
+
+NUM_BLOCKS = 24
+"""Of a cache under check."""
+
+BLOCK_VIEWS = Rule(
+    "block views: block_views returns the memory of the cache, all bytes of each block once",
+    "return one or more uint8 views [num_blocks, bytes] of what allocate returned, without "
+    "copying, whose rows are contiguous and together have bytes_per_block bytes; or leave out the "
+    "method",
+)
+MOVED_BLOCKS = Rule(
+    "moved blocks: what is copied from a block's rows to those of another is read there",
+    "keep all of a block in its rows: nothing beside them, and nothing that depends on its number",
+)
+
+
+def views_of(backend: AttentionBackend, cache: Any) -> list[torch.Tensor]:
+    """Return the views of a cache.
+
+    Raises:
+        NotImplementedError: the backend has none.
+        Violation: they are no tensors.
+    """
+    views = backend.block_views(cache)
+    is_sequence = isinstance(views, Sequence) and not isinstance(views, torch.Tensor)
+    if not is_sequence or not all(isinstance(view, torch.Tensor) for view in views) or not views:
+        what = "one tensor" if isinstance(views, torch.Tensor) else short_repr(views)
+        raise BLOCK_VIEWS.violation(f"it returned {what}, expected a sequence of tensors")
+    return list(views)
+
+
+def check_views(
+    backend: AttentionBackend, spec: KVSpec, tensors_of: Callable[[Any], Iterable[torch.Tensor]]
+) -> None:
+    """Check the shapes of a cache's views, and whose memory they are.
+
+    Args:
+        backend: under test.
+        spec: of the layer.
+        tensors_of: yields the tensors of a cache.
+
+    Raises:
+        Violation: they are not what they should be.
+    """
+    cache = backend.allocate(spec, NUM_BLOCKS)
+    views = views_of(backend, cache)
+    for view in views:
+        shape = list(view.shape)
+        if view.dtype != torch.uint8 or len(shape) != 2 or shape[0] != NUM_BLOCKS:
+            raise BLOCK_VIEWS.violation(
+                f"it returned a view {view.dtype} {shape} of a cache of {NUM_BLOCKS} blocks, "
+                f"expected torch.uint8 [{NUM_BLOCKS}, bytes]"
+            )
+        if view.stride(1) != 1:
+            raise BLOCK_VIEWS.violation(
+                f"the rows of a view {shape} are not contiguous, its strides are {view.stride()}"
+            )
+    size, expected = sum(view.shape[1] for view in views), backend.bytes_per_block(spec)
+    if size != expected:
+        raise BLOCK_VIEWS.violation(
+            f"the views have {size} bytes per block in all, bytes_per_block says {expected}"
+        )
+    _check_memory(views, list(tensors_of(cache)))
+
+
+def _check_memory(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    """Count through the views how often they have each byte of the cache, which is zero."""
+    for view in views:
+        view += 1
+    storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
+    counts = [
+        torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
+        for t in storages.values()
+    ]
+    written = sum(int((count == 1).sum()) for count in counts)
+    often = sum(int((count > 1).sum()) for count in counts)
+    total = sum(view.numel() for view in views)
+    if often:
+        raise BLOCK_VIEWS.violation(f"{often} bytes of the cache are in several blocks or views")
+    if written != total:
+        raise BLOCK_VIEWS.violation(
+            f"of {total} bytes that were written to the views, {written} are in the cache"
+        )
+
+
+def move_blocks(
+    backend: AttentionBackend,
+    spec: KVSpec,
+    cache: Any,
+    tables: tuple[Sequence[int], Sequence[int]],
+) -> Any:
+    """Return a new cache with copies of blocks; all blocks of the old one are filled with noise.
+
+    Args:
+        backend: under test.
+        spec: of the layer.
+        cache: the old one.
+        tables: the blocks to copy, and where to.
+    """
+    moved = backend.allocate(spec, NUM_BLOCKS)
+    sources = views_of(backend, cache)
+    for source, target in zip(sources, views_of(backend, moved), strict=True):
+        for old, new in zip(*tables, strict=True):
+            target[new] = source[old]
+    for source in sources:
+        source.fill_(0x5A)
+    return moved

@@ -1,0 +1,40 @@
+"""Every built-in KV connector passes the public conformance kit."""
+
+from __future__ import annotations
+
+from support.broken.kv_connectors import Shelf
+from support.kit_suites import assert_tests_builtins
+from support.searching import kit_examples
+
+from hardpoint.builtin_plugins.kv_connectors.stores import StoresConnector
+from hardpoint.testing import KVConnectorSuite
+from hardpoint.testing.kv.storage import storage_at
+
+pytest_plugins = ["hardpoint.testing"]
+
+
+class TestShelf(KVConnectorSuite):
+    examples = kit_examples()
+    connector = Shelf
+    options = {"path": "{folder}"}
+
+
+class TestStores(KVConnectorSuite):
+    examples = kit_examples()
+    connector = StoresConnector
+    name = "stores"
+    options = {"timeout_seconds": 0.1, "breaker_failures": 3, "breaker_seconds": 0.1}
+    config = {
+        "kv_connector": {
+            "use": "stores",
+            "stores": [{"use": "hardpoint.testing.kv.storage:UnreliableStore", "name": "store"}],
+        },
+        "plugin": {"store": {"place": "{folder}"}},
+    }
+
+    def disturb(self, folder, fault):
+        storage_at(str(folder)).become(fault)
+
+
+def test_every_built_in_is_tested():
+    assert_tests_builtins("kv_connectors", "connector", globals())

@@ -19,6 +19,8 @@ from hardpoint.plugins.config import KVConnectorConfig
 from hardpoint.plugins.kv_connector import KVSchedulerContext
 from hardpoint.testing import scripted_config, write_scripted_model
 
+HASTE = {"wait_seconds": 0.4, "connect_seconds": 0.4}
+"""For what does not come."""
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 6  # 270 tokens
 WHOLE = len(PROMPT) // 16 * 16
 TOKEN = "0123456789abcdef" * 2
@@ -74,7 +76,7 @@ def pairs(model, tmp_path_factory):
     def pair(*, in_step=False):
         if in_step not in opened:
             opened[in_step] = Split(model, tmp_path_factory.mktemp("pair") / "s")
-            opened[in_step].both(load_in_step=in_step, p2p={"wait_seconds": 0.2})
+            opened[in_step].both(load_in_step=in_step, p2p=HASTE)
         for engine in opened[in_step].engines.values():
             engine.reset_prefix_cache()
         return opened[in_step]
@@ -183,9 +185,10 @@ class TestTransfer:
         split.both(**connector)
         for _ in range(2):
             output = split.go_on(PROMPT, split.compute(PROMPT))
-            assert (tokens(output), output.num_cached_tokens) == (expected, WHOLE)
+            assert (tokens(output), output.num_cached_tokens) == (expected, WHOLE), split.engines[
+                DECODE
+            ].health()
             split.engines[DECODE].reset_prefix_cache()
-        split.engines[DECODE].reset_prefix_cache()
         transfer = split.compute(PROMPT)
         split.close(PREFILL)
         output = split.go_on(PROMPT, transfer)
@@ -232,13 +235,13 @@ class TestFailures:
         self.check(split, wanted, split.go_on(PROMPT, transfer), cached=0)
 
     def test_a_lease_that_has_ended(self, split, wanted, in_step):
-        split.both(load_in_step=in_step, kv_connector={"lease_seconds": 0.05})
+        split.both(load_in_step=in_step, p2p=HASTE, kv_connector={"lease_seconds": 0.05})
         transfer = split.compute(PROMPT)
         time.sleep(0.15)
         self.check(split, wanted, split.go_on(PROMPT, transfer), cached=0)
 
     def test_some_blocks_that_are_missing(self, split, wanted, in_step, monkeypatch):
-        split.both(load_in_step=in_step, save_threads=1, p2p={"wait_seconds": 0.1})
+        split.both(load_in_step=in_step, save_threads=1, p2p=HASTE)
         offer, count = PeerToPeerStore.offer, itertools.count()
 
         def forgetful(store, key, buffer, seconds):
@@ -249,7 +252,7 @@ class TestFailures:
         self.check(split, wanted, output, cached=7 * 16)
 
     def test_a_prefill_engine_that_is_gone(self, split, wanted, in_step):
-        split.both(load_in_step=in_step)
+        split.both(load_in_step=in_step, p2p=HASTE)
         transfer = split.compute(PROMPT)
         split.close(PREFILL)
         began = time.monotonic()
@@ -257,14 +260,14 @@ class TestFailures:
         assert time.monotonic() - began < 5
 
     def test_a_prefill_engine_that_was_restarted(self, split, wanted, in_step):
-        split.both(load_in_step=in_step)
+        split.both(load_in_step=in_step, p2p=HASTE)
         transfer = split.compute(PROMPT)
         split.close(PREFILL)
         split.open(PREFILL)
         self.check(split, wanted, split.go_on(PROMPT, transfer), cached=0)
 
     def test_an_error_if_that_is_configured(self, split, wanted, in_step):
-        split.both(load_in_step=in_step, kv_connector={"on_load_failure": "error"})
+        split.both(load_in_step=in_step, p2p=HASTE, kv_connector={"on_load_failure": "error"})
         transfer = split.compute(PROMPT)
         split.close(PREFILL)
         output = split.go_on(PROMPT, transfer)

@@ -182,7 +182,7 @@ class TestTransfer:
         base["parallel"] = {"tensor": tensor, "pipeline": pipeline}
         base["executor"] = {"use": "uniproc" if ranks == (1, 1) else "multiproc"}
         split = Split(folder, tmp_path / "s", base)
-        split.both(**connector)
+        split.both(**connector, p2p={"connect_seconds": 1.0})
         for _ in range(2):
             output = split.go_on(PROMPT, split.compute(PROMPT))
             assert (tokens(output), output.num_cached_tokens) == (expected, WHOLE), split.engines[

@@ -256,9 +256,9 @@ class SlabIndex:
 
     def repair(self) -> None:
         """Free what a killed process has reserved, and correct times that are yet to come."""
-        times, now = self._time_array, time.time_ns()
+        times, now = self._time_array[: self.slots], time.time_ns()
         times[times > now] = now
-        times[self._sequence_array == 0] = 0
+        times[self._sequence_array[: self.slots] == 0] = 0
 
     # Keys
 

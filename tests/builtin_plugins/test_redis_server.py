@@ -283,21 +283,24 @@ def test_tls_verifies_the_server_and_the_client(start, opened, tmp_path):
     assert len(faults) == 4, "a connection without TLS is refused"
 
 
-def config_of(scripted, server, **options):
+def config_of(scripted, server, *, tensor=1, **options):
     return scripted_config(scripted) | {
+        "parallel": {"tensor": tensor},
+        "executor": {"use": "multiproc" if tensor > 1 else "uniproc"},
         "kv_connector": {"stores": ["redis"]},
         "kv_cache": {"num_blocks": 64},
         "plugin": {"redis": {"url": server.url} | options},
     }
 
 
-def test_engines_one_after_another_have_the_same_tokens(start, scripted):
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_engines_one_after_another_have_the_same_tokens(start, scripted, tensor):
     server = start()
     params = SamplingParams(max_tokens=8, temperature=0)
     prompts = [f"say abc {number} " * 12 for number in range(4)]
     results = []
     for _ in range(2):
-        llm = LLM(str(scripted), config=config_of(scripted, server))
+        llm = LLM(str(scripted), config=config_of(scripted, server, tensor=tensor))
         try:
             outputs = llm.generate(prompts, params)
             results.append([output.outputs[0].token_ids for output in outputs])

@@ -171,9 +171,15 @@ def test_what_is_not_of_redis_is_a_fault_and_the_connection_is_given_up(server, 
 def test_an_error_in_the_midst_of_a_lookup_leaves_no_answers_for_others(server, opened):
     store = opened(server)
     keep(store, 1, 2, 3)
-    second = b"hardpoint:" + key_of(2).hex().encode()
-    busy = b"-LOADING Redis is loading the dataset in memory\r\n"
-    server.answer = lambda command: busy if command[1:] == [second] else None
+    second, third = (b"hardpoint:" + key_of(n).hex().encode() for n in (2, 3))
+
+    def answer(command):
+        if command[1:] == [second]:
+            return b"-LOADING Redis is loading the dataset in memory\r\n"
+        if command[1:] == [third]:
+            time.sleep(0.05)
+
+    server.answer = answer
     with pytest.raises(RedisError, match="the server answered: LOADING"):
         found(store, 1, 2, 3)
     server.answer = lambda command: None

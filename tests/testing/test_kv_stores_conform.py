@@ -12,6 +12,7 @@ from support.redis_servers import FakeRedis, RedisServer
 from support.searching import kit_examples
 
 from hardpoint.builtin_plugins.kv_stores.chain import ChainStore
+from hardpoint.builtin_plugins.kv_stores.disk import DiskStore
 from hardpoint.builtin_plugins.kv_stores.memory import MemoryStore
 from hardpoint.builtin_plugins.kv_stores.p2p import PeerToPeerStore
 from hardpoint.builtin_plugins.kv_stores.redis import RedisStore
@@ -23,6 +24,21 @@ pytest_plugins = ["hardpoint.testing"]
 class TestMemoryStore(KVStoreSuite):
     store = MemoryStore
     examples = kit_examples()
+
+
+class TestDiskStore(KVStoreSuite):
+    store = DiskStore
+    options = {"size_bytes": 64 * (16 << 10)}
+    shared = True
+    durable = True
+    examples = kit_examples()
+
+    def place_options(self, folder: Path) -> Mapping[str, Any]:
+        return {"path": str(folder)}
+
+    def limit_options(self, block_bytes: int, count: int) -> Mapping[str, Any]:
+        pages = -(-block_bytes // 4096)  # it keeps a block in whole pages
+        return {"size_bytes": count * pages * 4096}
 
 
 class SmallStore(MemoryStore):

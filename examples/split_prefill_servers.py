@@ -45,8 +45,7 @@ def complete(prefill: str, decode: str, body: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     prefill_url, decode_url, prompt = sys.argv[1:]
-    answer = complete(
-        prefill_url, decode_url, {"prompt": prompt, "max_tokens": 32, "temperature": 0}
-    )
+    body = {"prompt": prompt, "max_tokens": 32, "temperature": 0}
+    answer = complete(prefill_url, decode_url, body)
     print(answer["choices"][0]["text"])
     print(answer["usage"], file=sys.stderr)

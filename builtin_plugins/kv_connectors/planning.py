@@ -140,11 +140,6 @@ class StoresScheduler(KVConnectorScheduler):
             now = self._context.clock()
             self._incoming[request.request_id] = _Incoming(request, params, now + self._lease / 3)
 
-    @property
-    def num_incoming(self) -> int:
-        """Number of requests that wait for blocks of other engines, whose leases are renewed."""
-        return len(self._incoming)
-
     def request_refused(self, request_id: str) -> None:
         """Renew nothing for a request that the engine did not take."""
         self._incoming.pop(request_id, None)

@@ -99,7 +99,7 @@ def read_params(
 
 
 def new_secret() -> bytes:
-    """Return a secret that nobody can guess."""
+    """Return a secret that cannot be guessed."""
     return secrets.token_bytes(_TOKEN_BYTES)
 
 

@@ -290,7 +290,7 @@ class PeerToPeerStore(PeerKVStore):
             self._pool.renew(keys)
             return
         for some in _batches(keys):
-            self._clients[peer].tell(Renew(list(some)), self.options.connect_seconds)
+            self._clients[peer].notify(Renew(list(some)), self.options.connect_seconds)
 
     def close(self) -> None:
         """Drop the blocks and close the sockets."""

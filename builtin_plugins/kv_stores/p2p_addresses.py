@@ -87,7 +87,7 @@ def check_socket_folder(address: str, path: str) -> None:
         raise ConfigError(f"{path}: expected a folder, not a link, at {str(file.parent)!r}")
     if folder.st_uid != os.geteuid() or folder.st_mode & 0o077:
         raise ConfigError(
-            f"{path}: expected a folder of this user that nobody else can enter (chmod 700), got "
+            f"{path}: expected a folder that only this user can enter (chmod 700), got "
             f"{str(file.parent)!r} with mode {stat.S_IMODE(folder.st_mode):o} of user "
             f"{folder.st_uid}"
         )
@@ -136,7 +136,7 @@ def read_key_pair(file: str, path: str) -> KeyPair:
         is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
         if not is_ours or found.st_mode & 0o077:
             raise ConfigError(
-                f"{path}: expected a file of this user that nobody else can read (chmod 600), got "
+                f"{path}: expected a file that only this user can read (chmod 600), got "
                 f"{file!r} with mode {stat.S_IMODE(found.st_mode):o} of user {found.st_uid}"
             )
         secret = os.read(descriptor, 2 * _KEY_CHARACTERS).strip()

@@ -96,7 +96,7 @@ class PeerClient:
                 return None
             return self._answer(socket, serial, now + seconds)
 
-    def tell(self, question: Question, seconds: float) -> None:
+    def notify(self, question: Question, seconds: float) -> None:
         """Send what has no answer."""
         serial = next(self._serials).to_bytes(8, "big")
         with self._socket() as socket:

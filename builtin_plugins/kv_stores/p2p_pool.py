@@ -119,17 +119,6 @@ class BlockPool:
             for key in [key for key, offer in self._offers.items() if now >= offer.until]:
                 self._end(key)
 
-    @property
-    def num_offers(self) -> int:
-        """Number of blocks that are offered."""
-        return len(self._offers)
-
-    @property
-    def offered_keys(self) -> list[bytes]:
-        """Keys of the blocks that are offered, in order."""
-        with self._lock:
-            return list(self._offers)
-
     def clear(self) -> None:
         """Drop all blocks."""
         with self._lock:

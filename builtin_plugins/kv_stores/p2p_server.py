@@ -41,7 +41,7 @@ class BlockServer:
     """Answers questions from a pool, in a thread that owns the socket.
 
     A client that does not read its answers loses them, and one whose questions are no questions
-    gets none; nobody waits for it.
+    gets none; no one waits for it.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class BlockServer:
             poller.register(one, zmq.POLLIN)
         try:
             while not self._closing:
-                ready = dict(poller.poll(math.ceil(self._patience() * 1000)))
+                ready = dict(poller.poll(math.ceil(self._timeout() * 1000)))
                 if self._keys in ready:
                     self._check_key(self._keys)
                 if self._wake_receiver.fileno() in ready:
@@ -114,7 +114,7 @@ class BlockServer:
             for one in sockets:
                 one.close(linger=0)
 
-    def _patience(self) -> float:
+    def _timeout(self) -> float:
         """Return the seconds until something has to be looked after."""
         first = min((waiting.until for waiting in self._waiting.values()), default=None)
         if first is None:
@@ -143,7 +143,7 @@ class BlockServer:
             except msgspec.MsgspecError:
                 continue
             if isinstance(question, Take):
-                self._take(client, serial, question)
+                self._answer_take(client, serial, question)
             elif isinstance(question, Get):
                 self._send(client, serial, self._pool.get(question.key))
             elif isinstance(question, Has):
@@ -153,7 +153,7 @@ class BlockServer:
                 assert isinstance(question, Renew)
                 self._pool.renew(question.keys)
 
-    def _take(self, client: bytes, serial: bytes, question: Take) -> None:
+    def _answer_take(self, client: bytes, serial: bytes, question: Take) -> None:
         key = question.key
         if question.identity != self._identity:
             self._send(client, serial, None, OTHER)

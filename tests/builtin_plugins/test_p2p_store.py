@@ -10,7 +10,6 @@ import msgspec
 import pytest
 import zmq
 from support.builtins.peers import BLOCK, Peers, block, eventually, holds, key
-from support.internals import pool_of
 
 from hardpoint.builtin_plugins.kv_stores.p2p_messages import Get, Has, Renew, Take, encode
 
@@ -119,9 +118,10 @@ class TestForOne:
         assert holds(buffer, 9)
 
     def test_leases_end_without_a_question(self, peers):
-        a = peers.open("a")
+        a = peers.open("a", size_bytes=BLOCK)
         a.offer(key(1), block(5), 0.05)
-        assert eventually(lambda: not pool_of(a).num_offers)
+        assert not a.store(key(2), block(2))
+        assert eventually(lambda: a.store(key(2), block(2)))
 
     def test_both_sides_renew_leases(self, peers):
         a, b = peers.open("a"), peers.open("b")

@@ -2,19 +2,57 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
-from support.builtins.peers import eventually
 from support.builtins.split import DECODE, PREFILL, REMOTE, Split, params, split_config, tokens
-from support.internals import engine_of, pool_of, scheduler_half_of, stores_of
+from support.internals import engine_of
 from support.parallel import write_random_model
 
-from hardpoint import LLM, RequestError
+from hardpoint import LLM, RequestError, SamplingParams
+from hardpoint.builtin_plugins.kv_connectors.jobs import Transfer
+from hardpoint.builtin_plugins.kv_connectors.planning import StoresScheduler
+from hardpoint.builtin_plugins.kv_stores.p2p import PeerToPeerStore
+from hardpoint.plugins import EngineCoreRequest, KVConnectorContext, Request, SchedulerOutput
+from hardpoint.plugins.config import KVConnectorConfig
+from hardpoint.plugins.kv_connector import KVSchedulerContext
 from hardpoint.testing import scripted_config, write_scripted_model
 
+HASTE = {"wait_seconds": 0.4, "connect_seconds": 0.4}
+"""For what does not come."""
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 6  # 270 tokens
 WHOLE = len(PROMPT) // 16 * 16
+TOKEN = "0123456789abcdef" * 2
+GOOD = {
+    "do_remote_prefill": True,
+    "remote_engine_id": PREFILL,
+    "transfer_token": TOKEN,
+    "num_tokens": 16,
+}
+HASHES = [bytes([number]) * 32 for number in range(4)]
+
+
+def planner(*, clock, **config):
+    """Return the scheduler half alone, of an engine that can reach the prefill engine."""
+    half = StoresScheduler(
+        KVConnectorContext(
+            name="stores", options=None, config=KVConnectorConfig(stores=["p2p"], **config)
+        ),
+        KVSchedulerContext(block_size=16, block_hashes=lambda *_: HASHES, clock=clock),
+        loads_in_step=False,
+    )
+    half.set_handshakes([{"peers": [PREFILL]}])
+    return half
+
+
+def incoming(name):
+    return EngineCoreRequest(
+        request_id=name,
+        prompt_token_ids=[1] * 33,
+        params=SamplingParams(),
+        kv_transfer_params=GOOD,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +68,24 @@ def wanted(model):
     llm.close()
 
 
+@pytest.fixture(scope="module")
+def pairs(model, tmp_path_factory):
+    """Two engines that several tests use, by whether they load within steps."""
+    opened = {}
+
+    def pair(*, in_step=False):
+        if in_step not in opened:
+            opened[in_step] = Split(model, tmp_path_factory.mktemp("pair") / "s")
+            opened[in_step].both(load_in_step=in_step, p2p=HASTE)
+        for engine in opened[in_step].engines.values():
+            engine.reset_prefix_cache()
+        return opened[in_step]
+
+    yield pair
+    for split in opened.values():
+        split.close_all()
+
+
 @pytest.fixture
 def split(model, tmp_path):
     split = Split(model, tmp_path / "s")
@@ -38,8 +94,9 @@ def split(model, tmp_path):
 
 
 class TestTransfer:
-    def test_the_decode_engine_computes_the_rest_alone(self, split, wanted):
-        prefill, decode = split.both()
+    def test_the_decode_engine_computes_the_rest_alone(self, pairs, wanted):
+        split = pairs()
+        prefill, decode = split.engines.values()
         transfer = split.compute(PROMPT)
         assert transfer == {
             "do_remote_prefill": True,
@@ -57,14 +114,14 @@ class TestTransfer:
         [{"temperature": 1.0, "seed": 7}, {"logprobs": 2}, {"stop": ["a"]}, {"max_tokens": 1}],
         ids=str,
     )
-    def test_parameters_of_a_request_change_nothing(self, split, wanted, fields):
-        split.both()
+    def test_parameters_of_a_request_change_nothing(self, pairs, wanted, fields):
+        split = pairs()
         transfer = split.compute(PROMPT, temperature=0.0)
         assert tokens(split.go_on(PROMPT, transfer, **fields)) == wanted(**fields)
 
     @pytest.mark.parametrize("length", [1, 15, 16, 17, 32, 33])
-    def test_prompts_of_any_length(self, split, wanted, length):
-        split.both()
+    def test_prompts_of_any_length(self, pairs, wanted, length):
+        split = pairs()
         transfer = split.compute(PROMPT[:length])
         assert transfer["num_tokens"] == length // 16 * 16
         output = split.go_on(PROMPT[:length], transfer)
@@ -79,8 +136,8 @@ class TestTransfer:
             assert (tokens(output), output.num_cached_tokens) == (wanted(), WHOLE)
             split.engines[DECODE].reset_prefix_cache()
 
-    def test_a_longer_prompt_gets_what_there_is(self, split, wanted):
-        split.both()
+    def test_a_longer_prompt_gets_what_there_is(self, pairs, wanted):
+        split = pairs()
         transfer = split.compute(PROMPT[:100])
         output = split.go_on(PROMPT, transfer)
         assert (tokens(output), output.num_cached_tokens) == (wanted(), 96)
@@ -94,8 +151,9 @@ class TestTransfer:
         assert [tokens(one) for one in answers] == [wanted(p, max_tokens=30) for p in prompts]
         assert all(one.num_cached_tokens for one in answers)
 
-    def test_both_ways(self, split, wanted):
-        prefill, decode = split.both()
+    def test_both_ways(self, pairs, wanted):
+        split = pairs()
+        prefill, decode = split.engines.values()
         (output,) = decode.generate([PROMPT], params(1), kv_transfer_params=REMOTE)
         assert output.kv_transfer_params["remote_engine_id"] == DECODE
         (output,) = prefill.generate(
@@ -103,18 +161,38 @@ class TestTransfer:
         )
         assert (tokens(output), output.num_cached_tokens) == (wanted(), WHOLE)
 
-    def test_by_groups_of_layers_within_the_step(self, tmp_path):
+    @pytest.mark.parametrize(
+        ("ranks", "connector"),
+        [
+            ((1, 1), {"layer_groups": 3, "load_in_step": True}),
+            pytest.param((1, 1), {"layer_groups": 3}, marks=pytest.mark.nightly),
+            pytest.param((2, 1), {}, marks=pytest.mark.nightly),
+            pytest.param((2, 1), {"load_in_step": True}, marks=pytest.mark.nightly),
+            pytest.param((1, 3), {"load_in_step": True}, marks=pytest.mark.nightly),
+        ],
+        ids=str,
+    )
+    def test_of_several_layers_and_ranks(self, tmp_path, ranks, connector):
         folder = write_random_model(tmp_path / "m", "LlamaForCausalLM")
         base = {"dtype": "float32", "load": {"use": "dummy"}, "kv_cache": {"num_blocks": 96}}
         alone = LLM(str(folder), config=base)
         expected = tokens(alone.generate([PROMPT], params())[0])
         alone.close()
+        tensor, pipeline = ranks
+        base["parallel"] = {"tensor": tensor, "pipeline": pipeline}
+        base["executor"] = {"use": "uniproc" if ranks == (1, 1) else "multiproc"}
         split = Split(folder, tmp_path / "s", base)
-        split.both(layer_groups=3, load_in_step=True)
+        split.both(**connector, p2p={"connect_seconds": 1.0})
         for _ in range(2):
             output = split.go_on(PROMPT, split.compute(PROMPT))
-            assert (tokens(output), output.num_cached_tokens) == (expected, WHOLE)
+            assert (tokens(output), output.num_cached_tokens) == (expected, WHOLE), split.engines[
+                DECODE
+            ].health()
             split.engines[DECODE].reset_prefix_cache()
+        transfer = split.compute(PROMPT)
+        split.close(PREFILL)
+        output = split.go_on(PROMPT, transfer)
+        assert (tokens(output), output.num_cached_tokens) == (expected, 0)
         split.close_all()
 
 
@@ -139,43 +217,42 @@ class TestFailures:
         (again,) = decode.generate([PROMPT], params())
         assert tokens(again) == wanted()
 
-    def test_blocks_are_fetched_once(self, split, wanted, in_step):
-        split.both(load_in_step=in_step)
+    def test_blocks_are_fetched_once(self, pairs, wanted, in_step):
+        split = pairs(in_step=in_step)
         transfer = split.compute(PROMPT)
         split.go_on(PROMPT, transfer)
         split.engines[DECODE].reset_prefix_cache()
         self.check(split, wanted, split.go_on(PROMPT, transfer), cached=0)
 
-    def test_a_token_that_was_never_given(self, split, wanted, in_step):
-        split.both(load_in_step=in_step)
+    def test_a_token_that_was_never_given(self, pairs, wanted, in_step):
+        split = pairs(in_step=in_step)
         transfer = {**split.compute(PROMPT), "transfer_token": "0" * 32}
         self.check(split, wanted, split.go_on(PROMPT, transfer), cached=0)
 
-    def test_blocks_of_another_prompt(self, split, wanted, in_step):
-        split.both(load_in_step=in_step)
+    def test_blocks_of_another_prompt(self, pairs, wanted, in_step):
+        split = pairs(in_step=in_step)
         transfer = split.compute("x" * len(PROMPT))
         self.check(split, wanted, split.go_on(PROMPT, transfer), cached=0)
 
     def test_a_lease_that_has_ended(self, split, wanted, in_step):
-        split.both(load_in_step=in_step, kv_connector={"lease_seconds": 0.05})
+        split.both(load_in_step=in_step, p2p=HASTE, kv_connector={"lease_seconds": 0.05})
         transfer = split.compute(PROMPT)
         time.sleep(0.15)
         self.check(split, wanted, split.go_on(PROMPT, transfer), cached=0)
 
-    def test_some_blocks_that_are_missing(self, split, wanted, in_step):
-        split.both(load_in_step=in_step, p2p={"wait_seconds": 0.1})
-        transfer = split.compute(PROMPT)
-        (store,) = stores_of(split.engines[PREFILL])
-        pool = pool_of(store)
-        assert eventually(lambda: pool.num_offers == WHOLE // 16)
-        for key in pool.offered_keys[7:9]:
-            assert pool.end(key)
-        output = split.go_on(PROMPT, transfer)
-        self.check(split, wanted, output)
-        assert output.num_cached_tokens <= 7 * 16
+    def test_some_blocks_that_are_missing(self, split, wanted, in_step, monkeypatch):
+        split.both(load_in_step=in_step, save_threads=1, p2p=HASTE)
+        offer, count = PeerToPeerStore.offer, itertools.count()
+
+        def forgetful(store, key, buffer, seconds):
+            return next(count) not in (7, 8) and offer(store, key, buffer, seconds)
+
+        monkeypatch.setattr(PeerToPeerStore, "offer", forgetful)
+        output = split.go_on(PROMPT, split.compute(PROMPT))
+        self.check(split, wanted, output, cached=7 * 16)
 
     def test_a_prefill_engine_that_is_gone(self, split, wanted, in_step):
-        split.both(load_in_step=in_step)
+        split.both(load_in_step=in_step, p2p=HASTE)
         transfer = split.compute(PROMPT)
         split.close(PREFILL)
         began = time.monotonic()
@@ -183,14 +260,14 @@ class TestFailures:
         assert time.monotonic() - began < 5
 
     def test_a_prefill_engine_that_was_restarted(self, split, wanted, in_step):
-        split.both(load_in_step=in_step)
+        split.both(load_in_step=in_step, p2p=HASTE)
         transfer = split.compute(PROMPT)
         split.close(PREFILL)
         split.open(PREFILL)
         self.check(split, wanted, split.go_on(PROMPT, transfer), cached=0)
 
     def test_an_error_if_that_is_configured(self, split, wanted, in_step):
-        split.both(load_in_step=in_step, kv_connector={"on_load_failure": "error"})
+        split.both(load_in_step=in_step, p2p=HASTE, kv_connector={"on_load_failure": "error"})
         transfer = split.compute(PROMPT)
         split.close(PREFILL)
         output = split.go_on(PROMPT, transfer)
@@ -201,40 +278,37 @@ class TestFailures:
 
 
 class TestLeases:
+    @pytest.mark.nightly  # it takes longer than a lease
     def test_what_a_waiting_request_needs_is_renewed(self, split, wanted):
-        split.open(PREFILL, kv_connector={"lease_seconds": 0.4})
+        split.open(PREFILL, kv_connector={"lease_seconds": 1.0})
         decode = split.open(
-            DECODE, kv_connector={"lease_seconds": 0.4}, base={"scheduler": {"max_num_seqs": 1}}
+            DECODE, kv_connector={"lease_seconds": 1.0}, base={"scheduler": {"max_num_seqs": 1}}
         )
         transfer = split.compute(PROMPT)
-        first = decode.stream("a long answer", params(400))
+        first = decode.stream("a long answer", params(300))
         next(first)
         second = decode.stream(PROMPT, params(), kv_transfer_params=transfer)
         began = time.monotonic()
         for _ in first:
-            time.sleep(0.003)
-        assert time.monotonic() - began > 0.8
+            time.sleep(0.008)
+        assert time.monotonic() - began > 2.0
         outputs = list(second)
-        assert sum((list(tokens(output)) for output in outputs), []) == wanted()
+        assert [token for output in outputs for token in tokens(output)] == wanted()
         assert outputs[-1].num_cached_tokens == WHOLE
 
-    def test_a_request_that_is_refused_or_aborted_renews_nothing(self, split):
-        prefill = split.open(PREFILL)
-        decode = split.open(DECODE, base={"scheduler": {"max_waiting": 1, "max_num_seqs": 1}})
-        half = scheduler_half_of(decode)
-        streams, refusals = [], 0
-        for _ in range(4):
-            transfer = split.compute(PROMPT)
-            try:
-                streams.append(decode.stream(PROMPT, params(), kv_transfer_params=transfer))
-            except RequestError:
-                refusals += 1
-            prefill.reset_prefix_cache()
-        assert refusals
-        assert half.num_incoming == len(streams)
-        for stream in streams:
-            stream.close()
-        assert not half.num_incoming
+    def test_requests_that_do_not_wait_any_more_renew_nothing(self):
+        now = [0.0]
+        half = planner(clock=lambda: now[0], lease_seconds=3.0)
+        for name in ("waits", "is refused", "is aborted"):
+            half.check_request(incoming(name))
+        half.request_refused("is refused")
+        half.request_finished(Request(incoming("is aborted")), ((),))
+        assert half.build_connector_meta(SchedulerOutput(step=0)) is None, "too early"
+        for number in range(1, 4):
+            now[0] += 1.1
+            (renewal,) = half.build_connector_meta(SchedulerOutput(step=number)).renewals
+            assert renewal.transfer == Transfer(PREFILL, bytes.fromhex(TOKEN))
+            assert renewal.hashes == HASHES[:1]
 
     def test_one_that_ends_early_offers_nothing(self, split):
         prefill = split.open(PREFILL, base={"scheduler": {"max_num_batched_tokens": 32}})
@@ -247,25 +321,12 @@ class TestLeases:
         assert output.kv_transfer_params is None
 
 
-TOKEN = "0123456789abcdef" * 2
-GOOD = {
-    "do_remote_prefill": True,
-    "remote_engine_id": PREFILL,
-    "transfer_token": TOKEN,
-    "num_tokens": 16,
-}
 WRONG = {
     "nothing": ({}, "expected one of do_remote_decode and do_remote_prefill to be true"),
     "both": ({**GOOD, **REMOTE}, "expected one of do_remote_decode and do_remote_prefill"),
-    "an unknown field": (
-        {**GOOD, "remote_host": "h"},
-        "kv_transfer_params.remote_host: unknown field",
-    ),
+    "an unknown field": ({**GOOD, "remote_host": "h"}, ".remote_host: unknown field"),
     "an address": ({**GOOD, "remote_engine_id": "tcp://x:1"}, "expected one of the configured pe"),
-    "block ids": (
-        {**GOOD, "remote_block_ids": [1]},
-        "kv_transfer_params.remote_block_ids: unknown field",
-    ),
+    "block ids": ({**GOOD, "remote_block_ids": [1]}, ".remote_block_ids: unknown field"),
     "itself": ({**GOOD, "remote_engine_id": DECODE}, "(prefill), got 'decode'"),
     "no token": (
         {name: value for name, value in GOOD.items() if name != "transfer_token"},
@@ -283,11 +344,9 @@ WRONG = {
 
 
 class TestRefusals:
-    @pytest.fixture(scope="class")
-    def decode(self, model, tmp_path_factory):
-        split = Split(model, tmp_path_factory.mktemp("refusals") / "s")
-        yield split.open(DECODE)
-        split.close_all()
+    @pytest.fixture
+    def decode(self, pairs):
+        return pairs().engines[DECODE]
 
     @pytest.mark.parametrize(("given", "words"), WRONG.values(), ids=WRONG)
     def test_wrong_parameters_are_a_request_error(self, decode, given, words):
@@ -310,8 +369,6 @@ class TestRefusals:
         config["kv_connector"] = {"stores": ["memory"]}
         del config["plugin"]
         llm = LLM(str(model), config=config)
-        with pytest.raises(
-            RequestError, match=r"no store of kv_connector\.stores exchanges blocks"
-        ):
+        with pytest.raises(RequestError, match="no store of kv_connector.stores exchanges"):
             llm.generate([PROMPT], params(), kv_transfer_params=REMOTE)
         llm.close()

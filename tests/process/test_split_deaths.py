@@ -55,6 +55,7 @@ class Pair:
         connector.setdefault("kv_connector", {}).setdefault("lease_seconds", LEASE_S)
         connector["kv_connector"].setdefault("load_seconds", 4.0)
         base = {**base, "engine": {"max_restarts_per_minute": 10}}
+        connector["p2p"] = {"connect_seconds": 0.5, **connector.get("p2p", {})}
         self.num_loaded = 0  # answers that did not compute their prompt
         self.prefill, self.decode = (
             AsyncLLM(

@@ -29,8 +29,8 @@ def split_config(
         "listen": f"ipc://{sockets}/{name}.{{rank}}",
         "peers": {one: f"ipc://{sockets}/{one}.{{rank}}" for one in (PREFILL, DECODE)},
         "size_bytes": 1 << 24,
-        "connect_seconds": 0.3,
-        "wait_seconds": 0.5,
+        "connect_seconds": 3.0,
+        "wait_seconds": 3.0,
         **connector.pop("p2p", {}),
     }
     more = connector.pop("kv_connector", {})

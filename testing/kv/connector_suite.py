@@ -74,6 +74,8 @@ MEMORY = Rule(
 _HEALING = 8
 _WAVE = 24
 _PROMPT = 37
+_ATTEMPTS = 3
+_STORE_SECONDS = 1.0
 _CLOSE_SECONDS = 10.0
 _THREAD_SECONDS = 2.0
 
@@ -131,7 +133,8 @@ class KVConnectorSuite(ComponentSuite):
 
     def test_tokens(self) -> None:
         """Any requests get the tokens that they get without a connector."""
-        checks = [functools.partial(self._check_history, h) for h in scenarios().values()]
+        histories = scenarios(5 if self.examples >= 1 else 2).values()
+        checks = [functools.partial(self._check_history, history) for history in histories]
         self._run_checks(TOKENS.text, *checks)
         self._search(TOKENS.text, 40, self._check_history, history=HISTORIES)
 
@@ -180,10 +183,15 @@ class KVConnectorSuite(ComponentSuite):
 
     @contextmanager
     def _rig(
-        self, folder: Path, extra: Mapping[str, Any] | None = None, model: str = "model"
+        self,
+        folder: Path,
+        extra: Mapping[str, Any] | None = None,
+        model: str = "model",
+        *,
+        is_quiet: bool = True,
     ) -> Iterator[Rig]:
         """Open an engine with the connector for the body."""
-        config = rig_config(self._engine_config(folder)) | dict(extra or {})
+        config = rig_config(self._engine_config(folder), is_quiet=is_quiet) | dict(extra or {})
         disturb = functools.partial(self.disturb, folder)
         logger = logging.getLogger("hardpoint")
         level = logger.level
@@ -268,19 +276,30 @@ class KVConnectorSuite(ComponentSuite):
         with self._folder() as folder:
             with self._rig(folder) as rig:
                 rig.play([Add(0, _PROMPT, MAX_TOKENS)])
-                rig.play([Do("reset"), Add(0, _PROMPT, MAX_TOKENS)])
-                again = list(rig.requests.values())[-1]
-                self._check_results(rig, is_quiet=True)
-                _expect_loaded(again, whole, "the prefix cache was reset")
-                rig.play([Do("reset"), Add(0, _PROMPT - BLOCK_SIZE, MAX_TOKENS)])
-                shorter = list(rig.requests.values())[-1]
-                self._check_results(rig, is_quiet=True)
-                _expect_loaded(shorter, whole - BLOCK_SIZE, "a longer prompt was computed")
+                self._expect_loaded(rig, Add(0, _PROMPT, 2), whole, "the prefix cache was reset")
+                shorter = Add(0, _PROMPT - BLOCK_SIZE, MAX_TOKENS)
+                what = "a longer prompt was computed"
+                self._expect_loaded(rig, shorter, whole - BLOCK_SIZE, what)
             if self.keeps:
                 with self._rig(folder) as rig:
-                    rig.play([Add(0, _PROMPT, MAX_TOKENS)])
-                    self._check_results(rig, is_quiet=True)
-                    _expect_loaded(rig.requests["r0"], whole, "the engine was opened again")
+                    again = Add(0, _PROMPT, MAX_TOKENS)
+                    self._expect_loaded(rig, again, whole, "the engine was opened again")
+
+    def _expect_loaded(self, rig: Rig, add: Add, expected: int, after: str) -> None:
+        """Add a request until its blocks are loaded, which may be stored in the background."""
+        limit = time.monotonic() + _STORE_SECONDS
+        while True:
+            rig.play([Do("reset"), add])
+            live = list(rig.requests.values())[-1]
+            self._check_results(rig, is_quiet=True)
+            if live.cached == expected:
+                return
+            if time.monotonic() > limit:
+                raise LOADS.violation(
+                    f"after {after}, {live.cached} tokens of a prompt of {add.length} were loaded, "
+                    f"expected {expected}"
+                )
+            time.sleep(0.02)
 
     def _check_history(self, history: Sequence[Operation]) -> None:
         with self._folder() as folder, self._rig(folder) as rig:
@@ -288,7 +307,7 @@ class KVConnectorSuite(ComponentSuite):
             self._check_results(rig, is_quiet=True)
 
     def _check_disturbed(self, history: Sequence[Operation]) -> None:
-        with self._folder() as folder, self._rig(folder) as rig:
+        with self._folder() as folder, self._rig(folder, is_quiet=False) as rig:
             rig.play(history)
             self._check_results(rig, is_quiet=False)
 
@@ -296,7 +315,7 @@ class KVConnectorSuite(ComponentSuite):
         """Store some prompts, let the storage fail, and compute them and longer ones."""
         first = [Add(0, 21, 2), Add(1, _PROMPT, 2)]
         later = [Add(0, _PROMPT, 2), Add(1, _PROMPT, 2)]
-        with self._folder() as folder, self._rig(folder) as rig:
+        with self._folder() as folder, self._rig(folder, is_quiet=False) as rig:
             rig.play(first)
             try:
                 self.disturb(folder, fault)
@@ -334,19 +353,28 @@ class KVConnectorSuite(ComponentSuite):
 
     def _check_time(self) -> None:
         for fault in ("slow", "dead"):
-            with self._folder() as folder, self._rig(folder) as rig:
-                self.disturb(folder, fault)
-                adds = [Add(family, length, 2) for family in range(2) for length in (_PROMPT, 21)]
-                rig.play(adds)
-                rig.play([Do("reset"), *adds])
-                assert rig.watch is not None
-                for method, seconds in rig.watch.slowest.items():
-                    if method in _QUICK and seconds > self.call_seconds:
-                        raise TIME.violation(
-                            f"over storage that {_DOES[fault]}, a call of {method}() took "
-                            f"{seconds:.2f} s, at most {self.call_seconds:g} s is accepted"
-                        )
-                self.disturb(folder, RELIABLE)
+            for attempt in range(_ATTEMPTS):
+                slow = self._slow_calls(fault)
+                if not slow:
+                    break
+                if attempt == _ATTEMPTS - 1:  # else the machine may have been busy
+                    method, seconds = slow.popitem()
+                    raise TIME.violation(
+                        f"over storage that {_DOES[fault]}, a call of {method}() took "
+                        f"{seconds:.2f} s, at most {self.call_seconds:g} s is accepted"
+                    )
+
+    def _slow_calls(self, fault: str) -> dict[str, float]:
+        """Return the seconds of calls that took too long, by method."""
+        adds = [Add(family, length, 2) for family in range(2) for length in (_PROMPT, 21)]
+        with self._folder() as folder, self._rig(folder, is_quiet=False) as rig:
+            self.disturb(folder, fault)
+            rig.play(adds)
+            rig.play([Do("reset"), *adds])
+            self.disturb(folder, RELIABLE)
+            assert rig.watch is not None
+            found = rig.watch.slowest.items()
+            return {m: s for m, s in found if m in _QUICK and s > self.call_seconds}
 
     def _check_ranks(self, size: tuple[int, int]) -> None:
         tensor, pipeline = size
@@ -356,13 +384,12 @@ class KVConnectorSuite(ComponentSuite):
         }
         what = f"with parallel.tensor = {tensor} and parallel.pipeline = {pipeline}"
         with self._folder() as folder, self._rig(folder, extra) as rig:
-            rig.play([Add(0, _PROMPT, MAX_TOKENS), Do("step", 3), Add(1, _PROMPT, MAX_TOKENS)])
-            rig.play([Do("reset"), Add(0, _PROMPT, MAX_TOKENS), Add(1, _PROMPT, MAX_TOKENS)])
             try:
-                self._check_results(rig, is_quiet=True)
-                for live in list(rig.requests.values())[-2:]:
-                    expected = (_PROMPT - 1) // BLOCK_SIZE * BLOCK_SIZE
-                    _expect_loaded(live, expected, "the prefix cache was reset")
+                rig.play([Add(0, _PROMPT, MAX_TOKENS), Do("step", 3), Add(1, _PROMPT, MAX_TOKENS)])
+                for family in range(2):
+                    whole = (_PROMPT - 1) // BLOCK_SIZE * BLOCK_SIZE
+                    add = Add(family, _PROMPT, MAX_TOKENS)
+                    self._expect_loaded(rig, add, whole, "the prefix cache was reset")
             except Violation as violation:
                 raise RANKS.violation(f"{what}, {violation.observed}") from violation
 
@@ -370,7 +397,7 @@ class KVConnectorSuite(ComponentSuite):
         for fault in (RELIABLE, "dead"):
             with self._folder() as folder:
                 before = set(threading.enumerate())
-                with self._rig(folder) as rig:
+                with self._rig(folder, is_quiet=False) as rig:
                     rig.play([Add(0, _PROMPT, 1)])
                     self.disturb(folder, fault)
                     rig.play([Do("reset"), Add(0, _PROMPT, 1)])
@@ -437,14 +464,6 @@ def _filled_in(value: Any, folder: str) -> Any:
     if isinstance(value, list | tuple):
         return [_filled_in(part, folder) for part in value]
     return value
-
-
-def _expect_loaded(live: Live, expected: int, after: str) -> None:
-    if live.cached != expected:
-        raise LOADS.violation(
-            f"after {after}, {live.cached} tokens of a prompt of {live.add.length} were loaded, "
-            f"expected {expected}"
-        )
 
 
 def _left(before: set[threading.Thread]) -> list[threading.Thread]:

@@ -23,8 +23,8 @@ BLOCK_SIZE = 4
 MAX_TOKENS = 8
 _CONTEXT = 64
 _NUM_BLOCKS = 26
-_LOAD_SECONDS = 0.4
-_LEASE_SECONDS = 0.4
+_QUIET_SECONDS = 5.0
+_DISTURBED_SECONDS = 0.4
 _PATIENCE_SECONDS = 20.0
 
 TOKENS = Rule(
@@ -98,8 +98,8 @@ DISTURBED = st.lists(
 """The same, over storage that fails."""
 
 
-def scenarios() -> dict[str, list[Operation]]:
-    """Return histories in which things happen in each state of requests that are loaded."""
+def scenarios(num_states: int) -> dict[str, list[Operation]]:
+    """Return histories in which things happen in some states of requests that are loaded."""
     whole, run = Add(0, 41, 4), Do("step", 24)
     found: dict[str, list[Operation]] = {
         "part": [whole, run, Do("reset"), Add(0, 13, 2), run, whole, run, Add(0, 17, 8)],
@@ -108,7 +108,7 @@ def scenarios() -> dict[str, list[Operation]]:
     found["crowd"] += found["crowd"]
     for what in ("abort", "interrupt", "recompute", "reset", "pause", "sleep"):
         history = found[what] = [whole, Add(1, 30, 2), run]
-        for steps in range(5):
+        for steps in range(num_states):
             history += [Do("reset"), Add(0, 30, 4), whole, Do("step", steps), Do(what, steps)]
             history += [Add(1, 41, 4), Do("step"), Add(0, 41, 2), run]
     return found
@@ -282,16 +282,24 @@ class Rig:
         self._engine.close()
 
 
-def rig_config(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of an engine whose requests are chunked and preempted."""
-    connector = {"load_seconds": _LOAD_SECONDS, "lease_seconds": _LEASE_SECONDS}
-    return {
+def rig_config(extra: Mapping[str, Any], *, is_quiet: bool = True) -> dict[str, Any]:
+    """Return the configuration of an engine whose requests are chunked and preempted.
+
+    Args:
+        extra: further configuration, which has the connector; empty for an engine without.
+        is_quiet: whether all storage works, so that nothing is late.
+    """
+    config = {
         **extra,
         "attention": {"use": "hardpoint.testing.kv.slots:WitnessAttention"},
         "kv_cache": {"block_size": BLOCK_SIZE, "num_blocks": _NUM_BLOCKS},
         "scheduler": {"max_num_batched_tokens": 16},
-        **({"kv_connector": connector | dict(extra["kv_connector"])} if extra else {}),
     }
+    if "kv_connector" in extra:
+        seconds = _QUIET_SECONDS if is_quiet else _DISTURBED_SECONDS
+        limits = {"load_seconds": seconds, "lease_seconds": seconds}
+        config["kv_connector"] = limits | dict(extra["kv_connector"])
+    return config
 
 
 def write_model(folder: Path, seed: int = 1) -> Path:

@@ -123,7 +123,9 @@ class FilesWorker(KVConnectorWorker):
         for load in self._loads:
             self._errors.update(load.move.block_ids[load.num_right :])
         bad = {load.move.request_id for load in self._loads if not _is_right(load)}
-        kept = [self._key(h) for save in self._saves if save.request_id not in bad for h in save.hashes]
+        kept = [
+            self._key(h) for save in self._saves if save.request_id not in bad for h in save.hashes
+        ]
         for key in kept:
             if self._room.acquire(blocking=False):
                 self._pool.submit(self._write, key, self._copies[key])

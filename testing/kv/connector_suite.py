@@ -340,11 +340,11 @@ class KVConnectorSuite(ComponentSuite):
                 self._check_results(rig, is_quiet=True)
             write_model(folder.parent / "other", seed=2)
             others = {
-                "with another configuration": {"model": "other"},
-                "with blocks of another size": {"extra": {"kv_cache": {"block_size": 8}}},
+                "with another configuration": (None, "other"),
+                "with blocks of another size": ({"kv_cache": {"block_size": 8}}, "model"),
             }
-            for what, changes in others.items():
-                with self._rig(folder, **changes) as rig:
+            for what, (extra, model) in others.items():
+                with self._rig(folder, extra, model) as rig:
                     rig.play([Add(0, _PROMPT, MAX_TOKENS)])
                     if WITNESS.mismatches:
                         raise FOREIGN.violation(f"in an engine {what}, {WITNESS.mismatches[0]}")

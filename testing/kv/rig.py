@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from hardpoint.plugins import KVConnector, SamplingParams
+from hardpoint.plugins import KVConnector, RequestOutput, SamplingParams
 from hardpoint.testing.engine_access import interrupted_executor
 from hardpoint.testing.scripted import scripted_engine, write_scripted_model
 from hardpoint.testing.suite import Rule
@@ -102,10 +102,10 @@ def scenarios(num_states: int) -> dict[str, list[Operation]]:
     """Return histories in which things happen in some states of requests that are loaded."""
     whole, run = Add(0, 41, 4), Do("step", 24)
     found: dict[str, list[Operation]] = {
-        "part": [whole, run, Do("reset"), Add(0, 13, 2), run, whole, run, Add(0, 17, 8)],
-        "crowd": [Add(n % 3, 30, 8) for n in range(6)] * 2 + [run, run, Do("reset")],
+        "part": [whole, run, Do("reset"), Add(0, 13, 2), run, whole, run, Add(0, 17, 8)]
     }
-    found["crowd"] += found["crowd"]
+    crowd: list[Operation] = [Add(number % 3, 30, 8) for number in range(12)]
+    found["crowd"] = [*crowd, run, run, Do("reset"), *crowd]
     for what in ("abort", "interrupt", "recompute", "reset", "pause", "sleep"):
         history = found[what] = [whole, Add(1, 30, 2), run]
         for steps in range(num_states):
@@ -243,6 +243,7 @@ class Rig:
                 live.is_done = True
             return
         for output in outputs:
+            assert isinstance(output, RequestOutput)
             live, completion = self.requests[output.request_id], output.outputs[0]
             live.tokens, live.error = completion.token_ids, completion.error
             live.is_done = output.finished

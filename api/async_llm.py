@@ -125,6 +125,7 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
         timeout: float | None = None,
         tags: Mapping[str, str] | None = None,
         cache_salt: str | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete a prompt; yield outputs as they come, as `sampling_params.output_kind` says.
 
@@ -140,6 +141,8 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
             timeout: seconds after which it ends with finish reason "timeout".
             tags: free-form labels for policies and sinks, such as {"tenant": "acme"}.
             cache_salt: prompts with different salts never share cached beginnings.
+            kv_transfer_params: for the KV connector, which puts the like of it into the last
+                output: of a prompt that one engine computes for another one, for example.
 
         Raises:
             RequestError: prompt or parameters are wrong.
@@ -147,7 +150,13 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
             EngineDeadError: the engine died; the request may be sent again.
             EngineClosedError: the engine was closed.
         """
-        extras = make_extras(priority=priority, timeout=timeout, tags=tags, cache_salt=cache_salt)
+        extras = make_extras(
+            priority=priority,
+            timeout=timeout,
+            tags=tags,
+            cache_salt=cache_salt,
+            kv_transfer_params=kv_transfer_params,
+        )
         return self._engine.generate(prompt, sampling_params, request_id, extras)
 
     async def chat(  # noqa: PLR0913 - as `generate`, and what templates take
@@ -166,6 +175,7 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
         timeout: float | None = None,
         tags: Mapping[str, str] | None = None,
         cache_salt: str | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a conversation by the model's chat template; yield outputs as they come.
 
@@ -184,7 +194,8 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
             continue_final_message: the model goes on with the last message, of the assistant.
             chat_template_kwargs: variables of the template that the operator allows, such as
                 `{"enable_thinking": False}`.
-            sampling_params, request_id, priority, timeout, tags, cache_salt: as for `generate`.
+            sampling_params, request_id, priority, timeout, tags, cache_salt, kv_transfer_params:
+                as for `generate`.
 
         Raises:
             RequestError: the model has no chat template, or it refuses the messages; tools are
@@ -205,6 +216,7 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
             timeout=timeout,
             tags=tags,
             cache_salt=cache_salt,
+            kv_transfer_params=kv_transfer_params,
             tools=chat.schemas,
             calls=chat.calls,
         )

@@ -120,6 +120,7 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
         timeout: float | Sequence[float | None] | None = None,
         tags: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None,
         cache_salt: str | Sequence[str | None] | None = None,
+        kv_transfer_params: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts, all in one running batch.
 
@@ -135,6 +136,8 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
                 has so far; None is never.
             tags: free-form labels for policies and sinks, such as {"tenant": "acme"}.
             cache_salt: prompts with different salts never share cached beginnings.
+            kv_transfer_params: for the KV connector, which puts the like of it into the last
+                output: of a prompt that one engine computes for another one, for example.
 
         Returns:
             One output per prompt, in the order asked.
@@ -152,6 +155,7 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
             timeout=timeout,
             tags=tags,
             cache_salt=cache_salt,
+            kv_transfer_params=kv_transfer_params,
         )
         return self._run(self._calls.add(requests))
 
@@ -170,6 +174,7 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
         timeout: float | Sequence[float | None] | None = None,
         tags: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None,
         cache_salt: str | Sequence[str | None] | None = None,
+        kv_transfer_params: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, by the model's chat template.
 
@@ -187,7 +192,7 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
             continue_final_message: the model goes on with the last message, of the assistant.
             chat_template_kwargs: variables of the template that the operator allows, such as
                 `{"enable_thinking": False}`.
-            priority, timeout, tags, cache_salt: as for `generate`.
+            priority, timeout, tags, cache_salt, kv_transfer_params: as for `generate`.
 
         Raises:
             RequestError: the model has no chat template, or it refuses the messages; tools are
@@ -216,6 +221,7 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
             timeout=timeout,
             tags=tags,
             cache_salt=cache_salt,
+            kv_transfer_params=kv_transfer_params,
             tools=chat.schemas,
             calls=chat.calls,
         )
@@ -230,6 +236,7 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
         timeout: float | None = None,
         tags: Mapping[str, str] | None = None,
         cache_salt: str | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> OutputStream:
         """Complete one prompt; iterate over what it returns for outputs as they come.
 
@@ -237,12 +244,19 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
         early aborts the request.
 
         Args:
-            prompt, sampling_params, priority, timeout, tags, cache_salt: as for `generate`.
+            prompt, sampling_params, priority, timeout, tags, cache_salt, kv_transfer_params: as for
+                `generate`.
 
         Raises:
             RequestError, OverloadedError: prompt or parameters are wrong, or too many wait.
         """
-        extras = make_extras(priority=priority, timeout=timeout, tags=tags, cache_salt=cache_salt)
+        extras = make_extras(
+            priority=priority,
+            timeout=timeout,
+            tags=tags,
+            cache_salt=cache_salt,
+            kv_transfer_params=kv_transfer_params,
+        )
         return self._stream(prompt, sampling_params, extras)
 
     def _stream(
@@ -299,13 +313,15 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
         timeout: float | None = None,
         tags: Mapping[str, str] | None = None,
         cache_salt: str | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> OutputStream:
         """Answer one conversation; iterate over what it returns for outputs as they come.
 
         Args:
             messages, tools, tool_choice, parallel_tool_calls, add_generation_prompt,
                 continue_final_message, chat_template_kwargs: as for `chat`.
-            sampling_params, priority, timeout, tags, cache_salt: as for `stream`.
+            sampling_params, priority, timeout, tags, cache_salt, kv_transfer_params: as for
+                `stream`.
 
         Raises:
             RequestError, OverloadedError: as `chat` and `stream`.
@@ -323,6 +339,7 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
             timeout=timeout,
             tags=tags,
             cache_salt=cache_salt,
+            kv_transfer_params=kv_transfer_params,
             tools=chat.schemas,
             calls=chat.calls,
         )

@@ -107,6 +107,16 @@ class StepFaults:
         if _count(self._faults, name, message):  # a broken plugin fails in every step
             _log.warning("%s; %s", message, consequence, exc_info=cause)
 
+    def take(self, name: str, message: str, consequence: str = _WITHOUT) -> None:
+        """Count a fault that another process reports.
+
+        Raises:
+            PluginFaultError: the plugin's faults end the engine.
+        """
+        if name in self._ends_engine:
+            raise PluginFaultError(message)
+        self.note(name, message, consequence=consequence)
+
     def report(self) -> dict[str, StepFault]:
         """Return the faults so far by plugin name."""
         return dict(self._faults)

@@ -15,6 +15,7 @@ Needs pyzmq and msgspec, but not Hardpoint. The messages are described in docs/k
 import argparse
 import sys
 import time
+from collections import defaultdict
 
 import msgspec
 import zmq
@@ -27,7 +28,8 @@ class CacheFollower:
     """The set of cached blocks of an engine.
 
     Attributes:
-        blocks: (group, hash) of every cached block.
+        blocks: (group, hash) of every block in the KV cache.
+        tiers: the same of each tier of a KV connector, by its name: a store on disk, for example.
         expected: sequence number of the next batch.
         num_replayed: batches received by replay.
         num_resets: how often the set was cleared because batches were lost or the engine was
@@ -37,6 +39,7 @@ class CacheFollower:
     def __init__(self, replay=None):
         """`replay(start)` yields (sequence number, payload) of buffered batches from `start` on."""
         self.blocks = set()
+        self.tiers = defaultdict(set)
         self.expected = 0
         self.num_replayed = 0
         self.num_resets = 0
@@ -65,15 +68,19 @@ class CacheFollower:
             if kind == "AllBlocksCleared":
                 self.blocks.clear()
             elif kind == "BlockStored":
-                hashes, _parent, _tokens, _block_size, _lora, group = fields
-                self.blocks.update((group, block) for block in hashes)
+                hashes, _parent, _tokens, _block_size, _lora, group, medium = fields
+                self._blocks_of(medium).update((group, block) for block in hashes)
             elif kind == "BlockRemoved":
-                hashes, group = fields
-                self.blocks.difference_update((group, block) for block in hashes)
+                hashes, group, medium = fields
+                self._blocks_of(medium).difference_update((group, block) for block in hashes)
+
+    def _blocks_of(self, medium):
+        return self.blocks if medium is None else self.tiers[medium]
 
     def _reset(self, expected):
-        """Clear the set: removals may have been missed."""
+        """Clear the sets: removals may have been missed."""
         self.blocks.clear()
+        self.tiers.clear()
         self.expected = expected
         self.num_resets += 1
 
@@ -112,8 +119,9 @@ def follow(arguments):
                 continue
             _topic, number, payload = live.recv_multipart()
             follower.receive(int.from_bytes(number, "big"), payload)
+            tiers = "".join(f", {len(held)} in {name}" for name, held in follower.tiers.items())
             print(
-                f"batch {follower.expected - 1}: {len(follower.blocks)} blocks, "
+                f"batch {follower.expected - 1}: {len(follower.blocks)} blocks{tiers}, "
                 f"{follower.num_replayed} batches replayed, {follower.num_resets} resets",
                 flush=True,
             )

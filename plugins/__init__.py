@@ -99,6 +99,7 @@ from .scheduler import EncoderCache, PauseState, Scheduler, SchedulerContext
 from .scheduling_policy import Load, PolicyContext, SchedulingPolicy
 from .stats import (
     IterationStats,
+    KVTierStats,
     PluginReport,
     PrefixCacheStats,
     SchedulerStats,
@@ -192,11 +193,15 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "AllBlocksCleared",
     "BlockRemoved",
     "BlockStored",
-    "KVConnector",
-    "KVConnectorContext",
     "KVEventBatch",
     "KVEventPublisher",
     "PublisherContext",
+    # KV connectors and KV stores: provisional
+    "KVConnector",
+    "KVConnectorContext",
+    "KVStore",
+    "KVStoreContext",
+    "KVTierStats",
     # Communicators: provisional
     "Communicator",
     "CommunicatorContext",
@@ -210,8 +215,6 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "AttentionStep",
     "ForwardBatch",
     "KVSpec",
-    "KVStore",
-    "KVStoreContext",
     "LoaderContext",
     "Model",
     "ModelConfig",

@@ -173,8 +173,8 @@ class KVConnectorConfig(Strict):
             msgspec.structs.force_setattr(self, "use", _STORES)
         if self.stores and self.use != _STORES:
             raise ValueError(
-                f"stores are driven by the connector {_STORES!r}, and use names {self.use!r}; "
-                f"leave out one of the two"
+                f"stores are driven by the connector {_STORES!r}, but use names {self.use!r}; "
+                f"leave out use or stores"
             )
         if self.use == _STORES and not self.stores:
             raise ValueError(
@@ -556,7 +556,15 @@ class ConfigSources:
         self.by_path = dict(by_path or {})
 
     def of(self, path: str) -> str:
-        """Return the source of a path, of its nearest parent that has one, or "default"."""
+        """Return the source of a path, those of its parts, or that of its nearest parent.
+
+        It is "default" if none has one.
+        """
+        parts = (f"{path}.", f"{path}[")
+        if path not in self.by_path and (
+            of_parts := [s for name, s in self.by_path.items() if name.startswith(parts)]
+        ):
+            return " and ".join(dict.fromkeys(of_parts))
         while path:
             if path in self.by_path:
                 return self.by_path[path]

@@ -260,7 +260,10 @@ class EvictionPolicy(Component):
 
 
 class BlockStored(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """Consecutive blocks were cached.
+    """Consecutive blocks were cached, or stored in a tier of a KV connector.
+
+    Of blocks in a tier, which may be in any order, only the hashes are known: they have no parent
+    and no tokens.
 
     Attributes:
         block_hashes: of each block; chained, so a hash identifies all tokens up to its end.
@@ -269,6 +272,7 @@ class BlockStored(msgspec.Struct, array_like=True, frozen=True, tag=True):
         block_size: tokens per block.
         lora: name of the adapter.
         group: index of the group.
+        medium: name of the tier, a store for example; None is the KV cache itself.
     """
 
     block_hashes: list[bytes]
@@ -277,17 +281,23 @@ class BlockStored(msgspec.Struct, array_like=True, frozen=True, tag=True):
     block_size: int
     lora: str | None = None
     group: int = 0
+    medium: str | None = None
 
 
 class BlockRemoved(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """Cached blocks were dropped."""
+    """Blocks were dropped.
+
+    Attributes:
+        medium: as for `BlockStored`.
+    """
 
     block_hashes: list[bytes]
     group: int = 0
+    medium: str | None = None
 
 
 class AllBlocksCleared(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """All cached blocks were dropped."""
+    """All blocks of the KV cache were dropped; those of tiers were not."""
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared

@@ -130,6 +130,9 @@ class KVConnectorScheduler(ABC):
                 f"kv_transfer_params: the KV connector {type(self).__name__} takes none"
             )
 
+    def request_refused(self, request_id: str) -> None:  # noqa: B027 - optional
+        """Forget a request that `check_request` has accepted: the engine did not take it."""
+
     @abstractmethod
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -185,12 +188,19 @@ class KVConnectorScheduler(ABC):
         """Process what `KVConnectorWorker.take_message` returned in a rank."""
 
     def set_handshakes(self, handshakes: Sequence[Any]) -> None:  # noqa: B027 - optional
-        """Take what `KVConnectorWorker.handshake` returned, of each rank."""
+        """Take what `KVConnectorWorker.handshake` returned, of each rank.
+
+        It is called before the first step, and again when the worker halves were built anew, after
+        a sleep that released the model, whose weights may be others now. What the earlier halves
+        were told to load or look up is over then.
+        """
 
     def plan_lost(self, metadata: Any) -> None:  # noqa: B027 - optional
         """Take back what `build_connector_meta` returned for a step that failed.
 
-        Workers may have begun it or not. The requests that were to get tokens are recomputed.
+        Workers may have begun it or not, and what they reported with its result is lost. All
+        asynchronous loads are given up, also those of earlier steps, and `load_ended` follows. The
+        requests that were to get tokens are recomputed.
         """
 
     def close(self) -> None:  # noqa: B027 - optional
@@ -212,10 +222,11 @@ class FinishedTransfers(NamedTuple):
 class KVConnectorWorker(ABC):
     """The worker half of a KV connector, one per rank.
 
-    All methods are called by the thread that runs the model. If one raises, the blocks that were to
-    be loaded in the step are computed, and the fault is counted. It may write to blocks that it was
-    told to load, until it has named the request in `get_finished` or its load was cancelled;
-    whatever else it writes there is read by requests.
+    All methods are called by the thread that runs the model. If one that loads raises, all loads
+    that are under way are given up, what they were to load is computed, and the fault is counted.
+    It may write to blocks that it has to load, until it has named the request in
+    `get_finished` or its load was cancelled; whatever else it writes there is read by requests. In
+    a step whose own loads have failed, the blocks that it completes hold what must not be saved.
     """
 
     wants_layers: bool = True
@@ -226,7 +237,7 @@ class KVConnectorWorker(ABC):
 
     @abstractmethod
     def register_kv_caches(self, caches: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Take the KV cache, before the first step, and again when it was allocated anew.
+        """Take the KV cache, before the first step, and again whenever it was allocated again.
 
         Args:
             caches: per layer of this rank, views of its memory, uint8 [num_blocks, bytes], which
@@ -234,7 +245,10 @@ class KVConnectorWorker(ABC):
         """
 
     def release_kv_caches(self) -> None:  # noqa: B027 - optional
-        """Let go of the KV cache, whose memory is released: all loads end, and have failed."""
+        """Let go of the KV cache, whose memory is released: none writes or reads it any more.
+
+        All loads have failed.
+        """
 
     @abstractmethod
     def start_load_kv(self, metadata: Any) -> None:
@@ -263,11 +277,17 @@ class KVConnectorWorker(ABC):
         """
 
     def load_errors(self) -> Iterable[int]:
-        """Return the ids of blocks whose load failed since the last step: they are computed."""
+        """Return the ids of blocks whose load failed since the last step: they are computed.
+
+        It is called after `get_finished`, and has those of all loads that this has named.
+        """
         return ()
 
     def cancel_loads(self, request_ids: Sequence[str]) -> None:  # noqa: B027 - optional
-        """Give up asynchronous loads, which took too long: no block of theirs is written again."""
+        """Give up asynchronous loads: no block of theirs is written when this returns.
+
+        It is called after `start_load_kv`. A half that raises here is closed, and left out.
+        """
 
     def take_message(self) -> Any:
         """Return plain data for `KVConnectorScheduler.receive`, once; None is nothing."""
@@ -276,6 +296,9 @@ class KVConnectorWorker(ABC):
     def handshake(self) -> Any:
         """Return plain data for `KVConnectorScheduler.set_handshakes`, before the first step."""
         return None
+
+    def evicted(self, store: str, keys: Sequence[bytes]) -> None:  # noqa: B027 - optional
+        """Take the keys of blocks that a store does not keep any more; called by any thread."""
 
     def stats(self) -> Mapping[str, KVTierStats] | None:
         """Return totals per tier since the start; None if they are the same as last time."""
@@ -322,7 +345,8 @@ class KVWorkerContext:
             with these sizes, which the worker half closes.
         report_fault: `report_fault(name, message)` counts a fault of a component, its own or that
             of a store, in `LLM.health()`. For any thread.
-        publish: publishes a KV event, as far as there are publishers. For any thread.
+        publish: publishes a KV event with the next step's result; None if there are no publishers.
+            For any thread.
     """
 
     identity: BlockIdentity
@@ -331,7 +355,7 @@ class KVWorkerContext:
     world_size: int = 1
     open_stores: OpenStores = lambda _sizes: ()
     report_fault: Callable[[str, str], None] = lambda _name, _message: None
-    publish: Callable[[KVEvent], None] = lambda _event: None
+    publish: Callable[[KVEvent], None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,14 +10,60 @@ without it.
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import overload
 
 from .component import Component, Context
 
-__all__ = ["KVStore", "KVStoreContext", "PeerKVStore"]
+__all__ = ["BlockBuffer", "KVStore", "KVStoreContext", "PeerKVStore"]
+
+
+class BlockBuffer(Sequence[memoryview]):
+    """Host memory for a block: the parts are a header, then one memoryview per layer.
+
+    Attributes:
+        whole: all parts, one after the other; contiguous.
+    """
+
+    __slots__ = ("_parts", "whole")
+
+    def __init__(self, whole: memoryview, sizes: Sequence[int]) -> None:
+        """Divide memory into parts.
+
+        Args:
+            whole: as long as all parts.
+            sizes: bytes of each part.
+
+        Raises:
+            ValueError: they are longer, or shorter.
+        """
+        if sum(sizes) != len(whole):
+            raise ValueError(f"sizes: expected {len(whole)} bytes in all, got {sum(sizes)}")
+        ends = list(itertools.accumulate(sizes))
+        self.whole = whole
+        self._parts = tuple(whole[end - size : end] for size, end in zip(sizes, ends, strict=True))
+
+    @overload
+    def __getitem__(self, index: int) -> memoryview: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[memoryview]: ...
+
+    def __getitem__(self, index: int | slice) -> memoryview | Sequence[memoryview]:
+        """Return a part, or several."""
+        return self._parts[index]
+
+    def __len__(self) -> int:
+        """Return the number of parts."""
+        return len(self._parts)
+
+    def read_only(self) -> BlockBuffer:
+        """Return the same memory, which cannot be written through what is returned."""
+        return BlockBuffer(self.whole.toreadonly(), [len(part) for part in self._parts])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +80,10 @@ class KVStoreContext(Context["KVStore"]):
         engine_id: `kv_connector.engine_id`.
         timeout_seconds: time after which the connector gives up a call.
         pin_memory: whether host memory should be pinned, since blocks are copied from a GPU.
-        report_fault: called with a message when something failed that no caller is told of, a
+        report_evicted: called with the keys of blocks that the store does not keep any more, for KV
+            events. For any thread.
+        host_memory: bytes of host memory that this process may still allocate; None is unknown.
+        report_fault: called with a message when something failed that no caller gets to know, a
             write in the background for example; it is counted in `LLM.health()`.
     """
 
@@ -45,6 +94,8 @@ class KVStoreContext(Context["KVStore"]):
     engine_id: str = ""
     timeout_seconds: float = 10.0
     pin_memory: bool = False
+    report_evicted: Callable[[Sequence[bytes]], None] = lambda _keys: None
+    host_memory: int | None = None
     report_fault: Callable[[str], None] = lambda _message: None
 
     @property
@@ -74,7 +125,7 @@ class KVStore(Component):
         """
 
     @abstractmethod
-    def store(self, key: bytes, buffer: Sequence[memoryview]) -> bool | Future[bool]:
+    def store(self, key: bytes, buffer: BlockBuffer) -> bool | Future[bool]:
         """Keep a block.
 
         Args:
@@ -87,7 +138,7 @@ class KVStore(Component):
         """
 
     @abstractmethod
-    def load(self, key: bytes, buffer: Sequence[memoryview]) -> bool | Future[bool]:
+    def load(self, key: bytes, buffer: BlockBuffer) -> bool | Future[bool]:
         """Write a block into a buffer.
 
         Args:
@@ -97,6 +148,14 @@ class KVStore(Component):
         Returns:
             Whether the block was there. If not, the buffer may hold anything.
         """
+
+    @property
+    def used_bytes(self) -> int | None:
+        """Bytes of the blocks that are kept, for statistics; None if that is not known.
+
+        Read after a block was stored.
+        """
+        return None
 
     def drain(self) -> None:
         """Return once all that `store` has accepted is as durable as the store makes it."""
@@ -115,11 +174,11 @@ class PeerKVStore(KVStore):
         """Ids of the engines that `fetch` can reach, as the configuration names them."""
 
     @abstractmethod
-    def offer(self, key: bytes, buffer: Sequence[memoryview], seconds: float) -> bool:
+    def offer(self, key: bytes, buffer: BlockBuffer, seconds: float) -> bool:
         """Keep a block for one `fetch` of another engine.
 
         Args:
-            key: that nobody can guess.
+            key: that no one can guess.
             buffer: as for `store`.
             seconds: after which the block is dropped, and no `fetch` gets it.
 
@@ -128,7 +187,7 @@ class PeerKVStore(KVStore):
         """
 
     @abstractmethod
-    def fetch(self, peer: str, key: bytes, buffer: Sequence[memoryview], seconds: float) -> bool:
+    def fetch(self, peer: str, key: bytes, buffer: BlockBuffer, seconds: float) -> bool:
         """Write a block that another engine offers into a buffer; it can be fetched once.
 
         Args:

@@ -162,7 +162,8 @@ class KVReport(msgspec.Struct, frozen=True, kw_only=True):
         rank: of the worker.
         loaded, saved: ids of requests whose transfers have ended, see `FinishedTransfers`.
         invalid_block_ids: blocks that could not be loaded.
-        failure: why the loads that the step's plan asked for cannot be trusted; None if they can.
+        failure: why loads that are under way cannot be trusted; None if they can.
+        left_out: whether the rank's half is not called any more, for it cannot be trusted.
         message: for the scheduler half, as msgpack.
         faults: (component, message) of each fault since the last report.
         tiers: totals by tier.
@@ -174,6 +175,7 @@ class KVReport(msgspec.Struct, frozen=True, kw_only=True):
     saved: frozenset[str] = frozenset()
     invalid_block_ids: frozenset[int] = frozenset()
     failure: str | None = None
+    left_out: bool = False
     message: bytes | None = None
     faults: Sequence[tuple[str, str]] = ()
     tiers: Mapping[str, KVTierStats] | None = None

@@ -159,6 +159,7 @@ class AsyncGenerator(Controls, Protocol):
         timeout: float | None = None,
         tags: Mapping[str, str] | None = None,
         cache_salt: str | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> c.AsyncGenerator[RequestOutput, None]:
         """Complete a prompt; yield outputs as they come. Closing it aborts the request.
 
@@ -184,6 +185,7 @@ class AsyncGenerator(Controls, Protocol):
         timeout: float | None = None,
         tags: Mapping[str, str] | None = None,
         cache_salt: str | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> c.AsyncGenerator[RequestOutput, None]:
         """Answer a conversation by the model's chat template; yield outputs as they come."""
 

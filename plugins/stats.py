@@ -78,6 +78,8 @@ class SchedulerStats(msgspec.Struct, kw_only=True, gc=False):
         num_drafts, num_accepted_drafts: total of draft tokens verified and accepted.
         num_accepted_by_position: the same of accepted ones, by position in their draft.
         num_verified_drafts: total of drafts; each has the draft tokens of a request in one step.
+        external_prefix_cache: tokens that the KV connector was asked for, after those that the KV
+            cache has, and those of them that it could load; None without a connector.
         kv_tiers: totals of the KV connector by tier, nearest first.
     """
 
@@ -91,6 +93,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, gc=False):
     num_deferred: int = 0
     num_verified_drafts: int = 0
     num_accepted_by_position: list[int] = []
+    external_prefix_cache: PrefixCacheStats | None = None
     kv_tiers: dict[str, KVTierStats] = {}
 
 
@@ -102,6 +105,7 @@ class RequestMetrics(msgspec.Struct, kw_only=True, frozen=True):
 
     Attributes:
         num_cached_tokens: prompt tokens that were not computed.
+        num_external_tokens: those of them that a KV connector loaded.
         num_generation_tokens: output tokens that the user gets.
         num_preemptions: number of preemptions.
         queue_seconds: in the engine, from arrival to first step.
@@ -113,6 +117,7 @@ class RequestMetrics(msgspec.Struct, kw_only=True, frozen=True):
 
     num_prompt_tokens: int
     num_cached_tokens: int = 0
+    num_external_tokens: int = 0
     num_generation_tokens: int = 0
     num_preemptions: int = 0
     queue_seconds: float | None = None
@@ -149,6 +154,7 @@ class IterationStats(msgspec.Struct, kw_only=True):
         engine_index: of the engine.
         num_prompt_tokens: of prompts whose first token arrived.
         num_cached_tokens: those of them that were not computed.
+        num_external_tokens: those of the cached ones that a KV connector loaded.
         num_generation_tokens: new output tokens that users get.
         num_preemptions: number of preemptions.
         time_to_first_token: seconds from arrival to first token, of each request whose first token
@@ -162,6 +168,7 @@ class IterationStats(msgspec.Struct, kw_only=True):
     engine_index: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    num_external_tokens: int = 0
     num_generation_tokens: int = 0
     num_preemptions: int = 0
     time_to_first_token: list[float] = []

@@ -25,6 +25,8 @@ from .scripted import (
 if TYPE_CHECKING:
     from hardpoint.testing.engine_access import load_ops
     from hardpoint.testing.kv.connector_suite import KVConnectorSuite
+    from hardpoint.testing.kv.peer_suite import PeerKVStoreSuite
+    from hardpoint.testing.kv.store_suite import KVStoreSuite
     from hardpoint.testing.logits.suite import LogitsProcessorSuite
     from hardpoint.testing.model.attention_suite import AttentionBackendSuite
     from hardpoint.testing.model.loader_suite import WeightLoaderSuite
@@ -61,11 +63,13 @@ __all__ = [
     "HookSuite",
     "KVConnectorSuite",
     "KVEventPublisherSuite",
+    "KVStoreSuite",
     "LogitsProcessorSuite",
     "ModelSuite",
     "OpsSuite",
     "OutputParserSuite",
     "OutputSample",
+    "PeerKVStoreSuite",
     "SamplerSuite",
     "SchedulerSimulator",
     "SchedulerSuite",
@@ -101,11 +105,13 @@ _LAZY = {
     "HookSuite": "running.hook_suite",
     "KVConnectorSuite": "kv.connector_suite",
     "KVEventPublisherSuite": "reporting.publisher_suite",
+    "KVStoreSuite": "kv.store_suite",
     "LogitsProcessorSuite": "logits.suite",
     "ModelSuite": "model.model_suite",
     "OpsSuite": "model.ops_suite",
     "OutputParserSuite": "text.output_parser_suite",
     "OutputSample": "text.output_parser_suite",
+    "PeerKVStoreSuite": "kv.peer_suite",
     "SamplerSuite": "sampling_suite",
     "SchedulerSimulator": "scheduling.simulator",
     "SchedulerSuite": "scheduling.scheduler_suite",

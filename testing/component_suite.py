@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -50,18 +51,24 @@ class ComponentSuite(ConformanceSuite):
     def _name(self) -> str:
         return self.name or plugin_name(self._component())
 
-    def _checked_options(self) -> Any:
-        path = f"plugin.{self._name()}"
-        return typed.convert(dict(self.options), self._component().Options, path=path)
+    def _checked_options(self, more: Mapping[str, Any] | None = None) -> Any:
+        path, given = f"plugin.{self._name()}", {**self.options, **(more or {})}
+        return typed.convert(given, self._component().Options, path=path)
 
     def _build(self, context_type: type[Context[Any]], **fields: Any) -> Any:
         """Return a new instance.
+
+        Args:
+            context_type: of the context.
+            fields: of the context; `options` are those of `_checked_options` if not given.
 
         Raises:
             Violation: it cannot be built.
         """
         cls = self._component()
-        made = context_type(name=self._name(), options=self._checked_options(), **fields)
+        if "options" not in fields:
+            fields["options"] = self._checked_options()
+        made = context_type(name=self._name(), **fields)
         context = with_creator(made, self.kind)
         try:
             component = cls(context)

@@ -81,6 +81,12 @@ def acme_gpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def acme_kv_stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the wheel of examples/acme_kv_stores is installed."""
+    return once(tmp_path_factory, "acme_kv_stores", install_wheel) / "site"
+
+
+@pytest.fixture(scope="session")
 def acme_wrapping(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which the wheel of examples/acme_wrapping is installed."""
     return once(tmp_path_factory, "acme_wrapping", install_wheel) / "site"

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from hardpoint.plugins import ConfigError, KVConnectorContext
+from hardpoint.plugins import ConfigError, KVConnectorContext, KVTierStats
+from hardpoint.plugins.executor import MAX_CONCURRENT_BATCHES
 from hardpoint.plugins.kv_connector import (
     FinishedTransfers,
     KVConnectorWorker,
@@ -16,8 +17,8 @@ from hardpoint.plugins.kv_connector import (
     block_key,
 )
 from hardpoint.plugins.kv_store import PeerKVStore
-from hardpoint.plugins.stats import KVTierStats
 
+from .events import TierEvents
 from .frames import HEADER_BYTES
 from .jobs import Answers, Handshake, Jobs, Load, Lookup, Renewal, Save
 from .staging import Buffer, BufferPool, CacheBlocks
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from .stores import StoresOptions
 
-_SLACK = 0.9  # of the time for a load, so that what was loaded in time is used
+_SLACK = 0.9  # of the time for a load or a call, so that what was loaded in time is used
 
 
 class _LoadJob:
@@ -66,6 +67,11 @@ class _LoadJob:
         """Return whether a group of layers is loaded or given up."""
         return self.ended or not self.left[group]
 
+    def fails_from(self, index: int) -> None:
+        """Record that a block could not be loaded."""
+        with self.lock:
+            self.first_bad = min(self.first_bad, index)
+
     def give_up(self) -> None:
         """Write no further block; those that are not there could not be loaded."""
         with self.lock:
@@ -93,6 +99,7 @@ class StoresWorker(KVConnectorWorker):
         layer_bytes = context.identity.layer_bytes
         self._groups = _groups(layer_bytes, options.layer_groups)
         self._sizes = [layer_bytes[layer] for layer in self._groups[0]]
+        self._events = _events(context)
         stores = context.open_stores((HEADER_BYTES, *self._sizes))
         self._tiers = Tiers(
             [
@@ -101,14 +108,15 @@ class StoresWorker(KVConnectorWorker):
                     CircuitBreaker(options.breaker_failures, options.breaker_seconds),
                     options.timeout_seconds,
                     context.report_fault,
+                    self._events,
                 )
                 for store in stores
             ]
         )
         self._pins = context.device.type == "cuda"
-        self._loaders = TaskThreads("KVLoad", options.threads, options.timeout_seconds)
-        self._savers = TaskThreads("KVSave", options.save_threads, options.timeout_seconds)
-        self._late_savers = TaskThreads("KVSaveBehind", 1, options.timeout_seconds)
+        self._loaders = self._threads(connector, "KVLoad", options.threads)
+        self._savers = self._threads(connector, "KVSave", options.save_threads)
+        self._late_savers = self._threads(connector, "KVSaveBehind", 1)
         self._pool = BufferPool(self._sizes, options.save_bytes, pin_memory=self._pins)
         self._local = threading.local()
         self._cache: CacheBlocks | None = None
@@ -117,10 +125,15 @@ class StoresWorker(KVConnectorWorker):
         self._loads: dict[str, _LoadJob] = {}
         self._in_step: list[_LoadJob] = []
         self._saves: list[Save] = []
+        self._distrusted = 0  # steps whose blocks are not saved
         self._errors: set[int] = set()
         self._ended: set[str] = set()
         self._answers = Answers()
         self._stats_changed = False
+
+    def _threads(self, connector: KVConnectorContext, name: str, count: int) -> TaskThreads:
+        report = functools.partial(self._context.report_fault, connector.name)
+        return TaskThreads(name, count, self._options.timeout_seconds, report)
 
     # The KV cache
 
@@ -150,7 +163,10 @@ class StoresWorker(KVConnectorWorker):
 
     def start_load_kv(self, metadata: Jobs | None) -> None:
         """Start the step's loads and lookups; remember what it saves."""
+        for job in self._in_step:  # of a step that failed; its blocks may be others' by now
+            job.give_up()
         self._saves, self._in_step = [], []
+        self._distrusted = max(self._distrusted - 1, 0)
         self._end_late()
         if metadata is None:
             return
@@ -186,11 +202,16 @@ class StoresWorker(KVConnectorWorker):
             self._saves = []
 
     def get_finished(self, ended: frozenset[str]) -> FinishedTransfers:  # noqa: ARG002
-        """Return the loads that have ended."""
+        """Return the loads that have ended; publish what stores keep since the last step."""
         self._end_late()
+        if self._events is not None:
+            self._events.flush()
         with self._lock:
             for job in self._in_step:
-                self._errors.update(job.bad_blocks)
+                if job.bad_blocks:
+                    # What is computed from them is wrong, here and in steps planned meanwhile.
+                    self._distrusted = MAX_CONCURRENT_BATCHES
+                    self._errors.update(job.bad_blocks)
             self._in_step = []
             for request_id, job in list(self._loads.items()):
                 if job.is_done:
@@ -217,6 +238,11 @@ class StoresWorker(KVConnectorWorker):
             answers, self._answers = self._answers, Answers()
         return answers or None
 
+    def evicted(self, store: str, keys: Sequence[bytes]) -> None:
+        """Note what a store does not keep any more."""
+        if self._events is not None:
+            self._events.removed(store, keys)
+
     def stats(self) -> dict[str, KVTierStats] | None:
         """Return the totals of the stores."""
         with self._lock:
@@ -235,7 +261,7 @@ class StoresWorker(KVConnectorWorker):
 
     def _run_limited(self, tier: Tier, method: str, seconds: float) -> None:
         """Call a method of a store, and leave it behind if it does not return."""
-        thread = threading.Thread(target=tier.run, args=(method,), name="KVClose", daemon=True)
+        thread = threading.Thread(target=tier.end, args=(method,), name="KVClose", daemon=True)
         thread.start()
         thread.join(seconds)
 
@@ -257,20 +283,30 @@ class StoresWorker(KVConnectorWorker):
                 self._loaders.submit(functools.partial(self._load, job, group, index))
 
     def _load(self, job: _LoadJob, group: int, index: int) -> None:
+        """Load a part of a block, unless it is of no use any more."""
+        is_loaded = False
+        try:
+            if index < job.first_bad and not job.ended:
+                is_loaded = self._load_part(job, group, index)
+        finally:
+            if not is_loaded:
+                job.fails_from(index)
+            with self._progress:
+                job.left[group] -= 1
+                self._stats_changed = True
+                self._progress.notify_all()
+
+    def _load_part(self, job: _LoadJob, group: int, index: int) -> bool:
         """Load a part of a block into this thread's buffer, and copy it into the cache."""
-        if index < job.first_bad and not job.ended:
-            buffer = self._buffer()
-            is_there = self._fetch(job, group, index, buffer)
+        buffer = self._buffer()
+        is_there = self._fetch(job, group, index, buffer)
+        if is_there:
             with job.lock:
-                cache = self._cache
-                if not is_there:
-                    job.first_bad = min(job.first_bad, index)
-                elif not job.ended and cache is not None:
-                    cache.write(job.load.block_ids[index], self._groups[group], buffer)
-        with self._progress:
-            job.left[group] -= 1
-            self._stats_changed = True
-            self._progress.notify_all()
+                if not job.ended and self._cache is not None:
+                    self._cache.write(job.load.block_ids[index], self._groups[group], buffer)
+        if self._tiers.late_use(buffer.views):
+            self._local.buffer = None  # a store may still write to it
+        return is_there
 
     def _fetch(self, job: _LoadJob, group: int, index: int, buffer: Buffer) -> bool:
         """Load a part of a block; return whether it is there."""
@@ -279,7 +315,7 @@ class StoresWorker(KVConnectorWorker):
         if transfer is None:
             return self._tiers.load(self._key(load.hashes[index], group), buffer.views)
         tier = self._tiers.peer_tier
-        seconds = min(job.deadline - time.monotonic(), self._options.timeout_seconds)
+        seconds = min(job.deadline - time.monotonic(), self._options.timeout_seconds * _SLACK)
         if tier is None or seconds <= 0:
             return False
         key = self._key(load.hashes[index], group, transfer.secret)
@@ -338,11 +374,17 @@ class StoresWorker(KVConnectorWorker):
     def _save(self, group: int) -> None:
         """Copy the step's blocks of a group, and let threads store them."""
         assert self._cache is not None
+        if self._distrusted or any(job.bad_blocks for job in self._in_step):
+            for save in self._saves:
+                for block_hash in save.hashes:
+                    self._not_saved(block_hash)
+            return
         layers, limit = self._groups[group], time.monotonic() + self._options.save_wait_seconds
         for save in self._saves:
             for block_hash, block_id in zip(save.hashes, save.block_ids, strict=True):
                 buffer = self._pool.take(max(limit - time.monotonic(), 0))
                 if buffer is None:
+                    self._tiers.drop()
                     self._not_saved(block_hash)
                     continue
                 self._cache.read(block_id, layers, buffer)
@@ -367,12 +409,14 @@ class StoresWorker(KVConnectorWorker):
     def _keep(self, block_hash: bytes, key: bytes, buffer: Buffer) -> None:
         """Keep a block in all stores; with `write = "behind"`, in those after the first later."""
         nearest, *others = self._tiers
-        if not nearest.keep(key, buffer.views) and not others:
-            self._not_saved(block_hash)
+        is_kept = nearest.keep(key, buffer.views)
+        with self._lock:
+            self._stats_changed = True
 
         def keep_behind() -> None:
-            for tier in others:
-                tier.keep(key, buffer.views)
+            kept = [tier.keep(key, buffer.views) for tier in others]
+            if not (is_kept or any(kept)):
+                self._not_saved(block_hash)
             self._saved(buffer)
 
         if others and self._options.write == "behind":
@@ -381,12 +425,11 @@ class StoresWorker(KVConnectorWorker):
             keep_behind()
 
     def _saved(self, buffer: Buffer) -> None:
-        self._pool.give_back(buffer)
+        self._tiers.when_free(buffer.views, functools.partial(self._pool.give_back, buffer))
         with self._lock:
             self._stats_changed = True
 
     def _not_saved(self, block_hash: bytes) -> None:
-        next(iter(self._tiers)).drop()
         with self._lock:
             self._answers.unsaved.append(block_hash)
             self._stats_changed = True
@@ -395,7 +438,17 @@ class StoresWorker(KVConnectorWorker):
         layers = None
         if len(self._groups) > 1:
             layers = self._groups[group].start, self._groups[group].stop
-        return block_key(self._identity, block_hash, layers=layers, secret=secret)
+        key = block_key(self._identity, block_hash, layers=layers, secret=secret)
+        if self._events is not None and not secret and group == len(self._groups) - 1:
+            self._events.know(key, block_hash)  # the last part that is stored
+        return key
+
+
+def _events(context: KVWorkerContext) -> TierEvents | None:
+    """Return what publishes events; the first rank does, since all keep the same blocks."""
+    if context.publish is None or context.rank:
+        return None
+    return TierEvents(context.publish, context.identity.block_size)
 
 
 def _groups(layer_bytes: Sequence[int], count: int) -> list[range]:
@@ -406,9 +459,9 @@ def _groups(layer_bytes: Sequence[int], count: int) -> list[range]:
     """
     num_layers = len(layer_bytes)
     size = num_layers // count
-    groups = [range(start, start + size) for start in range(0, num_layers, max(size, 1))]
-    sizes = {tuple(layer_bytes[layer] for layer in group) for group in groups}
-    if size * count != num_layers or len(sizes) != 1:
+    groups = [range(start, start + size) for start in range(0, size * count, max(size, 1))]
+    parts = {tuple(layer_bytes[layer] for layer in group) for group in groups}
+    if size * count != num_layers or len(parts) != 1:
         would_do = [str(n) for n in range(1, num_layers + 1) if num_layers % n == 0]
         raise ConfigError(
             f"plugin.stores.layer_groups: {num_layers} layers cannot be divided into {count} equal "

@@ -9,12 +9,17 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.plugins import BlockIds, EngineCoreRequest, KVConnectorContext, SchedulerOutput
+from hardpoint.plugins import (
+    BlockIds,
+    EngineCoreRequest,
+    KVConnectorContext,
+    Request,
+    SchedulerOutput,
+)
 from hardpoint.plugins.kv_connector import (
     KVConnectorScheduler,
     KVSchedulerContext,
 )
-from hardpoint.plugins.request import Request
 
 from .jobs import Answers, Handshake, Jobs, Load, Lookup, Renewal, Save, Transfer
 from .transfer_params import TransferParams, new_secret, offered_params, read_params
@@ -51,6 +56,8 @@ class _Running:
     Attributes:
         block_ids: its table.
         num_saved: leading blocks that need not be saved any more.
+        unsure_until: number of tokens that it must have before what it computes is saved; a load
+            within its first step might have failed, and the result of that step says so.
         secret: under which its blocks are offered to another engine; None if they are stored.
         offered: hashes of those that are offered.
         renew_at: when to renew the offers.
@@ -59,6 +66,7 @@ class _Running:
     request: Request
     block_ids: list[int]
     num_saved: int
+    unsure_until: int = 0
     secret: bytes | None = None
     offered: list[bytes] = field(default_factory=list)
     renew_at: float = 0.0
@@ -107,10 +115,14 @@ class StoresScheduler(KVConnectorScheduler):
         self._running: dict[str, _Running] = {}
         self._incoming: dict[str, _Incoming] = {}
         self._admitted: dict[str, Request] = {}
+        self._loads_in_next: set[str] = set()  # requests that load in their first step
         self._saved: OrderedDict[bytes, None] = OrderedDict()
 
     def set_handshakes(self, handshakes: Sequence[Any]) -> None:
-        """Take the peers that all workers can reach."""
+        """Take the peers that all workers can reach; forget what earlier workers had to do."""
+        self._queries.clear()
+        self._saved.clear()
+        self._jobs = Jobs()
         said = [msgspec.convert(data, Handshake) for data in handshakes]
         if all(one.peers is not None for one in said):
             self._peers = sorted(set.intersection(*(set(one.peers or ()) for one in said)))
@@ -123,11 +135,19 @@ class StoresScheduler(KVConnectorScheduler):
         """
         if request.kv_transfer_params is None:
             return
-        length = len(request.prompt_token_ids)
-        params = read_params(request.kv_transfer_params, length, self._peers, self._engine_id)
+        params = read_params(request, self._peers, self._engine_id)
         if params.do_remote_prefill:
             now = self._context.clock()
             self._incoming[request.request_id] = _Incoming(request, params, now + self._lease / 3)
+
+    @property
+    def num_incoming(self) -> int:
+        """Number of requests that wait for blocks of other engines, whose leases are renewed."""
+        return len(self._incoming)
+
+    def request_refused(self, request_id: str) -> None:
+        """Renew nothing for a request that the engine did not take."""
+        self._incoming.pop(request_id, None)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> _Matched:
         """Return how much of a request is stored; the first call asks the workers."""
@@ -144,7 +164,7 @@ class StoresScheduler(KVConnectorScheduler):
         if self._is_loading(hashes[0], request_id):
             return _UNKNOWN  # it is in the local cache soon
         query = self._queries.get(request_id)
-        if query is None:
+        if query is None or first < query.first:  # the local cache may have lost blocks
             self._ask(request_id, first, hashes)
             return _UNKNOWN
         if query.ranks:
@@ -186,12 +206,15 @@ class StoresScheduler(KVConnectorScheduler):
         if not num_external_tokens or matched is None:
             return
         first, end = matched
+        end = min(end, first + num_external_tokens // self._context.block_size)
         hashes = list(self._context.block_hashes(request, end)[first:end])
         transfer = None if incoming is None else incoming.params.transfer
         in_step = transfer is not None and self._loads_in_step
         blocks = list(block_ids[0][first:end])
         self._jobs.loads.append(Load(request_id, hashes, blocks, in_step, transfer))
-        if not in_step:
+        if in_step:
+            self._loads_in_next.add(request_id)
+        else:
             until = self._context.clock() + self._patience
             self._hashes_of[request_id] = hashes
             for block_hash in hashes:
@@ -199,6 +222,8 @@ class StoresScheduler(KVConnectorScheduler):
 
     def load_ended(self, request_id: str, failed: bool) -> None:
         """Let others look for what was loaded; what failed may be stored again."""
+        if failed and self._jobs.loads:  # which no plan has taken
+            self._jobs.loads = [job for job in self._jobs.loads if job.request_id != request_id]
         for block_hash in self._hashes_of.pop(request_id, ()):
             found = self._loading.get(block_hash)
             if found is not None and found[0] == request_id:
@@ -241,12 +266,16 @@ class StoresScheduler(KVConnectorScheduler):
         params = request.source.kv_transfer_params
         secret = new_secret() if params is not None and params.get("do_remote_decode") else None
         known = 0 if secret is not None else num_computed // self._context.block_size
-        self._running[request_id] = _Running(request, list(block_ids[0]), known, secret)
+        unsure_until = request.num_tokens + 1 if request_id in self._loads_in_next else 0
+        self._loads_in_next.discard(request_id)
+        self._running[request_id] = _Running(
+            request, list(block_ids[0]), known, unsure_until, secret
+        )
 
     def _complete(self, request_id: str, num_computed: int) -> None:
         """Save the blocks that are complete once `num_computed` tokens are."""
         running = self._running.get(request_id)
-        if running is None:
+        if running is None or running.request.num_tokens < running.unsure_until:
             return
         size = self._context.block_size
         first, request = running.num_saved, running.request
@@ -299,9 +328,12 @@ class StoresScheduler(KVConnectorScheduler):
         request_id = request.request_id
         for known in (self._queries, self._matched, self._admitted, self._incoming):
             known.pop(request_id, None)
+        self._loads_in_next.discard(request_id)
         running = self._running.pop(request_id, None)
         if running is None or running.secret is None:
             return False, None
+        if len(running.offered) < request.num_prompt_tokens // self._context.block_size:
+            return False, None  # it ended early
         self._jobs.renewals.append(Renewal(running.offered, Transfer("", running.secret)))
         num_tokens = len(running.offered) * self._context.block_size
         return False, offered_params(self._engine_id, running.secret, num_tokens)
@@ -323,15 +355,11 @@ class StoresScheduler(KVConnectorScheduler):
             self._saved.pop(block_hash, None)
 
     def plan_lost(self, metadata: Jobs) -> None:
-        """Ask again, load again; what was to be saved is saved when it is computed again.
+        """Ask again; what was to be saved is saved when it is computed again.
 
-        A worker that has begun a load that it gets a second time begins it again.
+        Answers to earlier lookups may be lost as well. Loads are given up.
         """
-        self._jobs.lookups = metadata.lookups + self._jobs.lookups
-        loads = [load for load in metadata.loads if not load.in_step]
-        self._jobs.loads = [load for load in loads if load.request_id in self._hashes_of] + (
-            self._jobs.loads
-        )
+        self._queries = {name: query for name, query in self._queries.items() if not query.ranks}
         self._jobs.renewals = metadata.renewals + self._jobs.renewals
         for save in metadata.saves:
             self._forget(save.hashes)

@@ -7,6 +7,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from hardpoint.plugins.errors import reason_of
+
 Task = Callable[[], None]
 
 _MOST_STUCK = 16
@@ -15,15 +17,19 @@ _MOST_STUCK = 16
 class TaskThreads:
     """Runs tasks in a few threads; one that is stuck in a task is replaced."""
 
-    def __init__(self, name: str, count: int, timeout: float) -> None:
+    def __init__(
+        self, name: str, count: int, timeout: float, report: Callable[[str], None]
+    ) -> None:
         """Start no thread yet.
 
         Args:
             name: of the threads.
             count: of threads at most, without those that are stuck.
             timeout: seconds after which a task's thread is stuck.
+            report: called with a message if a task raises.
         """
         self._name, self._count, self._timeout = name, count, timeout
+        self._report = report
         self._tasks: deque[Task] = deque()
         self._changed = threading.Condition()
         self._running: dict[threading.Thread, float | None] = {}  # when their task began
@@ -32,7 +38,7 @@ class TaskThreads:
         self._closed = False
 
     def submit(self, task: Task, *, first: bool = False) -> None:
-        """Run a task, which must not raise; `first` is before all others."""
+        """Run a task; `first` is before all others."""
         with self._changed:
             if self._closed:
                 return
@@ -56,9 +62,10 @@ class TaskThreads:
         thread = threading.current_thread()
         while True:
             with self._changed:
-                if thread in self._stuck:  # another one has its place
+                if thread in self._stuck:
                     self._stuck.discard(thread)
-                    return
+                    if len(self._running) >= self._count:  # another one has its place
+                        return
                 self._running[thread] = None
                 self._changed.notify_all()
                 self._idle += 1
@@ -68,7 +75,10 @@ class TaskThreads:
                     return
                 task = self._tasks.popleft()
                 self._running[thread] = time.monotonic()
-            task()
+            try:
+                task()
+            except BaseException as cause:  # the thread is for all tasks
+                self._report(f"{self._name}: {reason_of(cause)}")
 
     def drain(self, timeout: float) -> bool:
         """Wait until no task is left or runs; return whether that was so in time."""

@@ -8,17 +8,20 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import msgspec
 
-from hardpoint.plugins import KVStore
-from hardpoint.plugins.kv_store import PeerKVStore
-from hardpoint.plugins.stats import KVTierStats
+from hardpoint.plugins import KVStore, KVTierStats
+from hardpoint.plugins.errors import reason_of, shown
+from hardpoint.plugins.kv_store import BlockBuffer, PeerKVStore
 
+from .events import TierEvents
 from .frames import BadBlockError, check_block, write_header
 
-_Views = Sequence[memoryview]
+_MOST_LATE = 16  # futures, each of which keeps a buffer
+_T = TypeVar("_T")
 
 
 class CircuitBreaker:
@@ -54,6 +57,25 @@ class CircuitBreaker:
             return self._count == self._most
 
 
+class _BadAnswerError(Exception):
+    """A store has returned what it must not; the message says what."""
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """A call that has not returned, or whose future is not done.
+
+    Attributes:
+        began: when, on the monotonic clock.
+        views: of the buffer that the store uses.
+        future: that was waited for in vain.
+    """
+
+    began: float
+    views: BlockBuffer | None
+    future: Future[Any] | None = None
+
+
 class Tier:
     """One store; its methods are called by several threads and never raise.
 
@@ -68,6 +90,7 @@ class Tier:
         breaker: CircuitBreaker,
         timeout: float,
         report_fault: Callable[[str, str], None],
+        events: TierEvents | None = None,
     ) -> None:
         """Call a store.
 
@@ -76,69 +99,96 @@ class Tier:
             breaker: of its own.
             timeout: seconds after which a call has failed.
             report_fault: counts a fault: name, message.
+            events: says what the store keeps; None if nobody asks.
         """
         self.store = store
         self.stats = KVTierStats()
         self._breaker = breaker
         self._timeout = timeout
         self._report_fault = report_fault
+        self._events = events
+        self._says_size = type(store).used_bytes is not KVStore.used_bytes
         self._lock = threading.Lock()
-        self._running: dict[int, float] = {}  # when the call of a thread began
+        self._calls: dict[_Call, None] = {}
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """Return for each key whether the store says that it has it."""
-        found = self._call("lookup", self.store.lookup, keys)
+
+        def answers(found: Any) -> list[bool]:
+            if not isinstance(found, Sequence) or len(found) != len(keys):
+                raise _BadAnswerError(f"{shown(found)} for {len(keys)} keys")
+            return [bool(one) for one in found]
+
+        found = self._call("lookup", lambda: self.store.lookup(keys), answers)
         if found is None:
             return [False] * len(keys)
-        if not isinstance(found, Sequence) or len(found) != len(keys):
-            self._fail(f"lookup() of {len(keys)} keys gave {_short(found)}")
-            return [False] * len(keys)
-        found = [bool(one) for one in found]
         hits = sum(found)
         self._count(hits=hits, misses=len(keys) - hits)
         return found
 
-    def load(self, key: bytes, views: _Views) -> bool:
+    def load(self, key: bytes, views: BlockBuffer) -> bool:
         """Load a block and check it; return whether it is there, and is the right one."""
-        return self._load("load", lambda: self.store.load(key, views), key, views)
+        is_there = self._load("load", lambda: self.store.load(key, views), key, views)
+        if self._events is not None:
+            if is_there:
+                self._events.stored(self.store.name, key)
+            else:
+                self._events.removed(self.store.name, (key,))
+        return is_there
 
-    def fetch(self, peer: str, key: bytes, views: _Views, seconds: float) -> bool:
+    def fetch(self, peer: str, key: bytes, views: BlockBuffer, seconds: float) -> bool:
         """Load a block that another engine offers, and check it."""
         store = self.store
         assert isinstance(store, PeerKVStore)
         return self._load("fetch", lambda: store.fetch(peer, key, views, seconds), key, views)
 
-    def _load(self, method: str, load: Callable[[], Any], key: bytes, views: _Views) -> bool:
+    def _load(self, method: str, load: Callable[[], Any], key: bytes, views: BlockBuffer) -> bool:
+        def check(is_there: Any) -> bool:
+            if not is_there:
+                return False
+            try:
+                check_block(views, key)
+            except BadBlockError as error:
+                raise _BadAnswerError(f"a block that cannot be used: {error}") from None
+            return True
+
         began = time.perf_counter()
         views[0][:8] = bytes(8)  # a store that says it has loaded and has not is found out
-        is_there = self._call(method, load)
-        if not is_there:
+        if not self._call(method, load, check, views):
             return False
-        try:
-            check_block(views, key)
-        except BadBlockError as error:
-            self._fail(f"{method}() gave a block that cannot be used: {error}")
-            return False
-        size, seconds = sum(map(len, views)), time.perf_counter() - began
+        size, seconds = len(views.whole), time.perf_counter() - began
         self._count(loaded_blocks=1, loaded_bytes=size, load_seconds=seconds)
         return True
 
-    def keep(self, key: bytes, views: _Views) -> bool:
+    def keep(self, key: bytes, views: BlockBuffer) -> bool:
         """Store a block; return whether it is kept."""
-        return self._keep("store", lambda: self.store.store(key, views), views)
+        is_kept = self._keep("store", lambda parts: self.store.store(key, parts), views)
+        if is_kept:
+            if self._events is not None:
+                self._events.stored(self.store.name, key)
+            if self._says_size:
+                self._read_size()
+        return is_kept
 
-    def offer(self, key: bytes, views: _Views, seconds: float) -> bool:
+    def _read_size(self) -> None:
+        """Read how much the store keeps."""
+        used_bytes = self._call("used_bytes", lambda: self.store.used_bytes, _checked_size)
+        with self._lock:
+            self.stats.used_bytes = used_bytes
+
+    def offer(self, key: bytes, views: BlockBuffer, seconds: float) -> bool:
         """Offer a block to another engine."""
         store = self.store
         assert isinstance(store, PeerKVStore)
-        return self._keep("offer", lambda: store.offer(key, views, seconds), views)
+        return self._keep("offer", lambda parts: store.offer(key, parts, seconds), views)
 
-    def _keep(self, method: str, keep: Callable[[], Any], views: _Views) -> bool:
+    def _keep(self, method: str, keep: Callable[[BlockBuffer], Any], views: BlockBuffer) -> bool:
         began = time.perf_counter()
-        if not self._call(method, keep):
+        read_only = views.read_only()
+        if not self._call(method, lambda: keep(read_only), bool, views):
             self._count(dropped_blocks=1)
             return False
-        size, seconds = sum(map(len, views)), time.perf_counter() - began
+        size, seconds = len(views.whole), time.perf_counter() - began
         self._count(stored_blocks=1, stored_bytes=size, store_seconds=seconds)
         return True
 
@@ -148,38 +198,73 @@ class Tier:
 
     def run(self, method: str, *args: Any) -> None:
         """Call another method of the store."""
-        self._call(method, getattr(self.store, method), *args)
+        self._call(method, lambda: getattr(self.store, method)(*args), lambda _: True)
 
-    def _call(self, method: str, call: Callable[..., Any], *args: Any) -> Any:
-        """Return the result of a call; None if it failed or the store is left out."""
+    def end(self, method: str) -> None:
+        """Call `drain` or `close`, whatever has happened before."""
+        try:
+            getattr(self.store, method)()
+        except BaseException as cause:
+            self._fail(f"{method}() failed: {reason_of(cause)}")
+
+    def late_use(self, views: BlockBuffer) -> Future[Any] | None:
+        """Return the future of a call that was given up, and that may still use a buffer."""
+        late = [call.future for call in self._calls.copy() if call.views is views]
+        return next(filter(None, late), None)
+
+    def _call(
+        self,
+        method: str,
+        call: Callable[[], Any],
+        check: Callable[[Any], _T],
+        views: BlockBuffer | None = None,
+    ) -> _T | None:
+        """Return what `check` makes of a result; None if it failed, or the store is left out."""
         if not self._breaker.allows() or self._is_stuck():
             return None
-        thread, began = threading.get_ident(), time.monotonic()
-        self._running[thread] = began
+        running = _Call(time.monotonic(), views)
+        self._calls[running] = None
         try:
-            result = call(*args)
-            if isinstance(result, Future):
-                result = result.result(self._timeout)
-        except BaseException as cause:
-            if isinstance(cause, KeyboardInterrupt | SystemExit | GeneratorExit):
-                raise
-            self._fail(f"{method}() failed: {type(cause).__name__}: {cause}")
+            result = check(self._result(call(), running))
+        except _BadAnswerError as error:
+            self._fail(f"{method}() gave {error}")
+            return None
+        except BaseException as cause:  # the thread is the connector's own
+            self._fail(f"{method}() failed: {reason_of(cause)}")
             return None
         finally:
-            self._running.pop(thread, None)
-        if (seconds := time.monotonic() - began) > self._timeout:
+            if running.future is None:
+                del self._calls[running]
+        if (seconds := time.monotonic() - running.began) > self._timeout:
             self._fail(f"{method}() took {seconds:.3g} s, more than {self._timeout:g} s")
             return None
         self._breaker.succeeded()
         return result
 
+    def _result(self, result: Any, call: _Call) -> Any:
+        """Return the result of a future; one that is not done in time keeps its call."""
+        if not isinstance(result, Future):
+            return result
+        try:
+            return result.result(self._timeout)
+        except TimeoutError:
+            if result.done():
+                raise
+        call.future = result
+        result.add_done_callback(lambda _: self._calls.pop(call))
+        raise TimeoutError(f"its future is not done after {self._timeout:g} s")
+
     def _is_stuck(self) -> bool:
         """Return whether a call has not returned for too long: others would not, either."""
-        oldest = min(self._running.copy().values(), default=math.inf)
-        if time.monotonic() - oldest <= self._timeout:
-            return False
-        self._fail(f"a call has not returned for {self._timeout:g} s")
-        return True
+        calls = self._calls.copy()
+        running = (call.began for call in calls if call.future is None)
+        if time.monotonic() - min(running, default=math.inf) > self._timeout:
+            self._fail(f"a call has not returned for {self._timeout:g} s")
+            return True
+        if sum(call.future is not None for call in calls) >= _MOST_LATE:
+            self._fail(f"{_MOST_LATE} futures that took too long are not done")
+            return True
+        return False
 
     def _fail(self, message: str) -> None:
         self._count(failures=1)
@@ -199,6 +284,12 @@ class Tier:
         """Return a copy of the totals."""
         with self._lock:
             return msgspec.structs.replace(self.stats)
+
+
+def _checked_size(size: Any) -> int | None:
+    if size is not None and (type(size) is not int or size < 0):
+        raise _BadAnswerError(f"{shown(size)}, expected bytes >= 0 or None")
+    return size
 
 
 class Tiers:
@@ -225,20 +316,33 @@ class Tiers:
                 found[index] = has
         return found.index(False) if False in found else len(keys)
 
-    def load(self, key: bytes, views: _Views) -> bool:
+    def load(self, key: bytes, views: BlockBuffer) -> bool:
         """Load a block from the nearest store that has it, and keep it in those before."""
         for index, tier in enumerate(self._tiers):
             if tier.load(key, views):
                 for nearer in self._tiers[:index]:
                     nearer.keep(key, views)
                 return True
+            if tier.late_use(views) is not None:  # it may still write to the buffer
+                return False
         return False
 
-    def begin(self, key: bytes, views: _Views) -> None:
+    def drop(self) -> None:
+        """Count a block that is not stored, for lack of room or time."""
+        self._tiers[0].drop()
+
+    def late_use(self, views: BlockBuffer) -> Future[Any] | None:
+        """Return the future of a call that was given up, and that may still use a buffer."""
+        return next(filter(None, (tier.late_use(views) for tier in self._tiers)), None)
+
+    def when_free(self, views: BlockBuffer, then: Callable[[], None]) -> None:
+        """Call `then` as soon as no store uses a buffer, in any thread."""
+        late = self.late_use(views)
+        if late is None:
+            then()
+        else:
+            late.add_done_callback(lambda _: self.when_free(views, then))
+
+    def begin(self, key: bytes, views: BlockBuffer) -> None:
         """Write the header of a block that is to be stored."""
         write_header(views, key, next(self._generations) & ((1 << 64) - 1))
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
 
-from hardpoint.plugins import RequestError
+from hardpoint.plugins import EngineCoreRequest, RequestError
 from hardpoint.plugins.typed import convert
 
 from .jobs import Transfer
@@ -43,13 +42,12 @@ class TransferParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 def read_params(
-    params: Mapping[str, Any], num_prompt_tokens: int, peers: list[str] | None, engine_id: str
+    request: EngineCoreRequest, peers: list[str] | None, engine_id: str
 ) -> TransferParams:
     """Return the parameters of a request, checked.
 
     Args:
-        params: as the request has them.
-        num_prompt_tokens: of the request.
+        request: that has some.
         peers: engines that the configuration knows; None if no store exchanges blocks.
         engine_id: of this engine; "" if it has none.
 
@@ -57,7 +55,9 @@ def read_params(
         RequestError: they are wrong.
     """
     path = "kv_transfer_params"
-    read: TransferParams = convert(dict(params), TransferParams, path=path, error=RequestError)
+    given_params = dict(request.kv_transfer_params or {})
+    read: TransferParams = convert(given_params, TransferParams, path=path, error=RequestError)
+    num_prompt_tokens = len(request.prompt_token_ids)
     if peers is None:
         raise RequestError(
             f"{path}: no store of kv_connector.stores exchanges blocks with other engines, as "
@@ -66,6 +66,10 @@ def read_params(
     if read.do_remote_decode == read.do_remote_prefill:
         raise RequestError(
             f"{path}: expected one of do_remote_decode and do_remote_prefill to be true"
+        )
+    if request.params.n != 1:
+        raise RequestError(
+            f"{path}: expected n = 1 with it, for blocks are fetched once, got {request.params.n}"
         )
     source = {"remote_engine_id", "transfer_token", "num_tokens"}
     given = {name for name in source if getattr(read, name) is not None}

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import mmap
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from msgspec import Meta
 
 from hardpoint import plugins
-from hardpoint.plugins import KVStore
+from hardpoint.plugins import ConfigError, KVStore
+from hardpoint.plugins.kv_store import BlockBuffer
 
 
 class MemoryStore(KVStore):
-    """Keeps the blocks that were used last, up to a size."""
+    """Keeps the blocks that were used last, up to a size.
+
+    The memory is reserved at start, and divided into places of one block. A copy is made outside of
+    the lock: a place that is read is not given to another block, and one that is written has no key
+    yet.
+    """
 
     contract = 1
 
@@ -30,42 +42,227 @@ class MemoryStore(KVStore):
     options: Options
 
     def __init__(self, context: plugins.KVStoreContext) -> None:
-        """Start empty."""
+        """Reserve the memory.
+
+        Raises:
+            ConfigError: there is not so much, or no block fits into it.
+        """
         super().__init__(context)
-        self._blocks: OrderedDict[bytes, bytearray] = OrderedDict()
-        self._capacity = self.options.size_bytes // context.block_bytes
+        self._places = _Places(context, self.options.size_bytes)
+        self._keys: OrderedDict[bytes, int] = OrderedDict()  # used last at the end
         self._lock = threading.Lock()
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """Return which blocks are there."""
-        return [key in self._blocks for key in keys]
+        return [key in self._keys for key in keys]
 
-    def store(self, key: bytes, buffer: Sequence[memoryview]) -> bool:
+    def store(self, key: bytes, buffer: BlockBuffer) -> bool:
         """Copy a block, in the place of the one that was not used for longest."""
-        if not self._capacity:
-            return False
-        block = bytearray(b"".join(buffer))
         with self._lock:
-            self._blocks[key] = block
-            self._blocks.move_to_end(key)
-            while len(self._blocks) > self._capacity:
-                self._blocks.popitem(last=False)
+            place = self._places.enter_free()
+            dropped = None
+            if place is None and (dropped := self._drop_one(key)) is not None:
+                place = self._places.enter_free()
+        if dropped is not None and dropped != key:
+            self.context.report_evicted([dropped])
+        if place is None:
+            return False
+        try:
+            self._places.write(place, buffer)
+        except BaseException:
+            with self._lock:
+                self._places.leave(place, forget=True)
+            raise
+        with self._lock:
+            if self._places.closed:
+                self._places.leave(place, forget=True)
+                return False
+            before = self._keys.pop(key, None)
+            if before is not None:
+                self._places.forget(before)
+            self._keys[key] = place
+            self._places.leave(place)
         return True
 
-    def load(self, key: bytes, buffer: Sequence[memoryview]) -> bool:
+    def _drop_one(self, key: bytes) -> bytes | None:
+        """Drop this block if it is there, or the one not used for longest; return its key.
+
+        None if all are in use.
+        """
+        unused = (
+            other
+            for other in itertools.chain([key] if key in self._keys else [], self._keys)
+            if not self._places.is_entered(self._keys[other])
+        )
+        dropped = next(unused, None)
+        if dropped is not None:
+            self._places.forget(self._keys.pop(dropped))
+        return dropped
+
+    def load(self, key: bytes, buffer: BlockBuffer) -> bool:
         """Copy a block."""
         with self._lock:
-            block = self._blocks.get(key)
-            if block is None:
+            place = self._keys.get(key)
+            if place is None:
                 return False
-            self._blocks.move_to_end(key)
-        start = 0
-        for part in buffer:
-            part[:] = block[start : start + len(part)]
-            start += len(part)
+            self._keys.move_to_end(key)
+            self._places.enter(place)
+        try:
+            self._places.read(place, buffer)
+        finally:
+            with self._lock:
+                self._places.leave(place)
         return True
 
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the blocks that are there."""
+        return len(self._keys) * self.context.block_bytes
+
     def close(self) -> None:
-        """Drop the blocks."""
+        """Return the memory, as soon as nothing is copied any more."""
         with self._lock:
-            self._blocks.clear()
+            self._keys.clear()
+            self._places.close()
+
+
+class _Places:
+    """Memory for so many blocks; the caller's lock is held around all but `read` and `write`.
+
+    Attributes:
+        closed: whether the memory is returned, or will be once nothing is copied any more.
+    """
+
+    def __init__(self, context: plugins.KVStoreContext, size_bytes: int) -> None:
+        """Reserve the memory."""
+        self._block_bytes = context.block_bytes
+        count = size_bytes // self._block_bytes
+        path = f"plugin.{context.name}.size_bytes"
+        if not count:
+            raise ConfigError(
+                f"{path}: expected at least {self._block_bytes}, the size of a block, "
+                f"got {size_bytes}"
+            )
+        available = context.host_memory
+        if available is not None and size_bytes > available:
+            raise ConfigError(
+                f"{path}: {size_bytes} bytes are more host memory than a rank's process may still "
+                f"allocate, {available} bytes; make it smaller, or the KV cache"
+            )
+        self._memory = _Memory(path, count * self._block_bytes, pin=context.pin_memory)
+        self._count, self._used = count, 0  # places that were never used follow those that were
+        self._free: list[int] = []
+        self._entered: dict[int, int] = {}  # number of copies from or to a place
+        self._forgotten: set[int] = set()  # places that are free once nothing is copied
+        self.closed = False
+
+    def enter_free(self) -> int | None:
+        """Enter a place without content; None if there is none."""
+        if self.closed:
+            return None
+        if self._free:
+            place = self._free.pop()
+        elif self._used < self._count:
+            place, self._used = self._used, self._used + 1
+        else:
+            return None
+        self.enter(place)
+        return place
+
+    def enter(self, place: int) -> None:
+        """Keep a place as it is until `leave`."""
+        self._entered[place] = self._entered.get(place, 0) + 1
+
+    def is_entered(self, place: int) -> bool:
+        """Return whether something is copied from or to it."""
+        return place in self._entered
+
+    def leave(self, place: int, *, forget: bool = False) -> None:
+        """End a copy."""
+        if forget:
+            self._forgotten.add(place)
+        self._entered[place] -= 1
+        if not self._entered[place]:
+            del self._entered[place]
+            if place in self._forgotten:
+                self._forgotten.discard(place)
+                self._free.append(place)
+        self._release_if_unused()
+
+    def forget(self, place: int) -> None:
+        """Give up what is in a place."""
+        if place in self._entered:
+            self._forgotten.add(place)
+        else:
+            self._free.append(place)
+
+    def read(self, place: int, buffer: BlockBuffer) -> None:
+        """Copy a place into a buffer."""
+        # numpy lets other threads run while it copies.
+        np.copyto(np.frombuffer(buffer.whole, np.uint8), self._bytes_of(place, buffer))
+
+    def write(self, place: int, buffer: BlockBuffer) -> None:
+        """Copy a buffer into a place."""
+        np.copyto(self._bytes_of(place, buffer), np.frombuffer(buffer.whole, np.uint8))
+
+    def _bytes_of(self, place: int, buffer: BlockBuffer) -> npt.NDArray[np.uint8]:
+        size = self._block_bytes
+        if len(buffer.whole) != size:  # numpy would repeat a single byte
+            raise ValueError(f"expected a buffer of {size} bytes, got {len(buffer.whole)}")
+        return self._memory.array[place * size : (place + 1) * size]
+
+    def close(self) -> None:
+        """Return the memory once nothing is copied any more."""
+        self.closed = True
+        self._release_if_unused()
+
+    def _release_if_unused(self) -> None:
+        if self.closed and not self._entered:
+            self._memory.close()
+
+
+class _Memory:
+    """Memory of the system's, which takes pages as they are used, unless it is pinned.
+
+    Attributes:
+        array: its bytes.
+    """
+
+    def __init__(self, path: str, size: int, *, pin: bool) -> None:
+        """Reserve it; `path` is the option that says how much."""
+        self._pinned = False
+        try:
+            self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as cause:
+            raise ConfigError(f"{path}: {size} bytes of host memory: {cause}") from None
+        with contextlib.suppress(OSError, AttributeError):  # other systems have none
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self.array: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+        if pin:
+            self._pin(path)
+
+    def _pin(self, path: str) -> None:
+        cuda = _cudart()
+        error = cuda.cudaHostRegister(self.array.ctypes.data, self.array.nbytes, 0)
+        if int(error):
+            size = self.array.nbytes
+            self.close()
+            raise ConfigError(
+                f"{path}: {size} bytes of host memory cannot be pinned: "
+                f"{cuda.cudaGetErrorString(error)}"
+            )
+        self._pinned = True
+
+    def close(self) -> None:
+        """Return it; what follows the first time does nothing."""
+        if self._pinned:
+            _cudart().cudaHostUnregister(self.array.ctypes.data)
+            self._pinned = False
+        self.array = np.empty(0, np.uint8)
+        with contextlib.suppress(BufferError):  # it goes with the last view, of an error's frames
+            self._map.close()
+
+
+def _cudart() -> Any:
+    runtime: Callable[[], Any] = torch.cuda.cudart
+    return runtime()

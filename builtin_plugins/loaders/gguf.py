@@ -172,8 +172,15 @@ class GGUFLoader(WeightLoader):
             yield name, self._unpermuted(tensor, cut, shape[0] // heads)
 
     def content_hash(self, hash_file: Callable[[Path], str]) -> str:
-        """Return the hash of the file."""
-        return hash_file(self.context.files.path)
+        """Return the hash of the file.
+
+        Raises:
+            ModelError: it is another one than was opened, whose weights are those of the model.
+        """
+        found = hash_file(self.context.files.path)
+        if self.fingerprint() is None:
+            raise ModelError(f"{self._source}: the file was replaced after it was opened")
+        return found
 
     def fingerprint(self) -> str | None:
         """Return name, size and times of the file; None if it is another one than was opened."""

@@ -98,7 +98,7 @@ def lose_plan(
         for index in plan.encoder_inputs.get(request.request_id, ()):
             encoder_cache(tracker).cancel(request, index)
     for planned in (lost, *later):
-        computed = planned.computed_before()
+        computed = planned.certain_before()
         for request in planned.still_running():
             tracker.uncache_from(request, computed[request.request_id])
             tracker.preempt(request, now)

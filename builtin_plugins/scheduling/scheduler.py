@@ -259,6 +259,7 @@ class DefaultScheduler(Scheduler):
             for request in tracker.blocked.values():
                 if request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
                     request.skip_connector = True  # what is being loaded is outdated
+                    request.num_computed_tokens = 0  # so that it is not cached when it arrives
 
     def _new_step(self) -> Step:
         self._num_steps += 1

@@ -109,16 +109,21 @@ class PlannedStep:
     preemptions: list[int]
 
     def computed_before(self) -> dict[str, int]:
-        """Return how many tokens of each request were certainly computed before the step, by id."""
+        """Return how many tokens of each request the plan says were computed before, by id."""
         plan = self.plan
         cached = plan.cached_requests
         computed = dict(zip(cached.request_ids, cached.num_computed_tokens, strict=True))
-        # How many tokens of a new request the plan was to load is not known here.
-        loads = plan.kv_connector_metadata is not None
         return computed | {
-            new.source.request_id: 0 if loads else new.num_computed_tokens
-            for new in plan.new_requests
+            new.source.request_id: new.num_computed_tokens for new in plan.new_requests
         }
+
+    def certain_before(self) -> dict[str, int]:
+        """Return how many tokens of each request were computed before, if the plan is lost."""
+        computed = self.computed_before()
+        if self.plan.kv_connector_metadata is not None:
+            # How many tokens of a new request the plan was to load is not known here.
+            computed |= {new.source.request_id: 0 for new in self.plan.new_requests}
+        return computed
 
     def still_running(self) -> list[LiveRequest]:
         """Return the requests that were neither finished nor preempted since the step's plan."""

@@ -341,14 +341,15 @@ class Service:
             )
 
     def extras(self, call: Call, asked: Any) -> dict[str, Any]:
-        """Return priority, timeout, tags and salt of a request within the bounds of its client.
+        """Return what a request has besides prompt and parameters, within the client's bounds.
 
         Args:
             asked: with the fields of the same names.
 
         Raises:
             AnswerError: it has kv_transfer_params, and its key may give none.
-            RequestError: priority or timeout are out of bounds.
+            RequestError: it has some, and there is no KV connector; or priority or timeout are out
+                of bounds.
         """
         client = call.client
         priority = client.min_priority if client.min_priority > 0 else 0
@@ -359,15 +360,32 @@ class Service:
                 f"priority: expected {client.min_priority} to {client.max_priority} for this key, "
                 f"got {priority}"
             )
-        if getattr(asked, "kv_transfer_params", None) is not None:
-            _refuse_kv_transfer(client)
+        transfer = getattr(asked, "kv_transfer_params", None)
+        if transfer is not None:
+            self._check_kv_transfer(client)
         tags = {**dict(asked.tags or {}), **client.tags}
         return {
+            **({} if transfer is None else {"kv_transfer_params": transfer}),
             "priority": priority,
             "timeout": self._timeout(client, asked.timeout),
             "tags": tags or None,
             "cache_salt": _salt(client.cache_salt, asked.cache_salt),
         }
+
+    def _check_kv_transfer(self, client: Client) -> None:
+        """Check that a client may give parameters to the KV connector, and that there is one.
+
+        Raises:
+            AnswerError: its key may give none.
+            RequestError: there is none.
+        """
+        path = "kv_transfer_params"
+        if not client.kv_transfer:
+            raise AnswerError(403, f"{path}: this key may give none", param=path)
+        if self.engine.config.kv_connector.use is None:
+            raise RequestError(
+                f"{path}: expected none, for this server has no KV connector (kv_connector.use)"
+            )
 
     def _timeout(self, client: Client, asked: float | None) -> float | None:
         limits = (client.max_timeout, self.settings.limits.timeout_seconds)
@@ -500,20 +518,6 @@ def _characters(value: Any) -> int:
     if isinstance(value, dict):
         return sum(map(_characters, value.keys())) + sum(map(_characters, value.values()))
     return sum(map(_characters, value)) if isinstance(value, list) else 0
-
-
-def _refuse_kv_transfer(client: Client) -> None:
-    """Refuse what a KV connector would get; this version has none.
-
-    Raises:
-        AnswerError: the key may give none anyway.
-        RequestError: it may.
-    """
-    if not client.kv_transfer:
-        raise AnswerError(
-            403, "kv_transfer_params: this key may give none", param="kv_transfer_params"
-        )
-    raise RequestError("kv_transfer_params: this version of Hardpoint has no KV connectors")
 
 
 def _salt(of_client: str, asked: str | None) -> str | None:

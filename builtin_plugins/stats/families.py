@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from prometheus_client.core import (
@@ -46,6 +47,14 @@ class Family:
     label: str | None = None
 
 
+def _tier_totals(engine: EngineFigures, *, name: str) -> Series:
+    return engine.tiers.totals(name)
+
+
+def _tier_used_bytes(engine: EngineFigures) -> Series:
+    return engine.tiers.used_bytes
+
+
 _G, _C, _H = GaugeMetricFamily, CounterMetricFamily, HistogramMetricFamily
 
 ENGINE_FAMILIES = (
@@ -84,6 +93,18 @@ ENGINE_FAMILIES = (
         "Tokens found in the prefix cache.",
         lambda e: e.prefix_cache_hits.value,
     ),
+    Family(
+        "external_prefix_cache_queries",
+        _C,
+        "Tokens that the KV connector was asked for, after those found in the prefix cache.",
+        lambda e: e.external_queries.value,
+    ),
+    Family(
+        "external_prefix_cache_hits",
+        _C,
+        "Tokens that the KV connector could load.",
+        lambda e: e.external_hits.value,
+    ),
     Family("num_preemptions", _C, "Preemptions of requests.", lambda e: e.preemptions.value),
     Family(
         "prompt_tokens",
@@ -94,10 +115,11 @@ ENGINE_FAMILIES = (
     Family(
         "prompt_tokens_by_source",
         _C,
-        "The same, computed or found in the prefix cache.",
+        "The same: computed, found in the prefix cache, or loaded by the KV connector.",
         lambda e: {
             "local_compute": e.prompt_tokens - e.prompt_tokens_cached,
-            "local_cache_hit": e.prompt_tokens_cached,
+            "local_cache_hit": e.prompt_tokens_cached - e.prompt_tokens_external,
+            "external_kv_transfer": e.prompt_tokens_external,
         },
         "source",
     ),
@@ -200,6 +222,54 @@ ENGINE_FAMILIES = (
 )
 """Metrics of an engine, under its own prefix and under those of the aliases."""
 
+TIER_FAMILIES = (
+    *(
+        Family(f"kv_tier_{name}", _C, text, partial(_tier_totals, name=name), "tier")
+        for name, text in {
+            "hits": "Blocks that a tier of the KV connector was asked for, and had.",
+            "misses": "Blocks that it was asked for, and had not.",
+            "loaded_blocks": "Blocks that were loaded from it.",
+            "loaded_bytes": "Their bytes.",
+            "load_seconds": "The time that took, summed over threads.",
+            "stored_blocks": "Blocks that were stored in it.",
+            "stored_bytes": "Their bytes.",
+            "store_seconds": "The time that took, summed over threads.",
+            "dropped_blocks": "Blocks that were not stored, for lack of room or time.",
+            "failures": "Calls that raised, took too long, or gave bytes that are wrong.",
+        }.items()
+    ),
+    Family("kv_tier_used_bytes", _G, "Bytes that it keeps, if it says.", _tier_used_bytes, "tier"),
+)
+"""Metrics of the tiers of a KV connector, all ranks together, under the own prefix only."""
+
+OFFLOAD_FAMILIES = (
+    Family(
+        "kv_offload_load_bytes",
+        _C,
+        "Bytes that were loaded into the KV cache.",
+        lambda e: e.tiers.sum("loaded_bytes"),
+    ),
+    Family(
+        "kv_offload_load_time",
+        _C,
+        "Seconds that took, summed over threads.",
+        lambda e: e.tiers.sum("load_seconds"),
+    ),
+    Family(
+        "kv_offload_store_bytes",
+        _C,
+        "Bytes that were stored from the KV cache.",
+        lambda e: e.tiers.nearest("stored_bytes"),
+    ),
+    Family(
+        "kv_offload_store_time",
+        _C,
+        "Seconds that took, summed over threads.",
+        lambda e: e.tiers.nearest("store_seconds"),
+    ),
+)
+"""What an alias has in their place: all tiers loaded from, and the nearest one stored in."""
+
 PLUGIN_COUNTERS = {
     "seconds": "Time in a logits processor's methods.",
     "rows": "Rows that a logits processor processed.",
@@ -215,23 +285,34 @@ PLUGIN_COUNTERS = {
 def engine_families(
     model_name: str, engines: Mapping[int, EngineFigures], prefixes: Sequence[str]
 ) -> Iterator[Metric]:
-    """Yield all metrics of the engines, under each prefix."""
-    for family in ENGINE_FAMILIES:
-        labels = _LABELS if family.label is None else (*_LABELS, family.label)
-        metrics = [
-            family.kind(f"{prefix}:{family.name}", family.help, labels=labels)
-            for prefix in prefixes
-        ]
-        for index, figures in engines.items():
-            add = _add_histogram if family.kind is HistogramMetricFamily else _add_value
-            value = family.read(figures)
-            for metric in metrics:
-                if family.label is None:
-                    add(metric, (model_name, str(index)), value)
-                    continue
-                for key, one in value.items():
-                    add(metric, (model_name, str(index), key), one)
-        yield from metrics
+    """Yield all metrics of the engines, under each prefix; those of tiers if there are some."""
+    exported: list[tuple[Sequence[Family], Sequence[str]]] = [(ENGINE_FAMILIES, prefixes)]
+    if any(figures.tiers for figures in engines.values()):
+        aliases = [prefix for prefix in prefixes if prefix != OWN]
+        exported += [(TIER_FAMILIES, (OWN,)), (OFFLOAD_FAMILIES, aliases)]
+    for families, names in exported:
+        for family in families:
+            yield from _metrics(family, model_name, engines, names)
+
+
+def _metrics(
+    family: Family, model_name: str, engines: Mapping[int, EngineFigures], prefixes: Sequence[str]
+) -> list[Any]:
+    """Return a metric of the engines, under each prefix."""
+    labels = _LABELS if family.label is None else (*_LABELS, family.label)
+    metrics = [
+        family.kind(f"{prefix}:{family.name}", family.help, labels=labels) for prefix in prefixes
+    ]
+    for index, figures in engines.items():
+        add = _add_histogram if family.kind is HistogramMetricFamily else _add_value
+        value = family.read(figures)
+        for metric in metrics:
+            if family.label is None:
+                add(metric, (model_name, str(index)), value)
+                continue
+            for key, one in value.items():
+                add(metric, (model_name, str(index), key), one)
+    return metrics
 
 
 def cache_families(

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from hardpoint.plugins import IterationStats, PluginReport, PrefixCacheStats, SchedulerStats
+from hardpoint.plugins.stats import KVTierStats
 
 # The bounds are those of vLLM, with smaller ones for small models: sums over instances of both
 # engines are right from vLLM's first bound on.
@@ -79,12 +80,57 @@ class Total:
         self._last = now
 
 
+class TierFigures:
+    """The figures of the tiers of a KV connector, by name, nearest first.
+
+    Attributes:
+        used_bytes: by tier, of those that say it.
+    """
+
+    _TOTALS = tuple(name for name in KVTierStats.__struct_fields__ if name != "used_bytes")
+
+    def __init__(self) -> None:
+        """Start without tiers."""
+        self._tiers: dict[str, dict[str, Total]] = {}
+        self.used_bytes: dict[str, int] = {}
+
+    def __bool__(self) -> bool:
+        """Return whether there are any."""
+        return bool(self._tiers)
+
+    def follow(self, tiers: Mapping[str, KVTierStats]) -> None:
+        """Read totals; those of a tier that is missing start again."""
+        for name in tiers:
+            if name not in self._tiers:
+                self._tiers[name] = {what: Total() for what in self._TOTALS}
+        for name, totals in self._tiers.items():
+            tier = tiers.get(name)
+            for what, total in totals.items():
+                total.follow(0 if tier is None else getattr(tier, what))
+        self.used_bytes = {
+            name: tier.used_bytes for name, tier in tiers.items() if tier.used_bytes is not None
+        }
+
+    def totals(self, what: str) -> dict[str, float]:
+        """Return a total, a field of `KVTierStats`, by tier."""
+        return {name: totals[what].value for name, totals in self._tiers.items()}
+
+    def sum(self, what: str) -> float:
+        """Return a total of all tiers together."""
+        return sum(self.totals(what).values())
+
+    def nearest(self, what: str) -> float:
+        """Return a total of the nearest tier; 0 without tiers."""
+        return next(iter(self.totals(what).values()), 0.0)
+
+
 class EngineFigures:
     """The figures of one engine and of its requests.
 
     Attributes:
         scheduler: its state; its totals are followed by other attributes.
         sleep_level: 0 is awake.
+        tiers: of the KV connector.
     """
 
     def __init__(self) -> None:
@@ -93,9 +139,12 @@ class EngineFigures:
             num_running=0, num_waiting=0, kv_cache_usage=0.0, prefix_cache=PrefixCacheStats()
         )
         self.sleep_level = 0
-        self.prompt_tokens = self.prompt_tokens_cached = self.generation_tokens = 0
+        self.prompt_tokens = self.prompt_tokens_cached = self.prompt_tokens_external = 0
+        self.generation_tokens = 0
         self.finished = Counter(dict.fromkeys(FINISH_REASONS, 0))
         self.prefix_cache_queries, self.prefix_cache_hits = Total(), Total()
+        self.external_queries, self.external_hits = Total(), Total()
+        self.tiers = TierFigures()
         self.preemptions = Total()
         self.drafts, self.draft_tokens, self.accepted_tokens = Total(), Total(), Total()
         self.accepted_by_position: list[Total] = []
@@ -112,6 +161,7 @@ class EngineFigures:
         """Add the statistics of a batch."""
         self.prompt_tokens += stats.num_prompt_tokens
         self.prompt_tokens_cached += stats.num_cached_tokens
+        self.prompt_tokens_external += stats.num_external_tokens
         self.generation_tokens += stats.num_generation_tokens
         if tokens := stats.num_prompt_tokens + stats.num_generation_tokens:
             self.iteration_tokens.add(tokens)
@@ -126,6 +176,10 @@ class EngineFigures:
         self.scheduler = scheduler
         self.prefix_cache_queries.follow(scheduler.prefix_cache.queried_tokens)
         self.prefix_cache_hits.follow(scheduler.prefix_cache.hit_tokens)
+        external = scheduler.external_prefix_cache or PrefixCacheStats()
+        self.external_queries.follow(external.queried_tokens)
+        self.external_hits.follow(external.hit_tokens)
+        self.tiers.follow(scheduler.kv_tiers)
         self.preemptions.follow(scheduler.num_preemptions)
         self.drafts.follow(scheduler.num_verified_drafts)
         self.draft_tokens.follow(scheduler.num_drafts)

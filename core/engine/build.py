@@ -7,10 +7,8 @@ import dataclasses
 import functools
 import itertools
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 import msgspec
@@ -20,7 +18,6 @@ from hardpoint.core.faults import CALL_LOST, StepFaults, create_all
 from hardpoint.core.kv_cache import BlockManager, BlockMetadata, CacheSize, Eviction, size_cache
 from hardpoint.core.kv_cache.connector import EngineConnector
 from hardpoint.core.worker.shares import check_shares
-from hardpoint.core.worker.weight_hash import hash_weights
 from hardpoint.core.worker.worker import WorkerSpec
 from hardpoint.plugins import (
     ConfigError,
@@ -29,6 +26,7 @@ from hardpoint.plugins import (
     EvictionPolicy,
     Executor,
     ExecutorContext,
+    HardpointError,
     KVConnectorContext,
     PublisherContext,
     SchedulerContext,
@@ -39,13 +37,15 @@ from hardpoint.plugins.config import ConfigSources, KVCacheConfig
 from hardpoint.plugins.errors import PluginContractError, PluginFaultError, shown
 from hardpoint.plugins.executor import MAX_CONCURRENT_BATCHES
 from hardpoint.plugins.grammars import Vocabulary
-from hardpoint.plugins.kv_connector import KVSchedulerContext
+from hardpoint.plugins.kv_connector import KVConnectorScheduler, KVSchedulerContext
 from hardpoint.plugins.read_only import read_only
 from hardpoint.plugins.scheduler import SchedulerLimits
+from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.plugin_set import PluginSet
 
+from .connector_start import ConnectorStart
 from .core import EngineCore
 from .grammars import GrammarManager
 from .kv_events import KVEventFanout
@@ -112,17 +112,16 @@ def build_core(
         executor = _executor(spec, launcher)
         undo.callback(executor.close)
         _check_depth(executor)
-        weights = _WeightsHash(spec)
+        start = _connector_start(spec, executor, undo)
         info, size, config = _start(executor, spec, config_sources)
         launcher.close()
         limits = _limits(config, size, executor)
         kv_cache = _kv_cache(config.kv_cache, size.num_blocks, plugins, eviction, blocks, faults)
-        connector = _connector(spec, kv_cache, kv_events, clock, faults)
-        if connector is not None:
+        connector = None
+        if start is not None:
+            connector = _connector(spec, kv_cache, kv_events, clock, faults)
             undo.callback(connector.close)
-            connector.set_handshakes(
-                executor.collective_rpc("start_kv_connector", (weights.result(),))
-            )
+            start.start(connector)
         record = _recorder(hooks, faults)
         scheduler = plugins.create(
             plugins.one("schedulers"),
@@ -151,6 +150,7 @@ def build_core(
             config=config,
             log_stats=config.stats.on,
             connector=connector,
+            connector_start=start,
             grammars=grammars,
             step_log=StepLog() if config.engine.log_steps else None,
             sleep_levels=info.sleep_levels,
@@ -181,30 +181,16 @@ def _executor(spec: WorkerSpec, launcher: WorkerLauncher) -> Executor:
     )
 
 
-class _WeightsHash:
-    """The hash of a model's weights, made in a thread while they are loaded."""
-
-    def __init__(self, spec: WorkerSpec) -> None:
-        """Begin, if there is a KV connector that needs it."""
-        self._hash: Future[str] = Future()
-        if spec.plugins.entries("kv_connectors"):
-            threading.Thread(
-                target=self._run, args=(spec,), name="WeightsHash", daemon=True
-            ).start()
-
-    def _run(self, spec: WorkerSpec) -> None:
-        try:
-            self._hash.set_result(hash_weights(spec.loader, spec.config.weight_cache))
-        except BaseException as error:
-            self._hash.set_exception(error)
-
-    def result(self) -> str:
-        """Return the hash, once it is there.
-
-        Raises:
-            ConfigError: the loader cannot say what the weights are.
-        """
-        return self._hash.result()
+def _connector_start(
+    spec: WorkerSpec, executor: Executor, undo: contextlib.ExitStack
+) -> ConnectorStart | None:
+    """Return what starts the KV connector, which hashes the weights; None if none is configured."""
+    if not spec.plugins.entries("kv_connectors"):
+        return None
+    start = ConnectorStart(spec, executor)
+    start.weights_load()
+    undo.callback(start.close)
+    return start
 
 
 def _connector(
@@ -213,11 +199,13 @@ def _connector(
     kv_events: KVEventFanout,
     clock: _Clock,
     faults: StepFaults,
-) -> EngineConnector | None:
-    """Return the engine's half of the KV connector; None if none is configured."""
-    entry = next(iter(spec.plugins.entries("kv_connectors")), None)
-    if entry is None:
-        return None
+) -> EngineConnector:
+    """Return the engine's half of the KV connector.
+
+    Raises:
+        PluginError: it cannot be built.
+    """
+    (entry,) = spec.plugins.entries("kv_connectors")
     world_size, block_size = spec.config.parallel.world_size, kv_cache.block_size
     plugin = spec.plugins.create(entry, KVConnectorContext, config=spec.config.kv_connector)
     try:
@@ -230,9 +218,19 @@ def _connector(
                 report_fault=functools.partial(faults.note, entry.name, consequence=CALL_LOST),
             )
         )
-    except BaseException:
+        if not isinstance(half, KVConnectorScheduler):
+            raise PluginFaultError(
+                f"{entry.source}: its scheduler_half() gave {shown(half)}, expected a "
+                f"KVConnectorScheduler"
+            )
+    except BaseException as cause:
         plugin.close()
-        raise
+        raise_unless_fault(cause)
+        if isinstance(cause, HardpointError):
+            raise
+        raise PluginFaultError(
+            f"{entry.source}: its scheduler_half() failed: {describe(cause)}"
+        ) from cause
     return EngineConnector(
         plugin,
         half,
@@ -290,6 +288,11 @@ def _start(
         PluginFaultError: the executor did not return an info per rank.
     """
     info = _tightest(executor.start(), spec)
+    if not info.bytes_per_block and spec.plugins.entries("kv_connectors"):
+        raise ConfigError(
+            f"kv_connector.use: {spec.config.kv_connector.use!r} moves blocks of the KV cache, and "
+            f"the model {spec.config.model!r} has none"
+        )
     config = spec.config if info.bytes_per_block else _without_cache(spec)
     try:
         size = size_cache(config, spec.max_model_len, info)

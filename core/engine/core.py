@@ -49,6 +49,8 @@ class EngineCore(EngineUtilities):
                 functools.partial(steps.abort_later, None),
                 steps.settle,
                 parts.sleep_levels,
+                parts.connector,
+                parts.connector_start,
             )
         )
 
@@ -80,11 +82,12 @@ class EngineCore(EngineUtilities):
         request.arrival_time = self._scheduler.context.clock() if arrived is None else arrived
         if self._parts.connector is not None:
             self._parts.connector.check_request(request)
-        num_before = self._scheduler.num_unfinished_requests()
-        self._scheduler.add_request(request)
-        if self._scheduler.num_unfinished_requests() <= num_before:
-            label = self._parts.scheduler_label
-            raise RequestError(f"{label}: its add_request did not add the request")
+        try:
+            self._add(request)
+        except BaseException:
+            if self._parts.connector is not None:
+                self._parts.connector.request_refused(request.request_id)
+            raise
         if block_hashes and (live := live_request(self._scheduler, request.request_id)) is not None:
             self._parts.kv_cache.take_hashes(live, block_hashes)
         if request.kv_transfer_params is not None and self._scheduler.context.connector is None:
@@ -93,6 +96,13 @@ class EngineCore(EngineUtilities):
                 "connector, and computes all of it",
                 request.request_id,
             )
+
+    def _add(self, request: EngineCoreRequest) -> None:
+        num_before = self._scheduler.num_unfinished_requests()
+        self._scheduler.add_request(request)
+        if self._scheduler.num_unfinished_requests() <= num_before:
+            label = self._parts.scheduler_label
+            raise RequestError(f"{label}: its add_request did not add the request")
 
     def client_of(self, request_id: str) -> int | None:
         """Return the client index of a live request, None if no live request has that id."""
@@ -169,6 +179,8 @@ class EngineCore(EngineUtilities):
             stack.callback(parts.policy.close)
             if parts.connector is not None:
                 stack.callback(parts.connector.close)
+            if parts.connector_start is not None:
+                stack.callback(parts.connector_start.close)
             stack.callback(close_all, [self._scheduler, self._executor])
             if parts.grammars is not None:
                 stack.callback(parts.grammars.close)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from hardpoint.core.kv_cache.connector import EngineConnector
 from hardpoint.core.wire import PauseMode
 from hardpoint.plugins import Executor, HardpointError, PauseState, RequestError, Scheduler, typed
 from hardpoint.registry.blame import raise_unless_fault
 
+from .connector_start import ConnectorStart
+
 MEMORY_TAGS = ("weights", "kv_cache")
 SCHEDULING_TAG = "scheduling"
+_RELEASES_MODEL = 2  # level of sleep
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,8 @@ class PauseDependencies:
         abort_all: ends every request; one of the next steps reports that to the clients.
         settle: completes all steps that are under way.
         sleep_levels: levels that the workers support, in addition to 0.
+        connector: of the KV cache; None if there is none.
+        connector_start: builds its worker halves.
     """
 
     scheduler: Scheduler
@@ -29,6 +35,8 @@ class PauseDependencies:
     abort_all: Callable[[], None]
     settle: Callable[[], None]
     sleep_levels: tuple[int, ...] = (1, 2)
+    connector: EngineConnector | None = None
+    connector_start: ConnectorStart | None = None
 
 
 class PauseController:
@@ -130,10 +138,24 @@ class PauseController:
             )
         memory = [tag for tag in MEMORY_TAGS if tag in wanted & self._asleep]
         if memory:
-            self._core.executor.collective_rpc("wake_up", (memory,))
-            self._asleep -= set(memory)
+            self._wake_up(memory)
         if not rest and (memory or SCHEDULING_TAG in wanted):
             self.resume()
+
+    def _wake_up(self, memory: Sequence[str]) -> None:
+        """Reallocate memory; build the connector's worker halves, if they ended with the model."""
+        core = self._core
+        if self._sleep_level < _RELEASES_MODEL or core.connector is None:
+            core.executor.collective_rpc("wake_up", (memory,))
+            self._asleep -= set(memory)
+            return
+        assert core.connector_start is not None
+        if "weights" in memory:
+            core.connector_start.weights_load()
+        core.executor.collective_rpc("wake_up", (memory,))
+        self._asleep -= set(memory)
+        if "kv_cache" in memory:
+            core.connector_start.restart(core.connector)
 
     def went_idle(self) -> None:
         """Complete the pauses that wait for the engine to be idle."""

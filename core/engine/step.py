@@ -32,6 +32,7 @@ from hardpoint.plugins.stats import SchedulerStats
 from hardpoint.registry.blame import is_fault, raise_unless_fault
 
 from .batch_queue import Batch, BatchQueue, start_batch, with_drafts
+from .connector_start import ConnectorStart
 from .grammars import GrammarManager
 from .kv_events import KVEventFanout
 from .policy import PolicySlot
@@ -58,6 +59,7 @@ class EngineCoreParts:
         config: logged when a step fails.
         log_stats: whether outputs carry scheduler statistics.
         connector: of the KV cache, the same that the scheduler has.
+        connector_start: builds its worker halves.
         grammars: of structured output, the same that the scheduler has.
         step_log: logs every step.
         sleep_levels: levels that the workers support, in addition to 0.
@@ -76,6 +78,7 @@ class EngineCoreParts:
     config: EngineConfig | None = None
     log_stats: bool = False
     connector: EngineConnector | None = None
+    connector_start: ConnectorStart | None = None
     grammars: GrammarManager | None = None
     step_log: StepLog | None = None
     sleep_levels: tuple[int, ...] = (1, 2)
@@ -85,6 +88,7 @@ class EngineCoreParts:
         """Return the state of the scheduler, with the totals of the KV connector."""
         stats = self.scheduler.stats()
         if self.connector is not None:
+            stats.external_prefix_cache = self.connector.prefix_cache_stats()
             stats.kv_tiers = self.connector.stats()
         return stats
 
@@ -260,7 +264,10 @@ class StepRunner:
             if request_id not in plan.num_scheduled_tokens:  # the scheduler looks at no others
                 self._end(request_id, fault)
         outputs = self._scheduler.update(plan, result)
-        return checked(outputs, dict, self._parts.scheduler_label, "update")
+        checked(outputs, dict, self._parts.scheduler_label, "update")
+        if connector is not None:
+            connector.processed(plan)
+        return outputs
 
     def _end(self, request_id: str, fault: RequestFault) -> None:
         """End a request by a fault; one of the next steps returns its output."""

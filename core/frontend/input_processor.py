@@ -46,6 +46,7 @@ class RequestExtras(typed.Strict):
         tools: JSON schemas of the arguments of the tools that the model may call, by name; None
             leaves calls in the text.
         calls: of the tools that a grammar allows; None leaves the model free.
+        kv_transfer_params: for the KV connector, which checks them.
     """
 
     priority: int = 0
@@ -56,6 +57,7 @@ class RequestExtras(typed.Strict):
     trace_headers: dict[str, str] | None = None
     tools: dict[str, dict[str, Any]] | None = None
     calls: CallRules | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 NO_EXTRAS = RequestExtras()
@@ -139,6 +141,7 @@ class InputProcessor:
             tags=dict(extras.tags),
             cache_salt=salt,
             trace_headers=extras.trace_headers,
+            kv_transfer_params=extras.kv_transfer_params,
         )
         fields = self._arguments.resolve(request, extras.tools, extras.calls)
         # The arguments travel resolved; the originals would only travel twice.

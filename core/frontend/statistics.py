@@ -85,6 +85,7 @@ class RequestFigures:
         "last_token_at",
         "metrics",
         "num_cached_tokens",
+        "num_external_tokens",
         "num_generation_tokens",
         "num_preemptions",
         "num_prompt_tokens",
@@ -102,6 +103,7 @@ class RequestFigures:
         self.tags, self.params, self.index = request.tags, request.params, request.child_index
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_cached_tokens = 0
+        self.num_external_tokens = 0
         self.num_generation_tokens = 0
         self.num_preemptions = 0
         self.arrived = arrived
@@ -118,6 +120,7 @@ class RequestFigures:
         return RequestMetrics(
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
+            num_external_tokens=self.num_external_tokens,
             num_generation_tokens=self.num_generation_tokens,
             num_preemptions=self.num_preemptions,
             queue_seconds=_between(self.queued_at, self.scheduled_at),
@@ -187,6 +190,8 @@ class Statistics:
             self._take_events(request, output)
         if output.num_cached_tokens is not None:
             request.num_cached_tokens = output.num_cached_tokens
+        if output.prefill_stats is not None:
+            request.num_external_tokens = output.prefill_stats.num_external_tokens
         new = num_tokens - request.num_generation_tokens
         if new <= 0:
             return
@@ -197,6 +202,7 @@ class Statistics:
             stats.time_to_first_token.append(request.time_to_first_token)
             stats.num_prompt_tokens += request.num_prompt_tokens
             stats.num_cached_tokens += request.num_cached_tokens
+            stats.num_external_tokens += request.num_external_tokens
         else:
             stats.inter_token_latency.append(now - request.last_token_at)
         request.last_token_at = now

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -20,41 +19,15 @@ from hardpoint.plugins.kv_connector import KVConnector, KVConnectorScheduler
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.plan import KVReport
 from hardpoint.plugins.request import Request
-from hardpoint.plugins.stats import KVTierStats
+from hardpoint.plugins.stats import KVTierStats, PrefixCacheStats
 from hardpoint.registry.blame import raise_unless_fault
+
+from .transfers import EndedLoad, Loads, Saves
 
 _COMPUTED = "the engine goes on, and computes what could not be loaded"
 _NONE: tuple[int, bool] = (0, False)
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.0002, 0.005
-
-
-@dataclass(slots=True)
-class _Load:
-    """An asynchronous load.
-
-    Attributes:
-        blocks: that it fills.
-        deadline: on the engine's clock.
-        ranks: that have not finished.
-        step: of the plan that starts it; None before that.
-        invalid: blocks that could not be loaded.
-        cancelled_in: step of the plan that cancels it.
-    """
-
-    blocks: frozenset[int]
-    deadline: float
-    ranks: set[int]
-    step: int | None = None
-    invalid: frozenset[int] = frozenset()
-    cancelled_in: int | None = None
-
-
-@dataclass(slots=True)
-class _Save:
-    """An ended request whose blocks are kept for the connector."""
-
-    deadline: float
-    ranks: set[int]
+_LONGEST_PAUSE_S = 1.0  # between results; what is longer is no part of the time of a lookup
 
 
 @dataclass(slots=True)
@@ -64,13 +37,11 @@ class _Step:
     Attributes:
         metadata: of the scheduler half.
         loads: (request id, blocks) of what is loaded in the step itself.
-        cancelled: requests whose loads it cancels.
         failed: whether the loads cannot be trusted, since the scheduler half raised.
     """
 
     metadata: Any
     loads: list[tuple[str, frozenset[int]]]
-    cancelled: list[str] = field(default_factory=list)
     failed: bool = False
 
 
@@ -108,22 +79,27 @@ class EngineConnector(KVConnectorScheduler):
         self._connector = connector
         self._half = half
         self._config: KVConnectorConfig = connector.context.config
-        self._ranks = frozenset(range(world_size))
         self._block_size = block_size
         self._clock = clock
         self._faults = faults
+        self._calls = faults.calls("kv_connectors", source)
         self._report = faults.reporter(source, _COMPUTED)
         self._publish = publish
-        self._asked: dict[str, float] = {}
+        ranks = frozenset(range(world_size))
+        self._asked: dict[str, float] = {}  # on the clock of `_waited`
+        self._waited, self._last_result = 0.0, clock()
         self._matched: dict[str, tuple[int, bool]] = {}
         self._without: set[str] = set()  # requests whose lookup took too long
-        self._loads: dict[str, _Load] = {}
-        self._saves: dict[str, _Save] = {}
+        self._loads = Loads(ranks, clock, self._config.load_seconds)
+        self._saves = Saves(ranks, clock, self._config.lease_seconds)
+        self._ended: dict[str, EndedLoad] = {}  # the scheduler may not know of
+        self._saved: set[str] = set()  # likewise
         self._in_step: list[tuple[str, frozenset[int]]] = []
         self._steps: dict[int, _Step] = {}
-        self._untold: list[str] = []  # to cancel
         self._broken = False  # since the last plan
+        self._left_out = False
         self._tiers: dict[int, Mapping[str, KVTierStats]] = {}
+        self._prefix_cache = PrefixCacheStats()
         self._wait_s = _FIRST_WAIT_S
 
     # For the scheduler
@@ -135,83 +111,99 @@ class EngineConnector(KVConnectorScheduler):
             RequestError: it is refused.
         """
         try:
-            self._half.check_request(request)
+            self._calls.run("check_request", self._half.check_request, request)
         except RequestError:
             raise
         except BaseException as cause:
             self._note("check_request() failed", cause)
+
+    def request_refused(self, request_id: str) -> None:
+        """Tell the connector that a request that it has checked was not added."""
+        self._call("request_refused", request_id)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded; none if the connector fails or takes too long."""
         request_id = request.request_id
-        if request_id in self._loads or request_id in self._saves or request_id in self._without:
+        if self._left_out or self._is_busy(request_id) or request_id in self._without:
             return _NONE  # an earlier request of this id, or one that has waited long enough
         try:
-            count, asynchronous = self._half.get_num_new_matched_tokens(
-                request, num_computed_tokens
+            count, asynchronous = self._calls.run(
+                "get_num_new_matched_tokens",
+                self._half.get_num_new_matched_tokens,
+                request,
+                num_computed_tokens,
             )
+            asynchronous = bool(asynchronous)
         except BaseException as cause:
+            self._asked.pop(request_id, None)
             self._note("get_num_new_matched_tokens() failed", cause)
             return _NONE
         if count is None:
-            now = self._clock()
-            if now - self._asked.setdefault(request_id, now) < self._config.load_seconds:
+            waited = self._waited - self._asked.setdefault(request_id, self._waited)
+            if waited < self._config.load_seconds:
                 return None, False
+            self._without.add(request_id)
+            self._asked.pop(request_id)
             self._note(
                 f"get_num_new_matched_tokens() did not know how much of request {request_id!r} can "
                 f"be loaded for {self._config.load_seconds:g} s (kv_connector.load_seconds)"
             )
-            self._without.add(request_id)
-            count = 0
+            return _NONE
         self._asked.pop(request_id, None)
         if type(count) is not int or count < 0:
             self._note(f"get_num_new_matched_tokens() gave {shown(count)}, expected tokens >= 0")
             return _NONE
-        self._matched[request_id] = num_computed_tokens, bool(asynchronous)
-        return count, bool(asynchronous)
+        self._matched[request_id] = num_computed_tokens, asynchronous
+        return count, asynchronous
+
+    def _is_busy(self, request_id: str) -> bool:
+        """Return whether what workers say of an id may be of an earlier request."""
+        return (
+            self._loads.is_busy(request_id)
+            or request_id in self._saves
+            or request_id in self._ended
+            or request_id in self._saved
+        )
 
     def update_state_after_alloc(
         self, request: Request, block_ids: BlockIds, num_external_tokens: int
     ) -> None:
         """Tell the connector of blocks; remember those that it is to fill."""
         request_id = request.request_id
-        start, asynchronous = self._matched.pop(request_id, _NONE)
+        if (matched := self._matched.pop(request_id, None)) is not None:
+            self._count_lookup(request.num_tokens - matched[0], num_external_tokens)
+        start, asynchronous = matched or _NONE
         if num_external_tokens:
             first = start // self._block_size
             end = -(-(start + num_external_tokens) // self._block_size)
-            blocks = frozenset(block_ids[0][first:end])
+            blocks = block_ids[0][first:end]
             if asynchronous:
-                deadline = self._clock() + self._config.load_seconds
-                self._loads[request_id] = _Load(blocks, deadline, set(self._ranks))
+                self._loads.begin(request_id, blocks)
             else:
-                self._in_step.append((request_id, blocks))
-        try:
-            self._half.update_state_after_alloc(request, block_ids, num_external_tokens)
-        except BaseException as cause:
-            self._broken = True
-            self._note("update_state_after_alloc() failed", cause)
+                self._in_step.append((request_id, frozenset(blocks)))
+        self._broken |= not self._call(
+            "update_state_after_alloc", request, block_ids, num_external_tokens
+        )
 
     def build_connector_meta(self, plan: SchedulerOutput) -> bytes | None:
         """Return what the plan says to the worker halves, a KVStepMetadata as msgpack."""
         metadata = data = None
         failed, self._broken = self._broken, False
-        try:
-            metadata = self._half.build_connector_meta(plan)
-            if metadata is not None:
-                data = msgspec.msgpack.encode(metadata)
-        except BaseException as cause:
-            failed = True
-            self._note("build_connector_meta() failed", cause)
+        if not self._left_out:
+            try:
+                metadata = self._calls.run(
+                    "build_connector_meta", self._half.build_connector_meta, plan
+                )
+                data = None if metadata is None else msgspec.msgpack.encode(metadata)
+            except BaseException as cause:
+                failed = True
+                self._note("build_connector_meta() failed", cause)
         in_step, self._in_step = self._in_step, []
-        cancelled, self._untold = self._untold, []
-        for load in self._loads.values():
-            if load.step is None:
-                load.step = plan.step
-        for request_id in cancelled:
-            self._loads[request_id].cancelled_in = plan.step
-        self._steps[plan.step] = _Step(metadata, in_step, cancelled, failed)
+        cancelled = self._loads.plan(plan.step)
+        self._saves.plan(plan.step)
+        self._steps[plan.step] = _Step(metadata, in_step, failed)
         if data is None and not cancelled:
             return None
         return msgspec.msgpack.encode(KVStepMetadata(data, cancelled))
@@ -219,30 +211,51 @@ class EngineConnector(KVConnectorScheduler):
     def request_finished(
         self, request: Request, block_ids: BlockIds
     ) -> tuple[bool, Mapping[str, Any] | None]:
-        """Tell the connector of the end of a request; its blocks are kept for a limited time."""
+        """Tell the connector of the end of a request; its blocks are kept for a limited time.
+
+        What it loads is given up.
+        """
         request_id = request.request_id
         self._asked.pop(request_id, None)
         self._matched.pop(request_id, None)
         self._without.discard(request_id)
+        self._loads.request_ended(request_id)
+        if request_id in self._ended:
+            self._ended[request_id] = EndedLoad()
         try:
-            keep, params = self._half.request_finished(request, block_ids)
-            if params is not None:
-                msgspec.msgpack.encode(params)
+            keep, params = self._calls.run(
+                "request_finished", self._half.request_finished, request, block_ids
+            )
+            keep = bool(keep) and any(block_ids) and not self._left_out
+            params = None if params is None else _plain(params)
         except BaseException as cause:
             self._note("request_finished() failed", cause)
             return False, None
-        if keep and any(block_ids):
-            deadline = self._clock() + self._config.lease_seconds
-            self._saves[request_id] = _Save(deadline, set(self._ranks))
-            return True, params
-        return False, params
+        if keep:
+            self._saves.begin(request_id)
+        return keep, params
 
     # For the engine
 
-    def set_handshakes(self, handshakes: Sequence[Any]) -> None:
-        """Tell the connector what its workers said at their start."""
+    def set_handshakes(self, handshakes: Sequence[bytes | None]) -> None:
+        """Tell the connector what its workers said when they were built.
+
+        What workers did for the engine before is over: nobody knows of it any more.
+        """
+        self._loads.workers_lost()
+        self._saves.workers_lost()
+        self._asked.clear()
+        self._left_out = False
         decoded = [None if data is None else msgspec.msgpack.decode(data) for data in handshakes]
-        self._half.set_handshakes(decoded)
+        if not self._call("set_handshakes", decoded):
+            self._left_out = True
+
+    def leave_out(self, message: str, cause: BaseException | None = None) -> None:
+        """Go on without the connector, and end all transfers: its workers are not there."""
+        self._left_out = True
+        self._loads.workers_lost()
+        self._saves.workers_lost()
+        self._note(message, cause)
 
     def process(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> dict[str, str]:
         """Set what a result says of transfers, from what the workers report.
@@ -250,39 +263,47 @@ class EngineConnector(KVConnectorScheduler):
         Returns:
             The requests that end with an error, since their load failed, with its message.
         """
-        step = self._steps.pop(plan.step, None) or _Step(None, [])
+        step = self._steps.get(plan.step) or _Step(None, [])
+        self._count_time()
         invalid: set[int] = set()
         for report in result.kv_reports:
             invalid.update(report.invalid_block_ids)
-            if report.failure is not None:
-                step.failed = True
-            self._take(report)
-        ended = self._end_loads(plan.step, step, invalid)
-        lacking = _lacking(step, invalid) + list(ended.items())
-        result.kv_loaded, result.kv_saved = frozenset(ended), self._end_saves()
+            step.failed |= report.failure is not None
+            self._take(report, plan.step)
+        self._end(plan.step, step.failed, frozenset(invalid))
+        in_step = _lacking(step, invalid)
+        lacking = [*in_step, *((name, load.invalid) for name, load in self._ended.items())]
+        result.kv_loaded, result.kv_saved = frozenset(self._ended), frozenset(self._saved)
         result.invalid_block_ids = frozenset().union(*(blocks for _, blocks in lacking))
         if result.kv_loaded or result.kv_saved or plan.total_num_scheduled_tokens:
             self._wait_s = _FIRST_WAIT_S
         if self._config.on_load_failure == "recompute":
             return {}
-        return {
-            request_id: "kv_connector: the keys and values of its prompt could not be loaded "
-            "(kv_connector.on_load_failure)"
-            for request_id, blocks in lacking
-            if blocks
-        }
+        failed = [name for name, blocks in in_step if blocks]
+        failed += [name for name, load in self._ended.items() if load.is_error]
+        return dict.fromkeys(
+            failed,
+            "kv_connector: the keys and values of its prompt could not be loaded "
+            "(kv_connector.on_load_failure)",
+        )
 
-    def plan_lost(self, plan: Any) -> None:
-        """Take back what a plan says that was not executed, or not to its end."""
+    def processed(self, plan: SchedulerOutput) -> None:
+        """Record that the scheduler has taken what `process` set."""
+        self._steps.pop(plan.step, None)
+        self._ended.clear()
+        self._saved.clear()
+
+    def plan_lost(self, plan: SchedulerOutput) -> None:
+        """Take back what a plan says that was not executed, or not to its end.
+
+        What workers said with its result is lost as well, so all loads are given up.
+        """
         step = self._steps.pop(plan.step, None)
         if step is None:
             return
-        self._untold += [r for r in step.cancelled if r in self._loads]
+        self._loads.plan_lost(plan.step)
         if step.metadata is not None:
-            try:
-                self._half.plan_lost(step.metadata)
-            except BaseException as cause:
-                self._note("plan_lost() failed", cause)
+            self._call("plan_lost", step.metadata)
 
     def wait(self) -> None:
         """Wait a moment after a step without tokens, while a transfer or a lookup is under way."""
@@ -294,6 +315,10 @@ class EngineConnector(KVConnectorScheduler):
         """Return totals by tier, of all ranks together."""
         return _summed(self._tiers.values())
 
+    def prefix_cache_stats(self) -> PrefixCacheStats:
+        """Return totals of the lookups of requests that were admitted, or began to load."""
+        return msgspec.structs.replace(self._prefix_cache)
+
     def close(self) -> None:
         """Close the connector."""
         try:
@@ -301,85 +326,90 @@ class EngineConnector(KVConnectorScheduler):
         finally:
             self._connector.close()
 
+    def _call(self, method: str, *args: Any) -> bool:
+        """Call a method of the half whose result does not matter; return whether it worked."""
+        try:
+            self._calls.run(method, getattr(self._half, method), *args)
+        except BaseException as cause:
+            self._note(f"{method}() failed", cause)
+            return False
+        return True
+
+    def _count_lookup(self, queried_tokens: int, hit_tokens: int) -> None:
+        self._prefix_cache.requests += 1
+        self._prefix_cache.queried_tokens += queried_tokens
+        self._prefix_cache.hit_tokens += hit_tokens
+
     def _note(self, message: str, cause: BaseException | None = None) -> None:
         if cause is not None:
             raise_unless_fault(cause)
         self._report(message, cause)
 
-    def _take(self, report: KVReport) -> None:
-        """Take what a rank reports."""
-        for name, message in report.faults:
-            self._faults.note(name, message, consequence=_COMPUTED)
+    def _count_time(self) -> None:
+        """Add the time since the last result to that of lookups, but for a pause of the engine."""
+        now = self._clock()
+        self._waited += min(now - self._last_result, _LONGEST_PAUSE_S)
+        self._last_result = now
+
+    def _take(self, report: KVReport, step: int) -> None:
+        """Take what a rank reports with the result of a step."""
+        for request_id in report.loaded:
+            self._loads.finished(request_id, report.rank, step)
+        for request_id in report.saved:
+            self._saves.finished(request_id, report.rank, step)
         if report.tiers is not None:
             self._tiers[report.rank] = report.tiers
         if report.events:
             self._publish(list(report.events))
-        for request_id in report.loaded:
-            if (load := self._loads.get(request_id)) is not None:
-                load.ranks.discard(report.rank)
-        for request_id in report.saved:
-            if (save := self._saves.get(request_id)) is not None:
-                save.ranks.discard(report.rank)
+        self._left_out |= report.left_out  # other ranks may still load: that is cancelled
         if report.message is not None:
             try:
                 message = msgspec.msgpack.decode(report.message, type=self._connector.Message)
-                self._half.receive(report.rank, message)
+                self._calls.run("receive", self._half.receive, report.rank, message)
             except BaseException as cause:
                 self._note("receive() failed", cause)
+        for name, message in report.faults:
+            self._faults.take(name, message, consequence=_COMPUTED)
 
-    def _end_loads(self, number: int, step: _Step, invalid: set[int]) -> dict[str, frozenset[int]]:
-        """Return the requests whose loads have ended, each with the blocks that it lacks."""
-        now, ended = self._clock(), dict[str, frozenset[int]]()
-        for request_id, load in list(self._loads.items()):
-            load.invalid |= load.blocks & invalid
-            if step.failed and load.step == number:
-                self._give_up(request_id, load)
-            elif load.ranks and now > load.deadline and load.cancelled_in is None:
-                self._note(
-                    f"the load of request {request_id!r} took more than "
-                    f"{self._config.load_seconds:g} s (kv_connector.load_seconds)"
-                )
-                self._give_up(request_id, load)
-            elif load.cancelled_in == number:
-                load.ranks.clear()
-            if not load.ranks:
-                del self._loads[request_id]
-                ended[request_id] = load.invalid
-                self._tell_end(request_id, load)
-        return ended
-
-    def _give_up(self, request_id: str, load: _Load) -> None:
-        """Let the next plan cancel a load: the blocks are free once no worker writes to them."""
-        load.invalid |= load.blocks
-        load.deadline = math.inf
-        self._untold.append(request_id)
-
-    def _tell_end(self, request_id: str, load: _Load) -> None:
-        try:
-            self._half.load_ended(request_id, bool(load.invalid))
-        except BaseException as cause:
-            self._note("load_ended() failed", cause)
-
-    def _end_saves(self) -> frozenset[str]:
-        """Return the requests whose blocks are not kept any more."""
-        now, saved = self._clock(), set()
-        for request_id, save in list(self._saves.items()):
-            if save.ranks and now > save.deadline:
-                self._note(
-                    f"get_finished() did not say within {self._config.lease_seconds:g} s "
-                    f"(kv_connector.lease_seconds) that the blocks of request {request_id!r} are "
-                    f"saved"
-                )
-                save.ranks.clear()
-            if not save.ranks:
-                del self._saves[request_id]
-                saved.add(request_id)
-        return frozenset(saved)
+    def _end(self, step: int, failed: bool, invalid: frozenset[int]) -> None:
+        """End the transfers that are over, and those whose time is."""
+        self._loads.failed(invalid)
+        if failed:
+            self._loads.fail_all(step)
+        late = self._loads.pop_late()
+        ended = self._loads.end(step)
+        self._ended |= ended  # from here on they end, whatever is raised
+        saved, expired = self._saves.end()
+        self._saved.update(saved)
+        for request_id, load in ended.items():
+            self._call("load_ended", request_id, load.failed)
+        for request_id in late:
+            self._note(
+                f"the load of request {request_id!r} took more than "
+                f"{self._config.load_seconds:g} s (kv_connector.load_seconds)"
+            )
+        for request_id in expired:
+            self._note(
+                f"get_finished() did not say within {self._config.lease_seconds:g} s "
+                f"(kv_connector.lease_seconds) that the blocks of request {request_id!r} are saved"
+            )
 
 
 def _lacking(step: _Step, invalid: set[int]) -> list[tuple[str, frozenset[int]]]:
     """Return the loads in a step, each with the blocks that could not be loaded."""
     return [(name, blocks if step.failed else blocks & invalid) for name, blocks in step.loads]
+
+
+def _plain(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of the parameters of a request's last output, of plain data.
+
+    Raises:
+        TypeError, ValueError: they are not.
+    """
+    decoded: dict[str, Any] = msgspec.msgpack.decode(
+        msgspec.msgpack.encode(params), type=dict[str, Any]
+    )
+    return decoded
 
 
 def _summed(totals: Iterable[Mapping[str, KVTierStats]]) -> dict[str, KVTierStats]:

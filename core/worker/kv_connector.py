@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -13,38 +13,72 @@ import torch
 
 from hardpoint.core.activity import PluginCalls
 from hardpoint.core.wire.kv_step import KVStepMetadata
-from hardpoint.plugins import KVConnector, SchedulerOutput
+from hardpoint.plugins import HardpointError, KVConnector, SchedulerOutput
+from hardpoint.plugins.errors import PluginFaultError, shown
 from hardpoint.plugins.kv_cache import KVEvent
 from hardpoint.plugins.kv_connector import KVConnectorWorker, KVWorkerContext
 from hardpoint.plugins.model import ModelConfig
 from hardpoint.plugins.plan import KVReport
+from hardpoint.plugins.stats import KVTierStats
 from hardpoint.registry.blame import describe, raise_unless_fault
 
 _MOST_FAULTS = 64  # of one report; a component that fails in each call says the same each time
+_MOST_EVENTS = 1 << 16
 
 
 class WorkerConnector:
-    """Calls the worker half; collects what it reports of each step."""
+    """Calls the worker half; collects what it reports of each step.
 
-    def __init__(self, connector: KVConnector, calls: PluginCalls) -> None:
+    A half that cannot end its loads, or take the KV cache, is closed and not called again.
+    """
+
+    def __init__(
+        self, connector: KVConnector, calls: PluginCalls, *, publishes: bool = False
+    ) -> None:
         """Own the connector; `open` builds its worker half.
 
         Args:
             connector: of this worker.
             calls: through which the half is called.
+            publishes: whether anyone publishes KV events.
         """
         self._connector = connector
         self._calls = calls
+        self._publishes = publishes
         self._lock = threading.Lock()
         self._faults: list[tuple[str, str]] = []
         self._events: list[KVEvent] = []
         self._failure: str | None = None
+        self._left_out: str | None = None
         self._opened: tuple[KVConnectorWorker, int] | None = None
 
     def open(self, context: KVWorkerContext) -> None:
-        """Build the worker half."""
-        context = dataclasses.replace(context, report_fault=self.fault, publish=self._publish)
-        self._opened = self._connector.worker_half(context), context.rank
+        """Build the worker half.
+
+        Raises:
+            PluginFaultError: it is none, or building it failed.
+        """
+        publish = self._publish if self._publishes else None
+        context = dataclasses.replace(context, report_fault=self.fault, publish=publish)
+        half = self._start("worker_half", self._connector.worker_half, context)
+        if not isinstance(half, KVConnectorWorker):
+            raise PluginFaultError(
+                f"{self._calls.source}: its worker_half() gave {shown(half)}, expected a "
+                f"KVConnectorWorker"
+            )
+        self._opened = half, context.rank
+
+    def _start(self, method: str, function: Any, *args: Any) -> Any:
+        """Call a method that must work when the engine starts."""
+        try:
+            return self._calls.run(method, function, *args)
+        except HardpointError:
+            raise
+        except BaseException as cause:
+            raise_unless_fault(cause)
+            raise PluginFaultError(
+                f"{self._calls.source}: its {method}() failed: {describe(cause)}"
+            ) from cause
 
     @property
     def _half(self) -> KVConnectorWorker:
@@ -52,38 +86,63 @@ class WorkerConnector:
         return self._opened[0]
 
     def register(self, caches: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Give it the KV cache, by layers."""
-        self._half.register_kv_caches(caches)
+        """Give it the KV cache, by layers.
+
+        Raises:
+            PluginFaultError: it failed.
+        """
+        self._start("register_kv_caches", self._half.register_kv_caches, caches)
+
+    def register_again(self, caches: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Give it another KV cache, after `release`."""
+        if self._left_out is None:
+            self._run("register_kv_caches", caches, is_vital=True)
 
     def release(self) -> None:
         """Let it let go of the KV cache."""
-        self._run("release_kv_caches")
+        if self._left_out is None:
+            self._run("release_kv_caches", is_vital=True)
 
     def handshake(self) -> bytes | None:
-        """Return what it says to the scheduler half at start, as msgpack."""
-        data = self._half.handshake()
-        return None if data is None else msgspec.msgpack.encode(data)
+        """Return what it says to the scheduler half at start, as msgpack.
+
+        Raises:
+            PluginFaultError: it failed, or that is no plain data.
+        """
+        half = self._half
+
+        def say() -> bytes | None:
+            data = half.handshake()
+            return None if data is None else msgspec.msgpack.encode(data)
+
+        said: bytes | None = self._start("handshake", say)
+        return said
 
     def begin(self, plan: SchedulerOutput) -> None:
         """Begin a step."""
-        self._failure = None
+        self._failure = self._left_out
+        if self._left_out is not None:
+            return
+        cancelled: Sequence[str] = ()
         metadata = None
         try:
             if plan.kv_connector_metadata is not None:
                 step = msgspec.msgpack.decode(plan.kv_connector_metadata, type=KVStepMetadata)
-                if step.cancelled:
-                    self._run("cancel_loads", step.cancelled)
+                cancelled = step.cancelled
                 if step.data is not None:
                     metadata = msgspec.msgpack.decode(step.data, type=self._connector.Metadata)
         except msgspec.MsgspecError as cause:
             self._failed("its metadata cannot be read", cause)
-            return
         self._run("start_load_kv", metadata, loads=True)
+        if cancelled:  # last, so that nothing that the step began goes on, either
+            self._run("cancel_loads", cancelled, is_vital=True)
 
     @property
     def wants_layers(self) -> bool:
         """Whether this step calls `wait_for_layer` and `save_layer`."""
-        return self._half.wants_layers
+        return self._left_out is None and bool(
+            self._run("wants_layers", loads=True, function=lambda: bool(self._half.wants_layers))
+        )
 
     def wait_for_layer(self, layer: int) -> None:
         """Wait until this step's blocks are loaded in a layer."""
@@ -95,29 +154,46 @@ class WorkerConnector:
 
     def wait_for_save(self) -> None:
         """Wait until this step's blocks may be overwritten."""
-        self._run("wait_for_save")
+        if self._left_out is None:
+            self._run("wait_for_save")
 
     def report(self, plan: SchedulerOutput) -> KVReport | None:
         """Return what happened since the last step; None if nothing did."""
         assert self._opened is not None
-        finished = self._run("get_finished", plan.finished_request_ids) or ((), ())
-        message = self._run("take_message")
-        invalid = self._run("load_errors", loads=True) or ()
-        tiers = self._run("stats")
+        half, rank = self._opened
+        loaded = saved = frozenset[str]()
+        invalid: frozenset[int] = frozenset()
+        message: bytes | None = None
+        tiers: dict[str, KVTierStats] | None = None
+        if self._left_out is None:
+            ended = plan.finished_request_ids
+            finished = self._run(
+                "get_finished", loads=True, function=lambda: _finished(half.get_finished(ended))
+            )
+            loaded, saved = finished or (loaded, saved)
+            message = self._run("take_message", function=lambda: _encoded(half.take_message()))
+            # Last, so that it has the blocks of all loads that have been named.
+            invalid = (
+                self._run(
+                    "load_errors", loads=True, function=lambda: _block_ids(half.load_errors())
+                )
+                or frozenset()
+            )
+            tiers = self._run("stats", function=lambda: _tiers(half.stats()))
         with self._lock:
             faults, self._faults = self._faults, []
             events, self._events = self._events, []
-        loaded, saved = map(frozenset, finished)
-        is_empty = not (loaded or saved or invalid or tiers or faults or events or self._failure)
-        if is_empty and message is None:
+        something = (loaded, saved, invalid, tiers, faults, events, self._failure)
+        if message is None and not any(something):
             return None
         return KVReport(
-            rank=self._opened[1],
+            rank=rank,
             loaded=loaded,
             saved=saved,
-            invalid_block_ids=frozenset(invalid),
+            invalid_block_ids=invalid,
             failure=self._failure,
-            message=None if message is None else msgspec.msgpack.encode(message),
+            left_out=self._left_out is not None,
+            message=message,
             faults=faults,
             tiers=tiers,
             events=events,
@@ -126,34 +202,111 @@ class WorkerConnector:
     def close(self) -> None:
         """Close both."""
         try:
-            if self._opened is not None:
+            if self._opened is not None and self._left_out is None:
                 self._half.close()
         finally:
             self._connector.close()
 
-    def _run(self, method: str, *args: Any, loads: bool = False) -> Any:
-        """Call a method of the half; return None if it raises."""
+    def _run(
+        self,
+        method: str,
+        *args: Any,
+        loads: bool = False,
+        is_vital: bool = False,
+        function: Any = None,
+    ) -> Any:
+        """Call a method of the half; return None if it raises.
+
+        Args:
+            method: its name.
+            args: for it.
+            loads: whether loads cannot be trusted if it raises.
+            is_vital: whether the half is left out if it raises.
+            function: calls it and checks what it returns.
+        """
         try:
-            return self._calls.run(method, getattr(self._half, method), *args)
+            return self._calls.run(method, function or getattr(self._half, method), *args)
         except BaseException as cause:
             raise_unless_fault(cause)
-            self._failed(f"{method}() failed", cause, loads=loads)
+            ends = ", and it is not called again" if is_vital else ""
+            what = f"{method}() failed{ends}"
+            message = self._failed(what, cause, loads=loads or is_vital)
+        if is_vital:
+            self._leave_out(message)
+        return None
 
-    def _failed(self, what: str, cause: BaseException, *, loads: bool = True) -> None:
+    def _leave_out(self, message: str) -> None:
+        """Close the half, which might go on writing to blocks of others, for good."""
+        self._run("close")
+        self._left_out = message
+
+    def _failed(self, what: str, cause: BaseException, *, loads: bool = True) -> str:
         message = f"{self._calls.source}: {what}: {describe(cause)}"
         if loads:
             self._failure = message
         self.fault(self._connector.name, message)
+        return message
 
     def fault(self, name: str, message: str) -> None:
         """Count a fault of a component. For any thread."""
         with self._lock:
             if len(self._faults) < _MOST_FAULTS:
-                self._faults.append((name, message))
+                self._faults.append((str(name), str(message)))
+
+    def evicted(self, store: str, keys: Sequence[bytes]) -> None:
+        """Tell the half of blocks that a store does not keep any more. For any thread."""
+        if self._opened is None:
+            return
+        try:
+            self._half.evicted(store, keys)
+        except BaseException as cause:
+            raise_unless_fault(cause)
+            self._failed("evicted() failed", cause, loads=False)
 
     def _publish(self, event: KVEvent) -> None:
+        if not isinstance(event, KVEvent):
+            raise TypeError(f"expected a KV event, got {shown(event)}")
         with self._lock:
-            self._events.append(event)
+            if len(self._events) < _MOST_EVENTS:
+                self._events.append(event)
+
+
+def _finished(value: Any) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the requests that `get_finished` names.
+
+    Raises:
+        TypeError, ValueError: they are not two collections of ids.
+    """
+    if value is None:
+        return frozenset(), frozenset()
+    loaded, saved = value
+    return _ids(loaded), _ids(saved)
+
+
+def _ids(value: Iterable[str]) -> frozenset[str]:
+    if isinstance(value, str):
+        raise TypeError(f"expected collections of request ids, got {shown(value)}")
+    ids = frozenset(value)
+    if wrong := [one for one in ids if type(one) is not str]:
+        raise TypeError(f"expected request ids, got {shown(wrong[0])}")
+    return ids
+
+
+def _block_ids(value: Iterable[int] | None) -> frozenset[int]:
+    # A tensor or an array gives numbers of its own; they are as good.
+    return frozenset(() if value is None else map(int, value))
+
+
+def _encoded(message: Any) -> bytes | None:
+    return None if message is None else msgspec.msgpack.encode(message)
+
+
+def _tiers(value: Mapping[str, KVTierStats] | None) -> dict[str, KVTierStats] | None:
+    if value is None:
+        return None
+    return msgspec.convert(
+        msgspec.to_builtins(value), dict[str, KVTierStats]
+    )  # a copy, which later steps do not change
 
 
 def config_hash(config: ModelConfig) -> str:

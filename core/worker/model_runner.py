@@ -231,8 +231,8 @@ class ModelRunner:
 
     def connect(self, connector: WorkerConnector) -> None:
         """Let a KV connector load and save the blocks of the cache, which is allocated."""
-        self.connector = connector
         connector.register(self.attention.block_views(self._caches))
+        self.connector = connector
 
     def allocate(self, num_blocks: int, batch: InputBatch) -> None:
         """Allocate the KV cache of every layer, and use `batch`, whose block tables refer to it."""
@@ -251,7 +251,7 @@ class ModelRunner:
         self._replays.clear()
         self._caches = self.attention.allocate(num_blocks)
         if self.connector is not None:
-            self.connector.register(self.attention.block_views(self._caches))
+            self.connector.register_again(self.attention.block_views(self._caches))
 
     @property
     def has_batch(self) -> bool:
@@ -268,8 +268,10 @@ class ModelRunner:
         """Run the model; return None if `sample` has to follow."""
         batch, connector = self._batch, self.connector
         self._apply(plan, batch)
+        wants_layers = False
         if connector is not None:
             connector.begin(plan)
+            wants_layers = plan.total_num_scheduled_tokens > 0 and connector.wants_layers
         if plan.total_num_scheduled_tokens == 0:
             return self._with_report(ModelRunnerOutput(), plan)
         step = batch.prepare(plan.num_scheduled_tokens, self._device)
@@ -280,8 +282,8 @@ class ModelRunner:
             return attention.attend(layer, caches[layer], attention_plan, (q, k, v))
 
         attend: _Attend = run
-        wants_layers = False
-        if connector is not None and (wants_layers := connector.wants_layers):
+        if wants_layers:
+            assert connector is not None
             attend = _around_layers(run, connector)
         before = None
         if self._are_many:

@@ -45,7 +45,7 @@ from hardpoint.plugins.kinds import KINDS
 from hardpoint.plugins.kv_connector import BlockIdentity, KVWorkerContext
 from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.plugins.parallel import Communicator, CommunicatorContext, Placement
-from hardpoint.plugins.plan import DraftTokenIds
+from hardpoint.plugins.plan import DraftTokenIds, KVReport
 from hardpoint.plugins.requests import LoRARequest
 from hardpoint.plugins.stats import PluginMeter
 from hardpoint.registry.blame import describe
@@ -127,6 +127,7 @@ class LocalWorker:
         self._estimate: MemoryEstimate | None = None
         self._threads: ComputeThreads | None = None
         self._weight_cache: WeightCache | None = None
+        self._has_connector = False
         self._ranks = Ranks(spec.config.parallel, spec.rank, spec.placement)
         self._profiling = Profiling(
             spec.config.engine.profile_dir,
@@ -270,8 +271,9 @@ class LocalWorker:
         assert self._spec is not None
         spec, runner = self._spec, self.runner
         (entry,) = spec.plugins.entries("kv_connectors")
-        if runner.connector is not None:  # of other weights
-            runner.connector.close()
+        if (before := runner.connector) is not None:
+            runner.connector = None
+            before.close()
         identity = self._identity(weights)
         stores: list[KVStore] = []
 
@@ -289,16 +291,24 @@ class LocalWorker:
         )
         plugin = spec.plugins.create(entry, KVConnectorContext, config=spec.config.kv_connector)
         connector = WorkerConnector(
-            plugin, PluginCalls(self._activity, "kv_connectors", entry.source)
+            plugin,
+            PluginCalls(self._activity, "kv_connectors", entry.source),
+            publishes=bool(spec.plugins.entries("kv_event_publishers")),
         )
         try:
             connector.open(context)
-            runner.connect(connector)
         except BaseException:
             close_all(stores)
             connector.close()
             raise
-        return connector.handshake()
+        try:
+            said = connector.handshake()
+            runner.connect(connector)
+        except BaseException:
+            connector.close()
+            raise
+        self._has_connector = True
+        return said
 
     def _open_store(
         self,
@@ -319,6 +329,8 @@ class LocalWorker:
             engine_id=spec.config.kv_connector.engine_id or "",
             timeout_seconds=spec.config.kv_connector.load_seconds,
             pin_memory=spec.device.type == "cuda",
+            report_evicted=functools.partial(connector.evicted, entry.name),
+            host_memory=memory_limit(torch.device("cpu")).available,
             report_fault=functools.partial(connector.fault, entry.name),
         )
 
@@ -326,10 +338,16 @@ class LocalWorker:
         """Return what the bytes of this rank's blocks depend on, besides tokens.
 
         Raises:
-            ConfigError: a layer has a sliding window, or the backend does not name its layout.
+            ConfigError: there is no KV cache, a layer has a sliding window, or the backend does not
+                name its layout.
         """
         assert self._spec is not None
         spec, parallel, attention = self._spec, self._ranks.parallel, self.runner.attention
+        if not attention.specs:
+            raise ConfigError(
+                f"kv_connector.use: {spec.config.kv_connector.use!r} moves blocks of the KV cache, "
+                f"and stage {parallel.stage} of {spec.model_config.architecture} has none"
+            )
         if any(layer.window is not None for layer in attention.specs):
             raise ConfigError(
                 f"kv_connector.use: {spec.config.kv_connector.use!r} moves blocks of one kind, and "
@@ -367,7 +385,7 @@ class LocalWorker:
             self._check_supported(plan)
         if not plan.total_num_scheduled_tokens and not (self._runner and self._runner.has_batch):
             self.observed_states.drop(plan.finished_request_ids)
-            return ModelRunnerOutput()  # asleep: the requests of the plan have no other state here
+            return self._asleep(plan)  # the requests of the plan have no other state here
         if self._threads is not None:
             self._threads.adapt()
         self._use_device()
@@ -377,9 +395,16 @@ class LocalWorker:
             self._step_failed(error)
             raise
 
+    def _asleep(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Return the result of a plan without tokens; what it says to a KV connector is lost."""
+        output = ModelRunnerOutput()
+        if plan.kv_connector_metadata is not None:
+            assert self._spec is not None
+            output.kv_reports = [KVReport(rank=self._spec.rank, failure="the worker sleeps")]
+        return output
+
     def _check_supported(self, plan: SchedulerOutput) -> None:
-        has_connector = self._runner is not None and self._runner.connector is not None
-        if messages := _unsupported(plan, has_connector=has_connector):
+        if messages := _unsupported(plan, has_connector=self._has_connector):
             raise NotImplementedError(f"step {plan.step}: the worker {'; it '.join(messages)}")
 
     def sample_tokens(

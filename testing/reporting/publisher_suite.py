@@ -38,8 +38,8 @@ from .calls import (
 
 EVENTS = Rule(
     "events: publish takes every type of event",
-    "handle blocks without parent, with an adapter, of any group, removed ones, and a cleared "
-    "cache, alone and together",
+    "handle blocks without parent, with an adapter, of any group, of a tier, removed ones, and a "
+    "cleared cache, alone and together",
 )
 DELIVERY = Rule(
     "delivery: a subscriber that keeps up gets every batch, unchanged, once and in order",
@@ -49,18 +49,20 @@ DELIVERY = Rule(
 
 _HASHES = st.lists(st.binary(min_size=32, max_size=32), min_size=1, max_size=3)
 _GROUPS = st.integers(0, 2)
+_TIERS = st.sampled_from([None, "disk", "é"])
 _STORED = st.builds(
-    lambda hashes, parent, size, lora, group: BlockStored(
-        hashes, parent, list(range(size * len(hashes))), size, lora, group
+    lambda hashes, parent, size, lora, group, tier: BlockStored(
+        hashes, parent, [] if tier else list(range(size * len(hashes))), size, lora, group, tier
     ),
     _HASHES,
     st.none() | st.binary(min_size=32, max_size=32),
     st.integers(1, 16),
     st.none() | st.sampled_from(["poet", "é"]),
     _GROUPS,
+    _TIERS,
 )
 _EVENTS: st.SearchStrategy[KVEvent] = (
-    _STORED | st.builds(BlockRemoved, _HASHES, _GROUPS) | st.just(AllBlocksCleared())
+    _STORED | st.builds(BlockRemoved, _HASHES, _GROUPS, _TIERS) | st.just(AllBlocksCleared())
 )
 
 _BATCHES = 200

@@ -24,6 +24,7 @@ from hardpoint.plugins.read_only import read_only
 from hardpoint.plugins.stats import (
     FinishedRequest,
     Health,
+    KVTierStats,
     PluginMeter,
     RequestMetrics,
     StepFault,
@@ -65,6 +66,24 @@ EXPOSITION = Rule(
 _COUNTS = st.integers(0, 3) | st.integers(0, 10**9)
 _SECONDS = st.just(0.0) | st.floats(0, 1e4)
 _MAYBE = st.none() | _SECONDS
+_TIERS = st.dictionaries(
+    st.sampled_from(["memory", 'a "store"\n']),
+    st.builds(
+        KVTierStats,
+        hits=_COUNTS,
+        misses=_COUNTS,
+        loaded_blocks=_COUNTS,
+        loaded_bytes=_COUNTS,
+        load_seconds=_SECONDS,
+        stored_blocks=_COUNTS,
+        stored_bytes=_COUNTS,
+        store_seconds=_SECONDS,
+        dropped_blocks=_COUNTS,
+        failures=_COUNTS,
+        used_bytes=st.none() | _COUNTS,
+    ),
+    max_size=2,
+)
 _SCHEDULERS = st.builds(
     SchedulerStats,
     num_running=_COUNTS,
@@ -77,6 +96,8 @@ _SCHEDULERS = st.builds(
     num_deferred=_COUNTS,
     num_verified_drafts=_COUNTS,
     num_accepted_by_position=st.lists(_COUNTS, max_size=2),
+    external_prefix_cache=st.none() | st.builds(PrefixCacheStats, _COUNTS, _COUNTS, _COUNTS),
+    kv_tiers=_TIERS,
 )
 _METRICS = st.builds(
     RequestMetrics,
@@ -100,10 +121,14 @@ _FINISHED = st.builds(
 )
 
 
-def _stats(num_computed_tokens: int, num_cached_tokens: int, **more: Any) -> IterationStats:
+def _stats(
+    num_computed_tokens: int, num_local_tokens: int, num_external_tokens: int, **more: Any
+) -> IterationStats:
+    cached = num_local_tokens + num_external_tokens
     return IterationStats(
-        num_prompt_tokens=num_computed_tokens + num_cached_tokens,
-        num_cached_tokens=num_cached_tokens,
+        num_prompt_tokens=num_computed_tokens + cached,
+        num_cached_tokens=cached,
+        num_external_tokens=num_external_tokens,
         **more,
     )
 
@@ -112,7 +137,8 @@ _STATS = st.just(IterationStats()) | st.builds(
     _stats,
     engine_index=st.integers(0, 2),
     num_computed_tokens=_COUNTS,
-    num_cached_tokens=_COUNTS,
+    num_local_tokens=_COUNTS,
+    num_external_tokens=_COUNTS,
     num_generation_tokens=_COUNTS,
     num_preemptions=_COUNTS,
     time_to_first_token=st.lists(_SECONDS, max_size=2),
@@ -152,6 +178,12 @@ def _engine(total: int) -> list[Any]:
         num_preemptions=total,
         num_drafts=total,
         num_accepted_drafts=total,
+        external_prefix_cache=PrefixCacheStats(total, total, total),
+        kv_tiers={
+            "memory": KVTierStats(
+                hits=total, loaded_bytes=total, load_seconds=float(total), used_bytes=total
+            )
+        },
     )
     meter = PluginMeter(total, total, float(total), total, total)
     report = PluginReport(

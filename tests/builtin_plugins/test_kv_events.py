@@ -44,6 +44,8 @@ def test_every_kind_of_event_arrives_whole(context, publisher):
     events = [
         BlockStored([b"\x01" * 32, b"\x02" * 32], b"\x00" * 32, [1, 2, 3, 4], 2, "poet", 1),
         BlockRemoved([b"\x01" * 32], 1),
+        BlockStored([b"\x03" * 32], None, [], 2, medium="disk"),
+        BlockRemoved([b"\x03" * 32], medium="disk"),
         AllBlocksCleared(),
     ]
     publisher.publish(KVEventBatch(12.5, events, data_parallel_rank=3))
@@ -56,7 +58,7 @@ def test_the_payload_is_plain_msgpack_with_names_of_events(context, open_publish
     subscriber.has_all(publisher)
     publisher.publish(KVEventBatch(1.0, [BlockStored([b"h"], None, [5, 6], 2), AllBlocksCleared()]))
     payload = subscriber.socket.recv_multipart()[2]
-    stored = ["BlockStored", [b"h"], None, [5, 6], 2, None, 0]
+    stored = ["BlockStored", [b"h"], None, [5, 6], 2, None, 0, None]
     assert msgspec.msgpack.decode(payload) == [1.0, [stored, ["AllBlocksCleared"]], 0]
 
 

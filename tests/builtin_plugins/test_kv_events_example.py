@@ -55,6 +55,17 @@ def test_the_example_follows_what_is_stored_removed_and_cleared():
     assert follower.num_resets == 0
 
 
+def test_the_example_keeps_tiers_apart():
+    follower = example().CacheFollower()
+    disk = BlockStored([b"a", b"b"], None, [], 1, medium="disk")
+    follower.receive(0, encoded(stored("a"), disk))
+    follower.receive(1, encoded(AllBlocksCleared(), BlockRemoved([b"b"], medium="disk")))
+    assert names_of(follower) == []
+    assert dict(follower.tiers) == {"disk": {(0, b"a")}}
+    follower.receive(7, encoded(stored("c")))
+    assert dict(follower.tiers) == {}  # a removal may have been missed
+
+
 def test_the_example_fills_gaps_and_forgets_what_it_cannot_know():
     kept = {number: encoded(stored("abcdef"[number])) for number in range(6)}
     asked = []

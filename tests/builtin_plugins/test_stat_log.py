@@ -9,6 +9,7 @@ import pytest
 from hardpoint import LLM, SamplingParams
 from hardpoint.builtin_plugins.stats.log import LogSink
 from hardpoint.plugins import IterationStats, PrefixCacheStats, SchedulerStats, StatSinkContext
+from hardpoint.plugins.stats import KVTierStats
 from hardpoint.testing import ScriptedClock, scripted_config
 
 
@@ -68,6 +69,33 @@ def test_the_line_has_averages_since_the_last(log):
     assert log.report() == (
         "prompt 0.0 tokens/s, generation 1.5 tokens/s, running 1, waiting 0, "
         "KV cache 50.0 %, prefix cache hits 0.0 %"
+    )
+
+
+def with_connector(queried, hit, **tiers):
+    stats = scheduler_stats(1)
+    stats.external_prefix_cache = PrefixCacheStats(1, queried, hit)
+    stats.kv_tiers = {
+        name: KVTierStats(loaded_bytes=loaded, stored_bytes=stored)
+        for name, (loaded, stored) in tiers.items()
+    }
+    return IterationStats(scheduler=stats)
+
+
+def test_the_line_says_what_a_kv_connector_did_since_the_last(log):
+    log.sink.record(with_connector(0, 0))
+    assert log.report().endswith(
+        "prefix cache hits none looked up, KV connector hits none looked up"
+    )
+    log.sink.record(with_connector(200, 150, memory=(10**6, 3 * 10**6), ssd=(0, 3 * 10**6)))
+    assert log.report().endswith(
+        ", KV connector hits 75.0 % (memory: 1.0 MB loaded, 3.0 MB stored; "
+        "ssd: 0.0 MB loaded, 3.0 MB stored)"
+    )
+    log.sink.record(with_connector(300, 150, memory=(2 * 10**6, 3 * 10**6), ssd=(0, 10**6)))
+    assert log.report().endswith(
+        ", KV connector hits 0.0 % (memory: 1.0 MB loaded, 0.0 MB stored; "
+        "ssd: 0.0 MB loaded, 1.0 MB stored)"  # the engine of ssd was restarted
     )
 
 

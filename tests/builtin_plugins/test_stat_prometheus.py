@@ -14,7 +14,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.processes import ROOT
 
 from hardpoint import LLM, SamplingParams
-from hardpoint.builtin_plugins.stats.families import ENGINE_FAMILIES, PLUGIN_COUNTERS
+from hardpoint.builtin_plugins.stats.families import (
+    ENGINE_FAMILIES,
+    OFFLOAD_FAMILIES,
+    PLUGIN_COUNTERS,
+    TIER_FAMILIES,
+)
 from hardpoint.builtin_plugins.stats.prometheus import PrometheusSink
 from hardpoint.plugins import (
     ConfigError,
@@ -27,6 +32,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.stats import (
     FinishedRequest,
     Health,
+    KVTierStats,
     PluginMeter,
     RequestMetrics,
     StepFault,
@@ -42,6 +48,8 @@ NAMES_OF_VLLM = {
     "cache_config_info": "gauge",
     "e2e_request_latency_seconds": "histogram",
     "engine_sleep_state": "gauge",
+    "external_prefix_cache_hits_total": "counter",
+    "external_prefix_cache_queries_total": "counter",
     "generation_tokens_total": "counter",
     "inter_token_latency_seconds": "histogram",
     "iteration_tokens_total": "histogram",
@@ -248,7 +256,8 @@ def test_an_unknown_alias_is_refused(scripted):
 
 def test_every_name_is_in_the_documentation():
     page = (ROOT / "docs" / "statistics.md").read_text(encoding="utf-8")
-    names = [family.name for family in ENGINE_FAMILIES] + ["cache_config_info", "engine_restarts"]
+    families = (*ENGINE_FAMILIES, *TIER_FAMILIES, *OFFLOAD_FAMILIES)
+    names = [family.name for family in families] + ["cache_config_info", "engine_restarts"]
     names += [f"plugin_{name}" for name in (*PLUGIN_COUNTERS, "quarantined")]
     assert [name for name in names if f"`{name}`" not in page] == []
 
@@ -281,6 +290,59 @@ def test_totals_go_on_after_a_restart():
     assert found["plugin_rows_total top_k"] == 11
     assert found["plugin_seconds_total top_k"] == 1.5
     assert found["engine_restarts_total"] == 1
+
+
+def tier(number, **fields):
+    """Totals that all differ, in thousands of a number."""
+    names = [name for name in KVTierStats.__struct_fields__ if name != "used_bytes"]
+    return KVTierStats(**{name: number * 1000 + at for at, name in enumerate(names)} | fields)
+
+
+def test_tiers_have_figures_of_their_own_and_those_that_dashboards_read():
+    one = sink(aliases=("vllm",))
+    assert "kv_tier" not in one.exposition(PluginReport())
+    stats = scheduler_stats(
+        external_prefix_cache=PrefixCacheStats(3, 90, 48),
+        kv_tiers={"memory": tier(1), "ssd": tier(2, used_bytes=77)},
+    )
+    batch = IterationStats(
+        num_prompt_tokens=100, num_cached_tokens=64, num_external_tokens=48, scheduler=stats
+    )
+    one.record(batch)
+    text = one.exposition(PluginReport())
+    found = series(text)
+    assert {name for name in types(text, "hardpoint") if name.startswith("kv_tier")} == {
+        *("kv_tier_hits_total", "kv_tier_misses_total", "kv_tier_loaded_blocks_total"),
+        *("kv_tier_loaded_bytes_total", "kv_tier_load_seconds_total"),
+        *("kv_tier_stored_blocks_total", "kv_tier_stored_bytes_total"),
+        *("kv_tier_store_seconds_total", "kv_tier_dropped_blocks_total"),
+        *("kv_tier_failures_total", "kv_tier_used_bytes"),
+    }
+    assert (found["kv_tier_hits_total memory"], found["kv_tier_hits_total ssd"]) == (1000, 2000)
+    assert found["kv_tier_misses_total ssd"] == 2001
+    assert found["kv_tier_failures_total ssd"] == 2009
+    assert found["kv_tier_used_bytes ssd"] == 77
+    assert "kv_tier_used_bytes memory" not in found
+    assert found["external_prefix_cache_queries_total"] == 90
+    assert found["external_prefix_cache_hits_total"] == 48
+    assert found["prompt_tokens_by_source_total local_compute"] == 36
+    assert found["prompt_tokens_by_source_total local_cache_hit"] == 16
+    assert found["prompt_tokens_by_source_total external_kv_transfer"] == 48
+    alias = {name for name in types(text, "vllm") if name.startswith("kv_")}
+    offload = {f"kv_offload_{name}_total" for name in ("load_bytes", "load_time")}
+    offload |= {f"kv_offload_{name}_total" for name in ("store_bytes", "store_time")}
+    assert alias == {*offload, "kv_cache_usage_perc"}
+    assert found["kv_offload_load_bytes_total"] == 1003 + 2003  # whatever it was loaded from
+    assert found["kv_offload_store_bytes_total"] == 1006  # in the nearest, once
+
+
+def test_tiers_go_on_after_a_restart_also_if_they_were_gone():
+    one = sink()
+    for tiers in [{"disk": tier(3)}, {}, {"disk": tier(1)}, {"disk": tier(2), "redis": tier(1)}]:
+        one.record(IterationStats(scheduler=scheduler_stats(kv_tiers=tiers)))
+    found = series(one.exposition(PluginReport()))
+    assert found["kv_tier_hits_total disk"] == 3000 + 2000
+    assert found["kv_tier_hits_total redis"] == 1000
 
 
 def test_the_state_of_the_scheduler_is_the_latest_that_is_known():

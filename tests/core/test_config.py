@@ -183,6 +183,20 @@ def test_the_variable_is_named():
     )
 
 
+def test_fields_that_do_not_fit_together_name_the_places_of_both(folder):
+    (folder / "hardpoint.toml").write_text('[kv_connector]\nstores = ["memory"]\n')
+    message = refused(environ={"HARDPOINT__KV_CONNECTOR__USE": "acme.kv:Mover"})
+    assert message == (
+        "kv_connector: stores are driven by the connector 'stores', but use names 'acme.kv:Mover'; "
+        "leave out use or stores, got {'stores': ['memory'], 'use': 'acme.kv:Mover'} "
+        "(from file hardpoint.toml and environment HARDPOINT__KV_CONNECTOR__USE)"
+    )
+    (folder / "hardpoint.toml").write_text("")
+    assert refused("kv_connector.use=stores").startswith(
+        "kv_connector: the connector 'stores' needs stores to drive: stores = [\"memory\"]"
+    )
+
+
 def test_unknown_keys_are_refused_with_a_suggestion(folder):
     (folder / "hardpoint.toml").write_text("[shceduler]\npolicy = 'fair'\n")
     assert refused().startswith(
@@ -197,7 +211,7 @@ def test_unknown_keys_inside_tables_and_lists():
     assert "plugins.enable[0].usee: unknown field (did you mean 'use'?)" in message
 
 
-@pytest.mark.parametrize("key", ["speculator", "speculators", "kv_connector", "balancer"])
+@pytest.mark.parametrize("key", ["speculator", "speculators", "balancer"])
 def test_kinds_that_are_planned_are_refused_by_name(key):
     message = refused(f"{key}.use=x")
     assert message.startswith(f"{key}: this version of Hardpoint has no ")

@@ -18,6 +18,8 @@ MODULES = (
     "executor",
     "grammars",
     "hf_config",
+    "kv_connector",
+    "kv_store",
     "mlp",
     "models",
     "output_format",
@@ -30,7 +32,7 @@ MODULES = (
     "worker_calls",
 )
 PUBLIC = tuple(["hardpoint.plugins"] + [f"hardpoint.plugins.{name}" for name in MODULES])
-MOST_NAMES = 115
+MOST_NAMES = 120
 AUTHORS = [*(ROOT / "builtin_plugins").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
 CALLERS = ("core", "registry", "api", "builtin_plugins", "plugins")
 

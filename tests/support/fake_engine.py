@@ -60,6 +60,7 @@ class FakeEngine:
         extensions: (plugin, extension) pairs that plugins add.
         hooks: objects with hooks, which the engine's own loader takes.
         arguments: JSON schemas of the arguments of plugins, by name.
+        transfer: `kv_transfer_params` of last outputs.
     """
 
     text: str = "Hello there , friend"
@@ -90,6 +91,7 @@ class FakeEngine:
     )
     arguments: dict = dataclasses.field(default_factory=dict)
     hooks: tuple = ()
+    transfer: dict | None = None
 
     def __post_init__(self):
         self.tokenizer = FakeTokenizer()
@@ -173,6 +175,7 @@ class FakeEngine:
             outputs=completions,
             finished=last,
             num_cached_tokens=0,
+            kv_transfer_params=self.transfer if last else None,
         )
 
     async def apply_chat_template(self, messages, **_):
@@ -259,8 +262,12 @@ def _words(text):
     return re.findall(r"\s*\S+", text)
 
 
-def configured(**server):
-    """Return a configuration with a table `server`, by default without an access log."""
+def configured(tables=None, **server):
+    """Return a configuration with a table `server`, by default without an access log.
+
+    Args:
+        tables: others.
+    """
     server = {"port": 0, "access_log": "off", **server}
-    config = msgspec.convert({"server": server}, EngineConfig)
+    config = msgspec.convert({**(tables or {}), "server": server}, EngineConfig)
     return msgspec.structs.replace(config, max_model_len=4096)

@@ -50,6 +50,21 @@ def worker_of(engine: LLMEngine) -> Any:
     return core_of(engine)._executor._worker
 
 
+def scheduler_half_of(llm: LLM) -> Any:
+    """Return the scheduler half of the KV connector of an engine that runs in this process."""
+    return core_of(engine_of(llm))._parts.connector._half
+
+
+def stores_of(llm: LLM) -> list[Any]:
+    """Return the KV stores of an engine that runs in this process."""
+    return [tier.store for tier in worker_of(engine_of(llm)).runner.connector._half._tiers]
+
+
+def pool_of(store: Any) -> Any:
+    """Return the blocks that a store "p2p" keeps."""
+    return store._pool
+
+
 def input_processor_of(engine: LLMEngine | AsyncEngine) -> InputProcessor:
     """Return what makes requests of prompts."""
     return engine._frontend.input

@@ -227,6 +227,10 @@ class CompletionRoutes:
             fields["prompt_logprobs"] = asked.logprobs
         params = asked.sampling_params(defaults, limits, **fields)
         extras = self._service.extras(call, asked)
+        if asked.kv_transfer_params is not None and len(prompts) != 1:
+            raise RequestError(
+                f"kv_transfer_params: expected one prompt with them, got {len(prompts)}"
+            )
         return [
             renamed(engine.generate(prompt, params, request_id, **extras), (), asked)
             for prompt, request_id in zip(prompts, ids, strict=True)
@@ -343,10 +347,14 @@ class CompletionAnswer:
     async def events(self, outputs: AsyncGenerator[Numbered, None]) -> AsyncGenerator[bytes, None]:
         """Yield the events, those of one output together."""
         options = self._asked.stream_options
+        transfer: dict[str, Any] | None = None
         async with contextlib.aclosing(outputs):
             async for number, output in outputs:
                 self._count(number, output)
+                transfer = output.kv_transfer_params or transfer
                 yield self._chunks(number, output)
+        if transfer is not None:
+            yield self.head + b'],"kv_transfer_params":' + self._encode(transfer) + b"}\n\n"
         if options is not None and options.include_usage:
             await self._usage.measure(self._service.engine.tokenise)
             usage = self._encode(self._usage.usage())

@@ -446,7 +446,7 @@ def test_an_engine_gets_what_a_request_says(fake):
     }
 
 
-def test_what_is_for_a_kv_connector_is_refused(fake):
+def test_what_is_for_a_kv_connector_is_refused_without_one(fake):
     fields = {"kv_transfer_params": {"do_remote_decode": True}}
     assert refused(fake, 403, **fields)[0] == "kv_transfer_params"
 
@@ -457,7 +457,7 @@ def test_what_is_for_a_kv_connector_is_refused(fake):
     extensions = (("keys", Authenticator(authenticate=Marked().authenticate)),)
     with running(FakeEngine(config=configured(), extensions=extensions)) as server:
         path, message = refused(server, **fields)
-    assert (path, "no KV connectors" in message) == ("kv_transfer_params", True)
+    assert (path, "has no KV connector" in message) == ("kv_transfer_params", True)
 
 
 def test_fields_for_other_platforms_change_nothing(fake):

@@ -27,6 +27,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.requests import PrefillStats
 from hardpoint.plugins.stats import RequestMetrics, StepFault
 from hardpoint.testing import ScriptedClock
 
@@ -125,12 +126,14 @@ def begun(name, token, engine_now, **fields):
 def test_a_request_from_its_coming_to_its_end():
     desk = Desk()
     desk.add("a", prompt=5, tenant="acme")
-    first = output("a", 7, num_cached_tokens=4, events=[(QUEUED, 5000.25), (SCHEDULED, 5001.0)])
+    events = [(QUEUED, 5000.25), (SCHEDULED, 5001.0)]
+    first = output("a", 7, num_cached_tokens=4, prefill_stats=PrefillStats(5, 4, 3), events=events)
     desk.batch(100.5, 5003.0, first, scheduler_stats=STANDING, engine_index=3)
     assert desk.seen[0] == IterationStats(
         engine_index=3,
         num_prompt_tokens=5,
         num_cached_tokens=4,
+        num_external_tokens=3,
         num_generation_tokens=1,
         time_to_first_token=[0.5],
         scheduler=STANDING,
@@ -144,6 +147,7 @@ def test_a_request_from_its_coming_to_its_end():
     expected = RequestMetrics(
         num_prompt_tokens=5,
         num_cached_tokens=4,
+        num_external_tokens=3,
         num_generation_tokens=4,
         num_preemptions=1,
         queue_seconds=0.75,

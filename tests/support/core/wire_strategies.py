@@ -19,7 +19,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.params import PoolingParams, RepetitionDetection
 from hardpoint.plugins.requests import LoRARequest, MultiModalFeature, TokenLogprobs
-from hardpoint.plugins.stats import PrefixCacheStats
+from hardpoint.plugins.stats import KVTierStats, PrefixCacheStats
 from hardpoint.plugins.structured import AnyTextFormat, StructuralTag, StructuredOutputs
 
 TEXT = st.text(max_size=8)
@@ -172,6 +172,20 @@ OUTPUTS = whole(
     trace_headers=HEADERS,
 )
 CACHE_STATS = whole(PrefixCacheStats, requests=COUNT, queried_tokens=COUNT, hit_tokens=COUNT)
+TIER_STATS = whole(
+    KVTierStats,
+    hits=COUNT,
+    misses=COUNT,
+    loaded_blocks=COUNT,
+    loaded_bytes=COUNT,
+    load_seconds=FLOATS,
+    stored_blocks=COUNT,
+    stored_bytes=COUNT,
+    store_seconds=FLOATS,
+    dropped_blocks=COUNT,
+    failures=COUNT,
+    used_bytes=st.none() | COUNT,
+)
 STATS = whole(
     SchedulerStats,
     num_running=COUNT,
@@ -184,6 +198,8 @@ STATS = whole(
     num_deferred=COUNT,
     num_verified_drafts=COUNT,
     num_accepted_by_position=st.lists(COUNT, max_size=3),
+    external_prefix_cache=st.none() | CACHE_STATS,
+    kv_tiers=st.dictionaries(TEXT, TIER_STATS, max_size=2),
 )
 BATCHES = whole(
     EngineCoreOutputs,

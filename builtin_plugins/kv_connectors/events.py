@@ -1,0 +1,86 @@
+"""Says in KV events which blocks the stores of a rank keep."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+
+from hardpoint.plugins import BlockRemoved, BlockStored
+from hardpoint.plugins.kv_cache import KVEvent
+
+_MOST_BLOCKS = 1 << 18
+
+
+class TierEvents:
+    """Follows what is stored in tiers and dropped there; its methods may be called by any thread.
+
+    Stores know keys, and events have the hashes of blocks. So the hashes of the newest keys are
+    kept. A block whose key is not among them any more is said to be removed, since nobody would be
+    told when it is.
+    """
+
+    def __init__(
+        self,
+        publish: Callable[[KVEvent], None],
+        block_size: int,
+        *,
+        most_blocks: int = _MOST_BLOCKS,
+    ) -> None:
+        """Know nothing yet.
+
+        Args:
+            publish: publishes an event.
+            block_size: tokens per block.
+            most_blocks: whose keys are kept.
+        """
+        self._publish = publish
+        self._block_size = block_size
+        self._most_blocks = most_blocks
+        self._lock = threading.Lock()
+        self._hashes: OrderedDict[bytes, bytes] = OrderedDict()  # by key
+        self._kept: defaultdict[str, set[bytes]] = defaultdict(set)  # keys by tier
+        self._changes: list[tuple[str, bool, bytes]] = []  # tier, whether it was stored, hash
+
+    def know(self, key: bytes, block_hash: bytes) -> None:
+        """Remember whose key it is."""
+        with self._lock:
+            self._hashes[key] = block_hash
+            self._hashes.move_to_end(key)
+            if len(self._hashes) > self._most_blocks:
+                oldest, its_hash = self._hashes.popitem(last=False)
+                for tier in self._kept:
+                    self._remove(tier, oldest, its_hash)
+
+    def stored(self, tier: str, key: bytes) -> None:
+        """Record that a tier has a block."""
+        with self._lock:
+            block_hash, kept = self._hashes.get(key), self._kept[tier]
+            if block_hash is not None and key not in kept:
+                kept.add(key)
+                self._changes.append((tier, True, block_hash))
+
+    def removed(self, tier: str, keys: Sequence[bytes]) -> None:
+        """Record that a tier does not have blocks any more."""
+        with self._lock:
+            for key in keys:
+                if (block_hash := self._hashes.get(key)) is not None:
+                    self._remove(tier, key, block_hash)
+
+    def _remove(self, tier: str, key: bytes, block_hash: bytes) -> None:
+        kept = self._kept[tier]
+        if key in kept:
+            kept.remove(key)
+            self._changes.append((tier, False, block_hash))
+
+    def flush(self) -> None:
+        """Publish what has changed since the last call."""
+        with self._lock:
+            changes, self._changes = self._changes, []
+        for (tier, stored), run in itertools.groupby(changes, key=lambda change: change[:2]):
+            hashes = [block_hash for _, _, block_hash in run]
+            if stored:
+                self._publish(BlockStored(hashes, None, [], self._block_size, medium=tier))
+            else:
+                self._publish(BlockRemoved(hashes, medium=tier))

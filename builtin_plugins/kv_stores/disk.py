@@ -1,0 +1,259 @@
+"""Blocks on a disk of this machine, shared by the engines that name one path."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import xxhash
+from msgspec import Meta
+
+from hardpoint import plugins
+from hardpoint.plugins import ConfigError, KVStore
+
+from .disk_files import RefusedError, open_folder
+from .disk_slab import Slab, slot_bytes
+
+_OPEN_SECONDS = 30.0  # to wait for another process that opens a large store
+_BUSY_SECONDS = 1.0
+_RETRY_SECONDS = 30.0
+_TOUCH_NS = 1_000_000_000
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+class DiskStore(KVStore):
+    """Keeps the blocks that were used last, up to a size, over restarts.
+
+    Engines and ranks on one machine share blocks by one path. Any of them may be killed at any
+    moment.
+
+    Attributes:
+        slab: its files.
+    """
+
+    contract = 1
+
+    class Options(plugins.Options):
+        """Where, and how much.
+
+        Attributes:
+            path: of a folder on a disk of this machine, for this store alone; it is made if it is
+                not there. Only this user may have access to it.
+            size_bytes: of the blocks of one size, those of all engines and ranks that share the
+                path together. Blocks of other sizes, which engines with another model had kept
+                there, are removed for them once no engine uses them.
+        """
+
+        path: Annotated[str, Meta(min_length=1)]
+        size_bytes: Annotated[int, Meta(ge=1)] = 10 << 30
+
+    options: Options
+
+    def __init__(self, context: plugins.KVStoreContext) -> None:
+        """Open the files, or make them.
+
+        Raises:
+            ConfigError: that cannot be done.
+        """
+        super().__init__(context)
+        options, setting = self.options, f"plugin.{self.name}"
+        if options.size_bytes < (least := slot_bytes(context.block_bytes)):
+            raise ConfigError(
+                f"{setting}.size_bytes: {options.size_bytes} bytes have no room for a block of "
+                f"this model, which needs {least}"
+            )
+        path = Path(options.path).expanduser()
+        with contextlib.ExitStack() as stack:
+            try:
+                self._folder = open_folder(path)
+                stack.callback(os.close, self._folder)
+                self.slab = Slab(
+                    self._folder, context.block_bytes, options.size_bytes, _OPEN_SECONDS
+                )
+            except (RefusedError, OSError) as cause:
+                raise ConfigError(
+                    f"{setting}.path: {str(path)!r} cannot be used: {cause}"
+                ) from cause
+            stack.callback(self.slab.close)
+            self._files = stack.pop_all()
+        self._index = self.slab.index
+        self._lock = threading.Lock()  # of what follows, and of the slab's locks
+        self._writing: set[int] = set()
+        self._victims: list[tuple[int, int]] = []
+        self._slots = 0  # that there were when they were chosen
+        self._grow_at = self._store_at = 0.0
+        self._reported: set[str] = set()
+        self._calls = 0
+        self._calls_lock = threading.Lock()
+        self._closed = False
+
+    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return which blocks are there."""
+        with self._call() as is_open:
+            return self._index.find_all(keys) if is_open and keys else [False] * len(keys)
+
+    def load(self, key: bytes, buffer: Sequence[memoryview]) -> bool:
+        """Read a block, unless it is replaced in the meantime."""
+        with self._call() as is_open:
+            if not is_open or (found := self._index.find(key)) is None:
+                return False
+            slot, sequence = found
+            checksum = self._index.checksum(slot)
+            is_whole = self.slab.read(slot, buffer) and _checksum(buffer) == checksum
+            if self._index.sequence(slot) != sequence:
+                return False
+            if not is_whole:
+                self._drop(slot, sequence)
+                return False
+            # A lookup before it has put the request's blocks in a better order.
+            if time.time_ns() - self._index.used_at(slot) > _TOUCH_NS:
+                self._index.touch(slot)
+            return True
+
+    def store(self, key: bytes, buffer: Sequence[memoryview]) -> bool:
+        """Write a block, in the place of the one that was not used for longest."""
+        if time.monotonic() < self._store_at:
+            return False
+        with self._call() as is_open:
+            slot = self._reserve(key) if is_open else None
+            if slot is None or slot < 0:
+                return slot is not None
+            is_kept = False
+            try:
+                self.slab.write(slot, buffer)
+                is_kept = self._publish(slot, key, _checksum(buffer))
+            except OSError as cause:
+                if cause.errno not in _NO_ROOM:
+                    raise
+                self._store_at = time.monotonic() + _RETRY_SECONDS
+                self._report("write", f"no block is saved: {cause}")
+            finally:
+                self._release(slot)
+            return is_kept
+
+    def drain(self) -> None:
+        """Return once all blocks are on the disk; until then, they survive this process only."""
+        with self._call() as is_open:
+            if is_open:
+                self.slab.drain()
+
+    def close(self) -> None:
+        """Close the files, or let the last call that has not returned do so."""
+        with self._calls_lock:
+            was_open, self._closed = not self._closed, True
+            is_last = was_open and not self._calls
+        if is_last:
+            self._files.close()
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[bool]:
+        """Keep the files open; gives whether they are."""
+        with self._calls_lock:
+            is_open = not self._closed
+            self._calls += is_open
+        try:
+            yield is_open
+        finally:
+            with self._calls_lock:
+                self._calls -= is_open
+                is_last = is_open and self._closed and not self._calls
+            if is_last:
+                self._files.close()
+
+    # Slots
+
+    def _reserve(self, key: bytes) -> int | None:
+        """Return a slot to write a block into; -1 if the block is there, None if there is none."""
+        with self._changing() as may_change:
+            if not may_change:
+                return None
+            if (found := self._index.find(key)) is not None:
+                self._index.touch(found[0])
+                return -1
+            slot = self._free_slot()
+            if slot is not None:
+                self._index.reserve(slot)
+                self._writing.add(slot)
+            return slot
+
+    def _free_slot(self) -> int | None:
+        """Return a locked slot that is free, or was not used for longest."""
+        for _attempt in range(3):
+            if not self._victims or self._slots != self._index.slots:
+                self._choose()
+            if (not self._victims or self._victims[-1][1]) and self._grow():
+                self._choose()
+            while self._victims:
+                slot, used_at = self._victims.pop()
+                is_same = self._index.used_at(slot) == used_at
+                if is_same and slot not in self._writing and self.slab.try_lock(slot):
+                    return slot
+        return None
+
+    def _choose(self) -> None:
+        self._slots, self._victims = self._index.slots, self._index.oldest()
+
+    def _grow(self) -> bool:
+        if not self.slab.can_grow or time.monotonic() < self._grow_at:
+            return False
+        try:
+            self.slab.grow()
+        except OSError as cause:
+            self._grow_at = time.monotonic() + _RETRY_SECONDS
+            self._report(
+                "grow", f"it has no room for more than {self._index.slots} blocks: {cause}"
+            )
+            return False
+        self._reported.discard("grow")
+        return True
+
+    def _publish(self, slot: int, key: bytes, checksum: int) -> bool:
+        with self._changing() as may_change:
+            if not may_change:
+                return False
+            if self._index.find(key) is None:
+                self._index.publish(slot, key, checksum)
+            else:  # another one was faster
+                self._index.free(slot)
+        self._reported -= {"write", "lock"}
+        return True
+
+    def _release(self, slot: int) -> None:
+        with self._lock:
+            self._writing.discard(slot)
+            self.slab.unlock(slot)
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[bool]:
+        """Keep others from changing the index; gives whether they let go of it in time."""
+        with self._lock, self.slab.writing_index(_BUSY_SECONDS) as may_change:
+            if not may_change:
+                self._store_at = time.monotonic() + _BUSY_SECONDS
+                self._report("lock", "no block is saved: another process keeps the index locked")
+            yield may_change
+
+    def _drop(self, slot: int, sequence: int) -> None:
+        """Drop a block that is not what was stored, so that it is stored again."""
+        with self._changing() as may_change:
+            if may_change and self._index.sequence(slot) == sequence:
+                self._index.free(slot)
+        self._report("damage", "a block was damaged, after a power failure perhaps; it is dropped")
+
+    def _report(self, what: str, message: str) -> None:
+        """Report a fault, once until it is over."""
+        if what not in self._reported:
+            self._reported.add(what)
+            self.context.report_fault(f"plugin.{self.name}.path: {message}")
+
+
+def _checksum(parts: Sequence[memoryview]) -> int:
+    digest = xxhash.xxh3_64()
+    for part in parts:
+        digest.update(part)
+    return digest.intdigest()

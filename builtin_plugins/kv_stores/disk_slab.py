@@ -1,0 +1,264 @@
+"""A slab: one file with a slot for each block of one size, with its index and its locks.
+
+<path>/lock                    held while a slab is opened or removed
+<path>/blocks-<bytes>/lock     its ranges: the users, the writer of the index, each slot
+<path>/blocks-<bytes>/slab     slots, allocated some at a time
+<path>/blocks-<bytes>/index    see `SlabIndex`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+
+from .disk_files import (
+    DamagedError,
+    FileLocks,
+    RefusedError,
+    open_file,
+    open_folder,
+    read_parts,
+    write_parts,
+)
+from .disk_index import MAX_TABLE, SlabIndex, table_size
+
+_PAGE = 4096
+_GROWTH = 64 << 20
+_FOLDER_LOCK = 0
+_USERS, _WRITER, _FIRST_SLOT = 0, 1, 2  # numbers of a slab's locks
+_PREFIX = "blocks-"
+_FILES = ("slab", "index", "index.new", "lock")
+
+
+def slot_bytes(block_bytes: int) -> int:
+    """Return the size of the slot of a block: whole pages, so that writing one reads nothing."""
+    return -(-block_bytes // _PAGE) * _PAGE
+
+
+class Slab:
+    """The slab of blocks of one size, shared by all that open it.
+
+    Attributes:
+        index: says which blocks are in its slots.
+    """
+
+    index: SlabIndex
+
+    def __init__(self, folder: int, block_bytes: int, size_bytes: int, seconds: float) -> None:
+        """Open it, or make it.
+
+        Args:
+            folder: descriptor of the folder of slabs, borrowed.
+            block_bytes: of each block.
+            size_bytes: of the slab at most.
+            seconds: to wait for others that are opening or removing slabs.
+
+        Raises:
+            RefusedError: it cannot be used.
+            OSError: it cannot be read or made.
+        """
+        self._folder = folder
+        self._block_bytes, self._size_bytes = block_bytes, size_bytes
+        self._slot_bytes = slot_bytes(block_bytes)
+        self._padding = memoryview(bytes(self._slot_bytes - block_bytes))
+        self._capacity = min(size_bytes // self._slot_bytes, MAX_TABLE)
+        with contextlib.ExitStack() as stack, _changing(folder, seconds):
+            self._directory = open_folder(_name(block_bytes), folder)
+            stack.callback(os.close, self._directory)
+            self._locks = FileLocks(open_file("lock", self._directory))
+            stack.callback(self._locks.close)
+            self._file = open_file("slab", self._directory)
+            stack.callback(os.close, self._file)
+            is_alone = self._locks.try_lock(_USERS)
+            self.index = self._prepared() if is_alone else self._opened()
+            stack.callback(self.index.close)
+            if not self._locks.try_lock(_USERS, shared=True):
+                raise RefusedError("a program that is not an engine has locked it")
+            self._capacity = min(self._capacity, self.index.table)
+            self._locks.mark_used()
+            self._files = stack.pop_all()
+
+    def close(self) -> None:
+        """Close the files; nothing may use it any more."""
+        with self._files:
+            self._locks.mark_used()
+
+    # Opening
+
+    def _opened(self) -> SlabIndex:
+        """Return the index.
+
+        Raises:
+            DamagedError: it is not one, or the slab has fewer slots than it says.
+        """
+        descriptor = open_file("index", self._directory)
+        try:
+            index = SlabIndex(descriptor, self._block_bytes)
+        finally:
+            os.close(descriptor)
+        if index.slots * self._slot_bytes > os.fstat(self._file).st_size:
+            index.close()
+            raise DamagedError(f"{_name(self._block_bytes)}/slab is shorter than its index says")
+        return index
+
+    def _prepared(self) -> SlabIndex:
+        """Return the index, repaired; it is made if it is not there, or is unusable."""
+        try:
+            index = self._opened()
+        except DamagedError:
+            index = self._created(None)
+        if index.table != table_size(self._capacity) or index.slots > self._capacity:
+            with contextlib.closing(index) as old:
+                index = self._created(old)
+        index.repair()
+        os.ftruncate(self._file, index.slots * self._slot_bytes)
+        return index
+
+    def _created(self, old: SlabIndex | None) -> SlabIndex:
+        """Return a new index with the blocks of an old one."""
+        descriptor = open_file("index.new", self._directory, os.O_TRUNC)
+        try:
+            SlabIndex.create(descriptor, self._block_bytes, table_size(self._capacity))
+            index = SlabIndex(descriptor, self._block_bytes)
+        finally:
+            os.close(descriptor)
+        if old is not None:
+            index.slots = min(old.slots, self._capacity)
+            index.copy_from(old)
+        os.rename("index.new", "index", src_dir_fd=self._directory, dst_dir_fd=self._directory)
+        return index
+
+    # Slots
+
+    def read(self, slot: int, parts: Sequence[memoryview]) -> bool:
+        """Read the block in a slot; return whether there was one of this size."""
+        self._check(parts)
+        return read_parts(self._file, parts, slot * self._slot_bytes)
+
+    def write(self, slot: int, parts: Sequence[memoryview]) -> None:
+        """Write a block into a slot."""
+        self._check(parts)
+        write_parts(self._file, [*parts, self._padding], slot * self._slot_bytes)
+
+    def _check(self, parts: Sequence[memoryview]) -> None:
+        if (size := sum(map(len, parts))) != self._block_bytes:
+            raise ValueError(f"expected a buffer of {self._block_bytes} bytes, got {size}")
+
+    def try_lock(self, slot: int) -> bool:
+        """Lock a slot for writing; return whether no one else writes it."""
+        return self._locks.try_lock(_FIRST_SLOT + slot)
+
+    def unlock(self, slot: int) -> None:
+        """Let others write a slot."""
+        self._locks.unlock(_FIRST_SLOT + slot)
+
+    @contextlib.contextmanager
+    def writing_index(self, seconds: float) -> Iterator[bool]:
+        """Keep other processes from changing the index; gives whether they let go of it in time."""
+        is_locked = self._locks.lock(_WRITER, seconds)
+        try:
+            yield is_locked
+        finally:
+            if is_locked:
+                self._locks.unlock(_WRITER)
+
+    def drain(self) -> None:
+        """Return once all is on the disk."""
+        os.fdatasync(self._file)
+        self.index.flush()
+
+    # Size
+
+    @property
+    def can_grow(self) -> bool:
+        """Whether it is smaller than it may be."""
+        return self.index.slots < self._capacity
+
+    def grow(self) -> None:
+        """Allocate some more slots; the caller is the one that may change the index.
+
+        Raises:
+            OSError: there is no room.
+        """
+        slots = self.index.slots
+        more = min(max(1, _GROWTH // self._slot_bytes), self._capacity - slots)
+        start, size = slots * self._slot_bytes, more * self._slot_bytes
+        self._remove_unused(start + size)
+        try:
+            os.posix_fallocate(self._file, start, size)
+        except OSError:
+            os.ftruncate(self._file, start)
+            raise
+        self.index.slots = slots + more
+
+    def _remove_unused(self, slab_bytes: int) -> None:
+        """Remove slabs that are not in use while all together are larger than they may be."""
+        try:
+            with _changing(self._folder, 0):
+                others = sorted(_others(self._folder, _name(self._block_bytes)))
+                total = slab_bytes + sum(size for _used, size, _name in others)
+                for _used, size, name in others:
+                    if total <= self._size_bytes:
+                        break
+                    if _remove(self._folder, name):
+                        total -= size
+        except RefusedError:
+            pass  # somebody is opening one: next time
+
+
+def _name(block_bytes: int) -> str:
+    return f"{_PREFIX}{block_bytes}"
+
+
+@contextlib.contextmanager
+def _changing(folder: int, seconds: float) -> Iterator[None]:
+    """Keep others from opening and removing slabs.
+
+    Raises:
+        RefusedError: they did so for too long.
+    """
+    locks = FileLocks(open_file("lock", folder))
+    try:
+        if not locks.lock(_FOLDER_LOCK, seconds):
+            raise RefusedError(f"another process has kept it locked for {seconds:g} s")
+        yield
+    finally:
+        locks.close()
+
+
+def _others(folder: int, own: str) -> Iterator[tuple[float, int, str]]:
+    """Yield when each other slab was used, its size, and the name of its folder."""
+    for name in os.listdir(folder):
+        if not name.startswith(_PREFIX) or name == own:
+            continue
+        with contextlib.suppress(OSError, RefusedError), _opened_folder(name, folder) as opened:
+            found = [os.stat(file, dir_fd=opened, follow_symlinks=False) for file in _FILES[:2]]
+            used = os.stat("lock", dir_fd=opened, follow_symlinks=False).st_mtime
+            yield used, sum(status.st_size for status in found), name
+
+
+def _remove(folder: int, name: str) -> bool:
+    """Remove a slab; return whether it is gone."""
+    try:
+        with _opened_folder(name, folder) as opened:
+            locks = FileLocks(open_file("lock", opened))
+            with contextlib.closing(locks):
+                if not locks.try_lock(_USERS):
+                    return False
+                for file in _FILES:
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(file, dir_fd=opened)
+        os.rmdir(name, dir_fd=folder)
+    except (OSError, RefusedError):
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _opened_folder(name: str, folder: int) -> Iterator[int]:
+    descriptor = open_folder(name, folder)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,317 @@
+"""Blocks in the memory of other engines."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import zmq
+from msgspec import Meta
+
+from hardpoint import plugins
+from hardpoint.plugins import ConfigError
+from hardpoint.plugins.kv_store import BlockBuffer, PeerKVStore
+
+from .p2p_addresses import (
+    KeyPair,
+    address_of_rank,
+    check_socket_folder,
+    check_socket_owner,
+    is_tcp,
+    public_key,
+    read_key_pair,
+)
+from .p2p_client import PeerClient
+from .p2p_messages import (
+    KEYS_PER_MESSAGE,
+    MOST_QUESTION_BYTES,
+    Get,
+    Has,
+    Renew,
+    Take,
+)
+from .p2p_pool import BlockPool
+from .p2p_server import BlockServer
+
+Socket = zmq.Socket[bytes]
+
+_MOST_REMEMBERED = 1 << 16  # keys of which it is known who has them
+_ANSWERS_PER_CLIENT = 64  # that wait to be sent; a client that does not read loses others
+_MOST_ANSWER_BYTES = 4096  # of one without a block
+_HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1000, 3000
+_CLOSE_S = 2.0
+
+_Id = Annotated[str, Meta(pattern="^[A-Za-z0-9_.-]{1,64}$")]
+_Seconds = Annotated[float, Meta(gt=0, le=3600)]
+
+
+class PeerToPeerStore(PeerKVStore):
+    """Keeps blocks in memory for other engines, and asks them for theirs."""
+
+    contract = 1
+
+    class Options(plugins.Options):
+        """Who is where, and how long to wait.
+
+        Attributes:
+            listen: address at which other engines ask this one, ipc:///PATH or tcp://HOST:PORT;
+                "{rank}" in it stands for the rank.
+            peers: addresses of other engines by `kv_connector.engine_id`; this engine's own id is
+                passed over, so that all may have the same table.
+            public_keys: of other engines by id; those with tcp addresses need one, and at a tcp
+                address only these may ask.
+            secret_key_file: with the secret key of this engine, which tcp needs.
+            size_bytes: of all blocks together, in each rank.
+            lookup_seconds: to wait for a peer that is asked whether it has blocks.
+            connect_seconds: to wait for a connection to a peer.
+            wait_seconds: to wait for a block that a peer has offered, but does not have yet.
+            retry_seconds: for which a peer that did not answer is not asked for blocks.
+        """
+
+        listen: str
+        peers: dict[_Id, str] = {}
+        public_keys: dict[_Id, str] = {}
+        secret_key_file: str | None = None
+        size_bytes: Annotated[int, Meta(ge=1)] = 1 << 30
+        lookup_seconds: _Seconds = 0.5
+        connect_seconds: _Seconds = 1.0
+        wait_seconds: _Seconds = 2.0
+        retry_seconds: _Seconds = 5.0
+
+    options: Options
+
+    def __init__(self, context: plugins.KVStoreContext) -> None:
+        """Listen; connect to peers later.
+
+        Raises:
+            ConfigError: an option is wrong, the address is in use, or others could read the keys.
+        """
+        super().__init__(context)
+        options, table = self.options, f"plugin.{self.name}"
+        rank_of = functools.partial(
+            address_of_rank, rank=context.rank, world_size=context.world_size
+        )
+        listen = rank_of(options.listen, f"{table}.listen")
+        addresses = {
+            name: rank_of(address, f"{table}.peers.{name}")
+            for name, address in options.peers.items()
+            if name != context.engine_id
+        }
+        keys = {
+            name: public_key(text, f"{table}.public_keys.{name}")
+            for name, text in options.public_keys.items()
+        }
+        pair = self._key_pair([listen, *addresses.values()])
+        for name, address in addresses.items():
+            if is_tcp(address) and name not in keys:
+                raise ConfigError(f"{table}.public_keys: expected one of {name!r}, at {address}")
+        if is_tcp(listen) and not keys:
+            raise ConfigError(f"{table}.public_keys: expected those of who may ask at {listen}")
+        self._pool = BlockPool(options.size_bytes // context.block_bytes)
+        self._where: OrderedDict[bytes, PeerClient] = OrderedDict()
+        self._lock = threading.Lock()
+        self._zmq: zmq.Context[Socket] = zmq.Context()
+        self._address = listen
+        try:
+            self._server = self._listen(listen, pair, frozenset(keys.values()))
+        except BaseException:
+            self._zmq.destroy(linger=0)
+            raise
+        self._clients = {
+            name: PeerClient(
+                name,
+                functools.partial(self._connect, address, pair, keys.get(name)),
+                options.retry_seconds,
+            )
+            for name, address in addresses.items()
+        }
+
+    def _key_pair(self, addresses: Sequence[str]) -> KeyPair | None:
+        """Return this engine's keys; None if all addresses are for this user only."""
+        path, file = f"plugin.{self.name}.secret_key_file", self.options.secret_key_file
+        if file is not None:
+            return read_key_pair(file, path)
+        if found := next(filter(is_tcp, addresses), None):
+            raise ConfigError(
+                f"{path}: expected a file, for {found} has no other protection; ipc:///PATH needs "
+                f"none"
+            )
+        return None
+
+    def _listen(self, address: str, pair: KeyPair | None, allowed: frozenset[bytes]) -> BlockServer:
+        path = f"plugin.{self.name}.listen"
+        listening, keys = self._zmq.socket(zmq.ROUTER), None
+        listening.router_mandatory = True  # raises for clients that are gone or do not read
+        listening.maxmsgsize = MOST_QUESTION_BYTES
+        listening.sndhwm = listening.rcvhwm = _ANSWERS_PER_CLIENT
+        listening.heartbeat_ivl = _HEARTBEAT_MS
+        listening.heartbeat_timeout = _HEARTBEAT_TIMEOUT_MS
+        if is_tcp(address):
+            assert pair is not None
+            keys = self._zmq.socket(zmq.REP)
+            keys.bind("inproc://zeromq.zap.01")
+            listening.curve_server = True
+            listening.curve_secretkey, listening.curve_publickey = pair.secret, pair.public
+            listening.zap_domain = b"hardpoint"
+        else:
+            check_socket_folder(address, path)
+        try:
+            listening.bind(address)
+            if not is_tcp(address):
+                os.chmod(address.removeprefix("ipc://"), 0o600)
+        except (zmq.ZMQError, OSError) as cause:
+            raise ConfigError(f"{path}: cannot listen at {address!r}: {cause.strerror}") from cause
+        return BlockServer(
+            listening,
+            keys,
+            allowed,
+            self._pool,
+            self.context.identity,
+            self.context.report_fault,
+        )
+
+    def _connect(self, address: str, pair: KeyPair | None, key: bytes | None) -> Socket:
+        """Return a socket that is connected to a peer in the background."""
+        if not is_tcp(address):
+            check_socket_owner(address)
+        connecting = self._zmq.socket(zmq.DEALER)
+        connecting.immediate = True  # nothing waits for a peer that is not there
+        connecting.linger = 0
+        connecting.maxmsgsize = self.context.block_bytes + _MOST_ANSWER_BYTES
+        connecting.sndhwm = connecting.rcvhwm = _ANSWERS_PER_CLIENT
+        connecting.reconnect_ivl, connecting.reconnect_ivl_max = 50, 1000
+        connecting.heartbeat_ivl = _HEARTBEAT_MS
+        connecting.heartbeat_timeout = _HEARTBEAT_TIMEOUT_MS
+        if is_tcp(address):
+            assert pair is not None
+            assert key is not None
+            connecting.curve_serverkey = key
+            connecting.curve_secretkey, connecting.curve_publickey = pair.secret, pair.public
+        connecting.connect(address)
+        return connecting
+
+    # For anybody
+
+    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return which blocks are here or at a peer."""
+        found = [key in self._pool for key in keys]
+        for client in self._clients.values():
+            missing = [index for index, is_there in enumerate(found) if not is_there]
+            if not missing:
+                break
+            has = self._has(client, [keys[index] for index in missing])
+            for index, is_there in zip(missing, has, strict=True):
+                found[index] = is_there
+        return found
+
+    def _has(self, client: PeerClient, keys: Sequence[bytes]) -> list[bool]:
+        """Return which blocks a peer has, and remember it."""
+        found: list[bool] = []
+        options = self.options
+        for some in _batches(keys):
+            payload = client.ask(
+                Has(list(some)), options.lookup_seconds, connect_seconds=options.connect_seconds
+            )
+            flags = b"" if payload is None else payload.bytes
+            if len(flags) != len(some):
+                break
+            found += (bool(flag) for flag in flags)
+        with self._lock:
+            for key, is_there in zip(keys, found, strict=False):
+                if is_there:
+                    self._where[key] = client
+                    self._where.move_to_end(key)
+            while len(self._where) > _MOST_REMEMBERED:
+                self._where.popitem(last=False)
+        return found + [False] * (len(keys) - len(found))
+
+    def store(self, key: bytes, buffer: BlockBuffer) -> bool:
+        """Keep a block for this engine and others."""
+        return self._pool.keep(key, buffer)
+
+    def load(self, key: bytes, buffer: BlockBuffer) -> bool:
+        """Copy a block from here or from a peer."""
+        if (block := self._pool.get(key)) is not None:
+            return _copy(memoryview(block), buffer)
+        with self._lock:
+            client = self._where.get(key)
+        clients = list(self._clients.values()) if client is None else [client]
+        seconds = self.context.timeout_seconds / max(len(clients), 1)
+        for one in clients:
+            payload = one.ask(Get(key), seconds, connect_seconds=self.options.connect_seconds)
+            if payload is not None:
+                return _copy(payload.buffer, buffer)
+        with self._lock:
+            self._where.pop(key, None)
+        return False
+
+    # For one
+
+    @property
+    def peers(self) -> frozenset[str]:
+        """Ids of the other engines."""
+        return frozenset(self._clients)
+
+    def offer(self, key: bytes, buffer: BlockBuffer, seconds: float) -> bool:
+        """Keep a block for the engine that takes it."""
+        if not self._pool.offer(key, buffer, seconds):
+            return False
+        self._server.offered()
+        return True
+
+    def fetch(self, peer: str, key: bytes, buffer: BlockBuffer, seconds: float) -> bool:
+        """Copy a block that another engine offers; wait for it, but not long."""
+        began = time.monotonic()
+        wait = min(seconds, self.options.wait_seconds)
+        payload = self._clients[peer].ask(
+            Take(key, wait, self.context.identity),
+            seconds,
+            connect_seconds=self.options.connect_seconds,
+            even_if_silent=True,
+        )
+        if payload is None or time.monotonic() - began > seconds:
+            return False
+        return _copy(payload.buffer, buffer)
+
+    def renew(
+        self,
+        keys: Sequence[bytes],
+        seconds: float,  # noqa: ARG002 - each lease is as long as it was
+        peer: str | None = None,
+    ) -> None:
+        """Let the leases of blocks that are offered begin again."""
+        if peer is None:
+            self._pool.renew(keys)
+            return
+        for some in _batches(keys):
+            self._clients[peer].tell(Renew(list(some)), self.options.connect_seconds)
+
+    def close(self) -> None:
+        """Drop the blocks and close the sockets."""
+        for client in self._clients.values():
+            client.close(_CLOSE_S)
+        self._server.close()
+        self._zmq.destroy(linger=0)
+        if not is_tcp(self._address):
+            Path(self._address.removeprefix("ipc://")).unlink(missing_ok=True)
+        self._pool.clear()
+
+
+def _batches(keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    """Yield keys, as many at a time as a message may have."""
+    for start in range(0, len(keys), KEYS_PER_MESSAGE):
+        yield keys[start : start + KEYS_PER_MESSAGE]
+
+
+def _copy(block: memoryview, buffer: BlockBuffer) -> bool:
+    """Copy a block into a buffer; return whether it has the right size."""
+    if len(block) != len(buffer.whole):
+        return False
+    buffer.whole[:] = block
+    return True

@@ -1,0 +1,175 @@
+"""Where engines that exchange blocks listen, and the keys by which they know each other."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from hardpoint.plugins import ConfigError
+
+_RANK = "{rank}"
+_MOST_PATH_BYTES = 107  # of a unix socket
+_KEY_CHARACTERS = 40
+
+
+@dataclass(frozen=True)
+class KeyPair:
+    """The CURVE keys of this engine."""
+
+    public: bytes
+    secret: bytes
+
+    def __repr__(self) -> str:
+        """Return the public key only."""
+        return f"<KeyPair {self.public.decode()}>"
+
+
+def address_of_rank(address: str, path: str, rank: int, world_size: int) -> str:
+    """Return the address of a rank, checked.
+
+    Args:
+        address: ipc:///PATH or tcp://HOST:PORT, in which "{rank}" stands for the rank.
+        path: of the setting, for messages.
+        rank: of the worker.
+        world_size: number of ranks.
+
+    Raises:
+        ConfigError: it is no such address, or the same for several ranks.
+    """
+    if world_size > 1 and _RANK not in address:
+        raise ConfigError(
+            f"{path}: expected {_RANK} in it, for this engine has {world_size} ranks and each has "
+            f"an address of its own, got {address!r}"
+        )
+    result = address.replace(_RANK, str(rank))
+    scheme, _, rest = result.partition("://")
+    if scheme == "ipc" and rest.startswith("/"):
+        if len(os.fsencode(rest)) > _MOST_PATH_BYTES:
+            raise ConfigError(
+                f"{path}: expected a path of at most {_MOST_PATH_BYTES} bytes, got {result!r}"
+            )
+        return result
+    host, _, port = rest.rpartition(":")
+    if scheme != "tcp" or not host or not (port.isascii() and port.isdigit()):
+        raise ConfigError(
+            f"{path}: expected ipc:///PATH, an absolute one, or tcp://HOST:PORT, got {result!r}"
+        )
+    if not 0 < int(port) < 1 << 16:
+        raise ConfigError(f"{path}: expected a port from 1 to 65535, got {result!r}")
+    return result
+
+
+def is_tcp(address: str) -> bool:
+    """Return whether others than this machine's users can reach an address."""
+    return address.startswith("tcp://")
+
+
+def check_socket_folder(address: str, path: str) -> None:
+    """Make the folder of an ipc address, or check that only this user can reach what is in it.
+
+    Raises:
+        ConfigError: others can, or a process listens there already.
+    """
+    file = Path(address.removeprefix("ipc://"))
+    try:
+        file.parent.mkdir(mode=0o700, exist_ok=True)
+        folder = file.parent.lstat()
+    except OSError as cause:
+        raise ConfigError(
+            f"{path}: cannot make the folder {str(file.parent)!r}: {cause.strerror}"
+        ) from None
+    if not stat.S_ISDIR(folder.st_mode):
+        raise ConfigError(f"{path}: expected a folder, not a link, at {str(file.parent)!r}")
+    if folder.st_uid != os.geteuid() or folder.st_mode & 0o077:
+        raise ConfigError(
+            f"{path}: expected a folder of this user that nobody else can enter (chmod 700), got "
+            f"{str(file.parent)!r} with mode {stat.S_IMODE(folder.st_mode):o} of user "
+            f"{folder.st_uid}"
+        )
+    if not os.path.lexists(file):
+        return
+    if not stat.S_ISSOCK(file.lstat().st_mode):
+        raise ConfigError(f"{path}: {str(file)!r} exists and is no socket")
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(file))
+        except OSError:
+            return  # of a process that was killed
+    raise ConfigError(f"{path}: another process listens at {address!r}")
+
+
+def check_socket_owner(address: str) -> None:
+    """Check that the socket of an ipc address, if there is one, is this user's.
+
+    Raises:
+        PermissionError: it is somebody else's.
+    """
+    try:
+        found = os.lstat(address.removeprefix("ipc://"))
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
+        raise PermissionError(f"{address!r} is no socket of this user")
+
+
+def read_key_pair(file: str, path: str) -> KeyPair:
+    """Return the keys of this engine.
+
+    Args:
+        file: holds the secret one, 40 characters in Z85 as `zmq.curve_keypair` makes them.
+        path: of the setting, for messages.
+
+    Raises:
+        ConfigError: the file cannot be read, others can read it, or it holds no key.
+    """
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as cause:
+        raise ConfigError(f"{path}: cannot read {file!r}: {cause.strerror}") from None
+    try:
+        found = os.fstat(descriptor)
+        is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+        if not is_ours or found.st_mode & 0o077:
+            raise ConfigError(
+                f"{path}: expected a file of this user that nobody else can read (chmod 600), got "
+                f"{file!r} with mode {stat.S_IMODE(found.st_mode):o} of user {found.st_uid}"
+            )
+        secret = os.read(descriptor, 2 * _KEY_CHARACTERS).strip()
+    finally:
+        os.close(descriptor)
+    if not _is_key(secret):
+        raise ConfigError(
+            f"{path}: expected a secret key of {_KEY_CHARACTERS} characters in {file!r}, as "
+            f"zmq.curve_keypair() makes it"
+        )
+    return KeyPair(zmq.curve_public(secret), secret)
+
+
+def public_key(text: str, path: str) -> bytes:
+    """Return a public key, checked.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    key = text.encode()
+    if not _is_key(key):
+        raise ConfigError(
+            f"{path}: expected a public key of {_KEY_CHARACTERS} characters, as "
+            f"zmq.curve_keypair() makes it, got {len(text)} characters"
+        )
+    return key
+
+
+def _is_key(key: bytes) -> bool:
+    if len(key) != _KEY_CHARACTERS:
+        return False
+    try:
+        zmq.curve_public(key)  # of any 32 bytes in Z85
+    except zmq.ZMQError:
+        return False
+    return True

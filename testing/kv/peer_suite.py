@@ -1,0 +1,231 @@
+"""The conformance suite for KV stores that hand blocks to other engines."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+from hardpoint.plugins import KVStore
+from hardpoint.plugins.kv_store import PeerKVStore
+from hardpoint.testing.suite import Rule, Violation
+
+from .peer_session import PeerSession
+from .store_blocks import StoredBlocks, make_keys
+from .store_place import Place
+from .store_session import CALLS
+from .store_suite import KVStoreSuite
+
+OFFERS = Rule(
+    "offers: an offered block is fetched once, by its key, and found in no other way",
+    "keep offers apart from stored blocks, and drop one before it is sent",
+)
+LEASES = Rule(
+    "leases: a block is dropped after its time, and renew begins the time again",
+    "note until when each offer is kept, and compare with the clock before it is sent",
+)
+WAITS = Rule(
+    "waits: fetch waits for a block that is not there yet, and ends in time in any case",
+    "let the peer answer when the block comes, and limit every wait by what is left of the time",
+)
+
+_COUNT = 6
+_LONG = 20.0
+_SHORT = 0.3
+_SLACK_SECONDS = 2.0
+_THREADS = 4
+
+
+class PeerKVStoreSuite(KVStoreSuite):
+    """Base class of a test class for a `PeerKVStore`: the rules of stores, and those of peers.
+
+    It overrides `peer_options`.
+    """
+
+    store: ClassVar[type[KVStore]]
+
+    def peer_options(self, folder: Path, engine_id: str, peer: str) -> Mapping[str, Any]:
+        """Return options, besides `options`, of one of two engines that reach each other.
+
+        Args:
+            folder: private, and shared by the two.
+            engine_id: of this engine.
+            peer: id of the other one.
+        """
+        raise NotImplementedError
+
+    def test_peers(self) -> None:
+        """The store says whom it can reach: the engines that the configuration names."""
+        self._run_checks(OFFERS.text, self._in_pair(self._check_peers))
+
+    def test_offers(self) -> None:
+        """A block that one engine offers reaches the other, once."""
+        self._run_checks(
+            OFFERS.text,
+            self._in_pair(self._check_offers),
+            self._in_pair(self._check_one_of_many),
+        )
+
+    def test_leases(self) -> None:
+        """A block is gone after its lease, and there while it is renewed, from both sides."""
+        self._run_checks(
+            LEASES.text, self._in_pair(self._check_end), self._in_pair(self._check_renewal)
+        )
+
+    def test_waits(self) -> None:
+        """A fetch may come before the offer; without one, and without a peer, it ends in time."""
+        self._run_checks(
+            WAITS.text, self._in_pair(self._check_early_fetch), self._in_pair(self._check_loss)
+        )
+
+    def _in_pair(self, check: Callable[[_Engine, _Engine], None]) -> Callable[[], None]:
+        def run() -> None:
+            with self._place_folder() as folder, self._pair(folder, self.sizes[1]) as engines:
+                engines[0].run(functools.partial(check, *engines))
+
+        return run
+
+    @contextmanager
+    def _pair(self, folder: Path, sizes: Sequence[int]) -> Iterator[tuple[_Engine, _Engine]]:
+        """Open the stores of two engines."""
+        if not issubclass(self.store, PeerKVStore):
+            raise Violation(f"{self.store.__name__} is no PeerKVStore", "test it by KVStoreSuite")
+        keys = make_keys(_COUNT)
+        offered = StoredBlocks(keys)
+        engines = []
+        try:
+            for engine_id, peer in (("one", "two"), ("two", "one")):
+                given = self.peer_options(folder, engine_id, peer)
+                open_store = functools.partial(self._open, given, engine_id=engine_id)
+                engine = _Engine(open_store, sizes, keys, 0, self.timeout_seconds)
+                engine.id, engine.offered = engine_id, offered
+                engine.open()
+                engines.append(engine)
+            yield engines[0], engines[1]
+        finally:
+            for engine in engines:
+                if engine.is_open:
+                    engine.close()
+
+    def _check_peers(self, one: _Engine, two: _Engine) -> None:
+        for engine, other in ((one, two), (two, one)):
+            if engine.session.peers != frozenset({other.id}):
+                raise OFFERS.violation(
+                    f"the peers of engine {engine.id!r} are {engine.session.peers!r}, expected "
+                    f"frozenset({{{other.id!r}}})",
+                    "return the ids that the options name, without the engine's own",
+                )
+
+    def _check_offers(self, one: _Engine, two: _Engine) -> None:
+        for giver, taker in ((one, two), (two, one)):
+            for index in range(_COUNT):
+                if not giver.session.offer(index, _LONG):
+                    raise OFFERS.violation(f"offer refused block {index + 1} of {_COUNT}")
+            for engine in (giver, taker):
+                engine.session.lookup(range(_COUNT))  # finds none of them
+                for index in range(_COUNT):
+                    engine.session.load(index)
+            for index in range(_COUNT):
+                if not taker.session.fetch(giver.id, index, _LONG):
+                    raise OFFERS.violation(f"fetch of key {index} did not find what was offered")
+                if taker.session.fetch(giver.id, index, _SHORT / 6):
+                    raise OFFERS.violation(f"key {index} could be fetched twice")
+
+    def _check_one_of_many(self, one: _Engine, two: _Engine) -> None:
+        """Let threads fetch the same blocks."""
+        for index in range(_COUNT):
+            one.session.offer(index, _LONG)
+            found: list[bool] = []
+
+            def fetch(index: int = index, found: list[bool] = found) -> None:
+                found.append(two.session.fetch(one.id, index, _SHORT))
+
+            two.run(*[fetch] * _THREADS)
+            if sum(found) != 1:
+                raise OFFERS.violation(f"of {_THREADS} threads, {sum(found)} fetched one block")
+
+    def _check_end(self, one: _Engine, two: _Engine) -> None:
+        one.session.offer(0, _SHORT)
+        one.session.offer(1, _LONG)
+        time.sleep(2 * _SHORT)
+        if two.session.fetch(one.id, 0, _SHORT):
+            raise LEASES.violation(
+                f"a block that was offered for {_SHORT} s was there after {2 * _SHORT} s"
+            )
+        if not two.session.fetch(one.id, 1, _LONG):
+            raise LEASES.violation(f"a block that was offered for {_LONG} s was not there")
+
+    def _check_renewal(self, one: _Engine, two: _Engine) -> None:
+        for index in (0, 1):
+            one.session.offer(index, 2 * _SHORT)
+        for _ in range(6):
+            time.sleep(_SHORT / 2)
+            one.session.renew(0, 2 * _SHORT)
+            two.session.renew(1, 2 * _SHORT, one.id)
+            for engine, peer in ((one, None), (two, one.id)):
+                engine.session.renew(2, _SHORT, peer)  # was not offered
+        for index, side in ((0, "offers"), (1, "fetches")):
+            if not two.session.fetch(one.id, index, _LONG):
+                raise LEASES.violation(f"a block was gone that the engine that {side} it renewed")
+        if two.session.fetch(one.id, 2, _SHORT):
+            raise LEASES.violation("renew made a block of one that was not offered")
+
+    def _check_early_fetch(self, one: _Engine, two: _Engine) -> None:
+        found: list[bool] = []
+
+        def offer() -> None:
+            time.sleep(_SHORT)
+            one.session.offer(0, _LONG)
+
+        two.run(lambda: found.append(two.session.fetch(one.id, 0, 4 * _SHORT)), offer)
+        if found != [True]:
+            raise WAITS.violation(
+                f"a block that was offered {_SHORT} s after the fetch, which had {4 * _SHORT} s, "
+                f"was not found"
+            )
+        self._fetch_in_vain(two, one, "of a block that was never offered")
+
+    def _check_loss(self, one: _Engine, two: _Engine) -> None:
+        one.session.offer(0, _LONG)
+        if not two.session.fetch(one.id, 0, _LONG):
+            raise OFFERS.violation("fetch did not find what was offered")
+        one.close()
+        self._fetch_in_vain(two, one, "from an engine that has ended")
+
+    def _fetch_in_vain(self, two: _Engine, one: _Engine, what: str) -> None:
+        began = time.monotonic()
+        try:
+            is_there = two.session.fetch(one.id, 1, _SHORT)
+        except Violation as found:
+            if found.rule != CALLS.text:  # it may raise what its connection raises
+                raise
+            is_there = False
+        seconds = time.monotonic() - began
+        if is_there or seconds > _SHORT + _SLACK_SECONDS:
+            raise WAITS.violation(
+                f"a fetch {what}, which had {_SHORT} s, returned {is_there} after {seconds:.1f} s"
+            )
+
+
+class _Engine(Place):
+    """The store of one engine."""
+
+    id: str
+    offered: StoredBlocks
+    session: PeerSession
+    is_open = False
+
+    def open(self) -> None:
+        super().open()
+        self.is_open = True
+
+    def close(self) -> None:
+        self.is_open = False
+        super().close()
+
+    def _session(self, store: KVStore) -> PeerSession:
+        assert isinstance(store, PeerKVStore)
+        return PeerSession(store, self._sizes, self.blocks, self.offered, self._seconds)

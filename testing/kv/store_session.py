@@ -1,0 +1,241 @@
+"""A KV store in use: calls with buffers that are watched, and answers that are checked."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager
+from typing import Any
+
+from hardpoint.plugins import KVStore
+from hardpoint.plugins.kv_store import BlockBuffer
+from hardpoint.testing.suite import Rule, Violation, short_repr
+
+from .store_blocks import StoredBlocks, WatchedBuffer, block_bytes
+
+CALLS = Rule(
+    "calls: every call returns, and raises only what its storage fails with",
+    "answer False for what is not there and for what there is no room",
+)
+RESULTS = Rule(
+    "results: lookup returns a bool per key, store and load a bool or a Future of one",
+    "return a list of True and False from lookup, and True or False from store and load",
+)
+CONTENT = Rule(
+    "content: load returns True only with a whole block that was stored under this key",
+    "keep all parts under the whole key, check the size, and let readers see a block only when "
+    "it is complete",
+)
+KEPT = Rule(
+    "kept: a block that store says is kept can be loaded, while there is room",
+    "return True only when load finds the block from now on, and drop others before it",
+)
+LOOKUP = Rule(
+    "lookup: it says of each key up to the first that is not there whether load finds it",
+    "look in the same index as load does",
+)
+BORROWED = Rule(
+    "borrowed: a buffer is the store's only until the call returns or its future is done",
+    "copy what store gets, be done with writing when load returns, and use only the memory given",
+)
+
+_MOST_BUFFERS = 200  # of loads that are watched
+
+
+class StoreSession:
+    """Calls a store, and checks what it answers; used by several threads."""
+
+    def __init__(
+        self, store: KVStore, sizes: Sequence[int], blocks: StoredBlocks, seconds: float
+    ) -> None:
+        """Use a store.
+
+        Args:
+            store: an open one.
+            sizes: of the parts of its buffers.
+            blocks: what was stored where it keeps its blocks.
+            seconds: after which a future has to be done.
+        """
+        self._store = store
+        self._sizes = tuple(sizes)
+        self._blocks = blocks
+        self._seconds = seconds
+        self._loaded: list[WatchedBuffer] = []
+        self._calls: dict[int, str] = {}  # that have not returned, by thread
+
+    @property
+    def calls(self) -> list[str]:
+        """Calls that have not returned."""
+        return list(self._calls.copy().values())
+
+    def store(self, index: int, version: int = 0) -> bool:
+        """Store a version of a block; return whether it is kept."""
+        self._blocks.begin(index, version)
+        is_kept = self._send("store", self._store.store, index, version)
+        self._blocks.end(index, is_kept=is_kept)
+        return is_kept
+
+    def load(self, index: int) -> bool:
+        """Load a block; return whether it was there."""
+        return self._receive("load", self._store.load, index, self._blocks)
+
+    def _send(
+        self, method: str, call: Callable[[bytes, BlockBuffer], Any], index: int, version: int
+    ) -> bool:
+        """Give the store a version of a block; return what it answers."""
+        buffer = WatchedBuffer(self._sizes)
+        given = block_bytes(index, version, buffer.size)
+        buffer.fill(given)
+        key, block = self._blocks.keys[index], buffer.block.read_only()
+        with self.calling(what := f"{method} of key {index}"):
+            is_kept = self._answer(call(key, block), what)
+        if buffer.data() != given or not buffer.has_guards():
+            raise BORROWED.violation(f"{what} changed the buffer that it was to keep")
+        buffer.scribble()
+        return is_kept
+
+    def _receive(
+        self,
+        method: str,
+        call: Callable[[bytes, BlockBuffer], Any],
+        index: int,
+        blocks: StoredBlocks,
+    ) -> bool:
+        """Get a block, which is one of `blocks`, from the store; return whether it was there."""
+        buffer = WatchedBuffer(self._sizes)
+        with self.calling(what := f"{method} of key {index}"):
+            is_there = self._answer(call(self._blocks.keys[index], buffer.block), what)
+        if not buffer.has_guards():
+            raise BORROWED.violation(f"{what} wrote outside of its buffer")
+        if is_there:
+            self._check_content(what, index, buffer, blocks)
+        buffer.scribble()
+        if len(self._loaded) < _MOST_BUFFERS:
+            self._loaded.append(buffer)
+        return is_there
+
+    def check_kept(self, index: int, why: str = "") -> bool:
+        """Load a block, which must be there if it is kept; return whether it was."""
+        is_there = self.load(index)
+        if not is_there and index in self._blocks.kept:
+            raise KEPT.violation(
+                f"store said that the block of key {index} is kept, and load does not find it{why}"
+            )
+        return is_there
+
+    def lookup(self, indexes: Sequence[int]) -> list[bool]:
+        """Look up keys."""
+        keys = [self._blocks.keys[index] for index in indexes]
+        with self.calling(f"lookup of {len(keys)} keys"):
+            found: Any = self._store.lookup(keys)
+        if not isinstance(found, Sequence) or len(found) != len(keys):
+            raise RESULTS.violation(f"lookup of {len(keys)} keys returned {short_repr(found)}")
+        if wrong := [one for one in found if not isinstance(one, bool)]:
+            raise RESULTS.violation(f"lookup returned {short_repr(wrong[0])} for a key")
+        for index, one in zip(indexes, found, strict=True):
+            if one and not self._blocks.versions(index):
+                raise LOOKUP.violation(f"it found key {index}, under which nothing was stored")
+        return list(found)
+
+    def check_lookup(self, indexes: Sequence[int]) -> None:
+        """Look up keys, and load those that are there, and the first that is not.
+
+        Raises:
+            Violation: lookup is wrong; no other caller may use the store.
+        """
+        found = self.lookup(indexes)
+        first_miss = found.index(False) if False in found else len(found)
+        for place, (index, said) in enumerate(zip(indexes, found, strict=True)):
+            if place > first_miss and not said:
+                continue
+            is_there = self.check_kept(index)
+            if is_there != said:
+                verb = "finds" if is_there else "does not find"
+                raise LOOKUP.violation(
+                    f"lookup of the keys {list(indexes)} returned {found}, and load "
+                    f"{verb} key {index}"
+                )
+
+    def drain(self) -> None:
+        """Drain the store."""
+        with self.calling("drain()"):
+            self._store.drain()
+
+    def close(self) -> None:
+        """Close the store, and look whether it wrote to buffers after its time."""
+        with self.calling("close()"):
+            self._store.close()
+        self.check_late_writes()
+
+    def check_late_writes(self) -> None:
+        """Check that the buffers of all loads are as the store left them.
+
+        Raises:
+            Violation: one is not.
+        """
+        for buffer in self._loaded:
+            if not buffer.is_scribbled() or not buffer.has_guards():
+                raise BORROWED.violation("a buffer was written after the call had returned")
+
+    @contextmanager
+    def calling(self, what: str) -> Iterator[None]:
+        """Note the running call; make a violation of what it raises."""
+        thread = threading.get_ident()
+        self._calls[thread] = what
+        try:
+            yield
+        except Violation:
+            raise
+        except Exception as cause:
+            is_write = isinstance(cause, TypeError) and "read-only" in str(cause)
+            rule = BORROWED if is_write else CALLS
+            raise rule.violation(f"{what} raised {type(cause).__name__}: {cause}") from cause
+        finally:
+            del self._calls[thread]
+
+    def _answer(self, result: Any, what: str) -> bool:
+        """Return the answer of a call, waiting for its future."""
+        answer = result
+        if isinstance(result, Future):
+            try:
+                answer = result.result(self._seconds)
+            except FutureTimeoutError:
+                if result.done():
+                    raise
+                raise RESULTS.violation(
+                    f"the future of {what} was not done after {self._seconds:g} s",
+                    "set its result in every case",
+                ) from None
+        if not isinstance(answer, bool):
+            raise RESULTS.violation(f"{what} returned {short_repr(result)}")
+        return answer
+
+    def _check_content(
+        self, what: str, index: int, buffer: WatchedBuffer, blocks: StoredBlocks
+    ) -> None:
+        data, versions = buffer.data(), blocks.versions(index)
+        if any(data == block_bytes(index, version, buffer.size) for version in versions):
+            return
+        if buffer.is_scribbled():
+            raise CONTENT.violation(f"{what} returned True, and wrote nothing")
+        for other in range(len(blocks.keys)):
+            for version in blocks.versions(other):
+                if data == block_bytes(other, version, buffer.size):
+                    raise CONTENT.violation(f"{what} gave the block of key {other}")
+        if not versions:
+            raise CONTENT.violation(f"{what} returned True, and nothing was stored under it")
+        raise CONTENT.violation(f"{what} gave {self._describe_parts(index, data, versions)}")
+
+    def _describe_parts(self, index: int, data: bytes, versions: Sequence[int]) -> str:
+        """Say from where the parts of a wrong block may be."""
+        said, start = [], 0
+        for number, size in enumerate(self._sizes):
+            part = slice(start, start + size)
+            start += size
+            stored = (block_bytes(index, version, sum(self._sizes)) for version in versions)
+            of = [v for v, block in zip(versions, stored, strict=True) if block[part] == data[part]]
+            which = f"part {number} of {size} bytes"
+            said.append(f"{which} of the block stored as {of[0]}" if of else f"a wrong {which}")
+        return ", ".join(said)

@@ -1,0 +1,534 @@
+"""The conformance suite for KV stores; the built-in ones pass it too."""
+
+from __future__ import annotations
+
+import functools
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import strategies as st
+
+from hardpoint.plugins import ConfigError, KVStore, KVStoreContext
+from hardpoint.plugins.component import Component
+from hardpoint.testing.component_suite import ComponentSuite
+from hardpoint.testing.reporting.calls import releasing_all
+from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests
+
+from .store_blocks import make_keys, unusual_keys
+from .store_place import Place, switching_often
+from .store_session import (
+    BORROWED,
+    CONTENT,
+    KEPT,
+    LOOKUP,
+    StoreSession,
+)
+
+LIMIT = Rule(
+    "limit: a store with a size keeps no more than that, and goes on to work",
+    "count what is kept with its overhead, and drop old blocks before a new one is written",
+)
+SHARED = Rule(
+    "shared: stores of one place serve each other's blocks once they are drained",
+    "keep the index where the blocks are, and look there for what others have stored",
+)
+DURABLE = Rule(
+    "durable: what was drained is there after close and in the next process",
+    "let drain wait for everything that store has accepted, with its index",
+)
+DRAIN = Rule(
+    "drain: it returns, at any time and more than once",
+    "wait only for what was stored before",
+)
+CLOSE = Rule(
+    "close: it releases threads, connections and files",
+    "let close end what the constructor and calls have begun",
+)
+SPEED = Rule(
+    "speed: lookup reads no blocks, and costs no more than its budget",
+    "look up an index, many keys at once; or set budget_us_per_key",
+)
+
+_KEYS = 12  # the default place has room for their blocks, of all sizes, several times
+_ABSENT = 4  # of these, under which nothing is stored
+_LIMIT = 8
+_LATE_SECONDS = 0.05
+_LOOKED_UP = 256
+_THREADS = 4
+
+
+@dataclass(frozen=True)
+class Call:
+    """A step of a history: a method of the store, or `reopen`.
+
+    Attributes:
+        method: its name.
+        keys: numbers of the keys.
+        version: of what is stored.
+    """
+
+    method: str
+    keys: tuple[int, ...] = ()
+    version: int = 0
+
+    def __repr__(self) -> str:
+        """Return it as a call."""
+        given = [str(key) for key in self.keys]
+        if self.method == "store":
+            given.append(f"version={self.version}")
+        return f"{self.method}({', '.join(given)})"
+
+
+_STORED_KEY = st.integers(0, _KEYS - _ABSENT - 1)
+_ANY_KEY = st.integers(0, _KEYS - 1)
+_CALLS: st.SearchStrategy[Call] = st.one_of(
+    st.builds(Call, st.just("store"), st.tuples(_STORED_KEY), st.integers(0, 2)),
+    st.builds(Call, st.just("load"), st.tuples(_ANY_KEY)),
+    st.builds(Call, st.just("lookup"), st.lists(_ANY_KEY, max_size=6).map(tuple)),
+    st.sampled_from([Call("drain"), Call("reopen")]),
+)
+
+
+class KVStoreSuite(ComponentSuite):
+    """Base class of a test class, which sets `store`, and `options` or `place_options`.
+
+    With these options a store has room for 64 blocks of 16 KiB.
+
+    Attributes:
+        store: the class under test.
+        shared: whether stores of one place, in several ranks or engines, serve each other's
+            blocks.
+        durable: whether blocks are there when a place is opened again.
+        sizes: of the parts of a buffer; several models.
+        timeout_seconds: that the context gives; every call has to return by then.
+        budget_us_per_key: of a lookup of 256 keys; None does not measure.
+    """
+
+    kind = "kv_stores"
+    store: ClassVar[type[KVStore]]
+    shared: ClassVar[bool] = False
+    durable: ClassVar[bool] = False
+    sizes: ClassVar[Sequence[Sequence[int]]] = (
+        (128, 512, 512),
+        (128, 4096, 4096, 4096),
+        (128, 1, 1000, 7),
+    )
+    timeout_seconds: ClassVar[float] = 10.0
+    budget_us_per_key: ClassVar[float | None] = 100.0
+
+    def place_options(self, folder: Path) -> Mapping[str, Any]:  # noqa: ARG002
+        """Return options, besides `options`, that give a store a place of its own.
+
+        A file store returns `{"path": str(folder)}`, one on a server a prefix with `folder.name`.
+
+        Args:
+            folder: private, empty, and deleted after the stores of the place are closed.
+        """
+        return {}
+
+    def limit_options(self, block_bytes: int, count: int) -> Mapping[str, Any] | None:
+        """Return options, besides the others, of a store that keeps so many blocks at most.
+
+        By default this is `size_bytes`, if there is such an option. None leaves the rule out.
+        """
+        if "size_bytes" not in self.store.Options.__struct_fields__:
+            return None
+        return {"size_bytes": max(block_bytes * count, 1)}
+
+    def _component(self) -> type[Component]:
+        return self.store
+
+    def test_contract(self) -> None:
+        """The class states its contract, and can be built for buffers of all sizes."""
+        self._run_checks(
+            "contract: the loader can check and build the class",
+            lambda: reject_replaced_tests(type(self), KVStoreSuite),
+            self._check_contract,
+            *self._per_size(lambda _place: None),
+        )
+
+    def test_content(self) -> None:
+        """In any history of calls, all that is found is what was stored, and what is kept is."""
+
+        def check(sizes: Sequence[int], calls: Sequence[Call]) -> None:
+            with self._place(sizes) as place:
+                place.run(lambda: self._play(place, calls))
+
+        self._search(
+            CONTENT.text,
+            100,
+            check,
+            sizes=st.sampled_from([tuple(sizes) for sizes in self.sizes]),
+            calls=st.lists(_CALLS, min_size=1, max_size=30),
+        )
+
+    def test_keys(self) -> None:
+        """Keys are any 32 bytes, and all of them count."""
+        self._run_checks(CONTENT.text, self._check_keys)
+
+    def test_kept(self) -> None:
+        """Blocks are kept at all, and their newest version or an older one is found."""
+        self._run_checks(KEPT.text, *self._per_size(self._check_kept))
+
+    def test_lookup(self) -> None:
+        """Lookup takes any number of keys, none, the same twice, and answers for each."""
+        self._run_checks(LOOKUP.text, *self._per_size(self._check_lookup))
+
+    def test_buffers(self) -> None:
+        """Neither `store` nor `load` touches a buffer after its time, or more than its parts."""
+        self._run_checks(BORROWED.text, *self._per_size(self._check_buffers))
+
+    def test_threads(self) -> None:
+        """Calls of several threads at once are right, and no reader sees half a block."""
+
+        def check(sizes: Sequence[int], seed: int) -> None:
+            with self._place(sizes) as place, switching_often():
+                self._check_threads(place, seed)
+
+        self._search(
+            CONTENT.text,
+            10,
+            check,
+            sizes=st.sampled_from([tuple(sizes) for sizes in self.sizes]),
+            seed=st.integers(0, 2**16),
+        )
+
+    def test_ranks(self) -> None:
+        """Stores of several ranks, with buffers of other sizes, do not disturb each other."""
+        self._run_checks(CONTENT.text, self._check_ranks)
+
+    def test_limit(self) -> None:
+        """A store that is full drops blocks or refuses new ones."""
+        if self.limit_options(1, 1) is None:
+            pytest.skip("limit_options returns None: the store has no limit")
+        self._run_checks(LIMIT.text, self._check_limit, self._check_no_room)
+
+    def test_shared(self) -> None:
+        """Several stores of one place serve each other's blocks."""
+        if not self.shared:
+            pytest.skip("shared is False")
+        self._run_checks(SHARED.text, self._check_shared)
+
+    def test_durable(self) -> None:
+        """Blocks are there when their place is opened again."""
+        if not self.durable:
+            pytest.skip("durable is False")
+        self._run_checks(DURABLE.text, *self._per_size(self._check_durable))
+
+    def test_drain(self) -> None:
+        """Drain returns, with nothing to wait for too, and while others call the store."""
+        self._run_checks(DRAIN.text, *self._per_size(self._check_drain))
+
+    def test_close(self) -> None:
+        """After close there are no more threads and open files than before."""
+        self._run_checks(CLOSE.text, self._check_close)
+
+    def test_speed(self) -> None:
+        """Lookup keeps its budget."""
+        if self.budget_us_per_key is None:
+            pytest.skip("budget_us_per_key is None")
+        self._run_checks(SPEED.text, self._check_speed)
+
+    def _open(
+        self,
+        place: Mapping[str, Any],
+        sizes: Sequence[int],
+        rank: int,
+        report_fault: Callable[[str], None],
+        engine_id: str = "suite",
+    ) -> KVStore:
+        store: KVStore = self._build(
+            KVStoreContext,
+            options=self._checked_options(place),
+            sizes=tuple(sizes),
+            identity=f"{rank:02x}" * 32,
+            rank=rank,
+            world_size=2,
+            engine_id=engine_id,
+            timeout_seconds=self.timeout_seconds,
+            report_fault=report_fault,
+        )
+        return store
+
+    def _checked_options(self, more: Mapping[str, Any] | None = None) -> Any:
+        if more is not None:
+            return super()._checked_options(more)
+        with self._place_folder() as folder:
+            return super()._checked_options(self._place_options(folder))
+
+    def _place_options(self, folder: Path) -> Mapping[str, Any]:
+        given = self.place_options(folder)
+        if not isinstance(given, Mapping):
+            raise Violation("place_options returned no mapping", "return a dict of options")
+        return given
+
+    @contextmanager
+    def _place_folder(self) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory(prefix="hardpoint-suite-") as folder:
+            own = Path(folder) / f"place{Path(folder).name[-8:]}"
+            own.mkdir(mode=0o700)
+            yield own
+
+    def _per_size(self, check: Callable[[Place], None]) -> Iterator[Callable[[], None]]:
+        def in_place(sizes: Sequence[int]) -> None:
+            with self._place(sizes) as place:
+                place.run(lambda: check(place))
+
+        return (functools.partial(in_place, sizes) for sizes in self.sizes)
+
+    @contextmanager
+    def _place(
+        self, sizes: Sequence[int], keys: Sequence[bytes] = (), **options: Any
+    ) -> Iterator[Place]:
+        """Open a store in a place of its own, and close it."""
+        with self._place_folder() as folder:
+            given = {**self._place_options(folder), **options}
+            open_store = functools.partial(self._open, given)
+            seconds = self.timeout_seconds
+            place = Place(open_store, sizes, keys or make_keys(_KEYS), 0, seconds)
+            try:
+                place.open()
+                yield place
+            except BaseException:
+                with suppress(Exception):
+                    place.close()
+                raise
+            place.close()
+
+    def _play(self, place: Place, calls: Sequence[Call]) -> None:
+        for call in calls:
+            session = place.session
+            if call.method == "store":
+                if session.store(call.keys[0], call.version):
+                    session.check_kept(call.keys[0], " right after it")
+            elif call.method == "load":
+                session.check_kept(call.keys[0])
+            elif call.method == "lookup":
+                session.check_lookup(call.keys)
+            elif call.method == "drain":
+                session.drain()
+            else:
+                place.reopen(durable=self.durable)
+        place.session.check_lookup(range(_KEYS))
+        for index in range(_KEYS):
+            place.session.check_kept(index)
+
+    def _check_keys(self) -> None:
+        keys = unusual_keys()
+        with self._place(self.sizes[0], keys) as place:
+            session = place.session
+
+            def use() -> None:
+                for first in (0, 1):  # of those that are alike
+                    for index in range(first, len(keys), 2):
+                        session.store(index)
+                    for index in range(len(keys)):
+                        session.check_lookup([index])
+
+            place.run(use)
+
+    def _check_kept(self, place: Place) -> None:
+        session = place.session
+        kept = [session.store(index, version) for version in range(2) for index in range(_KEYS)]
+        if not any(kept):
+            raise KEPT.violation(
+                f"store returned False for each of {_KEYS} blocks, twice, in a new place",
+                "give it options with room for 64 blocks of 16 KiB; keep blocks",
+            )
+        for index in range(_KEYS):
+            session.check_kept(index, " after all were stored")
+
+    def _check_lookup(self, place: Place) -> None:
+        session = place.session
+        for indexes in ([], [0], list(range(_KEYS))):
+            session.check_lookup(indexes)  # nothing is there
+        for index in range(_KEYS - _ABSENT):
+            session.store(index)
+        present, absent = list(range(_KEYS - _ABSENT)), list(range(_KEYS - _ABSENT, _KEYS))
+        for indexes in ([], present, absent, present + absent, [0, 0, 1, 0], [0, absent[0], 1]):
+            session.check_lookup(indexes)
+        session.lookup(present * 100)
+
+    def _check_buffers(self, place: Place) -> None:
+        session = place.session
+        for version in range(2):
+            for index in range(_KEYS - _ABSENT):
+                session.store(index, version)
+            for index in range(_KEYS):
+                session.check_kept(index)
+        time.sleep(_LATE_SECONDS)
+        for index in range(_KEYS):
+            session.check_kept(index, f" {_LATE_SECONDS:g} s later")
+        session.check_late_writes()
+
+    def _check_threads(self, place: Place, seed: int) -> None:
+        """Let threads use few keys, each with a version of its own."""
+        session = place.session
+
+        def use(number: int) -> None:
+            choose = random.Random(seed + number)
+            for _ in range(40):
+                method = choose.choice(("store", "load", "load", "lookup"))
+                index = choose.randrange(_KEYS - _ABSENT)
+                if method == "store":
+                    session.store(index, number)
+                elif method == "load":
+                    session.load(index)
+                else:
+                    session.lookup([index, 0, 1])
+
+        programs = [functools.partial(use, number) for number in range(_THREADS)]
+        place.run(*programs)
+        place.run(lambda: session.check_lookup(range(_KEYS)))
+        place.run(lambda: [session.check_kept(i, " after threads") for i in range(_KEYS)])
+
+    def _check_ranks(self) -> None:
+        """Use two ranks' stores at the same time; then one of them in a model of other sizes."""
+        with self._place(self.sizes[0]) as place:
+            with place.other(self.sizes[1], make_keys(_KEYS), rank=1) as other:
+
+                def use(session: StoreSession) -> None:
+                    for index in range(_KEYS):
+                        session.store(index)
+                        session.check_lookup([index])
+                    for index in range(_KEYS):
+                        session.check_kept(index, " after another rank stored blocks, too")
+
+                place.run(lambda: use(place.session), lambda: use(other.session))
+            place.session.drain()
+            self._check_other_size(place)
+            for index in range(_KEYS):
+                place.session.check_kept(index, " after a store for other sizes was there")
+
+    def _check_other_size(self, place: Place) -> None:
+        """Load what was stored with buffers of another size: a file may be cut, or a key wrong."""
+        with place.other(self.sizes[1], place.blocks.keys, rank=1) as other:
+            for index in range(_KEYS):
+                try:
+                    is_there = other.session.load(index)
+                except Violation as found:
+                    is_there = found.rule == CONTENT.text
+                    if not is_there:
+                        raise
+                if is_there:
+                    raise CONTENT.violation("a block was loaded into a buffer of another size")
+
+    def _check_limit(self) -> None:
+        sizes = self.sizes[1]
+        limits = self.limit_options(sum(sizes), _LIMIT) or {}
+        count = 6 * _LIMIT
+        with self._place(sizes, make_keys(count), **limits) as place:
+            session = place.session
+
+            def use() -> None:
+                for index in [*range(count), *range(0, count, 3)]:
+                    if session.store(index):
+                        place.blocks.forget()
+                        session.check_lookup([index])
+                        if not session.load(index):
+                            raise KEPT.violation(
+                                f"store said that the block of key {index} is kept, and load "
+                                f"does not find it right after, in a store that is full"
+                            )
+                    session.load(index // 2)
+                present = sum(session.load(index) for index in range(count))
+                if not 0 < present <= _LIMIT:
+                    raise LIMIT.violation(
+                        f"of {count} blocks {present} are there, and there is room for {_LIMIT}"
+                    )
+
+            place.run(use)
+
+    def _check_no_room(self) -> None:
+        """A store without room for a single block refuses blocks, or to be opened."""
+        limits = self.limit_options(sum(self.sizes[1]), 0) or {}
+        try:
+            with self._place(self.sizes[1], **limits) as place:
+                if place.session.store(0) and place.session.load(0):
+                    raise LIMIT.violation("a block was kept where there is room for none")
+        except ConfigError:
+            pass  # its message says more
+
+    def _check_shared(self) -> None:
+        for rank in (0, 1):  # another engine's, and another rank's
+            with (
+                self._place(self.sizes[0]) as place,
+                place.other(self.sizes[0], place.blocks.keys, rank=rank) as other,
+            ):
+                sessions = (place.session, other.session)
+                place.run(functools.partial(self._exchange, *sessions))
+
+    def _exchange(self, one: StoreSession, two: StoreSession) -> None:
+        for index in range(_KEYS):
+            giver, taker = (one, two) if index % 2 else (two, one)
+            is_kept = giver.store(index)
+            giver.drain()
+            found = taker.lookup([index])
+            if is_kept and not (found[0] and taker.load(index)):
+                raise SHARED.violation(
+                    f"one store keeps key {index} and was drained; for the other one, lookup "
+                    f"returned {found} and load did not find it"
+                )
+
+    def _check_durable(self, place: Place) -> None:
+        for index in range(_KEYS - _ABSENT):
+            place.session.store(index)
+        place.reopen(durable=True)
+        for index in range(_KEYS):
+            place.session.check_kept(index, " after drain, close and a new start")
+        place.session.check_lookup(range(_KEYS))
+
+    def _check_drain(self, place: Place) -> None:
+        session = place.session
+        session.drain()
+        for index in range(4):
+            session.store(index)
+        session.drain()
+        session.drain()
+
+        def use() -> None:
+            for index in range(_KEYS):
+                session.store(index)
+
+        place.run(use, session.drain, session.drain)
+
+    def _check_close(self) -> None:
+        def use() -> None:
+            with self._place(self.sizes[0]) as place:
+                session = place.session
+                programs = [functools.partial(session.store, number) for number in range(3)]
+                place.run(*programs, lambda: [session.load(index) for index in range(3)])
+            with self._place(self.sizes[0]):
+                pass  # closed at once
+
+        use()  # what stays after the first use may stay
+        try:
+            with releasing_all():
+                use()
+        except Violation as found:
+            raise CLOSE.violation(found.observed) from None
+
+    def _check_speed(self) -> None:
+        budget = self.budget_us_per_key or 0.0
+        with self._place(self.sizes[1], make_keys(_LOOKED_UP)) as place:
+            for index in range(0, 64):
+                place.session.store(index)
+            indexes = [index % 64 for index in range(_LOOKED_UP)]
+            best = float("inf")
+            for _ in range(5):
+                began = time.perf_counter()
+                place.session.lookup(indexes)
+                best = min(best, time.perf_counter() - began)
+            cost = best * 1e6 / _LOOKED_UP
+        if cost > budget:
+            raise SPEED.violation(
+                f"in a lookup of {_LOOKED_UP} keys one cost {cost:.0f} microseconds, the budget is "
+                f"{budget:.0f}"
+            )

@@ -1,0 +1,288 @@
+from __future__ import annotations
+
+import os
+import random
+import stat
+import struct
+from pathlib import Path
+
+import pytest
+from support.builtins.disk_harness import SLOT, has, keep, kept, key, open_disk
+
+from hardpoint.builtin_plugins.kv_stores.disk import DiskStore
+from hardpoint.plugins import ConfigError
+from hardpoint.plugins.typed import convert
+
+NAME = "blocks-7128"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "kv"
+
+
+@pytest.fixture
+def filled(path: Path) -> Path:
+    """The path of a store with blocks 0 to 7."""
+    store = open_disk(path)
+    assert all(keep(store, number) for number in range(8))
+    store.close()
+    return path
+
+
+def refused(path: Path, **options: object) -> str:
+    """Open a store, which is refused; return the message."""
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(ConfigError) as caught:
+        open_disk(path, **options)
+    assert set(os.listdir("/proc/self/fd")) == before
+    return str(caught.value)
+
+
+def test_only_this_user_may_use_the_files(path: Path) -> None:
+    mask = os.umask(0)
+    try:
+        store = open_disk(path / "deeper")
+        assert keep(store, 1)
+        store.close()
+    finally:
+        os.umask(mask)
+    for found in [path / "deeper", *(path / "deeper").rglob("*")]:
+        expected = 0o700 if found.is_dir() else 0o600
+        assert stat.S_IMODE(found.stat().st_mode) == expected, found
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])
+def test_a_folder_that_others_may_use_is_refused(path: Path, mode: int) -> None:
+    path.mkdir()
+    path.chmod(mode)
+    message = refused(path)
+    assert f"plugin.disk.path: {str(path)!r} cannot be used" in message
+    assert f"has mode {mode:04o}: others may use it; `chmod 700` would do" in message
+    path.chmod(0o700)
+    open_disk(path).close()
+
+
+@pytest.mark.parametrize("name", [f"{NAME}/slab", f"{NAME}/index", f"{NAME}/lock", "lock"])
+def test_a_file_that_others_may_use_is_refused(filled: Path, name: str) -> None:
+    (filled / name).chmod(0o640)
+    message = refused(filled)
+    assert message.startswith("plugin.disk.path: ")
+    assert f"{name.split('/')[-1]!r} has mode 0640" in message
+    assert "`chmod 600` would do" in message
+
+
+def test_what_belongs_to_another_user_is_refused(
+    filled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = os.geteuid()
+    monkeypatch.setattr("os.geteuid", lambda: ours + 1)
+    assert f"belongs to user {ours}, and not to this process's, {ours + 1}" in refused(filled)
+
+
+@pytest.mark.parametrize("name", ["", NAME])
+@pytest.mark.parametrize("what", ["link", "file", "dangling"])
+def test_a_folder_must_be_one(filled: Path, tmp_path: Path, name: str, what: str) -> None:
+    place = filled / name
+    place.rename(tmp_path / "moved")
+    if what == "file":
+        place.write_bytes(b"")
+    else:
+        place.symlink_to(tmp_path / ("moved" if what == "link" else "nowhere"))
+    assert "to be a folder, and not a link to one" in refused(filled)
+
+
+@pytest.mark.parametrize("name", [f"{NAME}/slab", f"{NAME}/index", f"{NAME}/lock", "lock"])
+@pytest.mark.parametrize("what", ["link", "folder", "pipe"])
+def test_a_file_must_be_one(filled: Path, tmp_path: Path, name: str, what: str) -> None:
+    place = filled / name
+    victim = tmp_path / "moved"
+    place.rename(victim)
+    before = victim.read_bytes()
+    if what == "link":
+        place.symlink_to(victim)
+    elif what == "folder":
+        place.mkdir(mode=0o700)
+    else:
+        os.mkfifo(place, 0o600)
+    message = refused(filled)
+    assert "to be a file, and not a link to one" in message or "is not a file" in message
+    assert victim.read_bytes() == before
+
+
+def test_a_link_in_the_place_of_a_new_index_is_not_followed(filled: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"mine")
+    (filled / NAME / "index.new").symlink_to(victim)
+    assert "'index.new'" in refused(filled, blocks=100)
+    assert victim.read_bytes() == b"mine"
+
+
+def test_sizes_that_hold_no_block_are_refused(path: Path) -> None:
+    message = refused(path, size_bytes=SLOT - 1)
+    assert message == (
+        "plugin.disk.size_bytes: 8191 bytes have no room for a block of this model, which needs "
+        "8192"
+    )
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "plugin.disk.path"),
+        ({"path": ""}, "plugin.disk.path"),
+        ({"path": "/kv", "size_bytes": 0}, "plugin.disk.size_bytes"),
+        ({"path": "/kv", "size": 5}, "plugin.disk.size"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        convert(options, DiskStore.Options, path="plugin.disk")
+
+
+def test_a_full_disk_at_start_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", fail)
+    message = refused(path)
+    assert "plugin.disk.path" in message
+    assert "No space left on device" in message
+
+
+def test_a_path_that_another_process_keeps_locked_is_refused(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hardpoint.builtin_plugins.kv_stores.disk_files import FileLocks, open_file, open_folder
+
+    folder = open_folder(path)
+    locks = FileLocks(open_file("lock", folder))
+    assert locks.try_lock(0)
+    monkeypatch.setattr("hardpoint.builtin_plugins.kv_stores.disk._OPEN_SECONDS", 0.05)
+    assert "another process has kept it locked for 0.05 s" in refused(path)
+    locks.close()
+    os.close(folder)
+    open_disk(path).close()
+
+
+# Files that are not what a store has written
+
+
+def test_a_damaged_block_is_a_miss_and_is_stored_again(filled: Path) -> None:
+    slab = filled / NAME / "slab"
+    content = slab.read_bytes()
+    for place in (0, 127, 128, 5000, 7127):
+        damaged = bytearray(content)
+        damaged[place] ^= 1
+        slab.write_bytes(damaged)
+        faults: list[str] = []
+        store = open_disk(filled, faults=faults)
+        missing = [number for number in range(8) if not has(store, number)]
+        assert len(missing) == 1, place
+        assert len(faults) == 1
+        assert "plugin.disk.path: a block was damaged" in faults[0]
+        assert store.lookup([key(missing[0])]) == [False]
+        assert keep(store, missing[0])
+        assert kept(store, range(8)) == list(range(8))
+        store.close()
+
+
+@pytest.mark.parametrize("size", [0, 1, SLOT, 8 * SLOT - 1])
+def test_a_slab_that_was_cut_is_begun_again(filled: Path, size: int) -> None:
+    os.truncate(filled / NAME / "slab", size)
+    store = open_disk(filled)
+    assert kept(store, range(8)) == []
+    assert all(keep(store, number) for number in range(8))
+    assert kept(store, range(8)) == list(range(8))
+    store.close()
+
+
+def test_a_slab_that_is_cut_while_it_is_open_has_misses(filled: Path) -> None:
+    store = open_disk(filled)
+    os.truncate(filled / NAME / "slab", 3 * SLOT + 100)
+    left = [number for number in range(8) if has(store, number)]
+    assert len(left) == 3
+    store.close()
+
+
+def test_a_second_engine_refuses_files_that_are_wrong(filled: Path) -> None:
+    store = open_disk(filled)
+    os.truncate(filled / NAME / "slab", SLOT)
+    assert f"{NAME}/slab is shorter than its index says" in refused(filled)
+    store.close()
+
+
+def test_files_of_an_index_that_are_wrong_are_replaced(filled: Path) -> None:
+    index = filled / NAME / "index"
+    content = index.read_bytes()
+    large = struct.pack("<Q", 1 << 62)
+    wrong = [
+        b"",
+        b"x",
+        content[:4096],
+        content[:-1],
+        content + bytes(8),
+        bytes(len(content)),
+        b"HPKVIDX\1" + content[8:],  # another format
+        content[:8] + b"\2\0\0\0" + content[12:],  # another version
+        content[:16] + struct.pack("<Q", 7129) + content[24:],  # another size of blocks
+        content[:24] + bytes(8) + content[32:],  # room for no slot
+        content[:24] + large + content[32:],
+        content[:24] + struct.pack("<Q", 17) + content[32:],
+        content[:32] + struct.pack("<Q", 9) + content[40:],  # more slots than the slab has
+    ]
+    for number, data in enumerate(wrong):
+        index.write_bytes(data)
+        store = open_disk(filled)
+        assert kept(store, range(8)) == [], number
+        assert all(keep(store, number) for number in range(8)), number
+        assert kept(store, range(8)) == list(range(8)), number
+        store.close()
+    index.write_bytes(content[:32] + large + content[40:])
+    store = open_disk(filled)
+    assert kept(store, range(8)) == []
+    store.close()
+
+
+@pytest.mark.parametrize("is_open", [False, True], ids=["closed", "open"])
+def test_random_bytes_in_an_index_give_no_wrong_block(filled: Path, is_open: bool) -> None:
+    index, slab = filled / NAME / "index", filled / NAME / "slab"
+    content, blocks = index.read_bytes(), slab.read_bytes()
+    for seed in range(60):
+        generator, damaged = random.Random(seed), bytearray(content)
+        for _change in range(generator.choice((1, 5, 50, 500))):
+            first = generator.choice((24, 4096))  # the header's sizes, or what is after it
+            place = generator.randrange(first, len(content) if first > 24 else 48)
+            damaged[place] = generator.choice((0, 1, 255, generator.randrange(256)))
+        store = open_disk(filled) if is_open else None
+        with index.open("r+b") as file:  # it stays the same file, which is mapped
+            file.write(damaged)
+        slab.write_bytes(blocks) if store is None else None
+        store = store or open_disk(filled)
+        found = [number for number in range(30) if has(store, number)]
+        assert set(found) <= set(range(8))
+        assert len(store.lookup([key(number) for number in range(30)])) == 30
+        for number in range(50, 60):
+            keep(store, number)
+        assert all(
+            number in (*range(8), *range(50, 60)) for number in range(70) if has(store, number)
+        )
+        store.close()
+        with index.open("wb") as file:
+            file.write(content)
+        slab.write_bytes(blocks)
+
+
+def test_two_slots_of_one_key_and_cells_that_lead_elsewhere(filled: Path) -> None:
+    index = filled / NAME / "index"
+    content = bytearray(index.read_bytes())
+    first = bytes(content[4096:4128])
+    for slot in range(1, 8):
+        content[4096 + 32 * slot : 4128 + 32 * slot] = first
+    index.write_bytes(content)
+    store = open_disk(filled)
+    assert len([number for number in range(8) if has(store, number)]) <= 1
+    assert all(keep(store, number) for number in range(20, 28))
+    assert kept(store, range(20, 28)) == list(range(20, 28))
+    store.close()

@@ -1,0 +1,156 @@
+"""What an engine tells of its KV connector: metrics of requests, totals of tiers, KV events."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from support.plugins.kv_event_list import EVENTS
+
+from hardpoint import LLM, SamplingParams
+from hardpoint.plugins import BlockRemoved, BlockStored
+from hardpoint.testing import scripted_config, write_scripted_model
+
+BLOCK = 4
+PROMPT = "five blocks of four tokens"  # 26 tokens: six blocks and two more
+SMALL = {"use": "support.plugins.small_store:SmallStore", "name": "small"}
+ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+
+
+@pytest.fixture
+def opened(tmp_path):
+    engines = []
+
+    def open_engine(stores, **extra):
+        folder = tmp_path / "model"
+        if not folder.exists():
+            write_scripted_model(folder)
+        config = {
+            "kv_cache": {"block_size": BLOCK, "num_blocks": 200},
+            "kv_connector": {"stores": stores},
+        }
+        engines.append(LLM(config=scripted_config(folder, config | extra)))
+        return engines[-1]
+
+    yield open_engine
+    for engine in engines:
+        engine.close()
+
+
+def figures(llm):
+    """Return the values of the metrics that have one series per tier, or only one."""
+    values = {}
+    for family in text_string_to_metric_families(llm.metrics()):
+        for sample in family.samples:
+            rest = [v for k, v in sample.labels.items() if k in ("tier", "source")]
+            values[" ".join([sample.name.removeprefix("hardpoint:"), *rest])] = sample.value
+    return values
+
+
+def steps_until(llm, condition):
+    """Run steps until what threads did has been reported."""
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        llm.generate("x", ONE_TOKEN)
+        time.sleep(0.01)
+
+
+def test_metrics_say_what_was_loaded_and_what_the_tiers_did(opened):
+    llm = opened(["memory", SMALL], stats={"sinks": ["prometheus"], "request_metrics": True})
+    (first,) = llm.generate(PROMPT, ONE_TOKEN)
+    assert (first.metrics.num_cached_tokens, first.metrics.num_external_tokens) == (0, 0)
+    steps_until(llm, lambda: figures(llm).get("kv_tier_stored_blocks_total small", 0) >= 6)
+    before = figures(llm)
+    llm.reset_prefix_cache()
+    (again,) = llm.generate(PROMPT, ONE_TOKEN)
+    assert again.num_cached_tokens == 24
+    assert (again.metrics.num_cached_tokens, again.metrics.num_external_tokens) == (24, 24)
+    (third,) = llm.generate(PROMPT, ONE_TOKEN)
+    assert (third.metrics.num_cached_tokens, third.metrics.num_external_tokens) == (24, 0)
+    after = figures(llm)
+    grown = {name: value - before.get(name, 0) for name, value in after.items()}
+    assert grown["prompt_tokens_by_source_total external_kv_transfer"] == 24
+    assert grown["prompt_tokens_by_source_total local_cache_hit"] == 24
+    assert grown["prompt_tokens_by_source_total local_compute"] == 2 + 2
+    assert grown["external_prefix_cache_hits_total"] == 24
+    assert grown["kv_tier_hits_total memory"] == grown["kv_tier_loaded_blocks_total memory"] == 6
+    assert grown["kv_tier_load_seconds_total memory"] > 0
+    assert after["kv_tier_failures_total memory"] == 0
+    per_block = after["kv_tier_stored_bytes_total memory"] / 6
+    assert grown["kv_tier_loaded_bytes_total memory"] == 6 * per_block
+    assert after["kv_tier_stored_bytes_total small"] == 6 * per_block
+    assert after["kv_tier_used_bytes small"] == 4 * per_block
+
+
+def test_without_a_connector_there_is_nothing_of_it(tmp_path):
+    folder = write_scripted_model(tmp_path / "model")
+    config = scripted_config(folder, {"stats": {"sinks": ["prometheus"]}})
+    with LLM(config=config) as llm:
+        llm.generate(PROMPT, ONE_TOKEN)
+        assert "kv_tier" not in llm.metrics()
+        assert figures(llm)["external_prefix_cache_queries_total"] == 0
+
+
+def kept(events, medium):
+    """Return the hashes that are kept after events; no event says what was said before."""
+    found = set()
+    for event in events:
+        if getattr(event, "medium", "") != medium:
+            continue
+        hashes = set(event.block_hashes)
+        if isinstance(event, BlockStored):
+            assert not hashes & found
+            found |= hashes
+        else:
+            assert hashes <= found
+            found -= hashes
+    return found
+
+
+def kept_at_any_time(events, medium):
+    """Return the hashes that were kept, also those that are removed by now."""
+    stored = [event for event in events if isinstance(event, BlockStored)]
+    return {block for event in stored if event.medium == medium for block in event.block_hashes}
+
+
+def test_events_say_what_each_tier_keeps(opened):
+    EVENTS.clear()
+    publisher = "support.plugins.kv_event_list:EventList"
+    llm = opened(["memory", SMALL], kv_events={"publishers": [publisher]})
+    llm.generate(PROMPT, ONE_TOKEN)
+    steps_until(llm, lambda: len(kept_at_any_time(EVENTS, "small")) == 6)
+    own = [event for event in EVENTS if isinstance(event, BlockStored) and event.medium is None]
+    hashes = [block for event in own for block in event.block_hashes]
+    assert kept(EVENTS, "memory") == set(hashes) == kept(EVENTS, None)
+    small = kept(EVENTS, "small")
+    assert len(small) == 4
+    assert any(isinstance(event, BlockRemoved) for event in EVENTS)
+    assert small < set(hashes)
+    of_tiers = [event for event in EVENTS if getattr(event, "medium", None)]
+    for event in of_tiers:
+        if isinstance(event, BlockStored):
+            assert (event.parent_hash, event.token_ids, event.block_size) == (None, [], BLOCK)
+    count = len(of_tiers)
+    llm.reset_prefix_cache()
+    llm.generate(PROMPT, ONE_TOKEN)  # loaded from memory, where it was known to be
+    llm.generate("y", ONE_TOKEN)
+    assert len([event for event in EVENTS if getattr(event, "medium", None)]) == count
+
+
+def test_what_is_promoted_is_published_and_what_has_gone_is_removed(opened):
+    EVENTS.clear()
+    publisher = "support.plugins.kv_event_list:EventList"
+    llm = opened([SMALL, "memory"], kv_events={"publishers": [publisher]})
+    llm.generate(PROMPT, ONE_TOKEN)
+    steps_until(llm, lambda: len(kept(EVENTS, "memory")) == 6)
+    steps_until(llm, lambda: len(kept(EVENTS, "small")) == 4)
+    missing = kept(EVENTS, "memory") - kept(EVENTS, "small")
+    before = len(EVENTS)
+    llm.reset_prefix_cache()
+    (again,) = llm.generate(PROMPT, ONE_TOKEN)
+    assert again.num_cached_tokens == 24
+    steps_until(llm, lambda: missing & kept_at_any_time(EVENTS[before:], "small"))
+    assert len(kept(EVENTS, "memory")) == 6
+    assert len(kept(EVENTS, "small")) == 4

@@ -1,0 +1,255 @@
+"""Who may ask an engine for blocks, and where: what is refused, and keys over TCP."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+
+import pytest
+import zmq
+from support.builtins.peers import Peers, block, holds, key, peer_context
+
+from hardpoint.builtin_plugins.kv_stores.p2p import PeerToPeerStore
+from hardpoint.plugins import ConfigError
+
+SECRET = "JTKVSB%%)wK0E.X)V>+}o?pNmC{O&4W4b!Ni{Lh6"
+PUBLIC = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
+
+
+def refused(name="a", *, world_size=1, **options):
+    with pytest.raises(ConfigError) as error:
+        PeerToPeerStore(peer_context(name, options, world_size=world_size))
+    return str(error.value)
+
+
+def key_file(folder, content=SECRET, mode=0o600, name="key"):
+    file = folder / name
+    file.write_text(content)
+    file.chmod(mode)
+    return str(file)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class TestAddresses:
+    @pytest.mark.parametrize(
+        "address",
+        ["", "x", "ipc://", "ipc://relative/x.sock", "ipc://@abstract", "inproc://x", "tcp://:1"]
+        + ["tcp://host", "tcp://host:port", "tcp://host:*", "udp://h:1", "http://h:1"],
+    )
+    def test_others_are_refused(self, address):
+        assert refused(listen=address) == (
+            f"plugin.p2p.listen: expected ipc:///PATH, an absolute one, or tcp://HOST:PORT, got "
+            f"{address!r}"
+        )
+
+    @pytest.mark.parametrize("port", ["0", "65536"])
+    def test_ports_have_bounds(self, port):
+        message = refused(listen=f"tcp://127.0.0.1:{port}")
+        assert message.startswith("plugin.p2p.listen: expected a port from 1 to 65535, got 'tcp:")
+
+    def test_a_path_is_short_enough_for_a_socket(self, tmp_path):
+        message = refused(listen=f"ipc://{tmp_path}/{'x' * 107}")
+        assert message.startswith("plugin.p2p.listen: expected a path of at most 107 bytes")
+
+    def test_each_rank_has_its_own(self, tmp_path):
+        message = refused(listen=f"ipc://{tmp_path}/x.sock", world_size=2)
+        assert message.startswith("plugin.p2p.listen: expected {rank} in it, for this engine has 2")
+        message = refused(
+            listen=f"ipc://{tmp_path}/d/{{rank}}", peers={"b": f"ipc://{tmp_path}/b"}, world_size=2
+        )
+        assert message.startswith("plugin.p2p.peers.b: expected {rank} in it")
+
+    def test_ranks_meet_their_like(self, tmp_path):
+        stores = {}
+        for name in "ab":
+            for rank in range(2):
+                options = {
+                    "listen": f"ipc://{tmp_path}/s/{name}{{rank}}",
+                    "peers": {one: f"ipc://{tmp_path}/s/{one}{{rank}}" for one in "ab"},
+                }
+                context = peer_context(name, options, world_size=2, rank=rank)
+                stores[name, rank] = PeerToPeerStore(context)
+        stores["a", 1].store(key(1), block(1))
+        assert stores["b", 1].lookup([key(1)]) == [True]
+        assert stores["b", 0].lookup([key(1)]) == [False]
+        for store in stores.values():
+            store.close()
+
+    @pytest.mark.parametrize("name", ["", "with space", "a/b", "x" * 65])
+    def test_ids_of_peers_are_names(self, name):
+        message = refused(listen="ipc:///x", peers={name: "ipc:///y"})
+        assert message.startswith("plugin.p2p.peers")
+
+
+class TestSocketFolder:
+    def test_it_is_made_for_this_user_alone(self, tmp_path):
+        peers = Peers(tmp_path)
+        peers.open("a")
+        folder = tmp_path / "sockets"
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert stat.S_IMODE((folder / "a.sock").lstat().st_mode) == 0o600
+        peers.close_all()
+
+    @pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])
+    def test_one_that_others_enter_is_refused(self, tmp_path, mode):
+        (tmp_path / "s").mkdir()
+        (tmp_path / "s").chmod(mode)
+        message = refused(listen=f"ipc://{tmp_path}/s/x")
+        assert message.startswith("plugin.p2p.listen: expected a folder of this user that nobody")
+        assert f"with mode {mode:o}" in message
+
+    def test_a_link_is_refused(self, tmp_path):
+        (tmp_path / "real").mkdir(mode=0o700)
+        (tmp_path / "link").symlink_to(tmp_path / "real")
+        message = refused(listen=f"ipc://{tmp_path}/link/x")
+        assert message.startswith("plugin.p2p.listen: expected a folder, not a link, at ")
+
+    def test_one_that_cannot_be_made_is_named(self, tmp_path):
+        message = refused(listen=f"ipc://{tmp_path}/no/such/x")
+        assert message.endswith("no/such': No such file or directory")
+
+    def test_no_file_is_replaced(self, tmp_path):
+        (tmp_path / "s").mkdir(mode=0o700)
+        (tmp_path / "s" / "x").write_text("precious")
+        assert refused(listen=f"ipc://{tmp_path}/s/x").endswith("exists and is no socket")
+        assert (tmp_path / "s" / "x").read_text() == "precious"
+
+    def test_no_running_engine_loses_its_socket(self, tmp_path):
+        peers = Peers(tmp_path)
+        peers.open("a")
+        message = refused(listen=peers.address("a"))
+        assert message == (f"plugin.p2p.listen: another process listens at {peers.address('a')!r}")
+        peers.close_all()
+
+    def test_the_socket_of_one_that_was_killed_is_replaced(self, tmp_path):
+        peers = Peers(tmp_path)
+        (tmp_path / "sockets").mkdir(mode=0o700)
+        with socket.socket(socket.AF_UNIX) as left:
+            left.bind(peers.address("a").removeprefix("ipc://"))
+        a, b = peers.open("a"), peers.open("b")
+        a.store(key(1), block(1))
+        assert b.lookup([key(1)]) == [True]
+        peers.close_all()
+
+    def test_something_else_in_the_place_of_a_peer_is_a_fault(self, tmp_path):
+        peers = Peers(tmp_path)
+        b = peers.open("b")
+        (tmp_path / "sockets" / "a.sock").write_text("")
+        with pytest.raises(PermissionError, match=r"a\.sock' is no socket of this user"):
+            b.lookup([key(1)])
+        peers.close_all()
+
+
+class TestKeys:
+    def tcp(self, tmp_path, **options):
+        peers, keys = {"b": "tcp://127.0.0.1:9"}, {"b": PUBLIC}
+        given = {"listen": "tcp://127.0.0.1:9", "peers": peers, "public_keys": keys}
+        default = key_file(tmp_path, name="default")
+        return refused(**{**given, "secret_key_file": default, **options})
+
+    def test_tcp_needs_keys_also_on_this_machine(self, tmp_path):
+        assert self.tcp(tmp_path, secret_key_file=None) == (
+            "plugin.p2p.secret_key_file: expected a file, for tcp://127.0.0.1:9 has no other "
+            "protection; ipc:///PATH needs none"
+        )
+        message = self.tcp(tmp_path, public_keys={"c": PUBLIC})
+        assert message == "plugin.p2p.public_keys: expected one of 'b', at tcp://127.0.0.1:9"
+        message = self.tcp(tmp_path, public_keys={}, peers={})
+        assert message.startswith("plugin.p2p.public_keys: expected those of who may ask at tcp:")
+
+    @pytest.mark.parametrize("public", ["", "short", PUBLIC[:-1], "~" * 40, PUBLIC + "x", "ä" * 40])
+    def test_a_public_key_is_one(self, tmp_path, public):
+        message = self.tcp(tmp_path, public_keys={"b": public})
+        assert message.startswith("plugin.p2p.public_keys.b: expected a public key of 40 charac")
+
+    @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604])
+    def test_a_secret_that_others_read_is_refused(self, tmp_path, mode):
+        message = self.tcp(tmp_path, secret_key_file=key_file(tmp_path, mode=mode))
+        assert message.startswith("plugin.p2p.secret_key_file: expected a file of this user that")
+        assert f"with mode {mode:o}" in message
+
+    @pytest.mark.parametrize("content", ["", "short", "~" * 40, SECRET + "more"])
+    def test_a_file_without_a_key_is_refused_and_not_shown(self, tmp_path, content):
+        message = self.tcp(tmp_path, secret_key_file=key_file(tmp_path, content))
+        assert message.startswith("plugin.p2p.secret_key_file: expected a secret key of 40")
+        assert not content or content not in message
+
+    def test_no_links_pipes_or_folders_are_read(self, tmp_path):
+        (tmp_path / "link").symlink_to(key_file(tmp_path))
+        os.mkfifo(tmp_path / "pipe", 0o600)
+        for name in ("link", "pipe", "", "none"):
+            message = self.tcp(tmp_path, secret_key_file=str(tmp_path / name))
+            assert message.startswith("plugin.p2p.secret_key_file: "), message
+
+    def test_no_message_has_the_secret(self, tmp_path):
+        context = peer_context("a", {"listen": "ipc:///x", "secret_key_file": key_file(tmp_path)})
+        assert SECRET not in repr(context)
+
+
+@pytest.fixture
+def tcp(tmp_path):
+    """Three engines with keys, of which a and b know each other."""
+    pairs = {name: zmq.curve_keypair() for name in "abc"}
+    ports = {name: free_port() for name in "abc"}
+    opened = []
+
+    def open_store(name, knows="ab", secret_of=None):
+        file = key_file(tmp_path, pairs[secret_of or name][1].decode(), name=f"key-{name}")
+        options = {
+            "listen": f"tcp://127.0.0.1:{ports[name]}",
+            "peers": {one: f"tcp://127.0.0.1:{ports[one]}" for one in "ab" if one != name},
+            "public_keys": {one: pairs[one][0].decode() for one in knows},
+            "secret_key_file": file,
+            "connect_seconds": 0.4,
+        }
+        opened.append(PeerToPeerStore(peer_context(name, options)))
+        return opened[-1]
+
+    yield open_store
+    for store in opened:
+        store.close()
+
+
+class TestOverTcp:
+    def test_those_who_know_each_other_exchange_blocks(self, tcp):
+        a, b = tcp("a"), tcp("b")
+        a.store(key(1), block(4))
+        assert b.lookup([key(1)]) == [True]
+        a.offer(key(2), block(5), 10.0)
+        buffer = block()
+        assert b.fetch("a", key(2), buffer, 2.0)
+        assert holds(buffer, 5)
+
+    def test_a_key_that_is_not_known_gets_nothing(self, tcp):
+        a, c = tcp("a"), tcp("c")
+        a.store(key(1), block(4))
+        a.offer(key(2), block(4), 10.0)
+        assert c.lookup([key(1)]) == [False]
+        assert not c.fetch("a", key(2), block(), 0.4)
+
+    def test_who_listens_in_the_place_of_a_peer_is_told_nothing(self, tcp):
+        impostor, b = tcp("a", secret_of="c"), tcp("b")
+        impostor.store(key(1), block(4))
+        assert b.lookup([key(1)]) == [False]
+
+    def test_without_keys_there_is_no_connection(self, tcp):
+        a = tcp("a")
+        a.store(key(1), block(4))
+        with zmq.Context() as context, context.socket(zmq.DEALER) as plain:
+            plain.linger, plain.immediate = 0, True
+            plain.connect(a.options.listen)
+            assert not plain.poll(300, zmq.POLLOUT)
+
+    def test_a_port_that_is_taken_is_refused(self, tcp):
+        a = tcp("a")
+        with pytest.raises(
+            ConfigError, match=r"plugin\.p2p\.listen: cannot listen at 'tcp:.*in use"
+        ):
+            tcp("a")
+        assert a.lookup([key(1)]) == [False]

@@ -1,0 +1,390 @@
+"""Blocks in the memory of other engines."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import msgspec
+import pytest
+import zmq
+from support.builtins.peers import BLOCK, Peers, block, eventually, holds, key
+from support.internals import pool_of
+
+from hardpoint.builtin_plugins.kv_stores.p2p_messages import Get, Has, Renew, Take, encode
+
+
+@pytest.fixture
+def peers(tmp_path):
+    peers = Peers(tmp_path)
+    yield peers
+    peers.close_all()
+
+
+def server_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "KVPeerServer"]
+
+
+class TestForAnybody:
+    def test_what_one_stores_all_find(self, peers):
+        a, b = peers.open("a"), peers.open("b")
+        assert a.store(key(1), block(7))
+        assert a.lookup([key(1), key(2)]) == b.lookup([key(1), key(2)]) == [True, False]
+        for store in (a, b):
+            buffer = block()
+            assert store.load(key(1), buffer)
+            assert holds(buffer, 7)
+            assert not store.load(key(2), buffer)
+        assert not peers.faults
+
+    def test_those_that_were_not_used_for_longest_go_first(self, peers):
+        a = peers.open("a", size_bytes=2 * BLOCK + 1)
+        for number in (1, 2):
+            a.store(key(number), block(number))
+        assert a.load(key(1), block())
+        a.store(key(3), block(3))
+        assert a.lookup([key(1), key(2), key(3)]) == [True, False, True]
+
+    def test_many_keys_go_in_several_messages(self, peers):
+        a, b = peers.open("a"), peers.open("b")
+        for number in range(0, 3000, 7):
+            a.store(key(number), block(1))
+        found = b.lookup([key(number) for number in range(3000)])
+        assert [number for number, is_there in enumerate(found) if is_there] == list(
+            range(0, 3000, 7)
+        )
+
+    def test_no_room_at_all_keeps_nothing(self, peers):
+        a = peers.open("a", size_bytes=BLOCK - 1)
+        assert not a.store(key(1), block(1))
+        assert not a.offer(key(1), block(1), 10.0)
+        assert a.lookup([key(1)]) == [False]
+
+    def test_threads_share_connections(self, peers):
+        a, b = peers.open("a"), peers.open("b")
+        for number in range(100):
+            a.store(key(number), block(number))
+        wrong = []
+
+        def load(first):
+            for number in range(first, 100, 8):
+                buffer = block()
+                if not b.load(key(number), buffer) or not holds(buffer, number):
+                    wrong.append(number)
+
+        threads = [threading.Thread(target=load, args=(first,)) for first in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+
+
+class TestForOne:
+    def test_a_block_is_fetched_once(self, peers):
+        a, b = peers.open("a"), peers.open("b")
+        assert b.peers == {"a"}
+        assert a.offer(key(1), block(5), 10.0)
+        buffer = block()
+        assert b.fetch("a", key(1), buffer, 1.0)
+        assert holds(buffer, 5)
+        began = time.monotonic()
+        assert not b.fetch("a", key(1), buffer, 5.0)
+        assert time.monotonic() - began < 1.0, "it is known to be gone"
+        assert a.lookup([key(1)]) == b.lookup([key(1)]) == [False], "it is for no one else"
+
+    def test_fetch_waits_for_a_block_that_comes(self, peers):
+        a, b = peers.open("a"), peers.open("b")
+        timer = threading.Timer(0.2, a.offer, (key(1), block(5), 10.0))
+        timer.start()
+        buffer = block()
+        assert b.fetch("a", key(1), buffer, 5.0)
+        assert holds(buffer, 5)
+        timer.join()
+
+    def test_one_that_never_comes_is_waited_for_as_long_as_said(self, peers):
+        peers.open("a")
+        b = peers.open("b", wait_seconds=0.2)
+        began = time.monotonic()
+        assert not b.fetch("a", key(1), block(), 5.0)
+        assert 0.15 < time.monotonic() - began < 2.0
+
+    def test_after_its_lease_a_block_is_never_given(self, peers):
+        a, b = peers.open("a"), peers.open("b")
+        a.offer(key(1), block(5), 0.1)
+        time.sleep(0.15)
+        buffer = block(9)
+        assert not b.fetch("a", key(1), buffer, 5.0)
+        assert holds(buffer, 9)
+
+    def test_leases_end_without_a_question(self, peers):
+        a = peers.open("a")
+        a.offer(key(1), block(5), 0.05)
+        assert eventually(lambda: not pool_of(a).num_offers)
+
+    def test_both_sides_renew_leases(self, peers):
+        a, b = peers.open("a"), peers.open("b")
+        for number in (1, 2, 3):
+            a.offer(key(number), block(number), 0.3)
+        for _ in range(3):
+            time.sleep(0.12)
+            a.renew([key(1)], 0.3)
+            b.renew([key(2), key(77)], 0.3, "a")
+        fetched = [b.fetch("a", key(number), block(), 1.0) for number in (1, 2, 3)]
+        assert fetched == [True, True, False]
+
+    def test_renewing_brings_nothing_back(self, peers):
+        a, b = peers.open("a"), peers.open("b")
+        a.offer(key(1), block(5), 0.05)
+        time.sleep(0.1)
+        a.renew([key(1)], 10.0)
+        assert not b.fetch("a", key(1), block(), 1.0)
+
+    def test_offers_are_not_evicted_and_have_no_more_than_the_room(self, peers):
+        a, b = peers.open("a", size_bytes=2 * BLOCK), peers.open("b")
+        assert a.store(key(9), block(9))
+        assert a.offer(key(1), block(1), 10.0)
+        assert a.offer(key(2), block(2), 10.0)
+        assert not a.offer(key(3), block(3), 10.0)
+        assert not a.store(key(4), block(4))
+        assert a.lookup([key(9)]) == [False]
+        assert b.fetch("a", key(1), block(), 1.0)
+        assert eventually(lambda: a.offer(key(3), block(3), 10.0))
+
+    def test_two_of_whom_only_one_gets_it(self, peers):
+        a, b = peers.open("a"), peers.open("b")
+        results = []
+        threads = [
+            threading.Thread(
+                target=lambda: results.append(b.fetch("a", key(1), block(), 3.0)), daemon=True
+            )
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.1)
+        a.offer(key(1), block(1), 10.0)
+        for thread in threads:
+            thread.join(5)
+        assert sorted(results) == [False, False, False, True]
+
+    def test_blocks_of_another_model_are_a_fault(self, peers):
+        a, b = peers.open("a", identity="other"), peers.open("b")
+        a.offer(key(1), block(1), 10.0)
+        with pytest.raises(Exception, match="peer 'a' has blocks of another model"):
+            b.fetch("a", key(1), block(), 1.0)
+
+
+class TestWithoutPeers:
+    def test_who_is_not_there_is_asked_once_in_a_while(self, peers):
+        b = peers.open("b", connect_seconds=0.1, lookup_seconds=0.1, retry_seconds=0.3)
+        began = time.monotonic()
+        assert b.lookup([key(1)]) == [False]
+        assert time.monotonic() - began < 1.0
+        began = time.monotonic()
+        assert b.lookup([key(1)]) == [False]
+        assert not b.load(key(1), block())
+        assert time.monotonic() - began < 0.08
+        a = peers.open("a")
+        a.store(key(1), block(1))
+        assert eventually(lambda: b.lookup([key(1)]) == [True])
+
+    def test_one_that_restarts_is_found_again_without_its_blocks(self, peers):
+        a, b = peers.open("a"), peers.open("b", retry_seconds=0.1)
+        a.store(key(1), block(1))
+        a.offer(key(2), block(1), 10.0)
+        assert b.lookup([key(1)]) == [True]
+        peers.close("a")
+        assert not b.fetch("a", key(2), block(), 0.5)
+        a = peers.open("a")
+        assert not b.fetch("a", key(2), block(), 0.5)
+        assert not b.load(key(1), block())
+        a.store(key(3), block(3))
+        assert eventually(lambda: b.lookup([key(1), key(3)]) == [False, True])
+
+    def test_closing_does_not_wait_for_answers(self, peers):
+        peers.open("a")
+        b = peers.open("b", wait_seconds=30.0)
+        thread = threading.Thread(target=b.fetch, args=("a", key(1), block(), 30.0))
+        thread.start()
+        time.sleep(0.1)
+        began = time.monotonic()
+        peers.close("b")
+        thread.join(5)
+        assert time.monotonic() - began < 1.5
+        assert not thread.is_alive()
+
+    def test_nothing_is_left_behind(self, peers):
+        before, files = len(server_threads()), set(os.listdir("/proc/self/fd"))
+        a, b = peers.open("a"), peers.open("b")
+        a.store(key(1), block(1))
+        assert b.load(key(1), block())
+        peers.close_all()
+        assert len(server_threads()) == before
+        assert not list((peers.folder / "sockets").iterdir())
+        assert eventually(lambda: len(os.listdir("/proc/self/fd")) <= len(files) + 3)
+
+
+class Stranger:
+    """Somebody who speaks to a store over a socket of its own."""
+
+    def __init__(self, address):
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.connect(address)
+
+    def say(self, *frames):
+        self.socket.send_multipart(frames)
+
+    def hears(self, seconds=0.3):
+        return self.socket.recv_multipart() if self.socket.poll(seconds * 1000) else None
+
+    def close(self):
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def stranger(peers):
+    peers.open("a")
+    stranger = Stranger(peers.address("a"))
+    yield stranger
+    stranger.close()
+
+
+SERIAL = bytes(8)
+NONSENSE = {
+    "no frames": (b"",),
+    "one frame": (SERIAL,),
+    "many frames": (SERIAL, encode(Has([key(1)])), b"more"),
+    "short serial": (b"1", encode(Has([key(1)]))),
+    "no msgpack": (SERIAL, b"\xc1\xff"),
+    "an unknown question": (SERIAL, msgspec.msgpack.encode(["Eval", "x"])),
+    "no tag": (SERIAL, msgspec.msgpack.encode([[key(1)]])),
+    "short key": (SERIAL, encode(Get(b"short"))),
+    "text as a key": (SERIAL, msgspec.msgpack.encode(["Get", "x" * 32])),
+    "too many keys": (SERIAL, encode(Has([key(1)] * 1025))),
+    "negative time": (SERIAL, encode(Take(key(1), -1.0, "model"))),
+    "endless time": (SERIAL, encode(Take(key(1), float("inf"), "model"))),
+    "no number": (SERIAL, encode(Take(key(1), float("nan"), "model"))),
+    "another field": (SERIAL, msgspec.msgpack.encode(["Get", key(1), 1])),
+}
+
+
+class TestHostilePeers:
+    @pytest.mark.parametrize("frames", NONSENSE.values(), ids=NONSENSE)
+    def test_nonsense_gets_no_answer_and_harms_nobody(self, peers, stranger, frames):
+        b = peers.open("b")
+        stranger.say(*frames)
+        stranger.say(b"\1" * 8, encode(Has([key(1)])))
+        assert stranger.hears(5.0) == [b"\1" * 8, b"\x01", b"\x00"], "and to this alone"
+        peers.stores["a"].store(key(1), block(1))
+        assert b.lookup([key(1)]) == [True]
+        assert not peers.faults
+
+    def test_who_sends_too_much_is_disconnected(self, peers, stranger):
+        b = peers.open("b")
+        stranger.say(SERIAL, bytes(1 << 20))
+        assert stranger.hears(0.1) is None
+        assert b.lookup([key(1)]) == [False]
+        stranger.say(SERIAL, encode(Has([key(1)])))  # by a new connection
+        assert stranger.hears(2.0) == [SERIAL, b"\x01", b"\x00"]
+
+    def test_who_waits_for_too_many_blocks_is_told_at_once(self, peers, stranger):
+        for number in range(300):
+            stranger.say(number.to_bytes(8, "big"), encode(Take(key(number), 60.0, "model")))
+        answers = [stranger.hears(2.0) for _ in range(300 - 256)]
+        assert all(answer is not None and answer[1] == b"\x00" for answer in answers)
+        assert stranger.hears(0.1) is None
+        a, b = peers.stores["a"], peers.open("b")
+        threading.Timer(0.1, a.offer, (key(1000), block(1), 10.0)).start()
+        assert b.fetch("a", key(1000), block(), 2.0)
+
+    def test_who_does_not_read_holds_nobody(self, peers, stranger):
+        a, b = peers.stores["a"], peers.open("b")
+        a.store(key(1), block(1))
+        question = encode(Get(key(1)))
+        for _ in range(5000):
+            stranger.say(SERIAL, question)
+        began = time.monotonic()
+        assert b.load(key(1), block())
+        assert time.monotonic() - began < 2.0
+
+    def test_renewing_a_million_keys_renews_nothing(self, peers, stranger):
+        a, b = peers.stores["a"], peers.open("b")
+        a.offer(key(5), block(1), 0.2)
+        for _ in range(100):
+            stranger.say(SERIAL, encode(Renew([os.urandom(32) for _ in range(1024)])))
+        time.sleep(0.2)
+        assert not b.fetch("a", key(5), block(), 1.0)
+
+
+class TestLyingPeers:
+    """Somebody listens in the place of a peer, and answers what it likes."""
+
+    @pytest.fixture
+    def liar(self, peers):
+        (peers.folder / "sockets").mkdir(mode=0o700)
+        context = zmq.Context()
+        socket = context.socket(zmq.ROUTER)
+        socket.bind(peers.address("a"))
+        yield socket
+        context.destroy(linger=0)
+
+    ANSWERS = {
+        "short block": lambda serial: [serial, b"\x01", b"x" * 17],
+        "long block": lambda serial: [serial, b"\x01", b"x" * (BLOCK + 1)],
+        "no block": lambda serial: [serial, b"\x01"],
+        "no status": lambda serial: [serial],
+        "another status": lambda serial: [serial, b"\x09", b"x" * BLOCK],
+        "another serial": lambda serial: [b"\xff" * 8, b"\x01", b"x" * BLOCK],
+        "many frames": lambda serial: [serial, b"\x01", b"x", b"y"],
+        "too large": lambda serial: [serial, b"\x01", b"x" * (BLOCK + 10_000)],
+    }
+
+    @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+    def test_a_wrong_answer_is_none(self, peers, liar, answer):
+        def lie():
+            client, serial, _ = liar.recv_multipart()
+            liar.send_multipart([client, *answer(serial)])
+
+        thread = threading.Thread(target=lie, daemon=True)
+        thread.start()
+        b = peers.open("b")
+        buffer = block(3)
+        assert not b.fetch("a", key(1), buffer, 0.5)
+        assert holds(buffer, 3)
+        thread.join(5)
+
+    def test_flags_of_other_keys_are_no_answer(self, peers, liar):
+        def lie():
+            client, serial, _ = liar.recv_multipart()
+            liar.send_multipart([client, serial, b"\x01", b"\x01\x01\x01"])
+
+        thread = threading.Thread(target=lie, daemon=True)
+        thread.start()
+        assert peers.open("b").lookup([key(1), key(2)]) == [False, False]
+        thread.join(5)
+
+    def test_late_answers_are_ignored(self, peers, liar):
+        held = []
+
+        def lie():
+            for number in range(3):
+                client, serial, _ = liar.recv_multipart()
+                held.append([client, serial, b"\x01", bytes([number]) * BLOCK])
+                if number:
+                    for message in held:
+                        liar.send_multipart(message)
+
+        thread = threading.Thread(target=lie, daemon=True)
+        thread.start()
+        b = peers.open("b")
+        buffer = block(9)
+        assert not b.fetch("a", key(1), buffer, 0.3)
+        assert b.fetch("a", key(2), buffer, 2.0)
+        assert holds(buffer, 1)
+        assert b.fetch("a", key(3), buffer, 2.0)
+        assert holds(buffer, 2)
+        thread.join(5)

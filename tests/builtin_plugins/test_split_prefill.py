@@ -1,0 +1,317 @@
+"""One engine computes a prompt, another one goes on: the same tokens, whatever goes wrong."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from support.builtins.peers import eventually
+from support.builtins.split import DECODE, PREFILL, REMOTE, Split, params, split_config, tokens
+from support.internals import engine_of, pool_of, scheduler_half_of, stores_of
+from support.parallel import write_random_model
+
+from hardpoint import LLM, RequestError
+from hardpoint.testing import scripted_config, write_scripted_model
+
+PROMPT = "The quick brown fox jumps over the lazy dog. " * 6  # 270 tokens
+WHOLE = len(PROMPT) // 16 * 16
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_scripted_model(tmp_path_factory.mktemp("split"), seed=3)
+
+
+@pytest.fixture(scope="module")
+def wanted(model):
+    """What an engine without a connector answers."""
+    llm = LLM(str(model), config={**scripted_config(model), "kv_cache": {"num_blocks": 96}})
+    yield lambda prompt=PROMPT, **fields: tokens(llm.generate([prompt], params(**fields))[0])
+    llm.close()
+
+
+@pytest.fixture
+def split(model, tmp_path):
+    split = Split(model, tmp_path / "s")
+    yield split
+    split.close_all()
+
+
+class TestTransfer:
+    def test_the_decode_engine_computes_the_rest_alone(self, split, wanted):
+        prefill, decode = split.both()
+        transfer = split.compute(PROMPT)
+        assert transfer == {
+            "do_remote_prefill": True,
+            "remote_engine_id": PREFILL,
+            "transfer_token": transfer["transfer_token"],
+            "num_tokens": WHOLE,
+        }
+        output = split.go_on(PROMPT, transfer)
+        assert (tokens(output), output.num_cached_tokens) == (wanted(), WHOLE)
+        assert output.kv_transfer_params is None
+        assert prefill.health().fallbacks == decode.health().fallbacks == {}
+
+    @pytest.mark.parametrize(
+        "fields",
+        [{"temperature": 1.0, "seed": 7}, {"logprobs": 2}, {"stop": ["a"]}, {"max_tokens": 1}],
+        ids=str,
+    )
+    def test_parameters_of_a_request_change_nothing(self, split, wanted, fields):
+        split.both()
+        transfer = split.compute(PROMPT, temperature=0.0)
+        assert tokens(split.go_on(PROMPT, transfer, **fields)) == wanted(**fields)
+
+    @pytest.mark.parametrize("length", [1, 15, 16, 17, 32, 33])
+    def test_prompts_of_any_length(self, split, wanted, length):
+        split.both()
+        transfer = split.compute(PROMPT[:length])
+        assert transfer["num_tokens"] == length // 16 * 16
+        output = split.go_on(PROMPT[:length], transfer)
+        assert tokens(output) == wanted(PROMPT[:length])
+        assert output.num_cached_tokens == (length - 1) // 16 * 16
+
+    def test_in_chunks_and_from_the_prefix_cache(self, split, wanted):
+        chunks = {"base": {"scheduler": {"max_num_batched_tokens": 48}}}
+        split.both(**chunks)
+        for _ in range(3):  # the second time, the prompt is in both caches
+            output = split.go_on(PROMPT, split.compute(PROMPT))
+            assert (tokens(output), output.num_cached_tokens) == (wanted(), WHOLE)
+            split.engines[DECODE].reset_prefix_cache()
+
+    def test_a_longer_prompt_gets_what_there_is(self, split, wanted):
+        split.both()
+        transfer = split.compute(PROMPT[:100])
+        output = split.go_on(PROMPT, transfer)
+        assert (tokens(output), output.num_cached_tokens) == (wanted(), 96)
+
+    def test_many_at_once(self, split, wanted):
+        split.both(base={"kv_cache": {"num_blocks": 48}})  # some wait and are preempted
+        prompts = [f"{number}: {PROMPT[: 40 + 17 * number]}" for number in range(12)]
+        outputs = split.engines[PREFILL].generate(prompts, params(1), kv_transfer_params=REMOTE)
+        transfers = [output.kv_transfer_params for output in outputs]
+        answers = split.engines[DECODE].generate(prompts, params(30), kv_transfer_params=transfers)
+        assert [tokens(one) for one in answers] == [wanted(p, max_tokens=30) for p in prompts]
+        assert all(one.num_cached_tokens for one in answers)
+
+    def test_both_ways(self, split, wanted):
+        prefill, decode = split.both()
+        (output,) = decode.generate([PROMPT], params(1), kv_transfer_params=REMOTE)
+        assert output.kv_transfer_params["remote_engine_id"] == DECODE
+        (output,) = prefill.generate(
+            [PROMPT], params(), kv_transfer_params=output.kv_transfer_params
+        )
+        assert (tokens(output), output.num_cached_tokens) == (wanted(), WHOLE)
+
+    def test_by_groups_of_layers_within_the_step(self, tmp_path):
+        folder = write_random_model(tmp_path / "m", "LlamaForCausalLM")
+        base = {"dtype": "float32", "load": {"use": "dummy"}, "kv_cache": {"num_blocks": 96}}
+        alone = LLM(str(folder), config=base)
+        expected = tokens(alone.generate([PROMPT], params())[0])
+        alone.close()
+        split = Split(folder, tmp_path / "s", base)
+        split.both(layer_groups=3, load_in_step=True)
+        for _ in range(2):
+            output = split.go_on(PROMPT, split.compute(PROMPT))
+            assert (tokens(output), output.num_cached_tokens) == (expected, WHOLE)
+            split.engines[DECODE].reset_prefix_cache()
+        split.close_all()
+
+
+IN_STEP = pytest.mark.parametrize(
+    "in_step",
+    [
+        pytest.param(False, id="before"),
+        pytest.param(True, id="in the step", marks=pytest.mark.nightly),
+    ],
+)
+
+
+@IN_STEP
+class TestFailures:
+    def check(self, split, wanted, output, *, cached=None):
+        """Check an answer, and that nothing wrong was kept for the next one."""
+        assert tokens(output) == wanted()
+        if cached is not None:
+            assert output.num_cached_tokens == cached
+        decode = split.engines[DECODE]
+        decode.reset_prefix_cache()
+        (again,) = decode.generate([PROMPT], params())
+        assert tokens(again) == wanted()
+
+    def test_blocks_are_fetched_once(self, split, wanted, in_step):
+        split.both(load_in_step=in_step)
+        transfer = split.compute(PROMPT)
+        split.go_on(PROMPT, transfer)
+        split.engines[DECODE].reset_prefix_cache()
+        self.check(split, wanted, split.go_on(PROMPT, transfer), cached=0)
+
+    def test_a_token_that_was_never_given(self, split, wanted, in_step):
+        split.both(load_in_step=in_step)
+        transfer = {**split.compute(PROMPT), "transfer_token": "0" * 32}
+        self.check(split, wanted, split.go_on(PROMPT, transfer), cached=0)
+
+    def test_blocks_of_another_prompt(self, split, wanted, in_step):
+        split.both(load_in_step=in_step)
+        transfer = split.compute("x" * len(PROMPT))
+        self.check(split, wanted, split.go_on(PROMPT, transfer), cached=0)
+
+    def test_a_lease_that_has_ended(self, split, wanted, in_step):
+        split.both(load_in_step=in_step, kv_connector={"lease_seconds": 0.05})
+        transfer = split.compute(PROMPT)
+        time.sleep(0.15)
+        self.check(split, wanted, split.go_on(PROMPT, transfer), cached=0)
+
+    def test_some_blocks_that_are_missing(self, split, wanted, in_step):
+        split.both(load_in_step=in_step, p2p={"wait_seconds": 0.1})
+        transfer = split.compute(PROMPT)
+        (store,) = stores_of(split.engines[PREFILL])
+        pool = pool_of(store)
+        assert eventually(lambda: pool.num_offers == WHOLE // 16)
+        for key in pool.offered_keys[7:9]:
+            assert pool.end(key)
+        output = split.go_on(PROMPT, transfer)
+        self.check(split, wanted, output)
+        assert output.num_cached_tokens <= 7 * 16
+
+    def test_a_prefill_engine_that_is_gone(self, split, wanted, in_step):
+        split.both(load_in_step=in_step)
+        transfer = split.compute(PROMPT)
+        split.close(PREFILL)
+        began = time.monotonic()
+        self.check(split, wanted, split.go_on(PROMPT, transfer), cached=0)
+        assert time.monotonic() - began < 5
+
+    def test_a_prefill_engine_that_was_restarted(self, split, wanted, in_step):
+        split.both(load_in_step=in_step)
+        transfer = split.compute(PROMPT)
+        split.close(PREFILL)
+        split.open(PREFILL)
+        self.check(split, wanted, split.go_on(PROMPT, transfer), cached=0)
+
+    def test_an_error_if_that_is_configured(self, split, wanted, in_step):
+        split.both(load_in_step=in_step, kv_connector={"on_load_failure": "error"})
+        transfer = split.compute(PROMPT)
+        split.close(PREFILL)
+        output = split.go_on(PROMPT, transfer)
+        assert output.outputs[0].finish_reason == "error"
+        assert "the keys and values of its prompt could not be loaded" in output.outputs[0].error
+        (again,) = split.engines[DECODE].generate([PROMPT], params())
+        assert tokens(again) == wanted()
+
+
+class TestLeases:
+    def test_what_a_waiting_request_needs_is_renewed(self, split, wanted):
+        split.open(PREFILL, kv_connector={"lease_seconds": 0.4})
+        decode = split.open(
+            DECODE, kv_connector={"lease_seconds": 0.4}, base={"scheduler": {"max_num_seqs": 1}}
+        )
+        transfer = split.compute(PROMPT)
+        first = decode.stream("a long answer", params(400))
+        next(first)
+        second = decode.stream(PROMPT, params(), kv_transfer_params=transfer)
+        began = time.monotonic()
+        for _ in first:
+            time.sleep(0.003)
+        assert time.monotonic() - began > 0.8
+        outputs = list(second)
+        assert sum((list(tokens(output)) for output in outputs), []) == wanted()
+        assert outputs[-1].num_cached_tokens == WHOLE
+
+    def test_a_request_that_is_refused_or_aborted_renews_nothing(self, split):
+        prefill = split.open(PREFILL)
+        decode = split.open(DECODE, base={"scheduler": {"max_waiting": 1, "max_num_seqs": 1}})
+        half = scheduler_half_of(decode)
+        streams, refusals = [], 0
+        for _ in range(4):
+            transfer = split.compute(PROMPT)
+            try:
+                streams.append(decode.stream(PROMPT, params(), kv_transfer_params=transfer))
+            except RequestError:
+                refusals += 1
+            prefill.reset_prefix_cache()
+        assert refusals
+        assert half.num_incoming == len(streams)
+        for stream in streams:
+            stream.close()
+        assert not half.num_incoming
+
+    def test_one_that_ends_early_offers_nothing(self, split):
+        prefill = split.open(PREFILL, base={"scheduler": {"max_num_batched_tokens": 32}})
+        stream = prefill.stream(PROMPT, params(1), timeout=0.3, kv_transfer_params=REMOTE)
+        for _ in range(3):  # of nine
+            engine_of(prefill).step()
+        time.sleep(0.3)
+        output = next(stream)
+        assert output.outputs[0].finish_reason == "timeout"
+        assert output.kv_transfer_params is None
+
+
+TOKEN = "0123456789abcdef" * 2
+GOOD = {
+    "do_remote_prefill": True,
+    "remote_engine_id": PREFILL,
+    "transfer_token": TOKEN,
+    "num_tokens": 16,
+}
+WRONG = {
+    "nothing": ({}, "expected one of do_remote_decode and do_remote_prefill to be true"),
+    "both": ({**GOOD, **REMOTE}, "expected one of do_remote_decode and do_remote_prefill"),
+    "an unknown field": (
+        {**GOOD, "remote_host": "h"},
+        "kv_transfer_params.remote_host: unknown field",
+    ),
+    "an address": ({**GOOD, "remote_engine_id": "tcp://x:1"}, "expected one of the configured pe"),
+    "block ids": (
+        {**GOOD, "remote_block_ids": [1]},
+        "kv_transfer_params.remote_block_ids: unknown field",
+    ),
+    "itself": ({**GOOD, "remote_engine_id": DECODE}, "(prefill), got 'decode'"),
+    "no token": (
+        {name: value for name, value in GOOD.items() if name != "transfer_token"},
+        "kv_transfer_params.transfer_token: expected together with do_remote_prefill",
+    ),
+    "a short token": ({**GOOD, "transfer_token": "ab"}, "kv_transfer_params.transfer_token: "),
+    "a token of another kind": ({**GOOD, "transfer_token": 5}, "kv_transfer_params.transfer_toke"),
+    "too many tokens": ({**GOOD, "num_tokens": 10**6}, "expected at most 270, the length of the"),
+    "a negative number": ({**GOOD, "num_tokens": -1}, "kv_transfer_params.num_tokens: "),
+    "a source with do_remote_decode": (
+        {**REMOTE, "remote_engine_id": PREFILL},
+        "kv_transfer_params.remote_engine_id: not expected together with do_remote_decode",
+    ),
+}
+
+
+class TestRefusals:
+    @pytest.fixture(scope="class")
+    def decode(self, model, tmp_path_factory):
+        split = Split(model, tmp_path_factory.mktemp("refusals") / "s")
+        yield split.open(DECODE)
+        split.close_all()
+
+    @pytest.mark.parametrize(("given", "words"), WRONG.values(), ids=WRONG)
+    def test_wrong_parameters_are_a_request_error(self, decode, given, words):
+        with pytest.raises(RequestError) as error:
+            decode.generate([PROMPT], params(), kv_transfer_params=given)
+        assert words in str(error.value)
+        assert str(error.value).startswith("kv_transfer_params")
+
+    def test_several_completions_are_refused(self, decode):
+        with pytest.raises(RequestError, match=r"expected n = 1 with it.*, got 2"):
+            decode.generate([PROMPT], params(n=2), kv_transfer_params=GOOD)
+
+    def test_without_an_id_an_engine_cannot_be_named(self, split):
+        prefill = split.open(PREFILL, kv_connector={"engine_id": None})
+        with pytest.raises(RequestError, match=r"has no kv_connector\.engine_id"):
+            prefill.generate([PROMPT], params(), kv_transfer_params=REMOTE)
+
+    def test_without_peers_there_is_no_transfer(self, model, tmp_path):
+        config = split_config(scripted_config(model), tmp_path, PREFILL)
+        config["kv_connector"] = {"stores": ["memory"]}
+        del config["plugin"]
+        llm = LLM(str(model), config=config)
+        with pytest.raises(
+            RequestError, match=r"no store of kv_connector\.stores exchanges blocks"
+        ):
+            llm.generate([PROMPT], params(), kv_transfer_params=REMOTE)
+        llm.close()

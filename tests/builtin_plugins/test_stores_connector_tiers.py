@@ -1,0 +1,416 @@
+"""Stores behind their guard: whatever they do, callers get an answer in time, and the right one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+
+import pytest
+from support.builtins.kv_store_fakes import ScriptedStore
+from support.waiting import wait_until
+
+from hardpoint.builtin_plugins.kv_connectors.frames import HEADER_BYTES, write_header
+from hardpoint.builtin_plugins.kv_connectors.staging import Buffer
+from hardpoint.builtin_plugins.kv_connectors.tiers import CircuitBreaker, Tier, Tiers
+from hardpoint.builtin_plugins.kv_stores.memory import MemoryStore
+
+KEY, OTHER = bytes(32), bytes([1]) * 32
+LAYERS = (8, 24)
+SIZES = (HEADER_BYTES, *LAYERS)
+
+
+class Guarded:
+    """A tier, its store, and the faults that it reported."""
+
+    def __init__(self, name="memory", timeout=5.0, failures=3, seconds=60.0):
+        self.store = ScriptedStore(SIZES, name)
+        self.faults = []
+        breaker = CircuitBreaker(failures, seconds)
+        self.tier = Tier(self.store, breaker, timeout, lambda *fault: self.faults.append(fault))
+
+    @property
+    def stats(self):
+        return self.tier.totals()
+
+
+def raising(error):
+    def run(*_args):
+        raise error
+
+    return run
+
+
+class Unreadable:
+    """Neither its truth nor its text can be had."""
+
+    def __bool__(self):
+        raise ValueError("neither true nor false")
+
+    def __repr__(self):
+        raise RuntimeError
+
+
+def block(key=KEY, fill=5):
+    buffer = Buffer(LAYERS, pin_memory=False)
+    for layer in buffer.layers:
+        layer.fill_(fill)
+    write_header(buffer.views, key, 1)
+    return buffer
+
+
+def empty():
+    buffer = Buffer(LAYERS, pin_memory=False)
+    for view in buffer.views:
+        view[:] = bytes(len(view))
+    return buffer
+
+
+def contents(buffer):
+    return [set(layer.tolist()) for layer in buffer.layers]
+
+
+# One store
+
+
+def test_round_trip_is_counted():
+    one = Guarded()
+    assert one.tier.lookup([KEY]) == [False]
+    assert one.tier.keep(KEY, block().views)
+    assert one.tier.lookup([KEY, OTHER]) == [True, False]
+    buffer = empty()
+    assert one.tier.load(KEY, buffer.views)
+    assert contents(buffer) == [{5}, {5}]
+    assert not one.tier.load(OTHER, buffer.views)
+    stats = one.stats
+    assert (stats.hits, stats.misses, stats.failures, stats.dropped_blocks) == (1, 2, 0, 0)
+    assert (stats.loaded_blocks, stats.stored_blocks) == (1, 1)
+    assert stats.loaded_bytes == stats.stored_bytes == sum(SIZES)
+    assert stats.load_seconds > 0
+    assert stats.store_seconds > 0
+    assert not one.faults
+
+
+ERRORS = [OSError("no disk"), SystemExit(3), KeyboardInterrupt(), MemoryError()]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=repr)
+@pytest.mark.parametrize("method", ["lookup", "store", "load"])
+def test_a_method_that_raises_is_a_miss(method, error):
+    one = Guarded()
+    one.tier.keep(KEY, block().views)
+    one.store.instead[method] = raising(error)
+    assert one.tier.lookup([KEY]) == [method != "lookup"]
+    assert one.tier.keep(OTHER, block(OTHER).views) == (method != "store")
+    assert one.tier.load(KEY, empty().views) == (method != "load")
+    assert one.stats.failures == 1
+    ((name, message),) = one.faults
+    assert name == "memory"
+    assert message.startswith(f"KV store 'memory': {method}() failed: {type(error).__name__}")
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (None, "None for 2 keys"),
+        ([True], "[True] for 2 keys"),
+        ([True] * 3, "[True, True, True] for 2 keys"),
+        (iter([True, True]), "iterator"),
+        (Unreadable(), "a Unreadable for 2 keys"),
+        ([Unreadable(), True], "neither true nor false"),
+    ],
+)
+def test_answers_of_lookup_that_make_no_sense(answer, words):
+    one = Guarded()
+    one.store.instead["lookup"] = lambda _keys: answer
+    assert one.tier.lookup([KEY, OTHER]) == [False, False]
+    assert one.stats.failures == 1
+    assert words in one.faults[0][1]
+
+
+@pytest.mark.parametrize("method", ["store", "load"])
+def test_answers_that_are_neither_true_nor_false(method):
+    one = Guarded()
+    one.store.instead[method] = lambda *_: Unreadable()
+    assert one.tier.keep(KEY, block().views) == (method != "store")
+    assert not one.tier.load(KEY, empty().views)
+    assert "neither true nor false" in one.faults[0][1]
+
+
+def test_a_store_that_says_it_has_loaded_and_has_not():
+    """Even though the buffer holds the very block, from before."""
+    one, buffer = Guarded(), block()
+    one.store.instead["load"] = lambda *_: True
+    assert not one.tier.load(KEY, buffer.views)
+    assert "load() gave a block that cannot be used: it has no header" in one.faults[0][1]
+
+
+def test_damaged_and_foreign_blocks_are_misses():
+    one = Guarded()
+    one.tier.keep(KEY, block().views)
+
+    def foreign(_key, buffer):
+        return MemoryStore.load(one.store, KEY, buffer)
+
+    def damaged(key, buffer):
+        found = MemoryStore.load(one.store, key, buffer)
+        buffer[2][23] ^= 128
+        return found
+
+    one.store.instead["load"] = foreign
+    assert not one.tier.load(OTHER, empty().views)
+    assert "the block of another key" in one.faults[-1][1]
+    one.store.instead["load"] = damaged
+    assert not one.tier.load(KEY, empty().views)
+    assert "its checksum is wrong" in one.faults[-1][1]
+    assert (one.stats.failures, one.stats.loaded_blocks) == (2, 0)
+
+
+def test_a_store_cannot_write_to_what_it_stores():
+    one, buffer = Guarded(), block()
+
+    def store(_key, parts):
+        parts[1][0] = 9
+        return True
+
+    one.store.instead["store"] = store
+    assert not one.tier.keep(KEY, buffer.views)
+    assert "cannot modify read-only memory" in one.faults[0][1]
+    assert contents(buffer) == [{5}, {5}]
+
+
+def test_blocks_without_room_are_counted():
+    one = Guarded()
+    one.store.instead["store"] = lambda *_: False
+    assert not one.tier.keep(KEY, block().views)
+    assert one.stats.dropped_blocks == 1
+    assert not one.faults
+
+
+# Time
+
+
+def test_a_call_that_takes_too_long_has_failed():
+    one = Guarded(timeout=0.01)
+
+    def load(key, buffer):
+        time.sleep(0.02)
+        return MemoryStore.load(one.store, key, buffer)
+
+    one.tier.keep(KEY, block().views)
+    one.store.instead["load"] = load
+    assert not one.tier.load(KEY, empty().views)
+    assert "more than 0.01 s" in one.faults[0][1]
+
+
+def test_while_a_call_does_not_return_no_other_is_made():
+    one, hold = Guarded(timeout=0.02, failures=100), threading.Event()
+    one.store.instead["load"] = lambda *_: hold.wait(20.0)
+    thread = threading.Thread(target=one.tier.load, args=(KEY, empty().views))
+    thread.start()
+    wait_until(lambda: one.store.calls)
+    time.sleep(0.03)
+    one.store.calls.clear()
+    assert one.tier.lookup([KEY]) == [False]
+    assert not one.tier.keep(KEY, block().views)
+    assert one.store.calls == []
+    assert "a call has not returned for 0.02 s" in one.faults[0][1]
+    hold.set()
+    thread.join()
+    assert one.tier.keep(KEY, block().views)
+    assert one.tier.lookup([KEY]) == [True]
+
+
+def test_futures():
+    one, future = Guarded(), Future()
+    one.store.instead["store"] = lambda *_: future
+    threading.Timer(0.01, future.set_result, [True]).start()
+    assert one.tier.keep(KEY, block().views)
+    failed = Future()
+    failed.set_exception(OSError("later"))
+    one.store.instead["load"] = lambda *_: failed
+    assert not one.tier.load(KEY, empty().views)
+    assert "load() failed: OSError: later" in one.faults[0][1]
+    cancelled = Future()
+    cancelled.cancel()
+    one.store.instead["load"] = lambda *_: cancelled
+    assert not one.tier.load(KEY, empty().views)
+    assert "load() failed: concurrent.futures._base.CancelledError" in one.faults[1][1]
+
+
+def test_a_buffer_is_in_use_until_its_late_future_is_done():
+    one, future, buffer, freed = Guarded(timeout=0.01), Future(), empty(), []
+    one.store.instead["load"] = lambda *_: future
+    tiers = Tiers([one.tier])
+    assert not tiers.load(KEY, buffer.views)
+    assert "its future is not done after 0.01 s" in one.faults[0][1]
+    assert tiers.late_use(buffer.views) is future
+    assert tiers.late_use(empty().views) is None
+    tiers.when_free(buffer.views, lambda: freed.append(1))
+    assert not freed
+    future.set_result(True)
+    assert freed == [1]
+    assert tiers.late_use(buffer.views) is None
+    tiers.when_free(buffer.views, lambda: freed.append(2))
+    assert freed == [1, 2]
+
+
+def test_a_store_gets_only_so_many_buffers_that_it_does_not_give_back():
+    one, futures = Guarded(timeout=0.001, failures=1000), []
+
+    def load(*_):
+        futures.append(Future())
+        return futures[-1]
+
+    one.store.instead["load"] = load
+    for _ in range(40):
+        assert not one.tier.load(KEY, empty().views)
+    assert len(futures) == 16
+    assert "16 futures that took too long are not done" in one.faults[-1][1]
+    futures[3].set_result(False)
+    assert not one.tier.load(KEY, empty().views)
+    assert len(futures) == 17
+
+
+# The circuit breaker
+
+
+def test_breaker():
+    breaker = CircuitBreaker(2, 0.05)
+    assert breaker.allows()
+    assert not breaker.failed()
+    breaker.succeeded()
+    assert not breaker.failed()
+    assert breaker.allows()
+    assert breaker.failed()
+    assert not breaker.allows()
+    assert not breaker.failed()  # it was said already
+    time.sleep(0.06)
+    assert breaker.allows()
+    assert not breaker.allows()  # one call tries
+    breaker.succeeded()
+    assert breaker.allows()
+    assert breaker.allows()
+
+
+def fails_in(one, method):
+    """Call a method whose result is not what it should be."""
+    if method == "damage":
+        one.store.instead["load"] = lambda *_: True
+        return one.tier.load(KEY, empty().views)
+    one.store.instead[method] = raising(OSError("no disk"))
+    calls = {
+        "lookup": lambda: any(one.tier.lookup([KEY])),
+        "load": lambda: one.tier.load(KEY, empty().views),
+        "store": lambda: one.tier.keep(KEY, block().views),
+    }
+    return calls[method]()
+
+
+@pytest.mark.parametrize("method", ["lookup", "load", "store", "damage"])
+def test_a_store_that_keeps_failing_is_left_out_for_a_while(method):
+    one = Guarded(failures=3, seconds=0.2)
+    for _ in range(3):
+        assert not fails_in(one, method)
+    assert "left out for a while" in one.faults[-1][1]
+    count = len(one.store.calls)
+    one.store.instead.clear()
+    assert not one.tier.keep(KEY, block().views)
+    assert one.tier.lookup([KEY]) == [False]
+    assert len(one.store.calls) == count == 3
+    time.sleep(0.21)
+    assert one.tier.keep(KEY, block().views)
+    assert one.tier.load(KEY, empty().views)
+
+
+def test_failures_that_are_not_in_a_row():
+    one = Guarded(failures=3)
+    one.tier.keep(KEY, block().views)
+    for _ in range(10):
+        fails_in(one, "load")
+        one.store.instead.clear()
+        assert one.tier.load(KEY, empty().views)
+    assert one.stats.failures == 10
+
+
+def test_a_store_that_is_left_out_is_closed_all_the_same():
+    one = Guarded(failures=1)
+    fails_in(one, "lookup")
+    assert not one.tier.keep(KEY, block().views)
+    one.store.instead["drain"] = raising(OSError("gone"))
+    one.tier.end("drain")
+    one.tier.end("close")
+    assert one.store.calls == ["lookup", "drain", "close"]
+    assert "drain() failed: OSError: gone" in one.faults[-1][1]
+
+
+# Several stores
+
+
+@pytest.fixture
+def two():
+    near, far = Guarded("near"), Guarded("far")
+    return near, far, Tiers([near.tier, far.tier])
+
+
+def test_lookup_joins_what_stores_have(two):
+    near, far, tiers = two
+    keys = [bytes([index]) * 32 for index in range(5)]
+    for index, one in ((0, far), (1, near), (2, far), (4, near)):
+        one.tier.keep(keys[index], block(keys[index]).views)
+    assert tiers.lookup(keys) == 3
+    assert tiers.lookup(keys[3:]) == 0
+    assert tiers.lookup(keys[1:3]) == 2
+    assert tiers.lookup([]) == 0
+
+
+def test_a_later_store_is_asked_only_for_what_is_missing(two):
+    near, far, tiers = two
+    near.tier.keep(KEY, block().views)
+    assert tiers.lookup([KEY]) == 1
+    assert far.store.calls == []
+    assert tiers.lookup([KEY, OTHER]) == 1
+    assert (far.stats.hits, far.stats.misses) == (0, 1)
+
+
+def test_blocks_move_to_the_nearest_store(two):
+    near, far, tiers = two
+    far.tier.keep(KEY, block().views)
+    buffer = empty()
+    assert tiers.load(KEY, buffer.views)
+    assert contents(buffer) == [{5}, {5}]
+    assert near.tier.lookup([KEY]) == [True]
+    far.store.calls.clear()
+    assert tiers.load(KEY, empty().views)
+    assert far.store.calls == []
+
+
+def test_a_damaged_block_is_loaded_from_the_next_store_and_repaired(two):
+    near, far, tiers = two
+    broken = block()
+    broken.layers[1][3] = 6
+    near.tier.keep(KEY, broken.views)
+    far.tier.keep(KEY, block().views)
+    buffer = empty()
+    assert tiers.load(KEY, buffer.views)
+    assert contents(buffer) == [{5}, {5}]
+    assert (near.stats.failures, near.stats.loaded_blocks) == (1, 0)
+    assert near.tier.load(KEY, empty().views)
+
+
+def test_no_other_store_gets_a_buffer_that_is_in_use():
+    near, far = Guarded("near", timeout=0.01), Guarded("far")
+    tiers, future = Tiers([near.tier, far.tier]), Future()
+    far.tier.keep(KEY, block().views)
+    near.store.instead["load"] = lambda *_: future
+    far.store.calls.clear()
+    assert not tiers.load(KEY, empty().views)
+    assert far.store.calls == []
+
+
+def test_blocks_are_told_apart_by_generation(two):
+    _, _, tiers = two
+    a, b = block(), block()
+    tiers.begin(KEY, a.views)
+    tiers.begin(KEY, b.views)
+    assert bytes(a.views[0]) != bytes(b.views[0])

@@ -1,0 +1,164 @@
+"""What tiers tell: KV events of what they keep, no more than is known, and their size."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from hardpoint.builtin_plugins.kv_connectors.events import TierEvents
+from hardpoint.builtin_plugins.kv_connectors.frames import HEADER_BYTES, write_header
+from hardpoint.builtin_plugins.kv_connectors.staging import Buffer
+from hardpoint.builtin_plugins.kv_connectors.tiers import CircuitBreaker, Tier
+from hardpoint.builtin_plugins.kv_stores.memory import MemoryStore
+from hardpoint.plugins import BlockRemoved, BlockStored, KVStoreContext
+
+
+class Told:
+    """The events that were published."""
+
+    def __init__(self, most_blocks=100):
+        self._published = []
+        self.events = TierEvents(self._published.append, 16, most_blocks=most_blocks)
+
+    def know(self, names):
+        for name in names:
+            self.events.know(name.encode() * 2, name.encode())
+
+    def stored(self, tier, names):
+        for name in names:
+            self.events.stored(tier, name.encode() * 2)
+
+    def removed(self, tier, names):
+        self.events.removed(tier, [name.encode() * 2 for name in names])
+
+    def published(self):
+        self.events.flush()
+        found, self._published[:] = list(self._published), []
+        return found
+
+
+def stored(tier, names):
+    return BlockStored([name.encode() for name in names], None, [], 16, medium=tier)
+
+
+def removed(tier, names):
+    return BlockRemoved([name.encode() for name in names], medium=tier)
+
+
+def test_what_is_stored_and_dropped_is_published_once_and_in_order():
+    told = Told()
+    told.know("abc")
+    told.stored("memory", "ab")
+    told.stored("disk", "a")
+    told.stored("memory", "ab")  # again
+    told.removed("memory", "ac")
+    told.stored("memory", "ca")
+    assert told.published() == [
+        stored("memory", "ab"),
+        stored("disk", "a"),
+        removed("memory", "a"),
+        stored("memory", "ca"),
+    ]
+    assert told.published() == []
+
+
+def test_keys_that_nobody_knows_are_left_out():
+    told = Told()
+    told.know("a")
+    told.stored("disk", "xa")
+    told.removed("disk", "y")
+    assert told.published() == [stored("disk", "a")]
+
+
+def test_a_block_that_is_forgotten_is_removed_everywhere_and_can_come_again():
+    told = Told(most_blocks=2)
+    told.know("ab")
+    told.stored("memory", "ab")
+    told.stored("disk", "a")
+    told.know("a")  # is used again, so b is the oldest
+    told.know("c")
+    assert told.published() == [
+        stored("memory", "ab"),
+        stored("disk", "a"),
+        removed("memory", "b"),
+    ]
+    told.removed("memory", "b")
+    told.know("b")
+    told.stored("memory", "b")
+    assert told.published() == [
+        *[removed("memory", "a"), removed("disk", "a")],
+        stored("memory", "b"),
+    ]
+
+
+@pytest.mark.parametrize("most_blocks", [8, 1000])
+def test_threads_do_not_disturb_each_other(most_blocks):
+    told = Told(most_blocks)
+    names = [chr(0x4E00 + number) for number in range(200)]
+
+    def work(part):
+        for name in names[part::4]:
+            told.know(name)
+            told.stored("disk", name)
+            if ord(name) % 3 == 0:
+                told.removed("disk", name)
+
+    threads = [threading.Thread(target=work, args=(part,)) for part in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    kept = set()
+    for event in told.published():
+        hashes = set(event.block_hashes)
+        assert len(hashes) == len(event.block_hashes)
+        if isinstance(event, BlockStored):
+            assert not kept & hashes
+            kept |= hashes
+        else:
+            assert hashes <= kept
+            kept -= hashes
+    assert len(kept) <= most_blocks
+    if most_blocks == 1000:
+        assert kept == {name.encode() for name in names if ord(name) % 3}
+
+
+# What a store says of its size
+
+
+class Sized(MemoryStore):
+    """Says what a test wants."""
+
+    answer = None
+
+    @property
+    def used_bytes(self):
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "shown", "message"),
+    [
+        (700, 700, None),
+        (None, None, None),
+        (-1, None, "used_bytes() gave -1, expected bytes >= 0 or None"),
+        ("much", None, "used_bytes() gave 'much', expected bytes >= 0 or None"),
+        (OSError("gone"), None, "used_bytes() failed: OSError: gone"),
+    ],
+)
+def test_a_store_may_say_its_size_and_a_wrong_one_is_a_fault_alone(answer, shown, message):
+    buffer = Buffer((8,), pin_memory=False)
+    write_header(buffer.views, bytes(32), 1)
+    sizes = (HEADER_BYTES, 8)
+    store = Sized(KVStoreContext(name="m", sizes=sizes, identity="", options=Sized.Options()))
+    store.answer, faults = answer, []
+    tier = Tier(store, CircuitBreaker(9, 1.0), 5.0, lambda *fault: faults.append(fault))
+    assert tier.keep(bytes(32), buffer.views)
+    totals = tier.totals()
+    assert (totals.stored_blocks, totals.used_bytes) == (1, shown)
+    assert faults == ([("m", f"KV store 'm': {message}")] if message else [])
+    assert totals.failures == len(faults)
+    store.close()

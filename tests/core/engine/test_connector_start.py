@@ -1,0 +1,335 @@
+"""What cannot be together with a KV connector is refused at the start; a sleep starts it again."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import pytest
+import torch
+from support.core.connector_driver import PROMPT, Driver
+from support.core.scripted_connector import Script, use
+
+from hardpoint import ConfigError
+from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
+from hardpoint.core.build import build_engine
+from hardpoint.plugins import EngineConfig, KVSpec, typed
+from hardpoint.plugins.errors import PluginError, PluginFaultError
+from hardpoint.testing import HistoryAttention, ScriptedModel, scripted_engine
+
+NAME = "support.core.scripted_connector:ScriptedConnector"
+USES = {"kv_connector": {"use": NAME}}
+
+
+class SlidingModel(ScriptedModel):
+    contract = 1
+
+    def kv_specs(self):
+        return [KVSpec(num_heads=1, num_kv_heads=1, head_size=2, scale=1.0, window=8)]
+
+
+class BareModel(ScriptedModel):
+    contract = 1
+
+    def kv_specs(self):
+        return []
+
+    def forward(self, batch):
+        return torch.zeros(len(batch.token_ids), 2)
+
+
+class NoViews(HistoryAttention):
+    contract = 1
+
+    def block_views(self, cache):
+        raise NotImplementedError
+
+
+class WrongViews(HistoryAttention):
+    contract = 1
+
+    def block_views(self, cache):
+        return [cache]
+
+
+class NoLayout(HistoryAttention):
+    contract = 1
+    kv_layout = ""
+
+
+class SilentLoader(DummyLoader):
+    contract = 1
+
+    def content_hash(self, hash_file):
+        return None
+
+
+class OddLoader(DummyLoader):
+    contract = 1
+
+    def content_hash(self, hash_file):
+        return 5
+
+
+class BrokenLoader(DummyLoader):
+    contract = 1
+
+    def content_hash(self, hash_file):
+        raise KeyError("weights")
+
+
+def table(**chosen):
+    """Return a configuration with a class of this module in place of the scripted one."""
+    model = chosen.get("model", ScriptedModel)
+    attention = chosen.get("attention", HistoryAttention)
+    uses = [{"use": of(model), "name": "ScriptedForCausalLM"}]
+    if loader := chosen.get("loader"):
+        uses.append({"use": of(loader), "name": loader.__name__})
+    return {
+        **USES,
+        "dtype": "float32",
+        "attention": {"use": of(attention)},
+        "load": {"use": loader.__name__ if loader else "dummy"},
+        "plugins": {"enable": uses},
+        "scheduler": {"max_num_batched_tokens": 512},
+    }
+
+
+def of(cls):
+    return f"{cls.__module__}:{cls.__name__}"
+
+
+REFUSED = {
+    "sliding_window": (
+        table(model=SlidingModel),
+        ConfigError,
+        ["kv_connector.use", NAME, "ScriptedForCausalLM has layers with a sliding window"],
+    ),
+    "no_cache": (
+        table(model=BareModel),
+        ConfigError,
+        ["kv_connector.use", NAME, "moves blocks of the KV cache", "has none"],
+    ),
+    "no_block_views": (
+        table(attention=NoViews),
+        ConfigError,
+        ["kv_connector.use: blocks cannot be moved", "NoViews", "has no block_views()"],
+    ),
+    "wrong_block_views": (
+        table(attention=WrongViews),
+        PluginFaultError,
+        ["WrongViews", "block_views", "uint8 tensors [num_blocks, bytes]"],
+    ),
+    "no_layout": (
+        table(attention=NoLayout),
+        ConfigError,
+        ["kv_connector.use: blocks cannot be told", "NoLayout", "has no kv_layout"],
+    ),
+    "no_content_hash": (
+        table(loader=SilentLoader),
+        ConfigError,
+        ["kv_connector.use: blocks cannot be told", "SilentLoader", "has no content_hash()"],
+    ),
+    "odd_content_hash": (
+        table(loader=OddLoader),
+        PluginFaultError,
+        ["OddLoader", "its content_hash() gave 5, expected a text"],
+    ),
+    "broken_content_hash": (
+        table(loader=BrokenLoader),
+        PluginFaultError,
+        ["BrokenLoader", "its content_hash() failed: KeyError: 'weights'"],
+    ),
+}
+
+
+def hashing():
+    return [t for t in threading.enumerate() if t.name == "WeightsHash" and t.is_alive()]
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_it_is_refused_at_the_start_with_both_named(scripted, case):
+    script = use(Script())
+    config, error, words = REFUSED[case]
+    with pytest.raises(error) as caught:
+        build_engine(typed.convert({**config, "model": str(scripted)}, EngineConfig, path=""))
+    for word in words:
+        assert word in str(caught.value)
+    halves = [half.name for half in script.halves]
+    closed = [call for call in script.calls if call.endswith(".close") and "conn" not in call]
+    assert sorted(closed) == sorted(f"{half}.close" for half in halves)
+    assert hashing() == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("scheduler_half", "its scheduler_half() failed: ZeroDivisionError: half"),
+        ("worker_half", "its worker_half() failed: ZeroDivisionError: half"),
+        ("worker.register_kv_caches", "its register_kv_caches() failed: ZeroDivisionError: half"),
+        ("worker.handshake", "its handshake() failed: ZeroDivisionError: half"),
+    ],
+)
+def test_a_half_that_cannot_be_built_is_named(scripted, fault, words):
+    script = use(Script(faults={fault: ZeroDivisionError("half")}))
+    with pytest.raises(PluginError) as caught:
+        scripted_engine(scripted, USES)
+    assert words in str(caught.value)
+    assert "ScriptedConnector" in str(caught.value)
+    if fault != "scheduler_half":
+        assert script.calls.count("scheduler.close") == 1
+    if fault.startswith("worker."):
+        assert script.calls.count("worker.close") == 1
+    assert script.calls.count("connector.close") == (1 if fault == "scheduler_half" else 2)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("scheduler_half", "its scheduler_half() gave 7, expected a KVConnectorScheduler"),
+        ("worker_half", "its worker_half() gave 7, expected a KVConnectorWorker"),
+        ("worker.handshake", "its handshake() failed: TypeError"),
+    ],
+)
+def test_a_half_that_is_none_is_named(scripted, fault, words):
+    value = (lambda half: object()) if "." in fault else 7
+    use(Script(faults={fault: value}))
+    with pytest.raises(PluginError) as caught:
+        scripted_engine(scripted, USES)
+    assert words in str(caught.value)
+
+
+CONFIGS = [
+    (
+        {"use": "acme:Connector", "stores": ["memory"]},
+        "kv_connector: stores are driven by the connector 'stores', and use names "
+        "'acme:Connector'; leave out one of the two",
+    ),
+    (
+        {"use": "stores"},
+        "kv_connector: the connector 'stores' needs stores to drive: stores = [\"memory\"], for",
+    ),
+    ({"stores": ["memory", "memory"]}, "kv_connector.stores[1]: 'memory' is named twice"),
+    (
+        {"stores": ["memory", {"use": "memory"}]},
+        "kv_connector.stores[1]: 'memory' is named twice, here and by kv_connector.stores[0]",
+    ),
+    ({"stores": ["no_such_store"]}, "kv_connector.stores[0]"),
+    ({"use": "no_such_connector"}, "kv_connector.use"),
+    ({"on_load_failure": "panic"}, "kv_connector.on_load_failure"),
+    ({"load_seconds": 0}, "kv_connector.load_seconds"),
+    ({"lease_seconds": -1}, "kv_connector.lease_seconds"),
+    ({"engine_id": "a b"}, "kv_connector.engine_id"),
+]
+
+
+@pytest.mark.parametrize(("table", "words"), CONFIGS)
+def test_a_wrong_configuration_is_refused(scripted, table, words):
+    with pytest.raises((ConfigError, PluginError)) as caught:
+        scripted_engine(scripted, {"kv_connector": table})
+    assert words in str(caught.value)
+
+
+@pytest.fixture
+def driver(scripted):
+    driver = Driver(scripted, Script())
+    driver.add("first")
+    driver.run()
+    driver.core.reset_prefix_cache()
+    yield driver
+    driver.engine.close()
+
+
+def identities(driver):
+    return [c.identity.digest() for c in driver.script.contexts if hasattr(c, "identity")]
+
+
+def change_weights(driver, text):
+    """Let the loader find other weights from now on."""
+    driver.core._parts.connector_start._spec.loader.content_hash = lambda hash_file: text
+
+
+class TestSleep:
+    def test_level_1_keeps_the_halves_and_what_is_kept(self, driver):
+        driver.core.sleep(1).result(0)
+        driver.core.wake_up()
+        assert len(identities(driver)) == 1
+        assert driver.script.calls.count("worker.register_kv_caches") == 2
+        driver.add("v")
+        driver.run()
+        assert driver.cached["v"].num_external_tokens == 16
+        assert driver.tokens["v"] == driver.tokens["first"]
+
+    @pytest.mark.parametrize("tags", [None, "one by one"])
+    def test_level_2_builds_the_worker_halves_anew(self, driver, tags):
+        driver.core.sleep(2).result(0)
+        assert driver.script.calls.count("worker.close") == 1
+        driver.script.calls.clear()
+        for wanted in [None] if tags is None else [["weights"], ["kv_cache"]]:
+            driver.core.wake_up(wanted)
+        assert driver.script.calls.count("scheduler.set_handshakes") == 1
+        first, second = identities(driver)
+        assert first == second
+        driver.add("v")
+        driver.run()
+        assert driver.cached["v"].num_external_tokens == 16
+        assert driver.tokens["v"] == driver.tokens["first"]
+
+    def test_other_weights_are_another_identity(self, driver):
+        driver.core.sleep(2).result(0)
+        change_weights(driver, "others")
+        driver.core.wake_up()
+        first, second = identities(driver)
+        assert first != second
+
+    def test_files_that_change_while_they_are_loaded_are_shared_with_nobody(self, driver):
+        loader = driver.core._parts.connector_start._spec.loader
+        files = ["one"]
+        loader.fingerprint = lambda: files[-1]
+        collective_rpc, changes = driver.executor.collective_rpc, []
+
+        def call(method, *args):
+            if method == "wake_up" and changes.pop():
+                files.append(f"{files[-1]}, changed")
+            return collective_rpc(method, *args)
+
+        driver.executor.collective_rpc = call
+        for changed in (True, False, True):
+            changes.append(changed)
+            driver.core.sleep(2).result(0)
+            driver.core.wake_up()
+        first, second, third, fourth = identities(driver)
+        assert first == third
+        assert len({first, second, fourth}) == 3
+
+    def test_the_engine_goes_on_without_a_connector_that_cannot_start_again(self, driver):
+        driver.core.sleep(2).result(0)
+        change_weights(driver, None)
+        driver.core.wake_up()
+        for name in ("u", "v"):
+            driver.add(name)
+            driver.run()
+            driver.core.reset_prefix_cache()
+            assert driver.tokens[name] == driver.tokens["first"]
+        (message,) = driver.faults.values()
+        assert "it cannot be started again: ConfigError: kv_connector.use: blocks cannot" in message
+        with contextlib.suppress(AttributeError):
+            del driver.core._parts.connector_start._spec.loader.content_hash
+        driver.core.sleep(2).result(0)
+        driver.core.wake_up()
+        driver.add("w")
+        driver.run()
+        assert driver.cached["w"].num_external_tokens == 16
+        assert driver.tokens["w"] == driver.tokens["first"]
+
+
+def test_a_request_that_is_not_taken_is_forgotten(driver):
+    driver.script.faults = {"scheduler.check_request": lambda half, request: None}
+    with pytest.raises(ValueError, match="prompt"):
+        driver.add("long", range(200), kv_transfer_params={"a": 1})
+    assert driver.script.calls[-2:] == ["scheduler.check_request", "scheduler.request_refused"]
+    driver.script.faults = {}
+    with pytest.raises(ValueError, match="kv_transfer_params: the KV connector SchedulerHalf"):
+        driver.add("v", PROMPT, kv_transfer_params={"a": 1})
+    assert driver.script.calls[-1] == "scheduler.check_request"
+    assert driver.core.num_unfinished_requests() == 0

@@ -1,0 +1,220 @@
+"""Loads and saves of several ranks: each ends once, after all ranks or at its deadline."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hardpoint.core.kv_cache.transfers import Loads, Saves
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def loads(clock):
+    return Loads(range(2), clock, seconds=10)
+
+
+def begun(loads, step=1):
+    loads.begin("a", [5, 6])
+    assert loads.plan(step) == []
+    return loads
+
+
+class TestLoads:
+    def test_it_ends_when_all_ranks_have_finished(self, loads):
+        begun(loads)
+        loads.finished("a", 0, 1)
+        assert loads.end(1) == {}
+        loads.finished("a", 0, 2)
+        assert loads.end(2) == {}
+        loads.finished("a", 1, 2)
+        (ended,) = loads.end(2).values()
+        assert (ended.invalid, ended.failed, ended.is_error) == (frozenset(), False, False)
+        assert not loads
+        assert not loads.is_busy("a")
+
+    def test_a_bad_block_of_an_earlier_step_counts_in_the_end(self, loads):
+        begun(loads)
+        loads.failed(frozenset([6, 9]))
+        loads.finished("a", 0, 1)
+        assert loads.end(1) == {}
+        loads.finished("a", 1, 2)
+        (ended,) = loads.end(2).values()
+        assert (ended.invalid, ended.failed, ended.is_error) == ({6}, True, True)
+
+    def test_names_before_the_plan_that_starts_it_are_of_another_one(self, loads):
+        loads.begin("a", [5])
+        loads.finished("a", 0, 3)
+        loads.plan(5)
+        loads.finished("a", 1, 4)
+        assert loads.end(5) == {}
+        loads.finished("a", 0, 5)
+        loads.finished("a", 1, 5)
+        assert list(loads.end(5)) == ["a"]
+
+    def test_it_is_given_up_at_its_deadline_and_ends_with_the_plan_that_cancels_it(
+        self, loads, clock
+    ):
+        begun(loads)
+        loads.finished("a", 0, 1)
+        clock.now = 10.5
+        assert loads.pop_late() == ["a"]
+        assert loads.pop_late() == []
+        assert loads.end(2) == {}
+        assert loads.plan(3) == ["a"]
+        assert loads.plan(4) == []
+        assert loads.end(2) == {}
+        (ended,) = loads.end(3).values()
+        assert (ended.invalid, ended.is_error) == ({5, 6}, True)
+
+    def test_its_id_loads_nothing_for_a_while_then(self, loads, clock):
+        begun(loads)
+        loads.request_ended("a")
+        assert loads.plan(2) == ["a"]
+        (ended,) = loads.end(2).values()
+        assert (ended.invalid, ended.failed, ended.is_error) == (frozenset(), True, False)
+        assert loads.is_busy("a")
+        clock.now = 10.5
+        assert not loads.is_busy("a")
+
+    def test_a_load_that_all_ranks_finish_before_it_is_cancelled_has_failed_all_the_same(
+        self, loads
+    ):
+        begun(loads)
+        loads.finished("a", 0, 1)
+        loads.finished("a", 1, 1)
+        loads.fail_all(1)
+        (ended,) = loads.end(1).values()
+        assert ended.invalid == {5, 6}
+        assert loads.plan(2) == []
+
+    def test_a_failure_is_of_what_was_under_way(self, loads):
+        begun(loads, 1)
+        loads.begin("b", [7])
+        loads.plan(4)
+        loads.fail_all(3)
+        assert loads.plan(5) == ["a"]
+
+    def test_what_a_lost_plan_cancels_the_next_one_does(self, loads):
+        begun(loads)
+        loads.request_ended("a")
+        assert loads.plan(2) == ["a"]
+        loads.plan_lost(2)
+        assert loads.end(2) == {}
+        assert loads.plan(3) == ["a"]
+        assert list(loads.end(3)) == ["a"]
+
+    def test_a_lost_plan_is_no_error_but_gives_up_what_was_under_way(self, loads):
+        begun(loads, 1)
+        loads.begin("b", [7])
+        loads.plan(3)
+        loads.plan_lost(2)
+        assert loads.plan(4) == ["a"]
+        (ended,) = loads.end(4).values()
+        assert (ended.invalid, ended.failed, ended.is_error) == ({5, 6}, True, False)
+
+    def test_without_workers_all_end_at_once(self, loads):
+        begun(loads)
+        loads.workers_lost()
+        (ended,) = loads.end(1).values()
+        assert (ended.invalid, ended.is_error) == ({5, 6}, False)
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("begin"), st.sampled_from("abc")),
+        st.tuples(st.just("finished"), st.sampled_from("abcd"), st.integers(0, 2)),
+        st.tuples(st.just("failed"), st.integers(0, 8)),
+        st.tuples(st.just("fail_all")),
+        st.tuples(st.just("request_ended"), st.sampled_from("abc")),
+        st.tuples(st.just("workers_lost")),
+        st.tuples(st.just("lost")),
+        st.tuples(st.just("time"), st.floats(0, 8)),
+    ),
+    max_size=40,
+)
+
+
+@given(events=EVENTS)
+def test_each_load_ends_once_and_what_ends_well_all_ranks_have_finished(events):
+    clock = Clock()
+    loads = Loads(range(2), clock, seconds=10)
+    open_loads, said, bad = {}, {}, set()
+    step = 0
+    for event in [*events, *[("time", 11)] * 3]:
+        step += 1
+        if event[0] == "begin" and not loads.is_busy(event[1]):
+            blocks = {"a": {0, 1}, "b": {2, 3}, "c": {4, 5}}[event[1]]
+            loads.begin(event[1], blocks)
+            open_loads[event[1]] = blocks
+            said[event[1]] = set()
+            bad -= blocks
+        cancelled = loads.plan(step)
+        assert set(cancelled) <= open_loads.keys()
+        if event[0] == "lost":
+            loads.plan_lost(step)
+            continue
+        if event[0] == "finished":
+            loads.finished(event[1], event[2], step)
+            said.get(event[1], set()).add(event[2])
+        elif event[0] == "failed":
+            loads.failed(frozenset([event[1]]))
+            bad.add(event[1])
+        elif event[0] == "fail_all":
+            loads.fail_all(step)
+        elif event[0] == "request_ended":
+            loads.request_ended(event[1])
+        elif event[0] == "workers_lost":
+            loads.workers_lost()
+        elif event[0] == "time":
+            clock.now += event[1]
+        loads.pop_late()
+        for name, ended in loads.end(step).items():
+            blocks = open_loads.pop(name)
+            assert ended.invalid <= blocks
+            if not ended.failed:
+                assert said[name] >= {0, 1}
+                assert not bad & blocks
+    assert not open_loads
+    assert not loads
+
+
+class TestSaves:
+    def test_blocks_are_kept_until_all_ranks_have_saved_them(self, clock):
+        saves = Saves(frozenset([0, 1]), clock, 10)
+        saves.begin("a")
+        assert "a" in saves
+        saves.finished("a", 0, 1)  # no plan has said yet that it has ended
+        saves.plan(2)
+        saves.finished("a", 1, 2)
+        assert saves.end() == ([], [])
+        saves.finished("a", 0, 3)
+        assert saves.end() == (["a"], [])
+        assert not saves
+
+    def test_and_no_longer_than_their_lease(self, clock):
+        saves = Saves(frozenset([0, 1]), clock, 10)
+        saves.begin("a")
+        saves.plan(1)
+        clock.now = 10
+        assert saves.end() == ([], [])
+        clock.now = 10.5
+        assert saves.end() == (["a"], ["a"])
+
+    def test_without_workers_nobody_reads_them(self, clock):
+        saves = Saves(frozenset([0, 1]), clock, 10)
+        saves.begin("a")
+        saves.workers_lost()
+        assert saves.end() == (["a"], [])

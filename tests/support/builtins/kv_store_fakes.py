@@ -1,0 +1,207 @@
+"""A store whose methods a test replaces, and the worker half of a connector around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hardpoint.builtin_plugins.kv_connectors.jobs import Answers, Jobs, Load, Lookup, Save
+from hardpoint.builtin_plugins.kv_connectors.moving import StoresWorker
+from hardpoint.builtin_plugins.kv_connectors.stores import StoresOptions
+from hardpoint.builtin_plugins.kv_stores.memory import MemoryStore
+from hardpoint.plugins import KVConnectorContext, KVStoreContext
+from hardpoint.plugins.config import KVConnectorConfig
+from hardpoint.plugins.kv_connector import BlockIdentity, KVWorkerContext
+from hardpoint.plugins.stats import KVTierStats
+from support.waiting import wait_until
+
+NUM_BLOCKS = 32
+
+
+class ScriptedStore(MemoryStore):
+    """Keeps blocks in memory, but for what a test sets in place of its methods.
+
+    Attributes:
+        calls: names of the methods that were called.
+        instead: by method, what is called in its place.
+    """
+
+    def __init__(self, sizes: Sequence[int], name: str = "memory") -> None:
+        """Start empty."""
+        options = self.Options(size_bytes=1 << 20)
+        super().__init__(KVStoreContext(name=name, sizes=sizes, identity="", options=options))
+        self.calls: list[str] = []
+        self.instead: dict[str, Callable[..., Any]] = {}
+
+    def _run(self, method: str, *args: Any) -> Any:
+        self.calls.append(method)
+        instead = self.instead.get(method)
+        return getattr(super(), method)(*args) if instead is None else instead(*args)
+
+    def lookup(self, keys: Any) -> Any:
+        """See `instead`."""
+        return self._run("lookup", keys)
+
+    def store(self, key: Any, buffer: Any) -> Any:
+        """See `instead`."""
+        return self._run("store", key, buffer)
+
+    def load(self, key: Any, buffer: Any) -> Any:
+        """See `instead`."""
+        return self._run("load", key, buffer)
+
+    def drain(self) -> Any:
+        """See `instead`."""
+        return self._run("drain")
+
+    def close(self) -> Any:
+        """See `instead`."""
+        return self._run("close")
+
+
+def identity(layers: int = 2, **changes: Any) -> BlockIdentity:
+    """Return the identity of a rank with some layers."""
+    fields: dict[str, Any] = {
+        "weights": "w",
+        "config": "c",
+        "architecture": "a",
+        "dtype": "float32",
+        "kv_layout": "l",
+        "kv_layout_version": 1,
+        "block_size": 4,
+        "layer_bytes": (48,) * layers,
+        "hash_algorithm": "sha256",
+    }
+    return BlockIdentity(**fields | changes)
+
+
+class Rank:
+    """A worker half with a KV cache of `NUM_BLOCKS` blocks, each layer in two views.
+
+    Attributes:
+        stores: nearest first.
+        caches: of each layer, uint8 [blocks, 32] and [blocks, 16].
+        faults: (component, message).
+    """
+
+    def __init__(
+        self,
+        *names: str,
+        layers: int = 2,
+        load_seconds: float = 20.0,
+        stores: Sequence[ScriptedStore] = (),
+        identity_changes: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Open stores with these names, or take those that there are."""
+        self.stores: list[ScriptedStore] = list(stores)
+        self.faults: list[tuple[str, str]] = []
+        generator = torch.Generator().manual_seed(1)
+        self.caches = [
+            [
+                torch.randint(256, (NUM_BLOCKS, size), dtype=torch.uint8, generator=generator)
+                for size in (32, 16)
+            ]
+            for _ in range(layers)
+        ]
+
+        def open_stores(sizes: Sequence[int]) -> list[ScriptedStore]:
+            self.sizes = sizes
+            if not self.stores:
+                self.stores += [ScriptedStore(sizes, name) for name in names or ("memory",)]
+            return self.stores
+
+        self.half = StoresWorker(
+            KVConnectorContext(
+                name="stores",
+                options=StoresOptions(),
+                config=KVConnectorConfig(stores=["memory"], load_seconds=load_seconds),
+            ),
+            KVWorkerContext(
+                identity=identity(layers, **identity_changes or {}),
+                device=torch.device("cpu"),
+                open_stores=open_stores,
+                report_fault=lambda *fault: self.faults.append(fault),
+            ),
+            StoresOptions(**{"breaker_failures": 1000} | options),
+        )
+        self.half.register_kv_caches(self.caches)
+        self._totals = {store.name: KVTierStats() for store in self.stores}
+
+    @property
+    def store(self) -> ScriptedStore:
+        """The nearest store."""
+        return self.stores[0]
+
+    def step(self, *jobs: Lookup | Load | Save, layers: bool | None = None) -> tuple[Any, set[int]]:
+        """Run a step; return what `get_finished` and `load_errors` say."""
+        metadata = Jobs()
+        for job in jobs:
+            name = {Lookup: "lookups", Load: "loads", Save: "saves"}[type(job)]
+            getattr(metadata, name).append(job)
+        self.half.start_load_kv(metadata if jobs else None)
+        if self.half.wants_layers if layers is None else layers:
+            for layer in range(len(self.caches)):
+                self.half.wait_for_layer_load(layer)
+                self.half.save_kv_layer(layer)
+        self.half.wait_for_save()
+        return frozenset(self.half.get_finished(frozenset()).loaded), self.half.load_errors()
+
+    def until_loaded(self, load: Load) -> set[int]:
+        """Load; return the blocks that could not be loaded, once the load has ended."""
+        loaded, errors = self.step(load)
+        while load.request_id not in loaded:
+            loaded, more = self.step()
+            errors |= more
+        return errors
+
+    def until_saved(self, save: Save, stores: int = 1) -> None:
+        """Save, and wait until that is done."""
+        count = self.kept + self.dropped + len(save.hashes) * stores
+        self.step(save)
+        wait_until(lambda: self.kept + self.dropped >= count, what="the saves")
+
+    @property
+    def kept(self) -> int:
+        """Number of parts of blocks that were stored, in all stores together."""
+        return sum(tier.stored_blocks for tier in self.totals.values())
+
+    @property
+    def dropped(self) -> int:
+        """Number of those that were not."""
+        return sum(tier.dropped_blocks for tier in self.totals.values())
+
+    @property
+    def totals(self) -> dict[str, Any]:
+        """Statistics by store."""
+        self._totals |= self.half.stats() or {}
+        return self._totals
+
+    def content(self, block: int) -> list[bytes]:
+        """Return the bytes of a block, by layers."""
+        return [b"".join(bytes(v[block].tolist()) for v in views) for views in self.caches]
+
+    def wipe(self) -> None:
+        """Overwrite the KV cache."""
+        for views in self.caches:
+            for view in views:
+                view.zero_()
+
+    def answers(self) -> Answers:
+        """Wait for a message, and return it."""
+        found: list[Answers] = []
+        wait_until(lambda: found.append(self.half.take_message()) or found[-1], what="answers")
+        return found[-1]
+
+
+@contextmanager
+def opened(*names: str, **settings: Any) -> Iterator[Rank]:
+    """Open a rank and close it."""
+    rank = Rank(*names, **settings)
+    try:
+        yield rank
+    finally:
+        rank.half.close()

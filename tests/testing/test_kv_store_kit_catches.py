@@ -1,0 +1,107 @@
+"""KV stores with one mistake each fail their rule; correct ones pass."""
+
+from __future__ import annotations
+
+import pytest
+from support.broken import kv_stores
+from support.kit_suites import assert_fails, label, messages_of, stop_at_first_failure, suite_tests
+from support.searching import kit_examples
+
+from hardpoint.testing import KVStoreSuite
+from hardpoint.testing.kv import store_place
+from hardpoint.testing.reporting import calls
+
+pytest_plugins = ["hardpoint.testing"]
+
+
+def in_folder(_suite, folder):
+    """Give a store that keeps blocks in a place the folder's name."""
+    return {"path": str(folder)}
+
+
+# component, test that it fails, rule, pattern of the message
+STORES = [
+    (kv_stores.NoContract, "contract", "contract", "add `contract = 1` to its class body"),
+    (kv_stores.NoAbsentKeys, "lookup", "calls", "lookup of 1 keys raised KeyError"),
+    (kv_stores.FindsAll, "lookup", "lookup", "found key 0, under which nothing was stored"),
+    (kv_stores.FindsNone, "lookup", "lookup", r"lookup of .* \[False.*, and load finds key 0"),
+    (kv_stores.StopsAtMiss, "lookup", "results", r"lookup of 1 keys returned \[\]"),
+    (kv_stores.AnswersNone, "content", "results", "store of key 0 returned None"),
+    (kv_stores.NeverDone, "content", "results", "future of load of key 0 was not done after 0.3"),
+    (kv_stores.KeepsNothing, "kept", "kept", "False for each of 12 blocks, twice, in a new place"),
+    (kv_stores.PromisesTooEarly, "content", "kept", "key 0 is kept, and load does not find it ri"),
+    (kv_stores.ForgetsOld, "kept", "kept", "key 0 is kept, .* after all were stored"),
+    (kv_stores.FirstPartOnly, "content", "content", "of the block stored as 0, a wrong part 2"),
+    (kv_stores.WritesNothing, "content", "content", "load of key 0 returned True, and wrote noth"),
+    (kv_stores.ShortKeys, "content", "(content|lookup)", "found key|gave the block of key"),
+    (kv_stores.TextKeys, "keys", "(content|lookup)", "found key|gave the block of key"),
+    (kv_stores.FoldsCase, "keys", "(content|lookup)", "found key|gave the block of key"),
+    (kv_stores.KeepsViews, "buffers", "content", "load of key 0 returned True, and wrote nothing"),
+    (kv_stores.WritesToStored, "buffers", "borrowed", "store of key 0 raised TypeError: cannot mo"),
+    (kv_stores.WritesOutside, "buffers", "borrowed", "wrote outside of its buffer"),
+    (kv_stores.WritesLate, "buffers", "borrowed", "was written after the call had returned"),
+    (kv_stores.TornBlocks, "threads", "content", r"part \d of \d+ bytes of the block stored as"),
+    (kv_stores.OneScratch, "threads", "content", r"load of key \d gave the block of key \d"),
+    (kv_stores.LosesLock, "content", "calls", "not returned after 0.4 s: load of key"),
+    (kv_stores.OneRank, "ranks", "(content|kept|lookup)", "load|lookup"),
+    (kv_stores.AnySize, "ranks", "content", "loaded into a buffer of another size"),
+    (kv_stores.NoLimit, "limit", "limit", "of 48 blocks 48 are there, and there is room for 8"),
+    (kv_stores.DropsNewest, "limit", "kept", "does not find it right after, in a store that is"),
+    (kv_stores.NotShared, "shared", "shared", r"lookup returned \[False\] and load did not find"),
+    (kv_stores.NotDurable, "durable", "kept", "after drain, close and a new start"),
+    (kv_stores.DrainWaits, "drain", "calls", r"not returned after 0.4 s: drain\(\)"),
+    (kv_stores.LeavesThread, "close", "close", "after close there still are: thread 'leaf'"),
+    (kv_stores.LeavesFile, "close", "close", "after close there still are: /"),
+    (kv_stores.ReadsToLookUp, "speed", "speed", r"256 keys one cost \d+ microseconds, .* is 100"),
+    (kv_stores.ReportsFaults, "content", "calls", "there was none: the block is there already"),
+]  # fmt: skip
+
+
+class TestRight(KVStoreSuite):
+    store = kv_stores.Right
+    examples = kit_examples(0.3)
+
+
+class TestAnswersLater(KVStoreSuite):
+    store = kv_stores.AnswersLater
+    examples = kit_examples(0.3)
+
+
+class TestInPlace(KVStoreSuite):
+    store = kv_stores.InPlace
+    shared = durable = True
+    place_options = in_folder
+    examples = kit_examples(0.3)
+
+
+@pytest.fixture
+def brief(monkeypatch):
+    """Wait little, and stop at the first failing case instead of shrinking it."""
+    stop_at_first_failure(monkeypatch)
+    monkeypatch.setattr(store_place, "_SLACK_SECONDS", 0.1)
+    monkeypatch.setattr(calls, "_WAIT_SECONDS", 0.05)
+
+
+@pytest.mark.usefixtures("brief")
+@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), STORES, ids=label)
+def test_a_broken_store_fails_its_rule(cls, test, rule, pattern):
+    attributes = {"store": cls, "timeout_seconds": 0.3, "shared": True, "durable": True}
+    if issubclass(cls, kv_stores.InPlace):
+        attributes["place_options"] = in_folder
+    else:
+        attributes["durable"] = False
+    assert_fails(KVStoreSuite, attributes, test, rule, pattern)
+
+
+def test_every_test_catches_a_store():
+    assert {test for _, test, _, _ in STORES} == suite_tests(KVStoreSuite)
+
+
+@pytest.mark.usefixtures("brief")
+def test_a_replaced_test_and_wrong_options_are_named():
+    attributes = {"store": kv_stores.Right, "test_kept": lambda self: None}
+    messages = messages_of(KVStoreSuite, attributes, ["contract"])
+    assert "replaces test_kept" in messages["contract"]
+    attributes = {"store": kv_stores.Right, "place_options": lambda _suite, _folder: None}
+    messages = messages_of(KVStoreSuite, attributes, ["contract"])
+    assert "place_options returned no mapping" in messages["contract"]

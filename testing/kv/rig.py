@@ -212,7 +212,7 @@ class Rig:
                 self.step()
                 engine.call_utility("resume")
             case "sleep":
-                engine.call_utility("sleep", 1, "keep")
+                engine.call_utility("sleep", 1 + operation.number % 2, "keep")
                 engine.call_utility("wake_up")
             case "interrupt":
                 method = ("execute_model", "sample_tokens")[operation.number % 2]

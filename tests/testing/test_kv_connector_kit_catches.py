@@ -34,10 +34,13 @@ CONNECTORS = [
     (broken.KeysWithoutIdentity, "foreign", "foreign", r"an engine with .* loaded \d+ tokens"),
     (broken.LooksUpSlowly, "time", "time", r"get_num_new_matched_tokens\(\) took 0\.\d+ s"),
     (broken.SavesSlowly, "time", "time", r"wait_for_save\(\) took 0\.\d+ s, at most 0.1"),
-    (broken.Shared, "ranks", "ranks", "parallel.tensor = 2 .* 0 tokens of a prompt"),
     (broken.LeavesAThread, "release", "release", "these threads are left: Endless"),
     (broken.RemembersRequests, "memory", "memory", "what a _Remembers refers to grew from"),
 ]  # fmt: skip
+
+RANKS = [
+    (broken.Shared, "ranks", "ranks", "parallel.tensor = 2 .* 0 tokens of a prompt"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +52,13 @@ def _brief(monkeypatch):
 def test_a_broken_connector_fails_its_rule(cls, test, rule, pattern):
     impatient = {"kv_connector": {"load_seconds": 0.4, "lease_seconds": 0.4}}
     attributes = {"connector": cls, "options": {"path": "{folder}"}, "config": impatient}
+    assert_fails(KVConnectorSuite, attributes, test, rule, pattern)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), RANKS, ids=label)
+def test_a_broken_connector_of_several_processes_fails_its_rule(cls, test, rule, pattern):
+    attributes = {"connector": cls, "options": {"path": "{folder}"}}
     assert_fails(KVConnectorSuite, attributes, test, rule, pattern)
 
 
@@ -68,4 +78,4 @@ def test_a_connector_that_cannot_be_imported_is_told_so():
 
 
 def test_every_test_catches_a_connector():
-    assert {test for _, test, _, _ in CONNECTORS} == suite_tests(KVConnectorSuite)
+    assert {test for _, test, _, _ in CONNECTORS + RANKS} == suite_tests(KVConnectorSuite)

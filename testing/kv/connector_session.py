@@ -57,7 +57,7 @@ class Add(NamedTuple):
 
 
 class Do(NamedTuple):
-    """Do something that needs no more than a number: see `Rig.play`."""
+    """Do something that needs no more than a number: see `Session.play`."""
 
     what: str
     number: int = 1
@@ -140,7 +140,7 @@ class Live:
     error: str | None = None
 
 
-class Rig:
+class Session:
     """An engine on the scripted model, with the connector under test.
 
     Attributes:
@@ -159,7 +159,7 @@ class Rig:
 
         Args:
             connector: under test; None is an engine without.
-            config: of the engine, see `rig_config`.
+            config: of the engine, see `session_config`.
             model: folder of the scripted model.
             disturb: lets the storage do something.
         """
@@ -283,7 +283,7 @@ class Rig:
         self._engine.close()
 
 
-def rig_config(extra: Mapping[str, Any], *, is_quiet: bool = True) -> dict[str, Any]:
+def session_config(extra: Mapping[str, Any], *, is_quiet: bool = True) -> dict[str, Any]:
     """Return the configuration of an engine whose requests are chunked and preempted.
 
     Args:

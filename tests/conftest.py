@@ -93,6 +93,12 @@ def acme_wrapping(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def acme_kv_connector(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the wheel of examples/acme_kv_connector is installed."""
+    return once(tmp_path_factory, "acme_kv_connector", install_wheel) / "site"
+
+
+@pytest.fixture(scope="session")
 def acme_server(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which the wheel of examples/acme_server is installed."""
     return once(tmp_path_factory, "acme_server", install_wheel) / "site"

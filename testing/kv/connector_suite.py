@@ -21,7 +21,7 @@ from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.snapshots import count_elements
 from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests
 
-from .rig import (
+from .connector_session import (
     BLOCK_SIZE,
     DISTURBED,
     FAULTLESS,
@@ -33,9 +33,9 @@ from .rig import (
     Do,
     Live,
     Operation,
-    Rig,
-    rig_config,
+    Session,
     scenarios,
+    session_config,
     write_model,
 )
 from .slots import WITNESS
@@ -74,6 +74,8 @@ MEMORY = Rule(
 _HEALING = 8
 _WAVE = 24
 _PROMPT = 37
+_ATTEMPTS = 3
+_STORE_SECONDS = 1.0
 _CLOSE_SECONDS = 10.0
 _THREAD_SECONDS = 2.0
 
@@ -131,7 +133,8 @@ class KVConnectorSuite(ComponentSuite):
 
     def test_tokens(self) -> None:
         """Any requests get the tokens that they get without a connector."""
-        checks = [functools.partial(self._check_history, h) for h in scenarios().values()]
+        histories = scenarios(5 if self.examples >= 1 else 2).values()
+        checks = [functools.partial(self._check_history, history) for history in histories]
         self._run_checks(TOKENS.text, *checks)
         self._search(TOKENS.text, 40, self._check_history, history=HISTORIES)
 
@@ -179,21 +182,26 @@ class KVConnectorSuite(ComponentSuite):
                 forget_storage(str(folder))
 
     @contextmanager
-    def _rig(
-        self, folder: Path, extra: Mapping[str, Any] | None = None, model: str = "model"
-    ) -> Iterator[Rig]:
+    def _session(
+        self,
+        folder: Path,
+        extra: Mapping[str, Any] | None = None,
+        model: str = "model",
+        *,
+        is_quiet: bool = True,
+    ) -> Iterator[Session]:
         """Open an engine with the connector for the body."""
-        config = rig_config(self._engine_config(folder)) | dict(extra or {})
+        config = session_config(self._engine_config(folder), is_quiet=is_quiet) | dict(extra or {})
         disturb = functools.partial(self.disturb, folder)
         logger = logging.getLogger("hardpoint")
         level = logger.level
         logger.setLevel(logging.CRITICAL)  # what the storage does is logged for operators
         try:
-            rig = Rig(self.connector, config, folder.parent / model, disturb)
+            session = Session(self.connector, config, folder.parent / model, disturb)
             try:
-                yield rig
+                yield session
             finally:
-                rig.close()
+                session.close()
         finally:
             logger.setLevel(level)
 
@@ -225,28 +233,28 @@ class KVConnectorSuite(ComponentSuite):
         key = add.family, add.length
         if key not in self._expected:
             with tempfile.TemporaryDirectory() as folder:
-                rig = Rig(None, rig_config({}), write_model(Path(folder)))
-                live = rig.add(Add(*key, MAX_TOKENS))
-                rig.finish()
-                rig.close()
+                session = Session(None, session_config({}), write_model(Path(folder)))
+                live = session.add(Add(*key, MAX_TOKENS))
+                session.finish()
+                session.close()
                 self._expected[key] = list(live.tokens)
         return self._expected[key]
 
-    def _check_results(self, rig: Rig, *, is_quiet: bool) -> None:
-        """Check all that a rig has seen.
+    def _check_results(self, session: Session, *, is_quiet: bool) -> None:
+        """Check all that a session has seen.
 
         Args:
-            rig: whose requests have ended.
+            session: whose requests have ended.
             is_quiet: whether there must not be any fault.
         """
-        assert rig.watch is not None
-        if rig.watch.violations:
-            raise rig.watch.violations[0]
+        assert session.watch is not None
+        if session.watch.violations:
+            raise session.watch.violations[0]
         if WITNESS.mismatches:
             raise SLOTS.violation(WITNESS.mismatches[0])
-        for live in rig.requests.values():
+        for live in session.requests.values():
             self._expect(live)
-        if is_quiet and (faults := rig.faults()):
+        if is_quiet and (faults := session.faults()):
             raise FAULTLESS.violation("; ".join(f"{k}: {v}" for k, v in faults.items()))
 
     # Checks.
@@ -254,8 +262,8 @@ class KVConnectorSuite(ComponentSuite):
     def _check_importable(self) -> None:
         with self._folder() as folder:
             try:
-                with self._rig(folder) as rig:
-                    self._check_results(rig, is_quiet=True)
+                with self._session(folder) as session:
+                    self._check_results(session, is_quiet=True)
             except HardpointError as error:
                 raise Violation(
                     f"no engine can be opened with it: {error}",
@@ -266,47 +274,60 @@ class KVConnectorSuite(ComponentSuite):
     def _check_loads(self) -> None:
         whole = (_PROMPT - 1) // BLOCK_SIZE * BLOCK_SIZE
         with self._folder() as folder:
-            with self._rig(folder) as rig:
-                rig.play([Add(0, _PROMPT, MAX_TOKENS)])
-                rig.play([Do("reset"), Add(0, _PROMPT, MAX_TOKENS)])
-                again = list(rig.requests.values())[-1]
-                self._check_results(rig, is_quiet=True)
-                _expect_loaded(again, whole, "the prefix cache was reset")
-                rig.play([Do("reset"), Add(0, _PROMPT - BLOCK_SIZE, MAX_TOKENS)])
-                shorter = list(rig.requests.values())[-1]
-                self._check_results(rig, is_quiet=True)
-                _expect_loaded(shorter, whole - BLOCK_SIZE, "a longer prompt was computed")
+            with self._session(folder) as session:
+                session.play([Add(0, _PROMPT, MAX_TOKENS)])
+                self._expect_loaded(
+                    session, Add(0, _PROMPT, 2), whole, "the prefix cache was reset"
+                )
+                shorter = Add(0, _PROMPT - BLOCK_SIZE, MAX_TOKENS)
+                what = "a longer prompt was computed"
+                self._expect_loaded(session, shorter, whole - BLOCK_SIZE, what)
             if self.keeps:
-                with self._rig(folder) as rig:
-                    rig.play([Add(0, _PROMPT, MAX_TOKENS)])
-                    self._check_results(rig, is_quiet=True)
-                    _expect_loaded(rig.requests["r0"], whole, "the engine was opened again")
+                with self._session(folder) as session:
+                    again = Add(0, _PROMPT, MAX_TOKENS)
+                    self._expect_loaded(session, again, whole, "the engine was opened again")
+
+    def _expect_loaded(self, session: Session, add: Add, expected: int, after: str) -> None:
+        """Add a request until its blocks are loaded, which may be stored in the background."""
+        limit = time.monotonic() + _STORE_SECONDS
+        while True:
+            session.play([Do("reset"), add])
+            live = list(session.requests.values())[-1]
+            self._check_results(session, is_quiet=True)
+            if live.cached == expected:
+                return
+            if time.monotonic() > limit:
+                raise LOADS.violation(
+                    f"after {after}, {live.cached} tokens of a prompt of {add.length} were loaded, "
+                    f"expected {expected}"
+                )
+            time.sleep(0.02)
 
     def _check_history(self, history: Sequence[Operation]) -> None:
-        with self._folder() as folder, self._rig(folder) as rig:
-            rig.play(history)
-            self._check_results(rig, is_quiet=True)
+        with self._folder() as folder, self._session(folder) as session:
+            session.play(history)
+            self._check_results(session, is_quiet=True)
 
     def _check_disturbed(self, history: Sequence[Operation]) -> None:
-        with self._folder() as folder, self._rig(folder) as rig:
-            rig.play(history)
-            self._check_results(rig, is_quiet=False)
+        with self._folder() as folder, self._session(folder, is_quiet=False) as session:
+            session.play(history)
+            self._check_results(session, is_quiet=False)
 
     def _check_fault(self, fault: str) -> None:
         """Store some prompts, let the storage fail, and compute them and longer ones."""
         first = [Add(0, 21, 2), Add(1, _PROMPT, 2)]
         later = [Add(0, _PROMPT, 2), Add(1, _PROMPT, 2)]
-        with self._folder() as folder, self._rig(folder) as rig:
-            rig.play(first)
+        with self._folder() as folder, self._session(folder, is_quiet=False) as session:
+            session.play(first)
             try:
                 self.disturb(folder, fault)
                 for _ in range(2):
-                    rig.play([Do("reset"), *later])
-                    self._check_results(rig, is_quiet=False)
+                    session.play([Do("reset"), *later])
+                    self._check_results(session, is_quiet=False)
                 self.disturb(folder, RELIABLE)
                 for _ in range(_HEALING):  # damage may be found one block at a time
-                    rig.play([Do("reset"), *later])
-                self._check_results(rig, is_quiet=False)
+                    session.play([Do("reset"), *later])
+                self._check_results(session, is_quiet=False)
             except Violation as violation:
                 raise Violation(
                     f"over storage that {_DOES[fault]}: {violation.observed}",
@@ -316,37 +337,46 @@ class KVConnectorSuite(ComponentSuite):
 
     def _check_foreign(self) -> None:
         with self._folder() as folder:
-            with self._rig(folder) as rig:
-                rig.play([Add(0, _PROMPT, MAX_TOKENS)])
-                self._check_results(rig, is_quiet=True)
+            with self._session(folder) as session:
+                session.play([Add(0, _PROMPT, MAX_TOKENS)])
+                self._check_results(session, is_quiet=True)
             write_model(folder.parent / "other", seed=2)
             others = {
-                "with another configuration": {"model": "other"},
-                "with blocks of another size": {"extra": {"kv_cache": {"block_size": 8}}},
+                "with another configuration": (None, "other"),
+                "with blocks of another size": ({"kv_cache": {"block_size": 8}}, "model"),
             }
-            for what, changes in others.items():
-                with self._rig(folder, **changes) as rig:
-                    rig.play([Add(0, _PROMPT, MAX_TOKENS)])
+            for what, (extra, model) in others.items():
+                with self._session(folder, extra, model) as session:
+                    session.play([Add(0, _PROMPT, MAX_TOKENS)])
                     if WITNESS.mismatches:
                         raise FOREIGN.violation(f"in an engine {what}, {WITNESS.mismatches[0]}")
-                    if count := rig.requests["r0"].cached:
+                    if count := session.requests["r0"].cached:
                         raise FOREIGN.violation(f"an engine {what} loaded {count} tokens")
 
     def _check_time(self) -> None:
         for fault in ("slow", "dead"):
-            with self._folder() as folder, self._rig(folder) as rig:
-                self.disturb(folder, fault)
-                adds = [Add(family, length, 2) for family in range(2) for length in (_PROMPT, 21)]
-                rig.play(adds)
-                rig.play([Do("reset"), *adds])
-                assert rig.watch is not None
-                for method, seconds in rig.watch.slowest.items():
-                    if method in _QUICK and seconds > self.call_seconds:
-                        raise TIME.violation(
-                            f"over storage that {_DOES[fault]}, a call of {method}() took "
-                            f"{seconds:.2f} s, at most {self.call_seconds:g} s is accepted"
-                        )
-                self.disturb(folder, RELIABLE)
+            for attempt in range(_ATTEMPTS):
+                slow = self._slow_calls(fault)
+                if not slow:
+                    break
+                if attempt == _ATTEMPTS - 1:  # else the machine may have been busy
+                    method, seconds = slow.popitem()
+                    raise TIME.violation(
+                        f"over storage that {_DOES[fault]}, a call of {method}() took "
+                        f"{seconds:.2f} s, at most {self.call_seconds:g} s is accepted"
+                    )
+
+    def _slow_calls(self, fault: str) -> dict[str, float]:
+        """Return the seconds of calls that took too long, by method."""
+        adds = [Add(family, length, 2) for family in range(2) for length in (_PROMPT, 21)]
+        with self._folder() as folder, self._session(folder, is_quiet=False) as session:
+            self.disturb(folder, fault)
+            session.play(adds)
+            session.play([Do("reset"), *adds])
+            self.disturb(folder, RELIABLE)
+            assert session.watch is not None
+            found = session.watch.slowest.items()
+            return {m: s for m, s in found if m in _QUICK and s > self.call_seconds}
 
     def _check_ranks(self, size: tuple[int, int]) -> None:
         tensor, pipeline = size
@@ -355,14 +385,15 @@ class KVConnectorSuite(ComponentSuite):
             "parallel": {"tensor": tensor, "pipeline": pipeline},
         }
         what = f"with parallel.tensor = {tensor} and parallel.pipeline = {pipeline}"
-        with self._folder() as folder, self._rig(folder, extra) as rig:
-            rig.play([Add(0, _PROMPT, MAX_TOKENS), Do("step", 3), Add(1, _PROMPT, MAX_TOKENS)])
-            rig.play([Do("reset"), Add(0, _PROMPT, MAX_TOKENS), Add(1, _PROMPT, MAX_TOKENS)])
+        with self._folder() as folder, self._session(folder, extra) as session:
             try:
-                self._check_results(rig, is_quiet=True)
-                for live in list(rig.requests.values())[-2:]:
-                    expected = (_PROMPT - 1) // BLOCK_SIZE * BLOCK_SIZE
-                    _expect_loaded(live, expected, "the prefix cache was reset")
+                session.play(
+                    [Add(0, _PROMPT, MAX_TOKENS), Do("step", 3), Add(1, _PROMPT, MAX_TOKENS)]
+                )
+                for family in range(2):
+                    whole = (_PROMPT - 1) // BLOCK_SIZE * BLOCK_SIZE
+                    add = Add(family, _PROMPT, MAX_TOKENS)
+                    self._expect_loaded(session, add, whole, "the prefix cache was reset")
             except Violation as violation:
                 raise RANKS.violation(f"{what}, {violation.observed}") from violation
 
@@ -370,10 +401,10 @@ class KVConnectorSuite(ComponentSuite):
         for fault in (RELIABLE, "dead"):
             with self._folder() as folder:
                 before = set(threading.enumerate())
-                with self._rig(folder) as rig:
-                    rig.play([Add(0, _PROMPT, 1)])
+                with self._session(folder, is_quiet=False) as session:
+                    session.play([Add(0, _PROMPT, 1)])
                     self.disturb(folder, fault)
-                    rig.play([Do("reset"), Add(0, _PROMPT, 1)])
+                    session.play([Do("reset"), Add(0, _PROMPT, 1)])
                     began = time.monotonic()
                 if (seconds := time.monotonic() - began) > _CLOSE_SECONDS:
                     raise RELEASE.violation(
@@ -386,16 +417,16 @@ class KVConnectorSuite(ComponentSuite):
 
     def _check_memory(self) -> None:
         sizes = []
-        with self._folder() as folder, self._rig(folder) as rig:
-            assert rig.watch is not None
+        with self._folder() as folder, self._session(folder) as session:
+            assert session.watch is not None
             for wave in range(3):
                 for number in range(_WAVE):
-                    rig.play([Add(number % 3, 13, 1), Add(1, 21, 2), Do("abort", number)])
+                    session.play([Add(number % 3, 13, 1), Add(1, 21, 2), Do("abort", number)])
                     if number % 3 == 0:
-                        rig.play([Do("reset"), Add(0, 17, 1), Do("step"), Do("abort", 0)])
+                        session.play([Do("reset"), Add(0, 17, 1), Do("step"), Do("abort", 0)])
                 if wave:
-                    sizes.append([count_elements(vars(half)) for half in rig.watch.halves])
-        for half, before, after in zip(rig.watch.halves, *sizes, strict=True):
+                    sizes.append([count_elements(vars(half)) for half in session.watch.halves])
+        for half, before, after in zip(session.watch.halves, *sizes, strict=True):
             if after - before >= _WAVE:
                 raise MEMORY.violation(
                     f"what a {type(half).__name__} refers to grew from {before} to {after} "
@@ -437,14 +468,6 @@ def _filled_in(value: Any, folder: str) -> Any:
     if isinstance(value, list | tuple):
         return [_filled_in(part, folder) for part in value]
     return value
-
-
-def _expect_loaded(live: Live, expected: int, after: str) -> None:
-    if live.cached != expected:
-        raise LOADS.violation(
-            f"after {after}, {live.cached} tokens of a prompt of {live.add.length} were loaded, "
-            f"expected {expected}"
-        )
 
 
 def _left(before: set[threading.Thread]) -> list[threading.Thread]:

@@ -1,4 +1,4 @@
-"""Storage that fails: a KV store that does what it is told to, and folders whose files change."""
+"""Storage that fails: a KV store that fails as a test says, and folders whose files change."""
 
 from __future__ import annotations
 

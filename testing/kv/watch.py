@@ -26,6 +26,8 @@ from hardpoint.testing.suite import Rule, Violation, short_repr
 
 from .slots import WITNESS
 
+_Half = KVConnectorScheduler | KVConnectorWorker
+
 RAISES = Rule(
     "raises: no method of a half raises, whatever the storage does",
     "catch what storage raises; what is not there or not right is not loaded, and what cannot be "
@@ -58,7 +60,7 @@ class Watch:
         self._lock = threading.Lock()
         self.violations: list[Violation] = []
         self.slowest: dict[str, float] = {}
-        self.halves: list[KVConnectorScheduler | KVConnectorWorker] = []
+        self.halves: list[_Half] = []
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -84,7 +86,7 @@ class Watch:
         ):
             yield
 
-    def _check_half(self, half: Any, method: str, expected: type) -> None:
+    def _check_half(self, half: Any, method: str, expected: type[Any]) -> None:
         if not isinstance(half, expected):
             raise RESULTS.violation(
                 f"{method}() returned {short_repr(half)}, expected a {expected.__name__}"

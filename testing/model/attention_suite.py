@@ -376,18 +376,18 @@ class AttentionBackendSuite(ComponentSuite):
 
     @torch.inference_mode()
     def _check_blocks(self, block_size: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
-        """Compute a sequence, copy its blocks to other ones of another cache, and go on there."""
+        """Compute a sequence, copy its blocks to another cache, and continue in that."""
         backend, device = self._make(block_size, dtype), self._device()
         spec = KVSpec(*heads, self.head_sizes[-1], 0.4)
         check_views(backend, spec, _tensors)
-        here = SequenceBlocks(NUM_BLOCKS, block_size, device, shuffled=True)
-        there = SequenceBlocks(NUM_BLOCKS, block_size, device, shuffled=False)
+        old = SequenceBlocks(NUM_BLOCKS, block_size, device, shuffled=True)
+        new = SequenceBlocks(NUM_BLOCKS, block_size, device, shuffled=False)
         cache = backend.allocate(spec, NUM_BLOCKS)
         history = WholeHistory(spec, self.reference)
         generator = torch.Generator().manual_seed(0)
         for index, count in enumerate(_MOVED_LENGTHS):
-            counts, blocks = [("a", count)], here if index == 0 else there
-            step, copy = blocks.step(counts), there.step(counts) if index == 0 else None
+            counts, blocks = [("a", count)], old if index == 0 else new
+            step, copy = blocks.step(counts), new.step(counts) if index == 0 else None
             q, k, v = self._inputs(generator, spec, count, dtype)
             plan = backend.plan(step)
             out = backend.attend(spec, cache, plan, q.clone(), k.clone(), v.clone())

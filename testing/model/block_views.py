@@ -21,7 +21,7 @@ BLOCK_VIEWS = Rule(
 )
 MOVED_BLOCKS = Rule(
     "moved blocks: what is copied from a block's rows to those of another is read there",
-    "keep all of a block in its rows: nothing beside them, and nothing that depends on its number",
+    "keep all of a block in its rows, and nothing that depends on its number",
 )
 
 
@@ -75,7 +75,7 @@ def check_views(
 
 
 def _check_memory(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-    """Count through the views how often they have each byte of the cache, which is zero."""
+    """Count through the views how many times they have each byte of the cache, which is zero."""
     for view in views:
         view += 1
     storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
@@ -84,10 +84,10 @@ def _check_memory(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
         for t in storages.values()
     ]
     written = sum(int((count == 1).sum()) for count in counts)
-    often = sum(int((count > 1).sum()) for count in counts)
+    repeated = sum(int((count > 1).sum()) for count in counts)
     total = sum(view.numel() for view in views)
-    if often:
-        raise BLOCK_VIEWS.violation(f"{often} bytes of the cache are in several blocks or views")
+    if repeated:
+        raise BLOCK_VIEWS.violation(f"{repeated} bytes of the cache are in several blocks or views")
     if written != total:
         raise BLOCK_VIEWS.violation(
             f"of {total} bytes that were written to the views, {written} are in the cache"

@@ -1,4 +1,4 @@
-"""Checks of `WeightLoader.content_hash`, by which blocks of other weights are told apart."""
+"""Checks of `WeightLoader.content_hash`, by which blocks of other weights are distinguished."""
 
 from __future__ import annotations
 

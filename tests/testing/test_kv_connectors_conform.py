@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from support.broken.kv_connectors import Shelf
 from support.kit_suites import assert_tests_builtins
 from support.searching import kit_examples
 
@@ -11,12 +10,6 @@ from hardpoint.testing import KVConnectorSuite
 from hardpoint.testing.kv.storage import storage_at
 
 pytest_plugins = ["hardpoint.testing"]
-
-
-class TestShelf(KVConnectorSuite):
-    examples = kit_examples()
-    connector = Shelf
-    options = {"path": "{folder}"}
 
 
 class TestStores(KVConnectorSuite):

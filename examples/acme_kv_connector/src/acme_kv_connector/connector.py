@@ -45,6 +45,6 @@ class LayeredFiles(KVConnector):
         """Return the half that reads and writes."""
         folder = Path(self.options.path)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        patience = self.context.config.load_seconds
+        timeout = self.context.config.load_seconds
         options = self.options
-        return FilesWorker(folder, context, options.threads, options.max_unwritten, patience)
+        return FilesWorker(folder, context, options.threads, options.max_unwritten, timeout)

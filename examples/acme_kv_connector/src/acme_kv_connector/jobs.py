@@ -1,4 +1,4 @@
-"""What the scheduler half tells the worker halves to do in a step."""
+"""The jobs of a step, from the scheduler half for the worker halves."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class FilesWorker(KVConnectorWorker):
         context: KVWorkerContext,
         threads: int,
         max_unwritten: int,
-        patience: float,
+        timeout: float,
     ) -> None:
         """Start the threads.
 
@@ -60,11 +60,11 @@ class FilesWorker(KVConnectorWorker):
             context: of the half.
             threads: number of them.
             max_unwritten: blocks that may wait to be written.
-            patience: seconds to wait for a layer.
+            timeout: seconds to wait for a layer.
         """
         self._folder = folder
         self._identity = context.identity.digest()
-        self._patience = patience
+        self._timeout = timeout
         self._pool = ThreadPoolExecutor(threads, "LayeredFiles")
         self._room = threading.Semaphore(max_unwritten)
         self._sizes = context.identity.layer_bytes
@@ -102,7 +102,7 @@ class FilesWorker(KVConnectorWorker):
         """Copy what was read of a layer; blocks that were not are computed."""
         for load in self._loads:
             try:
-                blocks = load.layers[layer].result(self._patience)
+                blocks = load.layers[layer].result(self._timeout)
             except TimeoutError:
                 blocks = []
             for block_id, data in zip(load.move.block_ids, blocks, strict=False):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from hardpoint.plugins import KVConnector, SamplingParams
+from hardpoint.plugins import KVConnector, RequestOutput, SamplingParams
 from hardpoint.testing.engine_access import interrupted_executor
 from hardpoint.testing.scripted import scripted_engine, write_scripted_model
 from hardpoint.testing.suite import Rule
@@ -23,8 +23,8 @@ BLOCK_SIZE = 4
 MAX_TOKENS = 8
 _CONTEXT = 64
 _NUM_BLOCKS = 26
-_LOAD_SECONDS = 0.4
-_LEASE_SECONDS = 0.4
+_QUIET_SECONDS = 5.0
+_DISTURBED_SECONDS = 0.4
 _PATIENCE_SECONDS = 20.0
 
 TOKENS = Rule(
@@ -57,7 +57,7 @@ class Add(NamedTuple):
 
 
 class Do(NamedTuple):
-    """Do something that needs no more than a number: see `Rig.play`."""
+    """Do something that needs no more than a number: see `Session.play`."""
 
     what: str
     number: int = 1
@@ -98,17 +98,17 @@ DISTURBED = st.lists(
 """The same, over storage that fails."""
 
 
-def scenarios() -> dict[str, list[Operation]]:
-    """Return histories in which things happen in each state of requests that are loaded."""
+def scenarios(num_states: int) -> dict[str, list[Operation]]:
+    """Return histories in which things happen in some states of requests that are loaded."""
     whole, run = Add(0, 41, 4), Do("step", 24)
     found: dict[str, list[Operation]] = {
-        "part": [whole, run, Do("reset"), Add(0, 13, 2), run, whole, run, Add(0, 17, 8)],
-        "crowd": [Add(n % 3, 30, 8) for n in range(6)] * 2 + [run, run, Do("reset")],
+        "part": [whole, run, Do("reset"), Add(0, 13, 2), run, whole, run, Add(0, 17, 8)]
     }
-    found["crowd"] += found["crowd"]
+    crowd: list[Operation] = [Add(number % 3, 30, 8) for number in range(12)]
+    found["crowd"] = [*crowd, run, run, Do("reset"), *crowd]
     for what in ("abort", "interrupt", "recompute", "reset", "pause", "sleep"):
         history = found[what] = [whole, Add(1, 30, 2), run]
-        for steps in range(5):
+        for steps in range(num_states):
             history += [Do("reset"), Add(0, 30, 4), whole, Do("step", steps), Do(what, steps)]
             history += [Add(1, 41, 4), Do("step"), Add(0, 41, 2), run]
     return found
@@ -140,7 +140,7 @@ class Live:
     error: str | None = None
 
 
-class Rig:
+class Session:
     """An engine on the scripted model, with the connector under test.
 
     Attributes:
@@ -159,7 +159,7 @@ class Rig:
 
         Args:
             connector: under test; None is an engine without.
-            config: of the engine, see `rig_config`.
+            config: of the engine, see `session_config`.
             model: folder of the scripted model.
             disturb: lets the storage do something.
         """
@@ -212,7 +212,7 @@ class Rig:
                 self.step()
                 engine.call_utility("resume")
             case "sleep":
-                engine.call_utility("sleep", 1, "keep")
+                engine.call_utility("sleep", 1 + operation.number % 2, "keep")
                 engine.call_utility("wake_up")
             case "interrupt":
                 method = ("execute_model", "sample_tokens")[operation.number % 2]
@@ -243,6 +243,7 @@ class Rig:
                 live.is_done = True
             return
         for output in outputs:
+            assert isinstance(output, RequestOutput)
             live, completion = self.requests[output.request_id], output.outputs[0]
             live.tokens, live.error = completion.token_ids, completion.error
             live.is_done = output.finished
@@ -282,16 +283,24 @@ class Rig:
         self._engine.close()
 
 
-def rig_config(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of an engine whose requests are chunked and preempted."""
-    connector = {"load_seconds": _LOAD_SECONDS, "lease_seconds": _LEASE_SECONDS}
-    return {
+def session_config(extra: Mapping[str, Any], *, is_quiet: bool = True) -> dict[str, Any]:
+    """Return the configuration of an engine whose requests are chunked and preempted.
+
+    Args:
+        extra: further configuration, which has the connector; empty for an engine without.
+        is_quiet: whether all storage works, so that nothing is late.
+    """
+    config = {
         **extra,
         "attention": {"use": "hardpoint.testing.kv.slots:WitnessAttention"},
         "kv_cache": {"block_size": BLOCK_SIZE, "num_blocks": _NUM_BLOCKS},
         "scheduler": {"max_num_batched_tokens": 16},
-        **({"kv_connector": connector | dict(extra["kv_connector"])} if extra else {}),
     }
+    if "kv_connector" in extra:
+        seconds = _QUIET_SECONDS if is_quiet else _DISTURBED_SECONDS
+        limits = {"load_seconds": seconds, "lease_seconds": seconds}
+        config["kv_connector"] = limits | dict(extra["kv_connector"])
+    return config
 
 
 def write_model(folder: Path, seed: int = 1) -> Path:

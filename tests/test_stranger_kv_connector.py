@@ -1,0 +1,14 @@
+"""A KV connector from outside: built, installed and used, by its tests."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+
+from support.processes import ROOT, run
+
+
+def test_its_own_tests_pass(acme_kv_connector, tmp_path):
+    shutil.copytree(ROOT / "examples" / "acme_kv_connector" / "tests", tmp_path / "tests")
+    pytest_run = (sys.executable, "-m", "pytest", "-q", "tests")
+    assert "passed" in run(*pytest_run, path=acme_kv_connector, cwd=tmp_path, examples=0.1)

@@ -305,7 +305,6 @@ def pause_and_resume(engine):
 def sleep_and_wake(level):
     def call(engine):
         engine.call_utility("sleep", level, "keep")
-        engine.step()
         engine.call_utility("wake_up", None)
 
     return call

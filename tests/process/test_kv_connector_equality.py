@@ -112,11 +112,50 @@ def test_cold_and_warm(scripted, expected):
         assert not llm.health().fallbacks
 
 
-def test_after_a_restart(scripted, expected, tmp_path):
+NEAR_BYTES = 400_000
+
+
+def durable(name: str, path: Path) -> dict[str, Any]:
+    """Return the configuration of stores that outlive their engine, with a small one in front."""
+    tables = {
+        "memory": {"size_bytes": NEAR_BYTES},
+        "disk": {"path": str(path), "size_bytes": 1 << 26},
+    }
+    if name == "folder":
+        return folder(path)
+    if name == "chain":
+        return stored("chain", chain={"stores": ["memory", "disk"], "write": "behind"}, **tables)
+    names = name.split(" and ")
+    return stored(*names, **{one: tables[one] for one in names})
+
+
+DURABLE = ["folder", "disk", "memory and disk", "chain"]
+
+
+def nightly_but(short: set[str], names: Iterable[str]) -> list[Any]:
+    return [pytest.param(n, marks=[] if n in short else pytest.mark.nightly) for n in names]
+
+
+@pytest.mark.parametrize("store", nightly_but({"disk"}, DURABLE))
+def test_after_a_restart(scripted, expected, tmp_path, store):
     for _ in range(2):
-        with opened(scripted, folder(tmp_path / "blocks")) as llm:
+        with opened(scripted, durable(store, tmp_path / "blocks")) as llm:
             check_rounds(llm, expected, rounds=1)
-            loaded = tiers_of(llm)["folder"].loaded_blocks
+            loaded = sum(tier.loaded_blocks for tier in tiers_of(llm).values())
+            assert not llm.health().fallbacks
+    assert loaded > 50
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("store", DURABLE)
+@pytest.mark.parametrize("ranks", ["tensor 2", "pipeline 2"])
+def test_llama_after_a_restart(llama, tmp_path, store, ranks):
+    config, expected = llama
+    for _ in range(2):
+        kept = durable(store, tmp_path / "blocks")
+        with open_llm(parallel_config(*RANKS[ranks], **config, **kept)) as llm:
+            check_llama(llm, expected, rounds=1)
+            loaded = sum(tier.loaded_blocks for tier in tiers_of(llm).values())
             assert not llm.health().fallbacks
     assert loaded > 50
 
@@ -135,10 +174,6 @@ CHOICES = {
     "another hash": ({}, {"kv_cache": {"hash_algorithm": "blake2b"}}),
     "engine process": ({}, {"engine": {"in_process": False}}),
 }
-
-
-def nightly_but(short: set[str], names: Iterable[str]) -> list[Any]:
-    return [pytest.param(n, marks=[] if n in short else pytest.mark.nightly) for n in names]
 
 
 @pytest.mark.parametrize("choice", nightly_but(SHORT, CHOICES))

@@ -235,15 +235,14 @@ def check_llama(llm: LLM, expected: dict[str, Any], rounds: int = 2) -> None:
     assert stats.num_preemptions > 3
 
 
-SHORT_CASES = {("one rank", 2), ("tensor 2", 1)}
-CASES = [
-    pytest.param(ranks, groups, marks=[] if (ranks, groups) in SHORT_CASES else pytest.mark.nightly)
-    for ranks in RANKS
-    for groups in (1, 2)
-]
+CASES = [(ranks, groups) for ranks in RANKS for groups in (1, 2)]
 
 
-@pytest.mark.parametrize(("ranks", "groups"), CASES)
+def cases(*short: tuple[str, int]) -> list[Any]:
+    return [pytest.param(*c, marks=[] if c in short else pytest.mark.nightly) for c in CASES]
+
+
+@pytest.mark.parametrize(("ranks", "groups"), cases(("one rank", 2), ("tensor 2", 1)))
 def test_llama(llama, ranks, groups):
     config, expected = llama
     settings = parallel_config(*RANKS[ranks], **config, **memory(layer_groups=groups))
@@ -355,7 +354,7 @@ def sleep_and_wake(level):
 BETWEEN = [reset_cache, pause_and_resume, sleep_and_wake(1), sleep_and_wake(2)]
 
 
-@pytest.mark.parametrize(("ranks", "groups"), CASES)
+@pytest.mark.parametrize(("ranks", "groups"), cases(("one rank", 2)))
 def test_calls_between_steps(llama, tmp_path, ranks, groups):
     """The cache is reset, the engine pauses and sleeps, while blocks are loaded and saved."""
     config, expected = llama

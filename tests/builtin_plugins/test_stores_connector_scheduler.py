@@ -407,17 +407,6 @@ def test_a_request_of_the_same_id_begins_in_the_step_after_its_end(engine, a):
 # Plans that are lost
 
 
-def test_lost_lookups_are_repeated_when_the_request_is_asked_for_again(engine, a):
-    engine.match(a)
-    lost = engine.jobs()
-    engine.half.plan_lost(lost)
-    assert engine.jobs() is None
-    engine.match(a)
-    (again,) = engine.jobs().lookups
-    assert again.hashes == lost.lookups[0].hashes
-    assert again.serial != lost.lookups[0].serial  # a late answer to the first one is none
-
-
 def test_lost_loads_are_given_up_by_the_engine(engine, a):
     engine.answer(engine.asked(a), 2)
     engine.match(a)
@@ -429,12 +418,29 @@ def test_lost_loads_are_given_up_by_the_engine(engine, a):
     assert engine.jobs() is None
 
 
-def test_a_load_that_no_plan_has_begun_is_none_once_it_has_ended(engine, a):
+def test_after_a_lost_plan_it_asks_again(engine, a):
+    """Of the lookup itself as of an answer that is lost."""
+    lost = engine.asked(a)
+    engine.half.plan_lost(Jobs(lookups=[lost]))
+    again = engine.asked(a)
+    assert again.serial != lost.serial
+    engine.half.plan_lost(Jobs())
+    last = engine.asked(a)
+    engine.answer(lost, 3)
+    engine.answer(again, 3)
+    assert engine.match(a) == (None, False)
+    engine.answer(last, 2)
+    engine.half.plan_lost(Jobs())
+    assert engine.match(a) == (8, True)
+
+
+def test_loads_that_no_plan_has_taken_are_given_up(engine, a):
     engine.answer(engine.asked(a), 2)
     engine.match(a)
     engine.allocate(a, 8)
     engine.half.load_ended("a", failed=True)
     assert engine.jobs() is None
+    engine.asked(request("b", PROMPT))  # nobody loads it
 
 
 def test_what_a_lost_plan_was_to_save_is_saved_when_it_is_computed_again(engine, a):

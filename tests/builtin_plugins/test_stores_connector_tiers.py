@@ -54,15 +54,14 @@ class Unreadable:
 def block(key=KEY, fill=5):
     buffer = Buffer(LAYERS, pin_memory=False)
     for layer in buffer.layers:
-        layer.fill_(fill)
+        layer[:] = fill
     write_header(buffer.views, key, 1)
     return buffer
 
 
 def empty():
     buffer = Buffer(LAYERS, pin_memory=False)
-    for view in buffer.views:
-        view[:] = bytes(len(view))
+    buffer.views.whole[:] = bytes(len(buffer.views.whole))
     return buffer
 
 
@@ -142,7 +141,7 @@ def test_a_store_that_says_it_has_loaded_and_has_not():
     one, buffer = Guarded(), block()
     one.store.instead["load"] = lambda *_: True
     assert not one.tier.load(KEY, buffer.views)
-    assert "load() gave a block that cannot be used: it has no header" in one.faults[0][1]
+    assert "load() gave a block that cannot be used: its checksum is wrong" in one.faults[0][1]
 
 
 def test_damaged_and_foreign_blocks_are_misses():

@@ -25,6 +25,16 @@ TENSOR, PIPELINE, BOTH = (
     {"executor": {"use": "multiproc"}, "parallel": {"tensor": tensor, "pipeline": pipeline}}
     for tensor, pipeline in ((2, 1), (1, 2), (2, 2))
 )
+STORES = {  # some calls of the first one fail; what was evicted comes back from both
+    "kv_connector": {
+        "stores": [{"use": "support.plugins.kv_stores:HostileStore", "name": "hostile"}, "memory"]
+    },
+    "plugin": {
+        "stores": {"timeout_seconds": 0.5, "breaker_seconds": 0.1},
+        "memory": {"size_bytes": 1 << 22},
+        "hostile": {"ways": ["fail", "forget", "invent", "damage", "slow"], "share": 0.1},
+    },
+}
 SOME_RANKS = [
     pytest.param(TENSOR, id="tensor 2", marks=pytest.mark.nightly),
     pytest.param(PIPELINE, id="pipeline 2"),
@@ -34,6 +44,9 @@ ANY_RANKS = [
     pytest.param(ONE_RANK, id="one rank"),
     pytest.param(TENSOR, id="tensor 2", marks=pytest.mark.nightly),
     pytest.param(PIPELINE, id="pipeline 2", marks=pytest.mark.nightly),
+    pytest.param(STORES, id="stores", marks=pytest.mark.nightly),
+    pytest.param(TENSOR | STORES, id="tensor 2, stores", marks=pytest.mark.nightly),
+    pytest.param(PIPELINE | STORES, id="pipeline 2, stores", marks=pytest.mark.nightly),
 ]
 POLICIES = ["fair", "shortest_first", "fcfs", "priority"]
 ENDLESS = SamplingParams(
@@ -80,6 +93,15 @@ def test_llm_in_this_process(scripted, expected):
     with LLM(config=scripted_config(scripted, TIGHT)) as llm:
         assert of_prompts(llm.generate(*prompts_and_params())) == expected
         assert llm.scheduler_stats().num_preemptions > 0  # else TIGHT would prove nothing
+
+
+def test_llm_with_stores(scripted, expected):
+    with LLM(config=scripted_config(scripted, TIGHT | STORES)) as llm:
+        for _ in range(2):
+            assert of_prompts(llm.generate(*prompts_and_params())) == expected
+            llm.reset_prefix_cache()
+        tiers = llm.scheduler_stats().kv_tiers
+        assert sum(tier.loaded_blocks for tier in tiers.values()) > 30
 
 
 def test_llm_with_an_engine_process(scripted, expected):

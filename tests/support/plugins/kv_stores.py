@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -21,16 +22,19 @@ class FolderStore(KVStore):
     contract = 1
 
     class Options(plugins.Options):
-        """`path` is a folder."""
+        """`path` is a folder; None is a temporary one."""
 
-        path: str
+        path: str | None = None
 
     options: Options
 
     def __init__(self, context: plugins.KVStoreContext) -> None:
         """Make the folder."""
         super().__init__(context)
-        self._folder = Path(self.options.path)
+        self._temporary = None
+        if self.options.path is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="hardpoint-tests-")
+        self._folder = Path(self.options.path or self._temporary.name)
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
@@ -56,6 +60,11 @@ class FolderStore(KVStore):
             start += len(part)
         return True
 
+    def close(self) -> None:
+        """Remove a temporary folder."""
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
     def _path(self, key: bytes) -> Path:
         return self._folder / key.hex()
 
@@ -69,13 +78,14 @@ class HostileStore(FolderStore):
         """The share, and of `fail`, `forget`, `invent`, `damage`, `foreign`, `slow` and `nonsense`.
 
         Attributes:
-            share: of the calls.
+            path: of a folder; None is a temporary one.
             ways: one of them is taken at random.
+            share: of the calls.
             slow_seconds: of a slow call.
         """
 
-        path: str
         ways: list[str]
+        path: str | None = None
         share: float = 0.05
         slow_seconds: float = 0.02
 

@@ -148,12 +148,24 @@ def _setups(folder: Path, stack: contextlib.ExitStack) -> Iterator[Setup]:
     if (address := _redis(folder, stack)) is not None:
         redis = _stores("redis", url=address)
         yield Setup("redis", redis, lambda size, block: _raw_redis(address, size, block))
-    here, there = (f"ipc://{folder}/{name}.sock" for name in ("here", "there"))
+    loading, computing = (f"ipc://{folder}/{name}.sock" for name in ("loading", "computing"))
     yield Setup(
         "p2p",
-        _stores("p2p", engine="here", listen=here, peers={"there": there}, size_bytes=4 << 30),
+        _stores(
+            "p2p",
+            engine="loading",
+            listen=loading,
+            peers={"computing": computing},
+            size_bytes=4 << 30,
+        ),
         _raw_memory,
-        peer=_stores("p2p", engine="there", listen=there, peers={"here": here}, size_bytes=4 << 30),
+        peer=_stores(
+            "p2p",
+            engine="computing",
+            listen=computing,
+            peers={"loading": loading},
+            size_bytes=4 << 30,
+        ),
     )
 
 

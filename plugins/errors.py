@@ -44,6 +44,8 @@ __all__ = [
     "PluginNotFoundError",
     "PromptTooLongError",
     "RequestError",
+    "reason_of",
+    "shown",
 ]
 
 

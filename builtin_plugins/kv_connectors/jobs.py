@@ -83,7 +83,7 @@ class Jobs(msgspec.Struct, array_like=True):
         return bool(self.lookups or self.loads or self.saves or self.renewals)
 
 
-class Answers(msgspec.Struct, array_like=True):
+class WorkerMessage(msgspec.Struct, array_like=True):
     """What a worker answers.
 
     Attributes:

@@ -19,16 +19,15 @@ from hardpoint.plugins.kv_connector import (
 from hardpoint.plugins.kv_store import PeerKVStore
 
 from .events import TierEvents
-from .frames import HEADER_BYTES
-from .jobs import Answers, Handshake, Jobs, Load, Lookup, Renewal, Save
-from .staging import Buffer, BufferPool, CacheBlocks
+from .jobs import Handshake, Jobs, Load, Lookup, Renewal, Save, WorkerMessage
+from .staging import HEADER_BYTES, Buffer, BufferPool, CacheBlocks
 from .threads import TaskThreads
 from .tiers import CircuitBreaker, Tier, Tiers
 
 if TYPE_CHECKING:
     import torch
 
-    from .stores import StoresOptions
+    from .options import StoresOptions
 
 _SLACK = 0.9  # of the time for a load or a call, so that what was loaded in time is used
 
@@ -94,7 +93,7 @@ class StoresWorker(KVConnectorWorker):
         self._context = context
         self._options = options
         self._lease = connector.config.lease_seconds
-        self._patience = connector.config.load_seconds * _SLACK
+        self._timeout = connector.config.load_seconds * _SLACK
         self._identity = context.identity.digest()
         layer_bytes = context.identity.layer_bytes
         self._groups = _groups(layer_bytes, options.layer_groups)
@@ -128,7 +127,7 @@ class StoresWorker(KVConnectorWorker):
         self._distrusted = 0  # steps whose blocks are not saved
         self._errors: set[int] = set()
         self._ended: set[str] = set()
-        self._answers = Answers()
+        self._answers = WorkerMessage()
         self._stats_changed = False
 
     def _threads(self, connector: KVConnectorContext, name: str, count: int) -> TaskThreads:
@@ -232,10 +231,10 @@ class StoresWorker(KVConnectorWorker):
             if (job := self._loads.get(request_id)) is not None:
                 job.give_up()
 
-    def take_message(self) -> Answers | None:
+    def take_message(self) -> WorkerMessage | None:
         """Return what was found, and what could not be saved."""
         with self._lock:
-            answers, self._answers = self._answers, Answers()
+            answers, self._answers = self._answers, WorkerMessage()
         return answers or None
 
     def evicted(self, store: str, keys: Sequence[bytes]) -> None:
@@ -269,7 +268,7 @@ class StoresWorker(KVConnectorWorker):
 
     def _start(self, load: Load) -> None:
         """Load blocks in threads, the groups one after another."""
-        job = _LoadJob(load, len(self._groups), time.monotonic() + self._patience)
+        job = _LoadJob(load, len(self._groups), time.monotonic() + self._timeout)
         if load.in_step:
             self._in_step.append(job)
         else:
@@ -382,7 +381,7 @@ class StoresWorker(KVConnectorWorker):
         layers, limit = self._groups[group], time.monotonic() + self._options.save_wait_seconds
         for save in self._saves:
             for block_hash, block_id in zip(save.hashes, save.block_ids, strict=True):
-                buffer = self._pool.take(max(limit - time.monotonic(), 0))
+                buffer = self._pool.acquire(max(limit - time.monotonic(), 0))
                 if buffer is None:
                     self._tiers.drop()
                     self._not_saved(block_hash)
@@ -413,19 +412,19 @@ class StoresWorker(KVConnectorWorker):
         with self._lock:
             self._stats_changed = True
 
-        def keep_behind() -> None:
+        def keep_in_others() -> None:
             kept = [tier.keep(key, buffer.views) for tier in others]
             if not (is_kept or any(kept)):
                 self._not_saved(block_hash)
             self._saved(buffer)
 
         if others and self._options.write == "behind":
-            self._late_savers.submit(keep_behind)
+            self._late_savers.submit(keep_in_others)
         else:
-            keep_behind()
+            keep_in_others()
 
     def _saved(self, buffer: Buffer) -> None:
-        self._tiers.when_free(buffer.views, functools.partial(self._pool.give_back, buffer))
+        self._tiers.when_free(buffer.views, functools.partial(self._pool.release, buffer))
         with self._lock:
             self._stats_changed = True
 

@@ -21,7 +21,7 @@ from hardpoint.plugins.kv_connector import (
     KVSchedulerContext,
 )
 
-from .jobs import Answers, Handshake, Jobs, Load, Lookup, Renewal, Save, Transfer
+from .jobs import Handshake, Jobs, Load, Lookup, Renewal, Save, Transfer, WorkerMessage
 from .transfer_params import TransferParams, new_secret, offered_params, read_params
 
 _Matched = tuple[int | None, bool]
@@ -101,7 +101,7 @@ class StoresScheduler(KVConnectorScheduler):
         """
         self._context = context
         self._lease = connector.config.lease_seconds
-        self._patience = connector.config.load_seconds
+        self._timeout = connector.config.load_seconds
         self._engine_id = connector.config.engine_id or ""
         self._loads_in_step = loads_in_step
         self._ranks = frozenset(range(context.world_size))
@@ -210,7 +210,7 @@ class StoresScheduler(KVConnectorScheduler):
         if in_step:
             self._loads_in_next.add(request_id)
         else:
-            until = self._context.clock() + self._patience
+            until = self._context.clock() + self._timeout
             self._hashes_of[request_id] = hashes
             for block_hash in hashes:
                 self._loading[block_hash] = request_id, until
@@ -333,7 +333,7 @@ class StoresScheduler(KVConnectorScheduler):
         num_tokens = len(running.offered) * self._context.block_size
         return False, offered_params(self._engine_id, running.secret, num_tokens)
 
-    def receive(self, rank: int, message: Answers) -> None:
+    def receive(self, rank: int, message: WorkerMessage) -> None:
         """Take the answers of a rank."""
         by_serial = {query.serial: query for query in self._queries.values()}
         for serial, count in message.found.items():
@@ -352,7 +352,7 @@ class StoresScheduler(KVConnectorScheduler):
     def plan_lost(self, metadata: Jobs) -> None:
         """Ask again; what was to be saved is saved when it is computed again.
 
-        Answers to earlier lookups may be lost as well. Loads are given up.
+        WorkerMessage to earlier lookups may be lost as well. Loads are given up.
         """
         self._queries = {name: query for name, query in self._queries.items() if not query.ranks}
         self._jobs.renewals = metadata.renewals + self._jobs.renewals

@@ -1,4 +1,7 @@
-"""Buffers in host memory, and copies between them and the KV cache.
+"""Blocks in host memory: a header, then the bytes of each layer; copies to and from the KV cache.
+
+The header says whose block it is, and has a checksum of all bytes. It is compared after each load,
+so that damaged, foreign and outdated bytes are misses.
 
 Stores never touch the KV cache: a store that goes on writing after its time would overwrite the
 blocks of other requests.
@@ -6,15 +9,65 @@ blocks of other requests.
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import xxhash
 
 from hardpoint.plugins.kv_store import BlockBuffer
 
-from .frames import HEADER_BYTES
+_MAGIC = b"HARDPTKV"
+_VERSION = 1
+_CHECKSUM = struct.Struct("<Q")  # of all that follows
+_HEADER = struct.Struct("<8sIIQ32sQ")
+HEADER_BYTES = 128
+"""Of the header, padding included."""
+
+
+class BadBlockError(Exception):
+    """A block is not what was asked for; the message says why."""
+
+
+def write_header(buffer: BlockBuffer, key: bytes, generation: int) -> None:
+    """Write the header of a block whose layers are in the buffer.
+
+    Args:
+        buffer: the header, then the layers.
+        key: of the block.
+        generation: a number that no other write has.
+    """
+    whole, size = buffer.whole, len(buffer.whole) - HEADER_BYTES
+    whole[:HEADER_BYTES] = bytes(HEADER_BYTES)
+    fields = (_MAGIC, _VERSION, len(buffer) - 1, size, key, generation)
+    _HEADER.pack_into(whole, _CHECKSUM.size, *fields)
+    _CHECKSUM.pack_into(whole, 0, _checksum(buffer))
+
+
+def check_block(buffer: BlockBuffer, key: bytes) -> None:
+    """Check a block that a store has loaded.
+
+    Raises:
+        BadBlockError: it is another one, or damaged.
+    """
+    whole, expected = buffer.whole, len(buffer.whole) - HEADER_BYTES
+    fields = _HEADER.unpack_from(whole, _CHECKSUM.size)
+    magic, version, count, size, of_key, generation = fields
+    if magic != _MAGIC or version != _VERSION:
+        raise BadBlockError("it has no header of this version")
+    if (count, size) != (len(buffer) - 1, expected):
+        raise BadBlockError(f"it has {size} bytes in {count} layers, expected {expected}")
+    if of_key != key:
+        raise BadBlockError(f"it is the block of another key, of generation {generation}")
+    if _CHECKSUM.unpack_from(whole) != (_checksum(buffer),):
+        raise BadBlockError(f"its checksum is wrong, of generation {generation}")
+
+
+def _checksum(buffer: BlockBuffer) -> int:
+    """Return the checksum of all that follows it, xxh3 with 64 bits."""
+    return xxhash.xxh3_64_intdigest(buffer.whole[_CHECKSUM.size :])
 
 
 class Buffer:
@@ -78,7 +131,7 @@ class BufferPool:
         self._room = max(1, limit // (HEADER_BYTES + sum(layer_bytes)))
         self._returned = threading.Condition()
 
-    def take(self, timeout: float = 0.0) -> Buffer | None:
+    def acquire(self, timeout: float = 0.0) -> Buffer | None:
         """Return a buffer; None if all are in use for so many seconds."""
         with self._returned:
             if not self._free and not self._room:
@@ -90,8 +143,8 @@ class BufferPool:
             self._room -= 1
         return Buffer(self._layer_bytes, pin_memory=self._pin_memory)
 
-    def give_back(self, buffer: Buffer) -> None:
-        """Return a buffer that nobody uses any more."""
+    def release(self, buffer: Buffer) -> None:
+        """Return a buffer that is not used any more."""
         with self._returned:
             self._free.append(buffer)
             self._returned.notify()

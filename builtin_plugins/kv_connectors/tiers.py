@@ -18,7 +18,7 @@ from hardpoint.plugins.errors import reason_of, shown
 from hardpoint.plugins.kv_store import BlockBuffer, PeerKVStore
 
 from .events import TierEvents
-from .frames import BadBlockError, check_block, write_header
+from .staging import BadBlockError, check_block, write_header
 
 _MOST_LATE = 16  # futures, each of which keeps a buffer
 _T = TypeVar("_T")
@@ -29,14 +29,14 @@ class CircuitBreaker:
 
     def __init__(self, failures: int, seconds: float) -> None:
         """Open after `failures` in a row, for `seconds`; then one call tries again."""
-        self._most, self._seconds = failures, seconds
+        self._limit, self._seconds = failures, seconds
         self._count = 0
         self._retry_at = 0.0
         self._lock = threading.Lock()
 
     def allows(self) -> bool:
         """Return whether the store may be called."""
-        if self._count < self._most:
+        if self._count < self._limit:
             return True
         with self._lock:
             now = time.monotonic()
@@ -54,7 +54,7 @@ class CircuitBreaker:
         with self._lock:
             self._count += 1
             self._retry_at = time.monotonic() + self._seconds
-            return self._count == self._most
+            return self._count == self._limit
 
 
 class _BadAnswerError(Exception):

@@ -17,6 +17,7 @@ from hardpoint.core.activity import Activity, PluginCalls, tracked
 from hardpoint.core.faults import CALL_LOST, StepFaults, create_all
 from hardpoint.core.kv_cache import BlockManager, BlockMetadata, CacheSize, Eviction, size_cache
 from hardpoint.core.kv_cache.connector import EngineConnector
+from hardpoint.core.kv_cache.event_fanout import KVEventFanout
 from hardpoint.core.worker.shares import check_shares
 from hardpoint.core.worker.worker import WorkerSpec
 from hardpoint.plugins import (
@@ -48,7 +49,6 @@ from hardpoint.registry.plugin_set import PluginSet
 from .connector_start import ConnectorStart
 from .core import EngineCore
 from .grammars import GrammarManager
-from .kv_events import KVEventFanout
 from .policy import PolicySlot
 from .prepare import limits_of
 from .step import EngineCoreParts

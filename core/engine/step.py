@@ -13,6 +13,7 @@ from hardpoint.core.activity import Activity
 from hardpoint.core.faults import StepFaults
 from hardpoint.core.kv_cache import BlockManager
 from hardpoint.core.kv_cache.connector import EngineConnector
+from hardpoint.core.kv_cache.event_fanout import KVEventFanout
 from hardpoint.plugins import (
     EngineConfig,
     EngineCoreOutputs,
@@ -34,7 +35,6 @@ from hardpoint.registry.blame import is_fault, raise_unless_fault
 from .batch_queue import Batch, BatchQueue, start_batch, with_drafts
 from .connector_start import ConnectorStart
 from .grammars import GrammarManager
-from .kv_events import KVEventFanout
 from .policy import PolicySlot
 from .step_check import ResultCheck, checked, no_result, plan_defect, result_of
 from .step_log import StepLog, log_failure

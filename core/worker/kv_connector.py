@@ -134,7 +134,8 @@ class WorkerConnector:
                     metadata = msgspec.msgpack.decode(step.data, type=self._connector.Metadata)
         except msgspec.MsgspecError as cause:
             self._failed("its metadata cannot be read", cause)
-        self._run("start_load_kv", metadata, loads=True)
+        half = self._half
+        self._run("start_load_kv", loads=True, function=lambda: half.start_load_kv(metadata))
         if cancelled:  # last, so that nothing that the step began goes on, either
             self._run("cancel_loads", cancelled, is_vital=True)
 

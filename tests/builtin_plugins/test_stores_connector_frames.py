@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from hardpoint.builtin_plugins.kv_connectors.frames import (
+from hardpoint.builtin_plugins.kv_connectors.staging import (
     HEADER_BYTES,
     BadBlockError,
     check_block,

@@ -9,12 +9,12 @@ import pytest
 
 from hardpoint import SamplingParams
 from hardpoint.builtin_plugins.kv_connectors.jobs import (
-    Answers,
     Handshake,
     Jobs,
     Load,
     Lookup,
     Save,
+    WorkerMessage,
 )
 from hardpoint.builtin_plugins.kv_connectors.planning import StoresScheduler
 from hardpoint.builtin_plugins.kv_connectors.stores import StoresOptions
@@ -84,7 +84,7 @@ class Engine:
 
     def answer(self, lookup, *counts):
         for rank, count in enumerate(counts):
-            self.half.receive(rank, Answers(found={lookup.serial: count}))
+            self.half.receive(rank, WorkerMessage(found={lookup.serial: count}))
 
     def allocate(self, request, external=0):
         """Give a request blocks for all its tokens; return them."""
@@ -192,9 +192,9 @@ def test_all_ranks_must_have_a_block():
     engine, a = Engine(ranks=3), request("a", PROMPT)
     lookup = engine.asked(a)
     for rank, count in ((1, 3), (0, 2), (1, 0)):  # the last one comes twice
-        engine.half.receive(rank, Answers(found={lookup.serial: count}))
+        engine.half.receive(rank, WorkerMessage(found={lookup.serial: count}))
         assert engine.match(a) == (None, False)
-    engine.half.receive(2, Answers(found={lookup.serial: 3}))
+    engine.half.receive(2, WorkerMessage(found={lookup.serial: 3}))
     assert engine.match(a) == (0, False)
 
 
@@ -355,7 +355,7 @@ def test_what_could_not_be_loaded_is_saved(engine, a):
 def test_what_was_not_stored_is_saved_again(engine, a):
     engine.allocate(a)
     engine.begin(a, 0, 14)
-    engine.half.receive(0, Answers(unsaved=hashes_of(a, 2)[1:]))
+    engine.half.receive(0, WorkerMessage(unsaved=hashes_of(a, 2)[1:]))
     b = request("b", PROMPT)
     engine.allocate(b)
     (save,) = engine.begin(b, 0, 14)

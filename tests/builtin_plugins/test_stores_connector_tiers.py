@@ -10,8 +10,7 @@ import pytest
 from support.builtins.kv_store_fakes import ScriptedStore
 from support.waiting import wait_until
 
-from hardpoint.builtin_plugins.kv_connectors.frames import HEADER_BYTES, write_header
-from hardpoint.builtin_plugins.kv_connectors.staging import Buffer
+from hardpoint.builtin_plugins.kv_connectors.staging import HEADER_BYTES, Buffer, write_header
 from hardpoint.builtin_plugins.kv_connectors.tiers import CircuitBreaker, Tier, Tiers
 from hardpoint.builtin_plugins.kv_stores.memory import MemoryStore
 

@@ -413,23 +413,23 @@ def test_caches_with_strides():
 
 def test_pool_has_room_for_one_at_least():
     pool = BufferPool([8], 1, pin_memory=False)
-    buffer = pool.take()
-    assert pool.take() is None
-    pool.give_back(buffer)
-    assert pool.take() is buffer
+    buffer = pool.acquire()
+    assert pool.acquire() is None
+    pool.release(buffer)
+    assert pool.acquire() is buffer
 
 
 def test_pool_makes_no_more_than_its_limit():
     pool = BufferPool([8], 3 * (128 + 8) + 7, pin_memory=False)
-    taken = [pool.take() for _ in range(4)]
+    taken = [pool.acquire() for _ in range(4)]
     assert [buffer is None for buffer in taken] == [False, False, False, True]
 
 
 def test_pool_waits_for_a_buffer():
     pool = BufferPool([8], 1, pin_memory=False)
-    buffer = pool.take()
-    threading.Timer(0.02, pool.give_back, [buffer]).start()
-    assert pool.take(20.0) is buffer
+    buffer = pool.acquire()
+    threading.Timer(0.02, pool.release, [buffer]).start()
+    assert pool.acquire(20.0) is buffer
     began = time.monotonic()
-    assert pool.take(0.02) is None
+    assert pool.acquire(0.02) is None
     assert time.monotonic() - began >= 0.02

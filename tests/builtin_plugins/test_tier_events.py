@@ -7,8 +7,7 @@ import threading
 import pytest
 
 from hardpoint.builtin_plugins.kv_connectors.events import TierEvents
-from hardpoint.builtin_plugins.kv_connectors.frames import HEADER_BYTES, write_header
-from hardpoint.builtin_plugins.kv_connectors.staging import Buffer
+from hardpoint.builtin_plugins.kv_connectors.staging import HEADER_BYTES, Buffer, write_header
 from hardpoint.builtin_plugins.kv_connectors.tiers import CircuitBreaker, Tier
 from hardpoint.builtin_plugins.kv_stores.memory import MemoryStore
 from hardpoint.plugins import BlockRemoved, BlockStored, KVStoreContext

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hardpoint.builtin_plugins.kv_connectors.jobs import Answers, Jobs, Load, Lookup, Save
+from hardpoint.builtin_plugins.kv_connectors.jobs import Jobs, Load, Lookup, Save, WorkerMessage
 from hardpoint.builtin_plugins.kv_connectors.moving import StoresWorker
 from hardpoint.builtin_plugins.kv_connectors.stores import StoresOptions
 from hardpoint.builtin_plugins.kv_stores.memory import MemoryStore
@@ -190,9 +190,9 @@ class Rank:
             for view in views:
                 view.zero_()
 
-    def answers(self) -> Answers:
+    def answers(self) -> WorkerMessage:
         """Wait for a message, and return it."""
-        found: list[Answers] = []
+        found: list[WorkerMessage] = []
         wait_until(lambda: found.append(self.half.take_message()) or found[-1], what="answers")
         return found[-1]
 

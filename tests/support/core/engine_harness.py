@@ -12,12 +12,12 @@ from types import SimpleNamespace
 from hardpoint.builtin_plugins.policies import FirstComeFirstServed
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.core.engine.core import EngineCore
-from hardpoint.core.engine.kv_events import KVEventFanout
 from hardpoint.core.engine.step import EngineCoreParts
 from hardpoint.core.engine_process.loop import EngineLoop, LoopOptions, LoopQueues, Prepared
 from hardpoint.core.engine_process.sender import ClientSendQueues
 from hardpoint.core.faults import StepFaults
 from hardpoint.core.kv_cache import BlockManager
+from hardpoint.core.kv_cache.event_fanout import KVEventFanout
 from hardpoint.plugins import (
     EngineCoreRequest,
     ModelRunnerOutput,

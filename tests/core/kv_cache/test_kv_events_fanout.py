@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from hardpoint.core.engine.kv_events import KVEventFanout
 from hardpoint.core.faults import StepFaults
+from hardpoint.core.kv_cache.event_fanout import KVEventFanout
 from hardpoint.plugins import (
     AllBlocksCleared,
     BlockRemoved,

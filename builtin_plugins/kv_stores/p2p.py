@@ -36,7 +36,7 @@ from .p2p_messages import (
     Renew,
     Take,
 )
-from .p2p_pool import BlockPool
+from .p2p_pool import PeerBlocks
 from .p2p_server import BlockServer
 
 Socket = zmq.Socket[bytes]
@@ -113,7 +113,7 @@ class PeerToPeerStore(PeerKVStore):
                 raise ConfigError(f"{table}.public_keys: expected one of {name!r}, at {address}")
         if is_tcp(listen) and not keys:
             raise ConfigError(f"{table}.public_keys: expected those of who may ask at {listen}")
-        self._pool = BlockPool(options.size_bytes // context.block_bytes)
+        self._pool = PeerBlocks(options.size_bytes // context.block_bytes)
         self._where: OrderedDict[bytes, PeerClient] = OrderedDict()
         self._lock = threading.Lock()
         self._zmq: zmq.Context[Socket] = zmq.Context()

@@ -25,7 +25,7 @@ class _Offer:
     until: float
 
 
-class BlockPool:
+class PeerBlocks:
     """Blocks up to a number; offers are kept until their lease ends, others until there is no room.
 
     Blocks are never changed, so that one can be sent while another one takes its place. All methods

@@ -16,7 +16,7 @@ import zmq
 from zmq.utils import z85
 
 from .p2p_messages import NO, OTHER, YES, Get, Has, Renew, Take, decode
-from .p2p_pool import BlockPool
+from .p2p_pool import PeerBlocks
 
 Socket = zmq.Socket[bytes]
 
@@ -49,7 +49,7 @@ class BlockServer:
         listening: Socket,
         keys: Socket | None,
         allowed: frozenset[bytes],
-        pool: BlockPool,
+        pool: PeerBlocks,
         identity: str,
         report_fault: Callable[[str], None],
     ) -> None:

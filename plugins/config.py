@@ -157,7 +157,8 @@ class KVConnectorConfig(Strict):
             computed, or it ends with an error.
         load_seconds: maximum time of a lookup, and of a load.
         lease_seconds: maximum time that blocks are kept for another engine.
-        engine_id: name of this engine among others that exchange blocks; None is a random one.
+        engine_id: name of this engine among others that exchange blocks; without one, it offers
+            none.
     """
 
     use: Reference | None = None

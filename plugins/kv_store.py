@@ -129,7 +129,7 @@ class KVStore(Component):
         """Keep a block.
 
         Args:
-            key: may be there already.
+            key: if it is there already, the block replaces the old one, which may be damaged.
             buffer: the block's bytes, in parts of `context.sizes`; read-only, and valid until this
                 returns, or until the future that it returns is done.
 
@@ -202,11 +202,10 @@ class PeerKVStore(KVStore):
         """
 
     @abstractmethod
-    def renew(self, keys: Sequence[bytes], seconds: float, peer: str | None = None) -> None:
-        """Keep blocks that are offered for longer; those that are not there any more are ignored.
+    def renew(self, keys: Sequence[bytes], peer: str | None = None) -> None:
+        """Let the time begin again for which blocks are offered; those that are gone are ignored.
 
         Args:
             keys: under which they are offered.
-            seconds: from now.
             peer: the engine that offers them; None is this one.
         """

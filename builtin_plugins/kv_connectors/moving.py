@@ -366,7 +366,7 @@ class StoresWorker(KVConnectorWorker):
             for block_hash in renewal.hashes
             for group in range(len(self._groups))
         ]
-        tier.run("renew", keys, self._lease, transfer.peer or None)
+        tier.run("renew", keys, transfer.peer or None)
 
     # Saves
 

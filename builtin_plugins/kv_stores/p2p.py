@@ -279,12 +279,7 @@ class PeerToPeerStore(PeerKVStore):
             return False
         return _copy(payload.buffer, buffer)
 
-    def renew(
-        self,
-        keys: Sequence[bytes],
-        seconds: float,  # noqa: ARG002 - each lease is as long as it was
-        peer: str | None = None,
-    ) -> None:
+    def renew(self, keys: Sequence[bytes], peer: str | None = None) -> None:
         """Let the leases of blocks that are offered begin again."""
         if peer is None:
             self._pool.renew(keys)

@@ -100,6 +100,7 @@ class EngineConnector(KVConnectorScheduler):
         self._broken = False  # since the last plan
         self._left_out = False
         self._tiers: dict[int, Mapping[str, KVTierStats]] = {}
+        self._earlier: Mapping[str, KVTierStats] = {}  # of worker halves that are gone
         self._prefix_cache = PrefixCacheStats()
         self._wait_s = _FIRST_WAIT_S
 
@@ -246,6 +247,11 @@ class EngineConnector(KVConnectorScheduler):
         self._loads.workers_lost()
         self._saves.workers_lost()
         self._asked.clear()
+        self._earlier = {
+            name: msgspec.structs.replace(stats, used_bytes=None)
+            for name, stats in self.stats().items()
+        }
+        self._tiers = {}
         self._left_out = False
         decoded = [None if data is None else msgspec.msgpack.decode(data) for data in handshakes]
         if not self._call("set_handshakes", decoded):
@@ -314,7 +320,7 @@ class EngineConnector(KVConnectorScheduler):
 
     def stats(self) -> dict[str, KVTierStats]:
         """Return totals by tier, of all ranks together."""
-        return _summed(self._tiers.values())
+        return _summed([self._earlier, *self._tiers.values()])
 
     def prefix_cache_stats(self) -> PrefixCacheStats:
         """Return totals of the lookups of requests that were admitted, or began to load."""

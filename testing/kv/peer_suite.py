@@ -162,10 +162,10 @@ class PeerKVStoreSuite(KVStoreSuite):
             one.session.offer(index, 2 * _SHORT)
         for _ in range(6):
             time.sleep(_SHORT / 2)
-            one.session.renew(0, 2 * _SHORT)
-            two.session.renew(1, 2 * _SHORT, one.id)
+            one.session.renew(0)
+            two.session.renew(1, one.id)
             for engine, peer in ((one, None), (two, one.id)):
-                engine.session.renew(2, _SHORT, peer)  # was not offered
+                engine.session.renew(2, peer)  # was not offered
         for index, side in ((0, "offers"), (1, "fetches")):
             if not two.session.fetch(one.id, index, _LONG):
                 raise LEASES.violation(f"a block was gone that the engine that {side} it renewed")
@@ -255,10 +255,10 @@ class _PeerSession(StoreSession):
 
         return self._receive("fetch", fetch, index, self._offered)
 
-    def renew(self, index: int, seconds: float, peer: str | None = None) -> None:
+    def renew(self, index: int, peer: str | None = None) -> None:
         """Renew a lease."""
         with self.calling(f"renew of key {index}"):
-            self._peer_store.renew([self._blocks.keys[index]], seconds, peer)
+            self._peer_store.renew([self._blocks.keys[index]], peer)
 
 
 class _Engine(Place):

@@ -154,3 +154,18 @@ def test_what_is_promoted_is_published_and_what_has_gone_is_removed(opened):
     steps_until(llm, lambda: missing & kept_at_any_time(EVENTS[before:], "small"))
     assert len(kept(EVENTS, "memory")) == 6
     assert len(kept(EVENTS, "small")) == 4
+
+
+def test_totals_go_on_after_a_sleep_that_releases_the_weights(opened):
+    llm = opened(["memory"])
+    llm.generate(PROMPT, ONE_TOKEN)
+    steps_until(llm, lambda: llm.scheduler_stats().kv_tiers["memory"].stored_blocks >= 6)
+    before = llm.scheduler_stats().kv_tiers["memory"]
+    llm.sleep(2)
+    llm.wake_up()
+    assert llm.scheduler_stats().kv_tiers["memory"].stored_blocks == before.stored_blocks
+    llm.generate("another prompt of many tokens", ONE_TOKEN)
+    steps_until(
+        llm,
+        lambda: llm.scheduler_stats().kv_tiers["memory"].stored_blocks >= before.stored_blocks + 7,
+    )

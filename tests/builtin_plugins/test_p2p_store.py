@@ -129,8 +129,8 @@ class TestForOne:
             a.offer(key(number), block(number), 0.3)
         for _ in range(3):
             time.sleep(0.12)
-            a.renew([key(1)], 0.3)
-            b.renew([key(2), key(77)], 0.3, "a")
+            a.renew([key(1)])
+            b.renew([key(2), key(77)], "a")
         fetched = [b.fetch("a", key(number), block(), 1.0) for number in (1, 2, 3)]
         assert fetched == [True, True, False]
 
@@ -138,7 +138,7 @@ class TestForOne:
         a, b = peers.open("a"), peers.open("b")
         a.offer(key(1), block(5), 0.05)
         time.sleep(0.1)
-        a.renew([key(1)], 10.0)
+        a.renew([key(1)])
         assert not b.fetch("a", key(1), block(), 1.0)
 
     def test_offers_are_not_evicted_and_have_no_more_than_the_room(self, peers):

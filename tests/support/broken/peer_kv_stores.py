@@ -34,6 +34,7 @@ class RightPeer(Right, PeerKVStore):
         return _engines[self.options.folder, peer]
 
     def offer(self, key, buffer, seconds):
+        self.seconds = seconds  # the same of all
         with self.changed:
             self.offers[key] = (self.end_of(seconds), bytes(buffer.whole))
             self.changed.notify_all()
@@ -58,13 +59,13 @@ class RightPeer(Right, PeerKVStore):
     def pop_offer(self, key):
         return self.offers.pop(key, (0.0, None))
 
-    def renew(self, keys, seconds, peer=None):
+    def renew(self, keys, peer=None):
         if peer is not None:
-            self.at(peer).renew(keys, seconds)
+            self.at(peer).renew(keys)
             return
         with self.changed:
             for key in set(keys) & set(self.offers):
-                self.offers[key] = (self.end_of(seconds), self.offers[key][1])
+                self.offers[key] = (self.end_of(self.seconds), self.offers[key][1])
 
     def close(self):
         _engines.pop((self.options.folder, self.context.engine_id), None)
@@ -112,15 +113,15 @@ class NeverEnds(RightPeer):
 class RenewsOwnOnly(RightPeer):
     contract = 1
 
-    def renew(self, keys, seconds, peer=None):
+    def renew(self, keys, peer=None):
         if peer is None:
-            super().renew(keys, seconds)
+            super().renew(keys)
 
 
 class RenewsMissing(RightPeer):
     contract = 1
 
-    def renew(self, keys, seconds, peer=None):
+    def renew(self, keys, peer=None):
         for key in keys:
             del self.offers[key]
 

@@ -21,7 +21,9 @@ _Seconds = Annotated[float, Meta(gt=0, le=3600)]
 
 _BATCH = 512  # keys that are asked for at once
 _MAX_PASSWORD = 4096
-_READ_BYTES = 1 << 18  # at once; four times the library's default, in which large values take longer
+_READ_BYTES = (
+    1 << 18
+)  # at once; four times the library's default, in which large values take longer
 _COPIED_BYTES = 6000  # longer values are sent from where they are
 _NOT_WRITABLE = ("MISCONF", "NOREPLICAS")
 """Codes of a server that keeps nothing more for now; for others, the library has classes."""

@@ -142,7 +142,9 @@ def test_a_server_that_stands_still_costs_the_time_limit(start, opened):
     try:
         for call in (lambda: loaded(store, 1), lambda: found(store, 1), lambda: keep(store, 2)):
             began = time.monotonic()
-            with pytest.raises(RedisError, match=r"no answer in 0\.3 s, or no connection in 0\.3 s"):
+            with pytest.raises(
+                RedisError, match=r"no answer in 0\.3 s, or no connection in 0\.3 s"
+            ):
                 call()
             assert time.monotonic() - began < 0.8
     finally:

@@ -195,7 +195,10 @@ def test_a_full_server_stops_saving_is_reported_once_and_can_be_read(server, ope
     assert [store.store(key_of(n), block_of(n)) for n in (2, 3)] == [False, False]
     assert loaded(store, 1)
     assert len(faults) == 1
-    assert "KV store 'kept': blocks are not stored for now: the server answered: command not" in faults[0]
+    assert (
+        "KV store 'kept': blocks are not stored for now: the server answered: command not"
+        in faults[0]
+    )
     server.answer = lambda command: None
     keep(store, 2)
     server.answer = lambda command: oom if command[0] == b"SET" else None

@@ -1,14 +1,15 @@
-"""Blocks in a Redis server."""
+"""Blocks in a Redis server, by the library redis, which is optional."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import ssl
 import stat
-import threading
 from collections.abc import Iterator, Sequence
-from typing import Annotated
+from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 from msgspec import Meta
 
@@ -16,14 +17,16 @@ from hardpoint import plugins
 from hardpoint.plugins import ConfigError, KVStore
 from hardpoint.plugins.kv_store import BlockBuffer
 
-from .redis_connection import RedisConnection, RedisError, RedisReplyError, parse_url
-
 _Seconds = Annotated[float, Meta(gt=0, le=3600)]
 
 _BATCH = 512  # keys that are asked for at once
 _MAX_PASSWORD = 4096
-_NOT_WRITABLE = {"OOM", "MISCONF", "READONLY", "NOREPLICAS", "NOPERM"}
-"""Codes of a server that keeps nothing more for us, and can be read all the same."""
+_READ_BYTES = (
+    1 << 18
+)  # at once; four times the library's default, in which large values take longer
+_COPIED_BYTES = 6000  # longer values are sent from where they are
+_NOT_WRITABLE = ("MISCONF", "NOREPLICAS")
+"""Codes of a server that keeps nothing more for now; for others, the library has classes."""
 
 
 class RedisStore(KVStore):
@@ -45,13 +48,13 @@ class RedisStore(KVStore):
             password_file: whose text is the password; owned by the user or root, and not readable
                 by others. It is read for each new connection.
             password_env: environment variable that holds the password, instead.
-            ssl_ca_certs: file of the certificates that the server's is checked with; None is the
+            ssl_ca_certs: file of certificates that the server's is checked with, besides the
                 system's.
             ssl_certfile: the client's certificate, if the server wants one.
             ssl_keyfile: its key.
             prefix: of all keys.
             ttl_seconds: for which a block is kept; None is until the server drops it.
-            timeout_seconds: of each command.
+            timeout_seconds: without a byte of the server's answer.
             connect_timeout_seconds: until a connection stands.
         """
 
@@ -74,31 +77,29 @@ class RedisStore(KVStore):
 
         Raises:
             ConfigError: a file or variable that an option names cannot be used.
+            ImportError: the library redis is not installed.
         """
         super().__init__(context)
-        options = self.options
-        self._check(options)
-        self._address = parse_url(options.url)
-        self._prefix = options.prefix.encode()
-        ttl = options.ttl_seconds
+        self._library = _import_library()
+        self._check(self.options)
+        ttl = self.options.ttl_seconds
         self._expire_ms = None if ttl is None else max(1, round(ttl * 1000))
-        self._tls = self._tls_context() if self._address.tls else None
-        self._lock = threading.Lock()
-        self._idle: list[RedisConnection] = []
+        self._prefix = self.options.prefix.encode()
         self._closed = False
         self._refused = False
-        self._credentials()
+        self._pool = self._connection_pool()
+        self._client = self._library.Redis(connection_pool=self._pool)
         try:
-            with self._connection() as connection:
-                connection.ping()
-        except RedisError as error:
+            with self._server() as client:
+                client.ping()
+        except self._library.RedisError as error:
             context.report_fault(f"KV store {self.name!r}: {error}")
 
     def _check(self, options: RedisStore.Options) -> None:
         """Check options together; a URL is never repeated, since a password may be in it."""
         where = f"plugin.{self.name}"
         try:
-            parse_url(options.url)
+            _check_url(options.url)
         except ValueError as cause:
             raise ConfigError(f"{where}.url: {cause}") from None
         passwords = [options.password_file, options.password_env]
@@ -106,8 +107,16 @@ class RedisStore(KVStore):
             raise ConfigError(f"{where}.password_env: expected none besides password_file")
         if options.username is not None and not any(passwords):
             raise ConfigError(f"{where}.username: expected password_file or password_env, too")
+        if any(passwords):
+            self._password()
+        if self._has_tls:
+            self._check_certificates()
 
-    def _tls_context(self) -> ssl.SSLContext:
+    @property
+    def _has_tls(self) -> bool:
+        return self.options.url.startswith("rediss:")
+
+    def _check_certificates(self) -> None:
         options = self.options
         where = f"plugin.{self.name}"
         try:
@@ -116,75 +125,81 @@ class RedisStore(KVStore):
             raise ConfigError(f"{where}.ssl_ca_certs: {options.ssl_ca_certs!r}: {cause}") from None
         if options.ssl_certfile is not None:
             try:
-                # Without a password, an encrypted key would be asked for on the terminal.
                 tls.load_cert_chain(options.ssl_certfile, options.ssl_keyfile, password="")
             except OSError as cause:
                 raise ConfigError(
                     f"{where}.ssl_certfile: {options.ssl_certfile!r} and its key: {cause}"
                 ) from None
-        return tls
 
     # Connections
 
+    def _connection_pool(self) -> Any:
+        options = self.options
+        connection = self._library.connection
+        encoder = connection.Encoder("utf-8", "strict", decode_responses=False)
+        settings: dict[str, Any] = {
+            "protocol": 2,  # which all servers know, and which needs no right to say HELLO
+            "socket_timeout": options.timeout_seconds,
+            "socket_connect_timeout": options.connect_timeout_seconds,
+            "socket_read_size": _READ_BYTES,
+            # That of hiredis copies each value twice.
+            "command_packer": connection.PythonRespSerializer(_COPIED_BYTES, encoder.encode),
+        }
+        if options.password_file is not None or options.password_env is not None:
+            settings["credential_provider"] = _Credentials(self)
+        if self._has_tls:
+            settings |= {
+                "ssl_ca_certs": options.ssl_ca_certs,
+                "ssl_certfile": options.ssl_certfile,
+                "ssl_keyfile": options.ssl_keyfile,
+                "ssl_password": "",  # else an encrypted key would be asked for on the terminal
+                "ssl_check_hostname": True,
+            }
+        return self._library.ConnectionPool.from_url(options.url, **settings)
+
     @contextlib.contextmanager
-    def _connection(self) -> Iterator[RedisConnection]:
-        """Yield a connection for one call."""
-        connection = self._idle_connection() or RedisConnection(
-            self._address,
-            self._credentials,
-            self._tls,
-            connect_timeout=self.options.connect_timeout_seconds,
-            timeout=self.options.timeout_seconds,
-        )
+    def _server(self) -> Iterator[Any]:
+        """Yield the client for one call; each call has a connection to itself."""
+        if self._closed:
+            raise self._library.ConnectionError("the store is closed")
         try:
-            yield connection
-        except RedisReplyError:
-            self._give_back(connection)
-            raise
-        except BaseException:
-            connection.close()
-            raise
-        self._give_back(connection)
+            yield self._client
+        except self._library.TimeoutError as cause:
+            answer, connection = self.options.timeout_seconds, self.options.connect_timeout_seconds
+            raise self._library.TimeoutError(
+                f"no answer in {answer:g} s, or no connection in {connection:g} s: {cause}"
+            ) from cause
+        finally:
+            if self._closed:  # during the call
+                self._pool.disconnect(inuse_connections=False)
 
-    def _idle_connection(self) -> RedisConnection | None:
-        """Return a connection that still stands; None if there is none."""
-        while True:
-            with self._lock:
-                if self._closed:
-                    raise RedisError("the store is closed")
-                if not self._idle:
-                    return None
-                connection = self._idle.pop()
-            if not connection.is_stale:
-                return connection
-            connection.close()
+    def credentials(self) -> tuple[str] | tuple[str, str]:
+        """Return the password, or user and password, for a new connection."""
+        try:
+            password = self._password()
+        except ConfigError as cause:
+            # Other exceptions would leave a connection in the pool that has no user.
+            raise self._library.AuthenticationError(str(cause)) from cause
+        username = self.options.username
+        return (password,) if username is None else (username, password)
 
-    def _give_back(self, connection: RedisConnection) -> None:
-        with self._lock:
-            if not self._closed and not connection.is_closed:
-                self._idle.append(connection)
-                return
-        connection.close()
-
-    def _credentials(self) -> tuple[str | None, str | None]:
-        """Return user and password.
+    def _password(self) -> str:
+        """Return the password.
 
         Raises:
-            ConfigError: the password cannot be read.
+            ConfigError: it cannot be read.
         """
         options = self.options
         if options.password_file is not None:
-            path = f"plugin.{self.name}.password_file"
-            return options.username, _read_password(options.password_file, path)
-        if options.password_env is None:
-            return None, None
+            return _read_password(options.password_file, f"plugin.{self.name}.password_file")
+        assert options.password_env is not None
         password = os.environ.get(options.password_env)
         if not password:
             raise ConfigError(
                 f"plugin.{self.name}.password_env: the environment of this process has no variable "
                 f"{options.password_env!r}, or it is empty"
             )
-        return options.username, password
+        return password
 
     # Blocks
 
@@ -193,42 +208,112 @@ class RedisStore(KVStore):
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """Return which blocks are there and have the right size."""
-        size, found = self.context.block_bytes, []
-        with self._connection() as connection:
+        sizes: list[Any] = []
+        with self._server() as client:
             for start in range(0, len(keys), _BATCH):
-                batch = [self._key(key) for key in keys[start : start + _BATCH]]
-                found += [one == size for one in connection.sizes(batch)]
-        return found
+                pipeline = client.pipeline(transaction=False)
+                for key in keys[start : start + _BATCH]:
+                    pipeline.strlen(self._key(key))
+                sizes += pipeline.execute(raise_on_error=False)
+        for size in sizes:
+            if isinstance(size, Exception) and not str(size).startswith("WRONGTYPE"):
+                raise size
+        return [size == self.context.block_bytes for size in sizes]
 
     def store(self, key: bytes, buffer: BlockBuffer) -> bool:
         """Send a block."""
         try:
-            with self._connection() as connection:
-                connection.set(self._key(key), buffer.whole, self._expire_ms)
-        except RedisReplyError as error:
-            if error.code not in _NOT_WRITABLE:
+            with self._server() as client:
+                is_kept = bool(client.set(self._key(key), buffer.whole, px=self._expire_ms))
+        except self._library.ResponseError as error:
+            if not self._is_refusal(error):
                 raise
             if not self._refused:
                 self._refused = True
                 self.context.report_fault(
-                    f"KV store {self.name!r}: blocks are not stored for now: {error}"
+                    f"KV store {self.name!r}: blocks are not stored for now: the server answered: "
+                    f"{error}"
                 )
             return False
         self._refused = False
-        return True
+        return is_kept
+
+    def _is_refusal(self, error: Exception) -> bool:
+        """Return whether the server keeps nothing more for us, and can be read all the same."""
+        errors = self._library.exceptions
+        kinds = (errors.OutOfMemoryError, errors.ReadOnlyError, errors.NoPermissionError)
+        return isinstance(error, kinds) or str(error).startswith(_NOT_WRITABLE)
 
     def load(self, key: bytes, buffer: BlockBuffer) -> bool:
-        """Read a block straight into the buffer."""
-        with self._connection() as connection:
-            return connection.get(self._key(key), buffer.whole)
+        """Read a block; not several at once, since replies of many megabytes are parsed slowly."""
+        with self._server() as client:
+            value = client.get(self._key(key))
+        if not isinstance(value, bytes) or len(value) != len(buffer.whole):
+            return False
+        buffer.whole[:] = value
+        return True
 
     def close(self) -> None:
         """Close the connections; those that are in use, once they are not."""
-        with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
-        for connection in idle:
-            connection.close()
+        self._closed = True
+        self._pool.disconnect(inuse_connections=False)
+
+
+class _Credentials:
+    """Gives the library a user and a password for each new connection."""
+
+    def __init__(self, store: RedisStore) -> None:
+        """`store` has them."""
+        self._store = store
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        """Return them as the command AUTH has them."""
+        return self._store.credentials()
+
+
+def _import_library() -> Any:
+    """Return the module redis.
+
+    Raises:
+        ImportError: it is not installed, or its import fails.
+    """
+    try:
+        return importlib.import_module("redis")
+    except ImportError as cause:
+        raise ImportError(
+            f"it needs the library redis: pip install 'hardpoint[redis]' ({cause})"
+        ) from cause
+
+
+def _check_url(url: str) -> None:
+    """Check what the library would pass over: it takes any text for a number of a database.
+
+    Raises:
+        ValueError: it is no URL of a server. The message does not repeat it, since a password may
+            be in it.
+    """
+    if "@" in url:
+        raise ValueError(
+            "expected no user or password in it; set username, and password_file or password_env"
+        )
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        raise ValueError("expected a URL such as redis://127.0.0.1:6379/0") from None
+    scheme = url.partition("://")[0]
+    if parts.query or parts.fragment or scheme not in ("redis", "rediss", "unix"):
+        raise ValueError(
+            "expected redis://HOST:PORT/DB, rediss://HOST:PORT/DB (TLS) or unix:///PATH, without "
+            "parameters"
+        )
+    if scheme == "unix":
+        if parts.netloc or len(parts.path) < 2:
+            raise ValueError("expected the path of a socket: unix:///run/redis/redis.sock")
+        return
+    db = parts.path.strip("/") or "0"
+    if not parts.hostname or not (db.isascii() and db.isdigit()):
+        raise ValueError("expected a host, and a number of a database: redis://127.0.0.1:6379/0")
 
 
 def _read_password(file: str, path: str) -> str:

@@ -13,13 +13,13 @@ import time
 from pathlib import Path
 
 import pytest
+from redis.exceptions import RedisError
 from support.kv_stores import SIZES, block_of, found, keep, key_of, loaded, open_store
 from support.redis_servers import RedisServer, free_port, seconds_of
 from support.waiting import wait_until
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.builtin_plugins.kv_stores.redis import RedisStore
-from hardpoint.builtin_plugins.kv_stores.redis_connection import RedisError
 from hardpoint.testing import scripted_config
 
 pytestmark = pytest.mark.nightly
@@ -130,7 +130,7 @@ def test_a_server_that_is_killed_is_used_again_once_it_is_back(start, opened):
 
 
 def _fails(store) -> None:
-    with pytest.raises(RedisError, match="cannot connect to|the connection broke|closed"):
+    with pytest.raises(RedisError, match="Error .* connecting to|Connection closed"):
         loaded(store, 1)
 
 
@@ -142,7 +142,9 @@ def test_a_server_that_stands_still_costs_the_time_limit(start, opened):
     try:
         for call in (lambda: loaded(store, 1), lambda: found(store, 1), lambda: keep(store, 2)):
             began = time.monotonic()
-            with pytest.raises(RedisError, match=r"no answer in 0\.3 s|cannot connect"):
+            with pytest.raises(
+                RedisError, match=r"no answer in 0\.3 s, or no connection in 0\.3 s"
+            ):
                 call()
             assert time.monotonic() - began < 0.8
     finally:
@@ -182,7 +184,7 @@ def test_a_full_server_keeps_what_it_has(start, opened):
     assert not any(kept[count:])
     assert all(loaded(store, number, LARGE) for number in range(count))
     assert len(faults) == 1
-    assert "blocks are not stored for now: the server answered: OOM" in faults[0]
+    assert "blocks are not stored for now: the server answered: command not allowed" in faults[0]
     server.call(b"FLUSHALL")
     assert store.store(key_of(1), block_of(1, LARGE)) is True
 
@@ -223,13 +225,14 @@ def test_users_have_passwords_and_rights(start, opened, tmp_path):
     assert loaded(store, 1)
     faults = []
     wrong = opened(server.url, faults=faults)
-    assert "NOAUTH" in faults[0]
-    with pytest.raises(RedisError, match="NOAUTH"):
+    assert "Authentication required" in faults[0]
+    with pytest.raises(RedisError, match="Authentication required"):
         loaded(wrong, 1)
     elsewhere = {"username": "engine", "password_file": str(password), "prefix": "other:"}
     other = opened(server.url, faults=faults, **elsewhere)
     assert other.store(key_of(1), block_of(1)) is False
-    assert "blocks are not stored for now: the server answered: NOPERM" in faults[-1]
+    assert "blocks are not stored for now: the server answered: " in faults[-1]
+    assert "no permissions" in faults[-1].lower()
     assert SECRET not in "".join(faults)
 
 
@@ -274,11 +277,11 @@ def test_tls_verifies_the_server_and_the_client(start, opened, tmp_path):
 
     faults = []
     opened(url, faults=faults, **keys)
-    assert "certificate verify failed" in faults[-1]
+    assert "certificate verify failed" in faults[-1].lower().replace("_", " ")
     opened(url, faults=faults, ssl_ca_certs=certificate)
     assert len(faults) == 2, "a client without a certificate is refused"
     opened(url, faults=faults, ssl_ca_certs=client, **keys)
-    assert "certificate verify failed" in faults[-1]
+    assert "certificate verify failed" in faults[-1].lower().replace("_", " ")
     opened(f"redis://127.0.0.1:{port}", faults=faults)
     assert len(faults) == 4, "a connection without TLS is refused"
 

@@ -352,7 +352,7 @@ class StoresScheduler(KVConnectorScheduler):
     def plan_lost(self, metadata: Jobs) -> None:
         """Ask again; what was to be saved is saved when it is computed again.
 
-        WorkerMessage to earlier lookups may be lost as well. Loads are given up.
+        Answers to earlier lookups may be lost as well. Loads are given up.
         """
         self._queries = {name: query for name, query in self._queries.items() if not query.ranks}
         self._jobs.renewals = metadata.renewals + self._jobs.renewals

@@ -141,7 +141,12 @@ class BufferPool:
             if not self._room:
                 return None
             self._room -= 1
-        return Buffer(self._layer_bytes, pin_memory=self._pin_memory)
+        try:
+            return Buffer(self._layer_bytes, pin_memory=self._pin_memory)
+        except BaseException:
+            with self._returned:
+                self._room += 1
+            raise
 
     def release(self, buffer: Buffer) -> None:
         """Return a buffer that is not used any more."""

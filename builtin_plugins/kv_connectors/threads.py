@@ -45,7 +45,8 @@ class TaskThreads:
             (self._tasks.appendleft if first else self._tasks.append)(task)
             if self._idle < len(self._tasks):
                 self._replace_stuck()
-                if len(self._running) < self._count and len(self._stuck) < _MOST_STUCK:
+                may_start = len(self._stuck) < _MOST_STUCK or not self._running
+                if len(self._running) < self._count and may_start:
                     thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                     self._running[thread] = None
                     thread.start()

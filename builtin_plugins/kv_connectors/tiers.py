@@ -6,6 +6,7 @@ import itertools
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -25,36 +26,50 @@ _T = TypeVar("_T")
 
 
 class CircuitBreaker:
-    """Leaves out a store that keeps failing, for a while."""
+    """Leaves out a store that keeps failing, for a while.
+
+    Failures are counted by method, since a store whose look-ups work may fail at every load.
+    """
 
     def __init__(self, failures: int, seconds: float) -> None:
-        """Open after `failures` in a row, for `seconds`; then one call tries again."""
+        """Open after `failures` of a method in a row, for `seconds`; then one call tries again."""
         self._limit, self._seconds = failures, seconds
-        self._count = 0
-        self._retry_at = 0.0
+        self._counts: Counter[str] = Counter()
+        self._closed_at = 0.0  # when calls may try
+        self._trying: set[str] = set()
         self._lock = threading.Lock()
 
-    def allows(self) -> bool:
+    @property
+    def _is_open(self) -> bool:
+        return any(count >= self._limit for count in self._counts.values())
+
+    def allows(self, method: str = "") -> bool:
         """Return whether the store may be called."""
-        if self._count < self._limit:
+        if not self._counts:
             return True
         with self._lock:
-            now = time.monotonic()
-            if now < self._retry_at:
+            if not self._is_open:
+                return True
+            if method in self._trying or time.monotonic() < self._closed_at:
                 return False
-            self._retry_at = now + self._seconds  # one call tries
+            self._trying.add(method)
             return True
 
-    def succeeded(self) -> None:
+    def succeeded(self, method: str = "") -> None:
         """Record a call that worked."""
-        self._count = 0
+        if self._counts:
+            with self._lock:
+                self._counts.pop(method, None)
+                self._trying.discard(method)
 
-    def failed(self) -> bool:
+    def failed(self, method: str = "") -> bool:
         """Record one that did not; return whether the store is left out from now on."""
         with self._lock:
-            self._count += 1
-            self._retry_at = time.monotonic() + self._seconds
-            return self._count == self._limit
+            was_open = self._is_open
+            self._counts[method] += 1
+            self._trying.clear()
+            self._closed_at = time.monotonic() + self._seconds
+            return self._is_open and not was_open
 
 
 class _BadAnswerError(Exception):
@@ -115,9 +130,12 @@ class Tier:
         """Return for each key whether the store says that it has it."""
 
         def answers(found: Any) -> list[bool]:
-            if not isinstance(found, Sequence) or len(found) != len(keys):
+            if not isinstance(found, Sequence) or isinstance(found, str | bytes):
                 raise _BadAnswerError(f"{shown(found)} for {len(keys)} keys")
-            return [bool(one) for one in found]
+            answered = [bool(one) for one in itertools.islice(found, len(keys) + 1)]
+            if len(answered) != len(keys):
+                raise _BadAnswerError(f"{shown(found)} for {len(keys)} keys")
+            return answered
 
         found = self._call("lookup", lambda: self.store.lookup(keys), answers)
         if found is None:
@@ -205,7 +223,7 @@ class Tier:
         try:
             getattr(self.store, method)()
         except BaseException as cause:
-            self._fail(f"{method}() failed: {reason_of(cause)}")
+            self._fail(method, f"{method}() failed: {reason_of(cause)}")
 
     def late_use(self, views: BlockBuffer) -> Future[Any] | None:
         """Return the future of a call that was given up, and that may still use a buffer."""
@@ -220,25 +238,26 @@ class Tier:
         views: BlockBuffer | None = None,
     ) -> _T | None:
         """Return what `check` makes of a result; None if it failed, or the store is left out."""
-        if not self._breaker.allows() or self._is_stuck():
+        if not self._breaker.allows(method) or self._is_stuck(method):
             return None
         running = _Call(time.monotonic(), views)
         self._calls[running] = None
         try:
             result = check(self._result(call(), running))
         except _BadAnswerError as error:
-            self._fail(f"{method}() gave {error}")
+            self._fail(method, f"{method}() gave {error}")
             return None
         except BaseException as cause:  # the thread is the connector's own
-            self._fail(f"{method}() failed: {reason_of(cause)}")
+            self._fail(method, f"{method}() failed: {reason_of(cause)}")
             return None
         finally:
             if running.future is None:
                 del self._calls[running]
         if (seconds := time.monotonic() - running.began) > self._timeout:
-            self._fail(f"{method}() took {seconds:.3g} s, more than {self._timeout:g} s")
+            limit = f"{self._timeout:g} s"
+            self._fail(method, f"{method}() took {seconds:.3g} s, more than {limit}")
             return None
-        self._breaker.succeeded()
+        self._breaker.succeeded(method)
         return result
 
     def _result(self, result: Any, call: _Call) -> Any:
@@ -254,26 +273,25 @@ class Tier:
         result.add_done_callback(lambda _: self._calls.pop(call))
         raise TimeoutError(f"its future is not done after {self._timeout:g} s")
 
-    def _is_stuck(self) -> bool:
+    def _is_stuck(self, method: str) -> bool:
         """Return whether a call has not returned for too long: others would not, either."""
         calls = self._calls.copy()
         running = (call.began for call in calls if call.future is None)
         if time.monotonic() - min(running, default=math.inf) > self._timeout:
-            self._fail(f"a call has not returned for {self._timeout:g} s")
+            self._fail(method, f"a call has not returned for {self._timeout:g} s")
             return True
         if sum(call.future is not None for call in calls) >= _MOST_LATE:
-            self._fail(f"{_MOST_LATE} futures that took too long are not done")
+            self._fail(method, f"{_MOST_LATE} futures that took too long are not done")
             return True
         return False
 
-    def _fail(self, message: str) -> None:
+    def _fail(self, method: str, message: str) -> None:
+        name = self.store.name
         self._count(failures=1)
-        left_out = self._breaker.failed()
-        self._report_fault(self.store.name, f"KV store {self.store.name!r}: {message}")
-        if left_out:
-            self._report_fault(
-                self.store.name, f"KV store {self.store.name!r}: left out for a while: {message}"
-            )
+        self._report_fault(name, f"KV store {name!r}: {message}")
+        if self._breaker.failed(method):  # under a name of its own, since one message is kept
+            message = f"KV store {name!r} is left out for a while: {message}"
+            self._report_fault(f"{name} (left out)", message)
 
     def _count(self, **more: float) -> None:
         with self._lock:

@@ -11,7 +11,7 @@ from hardpoint.plugins.errors import reason_of
 
 Task = Callable[[], None]
 
-_MOST_STUCK = 16
+_MOST_STUCK = 8  # as often as there are threads; calls to a store that hangs end at once by then
 
 
 class TaskThreads:
@@ -45,7 +45,7 @@ class TaskThreads:
             (self._tasks.appendleft if first else self._tasks.append)(task)
             if self._idle < len(self._tasks):
                 self._replace_stuck()
-                may_start = len(self._stuck) < _MOST_STUCK or not self._running
+                may_start = len(self._stuck) < _MOST_STUCK * self._count
                 if len(self._running) < self._count and may_start:
                     thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                     self._running[thread] = None

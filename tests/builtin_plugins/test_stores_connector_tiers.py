@@ -321,6 +321,24 @@ def test_a_store_that_keeps_failing_is_left_out_for_a_while(method):
     assert one.tier.load(KEY, empty().views)
 
 
+def test_a_store_whose_loads_fail_is_left_out_though_its_lookups_work():
+    breaker = CircuitBreaker(2, 0.05)
+    for _ in range(2):
+        assert breaker.allows("lookup")
+        breaker.succeeded("lookup")
+        assert breaker.allows("load")
+        breaker.failed("load")
+    assert not breaker.allows("lookup")
+    time.sleep(0.06)
+    assert breaker.allows("lookup")
+    breaker.succeeded("lookup")
+    assert breaker.allows("lookup")  # what it finds has to be loaded for the store to come back
+    assert breaker.allows("load")
+    assert not breaker.allows("load")  # one call tries
+    breaker.succeeded("load")
+    assert breaker.allows("load")
+
+
 def test_failures_that_are_not_in_a_row():
     one = Guarded(failures=3)
     one.tier.keep(KEY, block().views)

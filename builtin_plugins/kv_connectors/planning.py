@@ -16,6 +16,7 @@ from hardpoint.plugins import (
     Request,
     SchedulerOutput,
 )
+from hardpoint.plugins.executor import MAX_CONCURRENT_BATCHES
 from hardpoint.plugins.kv_connector import (
     KVConnectorScheduler,
     KVSchedulerContext,
@@ -56,8 +57,6 @@ class _Running:
     Attributes:
         block_ids: its table.
         num_saved: leading blocks that need not be saved any more.
-        unsure_until: number of tokens that it must have before what it computes is saved; a load
-            within its first step might have failed, and the result of that step says so.
         secret: under which its blocks are offered to another engine; None if they are stored.
         offered: hashes of those that are offered.
         renew_at: when to renew the offers.
@@ -66,7 +65,6 @@ class _Running:
     request: Request
     block_ids: list[int]
     num_saved: int
-    unsure_until: int = 0
     secret: bytes | None = None
     offered: list[bytes] = field(default_factory=list)
     renew_at: float = 0.0
@@ -116,6 +114,9 @@ class StoresScheduler(KVConnectorScheduler):
         self._incoming: dict[str, _Incoming] = {}
         self._admitted: dict[str, Request] = {}
         self._loads_in_next: set[str] = set()  # requests that load in their first step
+        # A load in a step may fail in another rank, and what this one computes from it is wrong,
+        # also of requests that share the blocks: nothing is saved until that is certainly known.
+        self._unsure_until = -1  # step
         self._saved: OrderedDict[bytes, None] = OrderedDict()
 
     def set_handshakes(self, handshakes: Sequence[Any]) -> None:
@@ -234,24 +235,32 @@ class StoresScheduler(KVConnectorScheduler):
             self._running.pop(request_id, None)
         for new in plan.new_requests:
             self._start(new.source.request_id, new.block_ids, new.num_computed_tokens)
+        if self._loads_in_next:
+            self._loads_in_next.clear()
+            self._unsure_until = plan.step + MAX_CONCURRENT_BATCHES
         cached = plan.cached_requests
         for request_id, new_blocks in cached.new_block_ids.items():
             if (running := self._running.get(request_id)) is not None and new_blocks:
                 running.block_ids += new_blocks[0]
-        for request_id, computed in zip(
-            cached.request_ids, cached.num_computed_tokens, strict=True
-        ):
-            self._complete(request_id, computed + plan.num_scheduled_tokens.get(request_id, 0))
-        for new in plan.new_requests:
-            request_id = new.source.request_id
-            end = new.num_computed_tokens + plan.num_scheduled_tokens.get(request_id, 0)
-            self._complete(request_id, end)
+        if plan.step > self._unsure_until:
+            self._complete_all(plan)
         if self._peers is not None:
             self._renew()
         if not self._jobs:
             return None
         jobs, self._jobs = self._jobs, Jobs()
         return jobs
+
+    def _complete_all(self, plan: SchedulerOutput) -> None:
+        """Save the blocks that are complete once the plan is executed, of all its requests."""
+        cached, scheduled = plan.cached_requests, plan.num_scheduled_tokens
+        for request_id, computed in zip(
+            cached.request_ids, cached.num_computed_tokens, strict=True
+        ):
+            self._complete(request_id, computed + scheduled.get(request_id, 0))
+        for new in plan.new_requests:
+            request_id = new.source.request_id
+            self._complete(request_id, new.num_computed_tokens + scheduled.get(request_id, 0))
 
     def _start(self, request_id: str, block_ids: BlockIds, num_computed: int) -> None:
         """Follow a request that gets its first tokens."""
@@ -261,16 +270,12 @@ class StoresScheduler(KVConnectorScheduler):
         params = request.source.kv_transfer_params
         secret = new_secret() if params is not None and params.get("do_remote_decode") else None
         known = 0 if secret is not None else num_computed // self._context.block_size
-        unsure_until = request.num_tokens + 1 if request_id in self._loads_in_next else 0
-        self._loads_in_next.discard(request_id)
-        self._running[request_id] = _Running(
-            request, list(block_ids[0]), known, unsure_until, secret
-        )
+        self._running[request_id] = _Running(request, list(block_ids[0]), known, secret)
 
     def _complete(self, request_id: str, num_computed: int) -> None:
         """Save the blocks that are complete once `num_computed` tokens are."""
         running = self._running.get(request_id)
-        if running is None or running.request.num_tokens < running.unsure_until:
+        if running is None:
             return
         size = self._context.block_size
         first, request = running.num_saved, running.request

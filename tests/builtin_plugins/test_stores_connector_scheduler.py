@@ -27,6 +27,7 @@ from hardpoint.plugins import (
     SchedulerOutput,
 )
 from hardpoint.plugins.config import KVConnectorConfig
+from hardpoint.plugins.executor import MAX_CONCURRENT_BATCHES
 from hardpoint.plugins.kv_connector import KVSchedulerContext
 from hardpoint.plugins.request import Request
 from hardpoint.plugins.requests import LoRARequest, MultiModalFeature
@@ -68,13 +69,14 @@ class Engine:
         )
         self.blocks = {}
         self.next_block = 0
+        self.step = 0
 
     def match(self, request, computed=0):
         return self.half.get_num_new_matched_tokens(request, computed)
 
     def jobs(self, **plan):
         """Return the jobs of a plan."""
-        return self.half.build_connector_meta(SchedulerOutput(**plan))
+        return self.half.build_connector_meta(SchedulerOutput(step=self.step, **plan))
 
     def asked(self, request, computed=0):
         """Ask for a request; return the lookup that follows."""
@@ -481,10 +483,18 @@ def test_what_is_computed_after_a_load_in_the_step_is_saved_once_that_is_sure():
     assert len(jobs.loads) == 1
     assert jobs.loads[0].in_step
     assert jobs.saves == []  # what it computes from is not sure
-    assert engine.go_on(a, 12, 2) == []  # planned before the result of that step
     a.append(1)
+    # Planned before the result of that step is known, of this request as of any other.
+    b = request("b", range(50, 59))
+    engine.allocate(b)
+    beside = NewRequest(b.source, (), (engine.blocks["b"],), 0)
+    engine.step = MAX_CONCURRENT_BATCHES
+    assert engine.jobs(new_requests=[beside], num_scheduled_tokens={"b": 9}) is None
+    engine.step += 1
     (save,) = engine.go_on(a, 14, 1)
     assert save.hashes == hashes_of(a, 3)[2:]
+    (save,) = engine.go_on(b, 9, 1)
+    assert save.hashes == hashes_of(b, 2)
 
 
 def test_metadata_is_plain_data(engine, a):

@@ -121,7 +121,9 @@ class KVStore(Component):
 
         Args:
             keys: of 32 bytes, those of a request's blocks in order: what follows the first one
-                that is not there is of no use, and may be answered with False.
+                that is not there is of no use, and may be answered with False. So a store that
+                runs out of room does best to drop the last of them first. Each request asks before
+                it is computed, and once more when it has ended.
         """
 
     @abstractmethod

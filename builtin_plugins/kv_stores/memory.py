@@ -53,8 +53,16 @@ class MemoryStore(KVStore):
         self._lock = threading.Lock()
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return which blocks are there."""
-        return [key in self._keys for key in keys]
+        """Return which blocks are there, and note that they are used, the first one last.
+
+        A block is of use only with those before it, so the last ones are to be replaced first.
+        """
+        with self._lock:
+            found = [key in self._keys for key in keys]
+            for key, is_there in zip(reversed(keys), reversed(found), strict=True):
+                if is_there:
+                    self._keys.move_to_end(key)
+        return found
 
     def store(self, key: bytes, buffer: BlockBuffer) -> bool:
         """Copy a block, in the place of the one that was not used for longest."""
@@ -105,7 +113,6 @@ class MemoryStore(KVStore):
             place = self._keys.get(key)
             if place is None:
                 return False
-            self._keys.move_to_end(key)
             self._places.enter(place)
         try:
             self._places.read(place, buffer)

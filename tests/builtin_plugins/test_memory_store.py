@@ -29,11 +29,20 @@ def test_blocks_come_back_as_they_were():
 def test_the_block_that_was_not_used_for_longest_makes_room():
     store = open_store(MemoryStore, size_bytes=3 * BLOCK + BLOCK - 1)
     keep(store, 1, 2, 3)
-    assert loaded(store, 1)
+    assert found(store, 1) == [True]
     keep(store, 4)
     assert found(store, 1, 2, 3, 4) == [True, False, True, True]
     keep(store, 3, 5)
-    assert found(store, 1, 3, 4, 5) == [False, True, True, True]
+    assert found(store, 1, 3, 4, 5) == [True, True, False, True]
+    store.close()
+
+
+def test_the_last_blocks_of_a_prompt_make_room_first():
+    store = open_store(MemoryStore, size_bytes=4 * BLOCK)
+    keep(store, 1, 2, 3)
+    assert found(store, 1, 2, 3) == [True, True, True]
+    keep(store, 7, 8)
+    assert found(store, 1, 2, 3, 7, 8) == [True, True, False, True, True]
     store.close()
 
 

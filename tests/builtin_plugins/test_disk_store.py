@@ -290,6 +290,31 @@ def holds(store, number: int, content: int) -> bool:
     return [bytes(part) for part in buffer] == [bytes(part) for part in block(content)]
 
 
+def test_a_block_is_checked_once_and_again_if_it_is_stored_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hardpoint.builtin_plugins.kv_stores import disk
+
+    checksums: list[object] = []
+    checksum = disk._checksum
+    monkeypatch.setattr(disk, "_checksum", lambda b: checksums.append(b) or checksum(b))
+    faults: list[str] = []
+    store = open_disk(path, 4, faults)
+    assert keep(store, 1)
+    checksums.clear()
+    assert all(has(store, 1) for _turn in range(5))
+    assert len(checksums) == 1
+    with next(path.glob("blocks-*/slab")).open("r+b") as slab:
+        slab.write(bytes(10))
+    assert not holds(store, 1, 1), "the connector finds this out"
+    assert keep(store, 1)
+    assert not has(store, 1)
+    assert len(faults) == 1
+    assert keep(store, 1)
+    assert has(store, 1)
+    store.close()
+
+
 def test_what_makes_room_is_reported_and_counted(path: Path) -> None:
     evicted: list[bytes] = []
     store = open_disk(path, 4, report_evicted=evicted.extend)

@@ -22,7 +22,8 @@ class ChainStore(KVStore):
 
     The connector "stores" does the same with several `kv_connector.stores`, checks each block
     before it is kept elsewhere, and has statistics of each. A chain is for other connectors, or for
-    stores that count as one.
+    stores that count as one. It checks nothing: a damaged block of a far store is kept in those
+    before until the block is stored again, which replaces it in all.
 
     A store that fails, or takes longer than the connector's time for a call, is left out for a
     while. One that never returns holds up the chain, which the connector then leaves out.

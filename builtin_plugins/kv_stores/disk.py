@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import xxhash
 from msgspec import Meta
 
 from hardpoint import plugins
 from hardpoint.plugins import ConfigError, KVStore
 
-from .disk_files import RefusedError, open_folder
+from .disk_files import NO_ROOM, RefusedError, open_folder
 from .disk_slab import Slab, slot_bytes
 
 _OPEN_SECONDS = 30.0  # to wait for another process that opens a large store
 _BUSY_SECONDS = 1.0
 _RETRY_SECONDS = 30.0
 _TOUCH_NS = 1_000_000_000
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DiskStore(KVStore):
@@ -34,8 +33,10 @@ class DiskStore(KVStore):
     moment.
 
     Attributes:
-        slab: its files.
+        slab: its files, once they are open.
     """
+
+    slab: Slab
 
     contract = 1
 
@@ -44,10 +45,11 @@ class DiskStore(KVStore):
 
         Attributes:
             path: of a folder on a disk of this machine, for this store alone; it is made if it is
-                not there. Only this user may have access to it.
+                not there. Only this user may have access to it. No file in it may be cut short
+                while an engine uses it.
             size_bytes: of the blocks of one size, those of all engines and ranks that share the
-                path together. Blocks of other sizes, which engines with another model had kept
-                there, are removed for them once no engine uses them.
+                path together; equal for all of them. Blocks of other sizes, which engines with
+                another model had kept there, are removed for them once no engine uses them.
         """
 
         path: Annotated[str, Meta(min_length=1)]
@@ -68,21 +70,9 @@ class DiskStore(KVStore):
                 f"{setting}.size_bytes: {options.size_bytes} bytes have no room for a block of "
                 f"this model, which needs {least}"
             )
-        path = Path(options.path).expanduser()
-        with contextlib.ExitStack() as stack:
-            try:
-                self._folder = open_folder(path)
-                stack.callback(os.close, self._folder)
-                self.slab = Slab(
-                    self._folder, context.block_bytes, options.size_bytes, _OPEN_SECONDS
-                )
-            except (RefusedError, OSError) as cause:
-                raise ConfigError(
-                    f"{setting}.path: {str(path)!r} cannot be used: {cause}"
-                ) from cause
-            stack.callback(self.slab.close)
-            self._files = stack.pop_all()
-        self._index = self.slab.index
+        self._folder_path = Path(options.path).expanduser()
+        self._files = contextlib.ExitStack()
+        self._is_ready = False  # it is not while a full disk has no room for the index
         self._lock = threading.Lock()  # of what follows, and of the slab's locks
         self._writing: set[int] = set()
         self._victims: list[tuple[int, int]] = []
@@ -92,55 +82,138 @@ class DiskStore(KVStore):
         self._calls = 0
         self._calls_lock = threading.Lock()
         self._closed = False
+        try:
+            self._open(_OPEN_SECONDS)
+        except (RefusedError, OSError) as cause:
+            if isinstance(cause, OSError) and cause.errno in NO_ROOM:
+                self._pause(cause)
+                return
+            path = str(self._folder_path)
+            raise ConfigError(f"{setting}.path: {path!r} cannot be used: {cause}") from cause
+
+    def _open(self, seconds: float) -> None:
+        """Open the files, or make them.
+
+        Raises:
+            RefusedError: they cannot be used, or others were opening them for so long.
+            OSError: they cannot be read or made.
+        """
+        size_bytes = self.options.size_bytes
+        with contextlib.ExitStack() as stack:
+            folder = open_folder(self._folder_path)
+            stack.callback(os.close, folder)
+            slab = Slab(folder, self.context.block_bytes, size_bytes, seconds)
+            stack.callback(slab.close)
+            self._files = stack.pop_all()
+        self.slab, self._index = slab, slab.index
+        self._checked = np.zeros(slab.index.table, np.uint64)  # sequences of blocks, by slot
+        self._is_ready = True
+        if slab.capacity < slab.wanted:
+            self.context.report_fault(
+                f"plugin.{self.name}.size_bytes: there is room for {slab.capacity} blocks, and not "
+                f"for {slab.wanted} as in {size_bytes} bytes: an engine with a smaller size_bytes "
+                f"has opened the path first, or the disk is full; start again once that is over"
+            )
+
+    def _open_again(self) -> bool:
+        """Open the files if that was not possible at start; return whether they are open."""
+        with self._lock:
+            if self._closed or self._is_ready:
+                return not self._closed
+            try:
+                self._open(_BUSY_SECONDS)
+            except (RefusedError, OSError) as cause:
+                self._pause(cause)
+                return False
+        return True
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """Return which blocks are there."""
-        with self._call() as is_open:
-            return self._index.find_all(keys) if is_open and keys else [False] * len(keys)
+        with self._call() as is_ready:
+            return self._index.find_all(keys) if is_ready and keys else [False] * len(keys)
 
     def load(self, key: bytes, buffer: Sequence[memoryview]) -> bool:
-        """Read a block, unless it is replaced in the meantime."""
-        with self._call() as is_open:
-            if not is_open or (found := self._index.find(key)) is None:
+        """Read a block, unless it is replaced in the meantime.
+
+        Raises:
+            OSError: it cannot be read; it is dropped, so that it is stored again.
+        """
+        with self._call() as is_ready:
+            if not is_ready or (found := self._index.find(key)) is None:
                 return False
             slot, sequence = found
-            checksum = self._index.checksum(slot)
-            is_whole = self.slab.read(slot, buffer) and _checksum(buffer) == checksum
+            try:
+                is_whole = self.slab.read(slot, buffer) and self._is_right(slot, sequence, buffer)
+            except OSError:
+                self._drop(slot, sequence, self._index.reserve)  # the place may be bad for ever
+                raise
             if self._index.sequence(slot) != sequence:
                 return False
             if not is_whole:
-                self._drop(slot, sequence)
+                self._drop(slot, sequence, self._index.free)
+                self._report(
+                    "damage", "a block was damaged, after a power failure perhaps; it is dropped"
+                )
                 return False
             # A lookup before it has put the request's blocks in a better order.
             if time.time_ns() - self._index.used_at(slot) > _TOUCH_NS:
                 self._index.touch(slot)
             return True
 
+    def _is_right(self, slot: int, sequence: int, buffer: Sequence[memoryview]) -> bool:
+        """Return whether a block is the one that was stored, as it is found out once.
+
+        A power failure leaves damaged blocks, and all engines have ended then.
+        """
+        if self._checked[slot] == sequence:
+            return True
+        is_right = _checksum(buffer) == self._index.checksum(slot)
+        if is_right:
+            self._checked[slot] = sequence
+        return is_right
+
     def store(self, key: bytes, buffer: Sequence[memoryview]) -> bool:
-        """Write a block, in the place of the one that was not used for longest."""
+        """Write a block, in the place of the one that was not used for longest.
+
+        Nothing is written if the same bytes are there already.
+        """
         if time.monotonic() < self._store_at:
             return False
-        with self._call() as is_open:
-            slot = self._reserve(key) if is_open else None
-            if slot is None or slot < 0:
-                return slot is not None
-            is_kept = False
-            try:
-                self.slab.write(slot, buffer)
-                is_kept = self._publish(slot, key, _checksum(buffer))
-            except OSError as cause:
-                if cause.errno not in _NO_ROOM:
-                    raise
-                self._store_at = time.monotonic() + _RETRY_SECONDS
-                self._report("write", f"no block is saved: {cause}")
-            finally:
-                self._release(slot)
-            return is_kept
+        evicted: list[bytes] = []
+        try:
+            with self._call() as is_ready:
+                return (is_ready or self._open_again()) and self._write(key, buffer, evicted)
+        finally:
+            if evicted:
+                self.context.report_evicted(evicted)
+
+    def _write(self, key: bytes, buffer: Sequence[memoryview], evicted: list[bytes]) -> bool:
+        """Write a block; return whether it is there. Keys of dropped blocks are appended."""
+        checksum = _checksum(buffer)
+        slot = self._reserve(key, checksum, evicted)
+        if slot is None or slot < 0:
+            return slot is not None
+        try:
+            self.slab.write(slot, buffer)
+            return self._publish(slot, key, checksum, evicted)
+        except OSError as cause:
+            if cause.errno not in NO_ROOM:
+                raise
+            self._pause(cause)
+            return False
+        finally:
+            self._release(slot)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the blocks of this size that are there, those of all engines together."""
+        with self._call() as is_ready:
+            return self._index.used * self.context.block_bytes if is_ready else 0
 
     def drain(self) -> None:
         """Return once all blocks are on the disk; until then, they survive this process only."""
-        with self._call() as is_open:
-            if is_open:
+        with self._call() as is_ready:
+            if is_ready:
                 self.slab.drain()
 
     def close(self) -> None:
@@ -153,12 +226,12 @@ class DiskStore(KVStore):
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[bool]:
-        """Keep the files open; gives whether they are."""
+        """Keep the files as they are, open or not; gives whether they are open."""
         with self._calls_lock:
             is_open = not self._closed
             self._calls += is_open
         try:
-            yield is_open
+            yield is_open and self._is_ready
         finally:
             with self._calls_lock:
                 self._calls -= is_open
@@ -168,17 +241,21 @@ class DiskStore(KVStore):
 
     # Slots
 
-    def _reserve(self, key: bytes) -> int | None:
+    def _reserve(self, key: bytes, checksum: int, evicted: list[bytes]) -> int | None:
         """Return a slot to write a block into; -1 if the block is there, None if there is none."""
         with self._changing() as may_change:
             if not may_change:
                 return None
-            if (found := self._index.find(key)) is not None:
+            found = self._index.find(key)
+            if found is not None and self._index.checksum(found[0]) == checksum:
                 self._index.touch(found[0])
+                self._checked[found[0]] = 0  # somebody may have found it damaged
                 return -1
             slot = self._free_slot()
             if slot is not None:
-                self._index.reserve(slot)
+                dropped = self._index.reserve(slot)
+                if dropped is not None and dropped != key:
+                    evicted.append(dropped)
                 self._writing.add(slot)
             return slot
 
@@ -213,14 +290,16 @@ class DiskStore(KVStore):
         self._reported.discard("grow")
         return True
 
-    def _publish(self, slot: int, key: bytes, checksum: int) -> bool:
+    def _publish(self, slot: int, key: bytes, checksum: int, evicted: list[bytes]) -> bool:
         with self._changing() as may_change:
             if not may_change:
                 return False
-            if self._index.find(key) is None:
-                self._index.publish(slot, key, checksum)
-            else:  # another one was faster
-                self._index.free(slot)
+            before = self._index.find(key)
+            if (dropped := self._index.publish(slot, key, checksum)) is not None:
+                evicted.append(dropped)
+            if before is not None:
+                self._index.free(before[0])
+                self._victims.append((before[0], 0))
         self._reported -= {"write", "lock"}
         return True
 
@@ -238,12 +317,19 @@ class DiskStore(KVStore):
                 self._report("lock", "no block is saved: another process keeps the index locked")
             yield may_change
 
-    def _drop(self, slot: int, sequence: int) -> None:
-        """Drop a block that is not what was stored, so that it is stored again."""
+    def _drop(self, slot: int, sequence: int, drop: Callable[[int], bytes | None]) -> None:
+        """Drop a block that cannot be used, so that it is stored again."""
+        dropped = None
         with self._changing() as may_change:
             if may_change and self._index.sequence(slot) == sequence:
-                self._index.free(slot)
-        self._report("damage", "a block was damaged, after a power failure perhaps; it is dropped")
+                dropped = drop(slot)
+        if dropped is not None:
+            self.context.report_evicted([dropped])
+
+    def _pause(self, cause: Exception) -> None:
+        """Save no block for a while, since the disk is full."""
+        self._store_at = time.monotonic() + _RETRY_SECONDS
+        self._report("write", f"no block is saved: {cause}")
 
     def _report(self, what: str, message: str) -> None:
         """Report a fault, once until it is over."""

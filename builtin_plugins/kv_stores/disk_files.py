@@ -14,6 +14,8 @@ from pathlib import Path
 _FLOCK = struct.Struct("@hhqqi4x")  # struct flock
 _MOST_PARTS = 1024  # of one call, IOV_MAX
 _POLL_SECONDS = 0.0002
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a disk that is full."""
 
 
 class RefusedError(Exception):
@@ -32,7 +34,7 @@ def open_folder(path: str | Path, within: int | None = None) -> int:
         within: descriptor of the folder that a relative path starts from.
 
     Raises:
-        RefusedError: it is a symbolic link, or not a folder, or others can use it.
+        RefusedError: it is itself a symbolic link, or not a folder, or others can use it.
         OSError: it cannot be opened.
     """
     if within is None:

@@ -32,7 +32,7 @@ from .disk_files import DamagedError
 _MAGIC = b"HPKVIDX\0"
 _VERSION = 1
 _HEADER = struct.Struct("<8sIIQ")  # magic, version, unused, bytes of a block
-_TABLE, _SLOTS, _SEQUENCE = 3, 4, 5  # their places in the header, in items of 8 bytes
+_TABLE, _SLOTS, _SEQUENCE, _USED = 3, 4, 5, 6  # their places in the header, in items of 8 bytes
 _HEADER_ITEMS = 512
 _KEY = struct.Struct("<4Q")
 _WAYS = 16  # cells of a bucket
@@ -128,6 +128,11 @@ class SlabIndex:
     def slots(self, value: int) -> None:
         self._items[_SLOTS] = value
 
+    @property
+    def used(self) -> int:
+        """Number of slots with a block; wrong by those that were changed by killed processes."""
+        return min(self._items[_USED], self.slots)
+
     # Readers
 
     def find(self, key: bytes) -> tuple[int, int] | None:
@@ -189,56 +194,74 @@ class SlabIndex:
 
     # Writers: one at a time
 
-    def reserve(self, slot: int) -> None:
-        """Drop the block in a slot, which is going to be overwritten."""
-        self._drop(slot)
+    def reserve(self, slot: int) -> bytes | None:
+        """Drop the block in a slot, which is the last to be used again; return its key."""
+        dropped = self._drop(slot)
         self.touch(slot)
+        return dropped
 
-    def free(self, slot: int) -> None:
-        """Drop the block in a slot; it is the next to be used."""
-        self._drop(slot)
+    def free(self, slot: int) -> bytes | None:
+        """Drop the block in a slot, which is the next to be used; return its key."""
+        dropped = self._drop(slot)
         self._items[self._times + slot] = 0
+        return dropped
 
-    def _drop(self, slot: int) -> None:
-        if self.sequence(slot):
-            self._items[self._sequences + slot] = 0
-            bucket, tag = self._place(self._key(slot))
-            start, cell = self._cells + bucket * _WAYS, tag << 32 | (slot + 1)
-            row = self._items[start : start + _WAYS].tolist()
-            if cell in row:
-                self._items[start + row.index(cell)] = 0
+    def _drop(self, slot: int) -> bytes | None:
+        """Drop the block in a slot; return its key if it could be found there."""
+        if not self.sequence(slot):
+            return None
+        self._items[self._sequences + slot] = 0
+        self._items[_USED] = max(self._items[_USED] - 1, 0)
+        key = self._key(slot)
+        bucket, tag = self._place(key)
+        start, cell = self._cells + bucket * _WAYS, tag << 32 | (slot + 1)
+        row = self._items[start : start + _WAYS].tolist()
+        if cell not in row:
+            return None
+        self._items[start + row.index(cell)] = 0
+        return key
 
-    def publish(self, slot: int, key: bytes, checksum: int) -> None:
-        """Record that a block is in a reserved slot."""
-        self._set(slot, key, checksum)
+    def publish(self, slot: int, key: bytes, checksum: int) -> bytes | None:
+        """Record that a block is in a reserved slot; one that has its key is not found any more.
+
+        Returns:
+            Key of a block that was dropped because no cell was left.
+        """
+        dropped = self._set(slot, key, checksum)
         self.touch(slot)
+        return dropped
 
-    def _set(self, slot: int, key: bytes, checksum: int) -> None:
+    def _set(self, slot: int, key: bytes, checksum: int) -> bytes | None:
         items = self._items
         items[self._sums + slot] = checksum
         start = 8 * (self._keys + 4 * slot)
         self._map[start : start + 32] = key
         items[_SEQUENCE] = (items[_SEQUENCE] + 1) & _MASK64 or 1
         items[self._sequences + slot] = items[_SEQUENCE]
+        items[_USED] = (items[_USED] + 1) & _MASK64
         bucket, tag = self._place(key)
-        items[self._cell_for(bucket, tag)] = tag << 32 | (slot + 1)
+        cell, dropped = self._cell_for(bucket, tag)
+        items[cell] = tag << 32 | (slot + 1)
+        return dropped
 
-    def _cell_for(self, bucket: int, tag: int) -> int:
-        """Return the cell for a key: its old one, or a free one, or that of the oldest block."""
+    def _cell_for(self, bucket: int, tag: int) -> tuple[int, bytes | None]:
+        """Return the cell for a key: its old one, or a free one, or that of the oldest block.
+
+        This block is dropped then; its key is the second item.
+        """
         start = self._cells + bucket * _WAYS
         row = self._items[start : start + _WAYS].tolist()
         for place, cell in enumerate(row):
             if cell and cell >> 32 == tag:
-                return start + place
+                return start + place, None
         if 0 in row:
-            return start + row.index(0)
+            return start + row.index(0), None
         slots = [(cell & _MASK32) - 1 for cell in row]
         for place, slot in enumerate(slots):
             if not (0 <= slot < self.slots and self._is_of(slot, bucket, row[place] >> 32)):
-                return start + place
+                return start + place, None
         oldest = min(slots, key=self.used_at)
-        self.free(oldest)
-        return start + slots.index(oldest)
+        return start + slots.index(oldest), self.free(oldest)
 
     def _is_of(self, slot: int, bucket: int, tag: int) -> bool:
         """Return whether a slot has a block whose cell is in a bucket."""
@@ -249,16 +272,25 @@ class SlabIndex:
     def copy_from(self, other: SlabIndex) -> None:
         """Add the blocks of another index that are in the slots of this one."""
         self._items[_SEQUENCE] = other._items[_SEQUENCE]
-        for slot in range(min(self.slots, other.slots)):
+        # A process that was killed while it replaced a block has left two: the newer one counts.
+        for slot in sorted(range(min(self.slots, other.slots)), key=other.sequence):
             if other.sequence(slot):
                 self._set(slot, other._key(slot), other.checksum(slot))
                 self._items[self._times + slot] = other.used_at(slot)
 
+    def cut(self, slots: int) -> None:
+        """Drop the blocks in all slots but the first ones, and these slots."""
+        for slot in range(slots, self.slots):
+            self.free(slot)
+        self.slots = min(slots, self.slots)
+
     def repair(self) -> None:
-        """Free what a killed process has reserved, and correct times that are yet to come."""
+        """Free what a killed process has reserved, count, and correct times yet to come."""
         times, now = self._time_array[: self.slots], time.time_ns()
         times[times > now] = now
-        times[self._sequence_array[: self.slots] == 0] = 0
+        free = self._sequence_array[: self.slots] == 0
+        times[free] = 0
+        self._items[_USED] = len(free) - int(np.count_nonzero(free))
 
     # Keys
 

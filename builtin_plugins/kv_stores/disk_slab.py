@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator, Sequence
 
 from .disk_files import (
+    NO_ROOM,
     DamagedError,
     FileLocks,
     RefusedError,
@@ -41,6 +42,9 @@ class Slab:
 
     Attributes:
         index: says which blocks are in its slots.
+        capacity: most slots that it may have.
+        wanted: how many there should be; the index may have room for fewer, if others use it that
+            were opened with a smaller size, or the disk has no room for a larger index.
     """
 
     index: SlabIndex
@@ -62,7 +66,7 @@ class Slab:
         self._block_bytes, self._size_bytes = block_bytes, size_bytes
         self._slot_bytes = slot_bytes(block_bytes)
         self._padding = memoryview(bytes(self._slot_bytes - block_bytes))
-        self._capacity = min(size_bytes // self._slot_bytes, MAX_TABLE)
+        self.capacity = self.wanted = min(size_bytes // self._slot_bytes, MAX_TABLE)
         with contextlib.ExitStack() as stack, _changing(folder, seconds):
             self._directory = open_folder(_name(block_bytes), folder)
             stack.callback(os.close, self._directory)
@@ -75,7 +79,7 @@ class Slab:
             stack.callback(self.index.close)
             if not self._locks.try_lock(_USERS, shared=True):
                 raise RefusedError("a program that is not an engine has locked it")
-            self._capacity = min(self._capacity, self.index.table)
+            self.capacity = min(self.capacity, self.index.table)
             self._locks.mark_used()
             self._files = stack.pop_all()
 
@@ -108,23 +112,41 @@ class Slab:
             index = self._opened()
         except DamagedError:
             index = self._created(None)
-        if index.table != table_size(self._capacity) or index.slots > self._capacity:
-            with contextlib.closing(index) as old:
-                index = self._created(old)
+        if index.table != table_size(self.capacity) or index.slots > self.capacity:
+            index = self._resized(index)
         index.repair()
         os.ftruncate(self._file, index.slots * self._slot_bytes)
         return index
 
+    def _resized(self, old: SlabIndex) -> SlabIndex:
+        """Return an index of the right size with the blocks of an old one, which is closed.
+
+        It is the old one where there is no room for another.
+        """
+        with contextlib.ExitStack() as stack:
+            stack.callback(old.close)
+            try:
+                return self._created(old)
+            except OSError as cause:
+                if cause.errno not in NO_ROOM:
+                    raise
+            stack.pop_all()
+        old.cut(self.capacity)
+        return old
+
     def _created(self, old: SlabIndex | None) -> SlabIndex:
-        """Return a new index with the blocks of an old one."""
+        """Return a new index with the blocks of an old one that are in slots which it has."""
         descriptor = open_file("index.new", self._directory, os.O_TRUNC)
         try:
-            SlabIndex.create(descriptor, self._block_bytes, table_size(self._capacity))
+            SlabIndex.create(descriptor, self._block_bytes, table_size(self.capacity))
             index = SlabIndex(descriptor, self._block_bytes)
+        except OSError:
+            os.unlink("index.new", dir_fd=self._directory)
+            raise
         finally:
             os.close(descriptor)
         if old is not None:
-            index.slots = min(old.slots, self._capacity)
+            index.slots = min(old.slots, self.capacity)
             index.copy_from(old)
         os.rename("index.new", "index", src_dir_fd=self._directory, dst_dir_fd=self._directory)
         return index
@@ -173,7 +195,7 @@ class Slab:
     @property
     def can_grow(self) -> bool:
         """Whether it is smaller than it may be."""
-        return self.index.slots < self._capacity
+        return self.index.slots < self.capacity
 
     def grow(self) -> None:
         """Allocate some more slots; the caller is the one that may change the index.
@@ -182,7 +204,7 @@ class Slab:
             OSError: there is no room.
         """
         slots = self.index.slots
-        more = min(max(1, _GROWTH // self._slot_bytes), self._capacity - slots)
+        more = min(max(1, _GROWTH // self._slot_bytes), self.capacity - slots)
         start, size = slots * self._slot_bytes, more * self._slot_bytes
         self._remove_unused(start + size)
         try:

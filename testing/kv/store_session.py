@@ -81,6 +81,14 @@ class StoreSession:
         """Load a block; return whether it was there."""
         return self._receive("load", self._store.load, index, self._blocks)
 
+    def version_of(self, index: int) -> int | None:
+        """Load a block; return the version that was there, or None."""
+        data = self._received("load", self._store.load, index, self._blocks)
+        if data is None:
+            return None
+        versions = self._blocks.versions(index)
+        return next(v for v in versions if data == block_bytes(index, v, len(data)))
+
     def _send(
         self, method: str, call: Callable[[bytes, BlockBuffer], Any], index: int, version: int
     ) -> bool:
@@ -104,6 +112,16 @@ class StoreSession:
         blocks: StoredBlocks,
     ) -> bool:
         """Get a block, which is one of `blocks`, from the store; return whether it was there."""
+        return self._received(method, call, index, blocks) is not None
+
+    def _received(
+        self,
+        method: str,
+        call: Callable[[bytes, BlockBuffer], Any],
+        index: int,
+        blocks: StoredBlocks,
+    ) -> bytes | None:
+        """Get a block as `_receive` does; return its bytes if it was there."""
         buffer = WatchedBuffer(self._sizes)
         with self.calling(what := f"{method} of key {index}"):
             is_there = self._answer(call(self._blocks.keys[index], buffer.block), what)
@@ -111,10 +129,11 @@ class StoreSession:
             raise BORROWED.violation(f"{what} wrote outside of its buffer")
         if is_there:
             self._check_content(what, index, buffer, blocks)
+        data = buffer.data() if is_there else None
         buffer.scribble()
         if len(self._loaded) < _MOST_BUFFERS:
             self._loaded.append(buffer)
-        return is_there
+        return data
 
     def check_kept(self, index: int, why: str = "") -> bool:
         """Load a block, which must be there if it is kept; return whether it was."""

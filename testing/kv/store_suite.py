@@ -43,6 +43,10 @@ DURABLE = Rule(
     "durable: what was drained is there after close and in the next process",
     "let drain wait for everything that store has accepted, with its index",
 )
+REPLACED = Rule(
+    "replaced: a block that is stored takes the place of the old one under its key",
+    "overwrite what is there, which may be damaged, unless it has the same bytes",
+)
 DRAIN = Rule(
     "drain: it returns, at any time and more than once",
     "wait only for what was stored before",
@@ -174,8 +178,12 @@ class KVStoreSuite(ComponentSuite):
         self._run_checks(CONTENT.text, self._check_keys)
 
     def test_kept(self) -> None:
-        """Blocks are kept at all, and their newest version or an older one is found."""
+        """Blocks are kept at all, and all that `store` said it keeps."""
         self._run_checks(KEPT.text, *self._per_size(self._check_kept))
+
+    def test_replaced(self) -> None:
+        """A block replaces the old one under its key, also after a new start."""
+        self._run_checks(REPLACED.text, *self._per_size(self._check_replaced))
 
     def test_lookup(self) -> None:
         """Lookup takes any number of keys, none, the same twice, and answers for each."""
@@ -344,6 +352,24 @@ class KVStoreSuite(ComponentSuite):
             )
         for index in range(_KEYS):
             session.check_kept(index, " after all were stored")
+
+    def _check_replaced(self, place: Place) -> None:
+        present = range(_KEYS - _ABSENT)
+        for version in (0, 1, 2, 0):
+            kept = [index for index in present if place.session.store(index, version)]
+            for index in kept:
+                self._check_newest(place, index, version)
+        place.reopen(durable=self.durable)
+        for index in kept:
+            self._check_newest(place, index, version)
+
+    def _check_newest(self, place: Place, index: int, version: int) -> None:
+        found = place.session.version_of(index)
+        if found not in (None, version):
+            raise REPLACED.violation(
+                f"store said that it keeps version {version} of the block of key {index}, and load "
+                f"gave version {found}, which was stored before"
+            )
 
     def _check_lookup(self, place: Place) -> None:
         session = place.session

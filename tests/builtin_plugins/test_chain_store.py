@@ -12,6 +12,7 @@ from support.waiting import wait_until
 
 from hardpoint import LLM, ConfigError, SamplingParams
 from hardpoint.builtin_plugins.kv_stores.chain import ChainStore
+from hardpoint.builtin_plugins.kv_stores.disk import DiskStore
 from hardpoint.builtin_plugins.kv_stores.memory import MemoryStore
 from hardpoint.plugins.errors import PluginError
 from hardpoint.testing import scripted_config
@@ -99,6 +100,23 @@ def test_what_was_far_is_near_once_it_was_loaded():
     assert [found(store, 1) for store in chain.stores.values()] == [[True]] * 3
     assert not loaded(chain.store, 2)
     chain.store.close()
+
+
+@pytest.mark.parametrize("write", ["through", "behind"])
+def test_a_bad_block_that_was_brought_near_is_replaced(tmp_path, write):
+    far = open_store(MemoryStore, size_bytes=10 * BLOCK)
+    near = open_store(DiskStore, path=str(tmp_path / "kv"), size_bytes=1 << 16)
+    stores = {"near": near, "far": far}
+    context = {"creator": stores.__getitem__}
+    chain = open_store(ChainStore, context=context, stores=list(stores), write=write)
+    far.store(key_of(1), block_of(2))  # another one than the key says
+    buffer = room()
+    assert chain.load(key_of(1), buffer)
+    assert buffer.whole == block_of(2).whole
+    keep(chain, 1)
+    chain.drain()
+    assert [loaded(store, 1) for store in (chain, near, far)] == [True] * 3
+    chain.close()
 
 
 def test_lookups_ask_each_store_for_what_is_missing_alone():

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import xxhash
 from support.builtins.disk_harness import SLOT, block, has, keep, kept, key, open_disk
 
 STORES = "hardpoint.builtin_plugins.kv_stores"
@@ -234,6 +235,127 @@ def test_an_error_of_the_disk_is_a_fault_of_the_call(
     assert all(keep(store, number) for number in range(1, 5))
     assert kept(store, range(1, 5)) == [1, 2, 3, 4]
     store.close()
+
+
+def test_a_block_that_cannot_be_read_is_dropped(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evicted: list[bytes] = []
+    store = open_disk(path, 4, report_evicted=evicted.extend)
+    assert all(keep(store, number) for number in range(3))
+
+    def fail(*_args: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("os.preadv", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        has(store, 1)
+    monkeypatch.undo()
+    assert store.lookup([key(1)]) == [False]
+    assert evicted == [key(1)]
+    assert keep(store, 1), "in another place, since that one may be bad"
+    assert store.lookup([key(number) for number in range(3)]) == [True] * 3
+    assert kept(store, range(3)) == [0, 1, 2]
+    store.close()
+
+
+def test_a_block_replaces_the_old_one_and_nothing_else(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evicted: list[bytes] = []
+    store, other = open_disk(path, 4, report_evicted=evicted.extend), open_disk(path, 4)
+    assert all(keep(store, number) for number in range(3))
+    for turn in range(10):  # without damage that the store itself would see
+        assert store.store(key(1), block(50 + turn))
+        assert not holds(other, 1, 49 + turn)
+        assert holds(other, 1, 50 + turn)
+    assert keep(store, 1)
+    assert kept(other, range(3)) == [0, 1, 2]
+    assert evicted == []
+    calls: list[object] = []
+    monkeypatch.setattr("os.pwritev", lambda *args: calls.append(args))
+    assert keep(store, 1), "it has these bytes already"
+    assert calls == []
+    monkeypatch.undo()
+    store.close()
+    other.close()
+    again = open_disk(path, 100)  # with a new index
+    assert kept(again, range(3)) == [0, 1, 2]
+    again.close()
+
+
+def holds(store, number: int, content: int) -> bool:
+    """Whether there is the content of another block under a key."""
+    buffer = [memoryview(bytearray(len(part))) for part in block(content)]
+    assert store.load(key(number), buffer)
+    return [bytes(part) for part in buffer] == [bytes(part) for part in block(content)]
+
+
+def test_a_block_is_checked_once_and_again_if_it_is_stored_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checksums: list[object] = []
+    begin = xxhash.xxh3_64
+    monkeypatch.setattr("xxhash.xxh3_64", lambda: checksums.append(1) or begin())
+    faults: list[str] = []
+    store = open_disk(path, 4, faults)
+    assert keep(store, 1)
+    checksums.clear()
+    assert all(has(store, 1) for _turn in range(5))
+    assert len(checksums) == 1
+    with next(path.glob("blocks-*/slab")).open("r+b") as slab:
+        slab.write(bytes(10))
+    assert not holds(store, 1, 1), "the connector finds this out"
+    assert keep(store, 1)
+    assert not has(store, 1)
+    assert len(faults) == 1
+    assert keep(store, 1)
+    assert has(store, 1)
+    store.close()
+
+
+def test_what_makes_room_is_reported_and_counted(path: Path) -> None:
+    evicted: list[bytes] = []
+    store = open_disk(path, 4, report_evicted=evicted.extend)
+    assert store.used_bytes == 0
+    assert all(keep(store, number) for number in range(3))
+    assert store.used_bytes == 3 * 7128
+    assert all(keep(store, number) for number in range(3, 10))
+    assert evicted == [key(number) for number in range(6)]
+    assert store.used_bytes == 4 * 7128
+    store.close()
+    assert store.used_bytes == 0
+    store = open_disk(path, 2)
+    assert store.used_bytes == 2 * 7128
+    store.close()
+
+
+def test_a_full_bucket_of_the_index_is_reported(path: Path) -> None:
+    evicted: list[bytes] = []
+    store = open_disk(path, 1000, report_evicted=evicted.extend)
+    assert all(keep(store, number) for number in range(1000))
+    left = kept(store, range(1000))
+    assert {key(number) for number in range(1000)} - {key(number) for number in left} == set(
+        evicted
+    )
+    assert store.used_bytes == len(left) * 7128
+    store.close()
+
+
+def test_a_larger_store_beside_a_smaller_one_is_reported(path: Path) -> None:
+    faults: list[str] = []
+    small, large = open_disk(path, 10, faults), open_disk(path, 1000, faults)
+    assert len(faults) == 1
+    assert faults[0].startswith(
+        f"plugin.disk.size_bytes: there is room for 16 blocks, and not for 1000 as in "
+        f"{1000 * SLOT} bytes: "
+    )
+    assert all(keep(large, number) for number in range(100))
+    assert len(kept(large, range(100))) <= 16
+    small.close()
+    large.close()
+    open_disk(path, 1000, faults).close()
+    assert len(faults) == 1
 
 
 def test_parts_that_the_system_moves_in_pieces(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import os
 import random
 import stat
 import struct
+import time
 from pathlib import Path
 
 import pytest
@@ -141,14 +142,69 @@ def test_wrong_options_are_named(options: dict[str, object], words: str) -> None
         convert(options, DiskStore.Options, path="plugin.disk")
 
 
-def test_a_full_disk_at_start_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the disk have no room, until the patches are undone."""
+
     def fail(*_args: object) -> None:
         raise OSError(28, "No space left on device")
 
+    monkeypatch.setattr("hardpoint.builtin_plugins.kv_stores.disk._RETRY_SECONDS", 0.05)
     monkeypatch.setattr("os.posix_fallocate", fail)
-    message = refused(path)
-    assert "plugin.disk.path" in message
-    assert "No space left on device" in message
+
+
+def test_a_disk_that_is_full_at_start_saves_nothing_until_there_is_room(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill_disk(monkeypatch)
+    faults: list[str] = []
+    before = len(os.listdir("/proc/self/fd"))
+    store = open_disk(path, faults=faults)
+    assert faults == ["plugin.disk.path: no block is saved: [Errno 28] No space left on device"]
+    assert not keep(store, 1)
+    assert kept(store, [1]) == []
+    assert store.used_bytes == 0
+    store.drain()
+    time.sleep(0.06)
+    assert not keep(store, 1)
+    monkeypatch.undo()
+    assert not keep(store, 1), "it tries only now and then"
+    time.sleep(0.06)
+    assert keep(store, 1)
+    assert kept(store, [1]) == [1]
+    assert len(faults) == 1
+    store.close()
+    assert not keep(store, 2)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_store_that_never_opened_can_be_closed(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill_disk(monkeypatch)
+    before = len(os.listdir("/proc/self/fd"))
+    store = open_disk(path)
+    store.close()
+    time.sleep(0.06)
+    assert not keep(store, 1)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(("blocks", "left"), [(100, 8), (4, 4)])
+def test_another_size_on_a_full_disk_keeps_the_index(
+    filled: Path, blocks: int, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill_disk(monkeypatch)
+    faults: list[str] = []
+    store = open_disk(filled, blocks, faults)
+    assert kept(store, range(8)) == list(range(left))
+    assert store.used_bytes == left * 7128
+    assert [text[:55] for text in faults] == (
+        ["plugin.disk.size_bytes: there is room for 16 blocks, an"] if blocks > 16 else []
+    )
+    assert not (filled / NAME / "index.new").exists()
+    assert keep(store, 20)
+    assert kept(store, [20]) == [20]
+    store.close()
 
 
 def test_a_path_that_another_process_keeps_locked_is_refused(

@@ -31,6 +31,7 @@ STORES = [
     (kv_stores.KeepsNothing, "kept", "kept", "False for each of 12 blocks, twice, in a new place"),
     (kv_stores.PromisesTooEarly, "content", "kept", "key 0 is kept, and load does not find it ri"),
     (kv_stores.ForgetsOld, "kept", "kept", "key 0 is kept, .* after all were stored"),
+    (kv_stores.KeepsFirst, "replaced", "replaced", "version 1 of .* load gave version 0"),
     (kv_stores.FirstPartOnly, "content", "content", "of the block stored as 0, a wrong part 2"),
     (kv_stores.WritesNothing, "content", "content", "load of key 0 returned True, and wrote noth"),
     (kv_stores.ShortKeys, "content", "(content|lookup)", "found key|gave the block of key"),

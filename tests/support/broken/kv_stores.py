@@ -96,6 +96,16 @@ class NoContract(Right):
     pass
 
 
+class KeepsFirst(Right):
+    contract = 1
+
+    def store(self, key, buffer):
+        with self.lock:
+            if key in self.blocks:
+                return True
+            return super().store(key, buffer)
+
+
 class NoAbsentKeys(Right):
     contract = 1
 

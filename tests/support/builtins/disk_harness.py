@@ -17,8 +17,10 @@ SLOT = 8192
 """Bytes of such a block in a slab."""
 
 
-def open_disk(path: Path, blocks: int = 8, faults: list[str] | None = None, sizes=SIZES, **options):
-    """Return a store with room for some blocks."""
+def open_disk(
+    path: Path, blocks: int = 8, faults=None, sizes=SIZES, report_evicted=lambda _: None, **options
+):
+    """Return a store with room for some blocks; faults are appended to a list."""
     slot = -(-sum(sizes) // 4096) * 4096
     return DiskStore(
         KVStoreContext(
@@ -26,6 +28,7 @@ def open_disk(path: Path, blocks: int = 8, faults: list[str] | None = None, size
             options=DiskStore.Options(path=str(path), **({"size_bytes": blocks * slot} | options)),
             sizes=sizes,
             identity="00" * 32,
+            report_evicted=report_evicted,
             report_fault=[].append if faults is None else faults.append,
         )
     )

@@ -140,7 +140,7 @@ class BlockServer:
             serial, body = frames
             try:
                 question = decode(body)
-            except msgspec.MsgspecError:
+            except (msgspec.MsgspecError, ValueError, RecursionError):  # a str may be no UTF-8
                 continue
             if isinstance(question, Take):
                 self._answer_take(client, serial, question)

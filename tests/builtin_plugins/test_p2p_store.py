@@ -268,6 +268,9 @@ NONSENSE = {
     "negative time": (SERIAL, encode(Take(key(1), -1.0, "model"))),
     "endless time": (SERIAL, encode(Take(key(1), float("inf"), "model"))),
     "no number": (SERIAL, encode(Take(key(1), float("nan"), "model"))),
+    "no text": (SERIAL, encode(Take(key(1), 1.0, "abc")).replace(b"abc", b"\xff\xfe\xfd")),
+    "deep": (SERIAL, b"\x91" * 60_000 + b"\xc0"),
+    "deep in a field": (SERIAL, b"\x92\xa3Get" + b"\x91" * 60_000 + b"\xc0"),
     "another field": (SERIAL, msgspec.msgpack.encode(["Get", key(1), 1])),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import threading
 import time
 from collections import OrderedDict
@@ -37,6 +38,7 @@ class PeerBlocks:
         self._capacity = capacity
         self._blocks: OrderedDict[bytes, bytes] = OrderedDict()
         self._offers: dict[bytes, _Offer] = {}
+        self._ends: list[tuple[float, bytes]] = []  # heap of when to look at an offer
         self._gone: OrderedDict[bytes, None] = OrderedDict()  # keys of offers that have ended
         self._lock = threading.Lock()
 
@@ -52,15 +54,15 @@ class PeerBlocks:
             return block
 
     def keep(self, key: bytes, buffer: BlockBuffer) -> bool:
-        """Keep a block in the place of those that were not used for longest."""
+        """Keep a block in the place of an older one, or of those that were not used for longest."""
         if len(self._offers) >= self._capacity:
             return False
-        if key not in self._blocks:
-            block = bytes(buffer.whole)
-            with self._lock:
-                self._blocks[key] = block
-                self._evict()
-        return key in self._blocks
+        block = bytes(buffer.whole)
+        with self._lock:
+            self._blocks[key] = block
+            self._blocks.move_to_end(key)
+            self._evict()
+            return key in self._blocks
 
     def offer(self, key: bytes, buffer: BlockBuffer, seconds: float) -> bool:
         """Offer a block; return whether there was room."""
@@ -68,8 +70,10 @@ class PeerBlocks:
         if len(self._offers) >= self._capacity:
             return False
         block = bytes(buffer.whole)
+        until = time.monotonic() + seconds
         with self._lock:
-            self._offers[key] = _Offer(block, seconds, time.monotonic() + seconds)
+            self._offers[key] = _Offer(block, seconds, until)
+            heapq.heappush(self._ends, (until, key))
             self._gone.pop(key, None)
             self._evict()
         return True
@@ -116,12 +120,19 @@ class PeerBlocks:
         """Drop the offers whose lease has ended."""
         now = time.monotonic()
         with self._lock:
-            for key in [key for key, offer in self._offers.items() if now >= offer.until]:
-                self._end(key)
+            while self._ends and self._ends[0][0] <= now:
+                _, key = heapq.heappop(self._ends)
+                if (offer := self._offers.get(key)) is None:
+                    continue  # it was taken
+                if now >= offer.until:
+                    self._end(key)
+                else:
+                    heapq.heappush(self._ends, (offer.until, key))  # it was renewed
 
     def clear(self) -> None:
         """Drop all blocks."""
         with self._lock:
             self._blocks.clear()
             self._offers.clear()
+            self._ends.clear()
             self._gone.clear()

@@ -12,6 +12,7 @@ import zmq
 from support.builtins.peers import BLOCK, Peers, block, eventually, holds, key
 
 from hardpoint.builtin_plugins.kv_stores.p2p_messages import Get, Has, Renew, Take, encode
+from hardpoint.plugins.kv_store import BlockBuffer
 
 
 @pytest.fixture
@@ -44,6 +45,15 @@ class TestForAnybody:
         assert a.load(key(1), block())
         a.store(key(3), block(3))
         assert a.lookup([key(1), key(2), key(3)]) == [True, False, True]
+
+    def test_a_block_replaces_the_old_one(self, peers):
+        a, b = peers.open("a", size_bytes=2 * BLOCK), peers.open("b")
+        for number, fill in ((1, 1), (2, 2), (1, 5), (3, 3)):
+            assert a.store(key(number), block(fill))
+        assert b.lookup([key(1), key(2), key(3)]) == [True, False, True]
+        buffer = block()
+        assert b.load(key(1), buffer)
+        assert holds(buffer, 5)
 
     def test_many_keys_go_in_several_messages(self, peers):
         a, b = peers.open("a"), peers.open("b")
@@ -122,6 +132,14 @@ class TestForOne:
         a.offer(key(1), block(5), 0.05)
         assert not a.store(key(2), block(2))
         assert eventually(lambda: a.store(key(2), block(2)))
+
+    def test_many_offers_do_not_slow_down_one(self, peers):
+        a = peers.open("a", size_bytes=BLOCK * 10**5)
+        pool, small = a._pool, BlockBuffer(memoryview(bytearray(16)), [16])
+        began = time.thread_time()
+        for number in range(20_000):
+            assert pool.offer(key(number), small, 60.0)
+        assert time.thread_time() - began < 1.5
 
     def test_both_sides_renew_leases(self, peers):
         a, b = peers.open("a"), peers.open("b")

@@ -90,7 +90,8 @@ class PeerToPeerStore(PeerKVStore):
         """Listen; connect to peers later.
 
         Raises:
-            ConfigError: an option is wrong, the address is in use, or others could read the keys.
+            ConfigError: an option is wrong, there is not so much memory, the address is in use, or
+                others could read the keys.
         """
         super().__init__(context)
         options, table = self.options, f"plugin.{self.name}"
@@ -113,7 +114,7 @@ class PeerToPeerStore(PeerKVStore):
                 raise ConfigError(f"{table}.public_keys: expected one of {name!r}, at {address}")
         if is_tcp(listen) and not keys:
             raise ConfigError(f"{table}.public_keys: expected those of who may ask at {listen}")
-        self._pool = PeerBlocks(options.size_bytes // context.block_bytes)
+        self._pool = PeerBlocks(self._capacity())
         self._where: OrderedDict[bytes, PeerClient] = OrderedDict()
         self._lock = threading.Lock()
         self._zmq: zmq.Context[Socket] = zmq.Context()
@@ -131,6 +132,21 @@ class PeerToPeerStore(PeerKVStore):
             )
             for name, address in addresses.items()
         }
+
+    def _capacity(self) -> int:
+        """Return the number of blocks that there is room for."""
+        path, size = f"plugin.{self.name}.size_bytes", self.options.size_bytes
+        block, available = self.context.block_bytes, self.context.host_memory
+        if size < block:
+            raise ConfigError(
+                f"{path}: expected at least {block}, the size of a block, got {size}"
+            )
+        if available is not None and size > available:
+            raise ConfigError(
+                f"{path}: {size} bytes are more host memory than a rank's process may still "
+                f"allocate, {available} bytes; make it smaller, or the KV cache"
+            )
+        return size // block
 
     def _key_pair(self, addresses: Sequence[str]) -> KeyPair | None:
         """Return this engine's keys; None if all addresses are for this user only."""

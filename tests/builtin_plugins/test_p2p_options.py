@@ -8,7 +8,7 @@ import stat
 
 import pytest
 import zmq
-from support.builtins.peers import Peers, block, holds, key, peer_context
+from support.builtins.peers import BLOCK, Peers, block, holds, key, peer_context
 
 from hardpoint.builtin_plugins.kv_stores.p2p import PeerToPeerStore
 from hardpoint.plugins import ConfigError
@@ -87,6 +87,24 @@ class TestAddresses:
     def test_ids_of_peers_are_names(self, name):
         message = refused(listen="ipc:///x", peers={name: "ipc:///y"})
         assert message.startswith("plugin.p2p.peers")
+
+
+class TestSize:
+    def test_a_block_fits(self, tmp_path):
+        message = refused(listen=f"ipc://{tmp_path}/s/x", size_bytes=BLOCK - 1)
+        assert message == (
+            f"plugin.p2p.size_bytes: expected at least {BLOCK}, the size of a block, got "
+            f"{BLOCK - 1}"
+        )
+
+    def test_there_is_so_much_memory(self, tmp_path):
+        options = {"listen": f"ipc://{tmp_path}/s/x", "size_bytes": 10**6}
+        with pytest.raises(ConfigError) as error:
+            PeerToPeerStore(peer_context("a", options, host_memory=10**6 - 1))
+        assert str(error.value).startswith(
+            "plugin.p2p.size_bytes: 1000000 bytes are more host memory than a rank's process may "
+            "still allocate, 999999 bytes"
+        )
 
 
 class TestSocketFolder:

@@ -64,12 +64,6 @@ class TestForAnybody:
             range(0, 3000, 7)
         )
 
-    def test_no_room_at_all_keeps_nothing(self, peers):
-        a = peers.open("a", size_bytes=BLOCK - 1)
-        assert not a.store(key(1), block(1))
-        assert not a.offer(key(1), block(1), 10.0)
-        assert a.lookup([key(1)]) == [False]
-
     def test_threads_share_connections(self, peers):
         a, b = peers.open("a"), peers.open("b")
         for number in range(100):

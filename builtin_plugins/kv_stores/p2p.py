@@ -23,6 +23,7 @@ from .p2p_addresses import (
     address_of_rank,
     check_socket_folder,
     check_socket_owner,
+    is_ipv6,
     is_tcp,
     public_key,
     read_key_pair,
@@ -168,6 +169,7 @@ class PeerToPeerStore(PeerKVStore):
         listening.sndhwm = listening.rcvhwm = _ANSWERS_PER_CLIENT
         listening.heartbeat_ivl = _HEARTBEAT_MS
         listening.heartbeat_timeout = _HEARTBEAT_TIMEOUT_MS
+        listening.ipv6 = is_ipv6(address)
         if is_tcp(address):
             assert pair is not None
             keys = self._zmq.socket(zmq.REP)
@@ -204,6 +206,7 @@ class PeerToPeerStore(PeerKVStore):
         connecting.reconnect_ivl, connecting.reconnect_ivl_max = 50, 1000
         connecting.heartbeat_ivl = _HEARTBEAT_MS
         connecting.heartbeat_timeout = _HEARTBEAT_TIMEOUT_MS
+        connecting.ipv6 = is_ipv6(address)
         if is_tcp(address):
             assert pair is not None
             assert key is not None

@@ -69,6 +69,11 @@ def is_tcp(address: str) -> bool:
     return address.startswith("tcp://")
 
 
+def is_ipv6(address: str) -> bool:
+    """Return whether an address is tcp://[HOST]:PORT."""
+    return address.startswith("tcp://[")
+
+
 def check_socket_folder(address: str, path: str) -> None:
     """Make the folder of an ipc address, or check that only this user can reach what is in it.
 
@@ -121,23 +126,26 @@ def read_key_pair(file: str, path: str) -> KeyPair:
     """Return the keys of this engine.
 
     Args:
-        file: holds the secret one, 40 characters in Z85 as `zmq.curve_keypair` makes them.
+        file: holds the secret one, 40 characters in Z85 as `zmq.curve_keypair` makes them; "~" at
+            its start is this user's home.
         path: of the setting, for messages.
 
     Raises:
         ConfigError: the file cannot be read, others can read it, or it holds no key.
     """
+    file = os.path.expanduser(file)
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe may hang
     except OSError as cause:
         raise ConfigError(f"{path}: cannot read {file!r}: {cause.strerror}") from None
     try:
         found = os.fstat(descriptor)
-        is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
-        if not is_ours or found.st_mode & 0o077:
+        if not stat.S_ISREG(found.st_mode):
+            raise ConfigError(f"{path}: {file!r}: expected a regular file")
+        if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o037:
             raise ConfigError(
-                f"{path}: expected a file that only this user can read (chmod 600), got "
-                f"{file!r} with mode {stat.S_IMODE(found.st_mode):o} of user {found.st_uid}"
+                f"{path}: {file!r}: expected a file of yours or root's with mode 0600 or 0640, "
+                f"got mode {stat.S_IMODE(found.st_mode):04o} of user {found.st_uid}"
             )
         secret = os.read(descriptor, 2 * _KEY_CHARACTERS).strip()
     finally:

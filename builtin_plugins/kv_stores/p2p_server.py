@@ -80,8 +80,8 @@ class BlockServer:
         """Look whether somebody waits for a block that is new; for any thread."""
         try:
             self._wake_sender.send(b"\0")
-        except BlockingIOError:
-            pass  # it wakes anyway
+        except OSError:
+            pass  # it wakes anyway, or is closed
 
     def close(self) -> None:
         """End the thread and close the sockets."""

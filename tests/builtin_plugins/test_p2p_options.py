@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import stat
@@ -169,8 +170,55 @@ class TestSocketFolder:
         peers = Peers(tmp_path)
         b = peers.open("b")
         (tmp_path / "sockets" / "a.sock").write_text("")
-        with pytest.raises(PermissionError, match=r"a\.sock' is no socket of this user"):
-            b.lookup([key(1)])
+        assert b.lookup([key(1)]) == [False]
+        assert peers.faults == [f"peer 'a': {peers.address('a')!r} is no socket of this user"]
+        peers.close_all()
+
+    def test_a_peer_whose_folder_others_enter_is_a_fault_and_not_asked(self, tmp_path):
+        peers = Peers(tmp_path)
+        (tmp_path / "open").mkdir()
+        (tmp_path / "open").chmod(0o755)
+        address = f"ipc://{tmp_path}/open/a.sock"
+        b = peers.open("b", peers={"a": address}, retry_seconds=0.01)
+        asked = []
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as impostor:
+            for _ in range(2):  # before somebody listens, and after
+                assert b.lookup([key(1)]) == [False]
+                assert not b.fetch("a", key(1), block(), 0.2)
+                b.renew([key(1)], "a")
+                if not asked:
+                    impostor.bind(address)
+                asked.append(impostor.poll(100))
+        assert asked == [0, 0]
+        assert peers.faults == [
+            f"peer 'a': {address!r}: expected a folder that only this user can enter (chmod 700), "
+            f"got {str(tmp_path / 'open')!r} with mode 755 of user {os.geteuid()}"
+        ]
+        peers.close_all()
+
+    def test_two_stores_cannot_listen_at_one_address(self, tmp_path):
+        peers = Peers(tmp_path)
+        peers.open("a")
+        file = tmp_path / "sockets" / "a.sock"
+        file.rename(file.with_name("elsewhere"))  # as if it were not there yet
+        assert "another process listens" in refused(listen=peers.address("a"))
+        peers.close_all()
+        peers.open("a")
+        peers.close_all()
+
+    def test_a_lock_that_is_removed_just_then_is_taken_again(self, tmp_path, monkeypatch):
+        peers, flock, left = Peers(tmp_path), fcntl.flock, [2]
+
+        def remove_it(descriptor, operation):
+            if left[0]:
+                left[0] -= 1
+                (tmp_path / "sockets" / "a.sock.lock").unlink()
+            flock(descriptor, operation)
+
+        monkeypatch.setattr(fcntl, "flock", remove_it)
+        peers.open("a")
+        assert not left[0]
+        assert "another process listens" in refused(listen=peers.address("a"))
         peers.close_all()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 
@@ -20,6 +21,12 @@ def peers(tmp_path):
     peers = Peers(tmp_path)
     yield peers
     peers.close_all()
+
+
+def leave_socket(address):
+    """Leave a socket at which nobody listens, as an engine that was killed does."""
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(address.removeprefix("ipc://"))
 
 
 def server_threads():
@@ -184,8 +191,9 @@ class TestForOne:
     def test_blocks_of_another_model_are_a_fault(self, peers):
         a, b = peers.open("a", identity="other"), peers.open("b")
         a.offer(key(1), block(1), 10.0)
-        with pytest.raises(Exception, match="peer 'a' has blocks of another model"):
-            b.fetch("a", key(1), block(), 1.0)
+        for _ in range(2):
+            assert not b.fetch("a", key(1), block(), 1.0)
+        assert peers.faults == ["peer 'a': it has blocks of another model, or in another layout"]
 
 
 class TestWithoutPeers:
@@ -201,6 +209,83 @@ class TestWithoutPeers:
         a = peers.open("a")
         a.store(key(1), block(1))
         assert eventually(lambda: b.lookup([key(1)]) == [True])
+
+    def test_dead_ones_do_not_hide_others(self, peers):
+        b = peers.open("b")
+        b.store(key(1), block(1))
+        (peers.folder / "sockets" / "file.sock").write_text("")
+        for number in range(12):
+            leave_socket(peers.address(f"dead{number}"))
+        names = ["file", *(f"dead{number}" for number in range(12)), "b"]
+        a = peers.open(
+            "a", peers={name: peers.address(name) for name in names}, lookup_seconds=0.3
+        )
+        for most in (0.9, 0.1):
+            began = time.monotonic()
+            assert a.lookup([key(1), key(2)]) == [True, False]
+            assert time.monotonic() - began < most
+        assert a.load(key(1), block())
+        assert len(peers.faults) == 1
+        assert peers.faults[0].startswith("peer 'file': ")
+
+    def test_the_first_one_that_has_a_block_is_asked_for_it(self, peers):
+        names = {name: peers.address(name) for name in "abc"}
+        for name in "abc":
+            peers.open(name, peers=names)
+        for number, (name, fill) in enumerate([("c", 3), ("b", 2)]):
+            peers.stores[name].store(key(1), block(fill))
+            buffer = block()
+            assert peers.stores["a"].lookup([key(1)]) == [True]
+            assert peers.stores["a"].load(key(1), buffer)
+            assert holds(buffer, fill), number
+
+    def test_a_block_is_loaded_without_a_lookup(self, peers):
+        a, b = peers.open("a"), peers.open("b")
+        a.store(key(1), block(7))
+        buffer = block()
+        assert b.load(key(1), buffer)
+        assert holds(buffer, 7)
+
+    def test_who_is_not_there_is_not_waited_for(self, peers):
+        b = peers.open("b", connect_seconds=2.0, lookup_seconds=2.0)
+        began = time.monotonic()
+        assert not b.fetch("a", key(1), block(), 5.0)
+        assert b.lookup([key(1)]) == [False]
+        assert time.monotonic() - began < 0.3
+
+    def test_one_thread_at_a_time_waits_for_a_silent_one(self, peers):
+        b = peers.open("b", connect_seconds=0.3)
+        leave_socket(peers.address("a"))
+        assert not b.fetch("a", key(1), block(), 5.0)
+        seconds = []
+
+        def fetch():
+            began = time.monotonic()
+            assert not b.fetch("a", key(1), block(), 5.0)
+            seconds.append(time.monotonic() - began)
+
+        threads = [threading.Thread(target=fetch) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(second > 0.15 for second in seconds) == [False, False, False, True]
+
+    def test_renewing_waits_for_nobody(self, peers):
+        b = peers.open("b", connect_seconds=2.0)
+        leave_socket(peers.address("a"))
+        began = time.monotonic()
+        for _ in range(20):
+            b.renew([key(number) for number in range(5000)], "a")
+        assert time.monotonic() - began < 1.0
+        assert not peers.faults
+
+    def test_closing_twice_is_closing_once(self, peers):
+        a = peers.open("a")
+        a.close()
+        a.offer(key(1), block(1), 1.0)
+        a.close()
+        assert not list((peers.folder / "sockets").iterdir())
 
     def test_one_that_restarts_is_found_again_without_its_blocks(self, peers):
         a, b = peers.open("a"), peers.open("b", retry_seconds=0.1)

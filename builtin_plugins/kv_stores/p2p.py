@@ -68,9 +68,10 @@ class PeerToPeerStore(PeerKVStore):
                 passed over, so that all may have the same table.
             public_keys: of other engines by id; those with tcp addresses need one, and at a tcp
                 address only these may ask.
-            secret_key_file: with the secret key of this engine, which tcp needs.
+            secret_key_file: with the secret key of this engine, which tcp needs; owned by the user
+                or root, and with mode 0600 or 0640.
             size_bytes: of all blocks together, in each rank.
-            lookup_seconds: to wait for a peer that is asked whether it has blocks.
+            lookup_seconds: to wait for peers that are asked, all at once, whether they have blocks.
             connect_seconds: to wait for a connection to a peer.
             wait_seconds: to wait for a block that a peer has offered, but does not have yet.
             retry_seconds: for which a peer that did not answer is not asked for blocks.
@@ -141,9 +142,7 @@ class PeerToPeerStore(PeerKVStore):
         path, size = f"plugin.{self.name}.size_bytes", self.options.size_bytes
         block, available = self.context.block_bytes, self.context.host_memory
         if size < block:
-            raise ConfigError(
-                f"{path}: expected at least {block}, the size of a block, got {size}"
-            )
+            raise ConfigError(f"{path}: expected at least {block}, the size of a block, got {size}")
         if available is not None and size > available:
             raise ConfigError(
                 f"{path}: {size} bytes are more host memory than a rank's process may still "
@@ -276,7 +275,12 @@ class PeerToPeerStore(PeerKVStore):
         return False
 
     def _ask(
-        self, client: PeerClient, question: Question, seconds: float, *, even_if_silent: bool = False
+        self,
+        client: PeerClient,
+        question: Question,
+        seconds: float,
+        *,
+        even_if_silent: bool = False,
     ) -> zmq.Frame | None:
         """Return the payload of a peer's answer."""
         (payload,) = ask(

@@ -150,7 +150,7 @@ class PeerClient:
             self._changed.notify_all()
 
     def notify(self, question: Question) -> None:
-        """Send what has no answer, if there is a peer and room for the message; wait for neither."""
+        """Send what has no answer, if there is room for it; wait for nothing."""
         with self._changed:
             self._check_open()
             if self._notifier is None:

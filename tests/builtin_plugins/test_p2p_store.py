@@ -217,9 +217,7 @@ class TestWithoutPeers:
         for number in range(12):
             leave_socket(peers.address(f"dead{number}"))
         names = ["file", *(f"dead{number}" for number in range(12)), "b"]
-        a = peers.open(
-            "a", peers={name: peers.address(name) for name in names}, lookup_seconds=0.3
-        )
+        a = peers.open("a", peers={name: peers.address(name) for name in names}, lookup_seconds=0.3)
         for most in (0.9, 0.1):
             began = time.monotonic()
             assert a.lookup([key(1), key(2)]) == [True, False]

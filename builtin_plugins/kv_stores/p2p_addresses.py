@@ -79,7 +79,7 @@ def is_ipv6(address: str) -> bool:
 class SocketPlace:
     """The place of an ipc socket, which is locked so that no other store takes it.
 
-    The lock is that of a file beside the socket; it ends with the process.
+    The lock is that of a file next to the socket; it ends with the process.
     """
 
     def __init__(self, address: str, path: str) -> None:

@@ -29,7 +29,7 @@ class Connect(Protocol):
             queues: whether messages wait for the connection; else they cannot be sent before.
 
         Returns:
-            The socket; None if nobody listens there.
+            The socket; None if no one listens there.
         """
 
 
@@ -64,7 +64,7 @@ class Exchange:
             while time.monotonic() < until:  # a peer may send others without end
                 frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
                 if frames[0].bytes == self._frames[0] and 2 <= len(frames) <= _STATUS_FRAMES:
-                    self._take(frames)
+                    self._read(frames)
                     return True
         except zmq.Again:
             if time.monotonic() < (until if self.is_sent else connected_by):
@@ -75,7 +75,7 @@ class Exchange:
         self.client.fell_silent()
         return True
 
-    def _take(self, frames: Sequence[zmq.Frame]) -> None:
+    def _read(self, frames: Sequence[zmq.Frame]) -> None:
         status = frames[1].bytes
         if status == OTHER:
             self.client.failed("it has blocks of another model, or in another layout")

@@ -117,7 +117,7 @@ class PeerToPeerStore(PeerKVStore):
                 raise ConfigError(f"{table}.public_keys: expected one of {name!r}, at {address}")
         if is_tcp(listen) and not keys:
             raise ConfigError(f"{table}.public_keys: expected those of who may ask at {listen}")
-        self._pool = PeerBlocks(self._capacity())
+        self._pool = PeerBlocks(self._capacity(), context.report_evicted)
         self._where: OrderedDict[bytes, PeerClient] = OrderedDict()
         self._lock = threading.Lock()
         self._place = None if is_tcp(listen) else SocketPlace(listen, f"{table}.listen")

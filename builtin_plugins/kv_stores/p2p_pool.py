@@ -6,7 +6,7 @@ import heapq
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hardpoint.plugins.kv_store import BlockBuffer
@@ -33,9 +33,17 @@ class PeerBlocks:
     are for any thread.
     """
 
-    def __init__(self, capacity: int) -> None:
-        """Start empty."""
+    def __init__(
+        self, capacity: int, report_evicted: Callable[[Sequence[bytes]], None] = lambda _keys: None
+    ) -> None:
+        """Start empty.
+
+        Args:
+            capacity: number of blocks.
+            report_evicted: see `KVStoreContext`.
+        """
         self._capacity = capacity
+        self._report_evicted = report_evicted
         self._blocks: OrderedDict[bytes, bytes] = OrderedDict()
         self._offers: dict[bytes, _Offer] = {}
         self._ends: list[tuple[float, bytes]] = []  # heap of when to look at an offer
@@ -61,8 +69,10 @@ class PeerBlocks:
         with self._lock:
             self._blocks[key] = block
             self._blocks.move_to_end(key)
-            self._evict()
-            return key in self._blocks
+            evicted = self._evict()
+        if evicted:
+            self._report_evicted(evicted)
+        return key not in evicted
 
     def offer(self, key: bytes, buffer: BlockBuffer, seconds: float) -> bool:
         """Offer a block; return whether there was room."""
@@ -75,12 +85,17 @@ class PeerBlocks:
             self._offers[key] = _Offer(block, seconds, until)
             heapq.heappush(self._ends, (until, key))
             self._gone.pop(key, None)
-            self._evict()
+            evicted = self._evict()
+        if evicted:
+            self._report_evicted(evicted)
         return True
 
-    def _evict(self) -> None:
+    def _evict(self) -> list[bytes]:
+        """Drop the blocks for which there is no room; return their keys."""
+        evicted = []
         while self._blocks and len(self._blocks) + len(self._offers) > self._capacity:
-            self._blocks.popitem(last=False)
+            evicted.append(self._blocks.popitem(last=False)[0])
+        return evicted
 
     def offered(self, key: bytes) -> bytes | None:
         """Return a block whose lease has not ended."""

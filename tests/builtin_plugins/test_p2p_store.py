@@ -10,8 +10,9 @@ import time
 import msgspec
 import pytest
 import zmq
-from support.builtins.peers import BLOCK, Peers, block, eventually, holds, key
+from support.builtins.peers import BLOCK, Peers, block, eventually, holds, key, peer_context
 
+from hardpoint.builtin_plugins.kv_stores.p2p import PeerToPeerStore
 from hardpoint.builtin_plugins.kv_stores.p2p_messages import Get, Has, Renew, Take, encode
 from hardpoint.builtin_plugins.kv_stores.p2p_pool import PeerBlocks
 from hardpoint.plugins.kv_store import BlockBuffer
@@ -62,6 +63,17 @@ class TestForAnybody:
         buffer = block()
         assert b.load(key(1), buffer)
         assert holds(buffer, 5)
+
+    def test_what_is_not_kept_any_more_is_reported(self, tmp_path):
+        evicted = []
+        options = {"listen": f"ipc://{tmp_path}/s/a", "size_bytes": 2 * BLOCK}
+        a = PeerToPeerStore(peer_context("a", options, report_evicted=evicted.extend))
+        for number in (1, 2, 1, 3):
+            a.store(key(number), block(1))
+        assert evicted == [key(2)]
+        a.offer(key(4), block(1), 10.0)
+        assert evicted == [key(2), key(1)]
+        a.close()
 
     def test_many_keys_go_in_several_messages(self, peers):
         a, b = peers.open("a"), peers.open("b")

@@ -8,8 +8,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import zmq
 from msgspec import Meta
@@ -20,19 +19,21 @@ from hardpoint.plugins.kv_store import BlockBuffer, PeerKVStore
 
 from .p2p_addresses import (
     KeyPair,
+    SocketPlace,
     address_of_rank,
-    check_socket_folder,
-    check_socket_owner,
+    has_socket,
+    is_ipv6,
     is_tcp,
     public_key,
     read_key_pair,
 )
-from .p2p_client import PeerClient
+from .p2p_client import PeerClient, ask
 from .p2p_messages import (
     KEYS_PER_MESSAGE,
     MOST_QUESTION_BYTES,
     Get,
     Has,
+    Question,
     Renew,
     Take,
 )
@@ -47,6 +48,7 @@ _MOST_ANSWER_BYTES = 4096  # of one without a block
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1000, 3000
 _CLOSE_S = 2.0
 
+_T = TypeVar("_T")
 _Id = Annotated[str, Meta(pattern="^[A-Za-z0-9_.-]{1,64}$")]
 _Seconds = Annotated[float, Meta(gt=0, le=3600)]
 
@@ -66,9 +68,10 @@ class PeerToPeerStore(PeerKVStore):
                 passed over, so that all may have the same table.
             public_keys: of other engines by id; those with tcp addresses need one, and at a tcp
                 address only these may ask.
-            secret_key_file: with the secret key of this engine, which tcp needs.
+            secret_key_file: with the secret key of this engine, which tcp needs; owned by the user
+                or root, and with mode 0600 or 0640.
             size_bytes: of all blocks together, in each rank.
-            lookup_seconds: to wait for a peer that is asked whether it has blocks.
+            lookup_seconds: to wait for peers that are asked, all at once, whether they have blocks.
             connect_seconds: to wait for a connection to a peer.
             wait_seconds: to wait for a block that a peer has offered, but does not have yet.
             retry_seconds: for which a peer that did not answer is not asked for blocks.
@@ -90,7 +93,8 @@ class PeerToPeerStore(PeerKVStore):
         """Listen; connect to peers later.
 
         Raises:
-            ConfigError: an option is wrong, the address is in use, or others could read the keys.
+            ConfigError: an option is wrong, there is not so much memory, the address is in use, or
+                others could read the keys.
         """
         super().__init__(context)
         options, table = self.options, f"plugin.{self.name}"
@@ -113,24 +117,38 @@ class PeerToPeerStore(PeerKVStore):
                 raise ConfigError(f"{table}.public_keys: expected one of {name!r}, at {address}")
         if is_tcp(listen) and not keys:
             raise ConfigError(f"{table}.public_keys: expected those of who may ask at {listen}")
-        self._pool = PeerBlocks(options.size_bytes // context.block_bytes)
+        self._pool = PeerBlocks(self._capacity(), context.report_evicted)
         self._where: OrderedDict[bytes, PeerClient] = OrderedDict()
         self._lock = threading.Lock()
+        self._place = None if is_tcp(listen) else SocketPlace(listen, f"{table}.listen")
         self._zmq: zmq.Context[Socket] = zmq.Context()
-        self._address = listen
         try:
             self._server = self._listen(listen, pair, frozenset(keys.values()))
         except BaseException:
-            self._zmq.destroy(linger=0)
+            self._release()
             raise
         self._clients = {
             name: PeerClient(
                 name,
                 functools.partial(self._connect, address, pair, keys.get(name)),
                 options.retry_seconds,
+                context.report_fault,
             )
             for name, address in addresses.items()
         }
+
+    def _capacity(self) -> int:
+        """Return the number of blocks that there is room for."""
+        path, size = f"plugin.{self.name}.size_bytes", self.options.size_bytes
+        block, available = self.context.block_bytes, self.context.host_memory
+        if size < block:
+            raise ConfigError(f"{path}: expected at least {block}, the size of a block, got {size}")
+        if available is not None and size > available:
+            raise ConfigError(
+                f"{path}: {size} bytes are more host memory than a rank's process may still "
+                f"allocate, {available} bytes; make it smaller, or the KV cache"
+            )
+        return size // block
 
     def _key_pair(self, addresses: Sequence[str]) -> KeyPair | None:
         """Return this engine's keys; None if all addresses are for this user only."""
@@ -152,6 +170,7 @@ class PeerToPeerStore(PeerKVStore):
         listening.sndhwm = listening.rcvhwm = _ANSWERS_PER_CLIENT
         listening.heartbeat_ivl = _HEARTBEAT_MS
         listening.heartbeat_timeout = _HEARTBEAT_TIMEOUT_MS
+        listening.ipv6 = is_ipv6(address)
         if is_tcp(address):
             assert pair is not None
             keys = self._zmq.socket(zmq.REP)
@@ -159,8 +178,6 @@ class PeerToPeerStore(PeerKVStore):
             listening.curve_server = True
             listening.curve_secretkey, listening.curve_publickey = pair.secret, pair.public
             listening.zap_domain = b"hardpoint"
-        else:
-            check_socket_folder(address, path)
         try:
             listening.bind(address)
             if not is_tcp(address):
@@ -176,60 +193,66 @@ class PeerToPeerStore(PeerKVStore):
             self.context.report_fault,
         )
 
-    def _connect(self, address: str, pair: KeyPair | None, key: bytes | None) -> Socket:
-        """Return a socket that is connected to a peer in the background."""
-        if not is_tcp(address):
-            check_socket_owner(address)
+    def _connect(
+        self, address: str, pair: KeyPair | None, key: bytes | None, *, queues: bool = False
+    ) -> Socket | None:
+        """Return a socket that is connected to a peer in the background; see `Connect`."""
+        if not is_tcp(address) and not has_socket(address):
+            return None
         connecting = self._zmq.socket(zmq.DEALER)
-        connecting.immediate = True  # nothing waits for a peer that is not there
+        connecting.immediate = not queues
         connecting.linger = 0
         connecting.maxmsgsize = self.context.block_bytes + _MOST_ANSWER_BYTES
         connecting.sndhwm = connecting.rcvhwm = _ANSWERS_PER_CLIENT
         connecting.reconnect_ivl, connecting.reconnect_ivl_max = 50, 1000
         connecting.heartbeat_ivl = _HEARTBEAT_MS
         connecting.heartbeat_timeout = _HEARTBEAT_TIMEOUT_MS
+        connecting.ipv6 = is_ipv6(address)
         if is_tcp(address):
             assert pair is not None
             assert key is not None
             connecting.curve_serverkey = key
             connecting.curve_secretkey, connecting.curve_publickey = pair.secret, pair.public
-        connecting.connect(address)
+        try:
+            connecting.connect(address)
+        except zmq.ZMQError:
+            connecting.close()
+            raise
         return connecting
 
     # For anybody
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return which blocks are here or at a peer."""
+        """Return which blocks are here or at a peer; all peers are asked at the same time."""
         found = [key in self._pool for key in keys]
-        for client in self._clients.values():
-            missing = [index for index, is_there in enumerate(found) if not is_there]
-            if not missing:
-                break
-            has = self._has(client, [keys[index] for index in missing])
-            for index, is_there in zip(missing, has, strict=True):
-                found[index] = is_there
+        missing = [index for index, is_there in enumerate(found) if not is_there]
+        for some in _batches(missing):
+            where = self._look_up([keys[index] for index in some])
+            for index, client in zip(some, where, strict=True):
+                found[index] = client is not None
         return found
 
-    def _has(self, client: PeerClient, keys: Sequence[bytes]) -> list[bool]:
-        """Return which blocks a peer has, and remember it."""
-        found: list[bool] = []
-        options = self.options
-        for some in _batches(keys):
-            payload = client.ask(
-                Has(list(some)), options.lookup_seconds, connect_seconds=options.connect_seconds
-            )
+    def _look_up(self, keys: Sequence[bytes]) -> list[PeerClient | None]:
+        """Return the first peer that has each block, and remember it."""
+        clients, question = list(self._clients.values()), Has(list(keys))
+        answers = ask(
+            [(client, question) for client in clients],
+            self.options.lookup_seconds,
+            connect_seconds=self.options.connect_seconds,
+        )
+        where: list[PeerClient | None] = [None] * len(keys)
+        for client, payload in reversed(list(zip(clients, answers, strict=True))):
             flags = b"" if payload is None else payload.bytes
-            if len(flags) != len(some):
-                break
-            found += (bool(flag) for flag in flags)
+            if len(flags) == len(keys):
+                where = [client if flag else old for flag, old in zip(flags, where, strict=True)]
         with self._lock:
-            for key, is_there in zip(keys, found, strict=False):
-                if is_there:
-                    self._where[key] = client
+            for key, found in zip(keys, where, strict=True):
+                if found is not None:
+                    self._where[key] = found
                     self._where.move_to_end(key)
             while len(self._where) > _MOST_REMEMBERED:
                 self._where.popitem(last=False)
-        return found + [False] * (len(keys) - len(found))
+        return where
 
     def store(self, key: bytes, buffer: BlockBuffer) -> bool:
         """Keep a block for this engine and others."""
@@ -241,15 +264,32 @@ class PeerToPeerStore(PeerKVStore):
             return _copy(memoryview(block), buffer)
         with self._lock:
             client = self._where.get(key)
-        clients = list(self._clients.values()) if client is None else [client]
-        seconds = self.context.timeout_seconds / max(len(clients), 1)
-        for one in clients:
-            payload = one.ask(Get(key), seconds, connect_seconds=self.options.connect_seconds)
+        if client is None:
+            (client,) = self._look_up([key])
+        if client is not None:
+            payload = self._ask(client, Get(key), self.context.timeout_seconds)
             if payload is not None:
                 return _copy(payload.buffer, buffer)
-        with self._lock:
-            self._where.pop(key, None)
+            with self._lock:
+                self._where.pop(key, None)
         return False
+
+    def _ask(
+        self,
+        client: PeerClient,
+        question: Question,
+        seconds: float,
+        *,
+        even_if_silent: bool = False,
+    ) -> zmq.Frame | None:
+        """Return the payload of a peer's answer."""
+        (payload,) = ask(
+            [(client, question)],
+            seconds,
+            connect_seconds=self.options.connect_seconds,
+            even_if_silent=even_if_silent,
+        )
+        return payload
 
     # For one
 
@@ -269,12 +309,8 @@ class PeerToPeerStore(PeerKVStore):
         """Copy a block that another engine offers; wait for it, but not long."""
         began = time.monotonic()
         wait = min(seconds, self.options.wait_seconds)
-        payload = self._clients[peer].ask(
-            Take(key, wait, self.context.identity),
-            seconds,
-            connect_seconds=self.options.connect_seconds,
-            even_if_silent=True,
-        )
+        question = Take(key, wait, self.context.identity)
+        payload = self._ask(self._clients[peer], question, seconds, even_if_silent=True)
         if payload is None or time.monotonic() - began > seconds:
             return False
         return _copy(payload.buffer, buffer)
@@ -285,23 +321,26 @@ class PeerToPeerStore(PeerKVStore):
             self._pool.renew(keys)
             return
         for some in _batches(keys):
-            self._clients[peer].notify(Renew(list(some)), self.options.connect_seconds)
+            self._clients[peer].notify(Renew(list(some)))
 
     def close(self) -> None:
         """Drop the blocks and close the sockets."""
         for client in self._clients.values():
             client.close(_CLOSE_S)
         self._server.close()
-        self._zmq.destroy(linger=0)
-        if not is_tcp(self._address):
-            Path(self._address.removeprefix("ipc://")).unlink(missing_ok=True)
+        self._release()
         self._pool.clear()
 
+    def _release(self) -> None:
+        self._zmq.destroy(linger=0)
+        if self._place is not None:
+            self._place.release()
 
-def _batches(keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
-    """Yield keys, as many at a time as a message may have."""
-    for start in range(0, len(keys), KEYS_PER_MESSAGE):
-        yield keys[start : start + KEYS_PER_MESSAGE]
+
+def _batches(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
+    """Yield what there is for each key, as many at a time as a message may have keys."""
+    for start in range(0, len(items), KEYS_PER_MESSAGE):
+        yield items[start : start + KEYS_PER_MESSAGE]
 
 
 def _copy(block: memoryview, buffer: BlockBuffer) -> bool:

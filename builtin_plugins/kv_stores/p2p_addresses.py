@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import stat
@@ -15,6 +16,7 @@ from hardpoint.plugins import ConfigError
 _RANK = "{rank}"
 _MOST_PATH_BYTES = 107  # of a unix socket
 _KEY_CHARACTERS = 40
+_LOCK_TRIES = 16  # each fails only if another store is closed just then
 
 
 @dataclass(frozen=True)
@@ -69,75 +71,145 @@ def is_tcp(address: str) -> bool:
     return address.startswith("tcp://")
 
 
-def check_socket_folder(address: str, path: str) -> None:
-    """Make the folder of an ipc address, or check that only this user can reach what is in it.
+def is_ipv6(address: str) -> bool:
+    """Return whether an address is tcp://[HOST]:PORT."""
+    return address.startswith("tcp://[")
+
+
+class SocketPlace:
+    """The place of an ipc socket, which is locked so that no other store takes it.
+
+    The lock is that of a file next to the socket; it ends with the process.
+    """
+
+    def __init__(self, address: str, path: str) -> None:
+        """Take the place; make its folder if there is none.
+
+        Args:
+            address: ipc:///PATH.
+            path: of the setting, for messages.
+
+        Raises:
+            ConfigError: others can reach what is in the folder, or a process listens there already.
+        """
+        self._file = Path(address.removeprefix("ipc://"))
+        self._lock_file = self._file.with_name(f"{self._file.name}.lock")
+        folder = self._file.parent
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+        except OSError as cause:
+            raise ConfigError(
+                f"{path}: cannot make the folder {str(folder)!r}: {cause.strerror}"
+            ) from None
+        if fault := _folder_fault(folder):
+            raise ConfigError(f"{path}: {fault}")
+        try:
+            lock = self._lock()
+        except OSError as cause:
+            raise ConfigError(f"{path}: cannot lock {address!r}: {cause.strerror}") from None
+        if lock is None or self._is_used():
+            if lock is not None:
+                os.close(lock)
+            raise ConfigError(f"{path}: another process listens at {address!r}")
+        self._descriptor: int | None = lock
+        if os.path.lexists(self._file) and not stat.S_ISSOCK(self._file.lstat().st_mode):
+            self._unlock()
+            raise ConfigError(f"{path}: {str(self._file)!r} exists and is no socket")
+
+    def _lock(self) -> int | None:
+        """Return the descriptor of the locked file; None if another one has locked it."""
+        for _ in range(_LOCK_TRIES):
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(self._lock_file, flags, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(descriptor), os.lstat(self._lock_file)):
+                    return descriptor
+            except FileNotFoundError:
+                pass  # who had locked it has just removed it
+            except BlockingIOError:
+                os.close(descriptor)
+                return None
+            os.close(descriptor)
+        return None
+
+    def _is_used(self) -> bool:
+        """Return whether something listens that has no lock."""
+        with socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.connect(str(self._file))
+            except OSError:
+                return False  # of a process that was killed
+        return True
+
+    def _unlock(self) -> None:
+        if self._descriptor is not None:
+            self._lock_file.unlink(missing_ok=True)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def release(self) -> None:
+        """Remove the socket and the lock; what follows the first time does nothing."""
+        if self._descriptor is not None:
+            self._file.unlink(missing_ok=True)
+        self._unlock()
+
+
+def _folder_fault(folder: Path) -> str:
+    """Return what is wrong with the folder of a socket; empty if nothing is."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        return f"expected a folder, not a link, at {str(folder)!r}"
+    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        return (
+            f"expected a folder that only this user can enter (chmod 700), got {str(folder)!r} "
+            f"with mode {stat.S_IMODE(found.st_mode):o} of user {found.st_uid}"
+        )
+    return ""
+
+
+def has_socket(address: str) -> bool:
+    """Return whether there is a socket at an ipc address.
 
     Raises:
-        ConfigError: others can, or a process listens there already.
+        PermissionError: somebody else could have made it, or can make one.
     """
     file = Path(address.removeprefix("ipc://"))
     try:
-        file.parent.mkdir(mode=0o700, exist_ok=True)
-        folder = file.parent.lstat()
-    except OSError as cause:
-        raise ConfigError(
-            f"{path}: cannot make the folder {str(file.parent)!r}: {cause.strerror}"
-        ) from None
-    if not stat.S_ISDIR(folder.st_mode):
-        raise ConfigError(f"{path}: expected a folder, not a link, at {str(file.parent)!r}")
-    if folder.st_uid != os.geteuid() or folder.st_mode & 0o077:
-        raise ConfigError(
-            f"{path}: expected a folder that only this user can enter (chmod 700), got "
-            f"{str(file.parent)!r} with mode {stat.S_IMODE(folder.st_mode):o} of user "
-            f"{folder.st_uid}"
-        )
-    if not os.path.lexists(file):
-        return
-    if not stat.S_ISSOCK(file.lstat().st_mode):
-        raise ConfigError(f"{path}: {str(file)!r} exists and is no socket")
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(str(file))
-        except OSError:
-            return  # of a process that was killed
-    raise ConfigError(f"{path}: another process listens at {address!r}")
-
-
-def check_socket_owner(address: str) -> None:
-    """Check that the socket of an ipc address, if there is one, is this user's.
-
-    Raises:
-        PermissionError: it is somebody else's.
-    """
-    try:
-        found = os.lstat(address.removeprefix("ipc://"))
+        if fault := _folder_fault(file.parent):
+            raise PermissionError(f"{address!r}: {fault}")
+        found = file.lstat()
     except FileNotFoundError:
-        return
+        return False
     if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
         raise PermissionError(f"{address!r} is no socket of this user")
+    return True
 
 
 def read_key_pair(file: str, path: str) -> KeyPair:
     """Return the keys of this engine.
 
     Args:
-        file: holds the secret one, 40 characters in Z85 as `zmq.curve_keypair` makes them.
+        file: holds the secret one, 40 characters in Z85 as `zmq.curve_keypair` makes them; "~" at
+            its start is this user's home.
         path: of the setting, for messages.
 
     Raises:
         ConfigError: the file cannot be read, others can read it, or it holds no key.
     """
+    file = os.path.expanduser(file)
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe may hang
     except OSError as cause:
         raise ConfigError(f"{path}: cannot read {file!r}: {cause.strerror}") from None
     try:
         found = os.fstat(descriptor)
-        is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
-        if not is_ours or found.st_mode & 0o077:
+        if not stat.S_ISREG(found.st_mode):
+            raise ConfigError(f"{path}: {file!r}: expected a regular file")
+        if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o037:
             raise ConfigError(
-                f"{path}: expected a file that only this user can read (chmod 600), got "
-                f"{file!r} with mode {stat.S_IMODE(found.st_mode):o} of user {found.st_uid}"
+                f"{path}: {file!r}: expected a file of yours or root's with mode 0600 or 0640, "
+                f"got mode {stat.S_IMODE(found.st_mode):04o} of user {found.st_uid}"
             )
         secret = os.read(descriptor, 2 * _KEY_CHARACTERS).strip()
     finally:

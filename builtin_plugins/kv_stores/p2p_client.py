@@ -1,4 +1,4 @@
-"""Questions to another engine for blocks."""
+"""Questions to other engines for blocks."""
 
 from __future__ import annotations
 
@@ -6,152 +6,242 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import zmq
 
 from .p2p_messages import OTHER, YES, Question, encode
 
 Socket = zmq.Socket[bytes]
-Connect = Callable[[], Socket]
 
 _SLICE_S = 0.2  # so that closing does not wait for an answer
 _STATUS_FRAMES = 3  # of an answer with a payload
 
 
-class OtherModelError(Exception):
-    """A peer has blocks of another model, or in another layout."""
+class Connect(Protocol):
+    """Returns a DEALER socket that is connected to a peer, in the background."""
+
+    def __call__(self, *, queues: bool = False) -> Socket | None:
+        """Connect.
+
+        Args:
+            queues: whether messages wait for the connection; else they cannot be sent before.
+
+        Returns:
+            The socket; None if no one listens there.
+        """
+
+
+class Exchange:
+    """A question to a peer and its answer.
+
+    Attributes:
+        client: of the peer.
+        socket: lent by the client.
+        is_probe: whether the peer did not answer a moment ago.
+        is_sent: whether the peer was connected.
+        payload: of the answer; None if there is none.
+    """
+
+    def __init__(
+        self, client: PeerClient, socket: Socket, frames: list[bytes], *, is_probe: bool
+    ) -> None:
+        """Send the frames later."""
+        self.client = client
+        self.socket = socket
+        self._frames = frames
+        self.is_probe = is_probe
+        self.is_sent = False
+        self.payload: zmq.Frame | None = None
+
+    def advance(self, connected_by: float, until: float) -> bool:
+        """Send and receive what can be now; return whether the exchange has ended."""
+        try:
+            if not self.is_sent:
+                self.socket.send_multipart(self._frames, zmq.NOBLOCK)
+                self.is_sent = True
+            while time.monotonic() < until:  # a peer may send others without end
+                frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                if frames[0].bytes == self._frames[0] and 2 <= len(frames) <= _STATUS_FRAMES:
+                    self._read(frames)
+                    return True
+        except zmq.Again:
+            if time.monotonic() < (until if self.is_sent else connected_by):
+                return False
+        except zmq.ZMQError as error:
+            self.client.failed(str(error))
+            return True
+        self.client.fell_silent()
+        return True
+
+    def _read(self, frames: Sequence[zmq.Frame]) -> None:
+        status = frames[1].bytes
+        if status == OTHER:
+            self.client.failed("it has blocks of another model, or in another layout")
+            return
+        self.client.answered()
+        if status == YES and len(frames) == _STATUS_FRAMES:
+            self.payload = frames[2]
+
+    def has_lost_peer(self) -> bool:
+        """Return whether a peer that was asked is not connected any more."""
+        return self.is_sent and not self.socket.poll(0, zmq.POLLIN | zmq.POLLOUT)
 
 
 class PeerClient:
     """Asks one peer; for any thread.
 
-    A peer that did not answer in time is not asked again for a while, but by `ask` with
-    `even_if_silent`.
+    A peer that did not answer in time is not asked again for a while, but as a probe.
     """
 
-    def __init__(self, name: str, connect: Connect, retry_seconds: float) -> None:
+    def __init__(
+        self, name: str, connect: Connect, retry_seconds: float, report_fault: Callable[[str], None]
+    ) -> None:
         """Connect later.
 
         Args:
             name: of the peer.
-            connect: returns a DEALER socket that is connected to it, in the background.
-            retry_seconds: for which it is not asked after it did not answer.
+            connect: opens a socket.
+            retry_seconds: for which the peer is not asked after it did not answer.
+            report_fault: called with a message, once until the peer answers again.
         """
-        self.name = name
+        self._name = name
         self._connect = connect
         self._retry_seconds = retry_seconds
+        self._report_fault = report_fault
+        self._reported = ""
         self._silent_until = 0.0
+        self._is_probed = False
         self._serials = itertools.count(1)
         self._free: list[Socket] = []
+        self._notifier: Socket | None = None
         self._num_used = 0
-        self._closed = False
+        self.is_closed = False
         self._changed = threading.Condition()
 
-    @contextmanager
-    def _socket(self) -> Iterator[Socket]:
-        """Lend a socket to a thread."""
-        with self._changed:
-            if self._closed:
-                raise RuntimeError("the store is closed")
-            self._num_used += 1
-            socket = self._free.pop() if self._free else None
-        try:
-            if socket is None:
-                socket = self._connect()
-            yield socket
-        finally:
-            with self._changed:
-                self._num_used -= 1
-                if socket is not None:
-                    self._free.append(socket)
-                self._changed.notify_all()
-
-    def ask(
-        self,
-        question: Question,
-        seconds: float,
-        *,
-        connect_seconds: float,
-        even_if_silent: bool = False,
-    ) -> zmq.Frame | None:
-        """Return the payload of the answer; None if there is none.
+    def begin(self, question: Question, *, even_if_silent: bool = False) -> Exchange | None:
+        """Return an exchange, which `end` ends; None if the peer is not to be asked.
 
         Args:
-            seconds: to wait for it.
-            connect_seconds: how much of it to wait for a peer that is not connected.
-            even_if_silent: ask a peer that did not answer a moment ago.
-
-        Raises:
-            OtherModelError: the peer has blocks of another model.
+            question: to the peer.
+            even_if_silent: ask a peer that did not answer a moment ago, but one question at a time.
         """
-        now = time.monotonic()
-        if now < self._silent_until and not even_if_silent:
+        with self._changed:
+            self._check_open()
+            is_silent = time.monotonic() < self._silent_until
+            if is_silent and (not even_if_silent or self._is_probed):
+                return None
+            socket = self._free.pop() if self._free else self._try_to_connect(queues=False)
+            if socket is None:
+                return None
+            self._num_used += 1
+            self._is_probed = self._is_probed or is_silent
+        serial = next(self._serials).to_bytes(8, "big")
+        return Exchange(self, socket, [serial, encode(question)], is_probe=is_silent)
+
+    def end(self, exchange: Exchange) -> None:
+        """Take the socket back."""
+        with self._changed:
+            self._num_used -= 1
+            self._free.append(exchange.socket)
+            if exchange.is_probe:
+                self._is_probed = False
+            self._changed.notify_all()
+
+    def notify(self, question: Question) -> None:
+        """Send what has no answer, if there is room for it; wait for nothing."""
+        with self._changed:
+            self._check_open()
+            if self._notifier is None:
+                self._notifier = self._try_to_connect(queues=True)
+            if self._notifier is not None:
+                serial = next(self._serials).to_bytes(8, "big")
+                try:
+                    self._notifier.send_multipart([serial, encode(question)], zmq.NOBLOCK)
+                except zmq.ZMQError:
+                    pass  # the lease ends early, at worst
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise RuntimeError("the store is closed")
+
+    def _try_to_connect(self, *, queues: bool) -> Socket | None:
+        try:
+            return self._connect(queues=queues)
+        except (OSError, zmq.ZMQError) as error:
+            self.failed(str(error))
             return None
-        serial = next(self._serials).to_bytes(8, "big")
-        with self._socket() as socket:
-            connected_by = now + min(seconds, connect_seconds)
-            if not self._send(socket, [serial, encode(question)], connected_by):
-                return None
-            return self._answer(socket, serial, now + seconds)
 
-    def notify(self, question: Question, seconds: float) -> None:
-        """Send what has no answer."""
-        serial = next(self._serials).to_bytes(8, "big")
-        with self._socket() as socket:
-            self._send(socket, [serial, encode(question)], time.monotonic() + seconds)
+    def answered(self) -> None:
+        """Record an answer."""
+        self._silent_until, self._reported = 0.0, ""
 
-    def _send(self, socket: Socket, frames: Sequence[bytes], until: float) -> bool:
-        """Send frames once the peer is connected; return whether it was in time."""
-        while not self._closed:
-            try:
-                socket.send_multipart(frames, zmq.NOBLOCK)
-            except zmq.Again:
-                if not self._wait(socket, zmq.POLLOUT, until):
-                    return False
-            else:
-                return True
-        return False
-
-    def _answer(self, socket: Socket, serial: bytes, until: float) -> zmq.Frame | None:
-        """Return the payload of the answer with this serial; others come too late."""
-        while not self._closed:
-            try:
-                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                if not self._wait(socket, zmq.POLLIN, until):
-                    return None
-                continue
-            if time.monotonic() >= until:  # of a peer that floods
-                return None
-            if frames[0].bytes != serial or not 2 <= len(frames) <= _STATUS_FRAMES:
-                continue
-            self._silent_until = 0.0
-            status = frames[1].bytes
-            if status == OTHER:
-                raise OtherModelError(
-                    f"peer {self.name!r} has blocks of another model, or in another layout"
-                )
-            return frames[2] if status == YES and len(frames) == _STATUS_FRAMES else None
-        return None
-
-    def _wait(self, socket: Socket, event: int, until: float) -> bool:
-        """Wait for a socket; return False when the time is over, or the peer went."""
-        left = until - time.monotonic()
-        if left > 0:
-            if socket.poll(math.ceil(min(left, _SLICE_S) * 1000), event):
-                return True
-            if event == zmq.POLLOUT or socket.poll(0, zmq.POLLOUT):
-                return True
+    def fell_silent(self) -> None:
+        """Record that the peer did not answer in time."""
         self._silent_until = time.monotonic() + self._retry_seconds
-        return False
+
+    def failed(self, message: str) -> None:
+        """Report why the peer cannot be used, and do not ask it for a while."""
+        self.fell_silent()
+        if message != self._reported:
+            self._reported = message
+            self._report_fault(f"peer {self._name!r}: {message}")
 
     def close(self, seconds: float) -> None:
         """Close the sockets, once threads do not use them any more."""
         with self._changed:
-            self._closed = True
+            self.is_closed = True
             self._changed.wait_for(lambda: not self._num_used, seconds)
             free, self._free = self._free, []
+            if self._notifier is not None:
+                free.append(self._notifier)
+                self._notifier = None
         for socket in free:
             socket.close(linger=0)
+
+
+def ask(
+    questions: Sequence[tuple[PeerClient, Question]],
+    seconds: float,
+    *,
+    connect_seconds: float,
+    even_if_silent: bool = False,
+) -> list[zmq.Frame | None]:
+    """Ask peers at the same time; return the payloads of their answers.
+
+    Args:
+        questions: to each peer.
+        seconds: to wait for all answers.
+        connect_seconds: how much of it to wait for peers that are not connected.
+        even_if_silent: see `PeerClient.begin`.
+    """
+    began = time.monotonic()
+    exchanges: list[Exchange | None] = []
+    try:
+        for client, question in questions:
+            exchanges.append(client.begin(question, even_if_silent=even_if_silent))
+        going = [exchange for exchange in exchanges if exchange is not None]
+        _run(going, began + min(seconds, connect_seconds), began + seconds)
+    finally:
+        for exchange in exchanges:
+            if exchange is not None:
+                exchange.client.end(exchange)
+    return [None if exchange is None else exchange.payload for exchange in exchanges]
+
+
+def _run(exchanges: Sequence[Exchange], connected_by: float, until: float) -> None:
+    """Let exchanges end, each with an answer or without; or none if the store is closed."""
+    going = [one for one in exchanges if not one.advance(connected_by, until)]
+    while going and not any(exchange.client.is_closed for exchange in exchanges):
+        poller = zmq.Poller()
+        for one in going:
+            poller.register(one.socket, zmq.POLLIN if one.is_sent else zmq.POLLOUT)
+        ends = min(until if one.is_sent else connected_by for one in going)
+        wait = min(max(ends - time.monotonic(), 0.0), _SLICE_S)
+        ready = dict(poller.poll(math.ceil(wait * 1000)))
+        for one in list(going):
+            if one.socket not in ready and one.has_lost_peer():
+                one.client.fell_silent()
+                going.remove(one)
+        going = [one for one in going if not one.advance(connected_by, until)]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hardpoint.plugins.kv_store import BlockBuffer
@@ -32,11 +33,20 @@ class PeerBlocks:
     are for any thread.
     """
 
-    def __init__(self, capacity: int) -> None:
-        """Start empty."""
+    def __init__(
+        self, capacity: int, report_evicted: Callable[[Sequence[bytes]], None] = lambda _keys: None
+    ) -> None:
+        """Start empty.
+
+        Args:
+            capacity: number of blocks.
+            report_evicted: see `KVStoreContext`.
+        """
         self._capacity = capacity
+        self._report_evicted = report_evicted
         self._blocks: OrderedDict[bytes, bytes] = OrderedDict()
         self._offers: dict[bytes, _Offer] = {}
+        self._ends: list[tuple[float, bytes]] = []  # heap of when to look at an offer
         self._gone: OrderedDict[bytes, None] = OrderedDict()  # keys of offers that have ended
         self._lock = threading.Lock()
 
@@ -52,15 +62,17 @@ class PeerBlocks:
             return block
 
     def keep(self, key: bytes, buffer: BlockBuffer) -> bool:
-        """Keep a block in the place of those that were not used for longest."""
+        """Keep a block in the place of an older one, or of those that were not used for longest."""
         if len(self._offers) >= self._capacity:
             return False
-        if key not in self._blocks:
-            block = bytes(buffer.whole)
-            with self._lock:
-                self._blocks[key] = block
-                self._evict()
-        return key in self._blocks
+        block = bytes(buffer.whole)
+        with self._lock:
+            self._blocks[key] = block
+            self._blocks.move_to_end(key)
+            evicted = self._evict()
+        if evicted:
+            self._report_evicted(evicted)
+        return key not in evicted
 
     def offer(self, key: bytes, buffer: BlockBuffer, seconds: float) -> bool:
         """Offer a block; return whether there was room."""
@@ -68,15 +80,22 @@ class PeerBlocks:
         if len(self._offers) >= self._capacity:
             return False
         block = bytes(buffer.whole)
+        until = time.monotonic() + seconds
         with self._lock:
-            self._offers[key] = _Offer(block, seconds, time.monotonic() + seconds)
+            self._offers[key] = _Offer(block, seconds, until)
+            heapq.heappush(self._ends, (until, key))
             self._gone.pop(key, None)
-            self._evict()
+            evicted = self._evict()
+        if evicted:
+            self._report_evicted(evicted)
         return True
 
-    def _evict(self) -> None:
+    def _evict(self) -> list[bytes]:
+        """Drop the blocks for which there is no room; return their keys."""
+        evicted = []
         while self._blocks and len(self._blocks) + len(self._offers) > self._capacity:
-            self._blocks.popitem(last=False)
+            evicted.append(self._blocks.popitem(last=False)[0])
+        return evicted
 
     def offered(self, key: bytes) -> bytes | None:
         """Return a block whose lease has not ended."""
@@ -116,12 +135,19 @@ class PeerBlocks:
         """Drop the offers whose lease has ended."""
         now = time.monotonic()
         with self._lock:
-            for key in [key for key, offer in self._offers.items() if now >= offer.until]:
-                self._end(key)
+            while self._ends and self._ends[0][0] <= now:
+                _, key = heapq.heappop(self._ends)
+                if (offer := self._offers.get(key)) is None:
+                    continue  # it was taken
+                if now >= offer.until:
+                    self._end(key)
+                else:
+                    heapq.heappush(self._ends, (offer.until, key))  # it was renewed
 
     def clear(self) -> None:
         """Drop all blocks."""
         with self._lock:
             self._blocks.clear()
             self._offers.clear()
+            self._ends.clear()
             self._gone.clear()

@@ -80,8 +80,8 @@ class BlockServer:
         """Look whether somebody waits for a block that is new; for any thread."""
         try:
             self._wake_sender.send(b"\0")
-        except BlockingIOError:
-            pass  # it wakes anyway
+        except OSError:
+            pass  # it wakes anyway, or is closed
 
     def close(self) -> None:
         """End the thread and close the sockets."""
@@ -140,7 +140,7 @@ class BlockServer:
             serial, body = frames
             try:
                 question = decode(body)
-            except msgspec.MsgspecError:
+            except (msgspec.MsgspecError, ValueError, RecursionError):  # a str may be no UTF-8
                 continue
             if isinstance(question, Take):
                 self._answer_take(client, serial, question)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import stat
 
 import pytest
 import zmq
-from support.builtins.peers import Peers, block, holds, key, peer_context
+from support.builtins.peers import BLOCK, Peers, block, holds, key, peer_context
 
+from hardpoint.builtin_plugins.kv_stores import p2p_addresses
 from hardpoint.builtin_plugins.kv_stores.p2p import PeerToPeerStore
 from hardpoint.plugins import ConfigError
 
@@ -30,10 +32,17 @@ def key_file(folder, content=SECRET, mode=0o600, name="key"):
     return str(file)
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+def free_port(family=socket.AF_INET, host="127.0.0.1"):
+    with socket.socket(family) as probe:
+        probe.bind((host, 0))
         return probe.getsockname()[1]
+
+
+def has_ipv6():
+    try:
+        return bool(free_port(socket.AF_INET6, "::1"))
+    except OSError:
+        return False
 
 
 class TestAddresses:
@@ -87,6 +96,24 @@ class TestAddresses:
     def test_ids_of_peers_are_names(self, name):
         message = refused(listen="ipc:///x", peers={name: "ipc:///y"})
         assert message.startswith("plugin.p2p.peers")
+
+
+class TestSize:
+    def test_a_block_fits(self, tmp_path):
+        message = refused(listen=f"ipc://{tmp_path}/s/x", size_bytes=BLOCK - 1)
+        assert message == (
+            f"plugin.p2p.size_bytes: expected at least {BLOCK}, the size of a block, got "
+            f"{BLOCK - 1}"
+        )
+
+    def test_there_is_so_much_memory(self, tmp_path):
+        options = {"listen": f"ipc://{tmp_path}/s/x", "size_bytes": 10**6}
+        with pytest.raises(ConfigError) as error:
+            PeerToPeerStore(peer_context("a", options, host_memory=10**6 - 1))
+        assert str(error.value).startswith(
+            "plugin.p2p.size_bytes: 1000000 bytes are more host memory than a rank's process may "
+            "still allocate, 999999 bytes"
+        )
 
 
 class TestSocketFolder:
@@ -143,8 +170,55 @@ class TestSocketFolder:
         peers = Peers(tmp_path)
         b = peers.open("b")
         (tmp_path / "sockets" / "a.sock").write_text("")
-        with pytest.raises(PermissionError, match=r"a\.sock' is no socket of this user"):
-            b.lookup([key(1)])
+        assert b.lookup([key(1)]) == [False]
+        assert peers.faults == [f"peer 'a': {peers.address('a')!r} is no socket of this user"]
+        peers.close_all()
+
+    def test_a_peer_whose_folder_others_enter_is_a_fault_and_not_asked(self, tmp_path):
+        peers = Peers(tmp_path)
+        (tmp_path / "open").mkdir()
+        (tmp_path / "open").chmod(0o755)
+        address = f"ipc://{tmp_path}/open/a.sock"
+        b = peers.open("b", peers={"a": address}, retry_seconds=0.01)
+        asked = []
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as impostor:
+            for _ in range(2):  # before somebody listens, and after
+                assert b.lookup([key(1)]) == [False]
+                assert not b.fetch("a", key(1), block(), 0.2)
+                b.renew([key(1)], "a")
+                if not asked:
+                    impostor.bind(address)
+                asked.append(impostor.poll(100))
+        assert asked == [0, 0]
+        assert peers.faults == [
+            f"peer 'a': {address!r}: expected a folder that only this user can enter (chmod 700), "
+            f"got {str(tmp_path / 'open')!r} with mode 755 of user {os.geteuid()}"
+        ]
+        peers.close_all()
+
+    def test_two_stores_cannot_listen_at_one_address(self, tmp_path):
+        peers = Peers(tmp_path)
+        peers.open("a")
+        file = tmp_path / "sockets" / "a.sock"
+        file.rename(file.with_name("elsewhere"))  # as if it were not there yet
+        assert "another process listens" in refused(listen=peers.address("a"))
+        peers.close_all()
+        peers.open("a")
+        peers.close_all()
+
+    def test_a_lock_that_is_removed_just_then_is_taken_again(self, tmp_path, monkeypatch):
+        peers, flock, left = Peers(tmp_path), fcntl.flock, [2]
+
+        def remove_it(descriptor, operation):
+            if left[0]:
+                left[0] -= 1
+                (tmp_path / "sockets" / "a.sock.lock").unlink()
+            flock(descriptor, operation)
+
+        monkeypatch.setattr(fcntl, "flock", remove_it)
+        peers.open("a")
+        assert not left[0]
+        assert "another process listens" in refused(listen=peers.address("a"))
         peers.close_all()
 
 
@@ -170,11 +244,13 @@ class TestKeys:
         message = self.tcp(tmp_path, public_keys={"b": public})
         assert message.startswith("plugin.p2p.public_keys.b: expected a public key of 40 charac")
 
-    @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604])
+    @pytest.mark.parametrize("mode", [0o644, 0o660, 0o604])
     def test_a_secret_that_others_read_is_refused(self, tmp_path, mode):
         message = self.tcp(tmp_path, secret_key_file=key_file(tmp_path, mode=mode))
-        assert message.startswith("plugin.p2p.secret_key_file: expected a file that only this user")
-        assert f"with mode {mode:o}" in message
+        assert message == (
+            f"plugin.p2p.secret_key_file: {str(tmp_path / 'key')!r}: expected a file of yours or "
+            f"root's with mode 0600 or 0640, got mode {mode:04o} of user {os.geteuid()}"
+        )
 
     @pytest.mark.parametrize("content", ["", "short", "~" * 40, SECRET + "more"])
     def test_a_file_without_a_key_is_refused_and_not_shown(self, tmp_path, content):
@@ -182,12 +258,39 @@ class TestKeys:
         assert message.startswith("plugin.p2p.secret_key_file: expected a secret key of 40")
         assert not content or content not in message
 
-    def test_no_links_pipes_or_folders_are_read(self, tmp_path):
-        (tmp_path / "link").symlink_to(key_file(tmp_path))
+    def test_no_pipes_or_folders_are_read(self, tmp_path):
         os.mkfifo(tmp_path / "pipe", 0o600)
-        for name in ("link", "pipe", "", "none"):
+        for name, reason in (
+            ("pipe", "expected a regular file"),
+            ("", "expected a regular file"),
+            ("none", "No such file or directory"),
+        ):
             message = self.tcp(tmp_path, secret_key_file=str(tmp_path / name))
-            assert message.startswith("plugin.p2p.secret_key_file: "), message
+            assert message.startswith("plugin.p2p.secret_key_file: ")
+            assert message.endswith(reason)
+
+    def test_mounted_secrets_are_read(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("HOME", str(tmp_path))
+        (tmp_path / "link").symlink_to(key_file(tmp_path, mode=0o640))
+        for name in (str(tmp_path / "link"), "~/key"):
+            options = {"listen": f"ipc://{tmp_path}/s/x", "secret_key_file": name}
+            PeerToPeerStore(peer_context("a", options)).close()
+
+    def test_others_files_are_refused_and_roots_read(self, tmp_path, monkeypatch):
+        file, fstat, other = key_file(tmp_path), os.fstat, os.geteuid() + 1
+
+        def owned_by(user):
+            def changed(descriptor):
+                found = fstat(descriptor)
+                return os.stat_result((*found[:4], user, *found[5:10]))
+
+            monkeypatch.setattr(os, "fstat", changed)
+
+        owned_by(other)
+        with pytest.raises(ConfigError, match=f"of user {other}$"):
+            p2p_addresses.read_key_pair(file, "plugin.p2p.secret_key_file")
+        owned_by(0)
+        assert p2p_addresses.read_key_pair(file, "x").secret == SECRET.encode()
 
     def test_no_message_has_the_secret(self, tmp_path):
         context = peer_context("a", {"listen": "ipc:///x", "secret_key_file": key_file(tmp_path)})
@@ -201,11 +304,11 @@ def tcp(tmp_path):
     ports = {name: free_port() for name in "abc"}
     opened = []
 
-    def open_store(name, knows="ab", secret_of=None):
+    def open_store(name, knows="ab", secret_of=None, host="127.0.0.1"):
         file = key_file(tmp_path, pairs[secret_of or name][1].decode(), name=f"key-{name}")
         options = {
-            "listen": f"tcp://127.0.0.1:{ports[name]}",
-            "peers": {one: f"tcp://127.0.0.1:{ports[one]}" for one in "ab" if one != name},
+            "listen": f"tcp://{host}:{ports[name]}",
+            "peers": {one: f"tcp://{host}:{ports[one]}" for one in "ab" if one != name},
             "public_keys": {one: pairs[one][0].decode() for one in knows},
             "secret_key_file": file,
             "connect_seconds": 0.4,
@@ -227,6 +330,12 @@ class TestOverTcp:
         buffer = block()
         assert b.fetch("a", key(2), buffer, 2.0)
         assert holds(buffer, 5)
+
+    @pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+    def test_ipv6(self, tcp):
+        a, b = tcp("a", host="[::1]"), tcp("b", host="[::1]")
+        a.store(key(1), block(4))
+        assert b.lookup([key(1)]) == [True]
 
     def test_a_key_that_is_not_known_gets_nothing(self, tcp):
         a, c = tcp("a"), tcp("c")

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 
 import msgspec
 import pytest
 import zmq
-from support.builtins.peers import BLOCK, Peers, block, eventually, holds, key
+from support.builtins.peers import BLOCK, Peers, block, eventually, holds, key, peer_context
 
+from hardpoint.builtin_plugins.kv_stores.p2p import PeerToPeerStore
 from hardpoint.builtin_plugins.kv_stores.p2p_messages import Get, Has, Renew, Take, encode
+from hardpoint.builtin_plugins.kv_stores.p2p_pool import PeerBlocks
+from hardpoint.plugins.kv_store import BlockBuffer
 
 
 @pytest.fixture
@@ -19,6 +23,12 @@ def peers(tmp_path):
     peers = Peers(tmp_path)
     yield peers
     peers.close_all()
+
+
+def leave_socket(address):
+    """Leave a socket at which nobody listens, as an engine that was killed does."""
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(address.removeprefix("ipc://"))
 
 
 def server_threads():
@@ -45,6 +55,26 @@ class TestForAnybody:
         a.store(key(3), block(3))
         assert a.lookup([key(1), key(2), key(3)]) == [True, False, True]
 
+    def test_a_block_replaces_the_old_one(self, peers):
+        a, b = peers.open("a", size_bytes=2 * BLOCK), peers.open("b")
+        for number, fill in ((1, 1), (2, 2), (1, 5), (3, 3)):
+            assert a.store(key(number), block(fill))
+        assert b.lookup([key(1), key(2), key(3)]) == [True, False, True]
+        buffer = block()
+        assert b.load(key(1), buffer)
+        assert holds(buffer, 5)
+
+    def test_what_is_not_kept_any_more_is_reported(self, tmp_path):
+        evicted = []
+        options = {"listen": f"ipc://{tmp_path}/s/a", "size_bytes": 2 * BLOCK}
+        a = PeerToPeerStore(peer_context("a", options, report_evicted=evicted.extend))
+        for number in (1, 2, 1, 3):
+            a.store(key(number), block(1))
+        assert evicted == [key(2)]
+        a.offer(key(4), block(1), 10.0)
+        assert evicted == [key(2), key(1)]
+        a.close()
+
     def test_many_keys_go_in_several_messages(self, peers):
         a, b = peers.open("a"), peers.open("b")
         for number in range(0, 3000, 7):
@@ -53,12 +83,6 @@ class TestForAnybody:
         assert [number for number, is_there in enumerate(found) if is_there] == list(
             range(0, 3000, 7)
         )
-
-    def test_no_room_at_all_keeps_nothing(self, peers):
-        a = peers.open("a", size_bytes=BLOCK - 1)
-        assert not a.store(key(1), block(1))
-        assert not a.offer(key(1), block(1), 10.0)
-        assert a.lookup([key(1)]) == [False]
 
     def test_threads_share_connections(self, peers):
         a, b = peers.open("a"), peers.open("b")
@@ -123,6 +147,13 @@ class TestForOne:
         assert not a.store(key(2), block(2))
         assert eventually(lambda: a.store(key(2), block(2)))
 
+    def test_many_offers_do_not_slow_down_one(self):
+        pool, small = PeerBlocks(10**5), BlockBuffer(memoryview(bytearray(16)), [16])
+        began = time.thread_time()
+        for number in range(20_000):
+            assert pool.offer(key(number), small, 60.0)
+        assert time.thread_time() - began < 1.5
+
     def test_both_sides_renew_leases(self, peers):
         a, b = peers.open("a"), peers.open("b")
         for number in (1, 2, 3):
@@ -172,8 +203,9 @@ class TestForOne:
     def test_blocks_of_another_model_are_a_fault(self, peers):
         a, b = peers.open("a", identity="other"), peers.open("b")
         a.offer(key(1), block(1), 10.0)
-        with pytest.raises(Exception, match="peer 'a' has blocks of another model"):
-            b.fetch("a", key(1), block(), 1.0)
+        for _ in range(2):
+            assert not b.fetch("a", key(1), block(), 1.0)
+        assert peers.faults == ["peer 'a': it has blocks of another model, or in another layout"]
 
 
 class TestWithoutPeers:
@@ -189,6 +221,81 @@ class TestWithoutPeers:
         a = peers.open("a")
         a.store(key(1), block(1))
         assert eventually(lambda: b.lookup([key(1)]) == [True])
+
+    def test_dead_ones_do_not_hide_others(self, peers):
+        b = peers.open("b")
+        b.store(key(1), block(1))
+        (peers.folder / "sockets" / "file.sock").write_text("")
+        for number in range(12):
+            leave_socket(peers.address(f"dead{number}"))
+        names = ["file", *(f"dead{number}" for number in range(12)), "b"]
+        a = peers.open("a", peers={name: peers.address(name) for name in names}, lookup_seconds=0.3)
+        for most in (0.9, 0.1):
+            began = time.monotonic()
+            assert a.lookup([key(1), key(2)]) == [True, False]
+            assert time.monotonic() - began < most
+        assert a.load(key(1), block())
+        assert len(peers.faults) == 1
+        assert peers.faults[0].startswith("peer 'file': ")
+
+    def test_the_first_one_that_has_a_block_is_asked_for_it(self, peers):
+        names = {name: peers.address(name) for name in "abc"}
+        for name in "abc":
+            peers.open(name, peers=names)
+        for number, (name, fill) in enumerate([("c", 3), ("b", 2)]):
+            peers.stores[name].store(key(1), block(fill))
+            buffer = block()
+            assert peers.stores["a"].lookup([key(1)]) == [True]
+            assert peers.stores["a"].load(key(1), buffer)
+            assert holds(buffer, fill), number
+
+    def test_a_block_is_loaded_without_a_lookup(self, peers):
+        a, b = peers.open("a"), peers.open("b")
+        a.store(key(1), block(7))
+        buffer = block()
+        assert b.load(key(1), buffer)
+        assert holds(buffer, 7)
+
+    def test_who_is_not_there_is_not_waited_for(self, peers):
+        b = peers.open("b", connect_seconds=2.0, lookup_seconds=2.0)
+        began = time.monotonic()
+        assert not b.fetch("a", key(1), block(), 5.0)
+        assert b.lookup([key(1)]) == [False]
+        assert time.monotonic() - began < 0.3
+
+    def test_one_thread_at_a_time_waits_for_a_silent_one(self, peers):
+        b = peers.open("b", connect_seconds=0.3)
+        leave_socket(peers.address("a"))
+        assert not b.fetch("a", key(1), block(), 5.0)
+        seconds = []
+
+        def fetch():
+            began = time.monotonic()
+            assert not b.fetch("a", key(1), block(), 5.0)
+            seconds.append(time.monotonic() - began)
+
+        threads = [threading.Thread(target=fetch) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(second > 0.15 for second in seconds) == [False, False, False, True]
+
+    def test_renewing_waits_for_nobody(self, peers):
+        b = peers.open("b", connect_seconds=2.0)
+        leave_socket(peers.address("a"))
+        began = time.monotonic()
+        for _ in range(20):
+            b.renew([key(number) for number in range(5000)], "a")
+        assert time.monotonic() - began < 1.0
+        assert not peers.faults
+
+    def test_closing_twice_is_closing_once(self, peers):
+        a = peers.open("a")
+        a.close()
+        a.offer(key(1), block(1), 1.0)
+        a.close()
+        assert not list((peers.folder / "sockets").iterdir())
 
     def test_one_that_restarts_is_found_again_without_its_blocks(self, peers):
         a, b = peers.open("a"), peers.open("b", retry_seconds=0.1)
@@ -268,6 +375,9 @@ NONSENSE = {
     "negative time": (SERIAL, encode(Take(key(1), -1.0, "model"))),
     "endless time": (SERIAL, encode(Take(key(1), float("inf"), "model"))),
     "no number": (SERIAL, encode(Take(key(1), float("nan"), "model"))),
+    "no text": (SERIAL, encode(Take(key(1), 1.0, "abc")).replace(b"abc", b"\xff\xfe\xfd")),
+    "deep": (SERIAL, b"\x91" * 60_000 + b"\xc0"),
+    "deep in a field": (SERIAL, b"\x92\xa3Get" + b"\x91" * 60_000 + b"\xc0"),
     "another field": (SERIAL, msgspec.msgpack.encode(["Get", key(1), 1])),
 }
 

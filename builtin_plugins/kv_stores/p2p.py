@@ -103,6 +103,11 @@ class PeerToPeerStore(PeerKVStore):
             for name, address in options.peers.items()
             if name != context.engine_id
         }
+        if addresses and not context.engine_id:
+            raise ConfigError(
+                f"kv_connector.engine_id: expected the name of this engine, for {table}.peers "
+                f"names others"
+            )
         keys = {
             name: public_key(text, f"{table}.public_keys.{name}")
             for name, text in options.public_keys.items()

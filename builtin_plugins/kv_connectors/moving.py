@@ -19,7 +19,17 @@ from hardpoint.plugins.kv_connector import (
 from hardpoint.plugins.kv_store import PeerKVStore
 
 from .events import TierEvents
-from .jobs import Handshake, Jobs, Load, Lookup, Renewal, Save, WorkerMessage
+from .jobs import (
+    Handshake,
+    Jobs,
+    Load,
+    Lookup,
+    Renewal,
+    Save,
+    WorkerMessage,
+)
+from .load_job import LoadJob
+from .peer_threads import PeerThreads
 from .staging import HEADER_BYTES, Buffer, BufferPool, CacheBlocks
 from .threads import TaskThreads
 from .tiers import CircuitBreaker, Tier, Tiers
@@ -30,53 +40,6 @@ if TYPE_CHECKING:
     from .options import StoresOptions
 
 _SLACK = 0.9  # of the time for a load or a call, so that what was loaded in time is used
-
-
-class _LoadJob:
-    """A load that is under way.
-
-    Attributes:
-        load: what to load.
-        deadline: on the monotonic clock.
-        lock: held while a block is copied into the KV cache.
-        first_bad: index of the first block that could not be loaded.
-        left: parts of blocks that are not done, by group of layers.
-        ended: whether nothing is written any more.
-    """
-
-    def __init__(self, load: Load, num_groups: int, deadline: float) -> None:
-        self.load = load
-        self.deadline = deadline
-        self.lock = threading.Lock()
-        self.first_bad = len(load.hashes)
-        self.left = [len(load.hashes)] * num_groups
-        self.ended = False
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all parts are loaded or given up."""
-        return self.ended or not any(self.left)
-
-    @property
-    def bad_blocks(self) -> list[int]:
-        """The blocks that could not be loaded, and those after them."""
-        return self.load.block_ids[self.first_bad :]
-
-    def has_loaded(self, group: int) -> bool:
-        """Return whether a group of layers is loaded or given up."""
-        return self.ended or not self.left[group]
-
-    def fails_from(self, index: int) -> None:
-        """Record that a block could not be loaded."""
-        with self.lock:
-            self.first_bad = min(self.first_bad, index)
-
-    def give_up(self) -> None:
-        """Write no further block; those that are not there could not be loaded."""
-        with self.lock:
-            if any(self.left):
-                self.first_bad = 0
-            self.ended = True
 
 
 class StoresWorker(KVConnectorWorker):
@@ -92,6 +55,7 @@ class StoresWorker(KVConnectorWorker):
         """
         self._context = context
         self._options = options
+        self._report = functools.partial(context.report_fault, connector.name)
         self._lease = connector.config.lease_seconds
         self._timeout = connector.config.load_seconds * _SLACK
         self._identity = context.identity.digest()
@@ -113,16 +77,21 @@ class StoresWorker(KVConnectorWorker):
             ]
         )
         self._pins = context.device.type == "cuda"
-        self._loaders = self._threads(connector, "KVLoad", options.threads)
-        self._savers = self._threads(connector, "KVSave", options.save_threads)
-        self._late_savers = self._threads(connector, "KVSaveBehind", 1)
-        self._pool = BufferPool(self._sizes, options.save_bytes, pin_memory=self._pins)
+        threads = self._threads
+        self._loaders = threads("KVLoad", options.threads)
+        self._peers = PeerThreads(threads, options.threads)
+        self._savers = threads("KVSave", options.save_threads)
+        self._late_savers = threads("KVSaveBehind", 1)
+        self._offerers = threads("KVOffer", options.save_threads)
+        self._pool, self._offer_pool = (
+            BufferPool(self._sizes, options.save_bytes, pin_memory=self._pins) for _ in range(2)
+        )
         self._local = threading.local()
         self._cache: CacheBlocks | None = None
         self._lock = threading.Lock()
         self._progress = threading.Condition(self._lock)
-        self._loads: dict[str, _LoadJob] = {}
-        self._in_step: list[_LoadJob] = []
+        self._loads: dict[str, LoadJob] = {}
+        self._in_step: list[LoadJob] = []
         self._saves: list[Save] = []
         self._distrusted = 0  # steps whose blocks are not saved
         self._errors: set[int] = set()
@@ -130,9 +99,8 @@ class StoresWorker(KVConnectorWorker):
         self._answers = WorkerMessage()
         self._stats_changed = False
 
-    def _threads(self, connector: KVConnectorContext, name: str, count: int) -> TaskThreads:
-        report = functools.partial(self._context.report_fault, connector.name)
-        return TaskThreads(name, count, self._options.timeout_seconds, report)
+    def _threads(self, name: str, count: int) -> TaskThreads:
+        return TaskThreads(name, count, self._options.timeout_seconds, self._report)
 
     # The KV cache
 
@@ -169,13 +137,14 @@ class StoresWorker(KVConnectorWorker):
         self._end_late()
         if metadata is None:
             return
-        self._saves = metadata.saves
+        self._saves = sorted(metadata.saves, key=lambda save: save.secret is None)  # offers first
         for lookup in metadata.lookups:
             self._loaders.submit(functools.partial(self._look_up, lookup), first=True)
         for load in metadata.loads:
             self._start(load)
-        for renewal in metadata.renewals:
-            self._loaders.submit(functools.partial(self._renew, renewal), first=True)
+        for peer in {renewal.transfer.peer for renewal in metadata.renewals}:
+            renewals = [one for one in metadata.renewals if one.transfer.peer == peer]
+            self._peers.renew(peer, functools.partial(self._renew, peer, renewals))
         if self._in_step and not self.wants_layers:
             self._wait_for(0)
 
@@ -252,7 +221,8 @@ class StoresWorker(KVConnectorWorker):
         """Store what is to be stored, as far as that does not take too long."""
         self.cancel_loads(list(self._loads))
         seconds = self._options.timeout_seconds
-        for threads in (self._savers, self._late_savers, self._loaders):
+        savers = self._offerers, self._savers, self._late_savers
+        for threads in (*savers, self._loaders, self._peers):
             threads.close(seconds)
         for tier in self._tiers:
             self._run_limited(tier, "drain", seconds)
@@ -268,7 +238,7 @@ class StoresWorker(KVConnectorWorker):
 
     def _start(self, load: Load) -> None:
         """Load blocks in threads, the groups one after another."""
-        job = _LoadJob(load, len(self._groups), time.monotonic() + self._timeout)
+        job = LoadJob(load, len(self._groups), time.monotonic() + self._timeout)
         if load.in_step:
             self._in_step.append(job)
         else:
@@ -277,11 +247,32 @@ class StoresWorker(KVConnectorWorker):
                 self._loads[load.request_id] = job
             if before is not None:
                 before.give_up()
-        for group in range(len(self._groups)):
-            for index in range(len(load.hashes)):
-                self._loaders.submit(functools.partial(self._load, job, group, index))
+        tasks = [
+            functools.partial(self._load, job, group, index)
+            for group in range(len(self._groups))
+            for index in range(len(load.hashes))
+        ]
+        if load.transfer is None:
+            for task in tasks:
+                self._loaders.submit(task)
+        elif tasks:
+            threads = self._peers.fetchers(load.transfer.peer)
+            threads.submit(functools.partial(self._fetch_all, job, tasks, threads))
 
-    def _load(self, job: _LoadJob, group: int, index: int) -> None:
+    def _fetch_all(
+        self, job: LoadJob, tasks: Sequence[Callable[[], None]], threads: TaskThreads
+    ) -> None:
+        """Fetch the first block, and the others if it is there.
+
+        So a request whose blocks are not there holds one thread, and only until the first answer.
+        """
+        first, *others = tasks
+        first()
+        if not job.ended:
+            for task in others:
+                threads.submit(task)
+
+    def _load(self, job: LoadJob, group: int, index: int) -> None:
         """Load a part of a block, unless it is of no use any more."""
         is_loaded = False
         try:
@@ -295,7 +286,7 @@ class StoresWorker(KVConnectorWorker):
                 self._stats_changed = True
                 self._progress.notify_all()
 
-    def _load_part(self, job: _LoadJob, group: int, index: int) -> bool:
+    def _load_part(self, job: LoadJob, group: int, index: int) -> bool:
         """Load a part of a block into this thread's buffer, and copy it into the cache."""
         buffer = self._buffer()
         is_there = self._fetch(job, group, index, buffer)
@@ -307,7 +298,7 @@ class StoresWorker(KVConnectorWorker):
             self._local.buffer = None  # a store may still write to it
         return is_there
 
-    def _fetch(self, job: _LoadJob, group: int, index: int, buffer: Buffer) -> bool:
+    def _fetch(self, job: LoadJob, group: int, index: int, buffer: Buffer) -> bool:
         """Load a part of a block; return whether it is there."""
         load = job.load
         transfer = load.transfer
@@ -357,56 +348,75 @@ class StoresWorker(KVConnectorWorker):
             self._answers.found[lookup.serial] = count
             self._stats_changed = True
 
-    def _renew(self, renewal: Renewal) -> None:
-        tier, transfer = self._tiers.peer_tier, renewal.transfer
+    def _renew(self, peer: str, renewals: Sequence[Renewal]) -> None:
+        """Renew what a peer offers; of "" what this engine does."""
+        tier = self._tiers.peer_tier
         if tier is None:
             return
         keys = [
-            self._key(block_hash, group, transfer.secret)
+            self._key(block_hash, group, renewal.transfer.secret)
+            for renewal in renewals
             for block_hash in renewal.hashes
             for group in range(len(self._groups))
         ]
-        tier.run("renew", keys, transfer.peer or None)
+        tier.run("renew", keys, peer or None)
 
     # Saves
 
     def _save(self, group: int) -> None:
         """Copy the step's blocks of a group, and let threads store them."""
-        assert self._cache is not None
-        if self._distrusted or any(job.bad_blocks for job in self._in_step):
-            for save in self._saves:
-                for block_hash in save.hashes:
-                    self._not_saved(block_hash)
-            return
-        layers, limit = self._groups[group], time.monotonic() + self._options.save_wait_seconds
+        is_wrong = self._distrusted or any(job.bad_blocks for job in self._in_step)
+        began = time.monotonic()
         for save in self._saves:
-            for block_hash, block_id in zip(save.hashes, save.block_ids, strict=True):
-                buffer = self._pool.acquire(max(limit - time.monotonic(), 0))
-                if buffer is None:
-                    self._tiers.drop()
-                    self._not_saved(block_hash)
-                    continue
-                self._cache.read(block_id, layers, buffer)
-                key = self._key(block_hash, group, save.secret or b"")
-                self._savers.submit(self._save_task(block_hash, key, buffer, save.secret))
+            if is_wrong:
+                self._not_saved(save.hashes, save.secret)
+            elif save.secret is None:
+                self._store(save, group, began + self._options.save_wait_seconds)
+            else:
+                self._offer(save, save.secret, group, began + self._options.offer_wait_seconds)
 
-    def _save_task(
-        self, block_hash: bytes, key: bytes, buffer: Buffer, secret: bytes | None
-    ) -> Callable[[], None]:
-        def run() -> None:
-            self._tiers.begin(key, buffer.views)
-            if secret is not None:
-                tier = self._tiers.peer_tier
-                if tier is not None:
-                    tier.offer(key, buffer.views, self._lease)
-                self._saved(buffer)
+    def _store(self, save: Save, group: int, until: float) -> None:
+        """Let threads store blocks, but those for which there is no buffer."""
+        for block_hash, block_id in zip(save.hashes, save.block_ids, strict=True):
+            if (buffer := self._copy(self._pool, block_id, group, until)) is None:
+                self._tiers.drop()
+                self._not_saved([block_hash])
+                continue
+            key = self._key(block_hash, group)
+            self._savers.submit(functools.partial(self._keep, block_hash, key, buffer))
+
+    def _offer(self, save: Save, secret: bytes, group: int, until: float) -> None:
+        """Let threads offer blocks, up to the first one for which there is no buffer."""
+        for index, (block_hash, block_id) in enumerate(
+            zip(save.hashes, save.block_ids, strict=True)
+        ):
+            if (buffer := self._copy(self._offer_pool, block_id, group, until)) is None:
+                self._no_room(save.hashes[index:], secret, "raise plugin.stores.save_bytes")
                 return
-            self._keep(block_hash, key, buffer)
+            key = self._key(block_hash, group, secret)
+            self._offerers.submit(
+                functools.partial(self._offer_block, block_hash, secret, key, buffer)
+            )
 
-        return run
+    def _copy(self, pool: BufferPool, block_id: int, group: int, until: float) -> Buffer | None:
+        """Return a copy of a block; None if there was no buffer in time."""
+        assert self._cache is not None
+        buffer = pool.acquire(max(until - time.monotonic(), 0))
+        if buffer is not None:
+            self._cache.read(block_id, self._groups[group], buffer)
+        return buffer
+
+    def _offer_block(self, block_hash: bytes, secret: bytes, key: bytes, buffer: Buffer) -> None:
+        self._tiers.begin(key, buffer.views)
+        tier = self._tiers.peer_tier
+        if tier is not None and not tier.offer(key, buffer.views, self._lease):
+            room = f"plugin.{tier.store.name} may have too little room"
+            self._no_room([block_hash], secret, room)
+        self._saved(buffer, self._offer_pool)
 
     def _keep(self, block_hash: bytes, key: bytes, buffer: Buffer) -> None:
         """Keep a block in all stores; with `write = "behind"`, in those after the first later."""
+        self._tiers.begin(key, buffer.views)
         nearest, *others = self._tiers
         is_kept = nearest.keep(key, buffer.views)
         with self._lock:
@@ -415,23 +425,35 @@ class StoresWorker(KVConnectorWorker):
         def keep_in_others() -> None:
             kept = [tier.keep(key, buffer.views) for tier in others]
             if not (is_kept or any(kept)):
-                self._not_saved(block_hash)
-            self._saved(buffer)
+                self._not_saved([block_hash])
+            self._saved(buffer, self._pool)
 
         if others and self._options.write == "behind":
             self._late_savers.submit(keep_in_others)
         else:
             keep_in_others()
 
-    def _saved(self, buffer: Buffer) -> None:
-        self._tiers.when_free(buffer.views, functools.partial(self._pool.release, buffer))
+    def _saved(self, buffer: Buffer, pool: BufferPool) -> None:
+        self._tiers.when_free(buffer.views, functools.partial(pool.release, buffer))
         with self._lock:
             self._stats_changed = True
 
-    def _not_saved(self, block_hash: bytes) -> None:
+    def _not_saved(self, hashes: Sequence[bytes], secret: bytes | None = None) -> None:
+        """Say which blocks were not stored; with a secret, not offered."""
         with self._lock:
-            self._answers.unsaved.append(block_hash)
+            if secret is None:
+                self._answers.unsaved += hashes
+            else:
+                self._answers.unoffered += [(secret, block_hash) for block_hash in hashes]
             self._stats_changed = True
+
+    def _no_room(self, hashes: Sequence[bytes], secret: bytes, hint: str) -> None:
+        """Say which blocks were not offered, and report it once per request and step."""
+        with self._lock:
+            is_known = any(secret == one for one, _ in self._answers.unoffered)
+        self._not_saved(hashes, secret)
+        if not is_known:
+            self._report(f"no room to offer the blocks of a prompt to another engine: {hint}")
 
     def _key(self, block_hash: bytes, group: int, secret: bytes = b"") -> bytes:
         layers = None

@@ -265,10 +265,9 @@ class PeerToPeerStore(PeerKVStore):
 
     def offer(self, key: bytes, buffer: BlockBuffer, seconds: float) -> bool:
         """Keep a block for the engine that takes it."""
-        if not self._pool.offer(key, buffer, seconds):
-            return False
+        has_room = self._pool.offer(key, buffer, seconds)
         self._server.offered()
-        return True
+        return has_room
 
     def fetch(self, peer: str, key: bytes, buffer: BlockBuffer, seconds: float) -> bool:
         """Copy a block that another engine offers; wait for it, but not long."""

@@ -27,8 +27,8 @@ class OtherModelError(Exception):
 class PeerClient:
     """Asks one peer; for any thread.
 
-    A peer that did not answer in time is not asked again for a while, but by one thread at a time
-    that calls `ask` with `even_if_silent`.
+    A peer that did not answer in time is not asked again for a while, but by `ask` with
+    `even_if_silent`.
     """
 
     def __init__(self, name: str, connect: Connect, retry_seconds: float) -> None:
@@ -43,7 +43,6 @@ class PeerClient:
         self._connect = connect
         self._retry_seconds = retry_seconds
         self._silent_until = 0.0
-        self._probing = threading.Lock()
         self._serials = itertools.count(1)
         self._free: list[Socket] = []
         self._num_used = 0
@@ -82,22 +81,14 @@ class PeerClient:
         Args:
             seconds: to wait for it.
             connect_seconds: how much of it to wait for a peer that is not connected.
-            even_if_silent: ask a peer that did not answer a moment ago, unless another thread does.
+            even_if_silent: ask a peer that did not answer a moment ago.
 
         Raises:
             OtherModelError: the peer has blocks of another model.
         """
-        if time.monotonic() >= self._silent_until:
-            return self._ask(question, seconds, connect_seconds)
-        if not even_if_silent or not self._probing.acquire(blocking=False):
-            return None
-        try:
-            return self._ask(question, seconds, connect_seconds)
-        finally:
-            self._probing.release()
-
-    def _ask(self, question: Question, seconds: float, connect_seconds: float) -> zmq.Frame | None:
         now = time.monotonic()
+        if now < self._silent_until and not even_if_silent:
+            return None
         serial = next(self._serials).to_bytes(8, "big")
         with self._socket() as socket:
             connected_by = now + min(seconds, connect_seconds)

@@ -28,10 +28,8 @@ from .jobs import (
     Save,
     WorkerMessage,
 )
-from .load_job import LoadJob
-from .peer_threads import PeerThreads
 from .staging import HEADER_BYTES, Buffer, BufferPool, CacheBlocks
-from .threads import TaskThreads
+from .threads import PeerThreads, TaskThreads
 from .tiers import CircuitBreaker, Tier, Tiers
 
 if TYPE_CHECKING:
@@ -40,6 +38,54 @@ if TYPE_CHECKING:
     from .options import StoresOptions
 
 _SLACK = 0.9  # of the time for a load or a call, so that what was loaded in time is used
+
+
+class _LoadJob:
+    """A load that is under way.
+
+    Attributes:
+        load: what to load.
+        deadline: on the monotonic clock.
+        lock: held while a block is copied into the KV cache.
+        first_bad: index of the first block that could not be loaded.
+        left: parts of blocks that are not done, by group of layers.
+        ended: whether nothing is written any more.
+    """
+
+    def __init__(self, load: Load, num_groups: int, deadline: float) -> None:
+        self.load = load
+        self.deadline = deadline
+        self.lock = threading.Lock()
+        self.first_bad = len(load.hashes)
+        self.left = [len(load.hashes)] * num_groups
+        self.ended = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all parts are loaded or given up."""
+        return self.ended or not any(self.left)
+
+    @property
+    def bad_blocks(self) -> list[int]:
+        """The blocks that could not be loaded, and those after them."""
+        return self.load.block_ids[self.first_bad :]
+
+    def has_loaded(self, group: int) -> bool:
+        """Return whether a group of layers is loaded or given up."""
+        return self.ended or not self.left[group]
+
+    def fails_from(self, index: int) -> None:
+        """Record that a block could not be loaded; without the first one, the load has ended."""
+        with self.lock:
+            self.first_bad = min(self.first_bad, index)
+            self.ended = self.ended or not index
+
+    def give_up(self) -> None:
+        """Write no further block; those that are not there could not be loaded."""
+        with self.lock:
+            if any(self.left):
+                self.first_bad = 0
+            self.ended = True
 
 
 class StoresWorker(KVConnectorWorker):
@@ -90,8 +136,8 @@ class StoresWorker(KVConnectorWorker):
         self._cache: CacheBlocks | None = None
         self._lock = threading.Lock()
         self._progress = threading.Condition(self._lock)
-        self._loads: dict[str, LoadJob] = {}
-        self._in_step: list[LoadJob] = []
+        self._loads: dict[str, _LoadJob] = {}
+        self._in_step: list[_LoadJob] = []
         self._saves: list[Save] = []
         self._distrusted = 0  # steps whose blocks are not saved
         self._errors: set[int] = set()
@@ -238,7 +284,7 @@ class StoresWorker(KVConnectorWorker):
 
     def _start(self, load: Load) -> None:
         """Load blocks in threads, the groups one after another."""
-        job = LoadJob(load, len(self._groups), time.monotonic() + self._timeout)
+        job = _LoadJob(load, len(self._groups), time.monotonic() + self._timeout)
         if load.in_step:
             self._in_step.append(job)
         else:
@@ -260,7 +306,7 @@ class StoresWorker(KVConnectorWorker):
             threads.submit(functools.partial(self._fetch_all, job, tasks, threads))
 
     def _fetch_all(
-        self, job: LoadJob, tasks: Sequence[Callable[[], None]], threads: TaskThreads
+        self, job: _LoadJob, tasks: Sequence[Callable[[], None]], threads: TaskThreads
     ) -> None:
         """Fetch the first block, and the others if it is there.
 
@@ -272,7 +318,7 @@ class StoresWorker(KVConnectorWorker):
             for task in others:
                 threads.submit(task)
 
-    def _load(self, job: LoadJob, group: int, index: int) -> None:
+    def _load(self, job: _LoadJob, group: int, index: int) -> None:
         """Load a part of a block, unless it is of no use any more."""
         is_loaded = False
         try:
@@ -286,7 +332,7 @@ class StoresWorker(KVConnectorWorker):
                 self._stats_changed = True
                 self._progress.notify_all()
 
-    def _load_part(self, job: LoadJob, group: int, index: int) -> bool:
+    def _load_part(self, job: _LoadJob, group: int, index: int) -> bool:
         """Load a part of a block into this thread's buffer, and copy it into the cache."""
         buffer = self._buffer()
         is_there = self._fetch(job, group, index, buffer)
@@ -298,7 +344,7 @@ class StoresWorker(KVConnectorWorker):
             self._local.buffer = None  # a store may still write to it
         return is_there
 
-    def _fetch(self, job: LoadJob, group: int, index: int, buffer: Buffer) -> bool:
+    def _fetch(self, job: _LoadJob, group: int, index: int, buffer: Buffer) -> bool:
         """Load a part of a block; return whether it is there."""
         load = job.load
         transfer = load.transfer

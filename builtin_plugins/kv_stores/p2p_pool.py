@@ -65,7 +65,7 @@ class PeerBlocks:
         return key in self._blocks
 
     def offer(self, key: bytes, buffer: BlockBuffer, seconds: float) -> bool:
-        """Offer a block; return whether there was room. If not, nobody need wait for it."""
+        """Offer a block; return whether there was room. If not, none waits for it."""
         self.sweep()
         if len(self._offers) >= self._capacity:
             self.end(key)

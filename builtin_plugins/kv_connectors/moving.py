@@ -28,6 +28,7 @@ from .jobs import (
     Save,
     WorkerMessage,
 )
+from .saving import Saver
 from .staging import HEADER_BYTES, Buffer, BufferPool, CacheBlocks
 from .threads import PeerThreads, TaskThreads
 from .tiers import CircuitBreaker, Tier, Tiers
@@ -126,11 +127,11 @@ class StoresWorker(KVConnectorWorker):
         threads = self._threads
         self._loaders = threads("KVLoad", options.threads)
         self._peers = PeerThreads(threads, options.threads)
-        self._savers = threads("KVSave", options.save_threads)
-        self._late_savers = threads("KVSaveBehind", 1)
-        self._offerers = threads("KVOffer", options.save_threads)
-        self._pool, self._offer_pool = (
+        pools = [
             BufferPool(self._sizes, options.save_bytes, pin_memory=self._pins) for _ in range(2)
+        ]
+        self._saver = Saver(
+            self._tiers, self._groups, self._key, options, self._lease, threads, pools, self._report
         )
         self._local = threading.local()
         self._cache: CacheBlocks | None = None
@@ -183,7 +184,7 @@ class StoresWorker(KVConnectorWorker):
         self._end_late()
         if metadata is None:
             return
-        self._saves = sorted(metadata.saves, key=lambda save: save.secret is None)  # offers first
+        self._saves = metadata.saves
         for lookup in metadata.lookups:
             self._loaders.submit(functools.partial(self._look_up, lookup), first=True)
         for load in metadata.loads:
@@ -250,6 +251,7 @@ class StoresWorker(KVConnectorWorker):
         """Return what was found, and what could not be saved."""
         with self._lock:
             answers, self._answers = self._answers, WorkerMessage()
+        answers.unsaved, answers.unoffered = self._saver.take_left_out()
         return answers or None
 
     def evicted(self, store: str, keys: Sequence[bytes]) -> None:
@@ -261,14 +263,14 @@ class StoresWorker(KVConnectorWorker):
         """Return the totals of the stores."""
         with self._lock:
             changed, self._stats_changed = self._stats_changed, False
+        changed = self._saver.take_changed() or changed
         return {tier.store.name: tier.totals() for tier in self._tiers} if changed else None
 
     def close(self) -> None:
         """Store what is to be stored, as far as that does not take too long."""
         self.cancel_loads(list(self._loads))
         seconds = self._options.timeout_seconds
-        savers = self._offerers, self._savers, self._late_savers
-        for threads in (*savers, self._loaders, self._peers):
+        for threads in (self._saver, self._loaders, self._peers):
             threads.close(seconds)
         for tier in self._tiers:
             self._run_limited(tier, "drain", seconds)
@@ -410,96 +412,12 @@ class StoresWorker(KVConnectorWorker):
     # Saves
 
     def _save(self, group: int) -> None:
-        """Copy the step's blocks of a group, and let threads store them."""
-        is_wrong = self._distrusted or any(job.bad_blocks for job in self._in_step)
-        began = time.monotonic()
-        for save in self._saves:
-            if is_wrong:
-                self._not_saved(save.hashes, save.secret)
-            elif save.secret is None:
-                self._store(save, group, began + self._options.save_wait_seconds)
-            else:
-                self._offer(save, save.secret, group, began + self._options.offer_wait_seconds)
-
-    def _store(self, save: Save, group: int, until: float) -> None:
-        """Let threads store blocks, but those for which there is no buffer."""
-        for block_hash, block_id in zip(save.hashes, save.block_ids, strict=True):
-            if (buffer := self._copy(self._pool, block_id, group, until)) is None:
-                self._tiers.drop()
-                self._not_saved([block_hash])
-                continue
-            key = self._key(block_hash, group)
-            self._savers.submit(functools.partial(self._keep, block_hash, key, buffer))
-
-    def _offer(self, save: Save, secret: bytes, group: int, until: float) -> None:
-        """Let threads offer blocks, up to the first one for which there is no buffer."""
-        for index, (block_hash, block_id) in enumerate(
-            zip(save.hashes, save.block_ids, strict=True)
-        ):
-            if (buffer := self._copy(self._offer_pool, block_id, group, until)) is None:
-                self._no_room(save.hashes[index:], secret, "raise plugin.stores.save_bytes")
-                return
-            key = self._key(block_hash, group, secret)
-            self._offerers.submit(
-                functools.partial(self._offer_block, block_hash, secret, key, buffer)
-            )
-
-    def _copy(self, pool: BufferPool, block_id: int, group: int, until: float) -> Buffer | None:
-        """Return a copy of a block; None if there was no buffer in time."""
+        """Save the step's blocks of a group, unless they may be wrong."""
         assert self._cache is not None
-        buffer = pool.acquire(max(until - time.monotonic(), 0))
-        if buffer is not None:
-            self._cache.read(block_id, self._groups[group], buffer)
-        return buffer
-
-    def _offer_block(self, block_hash: bytes, secret: bytes, key: bytes, buffer: Buffer) -> None:
-        self._tiers.begin(key, buffer.views)
-        tier = self._tiers.peer_tier
-        if tier is not None and not tier.offer(key, buffer.views, self._lease):
-            room = f"plugin.{tier.store.name} may have too little room"
-            self._no_room([block_hash], secret, room)
-        self._saved(buffer, self._offer_pool)
-
-    def _keep(self, block_hash: bytes, key: bytes, buffer: Buffer) -> None:
-        """Keep a block in all stores; with `write = "behind"`, in those after the first later."""
-        self._tiers.begin(key, buffer.views)
-        nearest, *others = self._tiers
-        is_kept = nearest.keep(key, buffer.views)
-        with self._lock:
-            self._stats_changed = True
-
-        def keep_in_others() -> None:
-            kept = [tier.keep(key, buffer.views) for tier in others]
-            if not (is_kept or any(kept)):
-                self._not_saved([block_hash])
-            self._saved(buffer, self._pool)
-
-        if others and self._options.write == "behind":
-            self._late_savers.submit(keep_in_others)
+        if self._distrusted or any(job.bad_blocks for job in self._in_step):
+            self._saver.leave_out(self._saves)
         else:
-            keep_in_others()
-
-    def _saved(self, buffer: Buffer, pool: BufferPool) -> None:
-        self._tiers.when_free(buffer.views, functools.partial(pool.release, buffer))
-        with self._lock:
-            self._stats_changed = True
-
-    def _not_saved(self, hashes: Sequence[bytes], secret: bytes | None = None) -> None:
-        """Say which blocks were not stored; with a secret, not offered."""
-        with self._lock:
-            if secret is None:
-                self._answers.unsaved += hashes
-            else:
-                self._answers.unoffered += [(secret, block_hash) for block_hash in hashes]
-            self._stats_changed = True
-
-    def _no_room(self, hashes: Sequence[bytes], secret: bytes, hint: str) -> None:
-        """Say which blocks were not offered, and report it once per request and step."""
-        with self._lock:
-            is_known = any(secret == one for one, _ in self._answers.unoffered)
-        self._not_saved(hashes, secret)
-        if not is_known:
-            self._report(f"no room to offer the blocks of a prompt to another engine: {hint}")
+            self._saver.save(self._saves, group, self._cache)
 
     def _key(self, block_hash: bytes, group: int, secret: bytes = b"") -> bytes:
         layers = None

@@ -317,7 +317,7 @@ class TestRoom:
         assert prefill.health().fallbacks
 
     def test_what_the_store_has_no_room_for_is_not_waited_for(self, split, wanted, monkeypatch):
-        monkeypatch.setattr(p2p, "PeerBlocks", lambda _: PeerBlocks(5))
+        monkeypatch.setattr(p2p, "PeerBlocks", lambda _, *more: PeerBlocks(5, *more))
         prefill, _ = split.both(save_threads=1)
         transfer = split.compute(PROMPT)
         began = time.monotonic()

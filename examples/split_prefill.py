@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from hardpoint import AsyncLLM, EngineDeadError, RequestOutput, SamplingParams
+from hardpoint import AsyncLLM, EngineDeadError, OverloadedError, RequestOutput, SamplingParams
 
 PREFILL, DECODE = "prefill", "decode"
 
@@ -48,7 +48,7 @@ async def compute(engine: AsyncLLM, prompt: str, params: SamplingParams) -> dict
     first = msgspec.structs.replace(params, max_tokens=1, min_tokens=0, stop=[])
     try:
         output = await last_output(engine, prompt, first, {"do_remote_decode": True})
-    except EngineDeadError:
+    except (EngineDeadError, OverloadedError):
         return None  # the other engine computes the prompt itself
     return output.kv_transfer_params
 

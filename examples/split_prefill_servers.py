@@ -9,6 +9,7 @@ See docs/split-prefill.md.
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import sys
@@ -31,15 +32,22 @@ def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def complete(prefill: str, decode: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Complete a prompt with two servers; with the second one alone if the first one fails."""
+def compute(prefill: str, body: dict[str, Any]) -> dict[str, Any] | None:
+    """Let a server compute a prompt; return what another one needs to go on, None if it fails."""
     first = {**body, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
     try:
-        transfer = post(prefill, first)["kv_transfer_params"]
-    except OSError as error:
-        if isinstance(error, urllib.error.HTTPError) and error.code < 500:
+        return post(prefill, first).get("kv_transfer_params")  # none after a timeout, for example
+    except urllib.error.HTTPError as error:
+        if error.code < 500 and error.code not in {408, 429}:
             raise  # the request is wrong, and would be for the other server
-        transfer = None
+    except (OSError, http.client.HTTPException):
+        pass  # it cannot be reached, or has died
+    return None
+
+
+def complete(prefill: str, decode: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Complete a prompt with two servers; with the second one alone if the first one fails."""
+    transfer = compute(prefill, body)
     return post(decode, body if transfer is None else {**body, "kv_transfer_params": transfer})
 
 

@@ -89,14 +89,16 @@ class WorkerMessage(msgspec.Struct, array_like=True):
     Attributes:
         found: number of leading blocks that are stored, by serial of the lookup.
         unsaved: hashes of blocks that were not stored.
+        unoffered: secrets and hashes of blocks that were not offered.
     """
 
     found: dict[int, int] = msgspec.field(default_factory=dict)
     unsaved: list[bytes] = msgspec.field(default_factory=list)
+    unoffered: list[tuple[bytes, bytes]] = msgspec.field(default_factory=list)
 
     def __bool__(self) -> bool:
         """Return whether there is anything to say."""
-        return bool(self.found or self.unsaved)
+        return bool(self.found or self.unsaved or self.unoffered)
 
 
 class Handshake(msgspec.Struct, frozen=True):

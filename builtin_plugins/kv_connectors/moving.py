@@ -19,9 +19,18 @@ from hardpoint.plugins.kv_connector import (
 from hardpoint.plugins.kv_store import PeerKVStore
 
 from .events import TierEvents
-from .jobs import Handshake, Jobs, Load, Lookup, Renewal, Save, WorkerMessage
+from .jobs import (
+    Handshake,
+    Jobs,
+    Load,
+    Lookup,
+    Renewal,
+    Save,
+    WorkerMessage,
+)
+from .saving import Saver
 from .staging import HEADER_BYTES, Buffer, BufferPool, CacheBlocks
-from .threads import TaskThreads
+from .threads import PeerThreads, TaskThreads
 from .tiers import CircuitBreaker, Tier, Tiers
 
 if TYPE_CHECKING:
@@ -67,9 +76,10 @@ class _LoadJob:
         return self.ended or not self.left[group]
 
     def fails_from(self, index: int) -> None:
-        """Record that a block could not be loaded."""
+        """Record that a block could not be loaded; without the first one, the load has ended."""
         with self.lock:
             self.first_bad = min(self.first_bad, index)
+            self.ended = self.ended or not index
 
     def give_up(self) -> None:
         """Write no further block; those that are not there could not be loaded."""
@@ -92,6 +102,7 @@ class StoresWorker(KVConnectorWorker):
         """
         self._context = context
         self._options = options
+        self._report = functools.partial(context.report_fault, connector.name)
         self._lease = connector.config.lease_seconds
         self._timeout = connector.config.load_seconds * _SLACK
         self._identity = context.identity.digest()
@@ -113,10 +124,15 @@ class StoresWorker(KVConnectorWorker):
             ]
         )
         self._pins = context.device.type == "cuda"
-        self._loaders = self._threads(connector, "KVLoad", options.threads)
-        self._savers = self._threads(connector, "KVSave", options.save_threads)
-        self._late_savers = self._threads(connector, "KVSaveBehind", 1)
-        self._pool = BufferPool(self._sizes, options.save_bytes, pin_memory=self._pins)
+        threads = self._threads
+        self._loaders = threads("KVLoad", options.threads)
+        self._peers = PeerThreads(threads, options.threads)
+        pools = [
+            BufferPool(self._sizes, options.save_bytes, pin_memory=self._pins) for _ in range(2)
+        ]
+        self._saver = Saver(
+            self._tiers, self._groups, self._key, options, self._lease, threads, pools, self._report
+        )
         self._local = threading.local()
         self._cache: CacheBlocks | None = None
         self._lock = threading.Lock()
@@ -130,9 +146,8 @@ class StoresWorker(KVConnectorWorker):
         self._answers = WorkerMessage()
         self._stats_changed = False
 
-    def _threads(self, connector: KVConnectorContext, name: str, count: int) -> TaskThreads:
-        report = functools.partial(self._context.report_fault, connector.name)
-        return TaskThreads(name, count, self._options.timeout_seconds, report)
+    def _threads(self, name: str, count: int) -> TaskThreads:
+        return TaskThreads(name, count, self._options.timeout_seconds, self._report)
 
     # The KV cache
 
@@ -174,8 +189,9 @@ class StoresWorker(KVConnectorWorker):
             self._loaders.submit(functools.partial(self._look_up, lookup), first=True)
         for load in metadata.loads:
             self._start(load)
-        for renewal in metadata.renewals:
-            self._loaders.submit(functools.partial(self._renew, renewal), first=True)
+        for peer in {renewal.transfer.peer for renewal in metadata.renewals}:
+            renewals = [one for one in metadata.renewals if one.transfer.peer == peer]
+            self._peers.renew(peer, functools.partial(self._renew, peer, renewals))
         if self._in_step and not self.wants_layers:
             self._wait_for(0)
 
@@ -235,6 +251,7 @@ class StoresWorker(KVConnectorWorker):
         """Return what was found, and what could not be saved."""
         with self._lock:
             answers, self._answers = self._answers, WorkerMessage()
+        answers.unsaved, answers.unoffered = self._saver.take_left_out()
         return answers or None
 
     def evicted(self, store: str, keys: Sequence[bytes]) -> None:
@@ -246,13 +263,14 @@ class StoresWorker(KVConnectorWorker):
         """Return the totals of the stores."""
         with self._lock:
             changed, self._stats_changed = self._stats_changed, False
+        changed = self._saver.take_changed() or changed
         return {tier.store.name: tier.totals() for tier in self._tiers} if changed else None
 
     def close(self) -> None:
         """Store what is to be stored, as far as that does not take too long."""
         self.cancel_loads(list(self._loads))
         seconds = self._options.timeout_seconds
-        for threads in (self._savers, self._late_savers, self._loaders):
+        for threads in (self._saver, self._loaders, self._peers):
             threads.close(seconds)
         for tier in self._tiers:
             self._run_limited(tier, "drain", seconds)
@@ -277,9 +295,30 @@ class StoresWorker(KVConnectorWorker):
                 self._loads[load.request_id] = job
             if before is not None:
                 before.give_up()
-        for group in range(len(self._groups)):
-            for index in range(len(load.hashes)):
-                self._loaders.submit(functools.partial(self._load, job, group, index))
+        tasks = [
+            functools.partial(self._load, job, group, index)
+            for group in range(len(self._groups))
+            for index in range(len(load.hashes))
+        ]
+        if load.transfer is None:
+            for task in tasks:
+                self._loaders.submit(task)
+        elif tasks:
+            threads = self._peers.fetchers(load.transfer.peer)
+            threads.submit(functools.partial(self._fetch_all, job, tasks, threads))
+
+    def _fetch_all(
+        self, job: _LoadJob, tasks: Sequence[Callable[[], None]], threads: TaskThreads
+    ) -> None:
+        """Fetch the first block, and the others if it is there.
+
+        So a request whose blocks are not there holds one thread, and only until the first answer.
+        """
+        first, *others = tasks
+        first()
+        if not job.ended:
+            for task in others:
+                threads.submit(task)
 
     def _load(self, job: _LoadJob, group: int, index: int) -> None:
         """Load a part of a block, unless it is of no use any more."""
@@ -357,81 +396,28 @@ class StoresWorker(KVConnectorWorker):
             self._answers.found[lookup.serial] = count
             self._stats_changed = True
 
-    def _renew(self, renewal: Renewal) -> None:
-        tier, transfer = self._tiers.peer_tier, renewal.transfer
+    def _renew(self, peer: str, renewals: Sequence[Renewal]) -> None:
+        """Renew what a peer offers; of "" what this engine does."""
+        tier = self._tiers.peer_tier
         if tier is None:
             return
         keys = [
-            self._key(block_hash, group, transfer.secret)
+            self._key(block_hash, group, renewal.transfer.secret)
+            for renewal in renewals
             for block_hash in renewal.hashes
             for group in range(len(self._groups))
         ]
-        tier.run("renew", keys, transfer.peer or None)
+        tier.run("renew", keys, peer or None)
 
     # Saves
 
     def _save(self, group: int) -> None:
-        """Copy the step's blocks of a group, and let threads store them."""
+        """Save the step's blocks of a group, unless they may be wrong."""
         assert self._cache is not None
         if self._distrusted or any(job.bad_blocks for job in self._in_step):
-            for save in self._saves:
-                for block_hash in save.hashes:
-                    self._not_saved(block_hash)
-            return
-        layers, limit = self._groups[group], time.monotonic() + self._options.save_wait_seconds
-        for save in self._saves:
-            for block_hash, block_id in zip(save.hashes, save.block_ids, strict=True):
-                buffer = self._pool.acquire(max(limit - time.monotonic(), 0))
-                if buffer is None:
-                    self._tiers.drop()
-                    self._not_saved(block_hash)
-                    continue
-                self._cache.read(block_id, layers, buffer)
-                key = self._key(block_hash, group, save.secret or b"")
-                self._savers.submit(self._save_task(block_hash, key, buffer, save.secret))
-
-    def _save_task(
-        self, block_hash: bytes, key: bytes, buffer: Buffer, secret: bytes | None
-    ) -> Callable[[], None]:
-        def run() -> None:
-            self._tiers.begin(key, buffer.views)
-            if secret is not None:
-                tier = self._tiers.peer_tier
-                if tier is not None:
-                    tier.offer(key, buffer.views, self._lease)
-                self._saved(buffer)
-                return
-            self._keep(block_hash, key, buffer)
-
-        return run
-
-    def _keep(self, block_hash: bytes, key: bytes, buffer: Buffer) -> None:
-        """Keep a block in all stores; with `write = "behind"`, in those after the first later."""
-        nearest, *others = self._tiers
-        is_kept = nearest.keep(key, buffer.views)
-        with self._lock:
-            self._stats_changed = True
-
-        def keep_in_others() -> None:
-            kept = [tier.keep(key, buffer.views) for tier in others]
-            if not (is_kept or any(kept)):
-                self._not_saved(block_hash)
-            self._saved(buffer)
-
-        if others and self._options.write == "behind":
-            self._late_savers.submit(keep_in_others)
+            self._saver.leave_out(self._saves)
         else:
-            keep_in_others()
-
-    def _saved(self, buffer: Buffer) -> None:
-        self._tiers.when_free(buffer.views, functools.partial(self._pool.release, buffer))
-        with self._lock:
-            self._stats_changed = True
-
-    def _not_saved(self, block_hash: bytes) -> None:
-        with self._lock:
-            self._answers.unsaved.append(block_hash)
-            self._stats_changed = True
+            self._saver.save(self._saves, group, self._cache)
 
     def _key(self, block_hash: bytes, group: int, secret: bytes = b"") -> bytes:
         layers = None

@@ -16,11 +16,12 @@ class StoresOptions(plugins.Options):
     """Options, in `[plugin.stores]`.
 
     Attributes:
-        threads: that load.
-        save_threads: that store.
-        save_bytes: of host memory for blocks that are about to be stored; when it is full, blocks
-            are not stored.
+        threads: that load, and as many for each other engine whose blocks are fetched.
+        save_threads: that store, and as many that offer blocks to other engines.
+        save_bytes: of host memory for blocks that are about to be stored, and as many for those
+            that are about to be offered; when it is full, blocks are not stored.
         save_wait_seconds: maximum time for which a step waits for room there.
+        offer_wait_seconds: the same, for blocks that are to be offered.
         write: blocks are stored in all stores at once ("through"), or in those after the nearest
             when there is nothing else to store ("behind").
         layer_groups: parts that the layers are stored in, so that a step may begin before all of
@@ -36,6 +37,7 @@ class StoresOptions(plugins.Options):
     save_threads: _Count = 2
     save_bytes: Annotated[int, Meta(ge=1)] = 256 << 20
     save_wait_seconds: Annotated[float, Meta(ge=0, le=10)] = 0.0
+    offer_wait_seconds: Annotated[float, Meta(ge=0, le=10)] = 1.0
     write: Literal["through", "behind"] = "through"
     layer_groups: _Count = 1
     load_in_step: bool = False

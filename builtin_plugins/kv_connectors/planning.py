@@ -59,6 +59,7 @@ class _Running:
         num_saved: leading blocks that need not be saved any more.
         secret: under which its blocks are offered to another engine; None if they are stored.
         offered: hashes of those that are offered.
+        offers_all: whether none was left out, without which later ones are of no use.
         renew_at: when to renew the offers.
     """
 
@@ -67,6 +68,7 @@ class _Running:
     num_saved: int
     secret: bytes | None = None
     offered: list[bytes] = field(default_factory=list)
+    offers_all: bool = True
     renew_at: float = 0.0
 
 
@@ -287,7 +289,7 @@ class StoresScheduler(KVConnectorScheduler):
         running.num_saved = end
         hashes = self._context.block_hashes(request, end)[first:end]
         pairs = zip(hashes, running.block_ids[first:end], strict=True)
-        if running.secret is not None:
+        if running.secret is not None and running.offers_all:
             running.offered += hashes
             running.renew_at = self._context.clock() + self._lease / 3
             blocks = running.block_ids[first:end]
@@ -332,9 +334,10 @@ class StoresScheduler(KVConnectorScheduler):
         running = self._running.pop(request_id, None)
         if running is None or running.secret is None:
             return False, None
-        if len(running.offered) < request.num_prompt_tokens // self._context.block_size:
+        if running.num_saved < request.num_prompt_tokens // self._context.block_size:
             return False, None  # it ended early
-        self._jobs.renewals.append(Renewal(running.offered, Transfer("", running.secret)))
+        if running.offered:
+            self._jobs.renewals.append(Renewal(running.offered, Transfer("", running.secret)))
         num_tokens = len(running.offered) * self._context.block_size
         return False, offered_params(self._engine_id, running.secret, num_tokens)
 
@@ -348,6 +351,16 @@ class StoresScheduler(KVConnectorScheduler):
                 if not query.ranks:
                     self._forget(query.hashes[query.count :])
         self._forget(message.unsaved)
+        for secret, block_hash in message.unoffered:
+            self._end_offer(secret, block_hash)
+
+    def _end_offer(self, secret: bytes, block_hash: bytes) -> None:
+        """Offer a request's blocks up to this one only."""
+        running = next((one for one in self._running.values() if one.secret == secret), None)
+        if running is not None:
+            running.offers_all = False
+            if block_hash in running.offered:
+                del running.offered[running.offered.index(block_hash) :]
 
     def _forget(self, hashes: Iterable[bytes]) -> None:
         """Let blocks be saved again."""

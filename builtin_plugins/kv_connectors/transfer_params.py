@@ -61,7 +61,7 @@ def read_params(
     if peers is None:
         raise RequestError(
             f"{path}: no store of kv_connector.stores exchanges blocks with other engines, as "
-            f"'p2p' does"
+            f"'p2p' does; the stores in a chain do not"
         )
     if read.do_remote_decode == read.do_remote_prefill:
         raise RequestError(

@@ -107,6 +107,11 @@ class PeerToPeerStore(PeerKVStore):
             for name, address in options.peers.items()
             if name != context.engine_id
         }
+        if addresses and not context.engine_id:
+            raise ConfigError(
+                f"kv_connector.engine_id: expected the name of this engine, for {table}.peers "
+                f"names others"
+            )
         keys = {
             name: public_key(text, f"{table}.public_keys.{name}")
             for name, text in options.public_keys.items()
@@ -300,10 +305,9 @@ class PeerToPeerStore(PeerKVStore):
 
     def offer(self, key: bytes, buffer: BlockBuffer, seconds: float) -> bool:
         """Keep a block for the engine that takes it."""
-        if not self._pool.offer(key, buffer, seconds):
-            return False
+        has_room = self._pool.offer(key, buffer, seconds)
         self._server.offered()
-        return True
+        return has_room
 
     def fetch(self, peer: str, key: bytes, buffer: BlockBuffer, seconds: float) -> bool:
         """Copy a block that another engine offers; wait for it, but not long."""

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from hardpoint.plugins.kv_store import BlockBuffer
 
+_MOST_GONE = 1 << 16  # keys that are remembered
+
 
 @dataclass(slots=True)
 class _Offer:
@@ -75,9 +77,10 @@ class PeerBlocks:
         return key not in evicted
 
     def offer(self, key: bytes, buffer: BlockBuffer, seconds: float) -> bool:
-        """Offer a block; return whether there was room."""
+        """Offer a block; return whether there was room. If not, none waits for it."""
         self.sweep()
         if len(self._offers) >= self._capacity:
+            self.end(key)
             return False
         block = bytes(buffer.whole)
         until = time.monotonic() + seconds
@@ -115,7 +118,7 @@ class PeerBlocks:
 
     def _end(self, key: bytes) -> bool:
         self._gone[key] = None
-        if len(self._gone) > 4 * self._capacity:
+        if len(self._gone) > _MOST_GONE:
             self._gone.popitem(last=False)
         return self._offers.pop(key, None) is not None
 

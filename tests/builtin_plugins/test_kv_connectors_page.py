@@ -37,8 +37,8 @@ def shown(field):
     """Return the texts that say the default of a field on the page."""
     if field.default is msgspec.NODEFAULT and field.default_factory is msgspec.NODEFAULT:
         return {"required"}
-    if field.name in ("use", "engine_id"):
-        return {"`stores` if there are some", "random"}
+    if field.name == "use":
+        return {"`stores` if there are some"}
     value = field.default
     if value is msgspec.NODEFAULT or value is None:
         return {"none"}

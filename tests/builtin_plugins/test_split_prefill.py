@@ -10,10 +10,12 @@ from support.builtins.split import DECODE, PREFILL, REMOTE, Split, params, split
 from support.internals import engine_of
 from support.parallel import write_random_model
 
-from hardpoint import LLM, RequestError, SamplingParams
+from hardpoint import LLM, ConfigError, RequestError, SamplingParams
 from hardpoint.builtin_plugins.kv_connectors.jobs import Transfer
 from hardpoint.builtin_plugins.kv_connectors.planning import StoresScheduler
+from hardpoint.builtin_plugins.kv_stores import p2p
 from hardpoint.builtin_plugins.kv_stores.p2p import PeerToPeerStore
+from hardpoint.builtin_plugins.kv_stores.p2p_pool import PeerBlocks
 from hardpoint.plugins import EngineCoreRequest, KVConnectorContext, Request, SchedulerOutput
 from hardpoint.plugins.config import KVConnectorConfig
 from hardpoint.plugins.kv_connector import KVSchedulerContext
@@ -277,6 +279,54 @@ class TestFailures:
         assert tokens(again) == wanted()
 
 
+def test_requests_whose_blocks_do_not_come_delay_no_other(split, wanted):
+    both = {"kv_connector": {"stores": ["memory", "p2p"]}, "p2p": {"wait_seconds": 0.8}}
+    _, decode = split.both(threads=2, **both)
+    decode.generate([PROMPT], params())
+    decode.reset_prefix_cache()
+    prompts = [f"{number} {PROMPT[:50]}" for number in range(4)]
+    transfers = [{**GOOD, "transfer_token": f"{number:032x}"} for number in range(4)]
+    began = time.monotonic()
+    waiting = [
+        decode.stream(prompt, params(), kv_transfer_params=transfer)
+        for prompt, transfer in zip(prompts, transfers, strict=True)
+    ]
+    *_, last = decode.stream(PROMPT, params())
+    assert time.monotonic() - began < 0.7, "it waited for blocks of other requests"
+    assert last.num_cached_tokens == WHOLE
+    for prompt, stream in zip(prompts, waiting, strict=True):
+        assert [token for output in stream for token in tokens(output)] == wanted(prompt)
+    assert time.monotonic() - began >= 0.8, "they did not wait"
+
+
+class TestRoom:
+    def test_what_has_no_buffer_is_not_promised(self, split, wanted, monkeypatch):
+        prefill, _ = split.both(save_bytes=1, save_threads=1, offer_wait_seconds=0.0)
+        offer = PeerToPeerStore.offer
+
+        def slow(*args):
+            time.sleep(0.2)
+            return offer(*args)
+
+        monkeypatch.setattr(PeerToPeerStore, "offer", slow)
+        transfer = split.compute(PROMPT)
+        assert transfer["num_tokens"] == 16
+        time.sleep(0.3)
+        output = split.go_on(PROMPT, transfer)
+        assert (tokens(output), output.num_cached_tokens) == (wanted(), 16)
+        assert prefill.health().fallbacks
+
+    def test_what_the_store_has_no_room_for_is_not_waited_for(self, split, wanted, monkeypatch):
+        monkeypatch.setattr(p2p, "PeerBlocks", lambda _, *more: PeerBlocks(5, *more))
+        prefill, _ = split.both(save_threads=1)
+        transfer = split.compute(PROMPT)
+        began = time.monotonic()
+        output = split.go_on(PROMPT, transfer)
+        assert time.monotonic() - began < 2.5, "it waited for a block that was not offered"
+        assert (tokens(output), output.num_cached_tokens) == (wanted(), 5 * 16)
+        assert "no room to offer" in str(prefill.health().fallbacks)
+
+
 class TestLeases:
     @pytest.mark.nightly  # it takes longer than a lease
     def test_what_a_waiting_request_needs_is_renewed(self, split, wanted):
@@ -360,7 +410,10 @@ class TestRefusals:
             decode.generate([PROMPT], params(n=2), kv_transfer_params=GOOD)
 
     def test_without_an_id_an_engine_cannot_be_named(self, split):
-        prefill = split.open(PREFILL, kv_connector={"engine_id": None})
+        nameless = {"engine_id": None}
+        with pytest.raises(ConfigError, match=r"kv_connector\.engine_id: expected the name of"):
+            split.open(PREFILL, kv_connector=nameless)
+        prefill = split.open(PREFILL, kv_connector=nameless, p2p={"peers": {}})
         with pytest.raises(RequestError, match=r"has no kv_connector\.engine_id"):
             prefill.generate([PROMPT], params(), kv_transfer_params=REMOTE)
 
@@ -369,6 +422,6 @@ class TestRefusals:
         config["kv_connector"] = {"stores": ["memory"]}
         del config["plugin"]
         llm = LLM(str(model), config=config)
-        with pytest.raises(RequestError, match="no store of kv_connector.stores exchanges"):
+        with pytest.raises(RequestError, match="no store of kv_connector.stores exch.* in a chain"):
             llm.generate([PROMPT], params(), kv_transfer_params=REMOTE)
         llm.close()

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import os
 import subprocess
 import sys
+import threading
+import urllib.error
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from support.builtins.split import DECODE, PREFILL, split_config
@@ -14,7 +18,7 @@ from support.http_server import running
 from support.processes import ROOT
 from support.scripted_server import server_config, write_model
 
-from hardpoint import AsyncLLM
+from hardpoint import AsyncLLM, EngineDeadError, OverloadedError, SamplingParams
 from hardpoint.builtin_plugins.server.access.keys import KeyStore, installed
 from hardpoint.testing import scripted_config, write_scripted_model
 
@@ -36,6 +40,74 @@ def test_two_engines(tmp_path, capsys):
     assert outputs[0].outputs[0].text == " abc"
     assert [output.num_cached_tokens for output in outputs] == [64, 128]
     assert "64 of 70 prompt tokens from the other engine" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("error", [EngineDeadError, OverloadedError])
+def test_an_engine_that_cannot_compute_is_left_out(error):
+    class Failing:
+        async def generate(self, *_, **__):
+            raise error("no")
+            yield
+
+    assert asyncio.run(example("split_prefill").compute(Failing(), "a", SamplingParams())) is None
+
+
+@pytest.fixture
+def server():
+    """A server whose answers the test gives: `answers` has status, body and length of each."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked = self.rfile.read(int(self.headers["content-length"]))
+            status, body, length = server.answers.pop(0)
+            server.asked.append(json.loads(asked))
+            self.send_response(status)
+            self.send_header("content-length", str(length or len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Answer)
+    server.asked, server.answers = [], []
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+GIVEN = {"kv_transfer_params": {"num_tokens": 16}}
+FIRST = {
+    "parameters": ((200, json.dumps(GIVEN).encode(), None), GIVEN),
+    "a timeout": ((200, b"{}", None), {}),
+    "too many requests": ((429, b"", None), {}),
+    "a request timeout": ((408, b"", None), {}),
+    "an error": ((503, b"", None), {}),
+    "half an answer": ((200, b"{}", 50), {}),
+}
+
+
+@pytest.mark.parametrize(("answer", "given"), FIRST.values(), ids=FIRST)
+def test_the_second_server_goes_on_whatever_the_first_one_answers(
+    server, monkeypatch, answer, given
+):
+    monkeypatch.setenv("HARDPOINT_API_KEY", KEY)
+    server.answers += [answer, (200, b'{"choices": []}', None)]
+    url = f"http://127.0.0.1:{server.server_port}"
+    complete = example("split_prefill_servers").complete
+    assert complete(url, url, {"prompt": "a"}) == {"choices": []}
+    assert server.asked[1] == {"prompt": "a", **given}
+
+
+def test_a_request_that_is_wrong_is_not_sent_to_the_second_server(server, monkeypatch):
+    monkeypatch.setenv("HARDPOINT_API_KEY", KEY)
+    server.answers.append((400, b"", None))
+    url = f"http://127.0.0.1:{server.server_port}"
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        example("split_prefill_servers").complete(url, url, {"prompt": "a"})
 
 
 @pytest.mark.nightly

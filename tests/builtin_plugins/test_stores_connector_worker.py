@@ -219,6 +219,7 @@ def test_a_load_ends_if_a_thread_fails(rank, saved):
     """As it does if there is no memory for its buffer, or the device fails."""
     rank.half.register_kv_caches([[torch.zeros(1, 1, dtype=torch.uint8)]] * 4)
     assert rank.until_loaded(Load("a", hashes(0), [10])) == {10}
+    wait_until(lambda: rank.faults, what="the fault, which the thread reports after its part")
     assert rank.faults[0][0] == "stores"
     assert "KVLoad: " in rank.faults[0][1]
 

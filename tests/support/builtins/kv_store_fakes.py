@@ -8,17 +8,26 @@ from typing import Any
 
 import torch
 
-from hardpoint.builtin_plugins.kv_connectors.jobs import Jobs, Load, Lookup, Save, WorkerMessage
+from hardpoint.builtin_plugins.kv_connectors.jobs import (
+    Jobs,
+    Load,
+    Lookup,
+    Renewal,
+    Save,
+    WorkerMessage,
+)
 from hardpoint.builtin_plugins.kv_connectors.moving import StoresWorker
 from hardpoint.builtin_plugins.kv_connectors.stores import StoresOptions
 from hardpoint.builtin_plugins.kv_stores.memory import MemoryStore
 from hardpoint.plugins import KVConnectorContext, KVStoreContext
 from hardpoint.plugins.config import KVConnectorConfig
 from hardpoint.plugins.kv_connector import BlockIdentity, KVWorkerContext
+from hardpoint.plugins.kv_store import BlockBuffer, PeerKVStore
 from hardpoint.plugins.stats import KVTierStats
 from support.waiting import wait_until
 
 NUM_BLOCKS = 32
+_FIELDS = {Lookup: "lookups", Load: "loads", Save: "saves", Renewal: "renewals"}
 
 
 class ScriptedStore(MemoryStore):
@@ -60,6 +69,52 @@ class ScriptedStore(MemoryStore):
     def close(self) -> Any:
         """See `instead`."""
         return self._run("close")
+
+
+class ScriptedPeers(ScriptedStore, PeerKVStore):
+    """As if engines named "good" and "bad" offered what this one does, as often as it is fetched.
+
+    Attributes:
+        offered: blocks by key.
+        fetched: peers, of each call of `fetch`.
+        renewed: peers and number of keys, of each call of `renew`.
+    """
+
+    def __init__(self, sizes: Sequence[int], name: str = "peers") -> None:
+        """Start empty."""
+        super().__init__(sizes, name)
+        self.offered: dict[bytes, bytes] = {}
+        self.fetched: list[str] = []
+        self.renewed: list[tuple[str | None, int]] = []
+
+    @property
+    def peers(self) -> frozenset[str]:
+        """Those two."""
+        return frozenset({"good", "bad"})
+
+    def offer(self, key: bytes, buffer: BlockBuffer, seconds: float) -> bool:
+        """See `instead`."""
+        instead = self.instead.get("offer")
+        if instead is not None and not instead():
+            return False
+        self.offered[key] = bytes(buffer.whole)
+        return True
+
+    def fetch(self, peer: str, key: bytes, buffer: BlockBuffer, seconds: float) -> bool:
+        """See `instead`."""
+        self.fetched.append(peer)
+        if peer == "bad":
+            self.instead["fetch"]()
+        if (block := self.offered.get(key)) is None:
+            return False
+        buffer.whole[:] = block
+        return True
+
+    def renew(self, keys: Sequence[bytes], peer: str | None = None) -> None:
+        """See `instead`."""
+        if peer == "bad":
+            self.instead["renew"]()
+        self.renewed.append((peer, len(keys)))
 
 
 def identity(layers: int = 2, **changes: Any) -> BlockIdentity:
@@ -136,12 +191,13 @@ class Rank:
         """The nearest store."""
         return self.stores[0]
 
-    def step(self, *jobs: Lookup | Load | Save, layers: bool | None = None) -> tuple[Any, set[int]]:
+    def step(
+        self, *jobs: Lookup | Load | Save | Renewal, layers: bool | None = None
+    ) -> tuple[Any, set[int]]:
         """Run a step; return what `get_finished` and `load_errors` say."""
         metadata = Jobs()
         for job in jobs:
-            name = {Lookup: "lookups", Load: "loads", Save: "saves"}[type(job)]
-            getattr(metadata, name).append(job)
+            getattr(metadata, _FIELDS[type(job)]).append(job)
         self.half.start_load_kv(metadata if jobs else None)
         if self.half.wants_layers if layers is None else layers:
             for layer in range(len(self.caches)):

@@ -340,10 +340,9 @@ class StoresWorker(KVConnectorWorker):
         is_there = self._fetch(job, group, index, buffer)
         if is_there:
             with job.lock:
-                if not job.ended and self._cache is not None:
-                    self._cache.write(job.load.block_ids[index], self._groups[group], buffer)
-        if self._tiers.late_use(buffer.views):
-            self._local.buffer = None  # a store may still write to it
+                if job.ended or self._cache is None:
+                    return False
+                self._cache.write(job.load.block_ids[index], self._groups[group], buffer)
         return is_there
 
     def _fetch(self, job: _LoadJob, group: int, index: int, buffer: Buffer) -> bool:

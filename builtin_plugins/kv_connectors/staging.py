@@ -14,6 +14,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 
@@ -68,6 +69,11 @@ def check_block(buffer: BlockBuffer, key: bytes) -> None:
 def _checksum(buffer: BlockBuffer) -> int:
     """Return the checksum of all that follows it, xxh3 with 64 bits."""
     return xxhash.xxh3_64_intdigest(buffer.whole[_CHECKSUM.size :])
+
+
+def copy_buffer(source: BlockBuffer, target: BlockBuffer) -> None:
+    """Copy all bytes; other threads run meanwhile."""
+    np.copyto(np.frombuffer(target.whole, np.uint8), np.frombuffer(source.whole, np.uint8))
 
 
 class Buffer:

@@ -19,7 +19,7 @@ from hardpoint.plugins.errors import reason_of, shown
 from hardpoint.plugins.kv_store import BlockBuffer, PeerKVStore
 
 from .events import TierEvents
-from .staging import BadBlockError, check_block, write_header
+from .staging import BadBlockError, check_block, copy_buffer, write_header
 
 _MOST_LATE = 16  # futures, each of which keeps a buffer
 _T = TypeVar("_T")
@@ -125,6 +125,7 @@ class Tier:
         self._says_size = type(store).used_bytes is not KVStore.used_bytes
         self._lock = threading.Lock()
         self._calls: dict[_Call, None] = {}
+        self._local = threading.local()
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """Return for each key whether the store says that it has it."""
@@ -146,7 +147,7 @@ class Tier:
 
     def load(self, key: bytes, views: BlockBuffer) -> bool:
         """Load a block and check it; return whether it is there, and is the right one."""
-        is_there = self._load("load", lambda: self.store.load(key, views), key, views)
+        is_there = self._load("load", lambda room: self.store.load(key, room), key, views)
         if self._events is not None:
             if is_there:
                 self._events.stored(self.store.name, key)
@@ -158,21 +159,32 @@ class Tier:
         """Load a block that another engine offers, and check it."""
         store = self.store
         assert isinstance(store, PeerKVStore)
-        return self._load("fetch", lambda: store.fetch(peer, key, views, seconds), key, views)
+        return self._load("fetch", lambda room: store.fetch(peer, key, room, seconds), key, views)
 
-    def _load(self, method: str, load: Callable[[], Any], key: bytes, views: BlockBuffer) -> bool:
+    def _load(
+        self, method: str, load: Callable[[BlockBuffer], Any], key: bytes, views: BlockBuffer
+    ) -> bool:
+        """Let the store write into memory of its own, which it may still write to afterwards."""
+        room: BlockBuffer | None = getattr(self._local, "room", None)
+        if room is None:
+            room = BlockBuffer(memoryview(bytearray(len(views.whole))), [len(v) for v in views])
+        self._local.room = None
+
         def check(is_there: Any) -> bool:
-            if not is_there:
-                return False
-            try:
-                check_block(views, key)
-            except BadBlockError as error:
-                raise _BadAnswerError(f"a block that cannot be used: {error}") from None
-            return True
+            if is_there:
+                copy_buffer(room, views)
+                try:
+                    check_block(views, key)
+                except BadBlockError as error:
+                    raise _BadAnswerError(f"a block that cannot be used: {error}") from None
+            return bool(is_there)
 
         began = time.perf_counter()
-        views[0][:8] = bytes(8)  # a store that says it has loaded and has not is found out
-        if not self._call(method, load, check, views):
+        room.whole[:8] = bytes(8)  # a store that says it has loaded and has not is found out
+        is_there = self._call(method, lambda: load(room), check, room)
+        if is_there is not None:  # after a failure, it may still be in use
+            self._local.room = room
+        if not is_there:
             return False
         size, seconds = len(views.whole), time.perf_counter() - began
         self._count(loaded_blocks=1, loaded_bytes=size, load_seconds=seconds)
@@ -341,8 +353,6 @@ class Tiers:
                 for nearer in self._tiers[:index]:
                     nearer.keep(key, views)
                 return True
-            if tier.late_use(views) is not None:  # it may still write to the buffer
-                return False
         return False
 
     def drop(self) -> None:

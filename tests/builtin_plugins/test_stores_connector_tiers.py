@@ -136,10 +136,12 @@ def test_answers_that_are_neither_true_nor_false(method):
 
 
 def test_a_store_that_says_it_has_loaded_and_has_not():
-    """Even though the buffer holds the very block, from before."""
-    one, buffer = Guarded(), block()
+    """Even though its buffer holds the very block, from before."""
+    one = Guarded()
+    one.tier.keep(KEY, block().views)
+    assert one.tier.load(KEY, empty().views)
     one.store.instead["load"] = lambda *_: True
-    assert not one.tier.load(KEY, buffer.views)
+    assert not one.tier.load(KEY, block().views)
     assert "load() gave a block that cannot be used: its checksum is wrong" in one.faults[0][1]
 
 
@@ -238,9 +240,9 @@ def test_futures():
 
 def test_a_buffer_is_in_use_until_its_late_future_is_done():
     one, future, buffer, freed = Guarded(timeout=0.01), Future(), empty(), []
-    one.store.instead["load"] = lambda *_: future
+    one.store.instead["store"] = lambda *_: future
     tiers = Tiers([one.tier])
-    assert not tiers.load(KEY, buffer.views)
+    assert not one.tier.keep(KEY, buffer.views)
     assert "its future is not done after 0.01 s" in one.faults[0][1]
     assert tiers.late_use(buffer.views) is future
     assert tiers.late_use(empty().views) is None
@@ -414,14 +416,33 @@ def test_a_damaged_block_is_loaded_from_the_next_store_and_repaired(two):
     assert near.tier.load(KEY, empty().views)
 
 
-def test_no_other_store_gets_a_buffer_that_is_in_use():
+@pytest.mark.parametrize("answer", ["late", "raises", "false", "true"])
+def test_what_a_store_writes_late_is_not_loaded(answer):
+    """Into the memory that it got, after it has answered."""
     near, far = Guarded("near", timeout=0.01), Guarded("far")
-    tiers, future = Tiers([near.tier, far.tier]), Future()
+    tiers, future, rooms = Tiers([near.tier, far.tier]), Future(), []
     far.tier.keep(KEY, block().views)
-    near.store.instead["load"] = lambda *_: future
-    far.store.calls.clear()
-    assert not tiers.load(KEY, empty().views)
-    assert far.store.calls == []
+
+    def load(_key, room):
+        rooms.append(room)
+        if answer == "raises":
+            raise OSError("given up")
+        if answer == "true":
+            return MemoryStore.load(far.store, KEY, room)
+        return future if answer == "late" else False
+
+    near.store.instead["load"] = load
+    buffer = empty()
+    assert tiers.load(KEY, buffer.views)
+    rooms[0].whole[:] = bytes(len(rooms[0].whole))
+    assert contents(buffer) == [{5}, {5}]
+    again = empty()
+    near.store.instead.clear()
+    near.tier.keep(KEY, block().views)
+    assert near.tier.load(KEY, again.views)
+    if answer in ("late", "raises"):  # its memory is not used again
+        rooms[0].whole[:] = bytes(len(rooms[0].whole))
+    assert contents(again) == [{5}, {5}]
 
 
 def test_blocks_are_told_apart_by_generation(two):

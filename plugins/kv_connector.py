@@ -225,8 +225,12 @@ class KVConnectorWorker(ABC):
     All methods are called by the thread that runs the model. If one that loads raises, all loads
     that are under way are given up, what they were to load is computed, and the fault is counted.
     It may write to blocks that it has to load, until it has named the request in
-    `get_finished` or its load was cancelled; whatever else it writes there is read by requests. In
-    a step whose own loads have failed, the blocks that it completes hold what must not be saved.
+    `get_finished` or its load was cancelled; whatever else it writes there is read by requests.
+
+    What a step computes while a load of its own fails must not be saved, of no request, since
+    others may share the blocks. A rank does not know that it has failed in another one. So the
+    scheduler half plans no saves, from a step that loads until each request that loads in it has a
+    further token, or the result of that step is known otherwise.
     """
 
     wants_layers: bool = True

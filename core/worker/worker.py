@@ -261,8 +261,10 @@ class LocalWorker:
             self.runner.allocate(num_blocks, batch)
         self._num_blocks = num_blocks
 
-    def start_kv_connector(self, weights: str) -> bytes | None:
+    def start_kv_connector(self, weights: str | None) -> bytes | None:
         """Build this rank's half of the KV connector, for the cache that was allocated.
+
+        An earlier one is closed; if `weights` is None, that is all.
 
         Raises:
             PluginError: it cannot be built.
@@ -270,10 +272,10 @@ class LocalWorker:
         """
         assert self._spec is not None
         spec, runner = self._spec, self.runner
+        self._end_connector()
+        if weights is None:
+            return None
         (entry,) = spec.plugins.entries("kv_connectors")
-        if (before := runner.connector) is not None:
-            runner.connector = None
-            before.close()
         identity = self._identity(weights)
         stores: list[KVStore] = []
 

@@ -9,7 +9,7 @@ import torch
 from support.core.connector_driver import PROMPT, Driver
 from support.core.scripted_connector import Script, use
 
-from hardpoint import ConfigError
+from hardpoint import ConfigError, ModelError
 from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.core.build import build_engine
@@ -318,6 +318,27 @@ class TestSleep:
         driver.run()
         assert driver.cached["w"].num_external_tokens == 16
         assert driver.tokens["w"] == driver.tokens["first"]
+
+    def test_halves_that_did_start_end_if_another_rank_cannot(self, driver, monkeypatch):
+        driver.core.sleep(2).result(0)
+        driver.script.calls.clear()
+        collective_rpc = UniprocExecutor.collective_rpc
+
+        def call(executor, method, args=(), timeout=None):
+            results = collective_rpc(executor, method, args, timeout)
+            if method == "start_kv_connector" and args[0] is not None:
+                raise ModelError("rank 1 has no memory")
+            return results
+
+        monkeypatch.setattr(UniprocExecutor, "collective_rpc", call)
+        driver.core.wake_up()
+        assert driver.script.calls.count("worker.handshake") == 1
+        assert driver.script.calls.count("worker.close") == 1
+        driver.add("v")
+        driver.run()
+        assert driver.tokens["v"] == driver.tokens["first"]
+        (message,) = driver.faults.values()
+        assert "it cannot be started again: ModelError: rank 1 has no memory" in message
 
 
 def test_a_request_that_is_not_taken_is_forgotten(driver):

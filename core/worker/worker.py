@@ -279,9 +279,9 @@ class LocalWorker:
         identity = self._identity(weights)
         stores: list[KVStore] = []
 
-        def open_stores(sizes: Sequence[int]) -> list[KVStore]:
+        def open_stores(sizes: Sequence[int], timeout_seconds: float) -> list[KVStore]:
             for store in spec.plugins.entries("kv_stores"):
-                stores.append(self._open_store(store, sizes, identity, connector))
+                stores.append(self._open_store(store, sizes, timeout_seconds, identity, connector))
             return stores
 
         context = KVWorkerContext(
@@ -316,6 +316,7 @@ class LocalWorker:
         self,
         entry: PluginEntry,
         sizes: Sequence[int],
+        timeout_seconds: float,
         identity: BlockIdentity,
         connector: WorkerConnector,
     ) -> KVStore:
@@ -329,7 +330,7 @@ class LocalWorker:
             rank=spec.rank,
             world_size=spec.config.parallel.world_size,
             engine_id=spec.config.kv_connector.engine_id or "",
-            timeout_seconds=spec.config.kv_connector.load_seconds,
+            timeout_seconds=timeout_seconds,
             pin_memory=spec.device.type == "cuda",
             report_evicted=functools.partial(connector.evicted, entry.name),
             host_memory=memory_limit(torch.device("cpu")).available,

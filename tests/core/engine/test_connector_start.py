@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import ClassVar
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from support.core.scripted_connector import Script, use
 
 from hardpoint import ConfigError, ModelError
 from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
+from hardpoint.builtin_plugins.kv_stores.memory import MemoryStore
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.core.build import build_engine
 from hardpoint.plugins import EngineConfig, KVSpec, typed
@@ -232,6 +234,24 @@ def test_a_wrong_configuration_is_refused(scripted, table, words):
     with pytest.raises((ConfigError, PluginError)) as caught:
         scripted_engine(scripted, {"kv_connector": table})
     assert words in str(caught.value)
+
+
+class SeesItsContext(MemoryStore):
+    contract = 1
+    seen: ClassVar[list[float]] = []
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.seen.append(context.timeout_seconds)
+
+
+def test_stores_know_when_the_connector_gives_up_their_calls(scripted):
+    table = {
+        "kv_connector": {"stores": [{"use": of(SeesItsContext), "name": "seen"}]},
+        "plugin": {"stores": {"timeout_seconds": 0.7}, "seen": {"size_bytes": 1 << 20}},
+    }
+    scripted_engine(scripted, table).close()
+    assert SeesItsContext.seen.pop() == 0.7
 
 
 @pytest.fixture

@@ -288,13 +288,13 @@ class EngineConnector(KVConnectorScheduler):
             self._wait_s = _FIRST_WAIT_S
         if self._config.on_load_failure == "recompute":
             return {}
-        failed = [name for name, blocks in in_step if blocks]
-        failed += [name for name, load in self._ended.items() if load.is_error]
-        return dict.fromkeys(
-            failed,
-            "kv_connector: the keys and values of its prompt could not be loaded "
-            "(kv_connector.on_load_failure)",
-        )
+        failed = {name: blocks for name, blocks in in_step if blocks}
+        failed |= {name: load.invalid for name, load in self._ended.items() if load.is_error}
+        return {
+            name: "kv_connector: the keys and values of its prompt could not be loaded, for "
+            f"{len(blocks)} of its blocks (kv_connector.on_load_failure)"
+            for name, blocks in failed.items()
+        }
 
     def processed(self, plan: SchedulerOutput) -> None:
         """Record that the scheduler has taken what `process` set."""

@@ -83,7 +83,7 @@ class TestFailures:
         driver.run()
         reason, message = driver.ends["v"]
         assert reason == "error"
-        assert message == f"{FAILED} (kv_connector.on_load_failure)"
+        assert message == f"{FAILED}, for 1 of its blocks (kv_connector.on_load_failure)"
         assert driver.tokens["v"] == []
         assert driver.ends["other"] == ("length", None)
         assert driver.num_held == 0

@@ -22,7 +22,7 @@ from hardpoint.testing.engine_access import executor_tokens
 from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
 
 from . import executor_session
-from .executor_session import FUTURES, RESULTS, START, Session, in_thread, until, wait
+from .executor_session import FUTURES, REPORTS, RESULTS, START, Session, in_thread, until, wait
 from .scripted_worker import Does, Order
 
 SIZES = Rule(
@@ -140,6 +140,10 @@ class ExecutorSuite(ComponentSuite):
         self._search(RESULTS.text, 25, self._check_results, steps=_STEPS)
         self._run_checks(RESULTS.text, self._check_every_call)
 
+    def test_reports(self) -> None:
+        """With `all_report`, results have what all ranks report."""
+        self._run_checks(REPORTS.text, self._check_reports)
+
     def test_calls(self) -> None:
         """A call reaches every worker, once and in rank order."""
         self._run_checks(CALLS.text, self._check_calls)
@@ -178,16 +182,18 @@ class ExecutorSuite(ComponentSuite):
 
     # Sessions.
 
-    def _new(self, size: tuple[int, int], order: Order | None = None) -> Session:
+    def _new(
+        self, size: tuple[int, int], order: Order | None = None, *, all_report: bool = False
+    ) -> Session:
         """Return an executor that has not been started."""
         tensor, pipeline = size
         config = ParallelConfig(tensor=tensor, pipeline=pipeline, communicator=self.communicator)
-        return Session(config, self._build, order)
+        return Session(config, self._build, order, all_report=all_report)
 
     @contextmanager
-    def _fresh(self, size: tuple[int, int]) -> Iterator[Session]:
+    def _fresh(self, size: tuple[int, int], *, all_report: bool = False) -> Iterator[Session]:
         """Start an executor for the body."""
-        session = self._new(size)
+        session = self._new(size, all_report=all_report)
         try:
             try:
                 session.start()
@@ -302,6 +308,13 @@ class ExecutorSuite(ComponentSuite):
             with self._shared(size) as session:
                 session.rpc("start_profile")  # after all that was started
                 session.check_calls()
+
+    def _check_reports(self) -> None:
+        with self._fresh(self._size(), all_report=True) as session:
+            in_pipeline = _depth(session.executor) > 1
+            for counts in ({"a": 3}, {}, {"a": 1, "b": 2}):
+                plan = session.plan(counts)
+                session.compare(plan, session.begin(plan, in_pipeline=in_pipeline))
 
     def _check_calls(self) -> None:
         with self._shared(self._size()) as session:

@@ -170,8 +170,10 @@ class Session:
         self._expected.append(("sample_tokens", str(plan.step)))
         return _future(self.executor.sample_tokens(plan, _bitmask(plan)), "sample_tokens")
 
-    def compare(self, plan: SchedulerOutput, result: Callable[[], ModelRunnerOutput]) -> None:
-        """Compare a result with what steps that run once and in order give."""
+    def compare(
+        self, plan: SchedulerOutput, result: Callable[[], ModelRunnerOutput]
+    ) -> ModelRunnerOutput:
+        """Compare a result, which it returns, with what steps that run once and in order give."""
         expected = self._history.run(plan) or self._history.sample(plan, _bitmask(plan))
         output = result()
         if output.num_nans_in_logits:
@@ -192,10 +194,14 @@ class Session:
                     f"in step {plan.step} request {request_id!r} got token {got[0]}; a worker that "
                     f"ran each step once and in order samples {wanted[0]}"
                 )
-        if self._all_report:
-            self._compare_reports(plan, output)
+        return output
 
-    def _compare_reports(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
+    def check_reports(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """Check that the result of a step has what each rank reported of it.
+
+        Raises:
+            Violation: it has not.
+        """
         wanted = [(rank, step_message(plan)) for rank in range(self.parallel.world_size)]
         if sorted((report.rank, report.message) for report in output.kv_reports) != wanted:
             ranks = sorted(report.rank for report in output.kv_reports)

@@ -191,9 +191,9 @@ class ExecutorSuite(ComponentSuite):
         return Session(config, self._build, order, all_report=all_report)
 
     @contextmanager
-    def _fresh(self, size: tuple[int, int], *, all_report: bool = False) -> Iterator[Session]:
+    def _fresh(self, size: tuple[int, int]) -> Iterator[Session]:
         """Start an executor for the body."""
-        session = self._new(size, all_report=all_report)
+        session = self._new(size)
         try:
             try:
                 session.start()
@@ -205,10 +205,11 @@ class ExecutorSuite(ComponentSuite):
 
     @contextmanager
     def _shared(self, size: tuple[int, int]) -> Iterator[Session]:
-        """Use an executor that other tests use too, unless one of them fails."""
+        """Use an executor that other tests use too, unless one of them fails; all ranks report."""
         try:
             is_new = size not in self._open
-            session = self._open[size] = self._new(size) if is_new else self._open[size]
+            session = self._open.get(size) or self._new(size, all_report=True)
+            self._open[size] = session
             try:
                 if is_new:
                     session.start()
@@ -310,11 +311,12 @@ class ExecutorSuite(ComponentSuite):
                 session.check_calls()
 
     def _check_reports(self) -> None:
-        with self._fresh(self._size(), all_report=True) as session:
+        with self._shared(self._size()) as session:
             in_pipeline = _depth(session.executor) > 1
             for counts in ({"a": 3}, {}, {"a": 1, "b": 2}):
                 plan = session.plan(counts)
-                session.compare(plan, session.begin(plan, in_pipeline=in_pipeline))
+                result = session.begin(plan, in_pipeline=in_pipeline)
+                session.check_reports(plan, session.compare(plan, result))
 
     def _check_calls(self) -> None:
         with self._shared(self._size()) as session:

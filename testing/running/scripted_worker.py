@@ -359,6 +359,6 @@ def open_scripted_worker(
 def scripted_launch(
     folder: Path, rank: int, world_size: int, output_rank: int, *, reports: bool
 ) -> WorkerLaunch:
-    """Return the launch of a rank whose script is in a folder, and which may report of each step."""
+    """Return the launch of a rank whose script is in a folder, and whether it reports of steps."""
     data = msgspec.msgpack.encode((str(folder), output_rank, reports))
     return WorkerLaunch(FACTORY, rank, world_size, data)

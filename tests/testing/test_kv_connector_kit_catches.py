@@ -27,7 +27,7 @@ CONNECTORS = [
     (broken.SaysTooSoon, "tokens", "slots", "it holds"),
     (broken.NeverKnows, "tokens", "faultless", "did not know how much of request"),
     (broken.KeepsBlocks, "tokens", "faultless", r"did not say within 0.4 s .* of request"),
-    (broken.HidesFailedLoads, "storage", "slots|tokens", "over storage that .*: (for position|a request)"),
+    (broken.HidesFailedLoads, "storage", "slots|tokens", "over storage that .*: (for|a) "),
     (broken.SavesAfterAFailedLoad, "storage", "slots", f"over storage that .* {OTHER}"),
     (broken.SavesOthersAfterAFailedLoad, "storage", "slots", f"over storage that .* {OTHER}"),
     (broken.TrustsStorage, "storage", "slots", "over storage that returns .*, it holds"),

@@ -59,6 +59,7 @@ _ALONE = frozenset(
         "pin_lora",
         "plugin_meters",
         "remove_lora",
+        "start_kv_connector",
         "start_profile",
         "stop_profile",
         "take_draft_token_ids",
@@ -88,8 +89,9 @@ class Worker(Protocol):
     """One rank's share of the model, made by `open_worker`.
 
     Ranks exchange tensors while they load the model and run steps, so every method but
-    `plugin_meters`, `abort` and those of adapters and profiles is called in all ranks, in the same
-    order, and in threads or processes of their own. A worker is called by one thread at a time.
+    `plugin_meters`, `abort`, `start_kv_connector` and those of adapters and profiles is called in
+    all ranks, in the same order, and in threads or processes of their own. A worker is called by
+    one thread at a time.
     """
 
     def load_model(self) -> WorkerInfo:
@@ -120,11 +122,14 @@ class Worker(Protocol):
             connector reports and nothing else; see `join_outputs`.
         """
 
-    def start_kv_connector(self, weights: str) -> bytes | None:
+    def start_kv_connector(self, weights: str | None) -> bytes | None:
         """Build this rank's half of the configured KV connector; called after `initialize_cache`.
 
+        A rank does not wait for others. An earlier half is closed.
+
         Args:
-            weights: says what the model's weights are, for the keys of blocks.
+            weights: says what the model's weights are, for the keys of blocks. None builds nothing:
+                another rank could not build its half.
 
         Returns:
             What it says to the scheduler half, as msgpack.

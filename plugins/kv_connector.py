@@ -225,8 +225,12 @@ class KVConnectorWorker(ABC):
     All methods are called by the thread that runs the model. If one that loads raises, all loads
     that are under way are given up, what they were to load is computed, and the fault is counted.
     It may write to blocks that it has to load, until it has named the request in
-    `get_finished` or its load was cancelled; whatever else it writes there is read by requests. In
-    a step whose own loads have failed, the blocks that it completes hold what must not be saved.
+    `get_finished` or its load was cancelled; whatever else it writes there is read by requests.
+
+    What a step computes while a load of its own fails must not be saved, of no request, since
+    others may share the blocks. A rank does not know that it has failed in another one. So the
+    scheduler half plans no saves, from a step that loads until each request that loads in it has a
+    further token, or the result of that step is known otherwise.
     """
 
     wants_layers: bool = True
@@ -328,7 +332,7 @@ class KVSchedulerContext:
     report_fault: Callable[[str], None] = lambda _message: None
 
 
-OpenStores = Callable[[Sequence[int]], Sequence[KVStore]]
+OpenStores = Callable[[Sequence[int], float], Sequence[KVStore]]
 """Opens the configured stores, nearest first; see `KVWorkerContext.open_stores`."""
 
 
@@ -341,8 +345,9 @@ class KVWorkerContext:
         rank: of the worker.
         world_size: number of ranks.
         device: of the KV cache.
-        open_stores: `open_stores(sizes)` builds the stores of `kv_connector.stores`, for buffers
-            with these sizes, which the worker half closes.
+        open_stores: `open_stores(sizes, timeout_seconds)` builds the stores of
+            `kv_connector.stores`, for buffers with these sizes, which the worker half closes. It
+            gives up their calls after this time.
         report_fault: `report_fault(name, message)` counts a fault of a component, its own or that
             of a store, in `LLM.health()`. For any thread.
         publish: publishes a KV event with the next step's result; None if there are no publishers.
@@ -353,7 +358,7 @@ class KVWorkerContext:
     device: torch.device
     rank: int = 0
     world_size: int = 1
-    open_stores: OpenStores = lambda _sizes: ()
+    open_stores: OpenStores = lambda _sizes, _timeout_seconds: ()
     report_fault: Callable[[str, str], None] = lambda _name, _message: None
     publish: Callable[[KVEvent], None] | None = None
 

@@ -110,7 +110,7 @@ class StoresWorker(KVConnectorWorker):
         self._groups = _groups(layer_bytes, options.layer_groups)
         self._sizes = [layer_bytes[layer] for layer in self._groups[0]]
         self._events = _events(context)
-        stores = context.open_stores((HEADER_BYTES, *self._sizes))
+        stores = context.open_stores((HEADER_BYTES, *self._sizes), options.timeout_seconds)
         self._tiers = Tiers(
             [
                 Tier(

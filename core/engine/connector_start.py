@@ -46,6 +46,7 @@ class ConnectorStart:
         except BaseException as cause:
             raise_unless_fault(cause)
             connector.leave_out("it cannot be started again", cause)
+            self._executor.collective_rpc("start_kv_connector", (None,))  # other ranks may have
 
     def close(self) -> None:
         """Stop hashing."""

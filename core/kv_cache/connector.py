@@ -28,7 +28,7 @@ from .transfers import EndedLoad, Loads, Saves
 _COMPUTED = "the engine goes on, and computes what could not be loaded"
 _NONE: tuple[int, bool] = (0, False)
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.0002, 0.005
-_LONGEST_PAUSE_S = 1.0  # between results; what is longer is no part of the time of a lookup
+_LONGEST_UNPAUSED_S = 1.0  # between two counts of time; what is longer is a pause
 
 
 @dataclass(slots=True)
@@ -88,10 +88,10 @@ class EngineConnector(KVConnectorScheduler):
         self._publish = publish
         ranks = frozenset(range(world_size))
         self._asked: dict[str, float] = {}  # on the clock of `_waited`
-        self._waited, self._last_result = 0.0, clock()
+        self._waited, self._counted_at = 0.0, clock()  # without pauses
         self._matched: dict[str, tuple[int, bool]] = {}
         self._without: set[str] = set()  # requests whose lookup took too long
-        self._loads = Loads(ranks, clock, self._config.load_seconds)
+        self._loads = Loads(ranks, lambda: self._waited, self._config.load_seconds)
         self._saves = Saves(ranks, clock, self._config.lease_seconds)
         self._ended: dict[str, EndedLoad] = {}  # the scheduler may not know of
         self._saved: set[str] = set()  # likewise
@@ -143,6 +143,7 @@ class EngineConnector(KVConnectorScheduler):
             self._note("get_num_new_matched_tokens() failed", cause)
             return _NONE
         if count is None:
+            self._count_time()
             waited = self._waited - self._asked.setdefault(request_id, self._waited)
             if waited < self._config.load_seconds:
                 return None, False
@@ -182,6 +183,7 @@ class EngineConnector(KVConnectorScheduler):
             end = -(-(start + num_external_tokens) // self._block_size)
             blocks = block_ids[0][first:end]
             if asynchronous:
+                self._count_time()
                 self._loads.begin(request_id, blocks)
             else:
                 self._in_step.append((request_id, frozenset(blocks)))
@@ -286,13 +288,13 @@ class EngineConnector(KVConnectorScheduler):
             self._wait_s = _FIRST_WAIT_S
         if self._config.on_load_failure == "recompute":
             return {}
-        failed = [name for name, blocks in in_step if blocks]
-        failed += [name for name, load in self._ended.items() if load.is_error]
-        return dict.fromkeys(
-            failed,
-            "kv_connector: the keys and values of its prompt could not be loaded "
-            "(kv_connector.on_load_failure)",
-        )
+        failed = {name: blocks for name, blocks in in_step if blocks}
+        failed |= {name: load.invalid for name, load in self._ended.items() if load.is_error}
+        return {
+            name: "kv_connector: the keys and values of its prompt could not be loaded, for "
+            f"{len(blocks)} of its blocks (kv_connector.on_load_failure)"
+            for name, blocks in failed.items()
+        }
 
     def processed(self, plan: SchedulerOutput) -> None:
         """Record that the scheduler has taken what `process` set."""
@@ -362,10 +364,10 @@ class EngineConnector(KVConnectorScheduler):
         self._report(message, cause)
 
     def _count_time(self) -> None:
-        """Add the time since the last result to that of lookups, but for a pause of the engine."""
+        """Add the time since it was counted last to that of lookups and loads, but for a pause."""
         now = self._clock()
-        self._waited += min(now - self._last_result, _LONGEST_PAUSE_S)
-        self._last_result = now
+        self._waited += min(now - self._counted_at, _LONGEST_UNPAUSED_S)
+        self._counted_at = now
 
     def _process(self, report: KVReport, step: int) -> None:
         """Process what a rank reports with the result of a step."""

@@ -13,7 +13,7 @@ class Load:
 
     Attributes:
         blocks: that it fills.
-        deadline: on the engine's clock; none once it is given up.
+        deadline: on the clock of `Loads`; none once it is given up.
         ranks: that have not finished.
         step: of the plan that starts it; None before that.
         invalid: blocks that could not be loaded.
@@ -69,7 +69,7 @@ class Loads:
 
         Args:
             ranks: all of which take part in each load.
-            clock: of the engine.
+            clock: counts the seconds in which the engine was not paused.
             seconds: maximum time of a load.
         """
         self._ranks, self._clock, self._seconds = frozenset(ranks), clock, seconds

@@ -261,8 +261,10 @@ class LocalWorker:
             self.runner.allocate(num_blocks, batch)
         self._num_blocks = num_blocks
 
-    def start_kv_connector(self, weights: str) -> bytes | None:
+    def start_kv_connector(self, weights: str | None) -> bytes | None:
         """Build this rank's half of the KV connector, for the cache that was allocated.
+
+        An earlier one is closed; if `weights` is None, that is all.
 
         Raises:
             PluginError: it cannot be built.
@@ -270,16 +272,16 @@ class LocalWorker:
         """
         assert self._spec is not None
         spec, runner = self._spec, self.runner
+        self._end_connector()
+        if weights is None:
+            return None
         (entry,) = spec.plugins.entries("kv_connectors")
-        if (before := runner.connector) is not None:
-            runner.connector = None
-            before.close()
         identity = self._identity(weights)
         stores: list[KVStore] = []
 
-        def open_stores(sizes: Sequence[int]) -> list[KVStore]:
+        def open_stores(sizes: Sequence[int], timeout_seconds: float) -> list[KVStore]:
             for store in spec.plugins.entries("kv_stores"):
-                stores.append(self._open_store(store, sizes, identity, connector))
+                stores.append(self._open_store(store, sizes, timeout_seconds, identity, connector))
             return stores
 
         context = KVWorkerContext(
@@ -314,6 +316,7 @@ class LocalWorker:
         self,
         entry: PluginEntry,
         sizes: Sequence[int],
+        timeout_seconds: float,
         identity: BlockIdentity,
         connector: WorkerConnector,
     ) -> KVStore:
@@ -327,7 +330,7 @@ class LocalWorker:
             rank=spec.rank,
             world_size=spec.config.parallel.world_size,
             engine_id=spec.config.kv_connector.engine_id or "",
-            timeout_seconds=spec.config.kv_connector.load_seconds,
+            timeout_seconds=timeout_seconds,
             pin_memory=spec.device.type == "cuda",
             report_evicted=functools.partial(connector.evicted, entry.name),
             host_memory=memory_limit(torch.device("cpu")).available,

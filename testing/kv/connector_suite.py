@@ -315,14 +315,16 @@ class KVConnectorSuite(ComponentSuite):
 
     def _check_fault(self, fault: str) -> None:
         """Store some prompts, let the storage fail, and compute them and longer ones."""
-        first = [Add(0, 21, 2), Add(1, _PROMPT, 2)]
-        later = [Add(0, _PROMPT, 2), Add(1, _PROMPT, 2)]
+        first = [Add(0, 21, 2), Add(1, _PROMPT, 2), Add(2, BLOCK_SIZE + 1, 1)]
+        later = [Add(0, _PROMPT, 2), Add(1, _PROMPT, 2), Add(2, 2 * BLOCK_SIZE + 1, 2)]
+        # The second one shares what the first one loads, and completes a block by itself.
+        twins = [Add(2, 2 * BLOCK_SIZE, 2)] * 2
         with self._folder() as folder, self._session(folder, is_quiet=False) as session:
             session.play(first)
             try:
                 self.disturb(folder, fault)
-                for _ in range(2):
-                    session.play([Do("reset"), *later])
+                for adds in (twins, later, later):
+                    session.play([Do("reset"), *adds])
                     self._check_results(session, is_quiet=False)
                 self.disturb(folder, RELIABLE)
                 for _ in range(_HEALING):  # damage may be found one block at a time

@@ -33,7 +33,7 @@ from hardpoint.plugins.parallel import Placement
 from hardpoint.testing.engine_access import start_worker_process
 from hardpoint.testing.suite import Rule, short_repr
 
-from .scripted_worker import Order, Script, StepHistory, scripted_launch
+from .scripted_worker import Order, Script, StepHistory, scripted_launch, step_message
 
 T = TypeVar("T")
 
@@ -46,6 +46,10 @@ RESULTS = Rule(
     "results: each step is run once in every rank, in order; its result is the output rank's own",
     "pass each plan to all ranks, one after the other, and return what the worker of "
     "parallel.output_rank returns, unchanged",
+)
+REPORTS = Rule(
+    "reports: with context.all_report, a result has what each rank reports of the step",
+    "wait for the results of all ranks and join them by join_outputs, as first_error_or does",
 )
 FUTURES = Rule(
     "futures: every call returns a future, which ends",
@@ -74,6 +78,8 @@ class Session:
         parallel: ParallelConfig,
         build: Callable[..., Executor],
         order: Order | None = None,
+        *,
+        all_report: bool = False,
     ) -> None:
         """Build the executor.
 
@@ -81,8 +87,10 @@ class Session:
             parallel: how many ranks there are.
             build: `build(ExecutorContext, **fields)` does it.
             order: for its workers, until `close`.
+            all_report: whether each rank reports of each step.
         """
         self.parallel = parallel
+        self._all_report = all_report
         self._folder = Path(tempfile.mkdtemp(prefix="hardpoint-executor-"))
         self.script = Script(self._folder)
         if order is not None:
@@ -97,6 +105,7 @@ class Session:
                 launch=self._launch,
                 start_process=start_worker_process,
                 progress=_no_progress,
+                all_report=all_report,
             )
         except BaseException:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -161,8 +170,10 @@ class Session:
         self._expected.append(("sample_tokens", str(plan.step)))
         return _future(self.executor.sample_tokens(plan, _bitmask(plan)), "sample_tokens")
 
-    def compare(self, plan: SchedulerOutput, result: Callable[[], ModelRunnerOutput]) -> None:
-        """Compare a result with what steps that run once and in order give."""
+    def compare(
+        self, plan: SchedulerOutput, result: Callable[[], ModelRunnerOutput]
+    ) -> ModelRunnerOutput:
+        """Compare a result, which it returns, with what steps that run once and in order give."""
         expected = self._history.run(plan) or self._history.sample(plan, _bitmask(plan))
         output = result()
         if output.num_nans_in_logits:
@@ -183,6 +194,21 @@ class Session:
                     f"in step {plan.step} request {request_id!r} got token {got[0]}; a worker that "
                     f"ran each step once and in order samples {wanted[0]}"
                 )
+        return output
+
+    def check_reports(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """Check that the result of a step has what each rank reported of it.
+
+        Raises:
+            Violation: it has not.
+        """
+        wanted = [(rank, step_message(plan)) for rank in range(self.parallel.world_size)]
+        if sorted((report.rank, report.message) for report in output.kv_reports) != wanted:
+            ranks = sorted(report.rank for report in output.kv_reports)
+            raise REPORTS.violation(
+                f"the result of step {plan.step} has reports of ranks {ranks}, each of "
+                f"{len(wanted)} ranks made one of this step"
+            )
 
     def check_calls(self) -> None:
         """Check that each rank got every call once, in order.
@@ -239,7 +265,8 @@ class Session:
         size = self.parallel.world_size
         if not 0 <= rank < size:
             raise ValueError(f"rank: expected 0 to {size - 1}, got {rank}")
-        return scripted_launch(self._folder, rank, size, self.parallel.output_rank)
+        output_rank, reports = self.parallel.output_rank, self._all_report
+        return scripted_launch(self._folder, rank, size, output_rank, reports=reports)
 
 
 def wait(future: Future[Any], method: str) -> Any:

@@ -22,7 +22,7 @@ from hardpoint.testing.engine_access import executor_tokens
 from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
 
 from . import executor_session
-from .executor_session import FUTURES, RESULTS, START, Session, in_thread, until, wait
+from .executor_session import FUTURES, REPORTS, RESULTS, START, Session, in_thread, until, wait
 from .scripted_worker import Does, Order
 
 SIZES = Rule(
@@ -140,6 +140,10 @@ class ExecutorSuite(ComponentSuite):
         self._search(RESULTS.text, 25, self._check_results, steps=_STEPS)
         self._run_checks(RESULTS.text, self._check_every_call)
 
+    def test_reports(self) -> None:
+        """With `all_report`, results have what all ranks report."""
+        self._run_checks(REPORTS.text, self._check_reports)
+
     def test_calls(self) -> None:
         """A call reaches every worker, once and in rank order."""
         self._run_checks(CALLS.text, self._check_calls)
@@ -178,11 +182,13 @@ class ExecutorSuite(ComponentSuite):
 
     # Sessions.
 
-    def _new(self, size: tuple[int, int], order: Order | None = None) -> Session:
+    def _new(
+        self, size: tuple[int, int], order: Order | None = None, *, all_report: bool = False
+    ) -> Session:
         """Return an executor that has not been started."""
         tensor, pipeline = size
         config = ParallelConfig(tensor=tensor, pipeline=pipeline, communicator=self.communicator)
-        return Session(config, self._build, order)
+        return Session(config, self._build, order, all_report=all_report)
 
     @contextmanager
     def _fresh(self, size: tuple[int, int]) -> Iterator[Session]:
@@ -199,10 +205,11 @@ class ExecutorSuite(ComponentSuite):
 
     @contextmanager
     def _shared(self, size: tuple[int, int]) -> Iterator[Session]:
-        """Use an executor that other tests use too, unless one of them fails."""
+        """Use an executor that other tests use too, unless one of them fails; all ranks report."""
         try:
             is_new = size not in self._open
-            session = self._open[size] = self._new(size) if is_new else self._open[size]
+            session = self._open.get(size) or self._new(size, all_report=True)
+            self._open[size] = session
             try:
                 if is_new:
                     session.start()
@@ -302,6 +309,14 @@ class ExecutorSuite(ComponentSuite):
             with self._shared(size) as session:
                 session.rpc("start_profile")  # after all that was started
                 session.check_calls()
+
+    def _check_reports(self) -> None:
+        with self._shared(self._size()) as session:
+            in_pipeline = _depth(session.executor) > 1
+            for counts in ({"a": 3}, {}, {"a": 1, "b": 2}):
+                plan = session.plan(counts)
+                result = session.begin(plan, in_pipeline=in_pipeline)
+                session.check_reports(plan, session.compare(plan, result))
 
     def _check_calls(self) -> None:
         with self._shared(self._size()) as session:

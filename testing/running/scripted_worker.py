@@ -28,6 +28,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Progress
 from hardpoint.plugins.executor import WorkerLaunch
+from hardpoint.plugins.plan import KVReport
 from hardpoint.plugins.requests import LoRARequest
 from hardpoint.plugins.stats import PluginMeter
 
@@ -178,7 +179,8 @@ class ScriptedWorker:
 
     def __init__(self, launch: WorkerLaunch) -> None:
         """Note that it was opened, and where."""
-        folder, self._output_rank = msgspec.msgpack.decode(launch.data, type=tuple[str, int])
+        data = msgspec.msgpack.decode(launch.data, type=tuple[str, int, bool])
+        folder, self._output_rank, self._reports = data
         self.rank, self._world_size = launch.rank, launch.world_size
         self._script = Script(Path(folder))
         self._history, self._waiting = StepHistory(), 0
@@ -215,19 +217,30 @@ class ScriptedWorker:
             result = self._history.run(plan)
             if result is not None and self.rank != self._output_rank:
                 result.num_nans_in_logits = {f"rank {self.rank}": 1}
-            return result
+            return result if result is None else self._with_report(plan, result)
 
     def sample_tokens(
         self, plan: SchedulerOutput, bitmask: GrammarBitmask | None = None
     ) -> ModelRunnerOutput | None:
-        """Return tokens of the step whose `execute_model` ran last, in one rank."""
+        """Return tokens of the step whose `execute_model` ran last, in one rank.
+
+        The others return what they report, if they do.
+        """
         with self._called("sample_tokens", plan.step):
             if plan.step != self._waiting:
                 text = f"the worker was to sample step {plan.step} when step {self._waiting} had "
                 self._script.note(self.rank, "defect", text + "run last")
                 raise WorkerFailure(text + "run last")
             result = self._history.sample(plan, bitmask)
-            return result if self.rank == self._output_rank else None
+            if self.rank == self._output_rank:
+                return self._with_report(plan, result)
+            return self._with_report(plan, ModelRunnerOutput()) if self._reports else None
+
+    def _with_report(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> ModelRunnerOutput:
+        """Add a report that names rank and step, as a KV connector's are."""
+        if self._reports:
+            result.kv_reports = [KVReport(rank=self.rank, message=step_message(plan))]
+        return result
 
     def execute_dummy_batch(self) -> None:
         """Note it."""
@@ -330,6 +343,11 @@ class ScriptedWorker:
             time.sleep(_POLL_SECONDS)
 
 
+def step_message(plan: SchedulerOutput) -> bytes:
+    """Return what each rank reports of a step."""
+    return msgspec.msgpack.encode(plan.step)
+
+
 def open_scripted_worker(
     launch: WorkerLaunch,
     progress: Progress | None,  # noqa: ARG001
@@ -338,7 +356,9 @@ def open_scripted_worker(
     return ScriptedWorker(launch)
 
 
-def scripted_launch(folder: Path, rank: int, world_size: int, output_rank: int) -> WorkerLaunch:
-    """Return the launch of a rank whose script is in a folder."""
-    data = msgspec.msgpack.encode((str(folder), output_rank))
+def scripted_launch(
+    folder: Path, rank: int, world_size: int, output_rank: int, *, reports: bool
+) -> WorkerLaunch:
+    """Return the launch of a rank whose script is in a folder, and whether it reports of steps."""
+    data = msgspec.msgpack.encode((str(folder), output_rank, reports))
     return WorkerLaunch(FACTORY, rank, world_size, data)

@@ -53,7 +53,7 @@ class SlowStore(KVStore):
 def half():
     made = []
 
-    def open_stores(sizes):
+    def open_stores(sizes, _timeout_seconds):
         context = KVStoreContext(
             name="slow", options=SlowStore.Options(), sizes=tuple(sizes), identity="i"
         )

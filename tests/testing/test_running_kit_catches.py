@@ -41,6 +41,7 @@ EXECUTORS = [
     (executors.LoadsOneByOne, "start", "start", "rank 0 loads its model, and there is a rank"),
     (executors.LoadsEarly, "start", "start", r"has loaded the models of ranks \[0, 1\]"),
     (executors.WaitsForAll, "start", "errors", "of rank 1 failed; start raised Hard|had"),
+    (executors.OutputRankOnly, "reports", "reports", r"has reports of ranks \[0\], each of 2"),
     (executors.NoResults, "calls", "collective_rpc", r"1 workers returned .*_rpc returned \[\]"),
     (executors.CallsTwice, "calls", "collective_rpc", r"returned \[{0, 1000}, {0, 1000}\]"),
     (executors.IgnoresTimeouts, "timeout", "timeout", "timeout=0.125 returned after 0.5"),

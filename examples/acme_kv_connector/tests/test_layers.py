@@ -44,9 +44,9 @@ def answering(model, path):
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     with LLM(str(model), config=config) as llm:
 
-        def answer():
+        def answer(*prompts):
             llm.reset_prefix_cache()
-            (output,) = llm.generate([PROMPT], params)
+            output = llm.generate(list(prompts) or [PROMPT], params)[0]
             return output.outputs[0].token_ids, output.num_cached_tokens
 
         yield answer
@@ -76,6 +76,13 @@ def test_loaded_blocks_give_the_same_tokens(model, expected, tmp_path):
         assert answer() == (expected, 0)
         until_loaded(answer, expected)
     with answering(model, tmp_path) as answer:  # close has written them all
+        assert answer() == (expected, WHOLE)
+
+
+def test_equal_blocks_of_one_step_are_kept_once(model, expected, tmp_path):
+    with answering(model, tmp_path) as answer:
+        answer(PROMPT[:WHOLE], PROMPT[:WHOLE])
+    with answering(model, tmp_path) as answer:
         assert answer() == (expected, WHOLE)
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+from typing import ClassVar
 
 import pytest
 import torch
 from support.core.connector_driver import PROMPT, Driver
 from support.core.scripted_connector import Script, use
 
-from hardpoint import ConfigError
+from hardpoint import ConfigError, ModelError
 from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
+from hardpoint.builtin_plugins.kv_stores.memory import MemoryStore
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.core.build import build_engine
 from hardpoint.plugins import EngineConfig, KVSpec, typed
@@ -234,6 +236,24 @@ def test_a_wrong_configuration_is_refused(scripted, table, words):
     assert words in str(caught.value)
 
 
+class SeesItsContext(MemoryStore):
+    contract = 1
+    seen: ClassVar[list[float]] = []
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.seen.append(context.timeout_seconds)
+
+
+def test_stores_know_when_the_connector_gives_up_their_calls(scripted):
+    table = {
+        "kv_connector": {"stores": [{"use": of(SeesItsContext), "name": "seen"}]},
+        "plugin": {"stores": {"timeout_seconds": 0.7}, "seen": {"size_bytes": 1 << 20}},
+    }
+    scripted_engine(scripted, table).close()
+    assert SeesItsContext.seen.pop() == 0.7
+
+
 @pytest.fixture
 def driver(scripted):
     driver = Driver(scripted, Script())
@@ -318,6 +338,27 @@ class TestSleep:
         driver.run()
         assert driver.cached["w"].num_external_tokens == 16
         assert driver.tokens["w"] == driver.tokens["first"]
+
+    def test_halves_that_did_start_end_if_another_rank_cannot(self, driver, monkeypatch):
+        driver.core.sleep(2).result(0)
+        driver.script.calls.clear()
+        collective_rpc = UniprocExecutor.collective_rpc
+
+        def call(executor, method, args=(), timeout=None):
+            results = collective_rpc(executor, method, args, timeout)
+            if method == "start_kv_connector" and args[0] is not None:
+                raise ModelError("rank 1 has no memory")
+            return results
+
+        monkeypatch.setattr(UniprocExecutor, "collective_rpc", call)
+        driver.core.wake_up()
+        assert driver.script.calls.count("worker.handshake") == 1
+        assert driver.script.calls.count("worker.close") == 1
+        driver.add("v")
+        driver.run()
+        assert driver.tokens["v"] == driver.tokens["first"]
+        (message,) = driver.faults.values()
+        assert "it cannot be started again: ModelError: rank 1 has no memory" in message
 
 
 def test_a_request_that_is_not_taken_is_forgotten(driver):

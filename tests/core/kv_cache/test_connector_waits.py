@@ -83,7 +83,7 @@ class TestFailures:
         driver.run()
         reason, message = driver.ends["v"]
         assert reason == "error"
-        assert message == f"{FAILED} (kv_connector.on_load_failure)"
+        assert message == f"{FAILED}, for 1 of its blocks (kv_connector.on_load_failure)"
         assert driver.tokens["v"] == []
         assert driver.ends["other"] == ("length", None)
         assert driver.num_held == 0
@@ -136,7 +136,9 @@ class TestDeadlines:
         for _ in range(6):
             driver.step()
         assert driver.status() is RequestStatus.WAITING_FOR_REMOTE_KV
-        driver.clock.now += 5.1
+        for _ in range(6):
+            driver.clock.now += 0.9
+            driver.step()
         driver.run(20)
         assert driver.tokens["v"] == driver.tokens["first"]
         assert driver.script.calls.count("worker.cancel_loads") == 1
@@ -157,14 +159,25 @@ class TestDeadlines:
         (message,) = driver.faults.values()
         assert "did not know how much of request 'v' can be loaded for 5 s" in message
 
-    def test_the_time_of_a_pause_is_not_that_of_a_lookup(self, open_driver):
+    @pytest.mark.parametrize("slow", ["asks", "delay"])
+    def test_the_time_of_a_pause_is_not_that_of_a_lookup_or_load(self, open_driver, slow):
         driver = open_driver()
-        driver.script.asks = 3
+        setattr(driver.script, slow, 3)
         driver.add("v")
         driver.step()
         driver.core.pause("keep", clear_cache=False)
         driver.clock.now += 1000
         driver.core.resume()
+        driver.run()
+        assert driver.faults == {}
+        assert driver.cached["v"].num_external_tokens == 16
+
+    @pytest.mark.parametrize("slow", ["asks", "delay"])
+    def test_the_time_without_requests_is_not_that_of_a_lookup_or_load(self, open_driver, slow):
+        driver = open_driver(load_seconds=0.5)
+        driver.clock.now += 1000
+        setattr(driver.script, slow, 3)
+        driver.add("v")
         driver.run()
         assert driver.faults == {}
         assert driver.cached["v"].num_external_tokens == 16
@@ -182,7 +195,11 @@ class TestDeadlines:
         driver.add("v")
         driver.run()
         assert driver.cached["v"].num_external_tokens == 0  # it is computed, for now
-        driver.clock.now += 6
+        driver.add("other", OTHER, 12)
+        for _ in range(7):
+            driver.clock.now += 0.9
+            driver.step()
+        driver.run()
         driver.script.faults.clear()
         driver.script.delay = 0
         driver.core.reset_prefix_cache()
@@ -233,7 +250,9 @@ class TestDeadlines:
             steps += 1
         assert steps < 100
         assert time.process_time() - cpu < 0.2
-        driver.clock.now += 6
+        for _ in range(7):
+            driver.clock.now += 0.9
+            driver.step()
         driver.run()
 
 

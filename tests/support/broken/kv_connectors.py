@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from hardpoint.plugins import KVConnector, Options
+from hardpoint.plugins.executor import MAX_CONCURRENT_BATCHES
 from hardpoint.plugins.kv_connector import (
     FinishedTransfers,
     KVConnectorScheduler,
@@ -38,7 +39,7 @@ class ShelfScheduler(KVConnectorScheduler):
         self.folder, self.context, self.size = folder, context, context.block_size
         self.identities = []
         self.matched, self.admitted, self.running = {}, {}, {}
-        self.loads = []
+        self.loads, self.loading, self.unsure = [], [], []
 
     def set_handshakes(self, handshakes):
         self.identities = handshakes
@@ -63,6 +64,7 @@ class ShelfScheduler(KVConnectorScheduler):
             end = first + num_external_tokens // self.size
             hashes = self.context.block_hashes(request, end)[first:end]
             self.loads.append(Move(request.request_id, hashes, block_ids[0][first:end]))
+            self.loading.append(request)
 
     def build_connector_meta(self, plan):
         for request_id in (*plan.preempted_request_ids, *plan.finished_request_ids):
@@ -79,13 +81,20 @@ class ShelfScheduler(KVConnectorScheduler):
             if request_id in self.running and blocks:
                 self.running[request_id][1] += blocks[0]
         computed |= dict(zip(cached.request_ids, cached.num_computed_tokens, strict=True))
-        saves = []
+        saves, are_right = [], self.are_loads_right(plan.step)
         for request_id, before in computed.items():
-            if request_id in self.running:
+            if are_right and request_id in self.running:
                 after = before + plan.num_scheduled_tokens.get(request_id, 0)
                 saves += self.save(request_id, after)
         loads, self.loads = self.loads, []
         return Jobs(loads, saves) if loads or saves else None
+
+    def are_loads_right(self, step):
+        until = step + MAX_CONCURRENT_BATCHES
+        self.unsure += [(request, request.num_tokens, until) for request in self.loading]
+        self.loading = []
+        self.unsure = [u for u in self.unsure if u[0].num_tokens == u[1] and step < u[2]]
+        return not self.unsure
 
     def save(self, request_id, num_computed):
         request, blocks, first = running = self.running[request_id]
@@ -112,7 +121,7 @@ class ShelfWorker(KVConnectorWorker):
 
     def __init__(self, folder, context):
         self.folder, self.identity = folder, context.identity.digest()
-        self.saves, self.errors, self.failed = [], set(), set()
+        self.saves, self.errors = [], set()
 
     def handshake(self):
         return self.identity
@@ -121,7 +130,7 @@ class ShelfWorker(KVConnectorWorker):
         self.views = [view for layer in caches for view in layer]
 
     def start_load_kv(self, metadata):
-        self.saves, self.failed = [], set()
+        self.saves = []
         if metadata is None:
             return
         self.saves = metadata.saves
@@ -129,7 +138,6 @@ class ShelfWorker(KVConnectorWorker):
             for index, (block_hash, block) in enumerate(zip(load.hashes, load.blocks, strict=True)):
                 if not self.read(self.key(block_hash), block):
                     self.errors.update(load.blocks[index:])
-                    self.failed.add(load.request_id)
                     break
 
     def key(self, block_hash):
@@ -160,9 +168,8 @@ class ShelfWorker(KVConnectorWorker):
 
     def wait_for_save(self):
         for save in self.saves:
-            if save.request_id not in self.failed:
-                for block_hash, block in zip(save.hashes, save.blocks, strict=True):
-                    self.store(self.key(block_hash), block)
+            for block_hash, block in zip(save.hashes, save.blocks, strict=True):
+                self.store(self.key(block_hash), block)
 
     def store(self, key, block):
         path = self.folder / key.hex()
@@ -263,17 +270,33 @@ class HidesFailedLoads(Shelf):
     worker_class = _NeverFails
 
 
-class _SavesAll(ShelfWorker):
-    def wait_for_save(self):
-        self.failed = set()
-        super().wait_for_save()
+class _SavesAll(ShelfScheduler):
+    def are_loads_right(self, step):
+        return True
 
 
 class SavesAfterAFailedLoad(Shelf):
     """Keeps what a step computed from blocks that could not be loaded."""
 
     contract = 1
-    worker_class = _SavesAll
+    scheduler_class = _SavesAll
+
+
+class _SavesOthers(ShelfWorker):
+    def start_load_kv(self, metadata):
+        before = set(self.errors)
+        super().start_load_kv(metadata)
+        failed = self.errors - before
+        loads = metadata.loads if metadata else ()
+        names = {load.request_id for load in loads if failed.intersection(load.blocks)}
+        self.saves = [save for save in self.saves if save.request_id not in names]
+
+
+class SavesOthersAfterAFailedLoad(Shelf):
+    """Drops the saves of the request whose load failed, and not of those that share its blocks."""
+
+    contract = 1
+    scheduler_class, worker_class = _SavesAll, _SavesOthers
 
 
 class _Trusts(ShelfWorker):

@@ -163,7 +163,7 @@ class Rank:
             for _ in range(layers)
         ]
 
-        def open_stores(sizes: Sequence[int]) -> list[ScriptedStore]:
+        def open_stores(sizes: Sequence[int], _timeout_seconds: float) -> list[ScriptedStore]:
             self.sizes = sizes
             if not self.stores:
                 self.stores += [ScriptedStore(sizes, name) for name in names or ("memory",)]

@@ -70,7 +70,7 @@ class FilesWorker(KVConnectorWorker):
         self._sizes = context.identity.layer_bytes
         self._caches: Sequence[Sequence[torch.Tensor]] = ()
         self._loads: list[Load] = []
-        self._saves: list[Move] = []
+        self._saves: dict[bytes, int] = {}  # block id by key: requests may complete equal blocks
         self._copies: dict[bytes, list[bytes]] = {}
         self._errors: set[int] = set()
 
@@ -89,10 +89,13 @@ class FilesWorker(KVConnectorWorker):
 
     def start_load_kv(self, metadata: Jobs | None) -> None:
         """Let threads read all layers of the step's loads, the first layer first."""
-        self._loads, self._saves, self._copies = [], [], {}
+        self._loads, self._saves, self._copies = [], {}, {}
         if metadata is None:
             return
-        self._saves = metadata.saves
+        for save in metadata.saves:
+            for block_hash, block_id in zip(save.hashes, save.block_ids, strict=True):
+                self._saves[self._key(block_hash)] = block_id
+        self._copies = {key: [] for key in self._saves}
         self._loads = [Load(move, [], len(move.hashes)) for move in metadata.loads]
         for layer in range(len(self._sizes)):
             for load in self._loads:
@@ -110,26 +113,18 @@ class FilesWorker(KVConnectorWorker):
             load.num_right = min(load.num_right, len(blocks))
 
     def save_kv_layer(self, layer: int) -> None:
-        """Copy the blocks that the step completes; not those computed after a failed load."""
-        bad = {load.move.request_id for load in self._loads if not _is_right(load)}
-        for save in self._saves:
-            if save.request_id not in bad:
-                for block_hash, block_id in zip(save.hashes, save.block_ids, strict=True):
-                    copies = self._copies.setdefault(self._key(block_hash), [])
-                    copies.append(self._read_from_cache(layer, block_id))
+        """Copy the blocks to save."""
+        for key, block_id in self._saves.items():
+            self._copies[key].append(self._read_from_cache(layer, block_id))
 
     def wait_for_save(self) -> None:
         """Let threads write what was copied of all layers."""
         for load in self._loads:
             self._errors.update(load.move.block_ids[load.num_right :])
-        bad = {load.move.request_id for load in self._loads if not _is_right(load)}
-        kept = [
-            self._key(h) for save in self._saves if save.request_id not in bad for h in save.hashes
-        ]
-        for key in kept:
+        for key, copies in self._copies.items():
             if self._room.acquire(blocking=False):
-                self._pool.submit(self._write, key, self._copies[key])
-        self._loads, self._saves, self._copies = [], [], {}
+                self._pool.submit(self._write, key, copies)
+        self._loads, self._saves, self._copies = [], {}, {}
 
     def get_finished(self, ended: frozenset[str]) -> FinishedTransfers:  # noqa: ARG002
         """Return nothing: all loads are done within their step."""
@@ -205,7 +200,3 @@ class FilesWorker(KVConnectorWorker):
 
 def _checksum(key: bytes, layer: int, data: bytes) -> bytes:
     return hashlib.sha256(key + layer.to_bytes(4, "little") + data).digest()
-
-
-def _is_right(load: Load) -> bool:
-    return load.num_right == len(load.move.hashes)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hardpoint.plugins import BlockIds, Request, SchedulerOutput
+from hardpoint.plugins.executor import MAX_CONCURRENT_BATCHES
 from hardpoint.plugins.kv_connector import KVConnectorScheduler, KVSchedulerContext, block_key
 
 from .jobs import Jobs, Move
@@ -26,6 +27,20 @@ class Running:
     num_saved: int
 
 
+@dataclass
+class Unsure:
+    """A request whose load may have failed, in some rank.
+
+    Attributes:
+        num_tokens: that it had; a further one says that it was computed from blocks that are right.
+        until: step in whose plan the result of the load's step is known in any case.
+    """
+
+    request: Request
+    num_tokens: int
+    until: int
+
+
 class FilesScheduler(KVConnectorScheduler):
     """Looks for files, and says which to read and to write."""
 
@@ -39,6 +54,8 @@ class FilesScheduler(KVConnectorScheduler):
         self._running: dict[str, Running] = {}
         self._first: dict[str, int] = {}
         self._loads: list[Move] = []
+        self._loading: list[Request] = []
+        self._unsure: list[Unsure] = []
 
     def set_handshakes(self, handshakes: Sequence[Any]) -> None:
         """Learn by what each rank keys its blocks."""
@@ -71,6 +88,7 @@ class FilesScheduler(KVConnectorScheduler):
             end = first + num_external_tokens // self._size
             hashes = list(self._context.block_hashes(request, end)[first:end])
             self._loads.append(Move(request.request_id, hashes, list(block_ids[0][first:end])))
+            self._loading.append(request)
 
     def build_connector_meta(self, plan: SchedulerOutput) -> Jobs | None:
         """Return the loads of the step, and the blocks that it completes."""
@@ -89,12 +107,27 @@ class FilesScheduler(KVConnectorScheduler):
             if request_id in self._running and tables:
                 self._running[request_id].block_ids += tables[0]
         saves = []
-        for request_id, computed in ends.items():
+        for request_id, computed in ends.items() if self._are_loads_right(plan.step) else ():
             scheduled = plan.num_scheduled_tokens.get(request_id, 0)
             if (save := self._completed(request_id, computed + scheduled)) is not None:
                 saves.append(save)
         loads, self._loads = self._loads, []
         return Jobs(loads, saves) if loads or saves else None
+
+    def _are_loads_right(self, step: int) -> bool:
+        """Return whether no load may have failed whose step's result is not known.
+
+        Until then nothing is saved, of no request: others may share the blocks.
+        """
+        until = step + MAX_CONCURRENT_BATCHES
+        self._unsure += [Unsure(request, request.num_tokens, until) for request in self._loading]
+        self._loading = []
+        self._unsure = [
+            unsure
+            for unsure in self._unsure
+            if step < unsure.until and unsure.request.num_tokens == unsure.num_tokens
+        ]
+        return not self._unsure
 
     def _completed(self, request_id: str, num_tokens: int) -> Move | None:
         """Return the blocks that are complete once so many tokens are computed."""

@@ -118,9 +118,9 @@ class Selection:
             )
         return use, name
 
-    def wrapped(self, outer: SelectedPlugin, reference: str) -> SelectedPlugin:
-        """Return the component that an enabled one wraps."""
-        found = self._resolve(reference, f"plugin.{outer.name}.wraps", outer.kind)
+    def wrapped(self, outer: SelectedPlugin, reference: str, path: str) -> SelectedPlugin:
+        """Return the component that an enabled one wraps, which the option at `path` names."""
+        found = self._resolve(reference, path, outer.kind)
         return replace(found, source=replace(found.source, origin=str(outer.source)))
 
     def _enable(self, wanted: str | PluginUse, path: str) -> None:

@@ -19,6 +19,10 @@ from .discovery import InstalledPlugin, describe_unknown_kind
 from .loading import import_object, inspecting, kinds_of, snake_case
 
 
+_SET_BY = {"kv_connector.use": "kv_connector.stores"}
+"""Settings by the path of another one that has a value because of them."""
+
+
 @dataclass(frozen=True)
 class SelectedPlugin:
     """An enabled component.
@@ -315,8 +319,9 @@ class Selection:
             known = sorted({f.name for f in self._found if kind in (None, KINDS[f.kind])})
             what = f"no {kind.name} component" if kind else "no installed component"
             raise PluginNotFoundError(
-                f"{path}: {what} is called {reference!r}{suggest(reference, known)}; "
-                f"found: {', '.join(known) or 'none'} (from {origin})"
+                f"{path}: {what} is called {reference!r}{suggest(reference, known)}"
+                f"{self._of_other_kinds(reference)}; found: {', '.join(known) or 'none'} "
+                f"(from {origin})"
             )
         builtin = [f for f in candidates if f.builtin]
         if len(candidates) > 1 and len(builtin) == 1 and kind and origin == "default":
@@ -325,6 +330,12 @@ class Selection:
         if len(candidates) > 1:
             raise self._ambiguous(reference, path, candidates)
         return self._chosen(candidates[0], path)
+
+    def _of_other_kinds(self, reference: str) -> str:
+        """Return a hint at the settings that choose components of this name."""
+        kinds = {found.kind: KINDS[found.kind] for found in self._candidates(reference, None)}
+        chosen = (kind for kind in kinds.values() if kind.chosen_by)
+        return "".join(f"; {kind.chosen_by} takes the one of kind {kind.name}" for kind in chosen)
 
     def _candidates(self, reference: str, kind: Kind | None) -> list[InstalledPlugin]:
         return [
@@ -364,6 +375,9 @@ class Selection:
     def _asked_by(self, path: str, *, builtin: bool) -> str:
         """Return what named a component; "default" for a built-in that is not configured."""
         origin = self._config_sources.of(path)
+        if origin == "default" and path in _SET_BY:
+            origin = self._config_sources.of(_SET_BY[path])
+            path = path if origin == "default" else _SET_BY[path]
         if origin != "default":
             return f"{path} ({origin})"
         return "default" if builtin and not path.startswith("plugins.") else path

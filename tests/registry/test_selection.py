@@ -197,6 +197,23 @@ class TestOne:
         assert "sampler.use: no samplers component is called 'top_k'" in str(error.value)
         assert "found: default" in str(error.value)
 
+    def test_a_name_of_another_kind_that_a_setting_takes(self, installed):
+        installed.offer("kv_stores/memory", component(KVStore))
+        with pytest.raises(PluginNotFoundError) as error:
+            installed.resolve(kv_connector={"use": "memory"})
+        assert str(error.value) == (
+            "kv_connector.use: no kv_connectors component is called 'memory'; kv_connector.stores "
+            "takes the one of kind kv_stores; found: none (from default)"
+        )
+
+    def test_what_another_setting_chooses_says_so(self, installed):
+        installed.offer("kv_connectors/stores", component(KVConnector), "hardpoint", "0.1.0")
+        installed.offer("kv_stores/memory", component(KVStore))
+        sources = ConfigSources({"kv_connector.stores": "file x.toml"})
+        plugins = installed.resolve(sources, kv_connector={"stores": ["memory"]})
+        (connector,) = plugins.entries("kv_connectors")
+        assert connector.origin == "kv_connector.stores (file x.toml)"
+
     def test_an_fqcn_of_another_kind_is_refused(self, installed):
         installed.module("loose", Fair=component(SchedulingPolicy))
         with pytest.raises(PluginContractError, match="samplers must be classes derived from"):

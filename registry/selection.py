@@ -18,7 +18,6 @@ from .adapt import adapt
 from .discovery import InstalledPlugin, describe_unknown_kind
 from .loading import import_object, inspecting, kinds_of, snake_case
 
-
 _SET_BY = {"kv_connector.use": "kv_connector.stores"}
 """Settings by the path of another one that has a value because of them."""
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import random
+import tempfile
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hardpoint import plugins
 from hardpoint.plugins import KVStore
+from hardpoint.testing.suite import Rule
 
 RELIABLE = "reliable"
 FAULTS = ("slow", "forgets", "lies", "damaged", "foreign", "cut", "raises", "dead")
 """What storage does: answers late, loses blocks, says wrong things, returns damaged blocks, those
 of other keys or parts of them, raises in each call, and does not answer."""
+
+WRITES = Rule("release: nothing is written after close", "join the threads that write in close()")
 
 _SLOW_SECONDS = 0.03
 _DEAD_SECONDS = 1.0
@@ -128,6 +132,30 @@ def _damaged(block: bytes, storage: Storage) -> bytes:
     if storage.fault == "cut":
         return block[:place]
     return block[:place] + bytes([block[place] ^ 1]) + block[place + 1 :]
+
+
+@contextmanager
+def temporary_folder(prefix: str | None = None) -> Iterator[Path]:
+    """Make a folder for the body, and delete it.
+
+    Raises:
+        Violation: it cannot be deleted, since something writes to it.
+    """
+    folder = tempfile.TemporaryDirectory(prefix=prefix)
+    try:
+        yield Path(folder.name)
+    except BaseException:
+        with suppress(OSError):
+            folder.cleanup()
+        raise
+    try:
+        folder.cleanup()
+    except OSError as cause:
+        with suppress(OSError):
+            folder.cleanup()
+        raise WRITES.violation(
+            f"something wrote to the test's folder after close, when it was deleted: {cause}"
+        ) from cause
 
 
 def damage_files(folder: Path, fault: str, source: random.Random) -> None:

@@ -159,23 +159,38 @@ def temporary_folder(prefix: str | None = None) -> Iterator[Path]:
 
 
 def damage_files(folder: Path, fault: str, source: random.Random) -> None:
-    """Change the files below a folder as a fault does; slow and dead storage changes none."""
+    """Change the files below a folder as a fault does; slow and dead storage changes none.
+
+    Others may rename and delete files at the same time.
+    """
     for path in sorted(folder.rglob("*"), reverse=True):
-        if path.is_dir() and fault == RELIABLE and not any(path.iterdir()):
-            path.rmdir()  # of an earlier fault
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    contents = [path.read_bytes() for path in files]
-    for index, (path, content) in enumerate(zip(files, contents, strict=True)):
-        place = source.randrange(len(content)) if content else 0
-        if fault in ("forgets", "raises"):
-            path.unlink()
-        if fault == "raises":
-            path.mkdir()
-        changed = {
-            "lies": content + b"more",
-            "damaged": content[:place] + bytes([source.randrange(256)]) + content[place + 1 :],
-            "foreign": contents[index - 1],
-            "cut": content[:place],
-        }
-        if fault in changed:
-            path.write_bytes(changed[fault])
+        if path.is_dir() and fault == RELIABLE:
+            with suppress(OSError):  # it is not empty, so not of an earlier fault
+                path.rmdir()
+    contents: dict[Path, bytes] = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            with suppress(FileNotFoundError):
+                contents[path] = path.read_bytes()
+    others = list(contents.values())
+    for index, (path, content) in enumerate(contents.items()):
+        with suppress(FileNotFoundError, FileExistsError):
+            _damage_file(path, content, others[index - 1], fault, source)
+
+
+def _damage_file(
+    path: Path, content: bytes, other: bytes, fault: str, source: random.Random
+) -> None:
+    place = source.randrange(len(content)) if content else 0
+    if fault in ("forgets", "raises"):
+        path.unlink()
+    if fault == "raises":
+        path.mkdir()
+    changed = {
+        "lies": content + b"more",
+        "damaged": content[:place] + bytes([source.randrange(256)]) + content[place + 1 :],
+        "foreign": other,
+        "cut": content[:place],
+    }
+    if fault in changed:
+        path.write_bytes(changed[fault])

@@ -313,13 +313,14 @@ def _find_wrapped(
             )
         options = _options_of(outer, target, _option_path(config, outer), config, config_sources)
         for use in _wraps(outer, target, options):
-            inner = selection.wrapped(outer, use)
+            path = _path_of_wrapped(outer, options, use)
+            inner = selection.wrapped(outer, use, path)
             names = [item.name for item in chain]
             if inner.source.value in (item.source.value for item in chain):
                 raise PluginConflictError(
                     f"{outer.source}: it wraps {inner.name!r}, which is already around it: "
-                    f"{' wraps '.join([*names, inner.name])}; let plugin.{outer.name}.wraps name "
-                    f"another one (from {config_sources.of(f'plugin.{outer.name}.wraps')})"
+                    f"{' wraps '.join([*names, inner.name])}; let {path} name another one "
+                    f"(from {config_sources.of(path)})"
                 )
             targets[inner.key] = load_component(inner.kind, inner.source, inner.target)
             _check_arguments(outer, target, inner, targets[inner.key])
@@ -361,6 +362,14 @@ def _wraps(outer: SelectedPlugin, target: type[Component], options: Any) -> Sequ
             f"{outer.source}: its wraps() returned {shown(wraps)}, expected a list of names"
         )
     return wraps
+
+
+def _path_of_wrapped(outer: SelectedPlugin, options: Any, use: str) -> str:
+    """Return the path of the option that names a wrapped component, or else of the table."""
+    for option, value in msgspec.structs.asdict(options).items():
+        if value == use or (isinstance(value, list | tuple) and use in value):
+            return f"plugin.{outer.name}.{option}"
+    return f"plugin.{outer.name}"
 
 
 def _checked_options(target: Any, options: Mapping[str, Any], path: str) -> Any:

@@ -18,6 +18,9 @@ from .adapt import adapt
 from .discovery import InstalledPlugin, describe_unknown_kind
 from .loading import import_object, inspecting, kinds_of, snake_case
 
+_SET_BY = {"kv_connector.use": "kv_connector.stores"}
+"""Settings by the path of another one that has a value because of them."""
+
 
 @dataclass(frozen=True)
 class SelectedPlugin:
@@ -61,6 +64,7 @@ class Selection:
         self._unknown = [f for f in found if not f.known_kind]
         self._on: dict[tuple[str, str], SelectedPlugin] = {}
         self._disabled: dict[tuple[str, str], str] = {}  # the path that disables it
+        self._renamed: list[SelectedPlugin] = []  # that were given a name
         self.warnings: list[str] = []
 
     def run(self) -> list[SelectedPlugin]:
@@ -81,6 +85,7 @@ class Selection:
             if kind.chosen_by is not None:
                 for chosen in self.chosen(kind, kind.chosen_by):
                     self._add(chosen)
+        self._check_given_names()
         return list(self._on.values())
 
     def chosen(self, kind: Kind, path: str) -> list[SelectedPlugin]:
@@ -103,9 +108,7 @@ class Selection:
                     f"{place}: {use!r} is named twice, here and by {other} "
                     f"(from {self._config_sources.of(place)})"
                 )
-            if name is not None:
-                chosen = replace(chosen, source=replace(chosen.source, name=name))
-            several.append(chosen)
+            several.append(self._named(chosen, name))
         return several
 
     def _use_of(self, wanted: str | PluginUse, path: str) -> tuple[str, str | None]:
@@ -118,9 +121,33 @@ class Selection:
             )
         return use, name
 
-    def wrapped(self, outer: SelectedPlugin, reference: str) -> SelectedPlugin:
-        """Return the component that an enabled one wraps."""
-        found = self._resolve(reference, f"plugin.{outer.name}.wraps", outer.kind)
+    def _named(self, chosen: SelectedPlugin, name: str | None) -> SelectedPlugin:
+        """Return a component with the name that it is given, if any."""
+        if name is None:
+            return chosen
+        self._renamed.append(replace(chosen, source=replace(chosen.source, name=name)))
+        return self._renamed[-1]
+
+    def _check_given_names(self) -> None:
+        """Refuse a given name that a component of another kind has: they would share a table.
+
+        Raises:
+            PluginConflictError: naming both.
+        """
+        for given in self._renamed:
+            for other in self._on.values():
+                is_same = other.source.value == given.source.value
+                if other.name == given.name and other.kind != given.kind and not is_same:
+                    raise PluginConflictError(
+                        f"{given.path}.name: {given.name!r} is the name of "
+                        f"{other.kind.name}/{other.name}, too, and [plugin.{given.name}] would be "
+                        f"the options of both; give another name "
+                        f"(from {self._config_sources.of(given.path)})"
+                    )
+
+    def wrapped(self, outer: SelectedPlugin, reference: str, path: str) -> SelectedPlugin:
+        """Return the component that an enabled one wraps, which the option at `path` names."""
+        found = self._resolve(reference, path, outer.kind)
         return replace(found, source=replace(found.source, origin=str(outer.source)))
 
     def _enable(self, wanted: str | PluginUse, path: str) -> None:
@@ -129,8 +156,7 @@ class Selection:
             self._enable_one(chosen, use, name, path)
 
     def _enable_one(self, chosen: SelectedPlugin, use: str, name: str | None, path: str) -> None:
-        if name is not None:
-            chosen = replace(chosen, source=replace(chosen.source, name=name))
+        chosen = self._named(chosen, name)
         if chosen.kind.chosen_by is not None:
             few = ", of which there is one" if chosen.kind.number is Number.ONE else ""
             raise ConfigError(
@@ -292,8 +318,9 @@ class Selection:
             known = sorted({f.name for f in self._found if kind in (None, KINDS[f.kind])})
             what = f"no {kind.name} component" if kind else "no installed component"
             raise PluginNotFoundError(
-                f"{path}: {what} is called {reference!r}{suggest(reference, known)}; "
-                f"found: {', '.join(known) or 'none'} (from {origin})"
+                f"{path}: {what} is called {reference!r}{suggest(reference, known)}"
+                f"{self._of_other_kinds(reference)}; found: {', '.join(known) or 'none'} "
+                f"(from {origin})"
             )
         builtin = [f for f in candidates if f.builtin]
         if len(candidates) > 1 and len(builtin) == 1 and kind and origin == "default":
@@ -302,6 +329,12 @@ class Selection:
         if len(candidates) > 1:
             raise self._ambiguous(reference, path, candidates)
         return self._chosen(candidates[0], path)
+
+    def _of_other_kinds(self, reference: str) -> str:
+        """Return a hint at the settings that choose components of this name."""
+        kinds = {found.kind: KINDS[found.kind] for found in self._candidates(reference, None)}
+        chosen = (kind for kind in kinds.values() if kind.chosen_by)
+        return "".join(f"; {kind.chosen_by} takes the one of kind {kind.name}" for kind in chosen)
 
     def _candidates(self, reference: str, kind: Kind | None) -> list[InstalledPlugin]:
         return [
@@ -341,6 +374,9 @@ class Selection:
     def _asked_by(self, path: str, *, builtin: bool) -> str:
         """Return what named a component; "default" for a built-in that is not configured."""
         origin = self._config_sources.of(path)
+        if origin == "default" and path in _SET_BY:
+            origin = self._config_sources.of(_SET_BY[path])
+            path = path if origin == "default" else _SET_BY[path]
         if origin != "default":
             return f"{path} ({origin})"
         return "default" if builtin and not path.startswith("plugins.") else path

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 import pytest
@@ -13,12 +14,16 @@ import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from hardpoint.plugins import HardpointError, RequestError, typed
+from hardpoint.plugins import ConfigError, HardpointError, RequestError, typed
 from hardpoint.plugins.component import Context
 from hardpoint.plugins.errors import PluginContractError
 
 from .engine_access import check_plugin_class, plugin_name, prepare_request_arguments, with_creator
-from .suite import ConformanceSuite, Violation, exceptions_as_violations, short_repr
+from .suite import ConformanceSuite, Rule, Violation, exceptions_as_violations, short_repr
+
+ClassT = TypeVar("ClassT")
+
+OPTIONS = Rule("options: those of the suite are valid", "set them as an operator would")
 
 
 def first_device(cls: Any, name: str | None) -> torch.device:
@@ -33,6 +38,18 @@ def first_device(cls: Any, name: str | None) -> torch.device:
     pytest.skip(f"this machine has no device of {', '.join(names) or '`devices`'}")
 
 
+def class_under_test(suite: object, attribute: str, interface: type[ClassT]) -> type[ClassT]:
+    """Return the class that a suite's attribute names; fail the test if it is none."""
+    found = getattr(suite, attribute, None)
+    if inspect.isclass(found) and issubclass(found, interface):
+        return found
+    pytest.fail(
+        f"{type(suite).__qualname__}.{attribute}: expected the class under test, which derives "
+        f"from {interface.__name__}, got {short_repr(found)}",
+        pytrace=False,
+    )
+
+
 class ComponentSuite(ConformanceSuite):
     """Base class of the suites for a class that derives from `Component`.
 
@@ -40,13 +57,23 @@ class ComponentSuite(ConformanceSuite):
         kind: the plugin kind.
         arguments: for kinds that take them: a strategy for arguments of requests, as instances or
             plain data; None draws none. Those that `prepare` refuses by a ValueError are left out.
+        options_from: where an author sets options, for messages.
     """
 
     kind: ClassVar[str]
+    options_from: ClassVar[str] = "the suite's `options`"
     arguments: ClassVar[st.SearchStrategy[Any] | None] = None
 
-    def _exception_guard(self) -> AbstractContextManager[None]:
-        return exceptions_as_violations()
+    @contextmanager
+    def _exception_guard(self) -> Iterator[None]:
+        with exceptions_as_violations():
+            try:
+                yield
+            except ConfigError as error:
+                if not str(error).startswith(f"plugin.{self._name()}"):
+                    raise
+                fix = f"set {self.options_from} as an operator would"
+                raise OPTIONS.violation(str(error), fix) from error
 
     def _name(self) -> str:
         return self.name or plugin_name(self._component())

@@ -11,6 +11,7 @@ import msgspec
 from hardpoint.plugins import Command, CommandContext, EngineConfig
 from hardpoint.plugins.typed import json_schema
 
+from .shown import toml, without_userinfo
 from .tables import print_table
 
 
@@ -35,11 +36,12 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
     values = _flat(msgspec.to_builtins(config), "")
     if options.json:
         shown = {
-            path: {"value": v, "origin": config_sources.of(path)} for path, v in values.items()
+            path: {"value": without_userinfo(v), "origin": config_sources.of(path)}
+            for path, v in values.items()
         }
         print(json.dumps(shown, indent=2))
         return 0
-    rows = [(path, _toml(value), config_sources.of(path)) for path, value in values.items()]
+    rows = [(path, toml(value), config_sources.of(path)) for path, value in values.items()]
     print_table(("path", "value", "origin"), rows, dim=[row[2] == "default" for row in rows])
     return 0
 
@@ -51,11 +53,6 @@ def _flat(table: dict[str, Any], prefix: str) -> dict[str, Any]:
         path = f"{prefix}.{key}" if prefix else key
         flat.update(_flat(value, path) if isinstance(value, dict) and value else {path: value})
     return flat
-
-
-def _toml(value: Any) -> str:
-    """Return a value in TOML syntax; None, which TOML lacks, is `none`."""
-    return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 COMMAND = Command("config", "Show the configuration.", _configure, _run)

@@ -8,11 +8,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from hardpoint.plugins import Command, CommandContext
 from hardpoint.plugins.commands import ComponentDetails, ComponentInfo, FieldDoc
 
+from .shown import toml, without_userinfo
 from .tables import print_table
 
 
@@ -105,7 +104,7 @@ def _details_json(details: ComponentDetails) -> dict[str, Any]:
         "stability": details.stability,
         "phase": details.phase,
         "place": info.place,
-        "options": dict(details.options),
+        "options": without_userinfo(dict(details.options)),
         "options_schema": details.options_schema,
         "arguments_schema": details.arguments_schema,
         "problem": details.problem,
@@ -134,10 +133,10 @@ def _details_text(details: ComponentDetails) -> str:
         lines += [f"  {details.summary}"]
     lines += ["", *(f"  {name:<10} {fact}" for name, fact in facts.items() if fact)]
     if details.option_fields is not None:
-        table = info.name if re.fullmatch(r"[\w-]+", info.name, re.ASCII) else _toml(info.name)
+        table = info.name if re.fullmatch(r"[\w-]+", info.name, re.ASCII) else toml(info.name)
         lines += ["", f"options, under [plugin.{table}]"]
         configured = {
-            option: f"{_toml(details.options[option])} from {source}"
+            option: f"{toml(details.options[option])} from {source}"
             for option, source in details.option_sources.items()
         }
         lines += _field_lines(details.option_fields, configured)
@@ -165,11 +164,7 @@ def _field_lines(fields: Sequence[FieldDoc], configured: Mapping[str, str]) -> l
 
 
 def _default(field: FieldDoc) -> str:
-    return "required" if field.required else f"default {_toml(field.default)}"
-
-
-def _toml(value: Any) -> str:
-    return "none" if value is None else json.dumps(msgspec.to_builtins(value), ensure_ascii=False)
+    return "required" if field.required else f"default {toml(field.default)}"
 
 
 COMMAND = Command("plugins", "Show plugins and why they are on.", _configure, _run)

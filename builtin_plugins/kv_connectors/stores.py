@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from hardpoint.plugins import KVConnector
-from hardpoint.plugins.kv_connector import KVSchedulerContext, KVWorkerContext
+from hardpoint.plugins import ConfigError, KVConnector
+from hardpoint.plugins.kv_connector import (
+    KVConnectorContext,
+    KVSchedulerContext,
+    KVWorkerContext,
+)
 
 from .jobs import Jobs, WorkerMessage
 from .moving import StoresWorker
@@ -23,6 +27,19 @@ class StoresConnector(KVConnector):
     options: StoresOptions
     Metadata = Jobs
     Message = WorkerMessage
+
+    def __init__(self, context: KVConnectorContext) -> None:
+        """Build the connector.
+
+        Raises:
+            ConfigError: there are no stores.
+        """
+        super().__init__(context)
+        if not context.config.stores:
+            raise ConfigError(
+                'kv_connector.stores: expected at least one store, as in stores = ["memory"], '
+                f"for {context.config.use!r} to drive, got none; leave out use"
+            )
 
     def scheduler_half(self, context: KVSchedulerContext) -> StoresScheduler:
         """Return the half that plans."""

@@ -381,7 +381,8 @@ class Service:
         """
         path = "kv_transfer_params"
         if not client.kv_transfer:
-            raise AnswerError(403, f"{path}: this key may give none", param=path)
+            message = f"{path}: needs a key with kv_transfer = true in server.keys_file"
+            raise AnswerError(403, message, param=path)
         if self.engine.config.kv_connector.use is None:
             raise RequestError(
                 f"{path}: expected none, for this server has no KV connector (kv_connector.use)"

@@ -24,7 +24,9 @@ class ConnectorStart:
             ConfigError: the loader cannot say what they are.
         """
         self.close()
-        self._weights = WeightsHash(self._spec.loader, self._spec.config.weight_cache)
+        config = self._spec.config
+        connector = str(config.kv_connector.use)
+        self._weights = WeightsHash(self._spec.loader, config.weight_cache, connector)
 
     def start(self, connector: EngineConnector) -> None:
         """Build the worker halves; the KV cache is allocated.

@@ -278,8 +278,12 @@ class CheckedAttention:
         """Bytes of a block of each layer."""
         return tuple(self._sizes)
 
-    def block_views(self, caches: Sequence[Any]) -> list[list[torch.Tensor]]:
+    def block_views(self, caches: Sequence[Any], connector: str) -> list[list[torch.Tensor]]:
         """Return the views of each layer's cache, as bytes by block.
+
+        Args:
+            caches: of all layers.
+            connector: the KV connector that needs them, for messages.
 
         Raises:
             ConfigError: the backend has none.
@@ -291,8 +295,8 @@ class CheckedAttention:
                 views = list(self._backend.block_views(cache))
             except NotImplementedError:
                 raise ConfigError(
-                    f"kv_connector.use: blocks cannot be moved, for {self._source} has no "
-                    f"block_views()"
+                    f"kv_connector.use: {connector!r} moves blocks of the KV cache, and "
+                    f"{self._source} has no block_views()"
                 ) from None
             if not _are_block_views(views, size):
                 expected = f"uint8 tensors [num_blocks, bytes] with {size} bytes per block in all"

@@ -82,6 +82,11 @@ class WorkerConnector:
             ) from cause
 
     @property
+    def name(self) -> str:
+        """The connector's name."""
+        return self._calls.source.name
+
+    @property
     def _half(self) -> KVConnectorWorker:
         assert self._opened is not None, "open() comes first"
         return self._opened[0]

@@ -231,7 +231,7 @@ class ModelRunner:
 
     def connect(self, connector: WorkerConnector) -> None:
         """Let a KV connector load and save the blocks of the cache, which is allocated."""
-        connector.register(self.attention.block_views(self._caches))
+        connector.register(self.attention.block_views(self._caches, connector.name))
         self.connector = connector
 
     def allocate(self, num_blocks: int, batch: InputBatch) -> None:
@@ -251,7 +251,8 @@ class ModelRunner:
         self._replays.clear()
         self._caches = self.attention.allocate(num_blocks)
         if self.connector is not None:
-            self.connector.register_again(self.attention.block_views(self._caches))
+            views = self.attention.block_views(self._caches, self.connector.name)
+            self.connector.register_again(views)
 
     @property
     def has_batch(self) -> bool:

@@ -358,8 +358,9 @@ class LocalWorker:
             )
         if not attention.kv_layout[0]:
             raise ConfigError(
-                f"kv_connector.use: blocks cannot be distinguished from those of other layouts, "
-                f"for {spec.plugins.one('attention_backends').source} has no kv_layout"
+                f"kv_connector.use: {spec.config.kv_connector.use!r} has to distinguish blocks "
+                f"from those of other layouts, and "
+                f"{spec.plugins.one('attention_backends').source} has no kv_layout"
             )
         return BlockIdentity(
             weights=weights,

@@ -44,7 +44,9 @@ ENDS = Rule(
 )
 FAULTLESS = Rule(
     "faultless: with storage that works, nothing is counted as a fault",
-    "answer within kv_connector.load_seconds, and report what is a fault only",
+    "answer each lookup and load within kv_connector.load_seconds, name each request for which "
+    "request_finished returned True in get_finished().saved (or return False), and report what is "
+    "a fault only",
 )
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from hardpoint.plugins import HardpointError, KVConnector
 from hardpoint.plugins.component import Component
-from hardpoint.testing.component_suite import ComponentSuite
+from hardpoint.testing.component_suite import ComponentSuite, class_under_test
 from hardpoint.testing.snapshots import count_elements
 from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests
 
@@ -39,7 +39,7 @@ from .connector_session import (
     write_model,
 )
 from .slots import WITNESS
-from .storage import FAULTS, RELIABLE, damage_files, forget_storage
+from .storage import FAULTS, RELIABLE, damage_files, forget_storage, temporary_folder
 
 LOADS = Rule(
     "loads: what was computed once is loaded later",
@@ -116,7 +116,7 @@ class KVConnectorSuite(ComponentSuite):
         damage_files(folder, fault, random.Random(fault))
 
     def _component(self) -> type[Component]:
-        return self.connector
+        return class_under_test(self, "connector", KVConnector)
 
     def test_contract(self) -> None:
         """The class states its contract and can be built; its options survive pickling."""
@@ -141,7 +141,7 @@ class KVConnectorSuite(ComponentSuite):
     def test_storage(self) -> None:
         """The same, over storage that fails."""
         checks = [functools.partial(self._check_fault, fault) for fault in FAULTS]
-        self._run_checks(TOKENS.text, *checks)
+        self._run_checks(TOKENS.text, self._check_disturb, *checks)
         self._search(TOKENS.text, 40, self._check_disturbed, history=DISTURBED)
 
     def test_foreign(self) -> None:
@@ -172,10 +172,10 @@ class KVConnectorSuite(ComponentSuite):
     @contextmanager
     def _folder(self) -> Iterator[Path]:
         """Make a folder for one engine after another, which is deleted afterwards."""
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name, "kept")
+        with temporary_folder() as whole:
+            folder = whole / "kept"
             folder.mkdir(mode=0o700)
-            write_model(Path(name, "model"))
+            write_model(whole / "model")
             try:
                 yield folder
             finally:
@@ -206,7 +206,7 @@ class KVConnectorSuite(ComponentSuite):
             logger.setLevel(level)
 
     def _engine_config(self, folder: Path) -> dict[str, Any]:
-        cls = self.connector
+        cls = self._component()
         config = {
             "kv_connector": {"use": f"{cls.__module__}:{cls.__qualname__}"},
             "plugin": {self._name(): dict(self.options)},
@@ -312,6 +312,22 @@ class KVConnectorSuite(ComponentSuite):
         with self._folder() as folder, self._session(folder, is_quiet=False) as session:
             session.play(history)
             self._check_results(session, is_quiet=False)
+
+    def _check_disturb(self) -> None:
+        """Check that the storage is where `disturb` finds it."""
+        if type(self).disturb is not KVConnectorSuite.disturb:
+            return
+        with self._folder() as folder, self._session(folder) as session:
+            session.play([Add(0, _PROMPT, 2)])
+            limit = time.monotonic() + _STORE_SECONDS
+            while not any(path.is_file() for path in folder.rglob("*")):
+                if time.monotonic() > limit:
+                    raise Violation(
+                        "the storage was never disturbed: no files are in {folder}, which is all "
+                        "that `disturb` changes by default",
+                        "override disturb to let the storage fail, or have its files in {folder}",
+                    )
+                time.sleep(0.02)
 
     def _check_fault(self, fault: str) -> None:
         """Store some prompts, let the storage fail, and compute them and longer ones."""

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import random
+import tempfile
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hardpoint import plugins
 from hardpoint.plugins import KVStore
+from hardpoint.testing.suite import Rule
 
 RELIABLE = "reliable"
 FAULTS = ("slow", "forgets", "lies", "damaged", "foreign", "cut", "raises", "dead")
 """What storage does: answers late, loses blocks, says wrong things, returns damaged blocks, those
 of other keys or parts of them, raises in each call, and does not answer."""
+
+WRITES = Rule("release: nothing is written after close", "join the threads that write in close()")
 
 _SLOW_SECONDS = 0.03
 _DEAD_SECONDS = 1.0
@@ -130,24 +134,63 @@ def _damaged(block: bytes, storage: Storage) -> bytes:
     return block[:place] + bytes([block[place] ^ 1]) + block[place + 1 :]
 
 
+@contextmanager
+def temporary_folder(prefix: str | None = None) -> Iterator[Path]:
+    """Make a folder for the body, and delete it.
+
+    Raises:
+        Violation: it cannot be deleted, since something writes to it.
+    """
+    folder = tempfile.TemporaryDirectory(prefix=prefix)
+    try:
+        yield Path(folder.name)
+    except BaseException:
+        with suppress(OSError):
+            folder.cleanup()
+        raise
+    try:
+        folder.cleanup()
+    except OSError as cause:
+        with suppress(OSError):
+            folder.cleanup()
+        raise WRITES.violation(
+            f"something wrote to the test's folder after close, when it was deleted: {cause}"
+        ) from cause
+
+
 def damage_files(folder: Path, fault: str, source: random.Random) -> None:
-    """Change the files below a folder as a fault does; slow and dead storage changes none."""
+    """Change the files below a folder as a fault does; slow and dead storage changes none.
+
+    Others may rename and delete files at the same time.
+    """
     for path in sorted(folder.rglob("*"), reverse=True):
-        if path.is_dir() and fault == RELIABLE and not any(path.iterdir()):
-            path.rmdir()  # of an earlier fault
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    contents = [path.read_bytes() for path in files]
-    for index, (path, content) in enumerate(zip(files, contents, strict=True)):
-        place = source.randrange(len(content)) if content else 0
-        if fault in ("forgets", "raises"):
-            path.unlink()
-        if fault == "raises":
-            path.mkdir()
-        changed = {
-            "lies": content + b"more",
-            "damaged": content[:place] + bytes([source.randrange(256)]) + content[place + 1 :],
-            "foreign": contents[index - 1],
-            "cut": content[:place],
-        }
-        if fault in changed:
-            path.write_bytes(changed[fault])
+        if path.is_dir() and fault == RELIABLE:
+            with suppress(OSError):  # it is not empty, so not of an earlier fault
+                path.rmdir()
+    contents: dict[Path, bytes] = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            with suppress(FileNotFoundError):
+                contents[path] = path.read_bytes()
+    others = list(contents.values())
+    for index, (path, content) in enumerate(contents.items()):
+        with suppress(FileNotFoundError, FileExistsError):
+            _damage_file(path, content, others[index - 1], fault, source)
+
+
+def _damage_file(
+    path: Path, content: bytes, other: bytes, fault: str, source: random.Random
+) -> None:
+    place = source.randrange(len(content)) if content else 0
+    if fault in ("forgets", "raises"):
+        path.unlink()
+    if fault == "raises":
+        path.mkdir()
+    changed = {
+        "lies": content + b"more",
+        "damaged": content[:place] + bytes([source.randrange(256)]) + content[place + 1 :],
+        "foreign": other,
+        "cut": content[:place],
+    }
+    if fault in changed:
+        path.write_bytes(changed[fault])

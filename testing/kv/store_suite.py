@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import random
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -17,10 +16,11 @@ from hypothesis import strategies as st
 
 from hardpoint.plugins import ConfigError, KVStore, KVStoreContext
 from hardpoint.plugins.component import Component
-from hardpoint.testing.component_suite import ComponentSuite
+from hardpoint.testing.component_suite import ComponentSuite, class_under_test
 from hardpoint.testing.reporting.calls import releasing_all
 from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests
 
+from .storage import temporary_folder
 from .store_blocks import make_keys, unusual_keys
 from .store_place import Place, switching_often
 from .store_session import (
@@ -116,6 +116,7 @@ class KVStoreSuite(ComponentSuite):
     """
 
     kind = "kv_stores"
+    options_from = "the suite's `options`, or what place_options returns,"
     store: ClassVar[type[KVStore]]
     shared: ClassVar[bool] = False
     durable: ClassVar[bool] = False
@@ -142,12 +143,12 @@ class KVStoreSuite(ComponentSuite):
 
         By default this is `size_bytes`, if there is such an option. None leaves the rule out.
         """
-        if "size_bytes" not in self.store.Options.__struct_fields__:
+        if "size_bytes" not in self._component().Options.__struct_fields__:
             return None
         return {"size_bytes": max(block_bytes * count, 1)}
 
     def _component(self) -> type[Component]:
-        return self.store
+        return class_under_test(self, "store", KVStore)
 
     def test_contract(self) -> None:
         """The class states its contract, and can be built for buffers of all sizes."""
@@ -279,8 +280,8 @@ class KVStoreSuite(ComponentSuite):
 
     @contextmanager
     def _place_folder(self) -> Iterator[Path]:
-        with tempfile.TemporaryDirectory(prefix="hardpoint-suite-") as folder:
-            own = Path(folder) / f"place{Path(folder).name[-8:]}"
+        with temporary_folder("hardpoint-suite-") as folder:
+            own = folder / f"place{folder.name[-8:]}"
             own.mkdir(mode=0o700)
             yield own
 

@@ -162,6 +162,18 @@ def test_config_show_prints_values_and_origins(folder, monkeypatch, capsys):
     assert ["max_model_len", "none", "default"] in lines
 
 
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_config_show_leaves_out_the_userinfo_of_urls(folder, capsys, more):
+    urls = ["rediss://:pass@word@h", "http://h/u@v", "me@h"]
+    setting = f"plugins.enable={json.dumps(urls)}"
+    nested = 'plugin.redis={url = "redis://u:pass@h/0"}'
+    assert main(["config", "show", "--set", setting, "--set", nested, *more]) == 0
+    text = capsys.readouterr().out
+    assert "pass" not in text
+    for shown in ("redis://***@h/0", "rediss://***@h", "http://h/u@v", "me@h"):
+        assert f'"{shown}"' in text
+
+
 def test_config_schema_describes_itself(capsys):
     assert main(["config", "schema"]) == 0
     schema = json.loads(capsys.readouterr().out)["$defs"]

@@ -158,6 +158,13 @@ def test_show_gives_options_with_their_values_and_origins(site, capsys):
     assert "  weight  a number; default 1.0" in text
 
 
+def test_show_leaves_out_the_userinfo_of_urls(capsys):
+    url = "plugin.redis.url=redis://u:password@h/0"
+    text, data = show(capsys, "redis", 'kv_connector.stores=["redis"]', url)
+    assert data["options"]["url"] == "redis://***@h/0"
+    assert '"redis://***@h/0" from argument --set plugin.redis.url' in text
+
+
 def test_show_imports_one_that_is_off(site, capsys):
     text, data = show(capsys, "dry")
     assert "state      off: not enabled" in text

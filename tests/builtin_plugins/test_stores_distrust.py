@@ -10,6 +10,7 @@ import torch
 from hardpoint.builtin_plugins.kv_connectors.jobs import Jobs, Load, Save
 from hardpoint.builtin_plugins.kv_connectors.stores import StoresConnector
 from hardpoint.plugins import KVConnectorContext, KVStore, KVStoreContext
+from hardpoint.plugins.config import KVConnectorConfig
 from hardpoint.plugins.executor import MAX_CONCURRENT_BATCHES
 from hardpoint.plugins.kv_connector import BlockIdentity, KVWorkerContext
 
@@ -60,8 +61,9 @@ def half():
         made.append(SlowStore(context))
         return made
 
+    config = KVConnectorConfig(stores=["slow"])
     connector = StoresConnector(
-        KVConnectorContext(name="stores", options=StoresConnector.Options())
+        KVConnectorContext(name="stores", options=StoresConnector.Options(), config=config)
     )
     half = connector.worker_half(
         KVWorkerContext(identity=IDENTITY, device=torch.device("cpu"), open_stores=open_stores)

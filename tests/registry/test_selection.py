@@ -7,7 +7,9 @@ from support.plugins.fake import component, on
 
 from hardpoint.plugins import (
     ConfigError,
+    KVConnector,
     KVEventPublisher,
+    KVStore,
     LogitsProcessor,
     OutputParser,
     Sampler,
@@ -97,6 +99,23 @@ class TestEnable:
         plugins = installed.resolve(plugins={"enable": [{"use": "dry", "name": "wet"}]})
         assert on(plugins)["logits_processors/wet"] == value
 
+    def test_a_given_name_that_one_of_another_kind_has(self, installed):
+        installed.offer("logits_processors/dry", component(LogitsProcessor))
+        installed.offer("kv_connectors/stores", component(KVConnector))
+        installed.offer("kv_stores/memory", component(KVStore))
+        with pytest.raises(PluginConflictError) as error:
+            installed.resolve(plugins={"enable": [{"use": "dry", "name": "fcfs"}]})
+        assert str(error.value) == (
+            "plugins.enable[0].name: 'fcfs' is the name of scheduling_policies/fcfs, too, and "
+            "[plugin.fcfs] would be the options of both; give another name (from default)"
+        )
+        with pytest.raises(PluginConflictError) as error:
+            installed.resolve(kv_connector={"stores": [{"use": "memory", "name": "stores"}]})
+        words = "kv_connector.stores[0].name: 'stores' is the name of kv_connectors/stores, too"
+        assert str(error.value).startswith(words)
+        named = {"stores": [{"use": "memory", "name": "near"}]}
+        assert installed.resolve(kv_connector=named).entries("kv_stores")[0].name == "near"
+
     def test_a_nested_class(self, installed):
         outer = type("Outer", (), {"Inner": component(LogitsProcessor)})
         installed.module("nest.deep", Outer=outer)
@@ -177,6 +196,23 @@ class TestOne:
             installed.resolve(sampler={"use": "top_k"})
         assert "sampler.use: no samplers component is called 'top_k'" in str(error.value)
         assert "found: default" in str(error.value)
+
+    def test_a_name_of_another_kind_that_a_setting_takes(self, installed):
+        installed.offer("kv_stores/memory", component(KVStore))
+        with pytest.raises(PluginNotFoundError) as error:
+            installed.resolve(kv_connector={"use": "memory"})
+        assert str(error.value) == (
+            "kv_connector.use: no kv_connectors component is called 'memory'; kv_connector.stores "
+            "takes the one of kind kv_stores; found: none (from default)"
+        )
+
+    def test_what_another_setting_chooses_says_so(self, installed):
+        installed.offer("kv_connectors/stores", component(KVConnector), "hardpoint", "0.1.0")
+        installed.offer("kv_stores/memory", component(KVStore))
+        sources = ConfigSources({"kv_connector.stores": "file x.toml"})
+        plugins = installed.resolve(sources, kv_connector={"stores": ["memory"]})
+        (connector,) = plugins.entries("kv_connectors")
+        assert connector.origin == "kv_connector.stores (file x.toml)"
 
     def test_an_fqcn_of_another_kind_is_refused(self, installed):
         installed.module("loose", Fair=component(SchedulingPolicy))

@@ -30,6 +30,7 @@ from hardpoint.plugins.errors import (
     EngineFaultError,
     PluginConflictError,
     PluginContractError,
+    PluginError,
     PluginFaultError,
     PluginLoadError,
     PluginNotFoundError,
@@ -178,6 +179,39 @@ class TestAtStart:
         assert str(error.value).startswith(
             "plugin.one.wraps: no executors component is called 'uniprok' (did you mean 'uniproc'?)"
         )
+
+    def test_the_option_that_names_it_is_told(self, installed):
+        """It has the name that the class gave it, and may be a list; without one, the table."""
+
+        class Several(component(Executor)):
+            contract = 1
+
+            class Options(Options):
+                links: list[str]
+
+            @classmethod
+            def wraps(cls, options):
+                return options.links
+
+        class Fixed(component(Executor)):
+            contract = 1
+
+            @classmethod
+            def wraps(cls, options):
+                return ["uniprok"]
+
+        installed.offer("executors/several", Several)
+        installed.offer("executors/fixed", Fixed)
+        sources = ConfigSources({"plugin.several.links": "file x.toml"})
+        for links, words in (
+            (["uniproc", "uniprok"], r"^plugin\.several\.links: no executors .*from file x.toml"),
+            (["several"], r"several wraps several; let plugin\.several\.links .*from file x.toml"),
+        ):
+            config = {"executor": {"use": "several"}, "plugin": {"several": {"links": links}}}
+            with pytest.raises(PluginError, match=words):
+                installed.resolve(sources, **config)
+        with pytest.raises(PluginNotFoundError, match=r"^plugin\.fixed: no executors component"):
+            installed.resolve(executor={"use": "fixed"})
 
     def test_one_of_another_kind_or_against_the_contract(self, installed):
         value = installed.offer("samplers/race", component(Sampler, contract=None))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import tempfile
+
 import pytest
 from support.broken import kv_stores
 from support.kit_suites import assert_fails, label, messages_of, stop_at_first_failure, suite_tests
 from support.searching import kit_examples
 
-from hardpoint.testing import KVStoreSuite
+from hardpoint.builtin_plugins.kv_stores.disk import DiskStore
+from hardpoint.testing import KVConnectorSuite, KVStoreSuite
 from hardpoint.testing.kv import store_place
 from hardpoint.testing.reporting import calls
 
@@ -106,3 +111,45 @@ def test_a_replaced_test_and_wrong_options_are_named():
     attributes = {"store": kv_stores.Right, "place_options": lambda _suite, _folder: None}
     messages = messages_of(KVStoreSuite, attributes, ["contract"])
     assert "place_options returned no mapping" in messages["contract"]
+
+
+@pytest.mark.parametrize(("given", "observed"), [({}, "path: missing"), ({"pth": ""}, "pth: ")])
+def test_options_that_are_missing_or_misspelt_are_named(given, observed):
+    attributes = {"store": DiskStore, "options": given}
+    message = messages_of(KVStoreSuite, attributes, ["contract"])["contract"]
+    assert "rule: options: those of the suite are valid" in message
+    assert f".{observed}" in message
+    assert "fix: set the suite's `options`, or what place_options returns, as an op" in message
+
+
+@pytest.mark.parametrize(
+    ("suite", "attribute", "interface", "test"),
+    [
+        (KVStoreSuite, "store", "KVStore", "limit"),
+        (KVConnectorSuite, "connector", "KVConnector", "tokens"),
+    ],
+)
+def test_a_class_under_test_that_is_none_is_named(suite, attribute, interface, test):
+    for given in ({}, {attribute: "a.b:C"}, {attribute: dict}):
+        messages = messages_of(suite, given, ["contract", test])
+        expected = f"TestComponent.{attribute}: expected the class under test, which derives from"
+        expected += f" {interface}, got {given.get(attribute)!r}"
+        assert messages == {"contract": expected, test: expected}
+
+
+def test_what_writes_after_close_is_told(monkeypatch):
+    cleanup, failed = tempfile.TemporaryDirectory.cleanup, []
+
+    def failing(folder):
+        if folder.name not in failed:
+            failed.append(folder.name)
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", "kept")
+        cleanup(folder)
+
+    monkeypatch.setattr(tempfile.TemporaryDirectory, "cleanup", failing)
+    message = messages_of(KVStoreSuite, {"store": kv_stores.Right}, ["contract"])["contract"]
+    assert "rule: release: nothing is written after close" in message
+    assert "something wrote to the test's folder after close, when it was deleted" in message
+    assert "fix: join the threads that write in close()" in message
+    assert failed
+    assert not any(map(os.path.exists, failed))

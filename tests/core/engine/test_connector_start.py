@@ -12,6 +12,7 @@ from support.core.scripted_connector import Script, use
 
 from hardpoint import ConfigError, ModelError
 from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
+from hardpoint.builtin_plugins.kv_connectors.stores import StoresConnector
 from hardpoint.builtin_plugins.kv_stores.memory import MemoryStore
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.core.build import build_engine
@@ -115,7 +116,7 @@ REFUSED = {
     "no_block_views": (
         table(attention=NoViews),
         ConfigError,
-        ["kv_connector.use: blocks cannot be moved", "NoViews", "has no block_views()"],
+        ["kv_connector.use: 'scripted_connector' moves blocks", "NoViews", "has no block_views()"],
     ),
     "wrong_block_views": (
         table(attention=WrongViews),
@@ -125,13 +126,13 @@ REFUSED = {
     "no_layout": (
         table(attention=NoLayout),
         ConfigError,
-        ["kv_connector.use: blocks cannot be distinguished", "NoLayout", "has no kv_layout"],
+        [f"kv_connector.use: '{NAME}' has to distinguish", "NoLayout", "has no kv_layout"],
     ),
     "no_content_hash": (
         table(loader=SilentLoader),
         ConfigError,
         [
-            "kv_connector.use: blocks cannot be distinguished",
+            f"kv_connector.use: '{NAME}' has to distinguish blocks from those of other weights",
             "SilentLoader",
             "has no content_hash()",
         ],
@@ -147,6 +148,15 @@ REFUSED = {
         ["BrokenLoader", "its content_hash() failed: KeyError: 'weights'"],
     ),
 }
+
+
+def test_the_built_in_connector_by_its_fqcn_needs_stores_too(scripted):
+    with pytest.raises(ConfigError) as error:
+        scripted_engine(scripted, {"kv_connector": {"use": of(StoresConnector)}})
+    assert str(error.value).startswith(
+        'kv_connector.stores: expected at least one store, as in stores = ["memory"], for '
+        f"'{of(StoresConnector)}' to drive, got none; leave out use"
+    )
 
 
 def hashing():
@@ -331,7 +341,8 @@ class TestSleep:
             driver.core.reset_prefix_cache()
             assert driver.tokens[name] == driver.tokens["first"]
         (message,) = driver.faults.values()
-        assert "it cannot be started again: ConfigError: kv_connector.use: blocks cannot" in message
+        words = f"it cannot be started again: ConfigError: kv_connector.use: '{NAME}' has to"
+        assert words in message
         driver.core.sleep(2).result(0)
         driver.core.wake_up()
         driver.add("w")

@@ -187,7 +187,7 @@ def _connector_start(
     """Return what starts the KV connector, which hashes the weights; None if none is configured."""
     if not spec.plugins.entries("kv_connectors"):
         return None
-    start = ConnectorStart(spec, executor)
+    start = ConnectorStart(spec.config, spec.loader, executor)
     start.weights_load()
     undo.callback(start.close)
     return start

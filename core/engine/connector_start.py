@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from hardpoint.core.kv_cache.connector import EngineConnector
 from hardpoint.core.worker.weight_hash import WeightsHash
-from hardpoint.core.worker.worker import WorkerSpec
-from hardpoint.plugins import Executor
+from hardpoint.plugins import EngineConfig, Executor, WeightLoader
 from hardpoint.registry.blame import raise_unless_fault
 
 
 class ConnectorStart:
     """Starts the connector in the workers, with the hash of the weights that they have."""
 
-    def __init__(self, spec: WorkerSpec, executor: Executor) -> None:
+    def __init__(self, config: EngineConfig, loader: WeightLoader, executor: Executor) -> None:
         """Store what builds them; `weights_load` comes first."""
-        self._spec, self._executor = spec, executor
+        self._config, self._loader, self._executor = config, loader, executor
         self._weights: WeightsHash | None = None
 
     def weights_load(self) -> None:
@@ -24,9 +23,8 @@ class ConnectorStart:
             ConfigError: the loader cannot say what they are.
         """
         self.close()
-        config = self._spec.config
-        connector = str(config.kv_connector.use)
-        self._weights = WeightsHash(self._spec.loader, config.weight_cache, connector)
+        connector = str(self._config.kv_connector.use)
+        self._weights = WeightsHash(self._loader, self._config.weight_cache, connector)
 
     def start(self, connector: EngineConnector) -> None:
         """Build the worker halves; the KV cache is allocated.

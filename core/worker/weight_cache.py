@@ -38,10 +38,10 @@ from hardpoint.plugins.config import WeightCacheConfig
 from hardpoint.plugins.manifest import PluginEntry
 
 from .memory import size_text
+from .weight_hash import cache_folder
 
 _log = logging.getLogger("hardpoint")
 
-OFF = "off"
 _SUFFIX, _TEMPORARY = ".weights", ".temporary"
 _MAGIC = b"hardpoint-w1\n\0\0\0"
 _PREFIX = struct.Struct("<16sIIQ")
@@ -161,7 +161,7 @@ class WeightCache:
             num_ranks: that keep files of one model there.
         """
         self._limit, self._num_ranks = config.max_bytes, num_ranks
-        self._folder = None if config.path == OFF else cache_folder(config.path)
+        self._folder = cache_folder(config)
         self._writer: _Writer | None = None
 
     @property
@@ -208,16 +208,6 @@ class WeightCache:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-
-
-def cache_folder(path: str | None) -> Path | None:
-    """Return the folder, which may not exist yet; None if there is no place for one."""
-    if path is not None:
-        return Path(path).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    with contextlib.suppress(RuntimeError):  # no home
-        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "hardpoint"
-    return None
 
 
 def _file(folder: Path, key: str) -> Path:

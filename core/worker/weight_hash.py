@@ -26,8 +26,6 @@ from hardpoint.plugins.config import WeightCacheConfig
 from hardpoint.plugins.errors import PluginFaultError, shown
 from hardpoint.registry.blame import describe
 
-from .weight_cache import OFF, cache_folder
-
 _log = logging.getLogger("hardpoint")
 
 _FILE = "content-hashes.json"
@@ -105,6 +103,18 @@ def _cannot_say(loader: WeightLoader, connector: str) -> ConfigError:
     )
 
 
+def cache_folder(config: WeightCacheConfig) -> Path | None:
+    """Return the folder of the weight cache, which may not exist yet; None if there is none."""
+    if config.path == "off":
+        return None
+    if config.path is not None:
+        return Path(config.path).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    with contextlib.suppress(RuntimeError):  # no home
+        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "hardpoint"
+    return None
+
+
 def hash_weights(
     loader: WeightLoader,
     config: WeightCacheConfig,
@@ -124,7 +134,7 @@ def hash_weights(
         HardpointError: the loader failed, or it was stopped.
         OSError: a file cannot be read.
     """
-    folder = None if config.path == OFF else cache_folder(config.path)
+    folder = cache_folder(config)
     try:
         found = loader.content_hash(lambda path: hash_file(path, folder, stop))
     except (HardpointError, OSError):

@@ -71,16 +71,22 @@ class Renewal(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Jobs(msgspec.Struct, array_like=True):
-    """The jobs of a step."""
+    """The jobs of a step.
+
+    Attributes:
+        used: hashes of the first blocks of requests that have just been used; they are looked up
+            without an answer, so that stores replace others.
+    """
 
     lookups: list[Lookup] = msgspec.field(default_factory=list)
     loads: list[Load] = msgspec.field(default_factory=list)
     saves: list[Save] = msgspec.field(default_factory=list)
     renewals: list[Renewal] = msgspec.field(default_factory=list)
+    used: list[list[bytes]] = msgspec.field(default_factory=list)
 
     def __bool__(self) -> bool:
         """Return whether there is any."""
-        return bool(self.lookups or self.loads or self.saves or self.renewals)
+        return bool(self.lookups or self.loads or self.saves or self.renewals or self.used)
 
 
 class WorkerMessage(msgspec.Struct, array_like=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     import torch
 
     from .options import StoresOptions
+
+_log = logging.getLogger("hardpoint")
 
 _SLACK = 0.9  # of the time for a load or a call, so that what was loaded in time is used
 
@@ -105,18 +108,20 @@ class StoresWorker(KVConnectorWorker):
         self._report = functools.partial(context.report_fault, connector.name)
         self._lease = connector.config.lease_seconds
         self._timeout = connector.config.load_seconds * _SLACK
+        # A call that takes as long as a load may leaves no time for the next store.
+        self._call_seconds = min(options.timeout_seconds, connector.config.load_seconds / 2)
         self._identity = context.identity.digest()
         layer_bytes = context.identity.layer_bytes
         self._groups = _groups(layer_bytes, options.layer_groups)
         self._sizes = [layer_bytes[layer] for layer in self._groups[0]]
         self._events = _events(context)
-        stores = context.open_stores((HEADER_BYTES, *self._sizes), options.timeout_seconds)
+        stores = context.open_stores((HEADER_BYTES, *self._sizes), self._call_seconds)
         self._tiers = Tiers(
             [
                 Tier(
                     store,
                     CircuitBreaker(options.breaker_failures, options.breaker_seconds),
-                    options.timeout_seconds,
+                    self._call_seconds,
                     context.report_fault,
                     self._events,
                 )
@@ -147,7 +152,7 @@ class StoresWorker(KVConnectorWorker):
         self._stats_changed = False
 
     def _threads(self, name: str, count: int) -> TaskThreads:
-        return TaskThreads(name, count, self._options.timeout_seconds, self._report)
+        return TaskThreads(name, count, self._call_seconds, self._report)
 
     # The KV cache
 
@@ -189,6 +194,8 @@ class StoresWorker(KVConnectorWorker):
             self._loaders.submit(functools.partial(self._look_up, lookup), first=True)
         for load in metadata.loads:
             self._start(load)
+        for hashes in metadata.used:
+            self._loaders.submit(functools.partial(self._note_use, hashes))
         for peer in {renewal.transfer.peer for renewal in metadata.renewals}:
             renewals = [one for one in metadata.renewals if one.transfer.peer == peer]
             self._peers.renew(peer, functools.partial(self._renew, peer, renewals))
@@ -269,7 +276,7 @@ class StoresWorker(KVConnectorWorker):
     def close(self) -> None:
         """Store what is to be stored, as far as that does not take too long."""
         self.cancel_loads(list(self._loads))
-        seconds = self._options.timeout_seconds
+        seconds = self._call_seconds
         for threads in (self._saver, self._loaders, self._peers):
             threads.close(seconds)
         for tier in self._tiers:
@@ -281,6 +288,13 @@ class StoresWorker(KVConnectorWorker):
         thread = threading.Thread(target=tier.end, args=(method,), name="KVClose", daemon=True)
         thread.start()
         thread.join(seconds)
+        if thread.is_alive():
+            _log.warning(
+                "KV store %r: its %s() has not ended after %g s, and is left behind",
+                tier.store.name,
+                method,
+                seconds,
+            )
 
     # Loads
 
@@ -352,7 +366,7 @@ class StoresWorker(KVConnectorWorker):
         if transfer is None:
             return self._tiers.load(self._key(load.hashes[index], group), buffer.views)
         tier = self._tiers.peer_tier
-        seconds = min(job.deadline - time.monotonic(), self._options.timeout_seconds * _SLACK)
+        seconds = min(job.deadline - time.monotonic(), self._call_seconds * _SLACK)
         if tier is None or seconds <= 0:
             return False
         key = self._key(load.hashes[index], group, transfer.secret)
@@ -394,6 +408,16 @@ class StoresWorker(KVConnectorWorker):
         with self._lock:
             self._answers.found[lookup.serial] = count
             self._stats_changed = True
+
+    def _note_use(self, hashes: Sequence[bytes]) -> None:
+        keys = [
+            self._key(block_hash, group)
+            for block_hash in hashes
+            for group in range(len(self._groups))
+        ]
+        for tier in self._tiers:
+            if tier is not self._tiers.peer_tier:
+                tier.note_use(keys)
 
     def _renew(self, peer: str, renewals: Sequence[Renewal]) -> None:
         """Renew what a peer offers; of "" what this engine does."""

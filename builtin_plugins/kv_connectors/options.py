@@ -28,7 +28,7 @@ class StoresOptions(plugins.Options):
             them are loaded; a divisor of the number of layers.
         load_in_step: load what another engine offers within the step that needs it, a group of
             layers after the other, instead of before.
-        timeout_seconds: of each call of a store.
+        timeout_seconds: of each call of a store; at most half of `kv_connector.load_seconds`.
         breaker_failures: failed calls in a row, after which a store is left out.
         breaker_seconds: for how long.
     """

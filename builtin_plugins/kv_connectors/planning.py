@@ -288,6 +288,8 @@ class StoresScheduler(KVConnectorScheduler):
             return
         running.num_saved = end
         hashes = self._context.block_hashes(request, end)[first:end]
+        if 0 < first * size < request.num_prompt_tokens:  # a part of a long prompt
+            self._note_use(request, first)
         pairs = zip(hashes, running.block_ids[first:end], strict=True)
         if running.secret is not None and running.offers_all:
             running.offered += hashes
@@ -299,6 +301,16 @@ class StoresScheduler(KVConnectorScheduler):
             self._jobs.saves.append(Save([h for h, _ in chosen], [b for _, b in chosen]))
             for block_hash, _ in chosen:
                 self._remember(block_hash)
+
+    def _note_use(self, request: Request, num_blocks: int) -> None:
+        """Let stores keep the first blocks of a request longer than those that come after them.
+
+        A block that was stored before its successors would otherwise be replaced first, and they
+        are of no use without it.
+        """
+        if num_blocks:
+            hashes = self._context.block_hashes(request, num_blocks)
+            self._jobs.used.append(list(hashes[:num_blocks]))
 
     def _renew(self) -> None:
         """Renew what is offered, here and in other engines, while requests need it."""
@@ -332,6 +344,8 @@ class StoresScheduler(KVConnectorScheduler):
             known.pop(request_id, None)
         self._loads_in_next.discard(request_id)
         running = self._running.pop(request_id, None)
+        if running is not None:
+            self._note_use(request, running.num_saved)
         if running is None or running.secret is None:
             return False, None
         if running.num_saved < request.num_prompt_tokens // self._context.block_size:

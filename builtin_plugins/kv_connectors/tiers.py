@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import threading
 import time
@@ -20,6 +21,8 @@ from hardpoint.plugins.kv_store import BlockBuffer, PeerKVStore
 
 from .events import TierEvents
 from .staging import BadBlockError, check_block, copy_buffer, write_header
+
+_log = logging.getLogger("hardpoint")
 
 _MOST_LATE = 16  # futures, each of which keeps a buffer
 _T = TypeVar("_T")
@@ -230,12 +233,17 @@ class Tier:
         """Call another method of the store."""
         self._call(method, lambda: getattr(self.store, method)(*args), lambda _: True)
 
+    def note_use(self, keys: Sequence[bytes]) -> None:
+        """Let the store see that blocks are of use, those of one request in order."""
+        self._call("lookup", lambda: self.store.lookup(keys), lambda _: True)
+
     def end(self, method: str) -> None:
-        """Call `drain` or `close`, whatever has happened before."""
+        """Call `drain` or `close`, whatever has happened before; no step reports what fails."""
         try:
             getattr(self.store, method)()
         except BaseException as cause:
-            self._fail(method, f"{method}() failed: {reason_of(cause)}")
+            name = self.store.name
+            _log.warning("KV store %r: %s() failed: %s", name, method, reason_of(cause))
 
     def late_use(self, views: BlockBuffer) -> Future[Any] | None:
         """Return the future of a call that was given up, and that may still use a buffer."""

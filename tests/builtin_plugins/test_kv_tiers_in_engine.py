@@ -169,3 +169,21 @@ def test_totals_go_on_after_a_sleep_that_releases_the_weights(opened):
         llm,
         lambda: llm.scheduler_stats().kv_tiers["memory"].stored_blocks >= before.stored_blocks + 7,
     )
+
+
+@pytest.mark.parametrize("chunk", [8, 2048])
+def test_prompts_that_do_not_fit_together_still_find_their_beginnings(opened, chunk):
+    size = 48 * (128 + 8 * BLOCK)  # a header, and a token id per place
+    llm = opened(
+        ["memory"],
+        plugin={"memory": {"size_bytes": size}},
+        scheduler={"max_num_batched_tokens": chunk},
+    )
+    found = []
+    for number in range(8):
+        prompt = {"prompt_token_ids": [number % 2, *range(29 * BLOCK)]}
+        (output,) = llm.generate([prompt], ONE_TOKEN)
+        found.append(output.num_cached_tokens)
+        llm.reset_prefix_cache()
+        llm.generate("x", ONE_TOKEN)
+    assert min(found[4:]) >= 4 * BLOCK, found

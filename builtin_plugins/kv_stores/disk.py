@@ -17,8 +17,8 @@ from msgspec import Meta
 from hardpoint import plugins
 from hardpoint.plugins import ConfigError, KVStore
 
-from .disk_files import NO_ROOM, RefusedError, open_folder
-from .disk_slab import Slab, slot_bytes
+from .disk_files import NO_ROOM, BusyError, RefusedError, file_system_bytes, open_folder
+from .disk_slab import Slab, least_bytes
 
 _OPEN_SECONDS = 30.0  # to wait for another process that opens a large store
 _BUSY_SECONDS = 1.0
@@ -47,9 +47,10 @@ class DiskStore(KVStore):
             path: of a folder on a disk of this machine, for this store alone; it is made if it is
                 not there. Only this user may have access to it. No file in it may be cut short
                 while an engine uses it.
-            size_bytes: of the blocks of one size, those of all engines and ranks that share the
-                path together; equal for all of them. Blocks of other sizes, which engines with
-                another model had kept there, are removed for them once no engine uses them.
+            size_bytes: of all files together, those of all engines and ranks that share the path;
+                equal for all of them. Blocks of each size have a file of their own. As one grows,
+                those that no engine uses are removed if there is no other room; those in use stay,
+                and it may have an eighth of the size all the same.
         """
 
         path: Annotated[str, Meta(min_length=1)]
@@ -65,12 +66,12 @@ class DiskStore(KVStore):
         """
         super().__init__(context)
         options, setting = self.options, f"plugin.{self.name}"
-        if options.size_bytes < (least := slot_bytes(context.block_bytes)):
+        if options.size_bytes < (least := least_bytes(context.block_bytes)):
             raise ConfigError(
                 f"{setting}.size_bytes: {options.size_bytes} bytes have no room for a block of "
                 f"this model, which needs {least}"
             )
-        self._folder_path = Path(options.path).expanduser()
+        self._folder_path = path = Path(options.path).expanduser()
         self._files = contextlib.ExitStack()
         self._is_ready = False  # it is not while a full disk has no room for the index
         self._lock = threading.Lock()  # of what follows, and of the slab's locks
@@ -83,13 +84,17 @@ class DiskStore(KVStore):
         self._calls_lock = threading.Lock()
         self._closed = False
         try:
+            if 0 < (limit := file_system_bytes(path)) < options.size_bytes:
+                raise ConfigError(
+                    f"{setting}.size_bytes: {options.size_bytes} bytes are more than the file "
+                    f"system of {str(path)!r} has, which are {limit}"
+                )
             self._open(_OPEN_SECONDS)
         except (RefusedError, OSError) as cause:
             if isinstance(cause, OSError) and cause.errno in NO_ROOM:
                 self._pause(cause)
                 return
-            path = str(self._folder_path)
-            raise ConfigError(f"{setting}.path: {path!r} cannot be used: {cause}") from cause
+            raise ConfigError(f"{setting}.path: {str(path)!r} cannot be used: {cause}") from cause
 
     def _open(self, seconds: float) -> None:
         """Open the files, or make them.
@@ -281,7 +286,10 @@ class DiskStore(KVStore):
             return False
         try:
             self.slab.grow()
-        except OSError as cause:
+        except BusyError:
+            self._grow_at = time.monotonic() + _BUSY_SECONDS
+            return False
+        except (RefusedError, OSError) as cause:
             self._grow_at = time.monotonic() + _RETRY_SECONDS
             self._report(
                 "grow", f"it has no room for more than {self._index.slots} blocks: {cause}"

@@ -26,6 +26,22 @@ class DamagedError(RefusedError):
     """A file is not what it should be, but may be replaced."""
 
 
+class BusyError(RefusedError):
+    """Another process has kept something locked for too long."""
+
+
+def file_system_bytes(path: Path) -> int:
+    """Return the size of the file system that a path is on, or will be; 0 if it does not say.
+
+    Raises:
+        OSError: it cannot be found out.
+    """
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    found = os.statvfs(path)
+    return found.f_blocks * found.f_frsize
+
+
 def open_folder(path: str | Path, within: int | None = None) -> int:
     """Return the descriptor of a folder that only this user can use; it is made if it is not there.
 

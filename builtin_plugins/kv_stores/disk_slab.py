@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from .disk_files import (
     NO_ROOM,
+    BusyError,
     DamagedError,
     FileLocks,
     RefusedError,
@@ -22,10 +23,13 @@ from .disk_files import (
     read_parts,
     write_parts,
 )
-from .disk_index import MAX_TABLE, SlabIndex, table_size
+from .disk_index import MAX_TABLE, SlabIndex, index_bytes, table_size
 
 _PAGE = 4096
 _GROWTH = 64 << 20
+_STEPS = 16  # in which a slab grows at least, so that it takes others' room only as it needs it
+_SHARE = 8  # a slab may have this part of all, whatever others in use have
+_GROW_SECONDS = 0.1  # to wait for others that open, grow or remove slabs
 _FOLDER_LOCK = 0
 _USERS, _WRITER, _FIRST_SLOT = 0, 1, 2  # numbers of a slab's locks
 _PREFIX = "blocks-"
@@ -35,6 +39,17 @@ _FILES = ("slab", "index", "index.new", "lock")
 def slot_bytes(block_bytes: int) -> int:
     """Return the size of the slot of a block: whole pages, so that writing one reads nothing."""
     return -(-block_bytes // _PAGE) * _PAGE
+
+
+def least_bytes(block_bytes: int) -> int:
+    """Return the least size of a slab of one block, with its index."""
+    return slot_bytes(block_bytes) + index_bytes(table_size(1))
+
+
+def _capacity(slot: int, size_bytes: int) -> int:
+    """Return how many slots there may be in a size, with their index."""
+    limit = min(size_bytes // slot, MAX_TABLE)
+    return max(1, min(limit, (size_bytes - index_bytes(table_size(limit))) // slot))
 
 
 class Slab:
@@ -55,7 +70,7 @@ class Slab:
         Args:
             folder: descriptor of the folder of slabs, borrowed.
             block_bytes: of each block.
-            size_bytes: of the slab at most.
+            size_bytes: of all slabs together at most, with their indexes.
             seconds: to wait for others that are opening or removing slabs.
 
         Raises:
@@ -66,7 +81,7 @@ class Slab:
         self._block_bytes, self._size_bytes = block_bytes, size_bytes
         self._slot_bytes = slot_bytes(block_bytes)
         self._padding = memoryview(bytes(self._slot_bytes - block_bytes))
-        self.capacity = self.wanted = min(size_bytes // self._slot_bytes, MAX_TABLE)
+        self.capacity = self.wanted = _capacity(self._slot_bytes, size_bytes)
         with contextlib.ExitStack() as stack, _changing(folder, seconds):
             self._directory = open_folder(_name(block_bytes), folder)
             stack.callback(os.close, self._directory)
@@ -75,6 +90,7 @@ class Slab:
             self._file = open_file("slab", self._directory)
             stack.callback(os.close, self._file)
             is_alone = self._locks.try_lock(_USERS)
+            self._make_room(min(os.fstat(self._file).st_size, self.wanted * self._slot_bytes))
             self.index = self._prepared() if is_alone else self._opened()
             stack.callback(self.index.close)
             if not self._locks.try_lock(_USERS, shared=True):
@@ -201,32 +217,42 @@ class Slab:
         """Allocate some more slots; the caller is the one that may change the index.
 
         Raises:
-            OSError: there is no room.
+            BusyError: others are opening, growing or removing slabs.
+            RefusedError: slabs of other sizes that are in use have the room.
+            OSError: there is no room on the disk.
         """
         slots = self.index.slots
-        more = min(max(1, _GROWTH // self._slot_bytes), self.capacity - slots)
+        step = min(_GROWTH, self._size_bytes // _STEPS)
+        more = min(max(1, step // self._slot_bytes), self.capacity - slots)
         start, size = slots * self._slot_bytes, more * self._slot_bytes
-        self._remove_unused(start + size)
-        try:
-            os.posix_fallocate(self._file, start, size)
-        except OSError:
-            os.ftruncate(self._file, start)
-            raise
+        with _changing(self._folder, _GROW_SECONDS):
+            is_within, others = self._make_room(start + size)
+            if slots and not is_within and start + size > self._size_bytes // _SHARE:
+                raise RefusedError(
+                    f"engines with blocks of other sizes use {others} of {self._size_bytes} bytes"
+                )
+            try:
+                os.posix_fallocate(self._file, start, size)
+            except OSError:
+                os.ftruncate(self._file, start)
+                raise
         self.index.slots = slots + more
 
-    def _remove_unused(self, slab_bytes: int) -> None:
-        """Remove slabs that are not in use while all together are larger than they may be."""
-        try:
-            with _changing(self._folder, 0):
-                others = sorted(_others(self._folder, _name(self._block_bytes)))
-                total = slab_bytes + sum(size for _used, size, _name in others)
-                for _used, size, name in others:
-                    if total <= self._size_bytes:
-                        break
-                    if _remove(self._folder, name):
-                        total -= size
-        except RefusedError:
-            pass  # somebody is opening one: next time
+    def _make_room(self, slab_bytes: int) -> tuple[bool, int]:
+        """Remove slabs that are not in use, as far as this one is to grow into their room.
+
+        Returns:
+            Whether all together are as large as they may be then, and the size of the others.
+        """
+        room = self._size_bytes - slab_bytes - index_bytes(table_size(self.wanted))
+        found = sorted(_others(self._folder, _name(self._block_bytes)))
+        others = sum(size for _used, size, _name in found)
+        for _used, size, name in found:
+            if others <= room:
+                break
+            if _remove(self._folder, name):
+                others -= size
+        return others <= max(room, 0), others
 
 
 def _name(block_bytes: int) -> str:
@@ -238,26 +264,32 @@ def _changing(folder: int, seconds: float) -> Iterator[None]:
     """Keep others from opening and removing slabs.
 
     Raises:
-        RefusedError: they did so for too long.
+        BusyError: they did so for too long.
     """
     locks = FileLocks(open_file("lock", folder))
     try:
         if not locks.lock(_FOLDER_LOCK, seconds):
-            raise RefusedError(f"another process has kept it locked for {seconds:g} s")
+            raise BusyError(f"another process has kept it locked for {seconds:g} s")
         yield
     finally:
         locks.close()
 
 
 def _others(folder: int, own: str) -> Iterator[tuple[float, int, str]]:
-    """Yield when each other slab was used, its size, and the name of its folder."""
+    """Yield when each other slab was used, the size of its files, and the name of its folder.
+
+    The files have no holes: what is not written yet is allocated.
+    """
     for name in os.listdir(folder):
         if not name.startswith(_PREFIX) or name == own:
             continue
         with contextlib.suppress(OSError, RefusedError), _opened_folder(name, folder) as opened:
-            found = [os.stat(file, dir_fd=opened, follow_symlinks=False) for file in _FILES[:2]]
-            used = os.stat("lock", dir_fd=opened, follow_symlinks=False).st_mtime
-            yield used, sum(status.st_size for status in found), name
+            found = {}
+            for file in _FILES:  # a killed process may not have made all
+                with contextlib.suppress(FileNotFoundError):
+                    found[file] = os.stat(file, dir_fd=opened, follow_symlinks=False)
+            used = found["lock"].st_mtime if "lock" in found else 0.0
+            yield used, sum(status.st_size for status in found.values()), name
 
 
 def _remove(folder: int, name: str) -> bool:

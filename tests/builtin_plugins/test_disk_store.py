@@ -9,7 +9,18 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from support.builtins.disk_harness import SLOT, block, has, keep, kept, key, open_disk
+from support.builtins.disk_harness import (
+    SLOT,
+    block,
+    has,
+    keep,
+    kept,
+    key,
+    open_disk,
+    size_for,
+)
+
+from hardpoint.builtin_plugins.kv_stores.disk_files import FileLocks
 
 STORES = "hardpoint.builtin_plugins.kv_stores"
 
@@ -35,11 +46,11 @@ def test_blocks_survive_the_store(path: Path) -> None:
 
 
 def test_many_blocks_grow_the_slab_and_fill_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{STORES}.disk_slab._GROWTH", 100 * SLOT)
+    monkeypatch.setattr(f"{STORES}.disk_slab._GROWTH", 50 * SLOT)
     store = open_disk(path, 1000)
     slab = next(path.glob("blocks-*/slab"))
     assert keep(store, 0)
-    assert slab.stat().st_size == 100 * SLOT
+    assert slab.stat().st_size == 50 * SLOT
     assert all(keep(store, number) for number in range(1, 1500))
     assert slab.stat().st_size == 1000 * SLOT
     # A bucket of the index may be full before the slab is.
@@ -126,16 +137,15 @@ def test_blocks_of_several_sizes_share_a_path(path: Path) -> None:
     large.close()
 
 
-def test_slabs_that_are_not_in_use_make_room(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{STORES}.disk_slab._GROWTH", SLOT)
+def test_slabs_that_are_not_in_use_make_room(path: Path) -> None:
     sizes = [(128, 1000 + 10000 * n) for n in range(3)]
     for n, of_size in enumerate(sizes):
-        store = open_disk(path, sizes=of_size)
+        store = open_disk(path, sizes=of_size, size_bytes=16 * SLOT)
         assert store.store(key(1), block(1, of_size))
         store.close()
         lock = path / f"blocks-{sum(of_size)}" / "lock"
         os.utime(lock, (n + 1, n + 1))
-    in_use = open_disk(path, sizes=sizes[0])
+    in_use = open_disk(path, sizes=sizes[0], size_bytes=16 * SLOT)
     os.utime(path / f"blocks-{sum(sizes[0])}" / "lock", (1, 1))
     store = open_disk(path, size_bytes=16 * SLOT)
     assert keep(store, 1)
@@ -146,6 +156,88 @@ def test_slabs_that_are_not_in_use_make_room(path: Path, monkeypatch: pytest.Mon
     assert left == {f"blocks-{sum(sizes[0])}", "blocks-7128"}
     assert in_use.lookup([key(1)]) == [True]
     in_use.close()
+    store.close()
+
+
+OTHERS = [(128, 3000 + 8 * n, 4000) for n in range(4)]
+"""Sizes of blocks of several models, with slots of one size."""
+
+
+def fill(store, sizes: tuple[int, ...], numbers: range) -> None:
+    assert all(store.store(key(number), block(number, sizes)) for number in numbers)
+
+
+def allocated(path: Path) -> int:
+    """Return how much of the disk a path has, without its folders."""
+    return sum(file.stat().st_blocks * 512 for file in path.glob("blocks-*/*"))
+
+
+def test_slabs_that_fit_together_are_kept(path: Path) -> None:
+    numbers, found = range(14), []
+    for of in (0, 0, 1, 0, 1):
+        store = open_disk(path, 128, sizes=OTHERS[of])
+        found.append(sum(store.lookup([key(number) for number in numbers])))
+        fill(store, OTHERS[of], numbers)
+        store.close()
+    assert found == [0, 14, 0, 14, 14]
+
+
+def test_slabs_that_are_in_use_share_the_room(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{STORES}.disk._RETRY_SECONDS", 0.05)
+    size, faults, numbers = size_for(128), list[str](), range(130)
+    stores = [open_disk(path, 128, faults, sizes) for sizes in OTHERS[:3]]
+    for store, sizes in zip(stores, OTHERS[:3], strict=True):
+        fill(store, sizes, numbers)
+    assert allocated(path) <= size * 1.4, "two more with an eighth each, and indexes"
+    there = [store.used_bytes / 8192 for store in stores]
+    assert there[0] > 90
+    assert all(12 <= blocks <= 16 for blocks in there[1:])
+    assert len(faults) == 3
+    assert all(
+        text.startswith("plugin.disk.path: it has no room for more than ")
+        and f" of {size} bytes" in text
+        for text in faults
+    )
+    stores[0].close()
+    time.sleep(0.06)
+    fill(stores[1], OTHERS[1], range(130, 200))
+    assert stores[1].used_bytes / 8192 > 50, "what is not in use makes room"
+    assert allocated(path) <= size * 1.1
+    for store in stores[1:]:
+        store.close()
+
+
+def test_a_slab_waits_with_growing_while_another_is_opened(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{STORES}.disk._BUSY_SECONDS", 0.05)
+    monkeypatch.setattr(f"{STORES}.disk_slab._GROW_SECONDS", 0.01)
+    faults: list[str] = []
+    store = open_disk(path, faults=faults)
+    assert keep(store, 1)
+    locks = FileLocks(os.open(path / "lock", os.O_RDWR))
+    assert locks.try_lock(0)
+    assert keep(store, 2), "in the place of the first one"
+    assert kept(store, range(4)) == [2]
+    locks.close()
+    time.sleep(0.06)
+    assert keep(store, 3)
+    assert kept(store, range(4)) == [2, 3]
+    assert faults == []
+    store.close()
+
+
+def test_a_path_that_is_too_large_makes_room_when_it_is_opened(path: Path) -> None:
+    for sizes in OTHERS[:2]:
+        store = open_disk(path, 128, sizes=sizes)
+        fill(store, sizes, range(50))
+        store.close()
+    (path / "blocks-7777").mkdir(0o700)  # of a process that was killed
+    assert len(list(path.glob("blocks-*"))) == 3
+    open_disk(path, 64, sizes=OTHERS[1]).close()
+    assert [folder.name for folder in path.glob("blocks-*")] == ["blocks-7136"]
+    store = open_disk(path, 64, sizes=OTHERS[1])
+    assert sum(store.lookup([key(number) for number in range(50)])) >= 48
     store.close()
 
 
@@ -348,7 +440,7 @@ def test_a_larger_store_beside_a_smaller_one_is_reported(path: Path) -> None:
     assert len(faults) == 1
     assert faults[0].startswith(
         f"plugin.disk.size_bytes: there is room for 16 blocks, and not for 1000 as in "
-        f"{1000 * SLOT} bytes: "
+        f"{size_for(1000)} bytes: "
     )
     assert all(keep(large, number) for number in range(100))
     assert len(kept(large, range(100))) <= 16

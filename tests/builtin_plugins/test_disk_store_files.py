@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.builtins.disk_harness import SLOT, has, keep, kept, key, open_disk
+from support.builtins.disk_harness import SLOT, has, keep, kept, key, open_disk, size_for
 
 from hardpoint.builtin_plugins.kv_stores.disk import DiskStore
 from hardpoint.plugins import ConfigError
@@ -120,12 +120,37 @@ def test_a_link_in_the_place_of_a_new_index_is_not_followed(filled: Path, tmp_pa
 
 
 def test_sizes_that_hold_no_block_are_refused(path: Path) -> None:
-    message = refused(path, size_bytes=SLOT - 1)
+    least = size_for(1)
+    message = refused(path, size_bytes=least - 1)
     assert message == (
-        "plugin.disk.size_bytes: 8191 bytes have no room for a block of this model, which needs "
-        "8192"
+        f"plugin.disk.size_bytes: {least - 1} bytes have no room for a block of this model, which "
+        f"needs {least}"
     )
     assert not path.exists()
+    open_disk(path, size_bytes=least).close()
+
+
+def test_sizes_that_the_disk_does_not_have_are_refused(path: Path) -> None:
+    found = os.statvfs(path.parent)
+    limit = found.f_blocks * found.f_frsize
+    message = refused(path / "deeper", size_bytes=limit + 1)
+    assert message == (
+        f"plugin.disk.size_bytes: {limit + 1} bytes are more than the file system of "
+        f"{str(path / 'deeper')!r} has, which are {limit}"
+    )
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("sizes", [(4096,), (100,), (1 << 17,)])
+@pytest.mark.parametrize("size_bytes", [size_for(1), 10**6, (1 << 23) + 1])
+def test_the_index_is_part_of_the_size(path: Path, sizes: tuple[int, ...], size_bytes: int) -> None:
+    size_bytes += sizes[0]
+    store = open_disk(path, sizes=sizes, size_bytes=size_bytes)
+    index = next(path.glob("blocks-*/index")).stat().st_size
+    slot = -(-sizes[0] // 4096) * 4096
+    used = index + store.slab.capacity * slot
+    assert size_bytes * 0.94 - slot < used <= size_bytes
+    store.close()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from support.searching import kit_examples
 
 from hardpoint.builtin_plugins.kv_stores.chain import ChainStore
 from hardpoint.builtin_plugins.kv_stores.disk import DiskStore
+from hardpoint.builtin_plugins.kv_stores.disk_index import index_bytes, table_size
 from hardpoint.builtin_plugins.kv_stores.memory import MemoryStore
 from hardpoint.builtin_plugins.kv_stores.p2p import PeerToPeerStore
 from hardpoint.builtin_plugins.kv_stores.redis import RedisStore
@@ -38,7 +39,7 @@ class TestDiskStore(KVStoreSuite):
 
     def limit_options(self, block_bytes: int, count: int) -> Mapping[str, Any]:
         pages = -(-block_bytes // 4096)  # it keeps a block in whole pages
-        return {"size_bytes": count * pages * 4096}
+        return {"size_bytes": count * pages * 4096 + index_bytes(table_size(count))}
 
 
 class SmallStore(MemoryStore):

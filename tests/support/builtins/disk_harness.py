@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hardpoint.builtin_plugins.kv_stores.disk import DiskStore
+from hardpoint.builtin_plugins.kv_stores.disk_index import index_bytes, table_size
 from hardpoint.plugins import KVStoreContext
 
 SIZES = (128, 3000, 4000)
@@ -21,17 +22,22 @@ def open_disk(
     path: Path, blocks: int = 8, faults=None, sizes=SIZES, report_evicted=lambda _: None, **options
 ):
     """Return a store with room for some blocks; faults are appended to a list."""
-    slot = -(-sum(sizes) // 4096) * 4096
+    size_bytes = size_for(blocks, -(-sum(sizes) // 4096) * 4096)
     return DiskStore(
         KVStoreContext(
             name="disk",
-            options=DiskStore.Options(path=str(path), **({"size_bytes": blocks * slot} | options)),
+            options=DiskStore.Options(path=str(path), **({"size_bytes": size_bytes} | options)),
             sizes=sizes,
             identity="00" * 32,
             report_evicted=report_evicted,
             report_fault=[].append if faults is None else faults.append,
         )
     )
+
+
+def size_for(blocks: int, slot: int = SLOT) -> int:
+    """Return the size of a store for some blocks, with its index."""
+    return blocks * slot + index_bytes(table_size(blocks))
 
 
 def key(number: int) -> bytes:

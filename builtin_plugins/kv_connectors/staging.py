@@ -72,7 +72,7 @@ def _checksum(buffer: BlockBuffer) -> int:
 
 
 def copy_buffer(source: BlockBuffer, target: BlockBuffer) -> None:
-    """Copy all bytes; other threads run meanwhile."""
+    """Copy all bytes; other threads run in the meantime."""
     np.copyto(np.frombuffer(target.whole, np.uint8), np.frombuffer(source.whole, np.uint8))
 
 

@@ -64,7 +64,6 @@ class Selection:
         self._unknown = [f for f in found if not f.known_kind]
         self._on: dict[tuple[str, str], SelectedPlugin] = {}
         self._disabled: dict[tuple[str, str], str] = {}  # the path that disables it
-        self._renamed: list[SelectedPlugin] = []  # that were given a name
         self.warnings: list[str] = []
 
     def run(self) -> list[SelectedPlugin]:
@@ -85,7 +84,6 @@ class Selection:
             if kind.chosen_by is not None:
                 for chosen in self.chosen(kind, kind.chosen_by):
                     self._add(chosen)
-        self._check_given_names()
         return list(self._on.values())
 
     def chosen(self, kind: Kind, path: str) -> list[SelectedPlugin]:
@@ -108,7 +106,9 @@ class Selection:
                     f"{place}: {use!r} is named twice, here and by {other} "
                     f"(from {self._config_sources.of(place)})"
                 )
-            several.append(self._named(chosen, name))
+            if name is not None:
+                chosen = replace(chosen, source=replace(chosen.source, name=name))
+            several.append(chosen)
         return several
 
     def _use_of(self, wanted: str | PluginUse, path: str) -> tuple[str, str | None]:
@@ -121,30 +121,6 @@ class Selection:
             )
         return use, name
 
-    def _named(self, chosen: SelectedPlugin, name: str | None) -> SelectedPlugin:
-        """Return a component with the name that it is given, if any."""
-        if name is None:
-            return chosen
-        self._renamed.append(replace(chosen, source=replace(chosen.source, name=name)))
-        return self._renamed[-1]
-
-    def _check_given_names(self) -> None:
-        """Refuse a given name that a component of another kind has: they would share a table.
-
-        Raises:
-            PluginConflictError: naming both.
-        """
-        for given in self._renamed:
-            for other in self._on.values():
-                is_same = other.source.value == given.source.value
-                if other.name == given.name and other.kind != given.kind and not is_same:
-                    raise PluginConflictError(
-                        f"{given.path}.name: {given.name!r} is the name of "
-                        f"{other.kind.name}/{other.name}, too, and [plugin.{given.name}] would be "
-                        f"the options of both; give another name "
-                        f"(from {self._config_sources.of(given.path)})"
-                    )
-
     def wrapped(self, outer: SelectedPlugin, reference: str, path: str) -> SelectedPlugin:
         """Return the component that an enabled one wraps, which the option at `path` names."""
         found = self._resolve(reference, path, outer.kind)
@@ -156,7 +132,8 @@ class Selection:
             self._enable_one(chosen, use, name, path)
 
     def _enable_one(self, chosen: SelectedPlugin, use: str, name: str | None, path: str) -> None:
-        chosen = self._named(chosen, name)
+        if name is not None:
+            chosen = replace(chosen, source=replace(chosen.source, name=name))
         if chosen.kind.chosen_by is not None:
             few = ", of which there is one" if chosen.kind.number is Number.ONE else ""
             raise ConfigError(

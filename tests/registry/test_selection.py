@@ -7,9 +7,7 @@ from support.plugins.fake import component, on
 
 from hardpoint.plugins import (
     ConfigError,
-    KVConnector,
     KVEventPublisher,
-    KVStore,
     LogitsProcessor,
     OutputParser,
     Sampler,
@@ -98,23 +96,6 @@ class TestEnable:
         value = installed.offer("logits_processors/dry", component(LogitsProcessor))
         plugins = installed.resolve(plugins={"enable": [{"use": "dry", "name": "wet"}]})
         assert on(plugins)["logits_processors/wet"] == value
-
-    def test_a_given_name_that_one_of_another_kind_has(self, installed):
-        installed.offer("logits_processors/dry", component(LogitsProcessor))
-        installed.offer("kv_connectors/stores", component(KVConnector))
-        installed.offer("kv_stores/memory", component(KVStore))
-        with pytest.raises(PluginConflictError) as error:
-            installed.resolve(plugins={"enable": [{"use": "dry", "name": "fcfs"}]})
-        assert str(error.value) == (
-            "plugins.enable[0].name: 'fcfs' is the name of scheduling_policies/fcfs, too, and "
-            "[plugin.fcfs] would be the options of both; give another name (from default)"
-        )
-        with pytest.raises(PluginConflictError) as error:
-            installed.resolve(kv_connector={"stores": [{"use": "memory", "name": "stores"}]})
-        words = "kv_connector.stores[0].name: 'stores' is the name of kv_connectors/stores, too"
-        assert str(error.value).startswith(words)
-        named = {"stores": [{"use": "memory", "name": "near"}]}
-        assert installed.resolve(kv_connector=named).entries("kv_stores")[0].name == "near"
 
     def test_a_nested_class(self, installed):
         outer = type("Outer", (), {"Inner": component(LogitsProcessor)})

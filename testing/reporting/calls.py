@@ -18,6 +18,7 @@ from hardpoint.testing.suite import Rule, Violation, short_repr
 _CALLS = 20
 _ROUNDS = 5
 _WAIT_SECONDS = 1.0  # for a thread of the component to end, or to catch up
+_STILL_SECONDS = 0.5
 
 READS_ONLY = Rule(
     "reads only: what a component gets belongs to all that get it",
@@ -140,13 +141,15 @@ def releasing_all() -> Iterator[None]:
 
 def _settled(size: Callable[[], tuple[int, int]], wanted: int) -> tuple[int, int]:
     """Return a size, the smallest that it takes while threads catch up."""
-    end, smallest = time.monotonic() + _WAIT_SECONDS, size()
+    smallest, changed_at = size(), time.monotonic()
+    end = changed_at + _WAIT_SECONDS
     while max(smallest) > wanted and time.monotonic() < end:
         time.sleep(0.02)
         now = size()
-        if now >= smallest:
+        if now < smallest:
+            smallest, changed_at = now, time.monotonic()
+        elif time.monotonic() - changed_at > _STILL_SECONDS:  # a busy machine may stop a thread
             break
-        smallest = now
     return smallest
 
 

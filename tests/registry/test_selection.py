@@ -7,7 +7,9 @@ from support.plugins.fake import component, on
 
 from hardpoint.plugins import (
     ConfigError,
+    KVConnector,
     KVEventPublisher,
+    KVStore,
     LogitsProcessor,
     OutputParser,
     Sampler,

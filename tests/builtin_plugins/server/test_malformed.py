@@ -228,7 +228,11 @@ REFUSED = {
     "priority out of bounds": (chat(priority=-(2**40)), 400, "priority: expected 0 to"),
     "tags of numbers": (chat(tags={"a": 1}), 400, "tags"),
     "empty salt": (chat(cache_salt=""), 400, "cache_salt: expected"),
-    "transfer parameters": (chat(kv_transfer_params={"a": 1}), 403, "kv_transfer_params: this key"),
+    "transfer parameters": (
+        chat(kv_transfer_params={"a": 1}),
+        403,
+        "kv_transfer_params: needs a key",
+    ),
 }
 
 TAKEN = {

@@ -13,6 +13,8 @@ import zmq
 
 from hardpoint.plugins import ConfigError
 
+from .secret_files import read_secret
+
 _RANK = "{rank}"
 _MOST_PATH_BYTES = 107  # of a unix socket
 _KEY_CHARACTERS = 40
@@ -198,22 +200,7 @@ def read_key_pair(file: str, path: str) -> KeyPair:
         ConfigError: the file cannot be read, others can read it, or it holds no key.
     """
     file = os.path.expanduser(file)
-    try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe may hang
-    except OSError as cause:
-        raise ConfigError(f"{path}: cannot read {file!r}: {cause.strerror}") from None
-    try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise ConfigError(f"{path}: {file!r}: expected a regular file")
-        if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o037:
-            raise ConfigError(
-                f"{path}: {file!r}: expected a file of yours or root's with mode 0600 or 0640, "
-                f"got mode {stat.S_IMODE(found.st_mode):04o} of user {found.st_uid}"
-            )
-        secret = os.read(descriptor, 2 * _KEY_CHARACTERS).strip()
-    finally:
-        os.close(descriptor)
+    secret = read_secret(file, path, 2 * _KEY_CHARACTERS).strip()
     if not _is_key(secret):
         raise ConfigError(
             f"{path}: expected a secret key of {_KEY_CHARACTERS} characters in {file!r}, as "

@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import os
 import ssl
-import stat
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -16,6 +15,8 @@ from msgspec import Meta
 from hardpoint import plugins
 from hardpoint.plugins import ConfigError, KVStore
 from hardpoint.plugins.kv_store import BlockBuffer
+
+from .secret_files import read_secret
 
 _Seconds = Annotated[float, Meta(gt=0, le=3600)]
 
@@ -326,19 +327,7 @@ def _read_password(file: str, path: str) -> str:
     Raises:
         ConfigError: it cannot be read, others can read it, or there is no password in it.
     """
-    try:
-        with open(file, "rb", opener=_open_for_reading) as opened:
-            found = os.fstat(opened.fileno())
-            if not stat.S_ISREG(found.st_mode):
-                raise ConfigError(f"{path}: {file!r}: expected a regular file")
-            if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o037:
-                raise ConfigError(
-                    f"{path}: {file!r}: expected a file of yours or root's with mode 0600 or 0640, "
-                    f"got mode {stat.S_IMODE(found.st_mode):04o} of user {found.st_uid}"
-                )
-            text = opened.read(_MAX_PASSWORD + 1)
-    except OSError as cause:
-        raise ConfigError(f"{path}: {file!r}: {cause.strerror}") from None
+    text = read_secret(file, path, _MAX_PASSWORD + 1)
     try:
         password = text.decode().rstrip("\r\n")
     except UnicodeDecodeError:
@@ -346,8 +335,3 @@ def _read_password(file: str, path: str) -> str:
     if not password or len(text) > _MAX_PASSWORD:
         raise ConfigError(f"{path}: {file!r}: expected a password, in UTF-8, and nothing else")
     return password
-
-
-def _open_for_reading(file: str, flags: int) -> int:
-    """Open a file; one that is a pipe is not waited for."""
-    return os.open(file, flags | os.O_NONBLOCK)

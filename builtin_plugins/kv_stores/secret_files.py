@@ -1,0 +1,37 @@
+"""Files that hold a secret."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from hardpoint.plugins import ConfigError
+
+
+def read_secret(file: str, path: str, limit: int) -> bytes:
+    """Return the first bytes of a file that others cannot read.
+
+    Args:
+        file: may be a symbolic link, as mounted secrets are.
+        path: of the setting that names it, for messages.
+        limit: number of bytes at most.
+
+    Raises:
+        ConfigError: it cannot be read, is no file, or others can read it.
+    """
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe may hang
+        try:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                raise ConfigError(f"{path}: {file!r}: expected a regular file")
+            if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o037:
+                raise ConfigError(
+                    f"{path}: {file!r}: expected a file of yours or root's with mode 0600 or 0640, "
+                    f"got mode {stat.S_IMODE(found.st_mode):04o} of user {found.st_uid}"
+                )
+            return os.read(descriptor, limit)
+        finally:
+            os.close(descriptor)
+    except OSError as cause:
+        raise ConfigError(f"{path}: {file!r}: {cause.strerror}") from None

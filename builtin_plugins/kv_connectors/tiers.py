@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -46,7 +46,7 @@ class CircuitBreaker:
     def _is_open(self) -> bool:
         return any(count >= self._limit for count in self._counts.values())
 
-    def allows(self, method: str = "") -> bool:
+    def allows(self, method: str) -> bool:
         """Return whether the store may be called."""
         if not self._counts:
             return True
@@ -58,14 +58,14 @@ class CircuitBreaker:
             self._trying.add(method)
             return True
 
-    def succeeded(self, method: str = "") -> None:
+    def succeeded(self, method: str) -> None:
         """Record a call that worked."""
         if self._counts:
             with self._lock:
                 self._counts.pop(method, None)
                 self._trying.discard(method)
 
-    def failed(self, method: str = "") -> bool:
+    def failed(self, method: str) -> bool:
         """Record one that did not; return whether the store is left out from now on."""
         with self._lock:
             was_open = self._is_open
@@ -330,6 +330,20 @@ def _checked_size(size: Any) -> int | None:
     return size
 
 
+def merge_lookups(
+    keys: Sequence[bytes], lookups: Iterable[Callable[[Sequence[bytes]], Sequence[bool]]]
+) -> list[bool]:
+    """Return for each key whether any store has it; each is asked for what those before lack."""
+    found = [False] * len(keys)
+    for lookup in lookups:
+        missing = [index for index, has in enumerate(found) if not has]
+        if not missing:
+            break
+        for index, has in zip(missing, lookup([keys[i] for i in missing]), strict=True):
+            found[index] = has
+    return found
+
+
 class Tiers:
     """All stores, nearest first."""
 
@@ -345,13 +359,7 @@ class Tiers:
 
     def lookup(self, keys: Sequence[bytes]) -> int:
         """Return how many leading keys some store has."""
-        found = [False] * len(keys)
-        for tier in self._tiers:
-            missing = [index for index, has in enumerate(found) if not has]
-            if not missing:
-                break
-            for index, has in zip(missing, tier.lookup([keys[i] for i in missing]), strict=True):
-                found[index] = has
+        found = merge_lookups(keys, [tier.lookup for tier in self._tiers])
         return found.index(False) if False in found else len(keys)
 
     def load(self, key: bytes, views: BlockBuffer) -> bool:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from hardpoint import plugins
-from hardpoint.builtin_plugins.kv_connectors.tiers import CircuitBreaker
+from hardpoint.builtin_plugins.kv_connectors.tiers import CircuitBreaker, merge_lookups
 from hardpoint.plugins import ConfigError, KVStore
 from hardpoint.plugins.kv_store import BlockBuffer
 
@@ -81,14 +81,7 @@ class ChainStore(KVStore):
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """Return which blocks are in any of the stores."""
-        found = [self._later.has(key) for key in keys]
-        for link in self._links:
-            missing = [index for index, has in enumerate(found) if not has]
-            if not missing:
-                break
-            for index, has in zip(missing, link.lookup([keys[i] for i in missing]), strict=True):
-                found[index] = has
-        return found
+        return merge_lookups(keys, [self._later.lookup, *(link.lookup for link in self._links)])
 
     def store(self, key: bytes, buffer: BlockBuffer) -> bool:
         """Keep a block in all of the stores."""
@@ -146,7 +139,7 @@ class _Link:
         if isinstance(found, Sequence) and len(found) == len(keys):
             return [bool(has) for has in found]
         if found is not None:
-            self._fail(f"lookup() of {len(keys)} keys did not return as many answers")
+            self._fail("lookup", f"lookup() of {len(keys)} keys did not return as many answers")
         return [False] * len(keys)
 
     def run(self, method: str, *args: Any) -> bool:
@@ -158,12 +151,12 @@ class _Link:
         try:
             return self._store.used_bytes
         except Exception as cause:
-            self._fail(f"used_bytes failed: {type(cause).__name__}: {cause}")
+            self._fail("used_bytes", f"used_bytes failed: {type(cause).__name__}: {cause}")
             return None
 
     def _call(self, method: str, *args: Any) -> Any:
         """Return the result of a call; None if it failed or the store is left out."""
-        if not self._breaker.allows():
+        if not self._breaker.allows(method):
             return None
         began = time.monotonic()
         try:
@@ -172,13 +165,13 @@ class _Link:
                 # However long it takes: until it is done, the store may use the buffer.
                 result = result.result()
         except Exception as cause:
-            self._fail(f"{method}() failed: {type(cause).__name__}: {cause}")
+            self._fail(method, f"{method}() failed: {type(cause).__name__}: {cause}")
             return None
         limit = self._context.timeout_seconds
         if (seconds := time.monotonic() - began) > limit:
-            self._fail(f"{method}() took {seconds:.3g} s, more than {limit:g} s")
+            self._fail(method, f"{method}() took {seconds:.3g} s, more than {limit:g} s")
         else:
-            self._breaker.succeeded()
+            self._breaker.succeeded(method)
         return result
 
     def close(self) -> None:
@@ -186,11 +179,11 @@ class _Link:
         try:
             self._store.close()
         except Exception as cause:
-            self._fail(f"close() failed: {type(cause).__name__}: {cause}")
+            self._fail("close", f"close() failed: {type(cause).__name__}: {cause}")
 
-    def _fail(self, message: str) -> None:
+    def _fail(self, method: str, message: str) -> None:
         message = f"KV store {self._store.name!r} in {self._context.name!r}: {message}"
-        if self._breaker.failed():
+        if self._breaker.failed(method):
             message += "; it is left out for a while"
         self._context.report_fault(message)
 
@@ -238,9 +231,9 @@ class _Later:
                     del self._copies[key]
                 self._changed.notify_all()
 
-    def has(self, key: bytes) -> bool:
-        """Return whether there is a copy."""
-        return key in self._copies
+    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return of which blocks there is a copy."""
+        return [key in self._copies for key in keys]
 
     def load(self, key: bytes, buffer: BlockBuffer) -> bool:
         """Read a block, if there is a copy."""

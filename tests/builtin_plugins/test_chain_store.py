@@ -241,6 +241,18 @@ def test_a_store_that_keeps_failing_is_left_out_for_a_while():
     chain.store.close()
 
 
+def test_a_store_whose_loads_fail_is_left_out_though_its_lookups_work():
+    chain = Chain("near", "far", breaker_failures=2)
+    keep(chain.store, 1)
+    chain.before = failing(("near", "load"))
+    for _ in range(4):
+        assert found(chain.store, 1) == [True]
+        assert loaded(chain.store, 1)
+    assert names_of(chain.calls, "load").count("near") == 2
+    assert chain.faults[-1].endswith("near is broken; it is left out for a while")
+    chain.store.close()
+
+
 def test_a_store_that_is_slow_is_left_out_for_a_while():
     chain = Chain("near", "far", timeout=0.02, breaker_failures=2)
     keep(chain.store, 1)

@@ -277,20 +277,20 @@ def test_a_store_gets_only_so_many_buffers_that_it_does_not_give_back():
 
 def test_breaker():
     breaker = CircuitBreaker(2, 0.05)
-    assert breaker.allows()
-    assert not breaker.failed()
-    breaker.succeeded()
-    assert not breaker.failed()
-    assert breaker.allows()
-    assert breaker.failed()
-    assert not breaker.allows()
-    assert not breaker.failed()  # it was said already
+    assert breaker.allows("load")
+    assert not breaker.failed("load")
+    breaker.succeeded("load")
+    assert not breaker.failed("load")
+    assert breaker.allows("load")
+    assert breaker.failed("load")
+    assert not breaker.allows("load")
+    assert not breaker.failed("load")  # it was said already
     time.sleep(0.06)
-    assert breaker.allows()
-    assert not breaker.allows()  # one call tries
-    breaker.succeeded()
-    assert breaker.allows()
-    assert breaker.allows()
+    assert breaker.allows("load")
+    assert not breaker.allows("load")  # one call tries
+    breaker.succeeded("load")
+    assert breaker.allows("load")
+    assert breaker.allows("load")
 
 
 def fails_in(one, method):

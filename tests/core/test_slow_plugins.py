@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 from support.driving import FINAL
 from support.fault_cases import run_all
 
 from hardpoint import SamplingParams, plugins
+from hardpoint.core import activity
 from hardpoint.core.activity import Activity, PluginCalls
 from hardpoint.core.frontend.lifecycle import Restarter
+from hardpoint.core.worker.sampling import processor_runner
 from hardpoint.plugins import (
     EvictionPolicy,
     KVEventPublisher,
@@ -27,12 +30,22 @@ from hardpoint.testing.scripted import ScriptedModel
 
 HERE = __name__
 SECONDS = 0.03
+now = 0.0
 GREEDY = SamplingParams(temperature=0.0, max_tokens=3, **FINAL)
 SOURCE = Source("x", "pkg:X", "dist", "1.0", "default")
 
 
-def wait(*_):
-    time.sleep(SECONDS)
+def wait(*_, seconds=SECONDS):
+    global now
+    now += seconds
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """Let only the plugins that wait take time: a busy machine would slow others."""
+    counter = SimpleNamespace(perf_counter=lambda: now, monotonic=time.monotonic)
+    for module in (activity, processor_runner):
+        monkeypatch.setattr(module, "time", counter)
 
 
 class Waits(LogitsProcessor):
@@ -51,7 +64,7 @@ class Waits(LogitsProcessor):
 
     def advance(self, state, token):
         if state == "advance":
-            time.sleep(SECONDS / 3)
+            wait(seconds=SECONDS / 3)
         return state
 
     def apply(self, logits, rows):

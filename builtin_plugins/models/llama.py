@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -42,7 +43,13 @@ _GATES: dict[str, Callable[[Ops], Callable[[torch.Tensor], torch.Tensor]]] = {
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """One decoder layer; `q_norm` and `k_norm` are set for models that normalise each head."""
+    """One decoder layer.
+
+    Attributes:
+        input_norm, mlp_norm: the norms of attention and of the MLP.
+        q_norm, k_norm: set for models that normalise queries and keys.
+        rotates: whether queries and keys are rotated; without, the layer knows no positions (NoPE).
+    """
 
     input_norm: RMSNorm
     qkv: Linear
@@ -51,6 +58,7 @@ class DecoderLayer:
     mlp: MLP
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
+    rotates: bool = True
 
     def layers(self) -> list[PackedLayer]:
         """Return the layers that have weights."""
@@ -77,6 +85,10 @@ class Llama(Model):
     replayable = True
     parallelism: ClassVar[tuple[str, ...]] = ("tensor", "pipeline")
     head_norms = False
+    norm_names: ClassVar[tuple[str, str]] = ("input_layernorm", "post_attention_layernorm")
+    """Names of the norms of attention and of the MLP in a layer."""
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    """Values of fields that the config may leave out, where they differ from those of Llama."""
 
     def __init__(self, context: ModelContext) -> None:
         """Create the layers; `load_weights` loads their weights.
@@ -84,6 +96,10 @@ class Llama(Model):
         Raises:
             ModelError: a field of the config is missing, invalid or not supported.
         """
+        if self.defaults:
+            config = context.config
+            config = dataclasses.replace(config, hf={**self.defaults, **config.hf})
+            context = dataclasses.replace(context, config=config)
         super().__init__(context)
         hf = context.config.hf
         self._source = f"{context.config.architecture} config"
@@ -94,7 +110,9 @@ class Llama(Model):
         self._heads = fields.whole("num_attention_heads")
         self._kv_heads = fields.whole("num_key_value_heads", self._heads)
         self._head_size = self._read_head_size()
-        self._eps = fields.number("rms_norm_eps", 1e-6)
+        self._eps = self.norm_eps()
+        self._embedding_scale = self.embedding_scale()
+        self._attention_scale = self.attention_scale()
         self._check_config()
         self._tied = fields.flag("tie_word_embeddings", False)
         self._windows = self.windows()
@@ -109,6 +127,22 @@ class Llama(Model):
         shares_table = self._tied and not parallel.is_first
         head = "model.embed_tokens" if shares_table else "lm_head"
         self._head = LMHead(head, vocab, self._hidden, context)
+
+    def norm_eps(self) -> float:
+        """Return the eps of the norms."""
+        return self._fields.number("rms_norm_eps", 1e-6)
+
+    def embedding_scale(self) -> float:
+        """Return what the embedded tokens are multiplied by."""
+        return 1.0
+
+    def attention_scale(self) -> float:
+        """Return what the scores of attention are multiplied by."""
+        return 1.0 / math.sqrt(self._head_size)
+
+    def rotates(self, layer: int) -> bool:  # noqa: ARG002
+        """Return whether a layer of the model rotates its queries and keys (RoPE)."""
+        return True
 
     def windows(self) -> list[int | None]:
         """Return each layer's sliding window in tokens; None is full attention."""
@@ -156,16 +190,15 @@ class Llama(Model):
 
     def kv_specs(self) -> list[KVSpec]:
         """Return one spec per attention layer of this stage."""
-        scale = 1.0 / math.sqrt(self._head_size)
         heads, kv_heads = len(self._my_heads), len(self._my_kv_heads)
         return [
-            KVSpec(heads, kv_heads, self._head_size, scale, self._windows[layer])
+            KVSpec(heads, kv_heads, self._head_size, self._attention_scale, self._windows[layer])
             for layer in self._my_layers
         ]
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Return hidden states [tokens, hidden], in the last stage after the final norm."""
-        x = self._embedding(batch.token_ids) if batch.hidden is None else batch.hidden
+        x = self.embed(batch.token_ids) if batch.hidden is None else batch.hidden
         delta: torch.Tensor | None = None
         angles = self._rope.at(batch.positions)
         for index, layer in enumerate(self._decoder_layers):
@@ -175,6 +208,13 @@ class Llama(Model):
         if not self.context.parallel.is_last and delta is not None:
             return x.add_(delta)
         return self._norm(x, delta)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return the embedded tokens [tokens, hidden] for token_ids [tokens]."""
+        x = self._embedding(token_ids)
+        if self._embedding_scale != 1.0:
+            self.context.ops.scale(x, self._embedding_scale)
+        return x
 
     def run_mlp(self, index: int, h: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:  # noqa: ARG002
         """Return what the MLP of a layer of this stage gives for h [tokens, hidden]."""
@@ -187,15 +227,16 @@ class Llama(Model):
     def _project(
         self, layer: DecoderLayer, h: torch.Tensor, angles: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return rotated q [tokens, heads, head_size], rotated k and v [tokens, kv_heads, ...]."""
+        """Return q [tokens, heads, head_size], k and v [tokens, kv_heads, ...], for attention."""
         heads, kv_heads = len(self._my_heads), len(self._my_kv_heads)
         qkv = layer.qkv(h).view(-1, heads + 2 * kv_heads, self._head_size)
         q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], 1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = layer.q_norm(q), layer.k_norm(k)
-            self._rope.rotate(q, angles)
-            self._rope.rotate(k, angles)
-        else:
+            if layer.rotates:
+                self._rope.rotate(q, angles)
+                self._rope.rotate(k, angles)
+        elif layer.rotates:
             self._rope.rotate(qkv[:, : heads + kv_heads], angles)
         return q, k, v
 
@@ -231,7 +272,7 @@ class Llama(Model):
         ]
         qkv_bias, output_bias = self.attention_biases()
         return DecoderLayer(
-            input_norm=self._rms_norm(f"{name}.input_layernorm", self._hidden),
+            input_norm=self._rms_norm(f"{name}.{self.norm_names[0]}", self._hidden),
             qkv=Linear(
                 qkv, self._hidden, self.context, bias=qkv_bias, row_ranges=[my_q, my_kv, my_kv]
             ),
@@ -242,10 +283,11 @@ class Llama(Model):
                 bias=output_bias,
                 column_range=my_q,
             ),
-            mlp_norm=self._rms_norm(f"{name}.post_attention_layernorm", self._hidden),
+            mlp_norm=self._rms_norm(f"{name}.{self.norm_names[1]}", self._hidden),
             mlp=self.mlp(layer),
             q_norm=self._rms_norm(f"{attention}.q_norm", size) if self.head_norms else None,
             k_norm=self._rms_norm(f"{attention}.k_norm", size) if self.head_norms else None,
+            rotates=self.rotates(layer),
         )
 
     def _rms_norm(self, name: str, size: int) -> RMSNorm:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -33,6 +33,9 @@ from hardpoint.plugins.parallel import Cut
 _MAX_LAYERS = 1 << 10
 _MAX_HEAD_SIZE = 1 << 16
 
+FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
+"""What a config's `layer_types` says of a layer."""
+
 _GATES: dict[str, Callable[[Ops], Callable[[torch.Tensor], torch.Tensor]]] = {
     "silu": lambda ops: ops.silu_and_mul,
     "gelu_pytorch_tanh": lambda ops: ops.gelu_and_mul,
@@ -42,7 +45,11 @@ _GATES: dict[str, Callable[[Ops], Callable[[torch.Tensor], torch.Tensor]]] = {
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """One decoder layer; `q_norm` and `k_norm` are set for models that normalise each head."""
+    """One decoder layer.
+
+    `q_norm` and `k_norm` are set for models that normalise each head, `attention_output_norm` and
+    `mlp_output_norm` for those that normalise what is added to the residual.
+    """
 
     input_norm: RMSNorm
     qkv: Linear
@@ -51,6 +58,8 @@ class DecoderLayer:
     mlp: MLP
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
+    attention_output_norm: RMSNorm | None = None
+    mlp_output_norm: RMSNorm | None = None
 
     def layers(self) -> list[PackedLayer]:
         """Return the layers that have weights."""
@@ -60,8 +69,10 @@ class DecoderLayer:
             self.q_norm,
             self.k_norm,
             self.output,
+            self.attention_output_norm,
             self.mlp_norm,
             *self.mlp.layers(),
+            self.mlp_output_norm,
         ]
         return [part for part in parts if part is not None]
 
@@ -77,6 +88,9 @@ class Llama(Model):
     replayable = True
     parallelism: ClassVar[tuple[str, ...]] = ("tensor", "pipeline")
     head_norms = False
+    config_defaults: ClassVar[Mapping[str, Any]] = {}
+    activation_field = "hidden_act"
+    default_activation = "silu"
 
     def __init__(self, context: ModelContext) -> None:
         """Create the layers; `load_weights` loads their weights.
@@ -85,7 +99,7 @@ class Llama(Model):
             ModelError: a field of the config is missing, invalid or not supported.
         """
         super().__init__(context)
-        hf = context.config.hf
+        hf = self._hf = {**self.config_defaults, **context.config.hf}
         self._source = f"{context.config.architecture} config"
         fields = self._fields = ConfigFields(hf, self._source)
         self._hidden = fields.whole("hidden_size")
@@ -98,7 +112,7 @@ class Llama(Model):
         self._check_config()
         self._tied = fields.flag("tie_word_embeddings", False)
         self._windows = self.windows()
-        self._rope = RotaryEmbedding(self._head_size, context, source=self._source)
+        self._ropes = self.rotary_embeddings()
         parallel, vocab = context.parallel, context.config.vocab_size
         self._my_heads = parallel.share(self._heads, "attention heads")
         self._my_kv_heads = parallel.share_or_copy(self._kv_heads, "key and value heads")
@@ -113,6 +127,43 @@ class Llama(Model):
     def windows(self) -> list[int | None]:
         """Return each layer's sliding window in tokens; None is full attention."""
         return [self._fields.optional_whole("sliding_window")] * self._num_layers
+
+    def layer_types(self, default: Sequence[str]) -> list[str]:
+        """Return whether each layer has full attention or the sliding window, from `layer_types`.
+
+        Args:
+            default: of a config without that field.
+
+        Raises:
+            ModelError: there are others, or not one for each layer.
+        """
+        types = self._hf.get("layer_types")
+        if types is None:
+            types = list(default)
+        known = isinstance(types, list) and all(kind in LAYER_TYPES for kind in types)
+        if not known or len(types) != self._num_layers:
+            raise self._fields.error(
+                "layer_types",
+                f"expected {self._num_layers} of {' or '.join(LAYER_TYPES)}, got {short(types)}",
+            )
+        return list(types)
+
+    def rotary_embeddings(self) -> list[RotaryEmbedding]:
+        """Return each layer's rotary embedding; layers may share one."""
+        rope = RotaryEmbedding(self._head_size, self.context, source=self._source)
+        return [rope] * self._num_layers
+
+    def attention_scale(self) -> float:
+        """Return what attention scores are multiplied by."""
+        return 1.0 / math.sqrt(self._head_size)
+
+    def attention_softcap(self) -> float | None:
+        """Return the limit of attention scores (`KVSpec.softcap`); None is without one."""
+        return None
+
+    def embedding_scale(self) -> float:
+        """Return what embeddings are multiplied by, a number that the model's dtype holds."""
+        return 1.0
 
     def attention_biases(self) -> tuple[bool, bool]:
         """Return whether q, k and v have biases, and whether the output projection has one."""
@@ -140,10 +191,13 @@ class Llama(Model):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load the tensors one by one; fused matrices are packed once they are complete."""
-        self._rope.allocate()
+        self._allocate_rotary()
         load_weights(self._stored_layers(), weights)
+        scale = self.embedding_scale()
         if self._ties_head:
-            self._head.tie(self._embedding)
+            self._head.tie(self._embedding, copies=scale != 1.0)
+        if scale != 1.0 and self.context.parallel.is_first:
+            self._embedding.scale(scale)  # once, instead of in each step
 
     def packed_weights(self) -> dict[str, torch.Tensor]:
         """Return the packed matrices, the norms and the embedding."""
@@ -151,15 +205,15 @@ class Llama(Model):
 
     def load_packed(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load them."""
-        self._rope.allocate()
+        self._allocate_rotary()
         load_packed(self._layers(), tensors)
 
     def kv_specs(self) -> list[KVSpec]:
         """Return one spec per attention layer of this stage."""
-        scale = 1.0 / math.sqrt(self._head_size)
+        scale, softcap = self.attention_scale(), self.attention_softcap()
         heads, kv_heads = len(self._my_heads), len(self._my_kv_heads)
         return [
-            KVSpec(heads, kv_heads, self._head_size, scale, self._windows[layer])
+            KVSpec(heads, kv_heads, self._head_size, scale, self._windows[layer], softcap)
             for layer in self._my_layers
         ]
 
@@ -167,11 +221,17 @@ class Llama(Model):
         """Return hidden states [tokens, hidden], in the last stage after the final norm."""
         x = self._embedding(batch.token_ids) if batch.hidden is None else batch.hidden
         delta: torch.Tensor | None = None
-        angles = self._rope.at(batch.positions)
+        ropes = [self._ropes[layer] for layer in self._my_layers]
+        angles = {rope: rope.at(batch.positions) for rope in dict.fromkeys(ropes)}
         for index, layer in enumerate(self._decoder_layers):
-            q, k, v = self._project(layer, layer.input_norm(x, delta), angles)
+            rope = ropes[index]
+            q, k, v = self._project(layer, layer.input_norm(x, delta), rope, angles[rope])
             delta = layer.output(batch.attend(index, q, k, v).flatten(1))
+            if layer.attention_output_norm is not None:
+                delta = layer.attention_output_norm(delta)
             delta = self.run_mlp(index, layer.mlp_norm(x, delta), batch)
+            if layer.mlp_output_norm is not None:
+                delta = layer.mlp_output_norm(delta)
         if not self.context.parallel.is_last and delta is not None:
             return x.add_(delta)
         return self._norm(x, delta)
@@ -184,8 +244,16 @@ class Llama(Model):
         """Return logits [rows, vocab] of hidden states [rows, hidden], in float32."""
         return self._head(hidden)
 
+    def _allocate_rotary(self) -> None:
+        for rope in {self._ropes[layer] for layer in self._my_layers}:
+            rope.allocate()
+
     def _project(
-        self, layer: DecoderLayer, h: torch.Tensor, angles: torch.Tensor
+        self,
+        layer: DecoderLayer,
+        h: torch.Tensor,
+        rope: RotaryEmbedding,
+        angles: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return rotated q [tokens, heads, head_size], rotated k and v [tokens, kv_heads, ...]."""
         heads, kv_heads = len(self._my_heads), len(self._my_kv_heads)
@@ -193,10 +261,10 @@ class Llama(Model):
         q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], 1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = layer.q_norm(q), layer.k_norm(k)
-            self._rope.rotate(q, angles)
-            self._rope.rotate(k, angles)
+            rope.rotate(q, angles)
+            rope.rotate(k, angles)
         else:
-            self._rope.rotate(qkv[:, : heads + kv_heads], angles)
+            rope.rotate(qkv[:, : heads + kv_heads], angles)
         return q, k, v
 
     def _layers(self) -> list[PackedLayer]:
@@ -274,8 +342,9 @@ class Llama(Model):
                 f"expected an even number (RoPE rotates pairs) of at most {_MAX_HEAD_SIZE}, "
                 f"got {self._head_size}",
             )
-        activation = self.context.config.hf.get("hidden_act") or "silu"
+        name = self.activation_field
+        activation = self._hf.get(name) or self.default_activation
         if not isinstance(activation, str) or activation not in _GATES:
             expected = " or ".join(map(repr, _GATES))
-            raise fields.error("hidden_act", f"expected {expected}, got {short(activation)}")
+            raise fields.error(name, f"expected {expected}, got {short(activation)}")
         self._gate = _GATES[activation](self.context.ops)

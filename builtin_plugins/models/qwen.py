@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from hardpoint.plugins.hf_config import short
 
-from .llama import Llama
-
-_SLIDING = "sliding_attention"
-_LAYER_TYPES = ("full_attention", _SLIDING)
+from .llama import FULL, SLIDING, Llama
 
 
 class _Qwen(Llama):
@@ -22,22 +19,17 @@ class _Qwen(Llama):
         if not fields.flag("use_sliding_window", False):
             return [None] * count
         window = fields.optional_whole("sliding_window")
-        types = self.context.config.hf.get("layer_types")
-        if types is None:
+        default: list[str] = []
+        if self.context.config.hf.get("layer_types") is None:
             limit = self.context.config.hf.get("max_window_layers", 28)
             if not isinstance(limit, int) or limit < 0:
                 raise fields.error(
                     "max_window_layers", f"expected a whole number >= 0, got {short(limit)}"
                 )
             slides = [self.slides(layer, limit) for layer in range(count)]
-            types = [_SLIDING if is_one else "full_attention" for is_one in slides]
-        known = isinstance(types, list) and all(kind in _LAYER_TYPES for kind in types)
-        if not known or len(types) != count:
-            raise fields.error(
-                "layer_types",
-                f"expected {count} of {' or '.join(_LAYER_TYPES)}, got {short(types)}",
-            )
-        return [window if kind == _SLIDING else None for kind in types]
+            default = [SLIDING if is_one else FULL for is_one in slides]
+        types = self.layer_types(default)
+        return [window if kind == SLIDING else None for kind in types]
 
     def slides(self, layer: int, limit: int) -> bool:
         """Return whether a layer has a sliding window, of a config without `layer_types`.

@@ -139,7 +139,10 @@ class Ops(Component):
 
     @abstractmethod
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467)."""
+        """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467).
+
+        The weight may be float32 with x of another dtype.
+        """
 
     @abstractmethod
     def add_rms_norm(

@@ -6,10 +6,7 @@ from abc import abstractmethod
 
 from hardpoint.plugins.hf_config import short
 
-from .llama import Llama
-
-_SLIDING = "sliding_attention"
-_LAYER_TYPES = ("full_attention", _SLIDING)
+from .llama import FULL, SLIDING, Llama
 
 
 class SlidingLayers(Llama):
@@ -20,20 +17,14 @@ class SlidingLayers(Llama):
 
     def windows(self) -> list[int | None]:
         """Return each layer's sliding window, from `use_sliding_window` and `layer_types`."""
-        fields, count = self._fields, self._num_layers
+        fields = self._fields
         if not fields.flag("use_sliding_window", False):
-            return [None] * count
+            return [None] * self._num_layers
         window = fields.optional_whole("sliding_window")
-        types = self.context.config.hf.get("layer_types")
+        types = self._hf.get("layer_types")
         if types is None:
-            types = [_SLIDING if slides else "full_attention" for slides in self.sliding_layers()]
-        known = isinstance(types, list) and all(kind in _LAYER_TYPES for kind in types)
-        if not known or len(types) != count:
-            raise fields.error(
-                "layer_types",
-                f"expected {count} of {' or '.join(_LAYER_TYPES)}, got {short(types)}",
-            )
-        return [window if kind == _SLIDING else None for kind in types]
+            types = [SLIDING if slides else FULL for slides in self.sliding_layers()]
+        return [window if kind == SLIDING else None for kind in self.layer_types(types)]
 
     @abstractmethod
     def sliding_layers(self) -> list[bool]:
@@ -48,7 +39,7 @@ class _Qwen(SlidingLayers):
 
     def sliding_layers(self) -> list[bool]:
         """Return whether each layer has the window, from `max_window_layers`."""
-        limit = self.context.config.hf.get("max_window_layers", 28)
+        limit = self._hf.get("max_window_layers", 28)
         if not isinstance(limit, int) or limit < 0:
             raise self._fields.error(
                 "max_window_layers", f"expected a whole number >= 0, got {short(limit)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,15 +20,18 @@ from hardpoint.plugins.models import (
     Linear,
     LMHead,
     PackedLayer,
+    QuantizableLayer,
     RMSNorm,
     RotaryEmbedding,
     load_packed,
     load_weights,
     packed_weights,
+    quantizable,
     weight_cuts,
     weight_shapes,
 )
 from hardpoint.plugins.parallel import Cut
+from hardpoint.plugins.quantization import QuantizedMatrix
 
 # Above all models that are known; a config's larger number would be built before the files that
 # have no such layers are read.
@@ -208,7 +212,19 @@ class Llama(Model):
         if self._ties_head:
             self._head.tie(self._embedding)
 
-    def packed_weights(self) -> dict[str, torch.Tensor]:
+    def quantizable(self) -> Iterable[str]:
+        """Return the names of all matrices but routers of experts."""
+        return self._quantizable.keys()
+
+    def load_quantized(self, name: str, matrix: QuantizedMatrix) -> None:
+        """Load a matrix of few bits."""
+        self._quantizable[name].load_quantized(name, matrix)
+
+    @functools.cached_property
+    def _quantizable(self) -> dict[str, QuantizableLayer]:
+        return quantizable(self._stored_layers())
+
+    def packed_weights(self) -> dict[str, torch.Tensor] | None:
         """Return the packed matrices, the norms and the embedding."""
         return packed_weights(self._layers())
 

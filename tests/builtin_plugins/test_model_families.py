@@ -1,4 +1,4 @@
-"""Granite and SmolLM3: equal to transformers', alone, in batches, in ranks and in stages."""
+"""Phi-3, OLMo 2, Granite and SmolLM3: equal to transformers', alone, in batches, in ranks and in stages."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from support.builtins.model_harness import Runner, build_model, load_model, open
 
 from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
 from hardpoint.builtin_plugins.models.granite import Granite
+from hardpoint.builtin_plugins.models.olmo2 import Olmo2
+from hardpoint.builtin_plugins.models.phi3 import Phi3
 from hardpoint.builtin_plugins.models.smollm3 import SmolLM3
 from hardpoint.plugins import ModelConfig, ModelError
 from hardpoint.plugins.parallel import Communicator, Parallel
@@ -34,7 +36,26 @@ FACTORS = {
     "logits_scaling": 3.0,
 }
 SLIDING = {"use_sliding_window": True, "sliding_window": 9}
+LONGROPE = {
+    "max_position_embeddings": 256,
+    "original_max_position_embeddings": 32,
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1.0, 1.1, 1.2],
+        "long_factor": [1.5, 2.5, 9.0],
+    },
+    "partial_rotary_factor": 0.75,
+}
 VARIANTS = {
+    "phi3": ("Phi3", Phi3, {"sliding_window": 9}),
+    "phi3-longrope": ("Phi3", Phi3, LONGROPE),
+    "phi3-grouped": (
+        "Phi3",
+        Phi3,
+        {"num_key_value_heads": 2, "partial_rotary_factor": 0.5, "tie_word_embeddings": True},
+    ),
+    "olmo2": ("Olmo2", Olmo2, {"num_key_value_heads": 8}),
+    "olmo2-grouped": ("Olmo2", Olmo2, {"num_key_value_heads": 2, "tie_word_embeddings": True}),
     "granite": ("Granite", Granite, FACTORS),
     "granite-tied": ("Granite", Granite, FACTORS | {"tie_word_embeddings": True}),
     "granite-biases": ("Granite", Granite, {"attention_bias": True, "mlp_bias": True}),
@@ -57,7 +78,7 @@ VARIANTS = {
 }
 GENERATOR = torch.Generator().manual_seed(1)
 TOKENS = torch.randint(0, 97, (60,), generator=GENERATOR).tolist()
-OTHERS = torch.randint(0, 97, (30,), generator=GENERATOR).tolist()
+OTHERS = torch.randint(0, 97, (40,), generator=GENERATOR).tolist()
 
 
 @pytest.fixture(scope="module", params=VARIANTS)

@@ -166,8 +166,7 @@ def _packed_tensor(
     dtype = dtype or context.dtype
     if tensor.shape != shape or tensor.dtype != dtype:
         raise ValueError(
-            f"{name}: expected {dtype} {list(shape)}, "
-            f"got {tensor.dtype} {list(tensor.shape)}"
+            f"{name}: expected {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}"
         )
     return tensor.to(context.device)
 
@@ -399,9 +398,7 @@ class Linear:
         self._packed_name, self._bias_name = (f"{stored[0][0]}.packed{s}" for s in ("", "_bias"))
         self._has_bias = bias
 
-    def _add(
-        self, name: str, whole: tuple[int, ...], start: int, mine: Sequence[range]
-    ) -> None:
+    def _add(self, name: str, whole: tuple[int, ...], start: int, mine: Sequence[range]) -> None:
         """Add a tensor, of which this rank has the rows `mine`, from row `start` of the matrix."""
         count = sum(map(len, mine))
         self._slices[name] = (start, count)
@@ -691,7 +688,7 @@ def _frequencies(
     exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
     powers = parameters["rope_theta"] ** exponents
     if is_long:
-        return _longrope(parameters, hf, powers, fields, max_model_len)
+        return _longrope(parameters, powers, fields, max_model_len)
     frequencies = 1.0 / powers
     if kind == "factors":
         frequencies = frequencies / _factors("factors", parameters, len(powers), fields)
@@ -724,7 +721,6 @@ def _factors(
 
 def _longrope(
     parameters: Mapping[str, Any],
-    hf: Mapping[str, Any],
     powers: torch.Tensor,
     fields: ConfigFields,
     max_model_len: int,
@@ -732,7 +728,10 @@ def _longrope(
     """Return what `_frequencies` does, of LongRoPE; `powers` are those of theta."""
     longest = fields.whole("max_position_embeddings")
     name = "original_max_position_embeddings"
-    original = fields.whole(name, parameters.get(name) or longest)
+    stated = parameters.get(name)
+    original = fields.whole(name, longest if stated is None else stated)
+    if original < 2:
+        raise fields.error(name, f"expected at least 2, got {original}")
     both = {
         variant: _factors(f"{variant}_factor", parameters, len(powers), fields)
         for variant in ("short", "long")
@@ -740,7 +739,8 @@ def _longrope(
     variant = "long" if max_model_len > original else "short"
     scale = parameters.get("attention_factor")
     if scale is None:
-        factor = fields.positive("factor", parameters.get("factor") or longest / original)
+        factor = parameters.get("factor")
+        factor = longest / original if factor is None else fields.positive("factor", factor)
         scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     return 1.0 / (both[variant] * powers), fields.positive("attention_factor", scale), variant
 

@@ -171,9 +171,7 @@ class Llama(Model):
 
     def rotary_embeddings(self) -> Sequence[RotaryEmbedding | None]:
         """Return each layer's rotary embedding; layers may share one, or have none."""
-        rope = RotaryEmbedding(
-            self._head_size, self.context, source=self._source, fields=self._hf
-        )
+        rope = RotaryEmbedding(self._head_size, self.context, source=self._source, fields=self._hf)
         return [rope] * self._num_layers
 
     def attention_scale(self) -> float:

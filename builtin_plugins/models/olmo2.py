@@ -29,22 +29,15 @@ class Olmo2(Llama):
         self, q_norm: RMSNorm, k_norm: RMSNorm, q: torch.Tensor, k: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return q and k [tokens, heads, head_size], normalised over all heads of all ranks."""
-        flat_q, flat_k = q.flatten(1), k.flatten(1)
         communicator = self.context.parallel.tensor
         if communicator.size == 1:
-            return q_norm(flat_q).view_as(q), k_norm(flat_k).view_as(k)
-        wide = [flat_q.float(), flat_k.float()]
-        squares = torch.cat([part.square().mean(-1, keepdim=True) for part in wide], 1)
+            return q_norm(q.flatten(1)).view_as(q), k_norm(k.flatten(1)).view_as(k)
+        assert isinstance(q_norm, _PartialNorm)
+        assert isinstance(k_norm, _PartialNorm)
+        squares = [part.flatten(1).float().square().mean(-1) for part in (q, k)]
         # All ranks have as many heads; key and value heads that several ranks have count as often.
-        means = communicator.all_reduce(squares) / communicator.size
-        scales = torch.rsqrt(means + self._eps).split(1, 1)
-        q, k = (
-            (part * scale * next(iter(norm.packed().values()))).to(heads.dtype).view_as(heads)
-            for part, scale, norm, heads in zip(
-                wide, scales, (q_norm, k_norm), (q, k), strict=True
-            )
-        )
-        return q, k
+        means = communicator.all_reduce(torch.stack(squares)) / communicator.size
+        return q_norm.normalised(q, means[0]), k_norm.normalised(k, means[1])
 
     def _decoder_layer(self, layer: int) -> DecoderLayer:
         name, size = f"model.layers.{layer}", self._head_size
@@ -88,3 +81,13 @@ class _PartialNorm(RMSNorm):
         if len(self._mine) == self._size:
             return {}
         return dict.fromkeys(self.shapes(), Cut(0, self._mine.start, self._mine.stop))
+
+    def normalised(self, x: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        """Return x [tokens, heads, head_size], normalised.
+
+        Args:
+            x: the part of this rank.
+            mean: of the squares of all parts, float32 [tokens].
+        """
+        scale = torch.rsqrt(mean + self._eps)[:, None]
+        return (x.flatten(1).float() * scale * self._weight).to(x.dtype).view_as(x)

@@ -214,8 +214,8 @@ def _part(matrix: QuantizedMatrix, cut: Cut) -> QuantizedMatrix:
     Raises:
         ValueError: it cannot be cut there.
     """
-    take = matrix.rows if cut.dim == 0 else matrix.columns
-    parts = [take(part.start, part.stop) for part in cut.parts]
+    part_of = matrix.rows if cut.dim == 0 else matrix.columns
+    parts = [part_of(part.start, part.stop) for part in cut.parts]
     return parts[0] if not cut.more else parts[0].joined(parts, cut.dim)
 
 

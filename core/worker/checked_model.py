@@ -43,6 +43,7 @@ class CheckedModel:
         specs: one per attention layer.
         is_replayable: whether the model's class says so.
         routed_experts: layers, and experts that a token has in each; None if it reports none.
+        kv_variant: what the bytes of its KV blocks depend on besides weights and config.
     """
 
     def __init__(self, model: Model, source: Source) -> None:
@@ -79,6 +80,9 @@ class CheckedModel:
         routed = self.routed_experts = model.routed_experts
         if routed is not None and not (_is_shape(routed) and len(routed) == 2):
             raise self._wrong("routed_experts", routed, "layers and experts per token, or None")
+        self.kv_variant = model.kv_variant
+        if not isinstance(self.kv_variant, str):
+            raise self._wrong("kv_variant", self.kv_variant, "a string")
         self._is_last = model.context.parallel.is_last
         self._width: int | None = None  # of hidden states, once known
 
@@ -409,11 +413,7 @@ def _is_shape(shape: Any) -> bool:
 
 
 def _is_cut(cut: Any, shape: Sequence[int]) -> bool:
-    return (
-        isinstance(cut, Cut)
-        and 0 <= cut.dim < len(shape)
-        and 0 <= cut.start <= cut.stop <= shape[cut.dim]
-    )
+    return isinstance(cut, Cut) and cut.fits(shape)
 
 
 def _is_spec(spec: Any) -> bool:

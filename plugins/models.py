@@ -127,8 +127,7 @@ def _packed_tensor(
     dtype = dtype or context.dtype
     if tensor.shape != shape or tensor.dtype != dtype:
         raise ValueError(
-            f"{name}: expected {dtype} {list(shape)}, "
-            f"got {tensor.dtype} {list(tensor.shape)}"
+            f"{name}: expected {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}"
         )
     return tensor.to(context.device)
 
@@ -228,10 +227,6 @@ class Embedding:
     def load_packed(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load the table."""
         self.weight = _packed_tensor(tensors, self._name, self._shape, self._context)
-
-    def scale(self, factor: float) -> None:
-        """Multiply the loaded table by a factor that the model's dtype holds exactly, in place."""
-        self.weight *= factor
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return [tokens, columns] for token_ids [tokens]."""
@@ -394,19 +389,9 @@ class LMHead(Linear):
         )
         self._rows = -(-vocab_size // self._communicator.size)  # the same in all ranks
 
-    def tie(self, table: Embedding, *, copies: bool = False) -> None:
-        """Use an embedding's table, which is loaded, as the matrix.
-
-        Args:
-            table: the embedding.
-            copies: whether the table is changed afterwards, so that the matrix needs its own memory.
-        """
-        packed = self._context.ops.pack(table.weight)
-        if copies and packed.layout == torch.strided:
-            memory = packed.untyped_storage().data_ptr()
-            if memory == table.weight.untyped_storage().data_ptr():
-                packed = packed.clone()
-        self._prepare(packed, None)
+    def tie(self, table: Embedding) -> None:
+        """Use an embedding's table, which is loaded, as the matrix."""
+        self._prepare(self._context.ops.pack(table.weight), None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits [rows, vocab] for hidden states x [rows, columns]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,8 +48,12 @@ _GATES: dict[str, Callable[[Ops], Callable[[torch.Tensor], torch.Tensor]]] = {
 class DecoderLayer:
     """One decoder layer.
 
-    `q_norm` and `k_norm` are set for models that normalise each head, `attention_output_norm` and
-    `mlp_output_norm` for those that normalise what is added to the residual.
+    Attributes:
+        input_norm, mlp_norm: the norms of attention and of the MLP.
+        q_norm, k_norm: set for models that normalise queries and keys.
+        rotates: whether queries and keys are rotated; without, the layer knows no positions (NoPE).
+        attention_output_norm, mlp_output_norm: set for models that normalise what attention and
+            MLP give, before it is added.
     """
 
     input_norm: RMSNorm
@@ -58,6 +63,7 @@ class DecoderLayer:
     mlp: MLP
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
+    rotates: bool = True
     attention_output_norm: RMSNorm | None = None
     mlp_output_norm: RMSNorm | None = None
 
@@ -88,9 +94,12 @@ class Llama(Model):
     replayable = True
     parallelism: ClassVar[tuple[str, ...]] = ("tensor", "pipeline")
     head_norms = False
-    config_defaults: ClassVar[Mapping[str, Any]] = {}
-    activation_field = "hidden_act"
-    default_activation = "silu"
+    norm_names: ClassVar[tuple[str, str]] = ("input_layernorm", "post_attention_layernorm")
+    """Names of the norms of attention and of the MLP in a layer."""
+    activation: ClassVar[tuple[str, str]] = ("hidden_act", "silu")
+    """The field that names the activation of the MLP, and what it is by default."""
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    """Values of fields that the config may leave out, where they differ from those of Llama."""
 
     def __init__(self, context: ModelContext) -> None:
         """Create the layers; `load_weights` loads their weights.
@@ -98,8 +107,12 @@ class Llama(Model):
         Raises:
             ModelError: a field of the config is missing, invalid or not supported.
         """
+        if self.defaults:
+            config = context.config
+            config = dataclasses.replace(config, hf={**self.defaults, **config.hf})
+            context = dataclasses.replace(context, config=config)
         super().__init__(context)
-        hf = self._hf = {**self.config_defaults, **context.config.hf}
+        hf = context.config.hf
         self._source = f"{context.config.architecture} config"
         fields = self._fields = ConfigFields(hf, self._source)
         self._hidden = fields.whole("hidden_size")
@@ -108,7 +121,9 @@ class Llama(Model):
         self._heads = fields.whole("num_attention_heads")
         self._kv_heads = fields.whole("num_key_value_heads", self._heads)
         self._head_size = self._read_head_size()
-        self._eps = fields.number("rms_norm_eps", 1e-6)
+        self._eps = self.norm_eps()
+        self._embedding_scale = self.embedding_scale()
+        self._attention_scale = self.attention_scale()
         self._check_config()
         self._tied = fields.flag("tie_word_embeddings", False)
         self._windows = self.windows()
@@ -124,22 +139,38 @@ class Llama(Model):
         head = "model.embed_tokens" if shares_table else "lm_head"
         self._head = LMHead(head, vocab, self._hidden, context)
 
+    def norm_eps(self) -> float:
+        """Return the eps of the norms."""
+        return self._fields.number("rms_norm_eps", 1e-6)
+
+    def embedding_scale(self) -> float:
+        """Return what the embedded tokens are multiplied by."""
+        return 1.0
+
+    def attention_scale(self) -> float:
+        """Return what the scores of attention are multiplied by."""
+        return 1.0 / math.sqrt(self._head_size)
+
+    def rotates(self, layer: int) -> bool:  # noqa: ARG002
+        """Return whether a layer of the model rotates its queries and keys (RoPE)."""
+        return True
+
     def windows(self) -> list[int | None]:
         """Return each layer's sliding window in tokens; None is full attention."""
         return [self._fields.optional_whole("sliding_window")] * self._num_layers
 
-    def layer_types(self, default: Sequence[str]) -> list[str]:
+    def layer_types(self, slides: Callable[[], Sequence[bool]]) -> list[str]:
         """Return whether each layer has full attention or the sliding window, from `layer_types`.
 
         Args:
-            default: of a config without that field.
+            slides: returns whether each has the window, of a config without that field.
 
         Raises:
             ModelError: there are others, or not one for each layer.
         """
-        types = self._hf.get("layer_types")
+        types = self.context.config.hf.get("layer_types")
         if types is None:
-            types = list(default)
+            types = [SLIDING if is_one else FULL for is_one in slides()]
         known = isinstance(types, list) and all(kind in LAYER_TYPES for kind in types)
         if not known or len(types) != self._num_layers:
             raise self._fields.error(
@@ -153,17 +184,9 @@ class Llama(Model):
         rope = RotaryEmbedding(self._head_size, self.context, source=self._source)
         return [rope] * self._num_layers
 
-    def attention_scale(self) -> float:
-        """Return what attention scores are multiplied by."""
-        return 1.0 / math.sqrt(self._head_size)
-
     def attention_softcap(self) -> float | None:
         """Return the limit of attention scores (`KVSpec.softcap`); None is without one."""
         return None
-
-    def embedding_scale(self) -> float:
-        """Return what embeddings are multiplied by, a number that the model's dtype holds."""
-        return 1.0
 
     def attention_biases(self) -> tuple[bool, bool]:
         """Return whether q, k and v have biases, and whether the output projection has one."""
@@ -193,11 +216,8 @@ class Llama(Model):
         """Load the tensors one by one; fused matrices are packed once they are complete."""
         self._allocate_rotary()
         load_weights(self._stored_layers(), weights)
-        scale = self.embedding_scale()
         if self._ties_head:
-            self._head.tie(self._embedding, copies=scale != 1.0)
-        if scale != 1.0 and self.context.parallel.is_first:
-            self._embedding.scale(scale)  # once, instead of in each step
+            self._head.tie(self._embedding)
 
     def packed_weights(self) -> dict[str, torch.Tensor]:
         """Return the packed matrices, the norms and the embedding."""
@@ -210,7 +230,7 @@ class Llama(Model):
 
     def kv_specs(self) -> list[KVSpec]:
         """Return one spec per attention layer of this stage."""
-        scale, softcap = self.attention_scale(), self.attention_softcap()
+        scale, softcap = self._attention_scale, self.attention_softcap()
         heads, kv_heads = len(self._my_heads), len(self._my_kv_heads)
         return [
             KVSpec(heads, kv_heads, self._head_size, scale, self._windows[layer], softcap)
@@ -219,7 +239,7 @@ class Llama(Model):
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Return hidden states [tokens, hidden], in the last stage after the final norm."""
-        x = self._embedding(batch.token_ids) if batch.hidden is None else batch.hidden
+        x = self.embed(batch.token_ids) if batch.hidden is None else batch.hidden
         delta: torch.Tensor | None = None
         ropes = [self._ropes[layer] for layer in self._my_layers]
         angles = {rope: rope.at(batch.positions) for rope in dict.fromkeys(ropes)}
@@ -235,6 +255,13 @@ class Llama(Model):
         if not self.context.parallel.is_last and delta is not None:
             return x.add_(delta)
         return self._norm(x, delta)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return the embedded tokens [tokens, hidden] for token_ids [tokens]."""
+        x = self._embedding(token_ids)
+        if self._embedding_scale != 1.0:
+            self.context.ops.scale(x, self._embedding_scale)
+        return x
 
     def run_mlp(self, index: int, h: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:  # noqa: ARG002
         """Return what the MLP of a layer of this stage gives for h [tokens, hidden]."""
@@ -255,15 +282,16 @@ class Llama(Model):
         rope: RotaryEmbedding,
         angles: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return rotated q [tokens, heads, head_size], rotated k and v [tokens, kv_heads, ...]."""
+        """Return q [tokens, heads, head_size], k and v [tokens, kv_heads, ...], for attention."""
         heads, kv_heads = len(self._my_heads), len(self._my_kv_heads)
         qkv = layer.qkv(h).view(-1, heads + 2 * kv_heads, self._head_size)
         q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], 1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = layer.q_norm(q), layer.k_norm(k)
-            rope.rotate(q, angles)
-            rope.rotate(k, angles)
-        else:
+            if layer.rotates:
+                rope.rotate(q, angles)
+                rope.rotate(k, angles)
+        elif layer.rotates:
             rope.rotate(qkv[:, : heads + kv_heads], angles)
         return q, k, v
 
@@ -299,7 +327,7 @@ class Llama(Model):
         ]
         qkv_bias, output_bias = self.attention_biases()
         return DecoderLayer(
-            input_norm=self._rms_norm(f"{name}.input_layernorm", self._hidden),
+            input_norm=self._rms_norm(f"{name}.{self.norm_names[0]}", self._hidden),
             qkv=Linear(
                 qkv, self._hidden, self.context, bias=qkv_bias, row_ranges=[my_q, my_kv, my_kv]
             ),
@@ -310,10 +338,11 @@ class Llama(Model):
                 bias=output_bias,
                 column_range=my_q,
             ),
-            mlp_norm=self._rms_norm(f"{name}.post_attention_layernorm", self._hidden),
+            mlp_norm=self._rms_norm(f"{name}.{self.norm_names[1]}", self._hidden),
             mlp=self.mlp(layer),
             q_norm=self._rms_norm(f"{attention}.q_norm", size) if self.head_norms else None,
             k_norm=self._rms_norm(f"{attention}.k_norm", size) if self.head_norms else None,
+            rotates=self.rotates(layer),
         )
 
     def _rms_norm(self, name: str, size: int) -> RMSNorm:
@@ -342,8 +371,8 @@ class Llama(Model):
                 f"expected an even number (RoPE rotates pairs) of at most {_MAX_HEAD_SIZE}, "
                 f"got {self._head_size}",
             )
-        name = self.activation_field
-        activation = self._hf.get(name) or self.default_activation
+        name, default = self.activation
+        activation = self.context.config.hf.get(name) or default
         if not isinstance(activation, str) or activation not in _GATES:
             expected = " or ".join(map(repr, _GATES))
             raise fields.error(name, f"expected {expected}, got {short(activation)}")

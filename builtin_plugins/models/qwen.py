@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 from hardpoint.plugins.hf_config import short
 
 from .llama import FULL, SLIDING, Llama
 
 
-class _Qwen(Llama):
-    """Common to both: a sliding window that is optional and applies to some layers only."""
+class SlidingLayers(Llama):
+    """Common to models with a sliding window that is optional and applies to some layers only."""
 
     contract = 1
     replayable = True
@@ -19,17 +21,28 @@ class _Qwen(Llama):
         if not fields.flag("use_sliding_window", False):
             return [None] * count
         window = fields.optional_whole("sliding_window")
-        default: list[str] = []
-        if self.context.config.hf.get("layer_types") is None:
-            limit = self.context.config.hf.get("max_window_layers", 28)
-            if not isinstance(limit, int) or limit < 0:
-                raise fields.error(
-                    "max_window_layers", f"expected a whole number >= 0, got {short(limit)}"
-                )
-            slides = [self.slides(layer, limit) for layer in range(count)]
-            default = [SLIDING if is_one else FULL for is_one in slides]
-        types = self.layer_types(default)
+        types = self.layer_types(self.sliding_layers)
         return [window if kind == SLIDING else None for kind in types]
+
+    @abstractmethod
+    def sliding_layers(self) -> list[bool]:
+        """Return whether each layer has the window, of a config without `layer_types`."""
+
+
+class _Qwen(SlidingLayers):
+    """Common to both."""
+
+    contract = 1
+    replayable = True
+
+    def sliding_layers(self) -> list[bool]:
+        """Return whether each layer has the window, from `max_window_layers`."""
+        limit = self.context.config.hf.get("max_window_layers", 28)
+        if not isinstance(limit, int) or limit < 0:
+            raise self._fields.error(
+                "max_window_layers", f"expected a whole number >= 0, got {short(limit)}"
+            )
+        return [self.slides(layer, limit) for layer in range(self._num_layers)]
 
     def slides(self, layer: int, limit: int) -> bool:
         """Return whether a layer has a sliding window, of a config without `layer_types`.

@@ -46,9 +46,7 @@ VARIANTS: dict[str, tuple[type[Model], dict[str, Any]]] = {
     "gemma3-ropes": (Gemma3, {"rope_parameters": ROPES, "sliding_window_pattern": 2}),
     "gemma3-cap": (Gemma3, {"final_logit_softcapping": 4.0, "sliding_window_pattern": 3}),
 }
-TOKENS: list[int] = torch.randint(
-    0, 97, (60,), generator=torch.Generator().manual_seed(1)
-).tolist()
+TOKENS: list[int] = torch.randint(0, 97, (60,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
 def random_reference(variant: str, folder: Path) -> Any:

@@ -20,7 +20,7 @@ from hardpoint.testing.model.rank_threads import run_ranks
 
 TINY: dict[str, Any] = {
     "vocab_size": 97,
-    "hidden_size": 64,
+    "hidden_size": 80,  # whose square root bfloat16 rounds
     "intermediate_size": 96,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
@@ -132,6 +132,9 @@ def test_bfloat16_is_as_close_as_in_transformers(variant, backend) -> None:
     found = Runner(model, dtype=torch.bfloat16, attention=backend).logits([("a", TOKENS)])
     rounded = type(reference).from_pretrained(
         folder, dtype=torch.bfloat16, attn_implementation="eager"
+    )
+    assert torch.equal(
+        model.embed(torch.tensor(TOKENS)), rounded.model.embed_tokens(torch.tensor(TOKENS))
     )
     theirs = rounded(torch.tensor([TOKENS])).logits[0].float()
     assert (found - expected).norm() < 1.1 * (theirs - expected).norm()

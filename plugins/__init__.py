@@ -81,6 +81,7 @@ from .plan import (
     RequestFault,
     SchedulerOutput,
 )
+from .quantization import Quantization, QuantizationContext
 from .request import Request, RequestStatus
 from .requests import (
     CompletionOutput,
@@ -222,6 +223,8 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "ModelFiles",
     "Ops",
     "OpsContext",
+    "Quantization",
+    "QuantizationContext",
     "Recorded",
     "is_replayable",
     "WeightLoader",

@@ -13,8 +13,16 @@ import torch
 import torch.nn.functional as F
 
 from .model import ModelContext
-from .models import Linear, PackedLayer, packed_weights, weight_cuts, weight_shapes
+from .models import (
+    Linear,
+    PackedLayer,
+    packed_weights,
+    quantizable,
+    weight_cuts,
+    weight_shapes,
+)
 from .parallel import Cut
+from .quantization import AffineCodes, QuantizedMatrix
 
 __all__ = ["MLP", "Experts", "ExpertsConfig", "GatedMLP", "MixtureOfExperts"]
 
@@ -125,14 +133,18 @@ class MixtureOfExperts:
         self._config = experts
         self._communicator = context.parallel.tensor
         self._router = Linear(
-            [(f"{name}.gate", experts.count)], hidden, context, out_dtype=torch.float32
+            [(f"{name}.gate", experts.count)],
+            hidden,
+            context,
+            out_dtype=torch.float32,
+            quantize=False,
         )
         self._experts = Experts(f"{name}.experts", hidden, experts, context)
         self._shared: tuple[Linear, GatedMLP] | None = None
         if experts.shared_width is not None:
             share = f"{name}.shared_expert_gate"
             self._shared = (
-                Linear([(share, 1)], hidden, context, out_dtype=torch.float32),
+                Linear([(share, 1)], hidden, context, out_dtype=torch.float32, quantize=False),
                 GatedMLP(
                     f"{name}.shared_expert",
                     hidden,
@@ -220,11 +232,18 @@ class Experts:
     def load(self, name: str, tensor: torch.Tensor) -> None:
         """Load one matrix; the last one makes the layer ready."""
         self._owners[name].load(name, tensor)
-        self._missing.discard(name)
-        if not self._missing:
-            self._prepare()
+        self._loaded(name)
 
-    def packed(self) -> dict[str, torch.Tensor]:
+    def quantizable(self) -> list[str]:
+        """Return the names of the matrices."""
+        return list(quantizable(self._matrices))
+
+    def load_quantized(self, name: str, matrix: QuantizedMatrix) -> None:
+        """Load one matrix; the last one makes the layer ready."""
+        self._owners[name].load_quantized(name, matrix)
+        self._loaded(name)
+
+    def packed(self) -> dict[str, torch.Tensor] | None:
         """Return the packed matrices."""
         return packed_weights(self._matrices)
 
@@ -253,6 +272,11 @@ class Experts:
             chosen = chosen - self._mine.start
         return self._apply(x, chosen, weights)
 
+    def _loaded(self, name: str) -> None:
+        self._missing.discard(name)
+        if not self._missing:
+            self._prepare()
+
     def _prepare(self) -> None:
         gate_up, down = ([m.matrix for m in side] for side in (self._gate_up, self._down))
         self._apply = self._context.ops.experts(gate_up, down, self._sizes)
@@ -264,7 +288,15 @@ class _ExpertMatrix(Linear):
     @property
     def matrix(self) -> torch.Tensor:
         """The packed matrix."""
+        assert self._packed is not None
         return self._packed[self._packed_name]
+
+    def load_quantized(self, name: str, matrix: QuantizedMatrix) -> None:
+        """Load one part; only codes stay as small as they are."""
+        if isinstance(matrix, AffineCodes):
+            super().load_quantized(name, matrix)
+        else:
+            self.load(name, matrix.dequantize())
 
     def _prepare(self, packed: torch.Tensor, bias: torch.Tensor | None) -> None:  # noqa: ARG002
         self._packed = {self._packed_name: packed}

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from .hf_config import ConfigFields, short
 from .model import ModelContext
 from .parallel import Cut
+from .quantization import AffineCodes, QuantizedMatrix
 
 __all__ = [
     "ConfigFields",
@@ -28,11 +29,13 @@ __all__ = [
     "Layer",
     "Linear",
     "PackedLayer",
+    "QuantizableLayer",
     "RMSNorm",
     "RotaryEmbedding",
     "load_packed",
     "load_weights",
     "packed_weights",
+    "quantizable",
     "weight_cuts",
     "weight_shapes",
 ]
@@ -53,8 +56,11 @@ class Layer(Protocol):
 class PackedLayer(Layer, Protocol):
     """A layer whose loaded tensors can be kept in the weight cache."""
 
-    def packed(self) -> dict[str, torch.Tensor]:
-        """Return what the layer has made of its tensors, under names that no other layer has."""
+    def packed(self) -> dict[str, torch.Tensor] | None:
+        """Return what the layer has made of its tensors, under names that no other layer has.
+
+        None if that is something else than tensors.
+        """
 
     def load_packed(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load what `packed` returned, among the tensors of other layers.
@@ -62,6 +68,17 @@ class PackedLayer(Layer, Protocol):
         Raises:
             KeyError, ValueError: a tensor is missing, or not what it should be.
         """
+
+
+@runtime_checkable
+class QuantizableLayer(Protocol):
+    """A layer with matrices that may have few bits."""
+
+    def quantizable(self) -> Iterable[str]:
+        """Return their names."""
+
+    def load_quantized(self, name: str, matrix: QuantizedMatrix) -> None:
+        """Load one, in the place of its tensor."""
 
 
 def weight_shapes(layers: Iterable[Layer]) -> dict[str, tuple[int, ...]]:
@@ -93,9 +110,30 @@ def load_weights(layers: Iterable[Layer], weights: Iterable[tuple[str, torch.Ten
         owners[name].load(name, tensor)
 
 
-def packed_weights(layers: Iterable[PackedLayer]) -> dict[str, torch.Tensor]:
-    """Return what some layers have made of their tensors, for `Model.packed_weights`."""
-    return {name: tensor for layer in layers for name, tensor in layer.packed().items()}
+def quantizable(layers: Iterable[Layer]) -> dict[str, QuantizableLayer]:
+    """Return the layers of matrices that may have few bits, by name, for `Model.quantizable`.
+
+    They are those of layers with a method `load_quantized`.
+    """
+    return {
+        name: layer
+        for layer in layers
+        if isinstance(layer, QuantizableLayer)
+        for name in layer.quantizable()
+    }
+
+
+def packed_weights(layers: Iterable[PackedLayer]) -> dict[str, torch.Tensor] | None:
+    """Return what some layers have made of their tensors, for `Model.packed_weights`.
+
+    None if a layer has something else than tensors.
+    """
+    packed: dict[str, torch.Tensor] = {}
+    for layer in layers:
+        if (tensors := layer.packed()) is None:
+            return None
+        packed |= tensors
+    return packed
 
 
 def load_packed(layers: Iterable[PackedLayer], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -107,7 +145,7 @@ def load_packed(layers: Iterable[PackedLayer], tensors: Mapping[str, torch.Tenso
     layers = list(layers)
     for layer in layers:
         layer.load_packed(tensors)
-    if unknown := tensors.keys() - packed_weights(layers).keys():
+    if unknown := tensors.keys() - (packed_weights(layers) or {}).keys():
         raise ValueError(f"no layer has the tensors {', '.join(sorted(unknown)[:3])}")
 
 
@@ -127,7 +165,8 @@ def _packed_tensor(
     dtype = dtype or context.dtype
     if tensor.shape != shape or tensor.dtype != dtype:
         raise ValueError(
-            f"{name}: expected {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}"
+            f"{name}: expected {dtype} {list(shape)}, "
+            f"got {tensor.dtype} {list(tensor.shape)}"
         )
     return tensor.to(context.device)
 
@@ -196,13 +235,15 @@ class Embedding:
     def __init__(self, name: str, rows: int, columns: int, context: ModelContext) -> None:
         """`name` is the Hugging Face name without `.weight`; `rows` and `columns` of all of it."""
         self._name = f"{name}.weight"
+        self._packed_name = f"{name}.packed"
         self._whole = (rows, columns)
         self._context = context
         self._communicator = context.parallel.tensor
         self._share = context.parallel.padded_share(rows)
         self._shape = (-(-rows // self._communicator.size), columns)
-        self.weight = torch.empty(0, dtype=context.dtype, device=context.device)
-        self._gather_rows = context.ops.gather_rows
+        self._weight = torch.empty(0, dtype=context.dtype, device=context.device)
+        self._codes: torch.Tensor | None = None
+        self._rows: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the table's shape."""
@@ -214,28 +255,73 @@ class Embedding:
             return {}
         return {self._name: Cut(0, self._share.start, self._share.stop)}
 
+    def quantizable(self) -> list[str]:
+        """Return the table's name."""
+        return [self._name]
+
     def load(self, name: str, tensor: torch.Tensor) -> None:  # noqa: ARG002 - it has only one
         """Load the table."""
-        self.weight = self.weight.new_empty(self._shape)
-        self.weight[: len(tensor)].copy_(tensor)
-        self.weight[len(tensor) :] = 0
+        weight = self._weight.new_empty(self._shape)
+        weight[: len(tensor)].copy_(tensor)
+        weight[len(tensor) :] = 0
+        self._use_table(weight)
+
+    def load_quantized(self, name: str, matrix: QuantizedMatrix) -> None:
+        """Load the table; it stays small if the operations can read rows of it."""
+        ops = self._context.ops
+        if isinstance(matrix, AffineCodes) and matrix.bits in ops.code_bits:
+            codes = ops.pack_codes([matrix.padded(self._shape[0])])
+            if self._use_codes(codes):
+                return
+        self.load(name, matrix.dequantize())
 
     def packed(self) -> dict[str, torch.Tensor]:
         """Return the table."""
-        return {self._name: self.weight}
+        if self._codes is not None:
+            return {self._packed_name: self._codes}
+        return {self._name: self._weight}
 
     def load_packed(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load the table."""
-        self.weight = _packed_tensor(tensors, self._name, self._shape, self._context)
+        codes = tensors.get(self._packed_name)
+        if codes is None:
+            self._use_table(_packed_tensor(tensors, self._name, self._shape, self._context))
+        elif not self._use_codes(codes.to(self._context.device)):
+            raise ValueError(f"{self._packed_name}: its rows cannot be read")
+
+    def pack(self) -> torch.Tensor:
+        """Return the table, which is loaded, in the layout of `Ops.linear`."""
+        return self._context.ops.pack(self._weight) if self._codes is None else self._codes
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return [tokens, columns] for token_ids [tokens]."""
+        """Return [tokens, columns] for token_ids [tokens].
+
+        Raises:
+            RuntimeError: the table was not loaded.
+        """
+        if self._rows is None:
+            raise RuntimeError(f"weights were not loaded: {self._name}")
         if self._communicator.size == 1:
-            return self._gather_rows(self.weight, token_ids)
+            return self._rows(token_ids)
         places = token_ids - self._share.start
         is_elsewhere = (places < 0) | (places >= len(self._share))
-        rows = self._gather_rows(self.weight, places.masked_fill(is_elsewhere, 0))
+        rows = self._rows(places.masked_fill(is_elsewhere, 0))
         return self._communicator.all_reduce(rows.masked_fill_(is_elsewhere.unsqueeze(1), 0))
+
+    def _use_table(self, weight: torch.Tensor) -> None:
+        gather_rows = self._context.ops.gather_rows
+        self._weight, self._codes = weight, None
+        self._rows = lambda ids: gather_rows(weight, ids)
+
+    def _use_codes(self, codes: torch.Tensor) -> bool:
+        """Use a packed table; return whether its rows can be read."""
+        self._rows = self._context.ops.embedding(codes, self._shape)
+        self._codes = None if self._rows is None else codes
+        return self._codes is not None
+
+
+_Run = torch.Tensor | QuantizedMatrix | list[AffineCodes]
+"""Matrices that one product multiplies: numbers, a matrix that multiplies itself, or codes."""
 
 
 class Linear:
@@ -247,7 +333,7 @@ class Linear:
     context's dtype before it is added.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - it says all of what a matrix is
         self,
         parts: Sequence[tuple[str, int]],
         columns: int,
@@ -258,6 +344,7 @@ class Linear:
         row_ranges: Sequence[range] | None = None,
         column_range: range | None = None,
         reduce: bool = True,
+        quantize: bool = True,
     ) -> None:
         """Describe the matrix; `load` loads it.
 
@@ -273,6 +360,7 @@ class Linear:
                 read whole, and added once. None is all.
             reduce: whether y is the sum over the ranks that have columns of W; otherwise the
                 caller adds up their parts.
+            quantize: whether the matrix may have few bits.
         """
         self._context = context
         self._out_dtype = out_dtype
@@ -298,7 +386,9 @@ class Linear:
             start += len(mine)
         self._rows = start
         self._missing = set(self._slices)
-        self._packed: dict[str, torch.Tensor] = {}
+        self._quantizable = [n for n in self._slices if quantize and n.endswith(".weight")]
+        self._matrices: dict[str, QuantizedMatrix] = {}
+        self._packed: dict[str, torch.Tensor] | None = {}
         self._packed_name, self._bias_name = (f"{parts[0][0]}.packed{s}" for s in ("", "_bias"))
         self._has_bias = bias
 
@@ -328,13 +418,19 @@ class Linear:
             if self._bias is None:
                 self._bias = self._empty(self._rows)
             self._bias[start : start + count].copy_(tensor)
-        self._missing.discard(name)
-        if not self._missing and self._weight is not None:
-            self._prepare(self._context.ops.pack(self._weight), self._bias)
-            self._weight = self._bias = None
+        self._loaded(name)
 
-    def packed(self) -> dict[str, torch.Tensor]:
-        """Return the packed matrix, and the bias if there is one."""
+    def quantizable(self) -> list[str]:
+        """Return the names of the matrices."""
+        return self._quantizable
+
+    def load_quantized(self, name: str, matrix: QuantizedMatrix) -> None:
+        """Load one matrix; the last part makes the layer ready."""
+        self._matrices[name] = matrix
+        self._loaded(name)
+
+    def packed(self) -> dict[str, torch.Tensor] | None:
+        """Return the packed matrix, and the bias if there is one; None if it is not one matrix."""
         return self._packed
 
     def load_packed(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -355,6 +451,78 @@ class Linear:
             raise RuntimeError(f"weights were not loaded: {', '.join(sorted(self._missing))}")
         y = self._apply(x)
         return self._context.parallel.tensor.all_reduce(y) if self._reduces else y
+
+    def _loaded(self, name: str) -> None:
+        """Prepare the product once all parts are there."""
+        self._missing.discard(name)
+        if self._missing:
+            return
+        if not self._matrices:
+            assert self._weight is not None
+            self._prepare(self._context.ops.pack(self._weight), self._bias)
+        else:
+            runs = self._runs()
+            if len(runs) == 1 and isinstance(runs[0], list):
+                codes = runs[0]
+                total = sum(part.shape[0] for part in codes)
+                codes[-1] = codes[-1].padded(codes[-1].shape[0] + self._rows - total)
+                self._prepare(self._context.ops.pack_codes(codes), self._bias)
+            else:
+                self._prepare_runs(runs)
+        self._weight = self._bias = None
+        self._matrices = {}
+
+    def _runs(self) -> list[_Run]:
+        """Return the matrices in their order, those together that one product can multiply."""
+        runs: list[_Run] = []
+        for name, (start, count) in self._slices.items():
+            if not name.endswith(".weight") or not count:
+                continue
+            matrix = self._matrices.get(name)
+            if matrix is None:
+                assert self._weight is not None
+                runs.append(self._weight[start : start + count])
+            elif not isinstance(matrix, AffineCodes):
+                runs.append(matrix)
+            elif runs and isinstance(runs[-1], list):
+                runs[-1].append(matrix)
+            else:
+                runs.append([matrix])
+        return runs
+
+    def _prepare_runs(self, runs: list[_Run]) -> None:
+        """Prepare a product per run, whose results are put side by side."""
+        ops, out_dtype = self._context.ops, self._out_dtype or self._context.dtype
+        products, start = list[Callable[[torch.Tensor], torch.Tensor]](), 0
+        for run in runs:
+            count = sum(p.shape[0] for p in run) if isinstance(run, list) else run.shape[0]
+            bias = self._bias if self._adds_bias else None
+            if bias is not None:
+                bias = bias[start : start + count].clone()
+            own = run.linear(bias, out_dtype) if isinstance(run, QuantizedMatrix) else None
+            if own is None:
+                packed = self._pack(run)
+                own = ops.linear(packed, (count, self._columns), bias, out_dtype=self._out_dtype)
+            products.append(own)
+            start += count
+        missing = self._rows - start  # of the last ranks of a divided vocabulary
+
+        def apply(x: torch.Tensor) -> torch.Tensor:
+            parts = [product(x) for product in products]
+            if missing:
+                parts.append(parts[0].new_zeros((len(x), missing)))
+            return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+
+        self._apply = apply
+        self._packed = None
+
+    def _pack(self, run: _Run) -> torch.Tensor:
+        ops = self._context.ops
+        if isinstance(run, list):
+            return ops.pack_codes(run)
+        if isinstance(run, QuantizedMatrix):
+            run = run.dequantize().to(self._context.device, self._context.dtype)
+        return ops.pack(run)
 
     def _prepare(self, packed: torch.Tensor, bias: torch.Tensor | None) -> None:
         shape = (self._rows, self._columns)
@@ -391,7 +559,7 @@ class LMHead(Linear):
 
     def tie(self, table: Embedding) -> None:
         """Use an embedding's table, which is loaded, as the matrix."""
-        self._prepare(self._context.ops.pack(table.weight), None)
+        self._prepare(table.pack(), None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits [rows, vocab] for hidden states x [rows, columns]."""

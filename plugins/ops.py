@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from .component import Component, Context
+from .quantization import AffineCodes
 
 if TYPE_CHECKING:
     import torch
@@ -95,6 +96,11 @@ class Ops(Component):
         return None
 
     @property
+    def code_bits(self) -> tuple[int, ...]:
+        """Bits of the codes that `pack_codes` keeps as codes; none by default."""
+        return ()
+
+    @property
     def layout(self) -> str:
         """Name of the layout of packed matrices; it differs where their bytes may differ.
 
@@ -112,6 +118,36 @@ class Ops(Component):
         """
         return weight
 
+    def pack_codes(self, parts: Sequence[AffineCodes]) -> torch.Tensor:
+        """Return W, some matrices stacked by rows, in the layout that `linear` takes.
+
+        It stays as small as its codes where this object has a kernel for them (`code_bits`). By
+        default it is dequantised, rounded to the context's dtype, and packed.
+
+        Args:
+            parts: on the CPU; they have as many columns, and may differ in everything else.
+        """
+        import torch  # noqa: PLC0415 - the contract is imported without it
+
+        weight = torch.cat([part.dequantize() for part in parts])
+        return self.pack(weight.to(self.context.device, self.context.dtype))
+
+    def embedding(
+        self,
+        packed: torch.Tensor,  # noqa: ARG002
+        shape: tuple[int, int],  # noqa: ARG002
+    ) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Return the function ids -> rows of W, [ids, columns of W].
+
+        None, the default: rows of packed matrices cannot be read, so that an embedding keeps a
+        table of numbers.
+
+        Args:
+            packed: what `pack_codes` returned for W.
+            shape: rows and columns of W.
+        """
+        return None
+
     @abstractmethod
     def linear(
         self,
@@ -126,7 +162,7 @@ class Ops(Component):
         Called once per matrix. The function may keep `packed` and `bias`, which stay as they are.
 
         Args:
-            packed: what `pack` returned for W.
+            packed: what `pack` or `pack_codes` returned for W.
             shape: rows and columns of W.
             bias: b, [rows of W].
             out_dtype: of the results, which may have been rounded to the context's before; None

@@ -22,6 +22,7 @@ from hardpoint.plugins.hf_config import (
     token_ids,
 )
 from hardpoint.plugins.parallel import Cut, needed_part
+from hardpoint.plugins.quantization import QuantizedWeight
 
 from .files import fingerprint, refusing_damage
 from .gguf_file import GGUFFile, open_gguf
@@ -74,11 +75,17 @@ _BLOCK_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_SCHEMES = {
+    gguf.GGMLQuantizationType.Q4_0: "q4_0",
+    gguf.GGMLQuantizationType.Q4_1: "q4_1",
+    gguf.GGMLQuantizationType.Q8_0: "q8_0",
+}
+"""The schemes that read blocks; those of other types are dequantised here."""
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class GGUFLoader(WeightLoader):
-    """Reads Llama, Qwen2 and Qwen3 models, quantised or not, as float32 weights."""
+    """Reads Llama, Qwen2 and Qwen3 models, quantised or not."""
 
     contract = 1
 
@@ -132,8 +139,10 @@ class GGUFLoader(WeightLoader):
         hf["rope_parameters"] = self._rope(architecture)
         return model_config(hf, self._source, eos_token_ids=self._eos(), dtype=self._dtype())
 
-    def weights(self, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights in `shapes` in float32, in file order, dequantised one at a time.
+    def weights(
+        self, shapes: Mapping[str, Sequence[int]]
+    ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
+        """Yield the weights in `shapes` in file order: blocks that a scheme reads, else float32.
 
         Raises:
             ModelError: a tensor's quantisation is unknown.
@@ -142,11 +151,11 @@ class GGUFLoader(WeightLoader):
 
     def cut_weights(
         self, shapes: Mapping[str, Sequence[int]], cuts: Mapping[str, Cut]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
         """Yield the same, of those in `cuts` the part that is needed.
 
-        No more is dequantised than the blocks that the part touches, and of permuted matrices the
-        heads.
+        No more is read than the blocks that the part touches, and of permuted matrices the heads.
+        Of blocks that the part divides, the whole rows are yielded.
 
         Raises:
             ModelError: a tensor's quantisation is unknown, or a weight to be cut has another shape.
@@ -162,14 +171,14 @@ class GGUFLoader(WeightLoader):
             cut = needed_part(name, shape, shapes, cuts)
             heads = permuted.get(name.split(".")[-2])
             if heads is None or hf["model_type"] != "llama":
-                yield name, self._dequantize(tensor, cut)
+                yield name, self._read(tensor, cut, None)
                 continue
             if shape[0] % (2 * heads):
                 raise ModelError(
                     f"{self._source}: tensor {tensor.name}: expected rows of {heads} heads of "
                     f"an even size, got {shape[0]} rows"
                 )
-            yield name, self._unpermuted(tensor, cut, shape[0] // heads)
+            yield name, self._read(tensor, cut, shape[0] // heads)
 
     def content_hash(self, hash_file: Callable[[Path], str]) -> str:
         """Return the hash of the file.
@@ -259,15 +268,48 @@ class GGUFLoader(WeightLoader):
         types = {tensor.tensor_type.name for tensor in self._file.tensors if len(tensor.shape) > 1}
         return _DTYPES.get(types.pop()) if len(types) == 1 else None
 
-    def _unpermuted(
-        self, tensor: gguf.ReaderTensor, cut: Cut | None, head_size: int
-    ) -> torch.Tensor:
-        """Return a part of q or k, whose rows llama.cpp has permuted within each head."""
-        if cut is None or cut.dim:
-            return _unpermute(self._dequantize(tensor, cut), head_size)
-        heads = Cut(0, cut.start // head_size * head_size, -(-cut.stop // head_size) * head_size)
-        rows = _unpermute(self._dequantize(tensor, heads), head_size)
-        return rows[cut.start - heads.start : cut.stop - heads.start]
+    def _read(
+        self, tensor: gguf.ReaderTensor, cut: Cut | None, head_size: int | None
+    ) -> torch.Tensor | QuantizedWeight:
+        """Return a tensor or a part of it: blocks that a scheme reads, else float32.
+
+        Args:
+            tensor: of the file.
+            cut: the part; None is all.
+            head_size: of q or k, whose rows llama.cpp has permuted within each head.
+        """
+        needed = cut
+        if cut is not None and not cut.dim and head_size is not None:  # whole heads
+            last = -(-cut.stop // head_size) * head_size
+            cut = Cut(0, cut.start // head_size * head_size, last)
+        scheme = _SCHEMES.get(tensor.tensor_type) if len(tensor.shape) == 2 else None
+        if scheme is None:
+            rows = self._dequantize(tensor, cut)
+        else:
+            rows = self._blocks(tensor, cut)
+        if head_size is not None:
+            rows = _unpermute(rows, head_size)
+        if cut is not None and needed is not None and not cut.dim:
+            rows = rows[needed.start - cut.start : needed.stop - cut.start]
+        if scheme is None:
+            return rows
+        block, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
+        return QuantizedWeight(scheme, (len(rows), rows.shape[1] // size * block), {"blocks": rows})
+
+    def _blocks(self, tensor: gguf.ReaderTensor, cut: Cut | None) -> torch.Tensor:
+        """Return the blocks of a matrix as bytes, uint8 [rows, bytes].
+
+        Of a cut of columns that divides blocks, the whole rows.
+        """
+        data = np.asarray(tensor.data)  # slicing the memory map itself is slow
+        if cut is not None:
+            block, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
+            if not cut.dim:
+                data = cut.of(data)
+            elif not (cut.start % block or cut.stop % block):
+                data = data[:, cut.start // block * size : cut.stop // block * size]
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # of read-only memory
+            return torch.from_numpy(data)
 
     def _dequantize(self, tensor: gguf.ReaderTensor, cut: Cut | None = None) -> torch.Tensor:
         """Return a tensor, or a part of it, in float32."""
@@ -292,53 +334,10 @@ class GGUFLoader(WeightLoader):
     ) -> torch.Tensor:
         """Return the numbers of a tensor's blocks."""
         with refusing_damage(f"{self._source}: tensor {tensor.name}"):
-            unpack = _UNPACKED.get(tensor.tensor_type)
-            if unpack is not None:
-                flat = unpack(_blocks(data, tensor.tensor_type))
-            else:
-                array = gguf.quants.dequantize(_with_long_rows(data), tensor.tensor_type)
-                own = array.flags.writeable and array.base is None
-                flat = torch.from_numpy(array if own else array.copy())
+            array = gguf.quants.dequantize(_with_long_rows(data), tensor.tensor_type)
+            own = array.flags.writeable and array.base is None
+            flat = torch.from_numpy(array if own else array.copy())
         return flat.reshape(*data.shape[:-1], -1)
-
-
-def _blocks(data: np.ndarray[Any, Any], kind: gguf.GGMLQuantizationType) -> torch.Tensor:
-    """Return a tensor's blocks as bytes, [blocks, bytes of one]."""
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # of read-only memory
-        return torch.from_numpy(data).reshape(-1, gguf.GGML_QUANT_SIZES[kind][1])
-
-
-def _unpack_q4_1(blocks: torch.Tensor) -> torch.Tensor:
-    """Return the weights of blocks of a scale, a minimum and 32 numbers of four bits."""
-    scales = blocks[:, :4].contiguous().view(torch.float16).float()
-    return _nibbles(blocks[:, 4:]).mul_(scales[:, :1]).add_(scales[:, 1:])
-
-
-def _unpack_q4_0(blocks: torch.Tensor) -> torch.Tensor:
-    """Return the weights of blocks of a scale and 32 numbers of four bits, less 8."""
-    scales = blocks[:, :2].contiguous().view(torch.float16).float()
-    return _nibbles(blocks[:, 2:]).sub_(8).mul_(scales)
-
-
-def _unpack_q8_0(blocks: torch.Tensor) -> torch.Tensor:
-    """Return the weights of blocks of a scale and 32 numbers of eight bits."""
-    scales = blocks[:, :2].contiguous().view(torch.float16).float()
-    return blocks[:, 2:].view(torch.int8).float().mul_(scales)
-
-
-def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Return numbers of four bits as float32, in each row the low halves of its bytes first."""
-    pairs = packed.contiguous().view(torch.int16)  # as a vector, and half as many as bytes
-    halves = torch.stack([pairs & 0x0F0F, (pairs >> 4) & 0x0F0F], 1)
-    return halves.view(torch.uint8).flatten(1).float()
-
-
-_UNPACKED = {
-    gguf.GGMLQuantizationType.Q4_0: _unpack_q4_0,
-    gguf.GGMLQuantizationType.Q4_1: _unpack_q4_1,
-    gguf.GGMLQuantizationType.Q8_0: _unpack_q8_0,
-}
-"""Unpacking by torch, in all of its threads; the library uses one, and takes longer on it."""
 
 
 def _with_long_rows(data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -24,7 +24,8 @@ class _Gemma(Llama):
     """
 
     contract = 1
-    activation = ("hidden_activation", "gelu_pytorch_tanh")
+    activation_field = "hidden_activation"
+    default_activation = "gelu_pytorch_tanh"
 
     def __init__(self, context: ModelContext) -> None:
         """Create the layers.
@@ -38,6 +39,7 @@ class _Gemma(Llama):
             raise fields.error(
                 "use_bidirectional_attention", "expected false (causal attention), got true"
             )
+        self._attention_scale = 1.0 / math.sqrt(fields.number("query_pre_attn_scalar"))
         self._attention_softcap = self._softcap("attn_logit_softcapping")
         self._logits_softcap = self._softcap("final_logit_softcapping")
 
@@ -45,21 +47,21 @@ class _Gemma(Llama):
         """Return n: of n layers the last one has full attention, the others have a window."""
         return 2
 
-    def sliding_layers(self) -> list[bool]:
-        """Return whether each layer has the window, of a config without `layer_types`."""
+    def types(self) -> list[str]:
+        """Return each layer's type; a config without `layer_types` has them in a fixed pattern."""
         interval = self.full_attention_interval()
-        return [(layer + 1) % interval != 0 for layer in range(self._num_layers)]
+        return self.layer_types(
+            [SLIDING if (layer + 1) % interval else FULL for layer in range(self._num_layers)]
+        )
 
     def windows(self) -> list[int | None]:
         """Return each layer's sliding window, from `sliding_window` and its type."""
         window = self._fields.optional_whole("sliding_window")
-        return [
-            window if kind == SLIDING else None for kind in self.layer_types(self.sliding_layers)
-        ]
+        return [window if kind == SLIDING else None for kind in self.types()]
 
     def attention_scale(self) -> float:
         """Return 1 / sqrt(query_pre_attn_scalar)."""
-        return 1.0 / math.sqrt(self._fields.number("query_pre_attn_scalar"))
+        return self._attention_scale
 
     def attention_softcap(self) -> float | None:
         """Return `attn_logit_softcapping`."""
@@ -76,7 +78,7 @@ class _Gemma(Llama):
 
     def _softcap(self, name: str) -> float | None:
         """Return a soft cap; a field that is null switches it off."""
-        value = self.context.config.hf.get(name)
+        value = self._hf.get(name)
         return None if value is None else self._fields.positive(name, value)
 
     def _decoder_layer(self, layer: int) -> DecoderLayer:
@@ -99,7 +101,7 @@ class Gemma2(_Gemma):
 
     contract = 1
     replayable = True
-    defaults: ClassVar[Mapping[str, Any]] = {
+    config_defaults: ClassVar[Mapping[str, Any]] = {
         "head_dim": 256,
         "query_pre_attn_scalar": 256,
         "sliding_window": 4096,
@@ -118,7 +120,7 @@ class Gemma3(_Gemma):
     contract = 1
     replayable = True
     head_norms = True
-    defaults: ClassVar[Mapping[str, Any]] = {
+    config_defaults: ClassVar[Mapping[str, Any]] = {
         "head_dim": 256,
         "query_pre_attn_scalar": 256,
         "sliding_window": 4096,
@@ -158,6 +160,6 @@ class Gemma3(_Gemma):
                 self._head_size,
                 self.context,
                 source=self._source,
-                fields={**self.context.config.hf, "rope_parameters": parameters},
+                fields={**self._hf, "rope_parameters": parameters},
             )
-        return [ropes[kind] for kind in self.layer_types(self.sliding_layers)]
+        return [ropes[kind] for kind in self.types()]

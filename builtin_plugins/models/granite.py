@@ -29,7 +29,7 @@ class Granite(Llama):
 
     def attention_scale(self) -> float:
         """Return `attention_multiplier`."""
-        return self._fields.number("attention_multiplier", 1.0)
+        return self._attention_multiplier
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [rows, vocab] of hidden states [rows, hidden], in float32."""
@@ -38,6 +38,7 @@ class Granite(Llama):
     def _check_config(self) -> None:
         super()._check_config()
         self._logits_scaling = self._fields.number("logits_scaling", 1.0)
+        self._attention_multiplier = self._fields.number("attention_multiplier", 1.0)
 
     @property
     def _residual_multiplier(self) -> float:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -19,15 +20,18 @@ from hardpoint.plugins.models import (
     Linear,
     LMHead,
     PackedLayer,
+    QuantizableLayer,
     RMSNorm,
     RotaryEmbedding,
     load_packed,
     load_weights,
     packed_weights,
+    quantizable,
     weight_cuts,
     weight_shapes,
 )
 from hardpoint.plugins.parallel import Cut
+from hardpoint.plugins.quantization import QuantizedMatrix
 
 # Above all models that are known; a config's larger number would be built before the files that
 # have no such layers are read.
@@ -49,21 +53,19 @@ class DecoderLayer:
     """One decoder layer.
 
     Attributes:
-        input_norm, mlp_norm: the norms of attention and of the MLP.
+        input_norm, mlp_norm: the norms of what attention and the MLP get; None if there is none.
         q_norm, k_norm: set for models that normalise queries and keys.
-        rotates: whether queries and keys are rotated; without, the layer knows no positions (NoPE).
         attention_output_norm, mlp_output_norm: set for models that normalise what attention and
-            MLP give, before it is added.
+            the MLP add to the residual.
     """
 
-    input_norm: RMSNorm
+    input_norm: RMSNorm | None
     qkv: Linear
     output: Linear
-    mlp_norm: RMSNorm
+    mlp_norm: RMSNorm | None
     mlp: MLP
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
-    rotates: bool = True
     attention_output_norm: RMSNorm | None = None
     mlp_output_norm: RMSNorm | None = None
 
@@ -94,12 +96,10 @@ class Llama(Model):
     replayable = True
     parallelism: ClassVar[tuple[str, ...]] = ("tensor", "pipeline")
     head_norms = False
-    norm_names: ClassVar[tuple[str, str]] = ("input_layernorm", "post_attention_layernorm")
-    """Names of the norms of attention and of the MLP in a layer."""
-    activation: ClassVar[tuple[str, str]] = ("hidden_act", "silu")
-    """The field that names the activation of the MLP, and what it is by default."""
-    defaults: ClassVar[Mapping[str, Any]] = {}
+    config_defaults: ClassVar[Mapping[str, Any]] = {}
     """Values of fields that the config may leave out, where they differ from those of Llama."""
+    activation_field = "hidden_act"
+    default_activation = "silu"
 
     def __init__(self, context: ModelContext) -> None:
         """Create the layers; `load_weights` loads their weights.
@@ -107,12 +107,8 @@ class Llama(Model):
         Raises:
             ModelError: a field of the config is missing, invalid or not supported.
         """
-        if self.defaults:
-            config = context.config
-            config = dataclasses.replace(config, hf={**self.defaults, **config.hf})
-            context = dataclasses.replace(context, config=config)
         super().__init__(context)
-        hf = context.config.hf
+        hf = self._hf = {**self.config_defaults, **context.config.hf}
         self._source = f"{context.config.architecture} config"
         fields = self._fields = ConfigFields(hf, self._source)
         self._hidden = fields.whole("hidden_size")
@@ -123,7 +119,6 @@ class Llama(Model):
         self._head_size = self._read_head_size()
         self._eps = self.norm_eps()
         self._embedding_scale = self.embedding_scale()
-        self._attention_scale = self.attention_scale()
         self._check_config()
         self._tied = fields.flag("tie_word_embeddings", False)
         self._windows = self.windows()
@@ -143,34 +138,22 @@ class Llama(Model):
         """Return the eps of the norms."""
         return self._fields.number("rms_norm_eps", 1e-6)
 
-    def embedding_scale(self) -> float:
-        """Return what the embedded tokens are multiplied by."""
-        return 1.0
-
-    def attention_scale(self) -> float:
-        """Return what the scores of attention are multiplied by."""
-        return 1.0 / math.sqrt(self._head_size)
-
-    def rotates(self, layer: int) -> bool:  # noqa: ARG002
-        """Return whether a layer of the model rotates its queries and keys (RoPE)."""
-        return True
-
     def windows(self) -> list[int | None]:
         """Return each layer's sliding window in tokens; None is full attention."""
         return [self._fields.optional_whole("sliding_window")] * self._num_layers
 
-    def layer_types(self, slides: Callable[[], Sequence[bool]]) -> list[str]:
+    def layer_types(self, default: Sequence[str]) -> list[str]:
         """Return whether each layer has full attention or the sliding window, from `layer_types`.
 
         Args:
-            slides: returns whether each has the window, of a config without that field.
+            default: of a config without that field.
 
         Raises:
             ModelError: there are others, or not one for each layer.
         """
-        types = self.context.config.hf.get("layer_types")
+        types = self._hf.get("layer_types")
         if types is None:
-            types = [SLIDING if is_one else FULL for is_one in slides()]
+            types = list(default)
         known = isinstance(types, list) and all(kind in LAYER_TYPES for kind in types)
         if not known or len(types) != self._num_layers:
             raise self._fields.error(
@@ -179,14 +162,22 @@ class Llama(Model):
             )
         return list(types)
 
-    def rotary_embeddings(self) -> list[RotaryEmbedding]:
-        """Return each layer's rotary embedding; layers may share one."""
-        rope = RotaryEmbedding(self._head_size, self.context, source=self._source)
+    def rotary_embeddings(self) -> Sequence[RotaryEmbedding | None]:
+        """Return each layer's rotary embedding; layers may share one, or have none."""
+        rope = RotaryEmbedding(self._head_size, self.context, source=self._source, fields=self._hf)
         return [rope] * self._num_layers
+
+    def attention_scale(self) -> float:
+        """Return what attention scores are multiplied by."""
+        return 1.0 / math.sqrt(self._head_size)
 
     def attention_softcap(self) -> float | None:
         """Return the limit of attention scores (`KVSpec.softcap`); None is without one."""
         return None
+
+    def embedding_scale(self) -> float:
+        """Return what the embedded tokens are multiplied by."""
+        return 1.0
 
     def attention_biases(self) -> tuple[bool, bool]:
         """Return whether q, k and v have biases, and whether the output projection has one."""
@@ -219,7 +210,19 @@ class Llama(Model):
         if self._ties_head:
             self._head.tie(self._embedding)
 
-    def packed_weights(self) -> dict[str, torch.Tensor]:
+    def quantizable(self) -> Iterable[str]:
+        """Return the names of all matrices but routers of experts."""
+        return self._quantizable.keys()
+
+    def load_quantized(self, name: str, matrix: QuantizedMatrix) -> None:
+        """Load a matrix of few bits."""
+        self._quantizable[name].load_quantized(name, matrix)
+
+    @functools.cached_property
+    def _quantizable(self) -> dict[str, QuantizableLayer]:
+        return quantizable(self._stored_layers())
+
+    def packed_weights(self) -> dict[str, torch.Tensor] | None:
         """Return the packed matrices, the norms and the embedding."""
         return packed_weights(self._layers())
 
@@ -230,7 +233,7 @@ class Llama(Model):
 
     def kv_specs(self) -> list[KVSpec]:
         """Return one spec per attention layer of this stage."""
-        scale, softcap = self._attention_scale, self.attention_softcap()
+        scale, softcap = self.attention_scale(), self.attention_softcap()
         heads, kv_heads = len(self._my_heads), len(self._my_kv_heads)
         return [
             KVSpec(heads, kv_heads, self._head_size, scale, self._windows[layer], softcap)
@@ -241,15 +244,15 @@ class Llama(Model):
         """Return hidden states [tokens, hidden], in the last stage after the final norm."""
         x = self.embed(batch.token_ids) if batch.hidden is None else batch.hidden
         delta: torch.Tensor | None = None
-        ropes = [self._ropes[layer] for layer in self._my_layers]
-        angles = {rope: rope.at(batch.positions) for rope in dict.fromkeys(ropes)}
+        angles = {rope: rope.at(batch.positions) for rope in self._my_ropes()}
         for index, layer in enumerate(self._decoder_layers):
-            rope = ropes[index]
-            q, k, v = self._project(layer, layer.input_norm(x, delta), rope, angles[rope])
+            rope = self._ropes[self._my_layers[index]]
+            turned = None if rope is None else partial(rope.rotate, angles=angles[rope])
+            q, k, v = self._project(layer, self._add(layer.input_norm, x, delta), turned)
             delta = layer.output(batch.attend(index, q, k, v).flatten(1))
             if layer.attention_output_norm is not None:
                 delta = layer.attention_output_norm(delta)
-            delta = self.run_mlp(index, layer.mlp_norm(x, delta), batch)
+            delta = self.run_mlp(index, self._add(layer.mlp_norm, x, delta), batch)
             if layer.mlp_output_norm is not None:
                 delta = layer.mlp_output_norm(delta)
         if not self.context.parallel.is_last and delta is not None:
@@ -271,16 +274,30 @@ class Llama(Model):
         """Return logits [rows, vocab] of hidden states [rows, hidden], in float32."""
         return self._head(hidden)
 
+    def _my_ropes(self) -> list[RotaryEmbedding]:
+        """Return the rotary embeddings of this stage, each once."""
+        ropes = dict.fromkeys(self._ropes[layer] for layer in self._my_layers)
+        return [rope for rope in ropes if rope is not None]
+
     def _allocate_rotary(self) -> None:
-        for rope in {self._ropes[layer] for layer in self._my_layers}:
+        for rope in self._my_ropes():
             rope.allocate()
+
+    def _add(
+        self, norm: RMSNorm | None, x: torch.Tensor, delta: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Add delta to the residual x in place, if there is one, and return it normalised."""
+        if norm is not None:
+            return norm(x, delta)
+        if delta is not None:
+            self.context.ops.add(x, delta)
+        return x
 
     def _project(
         self,
         layer: DecoderLayer,
         h: torch.Tensor,
-        rope: RotaryEmbedding,
-        angles: torch.Tensor,
+        rotate: Callable[[torch.Tensor], None] | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return q [tokens, heads, head_size], k and v [tokens, kv_heads, ...], for attention."""
         heads, kv_heads = len(self._my_heads), len(self._my_kv_heads)
@@ -288,11 +305,12 @@ class Llama(Model):
         q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], 1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = layer.q_norm(q), layer.k_norm(k)
-            if layer.rotates:
-                rope.rotate(q, angles)
-                rope.rotate(k, angles)
-        elif layer.rotates:
-            rope.rotate(qkv[:, : heads + kv_heads], angles)
+            rotated = [q, k]
+        else:
+            rotated = [qkv[:, : heads + kv_heads]]
+        if rotate is not None:
+            for part in rotated:
+                rotate(part)
         return q, k, v
 
     def _layers(self) -> list[PackedLayer]:
@@ -327,7 +345,7 @@ class Llama(Model):
         ]
         qkv_bias, output_bias = self.attention_biases()
         return DecoderLayer(
-            input_norm=self._rms_norm(f"{name}.{self.norm_names[0]}", self._hidden),
+            input_norm=self._rms_norm(f"{name}.input_layernorm", self._hidden),
             qkv=Linear(
                 qkv, self._hidden, self.context, bias=qkv_bias, row_ranges=[my_q, my_kv, my_kv]
             ),
@@ -338,11 +356,10 @@ class Llama(Model):
                 bias=output_bias,
                 column_range=my_q,
             ),
-            mlp_norm=self._rms_norm(f"{name}.{self.norm_names[1]}", self._hidden),
+            mlp_norm=self._rms_norm(f"{name}.post_attention_layernorm", self._hidden),
             mlp=self.mlp(layer),
             q_norm=self._rms_norm(f"{attention}.q_norm", size) if self.head_norms else None,
             k_norm=self._rms_norm(f"{attention}.k_norm", size) if self.head_norms else None,
-            rotates=self.rotates(layer),
         )
 
     def _rms_norm(self, name: str, size: int) -> RMSNorm:
@@ -371,8 +388,8 @@ class Llama(Model):
                 f"expected an even number (RoPE rotates pairs) of at most {_MAX_HEAD_SIZE}, "
                 f"got {self._head_size}",
             )
-        name, default = self.activation
-        activation = self.context.config.hf.get(name) or default
+        name = self.activation_field
+        activation = self._hf.get(name) or self.default_activation
         if not isinstance(activation, str) or activation not in _GATES:
             expected = " or ".join(map(repr, _GATES))
             raise fields.error(name, f"expected {expected}, got {short(activation)}")

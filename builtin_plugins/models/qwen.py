@@ -17,12 +17,14 @@ class SlidingLayers(Llama):
 
     def windows(self) -> list[int | None]:
         """Return each layer's sliding window, from `use_sliding_window` and `layer_types`."""
-        fields, count = self._fields, self._num_layers
+        fields = self._fields
         if not fields.flag("use_sliding_window", False):
-            return [None] * count
+            return [None] * self._num_layers
         window = fields.optional_whole("sliding_window")
-        types = self.layer_types(self.sliding_layers)
-        return [window if kind == SLIDING else None for kind in types]
+        types = self._hf.get("layer_types")
+        if types is None:
+            types = [SLIDING if slides else FULL for slides in self.sliding_layers()]
+        return [window if kind == SLIDING else None for kind in self.layer_types(types)]
 
     @abstractmethod
     def sliding_layers(self) -> list[bool]:
@@ -37,7 +39,7 @@ class _Qwen(SlidingLayers):
 
     def sliding_layers(self) -> list[bool]:
         """Return whether each layer has the window, from `max_window_layers`."""
-        limit = self.context.config.hf.get("max_window_layers", 28)
+        limit = self._hf.get("max_window_layers", 28)
         if not isinstance(limit, int) or limit < 0:
             raise self._fields.error(
                 "max_window_layers", f"expected a whole number >= 0, got {short(limit)}"

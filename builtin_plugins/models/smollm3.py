@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from hardpoint.plugins.hf_config import short
+from hardpoint.plugins.models import RotaryEmbedding
 
 from .qwen import SlidingLayers
 
@@ -15,15 +16,16 @@ class SmolLM3(SlidingLayers):
 
     contract = 1
     replayable = True
-    defaults: ClassVar[Mapping[str, Any]] = {
+    config_defaults: ClassVar[Mapping[str, Any]] = {
         "num_key_value_heads": 4,
         "rope_theta": 2_000_000.0,
         "tie_word_embeddings": True,
     }
 
-    def rotates(self, layer: int) -> bool:
-        """Return what `no_rope_layers` says: 0 for a layer that rotates nothing."""
-        return self._rotations()[layer]
+    def rotary_embeddings(self) -> Sequence[RotaryEmbedding | None]:
+        """Return the one of the config, or None for layers that rotate nothing."""
+        ropes = zip(super().rotary_embeddings(), self._rotations(), strict=True)
+        return [rope if rotates else None for rope, rotates in ropes]
 
     def sliding_layers(self) -> list[bool]:
         """Return whether each layer has the window: those that rotate nothing."""
@@ -32,7 +34,7 @@ class SmolLM3(SlidingLayers):
     def _rotations(self) -> list[bool]:
         """Return whether each layer rotates, from `no_rope_layers` or `no_rope_layer_interval`."""
         fields, count = self._fields, self._num_layers
-        marks = self.context.config.hf.get("no_rope_layers")
+        marks = self._hf.get("no_rope_layers")
         if marks is None:
             interval = fields.whole("no_rope_layer_interval", 4)
             return [(layer + 1) % interval != 0 for layer in range(count)]

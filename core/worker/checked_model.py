@@ -25,6 +25,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.errors import ConfigError, PluginFaultError
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.parallel import Cut
+from hardpoint.plugins.quantization import QuantizedWeight
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.tensor_checks import shown
 
@@ -349,7 +350,7 @@ def checked_weights(
     source: Source,
     shapes: Mapping[str, tuple[int, ...]],
     cuts: Mapping[str, Cut],
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
     """Yield a loader's weights, cut.
 
     Raises:
@@ -361,7 +362,8 @@ def checked_weights(
     seen: set[str] = set()
     for item in weights:
         if not _is_weight(item):
-            raise _fault(source, "weights", item, "a name and a dense CPU tensor")
+            expected = "a name and a dense CPU tensor, or a QuantizedWeight of such"
+            raise _fault(source, "weights", item, expected)
         name, tensor = item
         if name in seen:
             raise PluginFaultError(f"{source}: its weights() gave {name!r} twice")
@@ -371,7 +373,7 @@ def checked_weights(
 
 def cut_weights(
     loader: WeightLoader, shapes: Mapping[str, tuple[int, ...]], cuts: Mapping[str, Cut]
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
     """Return a loader's weights, cut.
 
     A class that overrides `weights` alone, of a loader or wrapper that cuts by itself, changes
@@ -397,7 +399,13 @@ def cut_weights(
 def _is_weight(item: Any) -> bool:
     if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], str):
         return False
-    tensor = item[1]
+    weight = item[1]
+    if isinstance(weight, QuantizedWeight):
+        return all(map(_is_dense, weight.tensors.values()))
+    return _is_dense(weight)
+
+
+def _is_dense(tensor: Any) -> bool:
     return (
         isinstance(tensor, torch.Tensor)
         and tensor.device.type == "cpu"

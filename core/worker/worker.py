@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from hardpoint.core.activity import Activity, PluginCalls
@@ -34,6 +35,7 @@ from hardpoint.plugins import (
     ModelRunnerOutput,
     Ops,
     OpsContext,
+    QuantizationContext,
     SamplerContext,
     SchedulerOutput,
     WeightLoader,
@@ -46,6 +48,7 @@ from hardpoint.plugins.kv_connector import BlockIdentity, KVWorkerContext
 from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.plugins.parallel import Communicator, CommunicatorContext, Placement
 from hardpoint.plugins.plan import DraftTokenIds, KVReport
+from hardpoint.plugins.quantization import QuantizedWeight
 from hardpoint.plugins.requests import LoRARequest
 from hardpoint.plugins.stats import PluginMeter
 from hardpoint.registry.blame import describe
@@ -66,6 +69,7 @@ from .memory import (
 )
 from .model_runner import ModelRunner
 from .profiling import Profiling
+from .quantized_weights import QuantizedWeights, Scheme
 from .rank_store import served_store
 from .ranks import Ranks
 from .shares import build_share, check_parallelism
@@ -239,7 +243,11 @@ class LocalWorker:
             return
         loader = spec.plugins.get("loaders", spec.loader.name)
         weights = checked_weights(spec.loader, loader.source, checked.shapes, checked.cuts)
-        model.load_weights(_checked(weights, checked.needed, spec))
+        quantized = QuantizedWeights(spec.config, model, checked.cuts, _schemes(spec))
+        model.load_weights(quantized.pass_on(_checked(weights, checked.needed, spec)))
+        quantized.check_used()
+        if spec.rank == 0 and (said := quantized.describe()) is not None:
+            _log.info("matrices of few bits: %s", said)
         if key is not None and _cache_key(spec, model) == key:  # the files are the same as before
             cache.save(key, model)
 
@@ -376,6 +384,7 @@ class LocalWorker:
             stage=parallel.stage,
             num_stages=parallel.num_stages,
             hash_algorithm=spec.config.kv_cache.hash_algorithm,
+            quantization=_quantization(spec),
         )
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
@@ -664,26 +673,57 @@ def _unsupported(plan: SchedulerOutput, *, has_connector: bool) -> list[str]:
     return messages
 
 
+def _quantization(spec: WorkerSpec) -> str:
+    """Return a text that differs where weights are quantised in another way."""
+    use = spec.config.quantization.use
+    options = spec.config.plugin.get(use, {})
+    return msgspec.json.encode((spec.config.quantization, options), order="deterministic").decode()
+
+
+def _schemes(spec: WorkerSpec) -> Callable[[str], Scheme]:
+    """Return what builds the quantisation schemes of a checkpoint, each once."""
+    described = spec.model_config.hf.get("quantization_config")
+
+    @functools.cache
+    def scheme(name: str) -> Scheme:
+        entry = spec.plugins.get("quantizations", name)
+        component = spec.plugins.create(
+            entry,
+            QuantizationContext,
+            device=spec.device,
+            dtype=spec.dtype,
+            config=described if isinstance(described, Mapping) else {},
+        )
+        return component, entry.source
+
+    return scheme
+
+
 def _cache_key(spec: WorkerSpec, model: Model) -> str | None:
     """Return the key of a model's packed weights; None if they are not kept."""
     entries = [
         spec.plugins.get("loaders", spec.loader.name),
         spec.plugins.get("models", spec.model_config.architecture),
         spec.plugins.one("ops"),
+        *spec.plugins.entries("quantizations"),
     ]
     components = [(e, spec.plugins.target(e)) for entry in entries for e in entry.tree()]
-    return cache_key(spec.loader, model, model.context.ops, components)
+    return cache_key(spec.loader, model, model.context.ops, spec.config.quantization, components)
 
 
 def _checked(
-    weights: Iterable[tuple[str, torch.Tensor]],
+    weights: Iterable[tuple[str, torch.Tensor | QuantizedWeight]],
     shapes: dict[str, tuple[int, ...]],
     spec: WorkerSpec,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights that the model needs, each once, after a check of its shape."""
+) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
+    """Yield the weights that the model needs, each once, after a check of a tensor's shape."""
     missing = dict(shapes)
     for name, tensor in weights:
         if (expected := missing.pop(name, None)) is None:
+            continue
+        if isinstance(tensor, QuantizedWeight):  # may be the whole of a part
+            spec.progress("Loading weights", len(shapes) - len(missing), len(shapes))
+            yield name, tensor
             continue
         if tuple(tensor.shape) != tuple(expected):
             raise ModelError(

@@ -27,6 +27,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.parallel import Cut
+from hardpoint.plugins.quantization import QuantizedWeight
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.engine_access import cut_weights
 from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
@@ -412,11 +413,23 @@ class WeightLoaderSuite(ComponentSuite):
         for item in weights:
             if not _is_weight(item):
                 raise WEIGHTS.violation(f"weights yielded {_summary(item)}")
-            name, tensor = item
+            name, weight = item
             if name in found:
                 raise WEIGHTS.violation(f"weights yielded {name!r} twice")
-            found[name] = tensor
+            if isinstance(weight, QuantizedWeight):
+                weight = self.dequantize(weight)
+            found[name] = weight
         return found
+
+    def dequantize(self, weight: QuantizedWeight) -> torch.Tensor:
+        """Return the numbers that a `QuantizedWeight` of the loader stands for, float32.
+
+        To be overridden for a loader that yields such.
+        """
+        raise NotImplementedError(
+            f"the loader yields a QuantizedWeight of the scheme {weight.scheme!r}: override "
+            f"dequantize()"
+        )
 
     def _check_values(self, checkpoint: Checkpoint, found: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in found.items():
@@ -481,12 +494,17 @@ def _other_files(folder: Path) -> dict[str, Path]:
 def _is_weight(item: Any) -> bool:
     if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], str):
         return False
-    tensor = item[1]
+    weight = item[1]
+    if isinstance(weight, QuantizedWeight):
+        return all(map(_is_dense, weight.tensors.values()))
+    return _is_dense(weight) and weight.is_floating_point()
+
+
+def _is_dense(tensor: Any) -> bool:
     return (
         isinstance(tensor, torch.Tensor)
         and tensor.device.type == "cpu"
         and tensor.layout is torch.strided
-        and tensor.is_floating_point()
     )
 
 

@@ -334,7 +334,7 @@ class OpsSuite(ComponentSuite):
         wide, delta = (self._draw(rows, size + 3, dtype=dtype) for _ in range(2))
         before, kept = wide.clone(), delta.clone()
         ops.add(wide[:, :size], delta[:, 1 : 1 + size])
-        expected = before[:, :size].double() + delta[:, 1 : 1 + size].double()
+        expected = before[:, :size].double() + kept[:, 1 : 1 + size].double()
         self._check_close(wide[:, :size], expected, "add")
         self._check_kept(wide[:, size:], before[:, size:], "add", "what is next to x")
         self._check_kept(delta, kept, "add", "delta")

@@ -169,9 +169,9 @@ def test_what_a_config_of_smollm3_leaves_out_is_as_in_transformers() -> None:
         architecture="SmolLM3ForCausalLM", hf=given, vocab_size=97, max_position_embeddings=256
     )
     model = build_model(SmolLM3, config, dtype=torch.float32)
-    hf = model.context.config.hf
+    hf = SmolLM3.config_defaults
     assert reference.rope_parameters["rope_theta"] == hf["rope_theta"]
     for name in ("num_key_value_heads", "tie_word_embeddings"):
         assert getattr(reference, name) == hf[name]
-    assert [layer.rotates for layer in model._decoder_layers] == [True, True, True, False]
+    assert [rope is not None for rope in model.rotary_embeddings()] == [True, True, True, False]
     assert "lm_head.weight" not in model.weight_shapes()

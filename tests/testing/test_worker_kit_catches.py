@@ -79,7 +79,7 @@ OPS = [
     (ops.RotatesPairs, "rotate", "values", "rotate differs by"),
     (ops.RotatesACopy, "rotate", "values", "rotate differs by"),
     (ops.RotatesAll, "rotate", "in place", "rotate changed other heads"),
-    (ops.RotatesContiguousHeads, "rotate", "in place", "rotate changed the rest of a head"),
+    (ops.RotatesContiguousHeads, "rotate", "values", "rotate differs by"),
     (ops.ScalesACopy, "scale", "values", "scale differs by"),
     (ops.ScalesWiderRows, "scale", "in place", "scale changed what is next to x"),
     (ops.AddsTwice, "add", "values", "add differs by"),

@@ -1,0 +1,270 @@
+"""Weights of few bits: how they are stored, divided among ranks, and multiplied."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from .component import Component, Context
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "OUTER_COLUMNS",
+    "AffineCodes",
+    "Quantization",
+    "QuantizationContext",
+    "QuantizedMatrix",
+    "QuantizedWeight",
+]
+
+OUTER_COLUMNS = 256
+"""Columns that share an outer scale of `AffineCodes`."""
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedWeight:
+    """A matrix as a checkpoint stores it; a loader yields it in the place of a tensor.
+
+    Attributes:
+        scheme: name of the `quantizations` component that reads it, "q4_k" for example.
+        shape: rows and columns of the matrix that it stands for.
+        tensors: what is stored, by the last part of its name, "qweight" for example.
+    """
+
+    scheme: str
+    shape: tuple[int, int]
+    tensors: Mapping[str, torch.Tensor]
+
+
+class QuantizedMatrix(ABC):
+    """A matrix W [rows, columns] of few bits, which models load in the place of a tensor."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+
+    @abstractmethod
+    def rows(self, start: int, stop: int) -> QuantizedMatrix:
+        """Return the rows from `start` up to `stop`."""
+
+    @abstractmethod
+    def columns(self, start: int, stop: int) -> QuantizedMatrix:
+        """Return the columns from `start` up to `stop`.
+
+        Raises:
+            ValueError: they are stored together with other ones.
+        """
+
+    @abstractmethod
+    def dequantize(self) -> torch.Tensor:
+        """Return W in float32."""
+
+    def linear(
+        self,
+        bias: torch.Tensor | None,  # noqa: ARG002
+        out_dtype: torch.dtype,  # noqa: ARG002
+    ) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Return a function as `Ops.linear` does, which multiplies W itself.
+
+        None, the default, leaves it to the operations: they multiply `AffineCodes` where they have
+        a kernel for them, and else what `dequantize` returns.
+
+        Args:
+            bias: [rows].
+            out_dtype: of the results.
+        """
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class AffineCodes(QuantizedMatrix):
+    """Small whole numbers, which a scale and an offset per group of columns turn into weights.
+
+        W[r, k] = scale[r, k // group] * value(codes[r, k]) + offset[r, k // group]
+
+    Most schemes have this form. The scale is `scales`, times `outer_scales[r, k // 256]` where
+    there are such; the offset likewise. Matrices that are multiplied together may differ in all.
+
+    Attributes:
+        codes: [rows, columns], uint8, of 8 bits int8; one per byte.
+        bits: of a code, 4, 5, 6 or 8.
+        group: columns that share a scale: 16, or a multiple of 32; the last group may have fewer.
+        scales: [rows, groups], float16 or float32; with outer ones, int8 or uint8.
+        offsets: the same; None is 0.
+        outer_scales: float16 [rows, columns / 256, rounded up], by which scales are multiplied.
+        outer_offsets: the same for offsets.
+        values: float32 [2 ** bits], the numbers that codes stand for, each of which bfloat16 holds;
+            None are the codes themselves. Codes of 8 bits have none.
+    """
+
+    codes: torch.Tensor
+    bits: int
+    group: int
+    scales: torch.Tensor
+    offsets: torch.Tensor | None = None
+    outer_scales: torch.Tensor | None = None
+    outer_offsets: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return self.codes.shape[0], self.codes.shape[1]
+
+    @property
+    def alignment(self) -> int:
+        """Columns at whose multiples the matrix can be cut."""
+        has_outer = self.outer_scales is not None or self.outer_offsets is not None
+        return max(self.group, OUTER_COLUMNS) if has_outer else self.group
+
+    def rows(self, start: int, stop: int) -> AffineCodes:
+        """Return some rows."""
+        return self._with(lambda tensor, _: tensor[start:stop])
+
+    def columns(self, start: int, stop: int) -> AffineCodes:
+        """Return some columns.
+
+        Raises:
+            ValueError: they do not begin and end with a group.
+        """
+        unit, (_, count) = self.alignment, self.shape
+        if start % unit or (stop % unit and stop != count):
+            raise ValueError(
+                f"columns {start} to {stop} of {count} cannot be cut from blocks of {unit} columns"
+            )
+
+        def cut(tensor: torch.Tensor, per: int) -> torch.Tensor:
+            return tensor[:, start // per : -(-stop // per)]
+
+        return self._with(cut)
+
+    def contiguous(self) -> AffineCodes:
+        """Return the matrix with contiguous tensors."""
+        return self._with(lambda tensor, _: tensor.contiguous())
+
+    def padded(self, rows: int) -> AffineCodes:
+        """Return the matrix with rows of zeros at its end, so that it has `rows`."""
+        missing = rows - len(self.codes)
+        if not missing:
+            return self
+
+        def pad(tensor: torch.Tensor, _: int) -> torch.Tensor:
+            longer = tensor.new_zeros((rows, *tensor.shape[1:]))
+            longer[: len(tensor)] = tensor
+            return longer
+
+        return self._with(pad)
+
+    def dequantize(self) -> torch.Tensor:
+        """Return W in float32."""
+        codes = self.codes
+        numbers = codes.float() if self.values is None else self.values[codes.long()]
+        columns = self.shape[1]
+        scale = _spread(self.scales, self.outer_scales, self.group, columns)
+        offset = _spread(self.offsets, self.outer_offsets, self.group, columns)
+        assert scale is not None
+        weight = numbers.mul_(scale)
+        return weight if offset is None else weight.add_(offset)
+
+    def is_finite(self) -> bool:
+        """Return whether all scales and offsets are finite."""
+        given = (self.scales, self.offsets, self.outer_scales, self.outer_offsets)
+        floats = [tensor for tensor in given if tensor is not None and tensor.is_floating_point()]
+        return all(bool(tensor.isfinite().all()) for tensor in floats)
+
+    def _with(self, change: Callable[[torch.Tensor, int], torch.Tensor]) -> AffineCodes:
+        """Return a copy, whose tensors are `change(tensor, columns per element)`."""
+
+        def changed(tensor: torch.Tensor | None, per: int) -> torch.Tensor | None:
+            return None if tensor is None else change(tensor, per)
+
+        return replace(
+            self,
+            codes=change(self.codes, 1),
+            scales=change(self.scales, self.group),
+            offsets=changed(self.offsets, self.group),
+            outer_scales=changed(self.outer_scales, OUTER_COLUMNS),
+            outer_offsets=changed(self.outer_offsets, OUTER_COLUMNS),
+        )
+
+
+def _spread(
+    factors: torch.Tensor | None, outer: torch.Tensor | None, group: int, columns: int
+) -> torch.Tensor | None:
+    """Return factors of groups for each column, float32 [rows, columns]."""
+    if factors is None:
+        return None
+    spread = factors.float().repeat_interleave(group, 1)[:, :columns]
+    if outer is not None:
+        spread *= outer.float().repeat_interleave(OUTER_COLUMNS, 1)[:, :columns]
+    return spread
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationContext(Context["Quantization"]):
+    """Context of a quantisation scheme.
+
+    Attributes:
+        device: of the model.
+        dtype: of hidden states.
+        config: the checkpoint's own description of how it is quantised, `quantization_config` of a
+            Hugging Face config; empty if it has none.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Quantization(Component):
+    """A scheme: makes matrices of few bits from numbers, or reads those of checkpoints.
+
+    A class overrides `quantize`, `read` or both. A constructor raises ModelError if the
+    checkpoint's `config` says something that the scheme does not know.
+    """
+
+    context: QuantizationContext
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether it makes matrices from numbers: by default whether it overrides `quantize`."""
+        return type(self).quantize is not Quantization.quantize
+
+    def quantize(self, weight: torch.Tensor) -> QuantizedMatrix:
+        """Return a matrix of few bits that is close to a weight.
+
+        A part of a weight that is cut where `columns` of the result can be cut gives that part of
+        the result.
+
+        Args:
+            weight: float32 [rows, columns], finite, on the CPU.
+
+        Raises:
+            NotImplementedError: the scheme reads checkpoints only, which is the default.
+            ValueError: the weight cannot be quantised.
+        """
+        raise NotImplementedError(f"{self.name!r} does not quantise weights, it reads them")
+
+    def read(self, stored: QuantizedWeight) -> QuantizedMatrix:
+        """Return what a checkpoint stores, of the shape `stored.shape`.
+
+        Args:
+            stored: on the CPU; its tensors may be in memory that cannot be written to.
+
+        Raises:
+            NotImplementedError: no checkpoint stores the scheme, which is the default.
+            ValueError: a tensor is missing, or its shape or content is wrong.
+        """
+        raise NotImplementedError(f"{self.name!r} reads no checkpoints, it quantises weights")
+
+    def stored_bytes(self, shape: tuple[int, int]) -> int | None:  # noqa: ARG002
+        """Return how many bytes a matrix of a shape takes in memory, for estimates.
+
+        None, the default: as many as in the model's dtype.
+        """
+        return None

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from hardpoint import LLM, SamplingParams
+from hardpoint.builtin_plugins.models.gemma import Gemma3
 from hardpoint.builtin_plugins.models.llama import Llama
 from hardpoint.core.worker import model_runner
 from hardpoint.kernels import cpu
@@ -50,6 +51,19 @@ class Normed(Counting):
     contract = 1
     replayable = True
     head_norms = True
+
+
+class Gemma(Gemma3, Counting):
+    """Scales embeddings, normalises outputs and caps scores; layers of two kinds."""
+
+    contract = 1
+    replayable = True
+    config_defaults = Gemma3.config_defaults | {
+        "head_dim": 8,
+        "sliding_window": 6,
+        "sliding_window_pattern": 2,
+        "attn_logit_softcapping": 1.0,
+    }
 
 
 class Derived(Counting):
@@ -117,7 +131,7 @@ def run(tmp_path):
     return generate
 
 
-@pytest.mark.parametrize("model", [Counting, Normed])
+@pytest.mark.parametrize("model", [Counting, Normed, Gemma])
 def test_replayed_steps_give_the_same_bits_in_less_python(run, model):
     expected, all_steps = run(model, executor={"enforce_eager": True})
     results, steps = run(model)

@@ -90,7 +90,9 @@ def check(step, scheduled, oracle):
     for each in step.attention:
         assert each.query_starts is starts
         assert each.num_single == sum(n == 1 for n in lengths)
-        assert (each.block_table.dtype, each.block_table.stride(1)) == (torch.int64, 1)
+        for tensor in (each.block_table, each.slots):
+            assert tensor.dtype is torch.int64
+            assert tensor.is_contiguous()
     assert {r.request_id for r in step.requests} == set(scheduled)
     for index, request in enumerate(step.requests):
         known, count = oracle[request.request_id], scheduled[request.request_id]

@@ -346,4 +346,5 @@ class BlockManager:
         if len(blocks.tables) == 1 and not self._windows:
             return blocks.tables[0][::-1]
         rows = zip(*map(reversed, blocks.tables), strict=True)
-        return [block for row in rows for block in row if block != NULL_BLOCK]
+        held = [block for row in rows for block in row]
+        return [block for block in held if block != NULL_BLOCK] if self._windows else held

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 from hypothesis import given
 from hypothesis import strategies as st
 from support.core.kv_cache_model import finish, make_request
@@ -54,14 +56,19 @@ def check(manager: BlockManager, request, end: int) -> None:
 
 
 @examples(150)
-@given(st.data())
-def test_a_request_that_has_what_it_needs_goes_on(data):
+@given(
+    seed=st.integers(0, 1 << 30),
+    windows=WINDOWS,
+    size=st.sampled_from([1, 2, 4]),
+    step=st.integers(1, 12),
+    ahead=st.integers(0, 2),
+    length=st.integers(2, 60),
+)
+def test_a_request_that_has_what_it_needs_goes_on(seed, windows, size, step, ahead, length):
     """Alone, with prefix caching, and with tokens in flight that are not known yet."""
-    size, step = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.integers(1, 12))
-    ahead = data.draw(st.integers(0, 2))
-    length = data.draw(st.integers(2, 60))
-    prompt = data.draw(st.integers(1, length - 1))
-    needs = needs_of(data.draw(WINDOWS), size, max(step, ahead + 1))
+    draw = random.Random(seed)
+    prompt = draw.randint(1, length - 1)
+    needs = needs_of(windows, size, max(step, ahead + 1))
     manager = BlockManager(
         needs.of(length) + needs.num_null_blocks,
         size,
@@ -72,17 +79,17 @@ def test_a_request_that_has_what_it_needs_goes_on(data):
     for name in "ab":  # the second one finds what the first one has left
         request = make_request(name, [7] * prompt)
         prefix = manager.lookup(request)
-        chunk = min(data.draw(st.integers(1, step)), prompt - prefix.num_tokens)
+        chunk = min(draw.randint(1, step), prompt - prefix.num_tokens)
         assert manager.admit(request, prefix, chunk)
         request.num_computed_tokens = prefix.num_tokens
         check(manager, request, prefix.num_tokens + chunk)
         request.num_computed_tokens += chunk
         while request.num_computed_tokens < length - 1:
             unknown = request.num_computed_tokens - request.num_tokens + 1
-            if unknown > data.draw(st.integers(0, ahead)):
+            if unknown > draw.randint(0, ahead):
                 request.append(7)
                 continue
-            chunk = min(data.draw(st.integers(1, step)), 1 - min(unknown, 0))
+            chunk = min(draw.randint(1, step), 1 - min(unknown, 0))
             end = request.num_computed_tokens + chunk
             assert manager.extend(request, chunk) is not None
             check(manager, request, end)

@@ -44,6 +44,7 @@ _ARGUMENTS = {
     "rotate": "pllplll",
     "silu_and_mul": "plplll",
     "gelu_and_mul": "plplll",
+    "scale_add": "plfplll",
     "experts": "plppllpplpll",
     "attention_block": "lll",
     "attention_plan": "pplplpllllpl",

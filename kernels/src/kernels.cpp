@@ -84,6 +84,10 @@ int hp_supports(const char* path) {
                               long width) {                                                       \
     rows::activate_and_mul<rows::GELU_TANH>(x, x_stride, y, y_stride, count, width);              \
   }                                                                                               \
+  void hp_scale_add_##NAME(T* x, long x_stride, float factor, const T* delta, long delta_stride,    \
+                           long count, long width) {                                              \
+    rows::scale_add(x, x_stride, factor, delta, delta_stride, count, width);                      \
+  }                                                                                               \
   void hp_experts_##NAME(const T* x, long x_stride, const int64_t* chosen, const float* weights,  \
                          long rows, long per_row, const T* const* gate_up, const T* const* down,  \
                          long experts, T* y, long hidden, long width) {                           \
@@ -105,6 +109,7 @@ int hp_supports(const char* path) {
   RECORDED(experts_##NAME)                                                                        \
   RECORDED(silu_and_mul_##NAME)                                                                   \
   RECORDED(gelu_and_mul_##NAME)                                                                   \
+  RECORDED(scale_add_##NAME)                                                                      \
   RECORDED(attend_##NAME)
 
 OF_TYPE(bfloat16, bf16)

@@ -143,8 +143,9 @@ class Q6_K(_Blocks):  # noqa: N801
     def split(self, blocks: torch.Tensor) -> AffineCodes:
         """Return codes, scales of 16 columns and outer scales."""
         # Of each 128 columns, the lower halves of 64 bytes are those of the first 64.
-        codes = _nibbles(blocks[..., :128], 64).unflatten(-1, (2, 32)).flatten(3, 4)
-        high = blocks[..., 128:192].unflatten(-1, (2, 32))
+        rows, count, _ = blocks.shape
+        codes = _nibbles(blocks[..., :128], 64).view(rows, count, 2, 4, 32)
+        high = blocks[..., 128:192].reshape(rows, count, 2, 32)
         for index in range(4):
             codes[:, :, :, index] |= (high >> 2 * index & 3) << 4
         return AffineCodes(
@@ -187,8 +188,9 @@ def _nibbles(packed: torch.Tensor, run: int) -> torch.Tensor:
         packed: uint8 [rows, blocks, bytes].
         run: bytes whose lower halves come first, then the upper ones.
     """
-    packed = packed.unflatten(-1, (-1, run))
-    codes = packed.new_empty((*packed.shape[:-1], 2, run))
+    rows, blocks, size = packed.shape
+    packed = packed.view(rows, blocks, size // run, run)
+    codes = torch.empty((rows, blocks, size // run, 2, run), dtype=torch.uint8)
     torch.bitwise_and(packed, 15, out=codes[..., 0, :])
     torch.bitwise_right_shift(packed, 4, out=codes[..., 1, :])
     return codes
@@ -196,7 +198,7 @@ def _nibbles(packed: torch.Tensor, run: int) -> torch.Tensor:
 
 def _five_bits(packed: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     """Return codes uint8 [rows, columns], whose fifth bits are in `high` [rows, blocks, 4]."""
-    codes = _nibbles(packed, 16).flatten(2).unflatten(-1, (4, 8))
+    codes = _nibbles(packed, 16).view(*packed.shape[:2], 4, 8)
     for index in range(8):
         codes[..., index] |= (high >> index & 1) << 4
     return codes.flatten(1)

@@ -70,13 +70,15 @@ class StoredTensor:
         """Return it or a part of it: blocks that a scheme reads, else float32.
 
         No more is read than the blocks that the part touches, and of permuted matrices the heads.
-        Of blocks that the part divides, the whole rows are returned.
+        Whole rows are returned of blocks that the part divides, or of which it has several parts.
 
         Args:
             cut: the part; None is all.
             head_size: of q or k whose rows llama.cpp has permuted within each head; else None.
         """
         scheme = self._scheme
+        if scheme is not None and cut is not None and cut.dim and cut.more:
+            cut = None
         rows = self._rows(cut, head_size, self.numbers if scheme is None else self._blocks)
         if scheme is None:
             return rows
@@ -118,6 +120,9 @@ class StoredTensor:
         read: Callable[[Cut | None], torch.Tensor],
     ) -> torch.Tensor:
         """Return what `read` gives of a part, in Hugging Face's order of rows."""
+        if cut is not None and cut.more:
+            parts = [self._rows(part, head_size, read) for part in cut.parts]
+            return torch.cat(parts, cut.dim)
         if head_size is None:
             return read(cut)
         if cut is None or cut.dim:

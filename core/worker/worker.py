@@ -46,7 +46,7 @@ from hardpoint.plugins.errors import CommunicationAbortedError, PluginFaultError
 from hardpoint.plugins.kinds import KINDS
 from hardpoint.plugins.kv_connector import BlockIdentity, KVWorkerContext
 from hardpoint.plugins.manifest import PluginEntry
-from hardpoint.plugins.parallel import Communicator, CommunicatorContext, Placement
+from hardpoint.plugins.parallel import Communicator, CommunicatorContext, Parallel, Placement
 from hardpoint.plugins.plan import DraftTokenIds, KVReport
 from hardpoint.plugins.quantization import QuantizedWeight
 from hardpoint.plugins.requests import LoRARequest
@@ -55,7 +55,9 @@ from hardpoint.registry.blame import describe
 from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.plugin_set import PluginSet
 
-from .checked_model import CheckedAttention, CheckedModel, checked_weights
+from .attention.checked_attention import CheckedAttention
+from .attention.layer_groups import LayerGroups, group_layers
+from .checked_model import CheckedModel, checked_weights
 from .input_batch import InputBatch
 from .kv_connector import WorkerConnector, config_hash
 from .memory import (
@@ -181,10 +183,13 @@ class LocalWorker:
         checked = CheckedModel(model, entry.source)
         shapes = checked.needed
         source = spec.plugins.one("attention_backends").source
-        attention = CheckedAttention(backend, source, checked.specs)
+        groups = _layer_groups(spec, checked, ranks.parallel, create)
+        attention = CheckedAttention(backend, source, checked.specs, groups)
         self._bytes_per_block = attention.bytes_per_block
         limit = _share_of_memory(spec, ranks)
-        self._estimate = estimate_memory(model, spec.config, shapes, self._bytes_per_block, limit)
+        self._estimate = estimate_memory(
+            model, spec.config, shapes, self._bytes_per_block, attention.groups, limit
+        )
         self._estimate.check(spec.config.model)
         # Before the weights, so that a plugin that cannot start fails early.
         stage = self._sampling(spec, ops) if ranks.is_output else None
@@ -208,7 +213,7 @@ class LocalWorker:
             enforce_eager=spec.config.executor.enforce_eager,
         )
         ranks.wait_for_all()
-        return _measured(checked, spec, ranks, self._bytes_per_block, self._estimate)
+        return _measured(checked, spec, ranks, attention, self._estimate)
 
     def _meet(self, spec: WorkerSpec) -> None:
         """Meet the other ranks."""
@@ -264,7 +269,10 @@ class LocalWorker:
             self._estimate = self._estimate.with_cache(num_blocks * self._bytes_per_block)
         with self._naming_memory():
             batch = InputBatch(
-                config.scheduler.max_num_seqs, self._max_model_len, config.kv_cache.block_size
+                config.scheduler.max_num_seqs,
+                self._max_model_len,
+                config.kv_cache.block_size,
+                len(self.runner.attention.groups),
             )
             self.runner.allocate(num_blocks, batch)
         self._num_blocks = num_blocks
@@ -631,6 +639,31 @@ class LocalWorker:
         )
 
 
+def _layer_groups(
+    spec: WorkerSpec,
+    checked: CheckedModel,
+    parallel: Parallel,
+    create: Callable[..., Model],
+) -> LayerGroups:
+    """Return the KV cache groups of this rank's layers.
+
+    Args:
+        spec: of the worker.
+        checked: this rank's share of the model.
+        parallel: which share that is.
+        create: builds a share without weights.
+    """
+    if not spec.config.kv_cache.window_groups:
+        return LayerGroups.single(len(checked.specs))
+    whole = checked.specs
+    if parallel.num_stages > 1:  # the tables of a plan are for the groups of all stages
+        model = create(parallel=Parallel())
+        whole = CheckedModel(model, spec.plugins.get("models", model.name).source).specs
+        model.close()
+    block_size = spec.config.kv_cache.block_size
+    return group_layers(checked.specs, whole, spec.max_model_len, block_size)
+
+
 def _entry_for_device(spec: WorkerSpec, kind: str) -> PluginEntry:
     """Return the entry of a kind of which there is one per device.
 
@@ -746,7 +779,7 @@ def _measured(
     model: CheckedModel,
     spec: WorkerSpec,
     ranks: Ranks,
-    bytes_per_block: int,
+    attention: CheckedAttention,
     estimate: MemoryEstimate,
 ) -> WorkerInfo:
     """Return the memory that is available for the KV cache.
@@ -754,9 +787,11 @@ def _measured(
     On a GPU, a trial step of the largest size is measured, so that the cache can have nearly all of
     the rest. On a CPU, it is what the limits of this process leave.
     """
+    bytes_per_block = attention.bytes_per_block
+    windows = tuple(group.window for group in attention.groups)
     if spec.device.type != "cuda":
         available = _share_of_memory(spec, ranks).available - estimate.step
-        return WorkerInfo(bytes_per_block, max(available, 0))
+        return WorkerInfo(bytes_per_block, max(available, 0), windows=windows)
     before = torch.cuda.memory_allocated(spec.device)
     torch.cuda.reset_peak_memory_stats(spec.device)
     tokens = min(spec.config.scheduler.max_num_batched_tokens, spec.max_model_len)
@@ -767,4 +802,5 @@ def _measured(
     free = int(torch.cuda.mem_get_info(spec.device)[0])
     # Level 1 would have to move weights to CPU memory, which is not done.
     share = cache_share(spec.device)
-    return WorkerInfo(bytes_per_block, max(free - peak, 0), share, sleep_levels=(2,))
+    available = max(free - peak, 0)
+    return WorkerInfo(bytes_per_block, available, share, sleep_levels=(2,), windows=windows)

@@ -143,6 +143,10 @@ class AffineCodes(QuantizedMatrix):
 
         return self._with(cut)
 
+    def contiguous(self) -> AffineCodes:
+        """Return the matrix with contiguous tensors."""
+        return self._with(lambda tensor, _: tensor.contiguous())
+
     def padded(self, rows: int) -> AffineCodes:
         """Return the matrix with rows of zeros at its end, so that it has `rows`."""
         missing = rows - len(self.codes)
@@ -225,6 +229,11 @@ class Quantization(Component):
     """
 
     context: QuantizationContext
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether it makes matrices from numbers: by default whether it overrides `quantize`."""
+        return type(self).quantize is not Quantization.quantize
 
     def quantize(self, weight: torch.Tensor) -> QuantizedMatrix:
         """Return a matrix of few bits that is close to a weight.

@@ -72,7 +72,7 @@ class QuantizedWeights:
                     f"{model.context.config.architecture} has no matrices that may have few bits, "
                     f"or quantization.skip names them all"
                 )
-        self._quantises = self._use is not None and _overrides(self._use[0], "quantize")
+        self._quantizes = self._use is not None and self._use[0].quantizes
         self._counts: Counter[str] = Counter()
         self._dequantized: Counter[str] = Counter()
 
@@ -96,7 +96,7 @@ class QuantizedWeights:
                 tensor = matrix.dequantize()
             else:
                 tensor = weight
-            if self._quantises and name in self._quantizable:
+            if self._quantizes and name in self._quantizable:
                 self._load(name, self._quantized(name, tensor), self._config.use)
             else:
                 yield name, tensor
@@ -126,7 +126,7 @@ class QuantizedWeights:
     def _keeps(self, name: str, scheme: str) -> bool:
         """Return whether a stored matrix stays as it is."""
         use = self._config.use
-        stays = use == scheme or not (self._quantises or use == "none")
+        stays = use == scheme or not (self._quantizes or use == "none")
         return stays and name in self._quantizable
 
     def _load(self, name: str, matrix: QuantizedMatrix, scheme: str) -> None:
@@ -207,10 +207,6 @@ class QuantizedWeights:
                 f"offset is not finite"
             )
         return matrix
-
-
-def _overrides(scheme: Quantization, method: str) -> bool:
-    return getattr(type(scheme), method) is not getattr(Quantization, method)
 
 
 def _fault(source: Source, method: str, got: object, expected: str) -> PluginFaultError:

@@ -14,7 +14,7 @@ import gguf
 import numpy as np
 import torch
 
-from hardpoint.plugins import ModelConfig, ModelError, ModelFiles, WeightLoader
+from hardpoint.plugins import ModelConfig, ModelError, ModelFiles, WeightFormat, WeightLoader
 from hardpoint.plugins.hf_config import (
     ConfigFields,
     model_config,
@@ -179,6 +179,14 @@ class GGUFLoader(WeightLoader):
                     f"an even size, got {shape[0]} rows"
                 )
             yield name, self._read(tensor, cut, shape[0] // heads)
+
+    def formats(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, WeightFormat]:
+        """Return how the file stores the weights in `shapes`."""
+        return {
+            name: _format(tensor)
+            for tensor in self._file.tensors
+            if (name := _hf_name(tensor.name)) in shapes and name is not None
+        }
 
     def content_hash(self, hash_file: Callable[[Path], str]) -> str:
         """Return the hash of the file.
@@ -350,6 +358,14 @@ def _with_long_rows(data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     while count % (2 * merged) == 0 and 2 * merged * width <= _ROW_BYTES:
         merged *= 2
     return data.reshape(count // merged, merged * width)
+
+
+def _format(tensor: gguf.ReaderTensor) -> WeightFormat:
+    """Return how a tensor is stored: in the blocks of a scheme, of which matrices alone are."""
+    kind, size = tensor.tensor_type, int(tensor.n_bytes)
+    if kind in _SCHEMES and len(tensor.shape) == 2:
+        return WeightFormat(_SCHEMES[kind], size, is_quantized=True)
+    return WeightFormat(_DTYPES.get(kind.name, kind.name.lower()), size)
 
 
 def _hf_name(name: str) -> str | None:

@@ -203,6 +203,8 @@ class KVSpec:
         head_size: elements of a head.
         scale: multiplies the scores.
         window: sliding window in tokens, the token itself included; None is unlimited.
+        softcap: a score s, scaled, becomes softcap * tanh(s / softcap) before it is masked; None
+            leaves it. Backends whose `softcaps` is False cannot run such a layer.
     """
 
     num_heads: int
@@ -210,6 +212,7 @@ class KVSpec:
     head_size: int
     scale: float
     window: int | None = None
+    softcap: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,6 +269,8 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
     """To be raised when blocks of the same layout hold other bytes than before."""
     devices: ClassVar[tuple[str, ...]]
     """Device types that it runs on."""
+    softcaps: ClassVar[bool] = False
+    """Whether `attend` computes `KVSpec.softcap`; otherwise models that have it are refused."""
 
     context: AttentionContext
 

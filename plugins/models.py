@@ -150,17 +150,22 @@ def load_packed(layers: Iterable[PackedLayer], tensors: Mapping[str, torch.Tenso
 
 
 def _packed_tensor(
-    tensors: Mapping[str, torch.Tensor], name: str, shape: tuple[int, ...], context: ModelContext
+    tensors: Mapping[str, torch.Tensor],
+    name: str,
+    shape: tuple[int, ...],
+    context: ModelContext,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return a tensor of the model's dtype, on its device.
+    """Return a tensor of `dtype`, None is the model's, on the model's device.
 
     Raises:
         KeyError, ValueError: it is missing, or has another shape or dtype.
     """
     tensor = tensors[name]
-    if tensor.shape != shape or tensor.dtype != context.dtype:
+    dtype = dtype or context.dtype
+    if tensor.shape != shape or tensor.dtype != dtype:
         raise ValueError(
-            f"{name}: expected {context.dtype} {list(shape)}, "
+            f"{name}: expected {dtype} {list(shape)}, "
             f"got {tensor.dtype} {list(tensor.shape)}"
         )
     return tensor.to(context.device)
@@ -169,14 +174,26 @@ def _packed_tensor(
 class RMSNorm:
     """Root mean square layer normalisation (Zhang and Sennrich, 2019), summed in float32."""
 
-    def __init__(self, name: str, size: int, eps: float, context: ModelContext) -> None:
-        """`name` is the Hugging Face name without `.weight`; `size` is the last dimension."""
+    def __init__(
+        self, name: str, size: int, eps: float, context: ModelContext, *, offset: float = 0.0
+    ) -> None:
+        """Describe the norm.
+
+        Args:
+            name: the Hugging Face name without `.weight`.
+            size: the last dimension.
+            eps: is added to the mean square.
+            context: of the model.
+            offset: is added to the weight; the sum is kept in float32.
+        """
         self._name = f"{name}.weight"
         self._shape = (size,)
         self._eps = eps
+        self._offset = offset
         self._normalise, self._add = context.ops.rms_norm, context.ops.add_rms_norm
         self._context = context
-        self._weight = torch.empty(0, dtype=context.dtype, device=context.device)
+        dtype = torch.float32 if offset else context.dtype
+        self._weight = torch.empty(0, dtype=dtype, device=context.device)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the weight's shape."""
@@ -185,6 +202,8 @@ class RMSNorm:
     def load(self, name: str, tensor: torch.Tensor) -> None:  # noqa: ARG002 - it has only one
         """Load the weight."""
         self._weight = self._weight.new_empty(self._shape).copy_(tensor)
+        if self._offset:
+            self._weight += self._offset
 
     def packed(self) -> dict[str, torch.Tensor]:
         """Return the weight."""
@@ -192,7 +211,8 @@ class RMSNorm:
 
     def load_packed(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load the weight."""
-        self._weight = _packed_tensor(tensors, self._name, self._shape, self._context)
+        dtype = self._weight.dtype
+        self._weight = _packed_tensor(tensors, self._name, self._shape, self._context, dtype)
 
     def __call__(self, x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
         """Return x [..., size], normalised over its last dimension.
@@ -560,18 +580,28 @@ _LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
 class RotaryEmbedding:
     """The angles of all positions (RoPE, arXiv:2104.09864), in float32."""
 
-    def __init__(self, head_size: int, context: ModelContext, *, source: str) -> None:
+    def __init__(
+        self,
+        head_size: int,
+        context: ModelContext,
+        *,
+        source: str,
+        fields: Mapping[str, Any] | None = None,
+    ) -> None:
         """Compute the frequencies; `allocate` computes the table.
 
         Args:
             head_size: elements of a head.
             context: of the model; its config has the parameters.
             source: names the config in messages.
+            fields: instead of the config's, for models that have several sets of parameters.
 
         Raises:
             ModelError: the config's RoPE is not supported.
         """
-        self._frequencies, self._scale = _frequencies(context.config.hf, head_size, source)
+        self._frequencies, self._scale = _frequencies(
+            context.config.hf if fields is None else fields, head_size, source
+        )
         self._context = context
         self._table = torch.empty(0)
         self._gather_rows = context.ops.gather_rows

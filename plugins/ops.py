@@ -61,8 +61,8 @@ class Recorded(Protocol):
 class Ops(Component):
     """The operations of models besides attention, and of samplers. One per device.
 
-    Those on logits have an implementation in torch here, which says what is right; write those that
-    you can make faster.
+    Those on logits, `scale` and `add` have an implementation in torch here, which says what is
+    right; write those that you can make faster.
 
     Tensors have the context's dtype and device unless said otherwise. The last dimension is
     contiguous; rows may be parts of wider ones. A row's result must not depend on the other rows.
@@ -175,7 +175,10 @@ class Ops(Component):
 
     @abstractmethod
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467)."""
+        """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467).
+
+        The weight may be float32 with x of another dtype.
+        """
 
     @abstractmethod
     def add_rms_norm(
@@ -190,9 +193,17 @@ class Ops(Component):
         The halves a and b of a head become a cos - b sin and b cos + a sin.
 
         Args:
-            x: [rows, heads, head_size].
+            x: [rows, heads, head_size]; the heads may be parts of wider ones.
             angles: float32 [rows, head_size]; of each row, cosines, then sines.
         """
+
+    def scale(self, x: torch.Tensor, factor: float) -> None:
+        """Multiply x [rows, size] by a number, in place."""
+        x.mul_(factor)
+
+    def add(self, x: torch.Tensor, delta: torch.Tensor) -> None:
+        """Add delta to x in place, both [rows, size]."""
+        x.add_(delta)
 
     @abstractmethod
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:

@@ -41,6 +41,7 @@ class NativeOps(Ops):
         self._results = Results(library)
         self._rms_norm = library.function("rms_norm", dtype)
         self._rotate = library.function("rotate", dtype)
+        self._scale_add = library.function("scale_add", dtype)
         self._silu_and_mul = library.function("silu_and_mul", dtype)
         self._gelu_and_mul = library.function("gelu_and_mul", dtype)
         self._gather_rows = library.function("gather_rows", None)
@@ -194,6 +195,21 @@ class NativeOps(Ops):
         self._library.run(
             self._rotate, x.data_ptr(), x.stride(0), x.stride(1), angles.data_ptr(), rows, heads,
             size,
+        )  # fmt: skip
+
+    def scale(self, x: torch.Tensor, factor: float) -> None:
+        """Multiply x by a number, in place."""
+        count, width = x.shape
+        self._library.run(
+            self._scale_add, x.data_ptr(), x.stride(0), float(factor), None, 0, count, width
+        )
+
+    def add(self, x: torch.Tensor, delta: torch.Tensor) -> None:
+        """Add delta to x in place."""
+        count, width = x.shape
+        self._library.run(
+            self._scale_add, x.data_ptr(), x.stride(0), 1.0, delta.data_ptr(), delta.stride(0),
+            count, width,
         )  # fmt: skip
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-// Operations on each row alone: norms, rotary embedding, gated activations.
+// Operations on each row alone: norms, rotary embedding, gated activations, scaled sums.
 #pragma once
 
 #include <algorithm>
@@ -119,6 +119,28 @@ void activate_and_mul(const T* x, long x_stride, T* y, long y_stride, long count
       if (i < width) {
         int lanes = (int)(width - i);
         store_part(out + i, activate<KIND>(load_part(gate + i, lanes)) * load_part(up + i, lanes), lanes);
+      }
+    }
+  });
+}
+
+// x = x * factor + delta, in place; without `delta` (null), x * factor.
+template <class T>
+void scale_add(T* x, long x_stride, float factor, const T* delta, long delta_stride, long count,
+               long width) {
+  for_rows(count, width, [=](long from, long to) {
+    for (long row = from; row < to; row++) {
+      T* kept = x + row * x_stride;
+      const T* added = delta ? delta + row * delta_stride : nullptr;
+      long i = 0;
+      for (; i + LANES <= width; i += LANES) {
+        Floats value = load(kept + i) * factor;
+        store(kept + i, added ? value + load(added + i) : value);
+      }
+      if (i < width) {
+        int lanes = (int)(width - i);
+        Floats value = load_part(kept + i, lanes) * factor;
+        store_part(kept + i, added ? value + load_part(added + i, lanes) : value, lanes);
       }
     }
   });

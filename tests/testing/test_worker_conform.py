@@ -18,10 +18,12 @@ from hardpoint.builtin_plugins.auto import AutoAttention, AutoOps
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.builtin_plugins.loaders.gguf import GGUFLoader
 from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
+from hardpoint.builtin_plugins.models.granite import Granite
 from hardpoint.builtin_plugins.models.llama import Llama
 from hardpoint.builtin_plugins.models.mixtral import Mixtral
 from hardpoint.builtin_plugins.models.qwen import Qwen2, Qwen3
 from hardpoint.builtin_plugins.models.qwen_moe import Qwen2Moe, Qwen3Moe
+from hardpoint.builtin_plugins.models.smollm3 import SmolLM3
 from hardpoint.builtin_plugins.ops.native_cpu import NativeOps
 from hardpoint.builtin_plugins.ops.torch import TorchOps
 from hardpoint.builtin_plugins.sampler import DefaultSampler
@@ -166,6 +168,26 @@ class TestQwen3(ModelSuite):
     examples = kit_examples(0.3)
     model = Qwen3
     config = config("Qwen3", **DIVISIBLE, head_dim=16, tie_word_embeddings=True)
+
+
+class TestGranite(ModelSuite):
+    examples = kit_examples(0.1)
+    model = Granite
+    config = config(
+        "Granite",
+        **DIVISIBLE,
+        embedding_multiplier=12.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.22,
+        logits_scaling=8.0,
+        tie_word_embeddings=True,
+    )
+
+
+class TestSmolLM3(ModelSuite):
+    examples = kit_examples(0.1)
+    model = SmolLM3
+    config = config("SmolLM3", **DIVISIBLE, no_rope_layer_interval=2)
 
 
 class TestQwen3Moe(ModelSuite):

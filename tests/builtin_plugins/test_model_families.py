@@ -1,0 +1,177 @@
+"""Granite and SmolLM3: equal to transformers', alone, in batches, in ranks and in stages."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from support.builtins.model_harness import Runner, build_model, load_model, open_loader
+
+from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
+from hardpoint.builtin_plugins.models.granite import Granite
+from hardpoint.builtin_plugins.models.smollm3 import SmolLM3
+from hardpoint.plugins import ModelConfig, ModelError
+from hardpoint.plugins.parallel import Communicator, Parallel
+from hardpoint.testing.model.rank_threads import run_ranks
+
+TINY = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+}
+FACTORS = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 3.0,
+}
+SLIDING = {"use_sliding_window": True, "sliding_window": 9}
+VARIANTS = {
+    "granite": ("Granite", Granite, FACTORS),
+    "granite-tied": ("Granite", Granite, FACTORS | {"tie_word_embeddings": True}),
+    "granite-biases": ("Granite", Granite, {"attention_bias": True, "mlp_bias": True}),
+    "smollm3": ("SmolLM3", SmolLM3, {}),
+    "smollm3-layers": (
+        "SmolLM3",
+        SmolLM3,
+        {"no_rope_layers": [0, 1, 1, 0], "tie_word_embeddings": False, "attention_bias": True},
+    ),
+    "smollm3-window": (
+        "SmolLM3",
+        SmolLM3,
+        SLIDING | {"no_rope_layer_interval": 2, "mlp_bias": True},
+    ),
+    "smollm3-layer-types": (
+        "SmolLM3",
+        SmolLM3,
+        SLIDING | {"layer_types": ["sliding_attention", *["full_attention"] * 3]},
+    ),
+}
+GENERATOR = torch.Generator().manual_seed(1)
+TOKENS = torch.randint(0, 97, (60,), generator=GENERATOR).tolist()
+OTHERS = torch.randint(0, 97, (30,), generator=GENERATOR).tolist()
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def variant(request, tmp_path_factory):
+    """A random model of transformers, saved: the model, our class, and the folder."""
+    import transformers
+
+    family, kind, fields = VARIANTS[request.param]
+    torch.manual_seed(5)
+    config = getattr(transformers, f"{family}Config")(**TINY | fields)
+    reference = getattr(transformers, f"{family}ForCausalLM")(config).eval().float()
+    for parameter in reference.parameters():
+        # Large enough for attention to matter; the initial values give flat scores.
+        parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.2)
+    folder = tmp_path_factory.mktemp("model")
+    reference.save_pretrained(folder)
+    return reference, kind, folder
+
+
+@torch.inference_mode()
+def test_logits_and_greedy_tokens_equal_transformers(variant) -> None:
+    reference, kind, folder = variant
+    model = load_model(kind, open_loader(SafetensorsLoader, folder), dtype=torch.float32)
+    expected = reference(torch.tensor([TOKENS])).logits[0]
+    others = reference(torch.tensor([OTHERS])).logits[0]
+    alone = Runner(model, dtype=torch.float32, block_size=4).logits([("a", TOKENS)])
+    assert (alone - expected).abs().max() < 1e-4
+    runner = Runner(model, dtype=torch.float32, block_size=4)
+    parts = [runner.logits([("a", TOKENS[:23])])]
+    mixed = runner.logits([("a", TOKENS[23:50]), ("b", OTHERS)])
+    parts += [mixed[:27], runner.logits([("a", TOKENS[50:])])]
+    assert (torch.cat(parts) - expected).abs().max() < 1e-4
+    assert (mixed[27:] - others).abs().max() < 1e-4
+    histories = [[*TOKENS, int(expected[-1].argmax())], [*OTHERS, int(others[-1].argmax())]]
+    for _ in range(8):
+        logits = runner.logits([(name, h[-1:]) for name, h in zip("ab", histories, strict=True)])
+        for history, token in zip(histories, logits.argmax(-1).tolist(), strict=True):
+            assert token == int(reference(torch.tensor([history])).logits[0, -1].argmax())
+            history.append(token)
+
+
+def staged(kind, loader, communicator: Communicator, *, stages: int) -> torch.Tensor:
+    """Return the logits of TOKENS of a model cut into ranks and stages."""
+    hidden = None
+    with torch.inference_mode():
+        for stage in range(stages):
+            parallel = Parallel(communicator, stage, stages)
+            model = build_model(kind, loader.config(), dtype=torch.float32, parallel=parallel)
+            model.load_weights(loader.cut_weights(model.weight_shapes(), model.weight_cuts()))
+            runner = Runner(model, dtype=torch.float32)
+            hidden = runner.hidden([("a", TOKENS)], hidden=hidden)
+        return model.compute_logits(hidden)
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (2, 2), (8, 1)])
+@torch.inference_mode()
+def test_parts_equal_transformers(variant, ranks: int, stages: int) -> None:
+    reference, kind, folder = variant
+    loader = open_loader(SafetensorsLoader, folder)
+    expected = reference(torch.tensor([TOKENS])).logits[0]
+    results = run_ranks(ranks, lambda rank: staged(kind, loader, rank, stages=stages))
+    for found in results:
+        assert torch.equal(found, results[0])
+        assert (found - expected).abs().max() < 1e-4
+
+
+@torch.inference_mode()
+def test_bfloat16_stays_close(variant) -> None:
+    reference, kind, folder = variant
+    model = load_model(kind, open_loader(SafetensorsLoader, folder), dtype=torch.bfloat16)
+    expected = reference(torch.tensor([TOKENS])).logits[0]
+    found = Runner(model, dtype=torch.bfloat16).logits([("a", TOKENS)])
+    rounded = type(reference).from_pretrained(folder, dtype=torch.bfloat16)
+    theirs = rounded(torch.tensor([TOKENS])).logits[0].float()
+    assert (found - expected).norm() < 1.1 * (theirs - expected).norm()
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        (Granite, {"embedding_multiplier": 0}, "embedding_multiplier: expected a number > 0"),
+        (Granite, {"residual_multiplier": "1"}, "residual_multiplier: expected a number > 0"),
+        (Granite, {"attention_multiplier": -1}, "attention_multiplier: expected a number > 0"),
+        (Granite, {"logits_scaling": True}, "logits_scaling: expected a number > 0, got True"),
+        (SmolLM3, {"no_rope_layers": [1, 0]}, r"no_rope_layers: expected 4 of 0 .* got \[1, 0\]"),
+        (SmolLM3, {"no_rope_layers": [1, 0, 2, 1]}, "no_rope_layers: expected 4 of 0"),
+        (SmolLM3, {"no_rope_layer_interval": 0}, "no_rope_layer_interval: expected a whole number"),
+        (SmolLM3, SLIDING | {"layer_types": ["full"]}, "layer_types: expected 4 of full_attention"),
+        (SmolLM3, {"use_sliding_window": 1}, "use_sliding_window: expected true or false, got 1"),
+    ],
+)
+def test_wrong_fields_are_named(kind, fields: dict, message: str) -> None:
+    config = ModelConfig(
+        architecture="TestForCausalLM",
+        hf=TINY | fields,
+        vocab_size=97,
+        max_position_embeddings=256,
+    )
+    with pytest.raises(ModelError, match=f"TestForCausalLM config: {message}"):
+        build_model(kind, config, dtype=torch.float32)
+
+
+def test_what_a_config_of_smollm3_leaves_out_is_as_in_transformers() -> None:
+    import transformers
+
+    given = {name: value for name, value in TINY.items() if name != "num_key_value_heads"}
+    reference = transformers.SmolLM3Config(**given)
+    config = ModelConfig(
+        architecture="SmolLM3ForCausalLM", hf=given, vocab_size=97, max_position_embeddings=256
+    )
+    model = build_model(SmolLM3, config, dtype=torch.float32)
+    hf = SmolLM3.config_defaults
+    assert reference.rope_parameters["rope_theta"] == hf["rope_theta"]
+    for name in ("num_key_value_heads", "tie_word_embeddings"):
+        assert getattr(reference, name) == hf[name]
+    assert [rope is not None for rope in model.rotary_embeddings()] == [True, True, True, False]
+    assert "lm_head.weight" not in model.weight_shapes()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from hardpoint.plugins import EngineConfig, Model, ModelError, WorkerInfo
 from hardpoint.plugins.executor import max_step_tokens
 from hardpoint.plugins.kv_cache import BlockNeeds, KVCacheGroup
+from hardpoint.plugins.model import WeightFormat
 
 from .control_groups import PROC, control_groups, read_control
 
@@ -112,6 +112,27 @@ def _reclaimable(group: Path) -> int:
 
 
 @dataclass(frozen=True)
+class HeldWeight:
+    """How a weight, or the part of it that a rank has, is held.
+
+    Attributes:
+        stored: how the files store all of it; None if the loader does not say.
+        scheme: that holds it; None if it is held as numbers of the model's dtype.
+        shape: of the part.
+        num_bytes: in memory, once it is loaded.
+        loading_bytes: that it takes besides that while it is loaded.
+        is_vocabulary: whether it has a row per token.
+    """
+
+    stored: WeightFormat | None
+    scheme: str | None
+    shape: tuple[int, ...]
+    num_bytes: int
+    loading_bytes: int
+    is_vocabulary: bool
+
+
+@dataclass(frozen=True)
 class RequestMemory:
     """What one request needs of the KV cache.
 
@@ -194,7 +215,7 @@ class MemoryEstimate:
 def estimate_memory(
     model: Model,
     config: EngineConfig,
-    shapes: Mapping[str, Sequence[int]],
+    weights: Mapping[str, HeldWeight],
     bytes_per_block: int,
     groups: Sequence[KVCacheGroup],
     limit: MemoryLimit,
@@ -204,16 +225,14 @@ def estimate_memory(
     Args:
         model: without weights.
         config: the engine's.
-        shapes: of the parts of its weights that this rank has.
+        weights: those that this rank has, by name.
         bytes_per_block: of the KV cache, all layers together that have one table.
         groups: of the KV cache.
         limit: what may be allocated.
     """
     context, cache, scheduler = model.context, config.kv_cache, config.scheduler
     size, vocab = context.dtype.itemsize, context.config.vocab_size
-    counts = [math.prod(shape) for shape in shapes.values()]
-    rows = {name: shape[0] for name, shape in model.weight_shapes().items()}
-    width = max((shape[0] for name, shape in shapes.items() if rows[name] != vocab), default=0)
+    width = max((w.shape[0] for w in weights.values() if not w.is_vocabulary), default=0)
     tokens = min(scheduler.max_num_batched_tokens, context.max_model_len)
     rotary = max((spec.head_size for spec in model.kv_specs()), default=0)
     # A few arrays of the widest layer, logits and their float32 copy, tables of all positions.
@@ -231,9 +250,9 @@ def estimate_memory(
         cache_bytes = request.of(length)
         share = cache.memory_fraction or cache_share(context.device)
     return MemoryEstimate(
-        weights=sum(counts) * size,
+        weights=sum(weight.num_bytes for weight in weights.values()),
         cache=cache_bytes,
-        loading=max(counts, default=0) * _FLOAT,  # a weight as it is read, before it is packed
+        loading=max((weight.loading_bytes for weight in weights.values()), default=0),
         step=step,
         limit=limit,
         share=share,

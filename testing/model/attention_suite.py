@@ -303,7 +303,7 @@ class AttentionBackendSuite(ComponentSuite):
         )
         return backend
 
-    def _compare(
+    def _compare(  # noqa: PLR0913 - what a search tries
         self,
         rule: Rule,
         *,
@@ -357,10 +357,10 @@ class AttentionBackendSuite(ComponentSuite):
             counts = ordered(list(given.items()))
             plans = [backend.plan(group.step(counts)) for group in groups]
             tokens = sum(count for _, count in counts)
-            for cache, history, group in zip(caches, histories, of_layer, strict=True):
+            for cache, history, index_of in zip(caches, histories, of_layer, strict=True):
                 q, k, v = self._inputs(generator, history.spec, tokens, backend.context.dtype)
                 tensors = q.clone(), k.clone(), v.clone()
-                out = backend.attend(history.spec, cache, plans[group], *tensors)
+                out = backend.attend(history.spec, cache, plans[index_of], *tensors)
                 history.append(counts, k, v)
                 self._check_output(rule, out, q, history, counts)
             if index < len(case.ends):

@@ -31,6 +31,7 @@ def paged_attention(
     sequences: PagedSequences,
     scale: float,
     window: int | None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Write keys and values to a cache, then attend causally, in float32.
 
@@ -40,6 +41,7 @@ def paged_attention(
         sequences: the step.
         scale: multiplies the scores.
         window: sliding window in tokens, the token itself included; None is unlimited.
+        softcap: a scaled score s becomes softcap * tanh(s / softcap); None leaves it.
 
     Returns:
         float32 [tokens, heads, head_size].
@@ -66,6 +68,8 @@ def paged_attention(
             for side in cache
         )
         scores = torch.einsum("qhd,khd->hqk", queries.float(), keys) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
         distance = span[:, None] - torch.arange(length)
         hidden = (distance < 0) | (distance >= (window or length))
         # Not 0 * what is hidden, which may be NaN.

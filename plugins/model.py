@@ -401,6 +401,15 @@ class Model(Component):
         return None
 
     @property
+    def kv_variant(self) -> str:
+        """What the keys and values of a token depend on besides its weights and its config.
+
+        For factors of rotary embeddings that `max_model_len` chooses, which one is chosen. It is
+        part of the keys of KV blocks. "", the default: they depend on nothing else.
+        """
+        return ""
+
+    @property
     def replayable(self) -> bool:
         """Whether steps with as many tokens run the same operations, which may be recorded.
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from .component import Component, Context
+from .parallel import join
 
 if TYPE_CHECKING:
     import torch
@@ -89,6 +90,17 @@ class QuantizedMatrix(ABC):
     def is_finite(self) -> bool:
         """Return whether all weights are finite; override it if scales say that sooner."""
         return bool(self.dequantize().isfinite().all())
+
+    def joined(self, parts: Sequence[QuantizedMatrix], dim: int) -> QuantizedMatrix:  # noqa: ARG002
+        """Return parts of this matrix, which it is one of, one after the other in a dimension.
+
+        Called for matrices in which a checkpoint has several stacked, q, k and v for example, of
+        which a rank needs a part each.
+
+        Raises:
+            ValueError: they cannot be joined, which is the default.
+        """
+        raise ValueError("several parts of the matrix, which a rank needs, cannot be joined")
 
     def linear(
         self,
@@ -177,6 +189,14 @@ class AffineCodes(QuantizedMatrix):
             return tensor[:, start // per : -(-stop // per)]
 
         return self._with(cut)
+
+    def joined(self, parts: Sequence[QuantizedMatrix], dim: int) -> AffineCodes:
+        """Return parts of one matrix, one after the other in a dimension."""
+        fields = {
+            name: [getattr(part, name) for part in parts]
+            for name in ("codes", "scales", "offsets", "outer_scales", "outer_offsets")
+        }
+        return replace(self, **{n: join(f, dim) for n, f in fields.items() if f[0] is not None})
 
     def contiguous(self) -> AffineCodes:
         """Return the matrix with contiguous tensors."""

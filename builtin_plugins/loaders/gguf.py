@@ -6,6 +6,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -171,14 +172,14 @@ class GGUFLoader(WeightLoader):
             cut = needed_part(name, shape, shapes, cuts)
             heads = permuted.get(name.split(".")[-2])
             if heads is None or hf["model_type"] != "llama":
-                yield name, self._read(tensor, cut, None)
+                yield name, self._read_parts(tensor, cut, None)
                 continue
             if shape[0] % (2 * heads):
                 raise ModelError(
                     f"{self._source}: tensor {tensor.name}: expected rows of {heads} heads of "
                     f"an even size, got {shape[0]} rows"
                 )
-            yield name, self._read(tensor, cut, shape[0] // heads)
+            yield name, self._read_parts(tensor, cut, shape[0] // heads)
 
     def content_hash(self, hash_file: Callable[[Path], str]) -> str:
         """Return the hash of the file.
@@ -267,6 +268,22 @@ class GGUFLoader(WeightLoader):
     def _dtype(self) -> str | None:
         types = {tensor.tensor_type.name for tensor in self._file.tensors if len(tensor.shape) > 1}
         return _DTYPES.get(types.pop()) if len(types) == 1 else None
+
+    def _read_parts(
+        self, tensor: gguf.ReaderTensor, cut: Cut | None, head_size: int | None
+    ) -> torch.Tensor | QuantizedWeight:
+        """Return what `_read` does, also of cuts of several parts."""
+        if cut is None or not cut.more:
+            return self._read(tensor, cut, head_size)
+        found = [self._read(tensor, part, head_size) for part in cut.parts]
+        tensors = [part for part in found if isinstance(part, torch.Tensor)]
+        if len(tensors) == len(found):
+            return torch.cat(tensors, cut.dim)
+        if cut.dim:  # columns, of blocks that they may divide
+            return self._read(tensor, None, head_size)
+        blocks = [part for part in found if isinstance(part, QuantizedWeight)]
+        rows = torch.cat([part.tensors["blocks"] for part in blocks])
+        return replace(blocks[0], shape=(len(rows), blocks[0].shape[1]), tensors={"blocks": rows})
 
     def _read(
         self, tensor: gguf.ReaderTensor, cut: Cut | None, head_size: int | None

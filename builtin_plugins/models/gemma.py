@@ -150,7 +150,9 @@ class Gemma3(_Gemma):
         ):
             parameters = stated.get(kind) or {}
             if not isinstance(parameters, Mapping):
-                raise fields.error("rope_parameters", f"{kind}: expected a table, got {short(parameters)}")
+                raise fields.error(
+                    "rope_parameters", f"{kind}: expected a table, got {short(parameters)}"
+                )
             if not parameters and kind == FULL:
                 parameters = fields.table("rope_scaling")
             parameters = {"rope_theta": fields.number(theta, default), **parameters}

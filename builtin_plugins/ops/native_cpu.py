@@ -17,7 +17,7 @@ from hardpoint.plugins.quantization import AffineCodes
 
 _MEMORY = 1 << 23  # bytes of memory that are allocated at once
 _ALIGNED = 64  # bytes of a line of memory
-_CODES_MAGIC = 0x317364656F637068  # of codes.h: the first word of packed codes
+_CODES_MAGIC = 0x317365646F637068  # of codes.h: the first word of packed codes
 _LONG_WORK = 1 << 26  # multiplications of a product that is worth releasing Python's lock
 
 
@@ -39,7 +39,10 @@ class NativeOps(Ops):
         dtype = context.dtype
         self._memory = _Memory()
         self._results = Results(library)
-        self._rms_norm = library.function("rms_norm", dtype)
+        self._rms_norm = {
+            torch.float32: library.function("rms_norm_float", dtype),
+            dtype: library.function("rms_norm", dtype),
+        }  # by the weight's dtype
         self._rotate = library.function("rotate", dtype)
         self._scale_add = library.function("scale_add", dtype)
         self._silu_and_mul = library.function("silu_and_mul", dtype)
@@ -172,7 +175,7 @@ class NativeOps(Ops):
             rows, parts, width = x.shape
             count, part_stride = rows * parts, x.stride(1)
         self._library.run(
-            self._rms_norm, x.data_ptr(), x.stride(0), parts, part_stride, None, 0,
+            self._rms_norm[weight.dtype], x.data_ptr(), x.stride(0), parts, part_stride, None, 0,
             weight.data_ptr(), y.data_ptr(), width, count, width, eps,
         )  # fmt: skip
         return y
@@ -184,8 +187,8 @@ class NativeOps(Ops):
         count, width = x.shape
         y = self._results.empty((count, width), x.dtype)
         self._library.run(
-            self._rms_norm, delta.data_ptr(), delta.stride(0), 1, 0, x.data_ptr(), x.stride(0),
-            weight.data_ptr(), y.data_ptr(), width, count, width, eps,
+            self._rms_norm[weight.dtype], delta.data_ptr(), delta.stride(0), 1, 0, x.data_ptr(),
+            x.stride(0), weight.data_ptr(), y.data_ptr(), width, count, width, eps,
         )  # fmt: skip
         return y
 

@@ -17,6 +17,7 @@ from hardpoint.plugins import (
     HardpointError,
     KVSpec,
     Model,
+    ModelError,
     WeightLoader,
     Wrapper,
     is_replayable,
@@ -43,6 +44,7 @@ class CheckedModel:
         specs: one per attention layer.
         is_replayable: whether the model's class says so.
         routed_experts: layers, and experts that a token has in each; None if it reports none.
+        kv_variant: what the bytes of its KV blocks depend on besides weights and config.
     """
 
     def __init__(self, model: Model, source: Source) -> None:
@@ -64,9 +66,9 @@ class CheckedModel:
             raise self._wrong("weight_cuts", cuts, "a Cut inside of the shape of each name")
         if not isinstance(specs, list) or not all(map(_is_spec, specs)):
             expected = (
-                "a list of KVSpec of whole numbers >= 1 and a finite scale, where num_kv_heads "
+                "a list of KVSpec of whole numbers >= 1, a finite scale and a softcap > 0, where "
             )
-            expected += "divides num_heads"
+            expected += "num_kv_heads divides num_heads"
             raise self._wrong("kv_specs", specs, expected)
         self.shapes: dict[str, tuple[int, ...]] = dict(shapes)
         self.cuts: dict[str, Cut] = dict(cuts)
@@ -79,6 +81,9 @@ class CheckedModel:
         routed = self.routed_experts = model.routed_experts
         if routed is not None and not (_is_shape(routed) and len(routed) == 2):
             raise self._wrong("routed_experts", routed, "layers and experts per token, or None")
+        self.kv_variant = model.kv_variant
+        if not isinstance(self.kv_variant, str):
+            raise self._wrong("kv_variant", self.kv_variant, "a string")
         self._is_last = model.context.parallel.is_last
         self._width: int | None = None  # of hidden states, once known
 
@@ -243,8 +248,16 @@ class CheckedAttention:
         """Ask the backend for the sizes of blocks.
 
         Raises:
-            PluginFaultError: they are none.
+            ModelError: the backend cannot compute such layers.
+            PluginFaultError: the sizes are none.
         """
+        capped = [index for index, spec in enumerate(specs) if spec.softcap is not None]
+        if capped and not backend.softcaps:
+            raise ModelError(
+                f"attention.use: {source} has no soft cap of attention scores (its class says "
+                f"softcaps = False), and layer {capped[0]} has the soft cap "
+                f"{specs[capped[0]].softcap:g}; choose another attention backend for this model"
+            )
         self._backend = backend
         self._source = source
         self.specs = specs
@@ -409,11 +422,7 @@ def _is_shape(shape: Any) -> bool:
 
 
 def _is_cut(cut: Any, shape: Sequence[int]) -> bool:
-    return (
-        isinstance(cut, Cut)
-        and 0 <= cut.dim < len(shape)
-        and 0 <= cut.start <= cut.stop <= shape[cut.dim]
-    )
+    return isinstance(cut, Cut) and cut.fits(shape)
 
 
 def _is_spec(spec: Any) -> bool:
@@ -426,7 +435,12 @@ def _is_spec(spec: Any) -> bool:
         and spec.num_heads % spec.num_kv_heads == 0
         and isinstance(spec.scale, int | float)
         and math.isfinite(spec.scale)
+        and (spec.softcap is None or _is_positive(spec.softcap))
     )
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value > 0
 
 
 def _are_block_views(views: Sequence[Any], size: int) -> bool:

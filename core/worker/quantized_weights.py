@@ -165,8 +165,7 @@ class QuantizedWeights:
             )
         if cut is None or matrix.shape == needed != whole:
             return matrix
-        part = matrix.rows if cut.dim == 0 else matrix.columns
-        return self._matrix(name, scheme, "read", lambda: part(cut.start, cut.stop), needed)
+        return self._matrix(name, scheme, "read", lambda: _part(matrix, cut), needed)
 
     def _quantized(self, name: str, tensor: torch.Tensor) -> QuantizedMatrix:
         assert self._use is not None
@@ -193,7 +192,7 @@ class QuantizedWeights:
         if cut is None or cut.dim == 0:
             return
         unit, count = matrix.alignment, self._shapes[name][1]
-        if cut.start % unit or (cut.stop % unit and cut.stop != count):
+        if any(p.start % unit or (p.stop % unit and p.stop != count) for p in cut.parts):
             raise ConfigError(
                 f"quantization.use: {self._config.use!r} has groups of {unit} columns, which do "
                 f"not divide columns {cut.start} to {cut.stop} of {count}, the part of {name!r} "
@@ -248,6 +247,17 @@ class QuantizedWeights:
             raise PluginFaultError(
                 f"{scheme[1]}: its {method}() failed for {name!r}: {describe(cause)}"
             ) from cause
+
+
+def _part(matrix: QuantizedMatrix, cut: Cut) -> QuantizedMatrix:
+    """Return a part of a matrix.
+
+    Raises:
+        ValueError: it cannot be cut there.
+    """
+    part_of = matrix.rows if cut.dim == 0 else matrix.columns
+    parts = [part_of(part.start, part.stop) for part in cut.parts]
+    return parts[0] if not cut.more else parts[0].joined(parts, cut.dim)
 
 
 def _fault(source: Source, method: str, got: object, expected: str) -> PluginFaultError:

@@ -128,6 +128,7 @@ class LocalWorker:
         self._max_model_len = spec.max_model_len
         self._num_blocks = 0
         self._bytes_per_block = 0
+        self._kv_variant = ""
         self._estimate: MemoryEstimate | None = None
         self._threads: ComputeThreads | None = None
         self._weight_cache: WeightCache | None = None
@@ -192,6 +193,7 @@ class LocalWorker:
         with torch.inference_mode():
             self._load_weights(spec, ranks, model, checked)
             checked.run_trial(min(_TRIAL_TOKENS, spec.max_model_len), _TRIAL_TOKENS)
+        self._kv_variant = checked.kv_variant
         self._components = [backend, model, ops]
         if stage is not None:
             processors = [runner.processor for runner in stage.pipeline.runners]
@@ -372,7 +374,7 @@ class LocalWorker:
             )
         return BlockIdentity(
             weights=weights,
-            config=config_hash(spec.model_config),
+            config=config_hash(spec.model_config, self._kv_variant),
             architecture=spec.model_config.architecture,
             dtype=str(spec.dtype),
             kv_layout=attention.kv_layout[0],

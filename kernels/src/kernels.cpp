@@ -81,6 +81,12 @@ int hp_supports(const char* path) {
     rows::rms_norm(x, x_stride, parts, part_stride, residual, residual_stride, weight, y,         \
                    y_stride, count, width, eps);                                                  \
   }                                                                                               \
+  void hp_rms_norm_float_##NAME(const T* x, long x_stride, long parts, long part_stride,          \
+                                T* residual, long residual_stride, const float* weight, T* y,     \
+                                long y_stride, long count, long width, float eps) {               \
+    rows::rms_norm(x, x_stride, parts, part_stride, residual, residual_stride, weight, y,         \
+                   y_stride, count, width, eps);                                                  \
+  }                                                                                               \
   void hp_rotate_##NAME(T* x, long row_stride, long head_stride, const float* angles,             \
                         long count, long heads, long head_size) {                                 \
     rows::rotate(x, row_stride, head_stride, angles, count, heads, head_size);                    \
@@ -108,14 +114,15 @@ int hp_supports(const char* path) {
   }                                                                                               \
   void hp_attend_##NAME(const T* q, long q_stride, const T* k, long k_stride, const T* v,         \
                         long v_stride, T* out, T* cache, const void* const* plan, long head_size, \
-                        float scale) {                                                            \
+                        float scale, float softcap) {                                             \
     attention::attend(q, q_stride, k, k_stride, v, v_stride, out, cache,                          \
-                      (const attention::Plan*)*plan, head_size, scale);                           \
+                      (const attention::Plan*)*plan, head_size, scale, softcap);                  \
   }                                                                                               \
   RECORDED(linear_##NAME)                                                                         \
   RECORDED(linear_codes_##NAME)                                                                   \
   RECORDED(gather_codes_##NAME)                                                                   \
   RECORDED(rms_norm_##NAME)                                                                       \
+  RECORDED(rms_norm_float_##NAME)                                                                 \
   RECORDED(rotate_##NAME)                                                                         \
   RECORDED(experts_##NAME)                                                                        \
   RECORDED(silu_and_mul_##NAME)                                                                   \

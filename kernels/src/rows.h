@@ -22,9 +22,10 @@ void for_rows(long rows, long width, Work work) {
 
 // y = x / sqrt(mean(x^2) + eps) * weight; before that, if `residual`, x is added to it and taken
 // from it. x has rows of `parts` parts each, which are normalised on their own; `count` is of parts.
-template <class T>
+// W is T or float.
+template <class T, class W>
 void rms_norm(const T* x, long x_stride, long parts, long part_stride, T* residual,
-              long residual_stride, const T* weight, T* y, long y_stride, long count, long width,
+              long residual_stride, const W* weight, T* y, long y_stride, long count, long width,
               float eps) {
   for_rows(count, width, [=](long from, long to) {
     for (long row = from; row < to; row++) {

@@ -291,22 +291,22 @@ class OpsSuite(ComponentSuite):
         return again.cpu().clone().to(weight.device)
 
     def _check_norm(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
-        weight = self._draw(size, dtype=dtype)
         wide = self._draw(rows, size + 3, dtype=dtype)
         heads = self._draw(rows, 4, size, dtype=dtype)
         for x in (wide[:, :size], heads, heads[:, 1:3]):
-            self._compare(
-                lambda x: ops.rms_norm(x, weight, _EPS), x, _norm(x, weight), dtype, "rms_norm"
-            )
+            for weight in (self._draw(size, dtype=dtype), self._draw(size, dtype=torch.float32)):
+                norm = functools.partial(ops.rms_norm, weight=weight, eps=_EPS)
+                self._compare(norm, x, _norm(x, weight), dtype, "rms_norm")
 
     def _check_add_norm(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
-        weight, x = self._draw(size, dtype=dtype), self._draw(rows, size, dtype=dtype)
         delta = self._draw(rows, size, dtype=dtype)
-        kept, total = delta.clone(), (x + delta).double()
-        result = ops.add_rms_norm(x, delta, weight, _EPS)
-        self._check_close(x, total, "x after add_rms_norm")
-        self._check_close(result, _norm(x, weight), "add_rms_norm")
-        self._check_kept(delta, kept, "add_rms_norm", "delta")
+        for weight in (self._draw(size, dtype=dtype), self._draw(size, dtype=torch.float32)):
+            x = self._draw(rows, size, dtype=dtype)
+            kept, total = delta.clone(), (x + delta).double()
+            result = ops.add_rms_norm(x, delta, weight, _EPS)
+            self._check_close(x, total, "x after add_rms_norm")
+            self._check_close(result, _norm(x, weight), "add_rms_norm")
+            self._check_kept(delta, kept, "add_rms_norm", "delta")
 
     def _check_rotate(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
         for more in (0, 6):  # elements of a head that are not rotated

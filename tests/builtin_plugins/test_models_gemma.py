@@ -1,7 +1,8 @@
-"""Gemma 2 and 3 equal transformers with random weights, and refuse what they cannot compute."""
+"""Gemma 2 and 3: equal to transformers', alone, in batches, in ranks and in stages."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,17 @@ import pytest
 import torch
 from support.builtins.model_harness import Runner, build_model, load_model, open_loader
 
+from hardpoint.builtin_plugins.attention.native_cpu import NativeAttention
+from hardpoint.builtin_plugins.attention.torch import TorchAttention
 from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
 from hardpoint.builtin_plugins.models.gemma import Gemma2, Gemma3
 from hardpoint.plugins import Model, ModelConfig, ModelError
+from hardpoint.plugins.parallel import Communicator, Parallel
+from hardpoint.testing.model.rank_threads import run_ranks
 
 TINY: dict[str, Any] = {
     "vocab_size": 97,
-    "hidden_size": 64,
+    "hidden_size": 80,  # whose square root bfloat16 rounds
     "intermediate_size": 96,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
@@ -46,49 +51,199 @@ VARIANTS: dict[str, tuple[type[Model], dict[str, Any]]] = {
     "gemma3-ropes": (Gemma3, {"rope_parameters": ROPES, "sliding_window_pattern": 2}),
     "gemma3-cap": (Gemma3, {"final_logit_softcapping": 4.0, "sliding_window_pattern": 3}),
 }
-TOKENS: list[int] = torch.randint(
-    0, 97, (60,), generator=torch.Generator().manual_seed(1)
-).tolist()
+MISSING = object()  # of a field that a config leaves out
+GENERATOR = torch.Generator().manual_seed(1)
+TOKENS: list[int] = torch.randint(0, 97, (60,), generator=GENERATOR).tolist()
+OTHERS: list[int] = torch.randint(0, 97, (30,), generator=GENERATOR).tolist()
 
 
-def random_reference(variant: str, folder: Path) -> Any:
-    """Make a small random transformers model and save it as safetensors."""
+@pytest.fixture(scope="module", params=VARIANTS)
+def variant(request: Any, tmp_path_factory: Any) -> tuple[Any, type[Model], Path]:
+    """A random model of transformers, saved: the model, our class, and the folder."""
     import transformers
 
-    kind, fields = VARIANTS[variant]
-    name = "Gemma2" if kind is Gemma2 else "Gemma3"
-    config_class = getattr(transformers, "Gemma2Config" if kind is Gemma2 else "Gemma3TextConfig")
+    kind, fields = VARIANTS[request.param]
+    config_class = transformers.Gemma2Config if kind is Gemma2 else transformers.Gemma3TextConfig
     torch.manual_seed(5)
-    # Its own dictionaries: transformers changes what it is given.
-    config = config_class(**TINY | {k: _copied(v) for k, v in fields.items()})
+    # Copied, as transformers changes the tables that it is given.
+    config = config_class(**copy.deepcopy(TINY | fields))
     config._attn_implementation = "eager"  # the others leave soft caps out
-    reference = getattr(transformers, f"{name}ForCausalLM")(config).eval().float()
+    reference = getattr(transformers, f"{kind.__name__}ForCausalLM")(config).eval().float()
     for parameter in reference.parameters():
-        parameter.data.normal_(0.0, 0.2)  # norms' weights too: 1 is added to them
+        parameter.data.normal_(0.0, 0.2)  # also the weights of norms, which are added to 1
+    folder = tmp_path_factory.mktemp("model")
     reference.save_pretrained(folder)
-    return reference
+    return reference, kind, folder
 
 
-def _copied(value: Any) -> Any:
-    return {k: _copied(v) for k, v in value.items()} if isinstance(value, dict) else value
-
-
-def reference_logits(reference: Any, tokens: list[int]) -> torch.Tensor:
-    with torch.inference_mode():
-        return reference(torch.tensor([tokens])).logits[0].float()
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_gemma_equals_transformers(variant: str, tmp_path: Path) -> None:
-    reference = random_reference(variant, tmp_path)
-    loader = open_loader(SafetensorsLoader, tmp_path)
-    model = load_model(VARIANTS[variant][0], loader, dtype=torch.float32, max_model_len=128)
-    expected = reference_logits(reference, TOKENS)
-    whole = Runner(model, dtype=torch.float32, block_size=4).logits([("a", TOKENS)])
-    assert (whole - expected).abs().max() < 1e-4
-    other = TOKENS[::-1][:20]
+@torch.inference_mode()
+def test_logits_and_greedy_tokens_equal_transformers(variant) -> None:
+    reference, kind, folder = variant
+    model = load_model(kind, open_loader(SafetensorsLoader, folder), dtype=torch.float32)
+    expected = reference(torch.tensor([TOKENS])).logits[0]
+    others = reference(torch.tensor([OTHERS])).logits[0]
+    alone = Runner(model, dtype=torch.float32, block_size=4).logits([("a", TOKENS)])
+    assert (alone - expected).abs().max() < 1e-4
     runner = Runner(model, dtype=torch.float32, block_size=4)
-    parts = [runner.logits([("a", TOKENS[:31])])]
-    parts += [runner.logits([("b", other[:1]), ("a", TOKENS[31:50])])[1:]]
-    parts += [runner.logits([("a", [token]), ("b", [other[1]])])[:1] for token in TOKENS[50:]]
+    parts = [runner.logits([("a", TOKENS[:23])])]
+    mixed = runner.logits([("a", TOKENS[23:50]), ("b", OTHERS)])
+    parts += [mixed[:27], runner.logits([("a", TOKENS[50:])])]
     assert (torch.cat(parts) - expected).abs().max() < 1e-4
+    assert (mixed[27:] - others).abs().max() < 1e-4
+    histories = [[*TOKENS, int(expected[-1].argmax())], [*OTHERS, int(others[-1].argmax())]]
+    for _ in range(8):
+        logits = runner.logits([(name, h[-1:]) for name, h in zip("ab", histories, strict=True)])
+        for history, token in zip(histories, logits.argmax(-1).tolist(), strict=True):
+            assert token == int(reference(torch.tensor([history])).logits[0, -1].argmax())
+            history.append(token)
+
+
+def staged(kind, loader, communicator: Communicator, *, stages: int) -> torch.Tensor:
+    """Return the logits of TOKENS of a model cut into ranks and stages."""
+    hidden = None
+    with torch.inference_mode():
+        for stage in range(stages):
+            parallel = Parallel(communicator, stage, stages)
+            model = build_model(kind, loader.config(), dtype=torch.float32, parallel=parallel)
+            model.load_weights(loader.cut_weights(model.weight_shapes(), model.weight_cuts()))
+            runner = Runner(model, dtype=torch.float32)
+            hidden = runner.hidden([("a", TOKENS)], hidden=hidden)
+        return model.compute_logits(hidden)
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (2, 2)])
+@torch.inference_mode()
+def test_parts_equal_transformers(variant, ranks: int, stages: int) -> None:
+    reference, kind, folder = variant
+    loader = open_loader(SafetensorsLoader, folder)
+    expected = reference(torch.tensor([TOKENS])).logits[0]
+    results = run_ranks(ranks, lambda rank: staged(kind, loader, rank, stages=stages))
+    for found in results:
+        assert torch.equal(found, results[0])
+        assert (found - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("backend", [TorchAttention, NativeAttention])
+@torch.inference_mode()
+def test_bfloat16_is_as_close_as_in_transformers(variant, backend) -> None:
+    reference, kind, folder = variant
+    model = load_model(kind, open_loader(SafetensorsLoader, folder), dtype=torch.bfloat16)
+    expected = reference(torch.tensor([TOKENS])).logits[0]
+    found = Runner(model, dtype=torch.bfloat16, attention=backend).logits([("a", TOKENS)])
+    rounded = type(reference).from_pretrained(
+        folder, dtype=torch.bfloat16, attn_implementation="eager"
+    )
+    assert torch.equal(
+        model.embed(torch.tensor(TOKENS)), rounded.model.embed_tokens(torch.tensor(TOKENS))
+    )
+    theirs = rounded(torch.tensor([TOKENS])).logits[0].float()
+    assert (found - expected).norm() < 1.1 * (theirs - expected).norm()
+
+
+@torch.inference_mode()
+def test_a_loaded_model_can_be_kept(variant) -> None:
+    _, kind, folder = variant
+    loader = open_loader(SafetensorsLoader, folder)
+    model = load_model(kind, loader, dtype=torch.bfloat16)
+    again = build_model(kind, loader.config(), dtype=torch.bfloat16)
+    again.load_packed(model.packed_weights())
+    results = [Runner(m, dtype=torch.bfloat16).logits([("a", TOKENS)]) for m in (model, again)]
+    assert torch.equal(*results)
+
+
+def config(kind: type[Model], fields: dict[str, Any]) -> ModelConfig:
+    hf = {name: value for name, value in (TINY | fields).items() if value is not MISSING}
+    return ModelConfig(
+        architecture=f"{kind.__name__}ForCausalLM",
+        hf=hf,
+        vocab_size=97,
+        max_position_embeddings=256,
+    )
+
+
+def test_what_a_config_leaves_out_is_as_in_transformers() -> None:
+    import transformers
+
+    fields = dict.fromkeys(("head_dim", "query_pre_attn_scalar", "sliding_window"), MISSING)
+    for kind, reference in (
+        (Gemma2, transformers.Gemma2Config()),
+        (Gemma3, transformers.Gemma3TextConfig()),
+    ):
+        model = build_model(kind, config(kind, fields), dtype=torch.float32)
+        spec = model.kv_specs()[0]
+        assert spec.head_size == reference.head_dim
+        assert spec.scale == pytest.approx(reference.query_pre_attn_scalar**-0.5)
+        assert spec.window == reference.sliding_window
+        assert spec.softcap == reference.attn_logit_softcapping
+        assert "lm_head.weight" not in model.weight_shapes()
+        layers = 13
+        deep = build_model(kind, config(kind, {"num_hidden_layers": layers}), dtype=torch.float32)
+        types = type(reference)(num_hidden_layers=layers).layer_types
+        windows = [spec.window for spec in deep.kv_specs()]
+        assert windows == [8 if kind == "sliding_attention" else None for kind in types]
+
+
+def test_gemma3_honours_a_soft_cap_of_attention() -> None:
+    """Which transformers reads and does not use."""
+    model = build_model(Gemma3, config(Gemma3, {"attn_logit_softcapping": 5}), dtype=torch.float32)
+    assert [spec.softcap for spec in model.kv_specs()] == [5.0] * 4
+
+
+@pytest.mark.parametrize("scaling", [None, {"rope_type": "linear", "factor": 8.0}])
+@torch.inference_mode()
+def test_old_and_new_spelling_of_rope_agree(scaling) -> None:
+    full = {"rope_theta": 3e5, **(scaling or {"rope_type": "default"})}
+    new = {"sliding_attention": {"rope_theta": 77.0}, "full_attention": full}
+    old = {"rope_theta": 3e5, "rope_local_base_freq": 77.0, "rope_scaling": scaling}
+    tables = []
+    for fields in ({"rope_parameters": new}, old):
+        model = build_model(
+            Gemma3, config(Gemma3, fields | {"num_hidden_layers": 6}), dtype=torch.float32
+        )
+        ropes = model.rotary_embeddings()
+        for rope in (ropes[0], ropes[5]):
+            rope.allocate()
+            tables.append(rope.at(torch.arange(40)))
+    assert torch.equal(tables[0], tables[2])
+    assert torch.equal(tables[1], tables[3])
+    assert not torch.equal(tables[0], tables[1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        (Gemma2, {"hidden_size": MISSING}, "hidden_size: missing"),
+        (Gemma2, {"attn_logit_softcapping": 0}, "attn_logit_softcapping: expected a number > 0"),
+        (Gemma2, {"attn_logit_softcapping": "50"}, "attn_logit_softcapping: .* got '50'"),
+        (Gemma2, {"final_logit_softcapping": -30.0}, "final_logit_softcapping: .* got -30.0"),
+        (Gemma3, {"final_logit_softcapping": True}, "final_logit_softcapping: .* got True"),
+        (Gemma2, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar: expected a number > 0"),
+        (Gemma2, {"head_dim": 15}, "head_dim: expected an even number .* got 15"),
+        (Gemma2, {"hidden_activation": "gelu"}, "hidden_activation: expected .* got 'gelu'"),
+        (Gemma2, {"layer_types": ["full_attention"]}, "layer_types: expected 4 of full_attention"),
+        (Gemma2, {"sliding_window": -1}, "sliding_window: expected a whole number >= 1, got -1"),
+        (Gemma2, {"use_bidirectional_attention": True}, "use_bidirectional_attention: expected f"),
+        (Gemma3, {"sliding_window_pattern": 0}, "sliding_window_pattern: expected a whole number"),
+        (Gemma3, {"rope_local_base_freq": 0}, "rope_local_base_freq: expected a number > 0, got 0"),
+        (Gemma3, {"rope_theta": "x"}, "rope_theta: expected a number > 0, got 'x'"),
+        (Gemma3, {"rope_scaling": 8}, "rope_scaling: expected a table, got 8"),
+        (
+            Gemma3,
+            {"rope_parameters": {"rope_type": "default"}},
+            "rope_parameters: expected a table per type of layer .* got 'rope_type'",
+        ),
+        (
+            Gemma3,
+            {"rope_parameters": {"full_attention": 1e6}},
+            "rope_parameters: full_attention: expected a table, got 1000000.0",
+        ),
+        (
+            Gemma3,
+            {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
+            "rope_type: 'longrope' depends on the running length",
+        ),
+    ],
+)
+def test_wrong_fields_are_named(kind, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=f"{kind.__name__}ForCausalLM config: {message}"):
+        build_model(kind, config(kind, fields), dtype=torch.float32)

@@ -122,13 +122,19 @@ class Blocks:
 
 
 class Runner:
-    """Runs a model with the torch attention backend."""
+    """Runs a model with an attention backend."""
 
     def __init__(
-        self, model: Model, *, dtype: torch.dtype, num_blocks: int = 256, block_size: int = 16
+        self,
+        model: Model,
+        *,
+        dtype: torch.dtype,
+        num_blocks: int = 256,
+        block_size: int = 16,
+        attention: type[AttentionBackend] = TorchAttention,
     ) -> None:
         self.model = model
-        self.backend = build_backend(dtype, block_size)
+        self.backend = build_backend(dtype, block_size, attention)
         self.specs = model.kv_specs()
         self.caches = [self.backend.allocate(spec, num_blocks) for spec in self.specs]
         self.blocks = Blocks(num_blocks, block_size)

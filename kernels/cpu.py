@@ -16,14 +16,26 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-__all__ = ["PATHS", "VARIABLE", "KernelsUnavailableError", "Library", "Recording", "load"]
+__all__ = [
+    "PATHS",
+    "VARIABLE",
+    "Codes",
+    "KernelsUnavailableError",
+    "Library",
+    "Recording",
+    "codes_form",
+    "codes_size",
+    "load",
+    "pack_codes",
+]
 
 PATHS = ("avx512_bf16", "avx512", "avx2", "plain")
 """Instruction sets, best first."""
@@ -31,6 +43,8 @@ VARIABLE = "HARDPOINT_KERNELS"
 DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 """The dtypes that there are kernels for, with their names in the libraries."""
 
+# How scales and offsets of low-bit codes are stored, in the libraries' words; 0 is not at all.
+_STORED = {torch.float16: 1, torch.float32: 2, torch.int8: 3, torch.uint8: 4}
 _FOLDER = Path(__file__).parent
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "f": ctypes.c_float}
 _CALL_WORDS = 16  # of a recorded call: the function that repeats it, and its arguments
@@ -40,6 +54,11 @@ _ARGUMENTS = {
     "pack": "ppll",
     "linear": "plpppllll",
     "logits": "plpppllll",
+    "codes_size": "pll",
+    "pack_codes": "plllppppppp",
+    "linear_codes": "plpppllll",
+    "logits_codes": "plpppllll",
+    "gather_codes": "pplp",
     "rms_norm": "plllplpplllf",
     "rms_norm_float": "plllplpplllf",
     "rotate": "pllplll",
@@ -77,7 +96,8 @@ _ARGUMENTS = {
     "broadcast_ring_read": "ppll",
 }
 _COUNTS = (
-    *("packed_size", "attention_block", "attention_plan", "shared_reason", "shared_dead_member"),
+    *("packed_size", "codes_size", "attention_block", "attention_plan"),
+    *("shared_reason", "shared_dead_member"),
     *(name for name in _ARGUMENTS if name.startswith(("group_", "broadcast_ring_"))),
 )
 _RETURNS = {**dict.fromkeys(_COUNTS, ctypes.c_long), "shared_join": ctypes.c_void_p}
@@ -201,6 +221,71 @@ class Library:
                 self.recording = None
 
 
+class Codes(Protocol):
+    """Rows of a matrix of low-bit codes, see `AffineCodes` in `kernels/twins.py`."""
+
+    @property
+    def codes(self) -> torch.Tensor: ...
+    @property
+    def bits(self) -> int: ...
+    @property
+    def group(self) -> int: ...
+    @property
+    def scales(self) -> torch.Tensor: ...
+    @property
+    def offsets(self) -> torch.Tensor | None: ...
+    @property
+    def outer_scales(self) -> torch.Tensor | None: ...
+    @property
+    def outer_offsets(self) -> torch.Tensor | None: ...
+    @property
+    def values(self) -> torch.Tensor | None: ...
+
+
+def codes_form(part: Codes) -> tuple[int, ...]:
+    """Return what `codes_size` and `pack_codes` of a library take for a part of a matrix."""
+    stored = [_STORED[factors.dtype] if factors is not None else 0 for factors in _factors(part)]
+    return (len(part.codes), part.bits, part.group, *stored)
+
+
+def codes_size(library: Library, forms: Sequence[tuple[int, ...]], depth: int) -> int:
+    """Return the bytes of a packed matrix whose parts have these forms."""
+    words = np.array(forms, np.int64)
+    size: int = library.function("codes_size", None)(words.ctypes.data, len(forms), depth)
+    return size
+
+
+def pack_codes(
+    library: Library,
+    parts: Sequence[Codes],
+    allocate: Callable[[int], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Return a matrix of parts, its rows one part after the other, as `linear_codes` takes it.
+
+    Args:
+        parts: which have the same number of columns, and are contiguous in memory.
+        allocate: returns uint8 [count], 64-byte aligned.
+    """
+    forms, depth = [codes_form(part) for part in parts], parts[0].codes.shape[1]
+    words = np.array(forms, np.int64)
+    size = codes_size(library, forms, depth)
+    packed = (
+        allocate(size) if allocate else torch.frombuffer(allocate_pages(size), dtype=torch.uint8)
+    )
+    pack = library.function("pack_codes", None, releases=True)
+    for index, part in enumerate(parts):
+        tensors = (
+            part.codes, part.scales, part.outer_scales, part.offsets, part.outer_offsets, part.values,
+        )  # fmt: skip
+        pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        pack(words.ctypes.data, len(forms), depth, index, *pointers, packed.data_ptr())
+    return packed
+
+
+def _factors(part: Codes) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return part.scales, part.offsets
+
+
 def allocate_pages(num_bytes: int) -> mmap.mmap:
     """Return memory of zeros, in huge pages where the system has them.
 
@@ -265,7 +350,11 @@ def _share_openmp() -> None:
 
 
 def _multiplies_rightly(library: Library) -> bool:
-    """Return whether a product of whole numbers, which has one right result, is right."""
+    """Return whether products of whole numbers, which have one right result, are right."""
+    return _multiplies_matrix_rightly(library) and _multiplies_codes_rightly(library)
+
+
+def _multiplies_matrix_rightly(library: Library) -> bool:
     dtype, depth, columns = torch.bfloat16, 37, 21
     x = (torch.arange(3 * depth) % 7 - 3).to(dtype).view(3, depth)
     weight = (torch.arange(columns * depth) % 5 - 2).to(dtype).view(columns, depth)
@@ -276,3 +365,42 @@ def _multiplies_rightly(library: Library) -> bool:
         x.data_ptr(), depth, packed.data_ptr(), None, y.data_ptr(), columns, 3, columns, depth
     )
     return torch.equal(y, (x.float() @ weight.float().T).to(dtype))
+
+
+@dataclass(frozen=True, eq=False)
+class _KnownCodes:
+    """A small matrix of low-bit codes."""
+
+    codes: torch.Tensor
+    bits: int
+    group: int
+    scales: torch.Tensor
+    offsets: torch.Tensor | None
+    outer_scales: torch.Tensor | None = None
+    outer_offsets: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+
+
+def _multiplies_codes_rightly(library: Library) -> bool:
+    dtype, depth, columns = torch.bfloat16, 37, 21
+    x = (torch.arange(3 * depth) % 7 - 3).to(dtype).view(3, depth)
+    scales = (torch.arange(columns * 2) % 3).to(torch.float16).view(columns, 2)
+    parts, weights = [], []
+    for bits, type_ in ((4, torch.uint8), (8, torch.int8)):
+        codes = (torch.arange(columns * depth) % 13).to(type_).view(columns, depth)
+        offsets = scales + 1 if bits == 4 else None
+        parts.append(_KnownCodes(codes, bits, 32, scales, offsets))
+        spread = scales.float().repeat_interleave(32, 1)[:, :depth]
+        weights.append(spread * codes + (0 if offsets is None else spread + 1))
+    packed = pack_codes(library, parts)
+    expected = x.float() @ torch.cat(weights).T
+    linear = library.function("linear_codes", dtype)
+    for rows in (1, 3):
+        y = torch.empty(rows, 2 * columns, dtype=dtype)
+        linear(
+            x.data_ptr(), depth, packed.data_ptr(), None, y.data_ptr(), 2 * columns, rows,
+            2 * columns, depth,
+        )  # fmt: skip
+        if not torch.equal(y, expected[:rows].to(dtype)):
+            return False
+    return True

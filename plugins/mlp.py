@@ -50,6 +50,7 @@ class GatedMLP:
         gate: Callable[[torch.Tensor], torch.Tensor],
         bias: bool = False,
         reduce: bool = True,
+        is_fused: bool = False,
     ) -> None:
         """Describe the layers.
 
@@ -61,6 +62,7 @@ class GatedMLP:
             gate: `Ops.silu_and_mul` or `Ops.gelu_and_mul`.
             bias: whether the matrices have biases.
             reduce: whether y is the sum over all ranks; otherwise the caller adds up the parts.
+            is_fused: whether the checkpoint has one matrix `gate_up_proj`, the gate first.
         """
         columns = context.parallel.share(width, "columns of the MLP")
         self._gate = gate
@@ -70,6 +72,7 @@ class GatedMLP:
             context,
             bias=bias,
             row_ranges=[columns, columns],
+            stored_as=f"{name}.gate_up_proj" if is_fused else None,
         )
         self._down = Linear(
             [(f"{name}.down_proj", hidden)],

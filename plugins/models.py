@@ -11,6 +11,7 @@ that its rank needs (`cuts`), and exchanges results with the other ranks where i
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -165,8 +166,7 @@ def _packed_tensor(
     dtype = dtype or context.dtype
     if tensor.shape != shape or tensor.dtype != dtype:
         raise ValueError(
-            f"{name}: expected {dtype} {list(shape)}, "
-            f"got {tensor.dtype} {list(tensor.shape)}"
+            f"{name}: expected {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}"
         )
     return tensor.to(context.device)
 
@@ -345,6 +345,7 @@ class Linear:
         column_range: range | None = None,
         reduce: bool = True,
         quantize: bool = True,
+        stored_as: str | None = None,
     ) -> None:
         """Describe the matrix; `load` loads it.
 
@@ -361,6 +362,8 @@ class Linear:
             reduce: whether y is the sum over the ranks that have columns of W; otherwise the
                 caller adds up their parts.
             quantize: whether the matrix may have few bits.
+            stored_as: name without `.weight` of the one checkpoint matrix that has all parts,
+                stacked; those of the parts are not used then.
         """
         self._context = context
         self._out_dtype = out_dtype
@@ -374,30 +377,35 @@ class Linear:
         is_cut = column_range is not None and context.parallel.tensor.size > 1
         self._reduces = reduce and is_cut
         self._adds_bias = not is_cut or context.parallel.tensor.rank == 0  # once in the sum
+        ranges = [range(rows) for _, rows in parts] if row_ranges is None else row_ranges
+        stored = [(name, rows, [mine]) for (name, rows), mine in zip(parts, ranges, strict=True)]
+        if stored_as is not None:
+            stored = [_stacked(stored_as, [rows for _, rows in parts], ranges)]
         start = 0
-        for index, (name, rows) in enumerate(parts):
-            mine = range(rows) if row_ranges is None else row_ranges[index]
+        for name, rows, mine in stored:
             self._add(f"{name}.weight", (rows, columns), start, mine)
             if column_range is not None and len(column_range) < columns:
                 cut = Cut(1, column_range.start, column_range.stop)
                 self._cuts[f"{name}.weight"] = cut
             if bias:
                 self._add(f"{name}.bias", (rows,), start, mine)
-            start += len(mine)
+            start += sum(map(len, mine))
         self._rows = start
         self._missing = set(self._slices)
         self._quantizable = [n for n in self._slices if quantize and n.endswith(".weight")]
         self._matrices: dict[str, QuantizedMatrix] = {}
         self._packed: dict[str, torch.Tensor] | None = {}
-        self._packed_name, self._bias_name = (f"{parts[0][0]}.packed{s}" for s in ("", "_bias"))
+        self._packed_name, self._bias_name = (f"{stored[0][0]}.packed{s}" for s in ("", "_bias"))
         self._has_bias = bias
 
-    def _add(self, name: str, whole: tuple[int, ...], start: int, mine: range) -> None:
+    def _add(self, name: str, whole: tuple[int, ...], start: int, mine: Sequence[range]) -> None:
         """Add a tensor, of which this rank has the rows `mine`, from row `start` of the matrix."""
-        self._slices[name] = (start, len(mine))
+        count = sum(map(len, mine))
+        self._slices[name] = (start, count)
         self._whole[name] = whole
-        if len(mine) < whole[0]:
-            self._cuts[name] = Cut(0, mine.start, mine.stop)
+        if count < whole[0]:
+            (first, last), *more = ((rows.start, rows.stop) for rows in mine)
+            self._cuts[name] = Cut(0, first, last, tuple(more))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the parts."""
@@ -537,6 +545,21 @@ class Linear:
         return torch.empty(shape, dtype=self._context.dtype, device=self._context.device)
 
 
+def _stacked(
+    name: str, rows: Sequence[int], ranges: Sequence[range]
+) -> tuple[str, int, list[range]]:
+    """Return a matrix in which others are stacked: its name, its rows, and those of `ranges`.
+
+    Args:
+        name: of the matrix.
+        rows: of the others.
+        ranges: of rows of each of the others.
+    """
+    starts = [sum(rows[:index]) for index in range(len(rows))]
+    shifted = zip(starts, ranges, strict=True)
+    return name, sum(rows), [range(s + mine.start, s + mine.stop) for s, mine in shifted]
+
+
 class LMHead(Linear):
     """The matrix that gives logits, float32, whose rows the ranks of a stage divide.
 
@@ -574,11 +597,21 @@ class LMHead(Linear):
 
 
 DEFAULT_THETA = 10000.0
-_LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
+_LENGTH_DEPENDENT = ("dynamic",)
+_LONGROPE = ("longrope", "su")  # and "yarn" with factors of its kind, in the first files of Phi-3
 
 
 class RotaryEmbedding:
-    """The angles of all positions (RoPE, arXiv:2104.09864), in float32."""
+    """The angles of all positions (RoPE, arXiv:2104.09864), in float32.
+
+    LongRoPE (arXiv:2402.13753) has two sets of factors, for sequences up to and above
+    `original_max_position_embeddings`. Keys in the cache would have to be rotated again when a
+    sequence grows beyond it, so that max_model_len decides for all sequences.
+
+    Attributes:
+        size: elements of a head that are rotated, the first ones; `partial_rotary_factor` of all.
+        variant: what the angles depend on besides the config, for `Model.kv_variant`.
+    """
 
     def __init__(
         self,
@@ -599,13 +632,18 @@ class RotaryEmbedding:
         Raises:
             ModelError: the config's RoPE is not supported.
         """
-        self._frequencies, self._scale = _frequencies(
-            context.config.hf if fields is None else fields, head_size, source
+        self._frequencies, self._scale, self.variant = _frequencies(
+            context.config.hf if fields is None else fields,
+            head_size,
+            source,
+            context.max_model_len,
         )
         self._context = context
         self._table = torch.empty(0)
         self._gather_rows = context.ops.gather_rows
-        self.rotate = context.ops.rotate
+        self._rotate = context.ops.rotate
+        self.size = 2 * len(self._frequencies)
+        self._is_partial = self.size < head_size
 
     def allocate(self) -> None:
         """Compute the table for positions 0 to max_model_len - 1."""
@@ -619,39 +657,92 @@ class RotaryEmbedding:
             self._table[start:end, half:] = angles.sin() * self._scale
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return the angles for `Ops.rotate`, float32 [tokens, head_size]: cosines, then sines."""
+        """Return the angles for `rotate`, float32 [tokens, size]: cosines, then sines."""
         return self._gather_rows(self._table, positions)
 
+    def rotate(self, x: torch.Tensor, angles: torch.Tensor) -> None:
+        """Rotate heads x [tokens, heads, head_size] in place, by what `at` returned."""
+        self._rotate(x[..., : self.size] if self._is_partial else x, angles)
 
-def _frequencies(hf: Mapping[str, Any], head_size: int, source: str) -> tuple[torch.Tensor, float]:
-    """Return float32 inverse frequencies [head_size / 2], and the factor of cosines and sines."""
+
+def _frequencies(
+    hf: Mapping[str, Any], head_size: int, source: str, max_model_len: int
+) -> tuple[torch.Tensor, float, str]:
+    """Return inverse frequencies, the factor of cosines and sines, and the variant.
+
+    The frequencies are float32 [size / 2].
+    """
     fields = ConfigFields(hf, source)
     parameters = _parameters(hf, fields)
     kind = parameters["rope_type"]
     if not isinstance(kind, str):
         raise fields.error("rope_type", f"expected a string, got {short(kind)}")
-    if (partial := parameters.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise fields.error(
-            "partial_rotary_factor",
-            f"expected 1.0 (whole heads are rotated), got {short(partial)}",
-        )
+    size = _rotary_size(parameters.pop("partial_rotary_factor", None), head_size, fields)
     if kind in _LENGTH_DEPENDENT:
         raise fields.error(
             "rope_type", f"{kind!r} depends on the running length and is not supported"
         )
-    if kind not in ("default", "factors"):
-        return _scaled(parameters, hf, head_size, fields)
-    exponents = torch.arange(0, head_size, 2, dtype=torch.int64).float() / head_size
-    frequencies = 1.0 / (parameters["rope_theta"] ** exponents)
+    is_long = kind in _LONGROPE or (kind == "yarn" and "long_factor" in parameters)
+    if not is_long and kind not in ("default", "factors"):
+        return *_scaled(parameters, hf, size, fields), ""
+    exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
+    powers = parameters["rope_theta"] ** exponents
+    if is_long:
+        return _longrope(parameters, powers, fields, max_model_len)
+    frequencies = 1.0 / powers
     if kind == "factors":
-        factors = parameters.get("factors")
-        if not isinstance(factors, list) or len(factors) != len(frequencies):
-            raise fields.error(
-                "factors", f"expected {len(frequencies)} numbers > 0, got {short(factors)}"
-            )
-        divisors = [fields.positive("factors", factor) for factor in factors]
-        frequencies = frequencies / torch.tensor(divisors, dtype=torch.float32)
-    return frequencies, 1.0
+        frequencies = frequencies / _factors("factors", parameters, len(powers), fields)
+    return frequencies, 1.0, ""
+
+
+def _rotary_size(factor: Any, head_size: int, fields: ConfigFields) -> int:
+    """Return how many elements of a head are rotated, from `partial_rotary_factor`."""
+    name = "partial_rotary_factor"
+    size = head_size if factor is None else int(fields.positive(name, factor) * head_size)
+    if size > head_size or size < 2 or size % 2:
+        raise fields.error(
+            name,
+            f"expected a number of at most 1 that gives an even part of the head size {head_size}, "
+            f"got {short(factor)}",
+        )
+    return size
+
+
+def _factors(
+    name: str, parameters: Mapping[str, Any], count: int, fields: ConfigFields
+) -> torch.Tensor:
+    """Return a field that is a list of numbers above 0, float32 [count]."""
+    factors = parameters.get(name)
+    if not isinstance(factors, list) or len(factors) != count:
+        raise fields.error(name, f"expected {count} numbers > 0, got {short(factors)}")
+    numbers = [fields.positive(name, factor) for factor in factors]
+    return torch.tensor(numbers, dtype=torch.float32)
+
+
+def _longrope(
+    parameters: Mapping[str, Any],
+    powers: torch.Tensor,
+    fields: ConfigFields,
+    max_model_len: int,
+) -> tuple[torch.Tensor, float, str]:
+    """Return what `_frequencies` does, of LongRoPE; `powers` are those of theta."""
+    longest = fields.whole("max_position_embeddings")
+    name = "original_max_position_embeddings"
+    stated = parameters.get(name)
+    original = fields.whole(name, longest if stated is None else stated)
+    if original < 2:
+        raise fields.error(name, f"expected at least 2, got {original}")
+    both = {
+        variant: _factors(f"{variant}_factor", parameters, len(powers), fields)
+        for variant in ("short", "long")
+    }
+    variant = "long" if max_model_len > original else "short"
+    scale = parameters.get("attention_factor")
+    if scale is None:
+        factor = parameters.get("factor")
+        factor = longest / original if factor is None else fields.positive("factor", factor)
+        scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return 1.0 / (both[variant] * powers), fields.positive("attention_factor", scale), variant
 
 
 def _parameters(hf: Mapping[str, Any], fields: ConfigFields) -> dict[str, Any]:

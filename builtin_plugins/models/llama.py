@@ -96,6 +96,8 @@ class Llama(Model):
     replayable = True
     parallelism: ClassVar[tuple[str, ...]] = ("tensor", "pipeline")
     head_norms = False
+    is_fused = False
+    """Whether checkpoints have q, k and v in one matrix, and gate and up in another one."""
     config_defaults: ClassVar[Mapping[str, Any]] = {}
     """Values of fields that the config may leave out, where they differ from those of Llama."""
     activation_field = "hidden_act"
@@ -137,6 +139,11 @@ class Llama(Model):
     def norm_eps(self) -> float:
         """Return the eps of the norms."""
         return self._fields.number("rms_norm_eps", 1e-6)
+
+    @property
+    def kv_variant(self) -> str:
+        """That of the rotary embeddings."""
+        return " ".join(dict.fromkeys(rope.variant for rope in self._ropes if rope is not None))
 
     def windows(self) -> list[int | None]:
         """Return each layer's sliding window in tokens; None is full attention."""
@@ -193,6 +200,7 @@ class Llama(Model):
             self.context,
             gate=self._gate,
             bias=self._fields.flag("mlp_bias", False),
+            is_fused=self.is_fused,
         )
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -274,6 +282,12 @@ class Llama(Model):
         """Return logits [rows, vocab] of hidden states [rows, hidden], in float32."""
         return self._head(hidden)
 
+    def normalise_heads(
+        self, q_norm: RMSNorm, k_norm: RMSNorm, q: torch.Tensor, k: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return q and k [tokens, heads, head_size], each head normalised on its own."""
+        return q_norm(q), k_norm(k)
+
     def _my_ropes(self) -> list[RotaryEmbedding]:
         """Return the rotary embeddings of this stage, each once."""
         ropes = dict.fromkeys(self._ropes[layer] for layer in self._my_layers)
@@ -304,7 +318,7 @@ class Llama(Model):
         qkv = layer.qkv(h).view(-1, heads + 2 * kv_heads, self._head_size)
         q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], 1)
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = layer.q_norm(q), layer.k_norm(k)
+            q, k = self.normalise_heads(layer.q_norm, layer.k_norm, q, k)
             rotated = [q, k]
         else:
             rotated = [qkv[:, : heads + kv_heads]]
@@ -347,7 +361,12 @@ class Llama(Model):
         return DecoderLayer(
             input_norm=self._rms_norm(f"{name}.input_layernorm", self._hidden),
             qkv=Linear(
-                qkv, self._hidden, self.context, bias=qkv_bias, row_ranges=[my_q, my_kv, my_kv]
+                qkv,
+                self._hidden,
+                self.context,
+                bias=qkv_bias,
+                row_ranges=[my_q, my_kv, my_kv],
+                stored_as=f"{attention}.qkv_proj" if self.is_fused else None,
             ),
             output=Linear(
                 [(f"{attention}.o_proj", self._hidden)],

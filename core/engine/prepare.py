@@ -8,7 +8,7 @@ import torch
 
 from hardpoint.core.worker.memory import is_out_of_memory, memory_limit, out_of_memory
 from hardpoint.core.worker.model_files import find_files, unreadable
-from hardpoint.core.worker.worker import WorkerSpec
+from hardpoint.core.worker.planning.worker_spec import WorkerSpec
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,

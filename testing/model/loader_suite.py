@@ -52,7 +52,7 @@ WEIGHTS = Rule(
 )
 CUTS = Rule(
     "cuts: cut_weights gives the parts of the weights that `weights` gives, and the others whole",
-    "take `cut.start:cut.stop` of dimension `cut.dim` of the whole weight under its Hugging Face "
+    "take `cut.of(weight)`, or what it takes by `cut.parts`, of the weight under its Hugging Face "
     "name; `hardpoint.plugins.parallel.needed_part` says which cut a weight has, and refuses one "
     "that has another shape than the model needs",
 )
@@ -452,7 +452,7 @@ class WeightLoaderSuite(ComponentSuite):
 
 
 def _cuts(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[dict[str, Cut]]:
-    """Yield cuts of some weights in each dimension: by halves and thirds, at random, of nothing."""
+    """Yield cuts of some weights in each dimension: halves, thirds, random, empty, of two parts."""
     source = random.Random(0)
     for ranks in (2, 3):
         for rank in range(ranks):
@@ -471,6 +471,9 @@ def _cuts(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[dict[str, Cut]]:
                 cuts[name] = Cut(dim, start, stop)
         yield cuts
     yield {name: Cut(0, shape[0], shape[0]) for name, shape in shapes.items() if shape}
+    for dim in (0, 1):  # several parts, as of q, k and v that are stacked
+        sizes = {name: shape[dim] for name, shape in shapes.items() if dim < len(shape)}
+        yield {n: Cut(dim, 0, size // 3, ((size // 2, size),)) for n, size in sizes.items()}
 
 
 def _other_files(folder: Path) -> dict[str, Path]:

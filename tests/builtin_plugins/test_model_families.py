@@ -1,8 +1,8 @@
-"""Granite and SmolLM3: equal to transformers', alone, in batches, in ranks and in stages."""
+"""Phi-3, OLMo 2, Granite and SmolLM3: equal to transformers', alone and divided."""
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 
 import pytest
 import torch
@@ -10,6 +10,8 @@ from support.builtins.model_harness import Runner, build_model, load_model, open
 
 from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
 from hardpoint.builtin_plugins.models.granite import Granite
+from hardpoint.builtin_plugins.models.olmo2 import Olmo2
+from hardpoint.builtin_plugins.models.phi3 import Phi3
 from hardpoint.builtin_plugins.models.smollm3 import SmolLM3
 from hardpoint.plugins import ModelConfig, ModelError
 from hardpoint.plugins.parallel import Communicator, Parallel
@@ -34,7 +36,26 @@ FACTORS = {
     "logits_scaling": 3.0,
 }
 SLIDING = {"use_sliding_window": True, "sliding_window": 9}
+LONGROPE = {
+    "max_position_embeddings": 256,
+    "original_max_position_embeddings": 32,
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1.0, 1.1, 1.2],
+        "long_factor": [1.5, 2.5, 9.0],
+    },
+    "partial_rotary_factor": 0.75,
+}
 VARIANTS = {
+    "phi3": ("Phi3", Phi3, {"sliding_window": 9}),
+    "phi3-longrope": ("Phi3", Phi3, LONGROPE),
+    "phi3-grouped": (
+        "Phi3",
+        Phi3,
+        {"num_key_value_heads": 2, "partial_rotary_factor": 0.5, "tie_word_embeddings": True},
+    ),
+    "olmo2": ("Olmo2", Olmo2, {"num_key_value_heads": 8}),
+    "olmo2-grouped": ("Olmo2", Olmo2, {"num_key_value_heads": 2, "tie_word_embeddings": True}),
     "granite": ("Granite", Granite, FACTORS),
     "granite-tied": ("Granite", Granite, FACTORS | {"tie_word_embeddings": True}),
     "granite-biases": ("Granite", Granite, {"attention_bias": True, "mlp_bias": True}),
@@ -57,7 +78,7 @@ VARIANTS = {
 }
 GENERATOR = torch.Generator().manual_seed(1)
 TOKENS = torch.randint(0, 97, (60,), generator=GENERATOR).tolist()
-OTHERS = torch.randint(0, 97, (30,), generator=GENERATOR).tolist()
+OTHERS = torch.randint(0, 97, (40,), generator=GENERATOR).tolist()
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -67,7 +88,7 @@ def variant(request, tmp_path_factory):
 
     family, kind, fields = VARIANTS[request.param]
     torch.manual_seed(5)
-    config = getattr(transformers, f"{family}Config")(**TINY | fields)
+    config = getattr(transformers, f"{family}Config")(**TINY | copy.deepcopy(fields))
     reference = getattr(transformers, f"{family}ForCausalLM")(config).eval().float()
     for parameter in reference.parameters():
         # Large enough for attention to matter; the initial values give flat scores.
@@ -135,6 +156,11 @@ def test_bfloat16_stays_close(variant) -> None:
     assert (found - expected).norm() < 1.1 * (theirs - expected).norm()
 
 
+def longrope(**fields) -> dict:
+    """Return a config with other parameters of LongRoPE."""
+    return LONGROPE | {"rope_scaling": LONGROPE["rope_scaling"] | fields}
+
+
 @pytest.mark.parametrize(
     ("kind", "fields", "message"),
     [
@@ -142,6 +168,27 @@ def test_bfloat16_stays_close(variant) -> None:
         (Granite, {"residual_multiplier": "1"}, "residual_multiplier: expected a number > 0"),
         (Granite, {"attention_multiplier": -1}, "attention_multiplier: expected a number > 0"),
         (Granite, {"logits_scaling": True}, "logits_scaling: expected a number > 0, got True"),
+        (
+            Phi3,
+            LONGROPE | {"original_max_position_embeddings": 0},
+            "original_max_position_embeddin",
+        ),
+        (
+            Phi3,
+            LONGROPE | {"original_max_position_embeddings": 1},
+            ".*: expected at least 2, got 1",
+        ),
+        (Phi3, longrope(factor=0), "factor: expected a number > 0, got 0"),
+        (Phi3, LONGROPE | {"partial_rotary_factor": 1.0}, "short_factor: expected 4 numbers > 0, "),
+        (Phi3, longrope(long_factor=[1.0, 2.0, 0]), "long_factor: expected a number > 0, got 0"),
+        (Phi3, longrope(long_factor=3), "long_factor: expected 3 numbers > 0, got 3"),
+        (Phi3, longrope(factor="x"), "factor: expected a number > 0, got 'x'"),
+        (Phi3, longrope(attention_factor=-1), "attention_factor: expected a number > 0, got -1"),
+        (Phi3, {"partial_rotary_factor": 1.5}, "partial_rotary_factor: expected a number of at mo"),
+        (Phi3, {"partial_rotary_factor": 0.4}, "partial_rotary_factor: .* head size 8, got 0.4"),
+        (Phi3, {"partial_rotary_factor": "x"}, "partial_rotary_factor: expected a number > 0"),
+        (Phi3, {"sliding_window": 0}, "sliding_window: expected a whole number >= 1, got 0"),
+        (Olmo2, {"rms_norm_eps": 0}, "rms_norm_eps: expected a number > 0, got 0"),
         (SmolLM3, {"no_rope_layers": [1, 0]}, r"no_rope_layers: expected 4 of 0 .* got \[1, 0\]"),
         (SmolLM3, {"no_rope_layers": [1, 0, 2, 1]}, "no_rope_layers: expected 4 of 0"),
         (SmolLM3, {"no_rope_layer_interval": 0}, "no_rope_layer_interval: expected a whole number"),
@@ -175,3 +222,51 @@ def test_what_a_config_of_smollm3_leaves_out_is_as_in_transformers() -> None:
         assert getattr(reference, name) == hf[name]
     assert [rope is not None for rope in model.rotary_embeddings()] == [True, True, True, False]
     assert "lm_head.weight" not in model.weight_shapes()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"type": "su"}, {"type": "yarn"}, {"factor": 4.0}, {"attention_factor": 1.5}],
+    ids=str,
+)
+@pytest.mark.parametrize("max_model_len", [32, 33])
+def test_max_model_len_chooses_the_factors_of_longrope(fields: dict, max_model_len: int) -> None:
+    import transformers
+    from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+
+    hf = TINY | longrope(**fields)
+    theirs = TINY | longrope(**fields | {"type": "longrope"})  # its old names are the same
+    rotary = Phi3RotaryEmbedding(transformers.Phi3Config(**copy.deepcopy(theirs)))
+    positions = torch.arange(max_model_len)
+    cos, sin = (part[0, :, :3] for part in rotary(torch.zeros(1), positions[None]))
+    config = ModelConfig(
+        architecture="Phi3ForCausalLM", hf=hf, vocab_size=97, max_position_embeddings=256
+    )
+    model = build_model(Phi3, config, dtype=torch.float32, max_model_len=max_model_len)
+    rope = model.rotary_embeddings()[0]
+    rope.allocate()
+    assert (rope.at(positions) - torch.cat((cos, sin), 1)).abs().max() < 1e-5
+    assert model.kv_variant == ("short" if max_model_len == 32 else "long")
+
+
+def test_a_rank_reads_its_rows_of_fused_matrices_alone(tmp_path) -> None:
+    import transformers
+
+    torch.manual_seed(5)
+    config = transformers.Phi3Config(**TINY | {"num_key_value_heads": 2})
+    transformers.Phi3ForCausalLM(config).save_pretrained(tmp_path)
+    loader = open_loader(SafetensorsLoader, tmp_path)
+    qkv = "model.layers.0.self_attn.qkv_proj.weight"
+
+    def read(communicator: Communicator) -> tuple[int, torch.Tensor]:
+        parallel = Parallel(communicator)
+        model = build_model(Phi3, loader.config(), dtype=torch.float32, parallel=parallel)
+        cuts = model.weight_cuts()
+        weights = dict(loader.cut_weights(model.weight_shapes(), cuts))
+        return len(weights[qkv]), cuts[qkv].of(torch.arange(96))
+
+    (size, first), (_, second) = run_ranks(2, read)
+    rows = [[*range(32), *range(64, 72), *range(80, 88)]]
+    rows += [[*range(32, 64), *range(72, 80), *range(88, 96)]]
+    assert [first.tolist(), second.tolist()] == rows
+    assert size == 48

@@ -22,6 +22,8 @@ from hardpoint.builtin_plugins.models.gemma import Gemma2, Gemma3
 from hardpoint.builtin_plugins.models.granite import Granite
 from hardpoint.builtin_plugins.models.llama import Llama
 from hardpoint.builtin_plugins.models.mixtral import Mixtral
+from hardpoint.builtin_plugins.models.olmo2 import Olmo2
+from hardpoint.builtin_plugins.models.phi3 import Phi3
 from hardpoint.builtin_plugins.models.qwen import Qwen2, Qwen3
 from hardpoint.builtin_plugins.models.qwen_moe import Qwen2Moe, Qwen3Moe
 from hardpoint.builtin_plugins.models.smollm3 import SmolLM3
@@ -189,6 +191,28 @@ class TestSmolLM3(ModelSuite):
     examples = kit_examples(0.1)
     model = SmolLM3
     config = config("SmolLM3", **DIVISIBLE, no_rope_layer_interval=2)
+
+
+class TestOlmo2(ModelSuite):
+    examples = kit_examples(0.1)
+    model = Olmo2
+    config = config("Olmo2", **DIVISIBLE)
+
+
+class TestPhi3(ModelSuite):
+    examples = kit_examples(0.1)
+    model = Phi3
+    config = config(
+        "Phi3",
+        **DIVISIBLE | {"num_attention_heads": 6, "num_key_value_heads": 3},
+        partial_rotary_factor=0.75,
+        original_max_position_embeddings=32,
+        rope_scaling={
+            "type": "longrope",
+            "short_factor": [1.0, 1.1, 1.2],
+            "long_factor": [1.5, 2.5, 9.0],
+        },
+    )
 
 
 class TestGemma2(ModelSuite):

@@ -5,15 +5,18 @@ from __future__ import annotations
 import fnmatch
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeGuard
 
 import torch
 
 from hardpoint.plugins import ConfigError, EngineConfig, HardpointError, Model, ModelError
 from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.model import WeightFormat
 from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import (
     AffineCodes,
+    DenseMatrix,
     Quantization,
     QuantizedMatrix,
     QuantizedWeight,
@@ -76,6 +79,27 @@ class QuantizedWeights:
         self._counts: Counter[str] = Counter()
         self._dequantized: Counter[str] = Counter()
 
+    def check_formats(self, formats: object, source: Source) -> None:
+        """Check what files store against the schemes that read it, before weights are read.
+
+        Args:
+            formats: what the loader's `formats` returned.
+            source: of the loader.
+
+        Raises:
+            ModelError: a scheme cannot read what is stored.
+            ConfigError: the checkpoint has no weights in the scheme that is required.
+            PluginFaultError: the formats are none, or a scheme raised something else.
+        """
+        if not _are_formats(formats):
+            raise _fault(source, "formats", formats, "a WeightFormat of each weight, by name")
+        for name, found in formats.items():
+            if found.stored is not None and name in self._shapes:
+                self._check_stored(name, found.stored)
+        schemes = {found.name for found in formats.values() if found.is_quantized}
+        if formats and self._use is not None and self._config.use not in schemes:
+            self._refuse_unused()
+
     def pass_on(self, weights: Iterable[tuple[str, torch.Tensor | QuantizedWeight]]) -> Weights:
         """Give the model its matrices of few bits; yield the other weights.
 
@@ -89,7 +113,7 @@ class QuantizedWeights:
                 if name not in self._shapes:
                     continue
                 matrix = self._read(name, weight)
-                if self._keeps(name, weight.scheme):
+                if self._keeps(name, weight.scheme) and not isinstance(matrix, DenseMatrix):
                     self._load(name, matrix, weight.scheme)
                     continue
                 self._dequantized[weight.scheme] += 1
@@ -117,11 +141,24 @@ class QuantizedWeights:
         Raises:
             ConfigError: it has no weights in it.
         """
-        if self._use is not None and not self._counts[self._config.use]:
+        used = self._counts.keys() | self._dequantized.keys()
+        if self._use is not None and self._config.use not in used:
+            self._refuse_unused()
+
+    def _refuse_unused(self) -> None:
+        """Raise an error if the required scheme only reads, and found nothing to read."""
+        if not self._quantizes:
             raise ConfigError(
                 f"quantization.use: {self._config.use!r} does not quantise weights, and "
                 f"{self._checkpoint!r} has none that are stored in it"
             )
+
+    def _check_stored(self, name: str, stored: QuantizedWeight) -> None:
+        scheme, source = self._scheme(stored.scheme)
+        try:
+            scheme.check(stored)
+        except BaseException as cause:
+            raise self._error(name, (scheme, source), "check", cause) from cause
 
     def _keeps(self, name: str, scheme: str) -> bool:
         """Return whether a stored matrix stays as it is."""
@@ -189,16 +226,7 @@ class QuantizedWeights:
         try:
             matrix = function()
         except BaseException as cause:
-            raise_unless_fault(cause)
-            if is_out_of_memory(cause) or isinstance(cause, HardpointError):
-                raise
-            if isinstance(cause, ValueError):
-                raise ModelError(
-                    f"model: weight {name!r} of {self._checkpoint!r}: {scheme[0].name}: {cause}"
-                ) from cause
-            raise PluginFaultError(
-                f"{scheme[1]}: its {method}() failed for {name!r}: {describe(cause)}"
-            ) from cause
+            raise self._error(name, scheme, method, cause) from cause
         if not isinstance(matrix, QuantizedMatrix):
             raise _fault(scheme[1], method, matrix, "a QuantizedMatrix")
         if isinstance(matrix, AffineCodes) and not matrix.is_finite():
@@ -207,6 +235,27 @@ class QuantizedWeights:
                 f"offset is not finite"
             )
         return matrix
+
+    def _error(
+        self, name: str, scheme: Scheme, method: str, cause: BaseException
+    ) -> HardpointError:
+        """Return the error of a scheme's method; raise what is not the scheme's."""
+        raise_unless_fault(cause)
+        if is_out_of_memory(cause) or isinstance(cause, HardpointError):
+            raise cause
+        if isinstance(cause, ValueError):
+            return ModelError(
+                f"model: weight {name!r} of {self._checkpoint!r}: {scheme[0].name}: {cause}"
+            )
+        return PluginFaultError(
+            f"{scheme[1]}: its {method}() failed for {name!r}: {describe(cause)}"
+        )
+
+
+def _are_formats(found: object) -> TypeGuard[Mapping[str, WeightFormat]]:
+    return isinstance(found, Mapping) and all(
+        isinstance(name, str) and isinstance(value, WeightFormat) for name, value in found.items()
+    )
 
 
 def _fault(source: Source, method: str, got: object, expected: str) -> PluginFaultError:

@@ -180,6 +180,7 @@ class LocalWorker:
         model = build_share(lambda parallel: create(parallel=parallel), ranks.parallel)
         checked = CheckedModel(model, entry.source)
         shapes = checked.needed
+        quantized = _quantized(spec, model, checked)
         source = spec.plugins.one("attention_backends").source
         attention = CheckedAttention(backend, source, checked.specs)
         self._bytes_per_block = attention.bytes_per_block
@@ -190,7 +191,7 @@ class LocalWorker:
         stage = self._sampling(spec, ops) if ranks.is_output else None
         ranks.wait_for_all()  # so that none allocates while another still measures the memory
         with torch.inference_mode():
-            self._load_weights(spec, ranks, model, checked)
+            self._load_weights(spec, ranks, model, checked, quantized)
             checked.run_trial(min(_TRIAL_TOKENS, spec.max_model_len), _TRIAL_TOKENS)
         self._components = [backend, model, ops]
         if stage is not None:
@@ -234,7 +235,12 @@ class LocalWorker:
             _log.info("ranks communicate by %s", self._ranks.describe())
 
     def _load_weights(
-        self, spec: WorkerSpec, ranks: Ranks, model: Model, checked: CheckedModel
+        self,
+        spec: WorkerSpec,
+        ranks: Ranks,
+        model: Model,
+        checked: CheckedModel,
+        quantized: QuantizedWeights,
     ) -> None:
         """Load the weights that an earlier process has packed, else those of the model's files."""
         cache = self._weight_cache = WeightCache(spec.config.weight_cache, ranks.num_local)
@@ -243,7 +249,6 @@ class LocalWorker:
             return
         loader = spec.plugins.get("loaders", spec.loader.name)
         weights = checked_weights(spec.loader, loader.source, checked.shapes, checked.cuts)
-        quantized = QuantizedWeights(spec.config, model, checked.cuts, _schemes(spec))
         model.load_weights(quantized.pass_on(_checked(weights, checked.needed, spec)))
         quantized.check_used()
         if spec.rank == 0 and (said := quantized.describe()) is not None:
@@ -680,6 +685,19 @@ def _quantization(spec: WorkerSpec) -> str:
     return msgspec.json.encode((spec.config.quantization, options), order="deterministic").decode()
 
 
+def _quantized(spec: WorkerSpec, model: Model, checked: CheckedModel) -> QuantizedWeights:
+    """Return what gives a model its matrices of few bits, after a check of what files store.
+
+    Raises:
+        ModelError: a scheme cannot read what is stored.
+        ConfigError: the configuration names a scheme that does not fit.
+    """
+    quantized = QuantizedWeights(spec.config, model, checked.cuts, _schemes(spec))
+    source = spec.plugins.get("loaders", spec.loader.name).source
+    quantized.check_formats(spec.loader.formats(dict(checked.shapes)), source)
+    return quantized
+
+
 def _schemes(spec: WorkerSpec) -> Callable[[str], Scheme]:
     """Return what builds the quantisation schemes of a checkpoint, each once."""
     described = spec.model_config.hf.get("quantization_config")
@@ -687,12 +705,13 @@ def _schemes(spec: WorkerSpec) -> Callable[[str], Scheme]:
     @functools.cache
     def scheme(name: str) -> Scheme:
         entry = spec.plugins.get("quantizations", name)
+        is_its_own = name == spec.model_config.quantization and isinstance(described, Mapping)
         component = spec.plugins.create(
             entry,
             QuantizationContext,
             device=spec.device,
             dtype=spec.dtype,
-            config=described if isinstance(described, Mapping) else {},
+            config=described if is_its_own else {},
         )
         return component, entry.source
 

@@ -58,6 +58,8 @@ class ModelConfig:
         max_position_embeddings: maximum context length that the model was trained for.
         eos_token_ids: end-of-sequence tokens that the model's files name.
         dtype: of the weights on disk, "bfloat16" for example; None if mixed or unknown.
+        quantization: name of the scheme (kind `quantizations`) without which weights cannot be
+            read; None if each weight says how it is stored.
         default_sampling: fields of SamplingParams that the model's files recommend, checked.
     """
 
@@ -67,6 +69,7 @@ class ModelConfig:
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...] = ()
     dtype: str | None = None
+    quantization: str | None = None
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -78,11 +81,14 @@ class WeightFormat:
         name: of a `quantizations` component, "q4_k" for example; else a dtype, "bfloat16".
         num_bytes: in the files.
         is_quantized: whether the name is that of a scheme.
+        stored: what the scheme is to read, without content: tensors on torch's device "meta". None
+            if the loader does not say it.
     """
 
     name: str
     num_bytes: int
     is_quantized: bool = False
+    stored: QuantizedWeight | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
@@ -22,6 +23,7 @@ from hardpoint.plugins.model import WeightFormat
 from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import (
     AffineCodes,
+    DenseMatrix,
     Quantization,
     QuantizedMatrix,
     QuantizedWeight,
@@ -100,7 +102,8 @@ class QuantizedWeights:
                 if name not in self._shapes:
                     continue
                 matrix = self._read(name, weight)
-                if self.scheme_of(name, weight.scheme) == weight.scheme:
+                stays = self.scheme_of(name, weight.scheme) == weight.scheme
+                if stays and not isinstance(matrix, DenseMatrix):
                     self._load(name, matrix, weight.scheme)
                     continue
                 self._dequantized[weight.scheme] += 1
@@ -164,17 +167,22 @@ class QuantizedWeights:
         return ", ".join(parts) or None
 
     def check_stored(self, formats: Mapping[str, WeightFormat]) -> None:
-        """Check that the files have the scheme that the configuration requires.
+        """Check that schemes can read what files store, and that they have the required scheme.
 
         Args:
             formats: of the weights, by name; empty if they are not known.
 
         Raises:
-            ConfigError: no weight is stored in it.
+            ModelError: a scheme cannot read what is stored.
+            ConfigError: no weight is stored in the scheme that the configuration requires.
         """
-        found = [name for name, stored in formats.items() if stored.name == self._config.use]
+        for name, found in formats.items():
+            if found.stored is not None and name in self._shapes:
+                scheme, stored = self._scheme(found.stored.scheme), found.stored
+                self._call(name, scheme, "check", functools.partial(scheme[0].check, stored))
+        named = [name for name, found in formats.items() if found.name == self._config.use]
         if formats and not self._quantizes:
-            self._require(any(self.scheme_of(name, self._config.use) for name in found))
+            self._require(any(self.scheme_of(name, self._config.use) for name in named))
 
     def check_used(self) -> None:
         """Check that the checkpoint had the scheme that the configuration requires.
@@ -182,7 +190,8 @@ class QuantizedWeights:
         Raises:
             ConfigError: it has no weights in it.
         """
-        self._require(self._counts[self._config.use] > 0)
+        used = self._counts.keys() | self._dequantized.keys()
+        self._require(self._quantizes or self._config.use in used)
 
     def _require(self, is_used: bool) -> None:
         if self._use is not None and not is_used:

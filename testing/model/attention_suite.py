@@ -302,7 +302,7 @@ class AttentionBackendSuite(ComponentSuite):
         )
         return backend
 
-    def _compare(  # noqa: PLR0913 - what a search tries
+    def _compare(
         self,
         rule: Rule,
         *,

@@ -152,12 +152,13 @@ def _schemes(spec: WorkerSpec) -> Callable[[str], Scheme]:
     @functools.cache
     def scheme(name: str) -> Scheme:
         entry = spec.plugins.get("quantizations", name)
+        is_its_own = name == spec.model_config.quantization and isinstance(described, Mapping)
         component = spec.plugins.create(
             entry,
             QuantizationContext,
             device=spec.device,
             dtype=spec.dtype,
-            config=described if isinstance(described, Mapping) else {},
+            config=described if is_its_own else {},
         )
         return component, entry.source
 

@@ -67,7 +67,7 @@ def gguf_header(architecture):
     ("name", "meant"),
     [
         ("GPT2LMHeadModel", None),
-        ("Gemma2ForCausalLM", None),
+        ("CohereForCausalLM", None),
         ("DbrxForCausalLM", None),
         ("DeepseekV2ForCausalLM", None),
         ("Qwen4ForCausalLM", None),
@@ -79,9 +79,10 @@ def test_an_unsupported_architecture_is_called_that(name, meant, here):
     error = error_of()
     suggested = f" (did you mean {meant!r}?)" if meant else ""
     assert error == (
-        f"model: architecture {name!r} is not supported{suggested}; supported: LlamaForCausalLM, "
-        "MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM, Qwen2MoeForCausalLM, "
-        "Qwen3ForCausalLM, Qwen3MoeForCausalLM. A plugin of the kind models adds one: "
+        f"model: architecture {name!r} is not supported{suggested}; supported: Gemma2ForCausalLM, "
+        "Gemma3ForCausalLM, GraniteForCausalLM, LlamaForCausalLM, MistralForCausalLM, "
+        "MixtralForCausalLM, Olmo2ForCausalLM, Phi3ForCausalLM, Qwen2ForCausalLM, "
+        "Qwen2MoeForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, SmolLM3ForCausalLM. A plugin of the kind models adds one: "
         "docs/write-a-model.md"
     )
 

@@ -66,6 +66,10 @@ class StoredTensor:
         """Return the matrices of a tensor of several, in its first dimension."""
         return [StoredTensor(self.label, self.kind, matrix) for matrix in self.data]
 
+    def as_matrix(self) -> StoredTensor:
+        """Return a vector as a matrix of one row."""
+        return StoredTensor(self.label, self.kind, self.data[None])
+
     def read(self, cut: Cut | None, head_size: int | None) -> torch.Tensor | QuantizedWeight:
         """Return it or a part of it: blocks that a scheme reads, else float32.
 

@@ -27,13 +27,10 @@ class _Blocks(Quantization):
             ValueError: it has another shape.
         """
         rows, columns = stored.shape
-        blocks = stored.tensors["blocks"]
+        if columns % self.columns:
+            raise ValueError(f"expected blocks of {self.columns} columns, got {columns} columns")
         expected = rows, columns // self.columns * self.size
-        if columns % self.columns or blocks.dtype != torch.uint8 or blocks.shape != expected:
-            raise ValueError(
-                f"expected blocks of {self.columns} columns, uint8 {list(expected)} for a matrix "
-                f"{list(stored.shape)}, got {blocks.dtype} {list(blocks.shape)}"
-            )
+        blocks = stored.tensor("blocks", torch.uint8, expected)
         return self.split(blocks.reshape(rows, columns // self.columns, self.size))
 
     @abstractmethod

@@ -58,9 +58,13 @@ class StoredTensor:
     @property
     def format(self) -> WeightFormat:
         """How it is stored."""
-        scheme = self._scheme
-        name = scheme or DTYPES.get(self.kind) or self.kind.name.lower()
-        return WeightFormat(name, self.data.nbytes, is_quantized=scheme is not None)
+        scheme, size = self._scheme, self.data.nbytes
+        if scheme is None:
+            return WeightFormat(DTYPES.get(self.kind) or self.kind.name.lower(), size)
+        rows, columns = self.shape
+        outline = torch.empty(self.data.shape, dtype=torch.uint8, device="meta")
+        stored = QuantizedWeight(scheme, (rows, columns), {"blocks": outline})
+        return WeightFormat(scheme, size, is_quantized=True, stored=stored)
 
     def split(self) -> list[StoredTensor]:
         """Return the matrices of a tensor of several, in its first dimension."""

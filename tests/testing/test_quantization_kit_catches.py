@@ -19,7 +19,7 @@ SCHEMES = [
     (broken.HalfScales, "extremes", "finite", r"1e38 gave \d+ numbers that are not finite"),
     (broken.NeverZero, "extremes", "error", "zeros gave 1e-05"),
     (broken.SilentlyRefuses, "extremes", "errors", r"up to 1e38, raised ValueError\(''\)"),
-    (broken.ForgetsTheSign, "read", "read", "what was read differs by 128, the largest number is 190"),
+    (broken.ForgetsTheSign, "read", "read", "what was read differs by 128, the largest"),
     (broken.ReadsInPlace, "read", "unchanged", "read changed the stored tensors"),
     (broken.LooksUp, "damage", "damage", "with codes missing, read raised KeyError: 'codes'"),
     (broken.RefusesWithoutNames, "damage", "damage", "'the stored matrix is damaged', which does"),
@@ -41,8 +41,8 @@ SCHEMES = [
     (broken.EditsX, "linear", "unchanged", "linear changed x"),
     (broken.ReadsContiguousRows, "linear", "linear", r"linear differs by \d"),
     (broken.AddsTheBatch, "linear", "rows", "row 0 of 5 differs from the same row alone by"),
-    (broken.CountsBits, "stored_bytes", "bytes", r"of \(2, 64\) is 1152, codes and scales have 144"),
-    (broken.SaysItReads, "layers", "layers", r"\w+ in one rank, torch.float32, differs by|two ranks"),
+    (broken.CountsBits, "stored_bytes", "bytes", r"of \(2, 64\) is 1152, codes and scales"),
+    (broken.SaysItReads, "layers", "layers", r"\w+ in one rank, torch.float32, differs|two ranks"),
 ]  # fmt: skip
 
 ATTRIBUTES = {

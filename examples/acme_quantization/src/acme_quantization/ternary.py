@@ -60,7 +60,9 @@ class TernaryMatrix(QuantizedMatrix):
         """Return parts of one matrix, one after the other."""
         packed = torch.cat([part.packed for part in parts], dim)
         scales = torch.cat([part.scales for part in parts], dim)
-        return TernaryMatrix(packed, scales, sum(p.num_columns for p in parts) if dim else self.num_columns)
+        return TernaryMatrix(
+            packed, scales, sum(p.num_columns for p in parts) if dim else self.num_columns
+        )
 
     def dequantize(self) -> torch.Tensor:
         """Return W in float32."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = [
     "OUTER_COLUMNS",
     "AffineCodes",
+    "DenseMatrix",
     "Quantization",
     "QuantizationContext",
     "QuantizedMatrix",
@@ -91,16 +92,13 @@ class QuantizedMatrix(ABC):
         """Return whether all weights are finite; override it if scales say that sooner."""
         return bool(self.dequantize().isfinite().all())
 
-    def joined(self, parts: Sequence[QuantizedMatrix], dim: int) -> QuantizedMatrix:  # noqa: ARG002
+    def joined(self, parts: Sequence[QuantizedMatrix], dim: int) -> QuantizedMatrix:
         """Return parts of this matrix, which it is one of, one after the other in a dimension.
 
         Called for matrices in which a checkpoint has several stacked, q, k and v for example, of
-        which a rank needs a part each.
-
-        Raises:
-            ValueError: they cannot be joined, which is the default.
+        which a rank needs a part each. By default the parts are dequantised.
         """
-        raise ValueError("several parts of the matrix, which a rank needs, cannot be joined")
+        return DenseMatrix(join([part.dequantize() for part in parts], dim))
 
     def linear(
         self,
@@ -177,9 +175,11 @@ class AffineCodes(QuantizedMatrix):
         """Return some columns.
 
         Raises:
-            ValueError: they do not begin and end with a group.
+            ValueError: they do not begin and end with a group, and a row has several.
         """
         unit, (_, count) = self.alignment, self.shape
+        if self.scales.shape[1] == 1 and self.group == unit:  # the group is a row
+            return self._with(lambda tensor, per: tensor[:, start:stop] if per == 1 else tensor)
         if start % unit or (stop % unit and stop != count):
             raise ValueError(
                 f"columns {start} to {stop} of {count} cannot be cut from blocks of {unit} columns"
@@ -297,6 +297,36 @@ def _of(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
+class DenseMatrix(QuantizedMatrix):
+    """Numbers: what a scheme reads that no codes can hold. It is said at start which were."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        """`weight` is float32 [rows, columns]."""
+        self._weight = weight
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return self._weight.shape[0], self._weight.shape[1]
+
+    @property
+    def alignment(self) -> int:
+        """1: any columns can be cut."""
+        return 1
+
+    def rows(self, start: int, stop: int) -> DenseMatrix:
+        """Return some rows."""
+        return DenseMatrix(self._weight[start:stop])
+
+    def columns(self, start: int, stop: int) -> DenseMatrix:
+        """Return some columns."""
+        return DenseMatrix(self._weight[:, start:stop])
+
+    def dequantize(self) -> torch.Tensor:
+        """Return W."""
+        return self._weight.clone()
+
+
 def _spread(
     factors: torch.Tensor | None, outer: torch.Tensor | None, group: int, columns: int
 ) -> torch.Tensor | None:
@@ -317,7 +347,7 @@ class QuantizationContext(Context["Quantization"]):
         device: of the model.
         dtype: of hidden states.
         config: the checkpoint's own description of how it is quantised, `quantization_config` of a
-            Hugging Face config; empty if it has none.
+            Hugging Face config; empty if it has none, or if it names another scheme.
     """
 
     device: torch.device
@@ -353,6 +383,19 @@ class Quantization(Component):
             ValueError: the weight cannot be quantised.
         """
         raise NotImplementedError(f"{self.name!r} does not quantise weights, it reads them")
+
+    def check(self, stored: QuantizedWeight) -> None:
+        """Check the names, dtypes and shapes of what a checkpoint stores.
+
+        Called before any weight is read, if the loader says what the files have
+        (`WeightLoader.formats`). The default checks nothing.
+
+        Args:
+            stored: its tensors are on torch's device "meta", where they have no content.
+
+        Raises:
+            ValueError: a tensor is missing, or its dtype or shape is wrong.
+        """
 
     def read(self, stored: QuantizedWeight) -> QuantizedMatrix:
         """Return what a checkpoint stores, of the shape `stored.shape`.

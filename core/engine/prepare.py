@@ -8,7 +8,7 @@ import torch
 
 from hardpoint.core.worker.memory import is_out_of_memory, memory_limit, out_of_memory
 from hardpoint.core.worker.model_files import find_files, unreadable
-from hardpoint.core.worker.worker import WorkerSpec
+from hardpoint.core.worker.planning.worker_spec import WorkerSpec
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
@@ -109,6 +109,7 @@ def prepare_worker(
             f"sizes >= 1"
         )
     _check_architecture(model_config.architecture, plugins, loader)
+    _check_quantization(config, model_config, plugins)
     max_model_len = _max_model_len(config, model_config, config_sources)
     _check_limits(config, max_model_len, config_sources)
     return WorkerSpec(
@@ -146,6 +147,20 @@ def _check_architecture(name: str, plugins: PluginSet, loader: WeightLoader) -> 
         f"{plugins.hint(name, 'models')}; supported: "
         f"{', '.join(sorted(known.values())) or 'none'}. A plugin of the kind models "
         "adds one: docs/write-a-model.md"
+    )
+
+
+def _check_quantization(config: EngineConfig, model: ModelConfig, plugins: PluginSet) -> None:
+    """Check that there is a scheme that reads the weights."""
+    name = model.quantization
+    if name is None or plugins.find("quantizations", name) is not None:
+        return
+    known = sorted(entry.name for entry in plugins.entries("quantizations"))
+    raise ModelError(
+        f"model: {config.model!r} has weights that are quantised by {shown(name)}, which is not "
+        f"supported{plugins.hint(name, 'quantizations')}; supported: {', '.join(known) or 'none'}, "
+        f"and weights that are not quantised. A plugin of the kind quantizations adds one: "
+        f"docs/write-a-quantization.md"
     )
 
 

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 import torch
 
-from hardpoint.plugins import ConfigError, EngineConfig, HardpointError, Model, ModelError
+from hardpoint.plugins import (
+    ConfigError,
+    EngineConfig,
+    HardpointError,
+    Model,
+    ModelError,
+)
 from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.model import WeightFormat
 from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import (
     AffineCodes,
+    DenseMatrix,
     Quantization,
     QuantizedMatrix,
     QuantizedWeight,
@@ -93,17 +102,51 @@ class QuantizedWeights:
                 if name not in self._shapes:
                     continue
                 matrix = self._read(name, weight)
-                if self._keeps(name, weight.scheme):
+                stays = self.scheme_of(name, weight.scheme) == weight.scheme
+                if stays and not isinstance(matrix, DenseMatrix):
                     self._load(name, matrix, weight.scheme)
                     continue
                 self._dequantized[weight.scheme] += 1
                 tensor = self._dequantize(name, matrix, weight.scheme)
             else:
                 tensor = weight
-            if self._quantizes and name in self._quantizable:
+            if self.scheme_of(name, None) is not None:
                 self._load(name, self._quantized(name, tensor), self._config.use)
             else:
                 yield name, tensor
+
+    def scheme_of(self, name: str, stored: str | None) -> str | None:
+        """Return the scheme in which the model gets a weight; None if it gets numbers.
+
+        Args:
+            name: of the weight.
+            stored: the scheme in which the files store it; None if they store numbers.
+        """
+        use = self._config.use
+        if name not in self._quantizable:
+            return None
+        if stored is not None and (stored == use or not (self._quantizes or use == "none")):
+            return stored
+        return use if self._quantizes else None
+
+    def stored_bytes(self, scheme: str, shape: tuple[int, ...]) -> int | None:
+        """Return the bytes of a matrix in a scheme; None if it takes as many as numbers do.
+
+        Raises:
+            PluginFaultError: the scheme raised something, or gave something else.
+        """
+        component, source = self._scheme(scheme)
+        rows, columns = shape
+        try:
+            found = component.stored_bytes((rows, columns))
+        except BaseException as cause:
+            raise_unless_fault(cause)
+            raise PluginFaultError(
+                f"{source}: its stored_bytes() failed: {describe(cause)}"
+            ) from cause
+        if found is not None and (type(found) is not int or found < 0):
+            raise _fault(source, "stored_bytes", found, "a number of bytes, or None")
+        return found
 
     def describe(self) -> str | None:
         """Return how many matrices have few bits, and which were dequantised; None if none."""
@@ -123,23 +166,39 @@ class QuantizedWeights:
             parts.append("not kept in the weight cache, for they multiply themselves")
         return ", ".join(parts) or None
 
+    def check_stored(self, formats: Mapping[str, WeightFormat]) -> None:
+        """Check that schemes can read what files store, and that they have the required scheme.
+
+        Args:
+            formats: of the weights, by name; empty if they are not known.
+
+        Raises:
+            ModelError: a scheme cannot read what is stored.
+            ConfigError: no weight is stored in the scheme that the configuration requires.
+        """
+        for name, found in formats.items():
+            if found.stored is not None and name in self._shapes:
+                scheme, stored = self._scheme(found.stored.scheme), found.stored
+                self._call(name, scheme, "check", functools.partial(scheme[0].check, stored))
+        named = [name for name, found in formats.items() if found.name == self._config.use]
+        if formats and not self._quantizes:
+            self._require(any(self.scheme_of(name, self._config.use) for name in named))
+
     def check_used(self) -> None:
         """Check that the checkpoint had the scheme that the configuration requires.
 
         Raises:
             ConfigError: it has no weights in it.
         """
-        if self._use is not None and not self._counts[self._config.use]:
+        used = self._counts.keys() | self._dequantized.keys()
+        self._require(self._quantizes or self._config.use in used)
+
+    def _require(self, is_used: bool) -> None:
+        if self._use is not None and not is_used:
             raise ConfigError(
                 f"quantization.use: {self._config.use!r} does not quantise weights, and "
                 f"{self._checkpoint!r} has none that are stored in it"
             )
-
-    def _keeps(self, name: str, scheme: str) -> bool:
-        """Return whether a stored matrix stays as it is."""
-        use = self._config.use
-        stays = use == scheme or not (self._quantizes or use == "none")
-        return stays and name in self._quantizable
 
     def _load(self, name: str, matrix: QuantizedMatrix, scheme: str) -> None:
         self._counts[scheme] += 1

@@ -120,7 +120,7 @@ def random_sequence(spec: KVSpec, length: int, dtype: torch.dtype, seed: int) ->
     ),
     shares=st.booleans(),
 )
-def test_any_step_equals_the_twin(
+def test_any_step_equals_the_twin(  # noqa: PLR0913 - hypothesis draws all of them
     library, heads, head_size, block_size, window, softcap, dtype, chunks, shares
 ) -> None:
     spec = KVSpec(*heads, head_size, head_size**-0.5, window, softcap)

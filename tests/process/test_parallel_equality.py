@@ -25,6 +25,8 @@ MODELS = {
     "llama": ("LlamaForCausalLM", {}),
     "tied": ("LlamaForCausalLM", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 32, "num_hidden_layers": 4}),
+    "phi3": ("Phi3ForCausalLM", {"partial_rotary_factor": 0.5, "num_hidden_layers": 2}),
+    "olmo2": ("Olmo2ForCausalLM", {"num_hidden_layers": 2}),
     "mixtral": (
         "MixtralForCausalLM",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2},

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -282,6 +284,16 @@ def cache_share(device: torch.device) -> float:
     """Return the KV cache's share of the memory that is left, unless it is configured."""
     # A CPU's memory is shared with other programs.
     return 0.9 if device.type == "cuda" else WorkerInfo.cache_share
+
+
+def return_freed_memory() -> None:
+    """Return memory that was freed to the system; the allocator of glibc keeps up to 32 MiB pieces.
+
+    Else a process that has loaded weights holds more than they take.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

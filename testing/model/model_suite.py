@@ -29,7 +29,7 @@ from hardpoint.testing.engine_access import load_ops
 from hardpoint.testing.snapshots import count_elements, snapshot
 from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
 
-from .quantized_model import QUANTIZED, quantizable_names, quantized_forms
+from .quantized_model import QUANTIZED, codes_of, quantizable_names, quantized_forms
 from .rank_threads import run_ranks
 from .sequences import WholeHistory, ordered, softmax_attention
 from .shared_model import (
@@ -392,9 +392,10 @@ class ModelSuite(ComponentSuite):
     def _check_quantized(self) -> None:
         names = quantizable_names(self._make())
         weights = self._weights(self._make())
-        for what, matrices in quantized_forms(names, weights):
-            numbers = {name: matrix.dequantize() for name, matrix in matrices.items()}
-            expected = self._results(self._load(self._make(), weights | numbers))
+        codes = {name: codes_of(weights[name]) for name in names}
+        weights |= {name: matrix.dequantize() for name, matrix in codes.items()}
+        expected = self._results(self._load(self._make(), weights))
+        for what, matrices in quantized_forms(codes).items():
             found = self._results(self._load(self._make(), weights, matrices))
             for results, wanted in zip(found, expected, strict=True):
                 if (difference := _difference(results, wanted)) > self.tolerance:
@@ -405,7 +406,7 @@ class ModelSuite(ComponentSuite):
 
     def _results(self, model: Model) -> list[torch.Tensor]:
         """Return hidden states and logits of a step."""
-        hidden = self._hidden(model, [self._example])
+        hidden = self._hidden(model, [{"a": self._tokens("a", 5), "b": self._tokens("b", 2)}])
         return [hidden, model.compute_logits(hidden)]
 
     def _check_divided(self, division: Division) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -83,13 +82,12 @@ def quantizable_names(model: Model) -> list[str]:
     return names
 
 
-def quantized_forms(
-    names: list[str], weights: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield matrices for some names by description: of one kind, and of two kinds and numbers."""
-    codes = {name: codes_of(weights[name]) for name in names}
-    yield "codes", dict(codes)
-    yield "matrices that multiply themselves", {n: OwnMatrix(codes[n]) for n in names}
-    yield "codes for every second one", {name: codes[name] for name in names[::2]}
-    mixed = {n: codes[n] if i % 3 else OwnMatrix(codes[n]) for i, n in enumerate(names)}
-    yield "both kinds", {n: m for i, (n, m) in enumerate(mixed.items()) if i % 4}
+def quantized_forms(codes: Mapping[str, AffineCodes]) -> dict[str, dict[str, QuantizedMatrix]]:
+    """Return matrices by name and by description: codes, others, and some of both."""
+    own = {name: OwnMatrix(matrix) for name, matrix in codes.items()}
+    mixed = {name: codes[name] if i % 3 else own[name] for i, name in enumerate(codes)}
+    return {
+        "codes": dict(codes),
+        "matrices that multiply themselves": dict(own),
+        "some matrices of each kind": {n: m for i, (n, m) in enumerate(mixed.items()) if i % 4},
+    }

@@ -78,7 +78,8 @@ class WeightFormat:
     """How files store a weight.
 
     Attributes:
-        name: of a `quantizations` component, "q4_k" for example; else a dtype, "bfloat16".
+        name: of a `quantizations` component, "q4_k" for example; else a dtype, "bfloat16", or what
+            the format calls numbers that the loader itself dequantises, "q2_k".
         num_bytes: in the files.
         is_quantized: whether the name is that of a scheme.
         stored: what the scheme is to read, without content: tensors on torch's device "meta". None

@@ -186,7 +186,8 @@ class GGUFLoader(WeightLoader):
                 parts = {name.replace("*", str(i)): m for i, m in enumerate(tensor.split())}
             for own, part in parts.items():
                 if own in shapes:
-                    yield own, part
+                    is_row = len(part.shape) == 1 and len(shapes[own]) == 2  # stored as a vector
+                    yield own, part.as_matrix() if is_row else part
 
     def _fields(self) -> dict[str, Any]:
         """Return the config's fields that metadata has, and those that follow from them.

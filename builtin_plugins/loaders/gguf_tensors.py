@@ -58,13 +58,21 @@ class StoredTensor:
     @property
     def format(self) -> WeightFormat:
         """How it is stored."""
-        scheme = self._scheme
-        name = scheme or DTYPES.get(self.kind) or self.kind.name.lower()
-        return WeightFormat(name, self.data.nbytes, is_quantized=scheme is not None)
+        scheme, size = self._scheme, self.data.nbytes
+        if scheme is None:
+            return WeightFormat(DTYPES.get(self.kind) or self.kind.name.lower(), size)
+        rows, columns = self.shape
+        outline = torch.empty(self.data.shape, dtype=torch.uint8, device="meta")
+        stored = QuantizedWeight(scheme, (rows, columns), {"blocks": outline})
+        return WeightFormat(scheme, size, is_quantized=True, stored=stored)
 
     def split(self) -> list[StoredTensor]:
         """Return the matrices of a tensor of several, in its first dimension."""
         return [StoredTensor(self.label, self.kind, matrix) for matrix in self.data]
+
+    def as_matrix(self) -> StoredTensor:
+        """Return a vector as a matrix of one row."""
+        return StoredTensor(self.label, self.kind, self.data[None])
 
     def read(self, cut: Cut | None, head_size: int | None) -> torch.Tensor | QuantizedWeight:
         """Return it or a part of it: blocks that a scheme reads, else float32.

@@ -20,18 +20,22 @@ class _Blocks(Quantization):
     size: ClassVar[int]
     """Bytes of a block."""
 
+    def check(self, stored: QuantizedWeight) -> None:
+        """Check the tensor "blocks", uint8 [rows, bytes].
+
+        Raises:
+            ValueError: it is missing, or has another dtype or shape.
+        """
+        self._blocks(stored)
+
     def read(self, stored: QuantizedWeight) -> AffineCodes:
         """Return the codes and scales of the tensor "blocks", uint8 [rows, bytes].
 
         Raises:
-            ValueError: it has another shape.
+            ValueError: it is missing, or has another dtype or shape.
         """
-        rows, columns = stored.shape
-        if columns % self.columns:
-            raise ValueError(f"expected blocks of {self.columns} columns, got {columns} columns")
-        expected = rows, columns // self.columns * self.size
-        blocks = stored.tensor("blocks", torch.uint8, expected)
-        return self.split(blocks.reshape(rows, columns // self.columns, self.size))
+        blocks, rows = self._blocks(stored), stored.shape[0]
+        return self.split(blocks.reshape(rows, blocks.shape[1] // self.size, self.size))
 
     @abstractmethod
     def split(self, blocks: torch.Tensor) -> AffineCodes:
@@ -40,6 +44,13 @@ class _Blocks(Quantization):
     def stored_bytes(self, shape: tuple[int, int]) -> int:
         """Return the bytes of the blocks, which take as many in memory."""
         return shape[0] * -(-shape[1] // self.columns) * self.size
+
+    def _blocks(self, stored: QuantizedWeight) -> torch.Tensor:
+        rows, columns = stored.shape
+        if columns % self.columns:
+            raise ValueError(f"expected blocks of {self.columns} columns, got {columns} columns")
+        expected = rows, columns // self.columns * self.size
+        return stored.tensor("blocks", torch.uint8, expected)
 
 
 class Q4_0(_Blocks):  # noqa: N801 - the name of the format

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -88,6 +88,7 @@ class QuantizedWeights:
         self._dequantized: Counter[str] = Counter()
         self._without_kernel: Counter[str] = Counter()
         self._has_own = False
+        self._by_loader: Counter[str] = Counter()
 
     def pass_on(self, weights: Iterable[tuple[str, torch.Tensor | QuantizedWeight]]) -> Weights:
         """Give the model its matrices of few bits; yield the other weights.
@@ -101,8 +102,8 @@ class QuantizedWeights:
             if isinstance(weight, QuantizedWeight):
                 if name not in self._shapes:
                     continue
-                matrix = self._read(name, weight)
                 stays = self.scheme_of(name, weight.scheme) == weight.scheme
+                matrix = self._read(name, weight, stays)
                 if stays and not isinstance(matrix, DenseMatrix):
                     self._load(name, matrix, weight.scheme)
                     continue
@@ -159,9 +160,8 @@ class QuantizedWeights:
                     f"{without} of them dequantised to {dtype}, for the operations have no kernel "
                     f"for them"
                 )
-        parts += [
-            f"{count} in {name} dequantised" for name, count in sorted(self._dequantized.items())
-        ]
+        dequantized = self._dequantized + self._by_loader
+        parts += [f"{count} in {name} dequantised" for name, count in sorted(dequantized.items())]
         if self._has_own and self._model.packed_weights() is None:
             parts.append("not kept in the weight cache, for they multiply themselves")
         return ", ".join(parts) or None
@@ -180,6 +180,11 @@ class QuantizedWeights:
             if found.stored is not None and name in self._shapes:
                 scheme, stored = self._scheme(found.stored.scheme), found.stored
                 self._call(name, scheme, "check", functools.partial(scheme[0].check, stored))
+        self._by_loader = Counter(
+            found.name
+            for name, found in formats.items()
+            if name in self._shapes and not found.is_quantized and not hasattr(torch, found.name)
+        )
         named = [name for name, found in formats.items() if found.name == self._config.use]
         if formats and not self._quantizes:
             self._require(any(self.scheme_of(name, self._config.use) for name in named))
@@ -208,8 +213,12 @@ class QuantizedWeights:
             self._without_kernel[scheme] += 1
         self._model.load_quantized(name, matrix)
 
-    def _read(self, name: str, weight: QuantizedWeight) -> QuantizedMatrix:
-        """Return what is stored, or the part of it that is needed."""
+    def _read(self, name: str, weight: QuantizedWeight, stays: bool) -> QuantizedMatrix:
+        """Return what is stored, or the part of it that is needed.
+
+        Raises:
+            ModelError: it cannot be read, has another shape, or stays as it is and cannot be cut.
+        """
         scheme = self._scheme(weight.scheme)
         whole = tuple(self._shapes[name])
         cut = self._cuts.get(name)
@@ -224,6 +233,8 @@ class QuantizedWeights:
             )
         if cut is None or matrix.shape == needed != whole:
             return matrix
+        if not stays and not _divides(matrix.alignment, cut, whole):
+            return DenseMatrix(cut.of(self._dequantize(name, matrix, weight.scheme)))
         return self._matrix(name, scheme, "read", lambda: _part(matrix, cut), needed)
 
     def _quantized(self, name: str, tensor: torch.Tensor) -> QuantizedMatrix:
@@ -248,10 +259,10 @@ class QuantizedWeights:
             ConfigError: it was cut within a group of columns.
         """
         cut = self._cuts.get(name)
-        if cut is None or cut.dim == 0:
+        if cut is None:
             return
-        unit, count = matrix.alignment, self._shapes[name][1]
-        if any(p.start % unit or (p.stop % unit and p.stop != count) for p in cut.parts):
+        unit, count = matrix.alignment, self._shapes[name][-1]
+        if not _divides(unit, cut, self._shapes[name]):
             raise ConfigError(
                 f"quantization.use: {self._config.use!r} has groups of {unit} columns, which do "
                 f"not divide columns {cut.start} to {cut.stop} of {count}, the part of {name!r} "
@@ -308,6 +319,13 @@ class QuantizedWeights:
             ) from cause
 
 
+def _divides(unit: int, cut: Cut, shape: Sequence[int]) -> bool:
+    """Return whether a matrix can be cut, whose columns are stored in units of so many."""
+    if cut.dim == 0:
+        return True
+    return not any(p.start % unit or (p.stop % unit and p.stop != shape[1]) for p in cut.parts)
+
+
 def _part(matrix: QuantizedMatrix, cut: Cut) -> QuantizedMatrix:
     """Return a part of a matrix.
 
@@ -315,7 +333,13 @@ def _part(matrix: QuantizedMatrix, cut: Cut) -> QuantizedMatrix:
         ValueError: it cannot be cut there.
     """
     part_of = matrix.rows if cut.dim == 0 else matrix.columns
-    parts = [part_of(part.start, part.stop) for part in cut.parts]
+    try:
+        parts = [part_of(part.start, part.stop) for part in cut.parts]
+    except ValueError as cause:
+        raise ValueError(
+            f"{cause}, the part that a rank has; expected fewer ranks (parallel.tensor), or "
+            f"quantization.use = 'none', which dequantises"
+        ) from cause
     return parts[0] if not cut.more else parts[0].joined(parts, cut.dim)
 
 

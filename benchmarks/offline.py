@@ -4,11 +4,12 @@
     python benchmarks/offline.py --loads mixed shared --peers vllm --rounds 3 --json result.json
     python benchmarks/offline.py --python vllm=/opt/vllm/bin/python
 
-Each engine loads the same bf16 weights in its own process (llama.cpp: the GGUF file, in 4 bits),
-and may live in an environment of its own: `--python` names its interpreter. The processes stay up
-and take turns: load by load, round by round. Printed are medians of output tokens per second
-(prefill: prompt tokens per second), how many times as fast Hardpoint is, and the share of the bound
-that the machine sets, which is measured in the same run (benchmarks/bounds.py says how).
+Each engine loads the same bf16 weights in its own process (llama.cpp and hardpoint-gguf: the GGUF
+file, in 4 bits; hardpoint-int8 makes 8 bits of the bf16 weights), and may live in an environment of
+its own: `--python` names its interpreter. The processes stay up and take turns: load by load, round
+by round. Printed are medians of output tokens per second (prefill: prompt tokens per second), how
+many times as fast Hardpoint is, and the share of the bound that the machine sets, which is measured
+in the same run (benchmarks/bounds.py says how).
 
 No engine makes text. Prefix caching is on where there is any; every prompt is random, so that
 prompts share nothing with other loads and rounds, and with each other only in the load `shared`.
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from bounds import Machine, ModelSize, bound_seconds, measure
-from engines import Batch, Engine, add_arguments, choose, exported, question
+from engines import GGUF_ENGINES, Batch, Engine, add_arguments, choose, exported, question
 from rich.console import Console
 from rich.table import Table
 
@@ -139,17 +140,27 @@ def _bound(machine: Machine, size: ModelSize, load: Load) -> float:
 
 
 def _ratios(speeds: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, float]]:
-    """Return Hardpoint's speed over each peer's: medians of the ratios of the rounds."""
-    return {
-        peer: {
+    """Return Hardpoint's speed over each peer's: medians of the ratios of the rounds.
+
+    Peers that read the GGUF file are compared with Hardpoint on it, if that runs. Hardpoint with
+    other weights is compared with Hardpoint in bf16, the other way round.
+    """
+    ratios = dict[str, dict[str, float]]()
+    for name, found in speeds.items():
+        is_own = name.startswith("hardpoint-")
+        base = "hardpoint"
+        if name in GGUF_ENGINES and not is_own and "hardpoint-gguf" in speeds:
+            base = "hardpoint-gguf"
+        if name == base:
+            continue
+        ratios[name] = {
             load: statistics.median(
-                own / other for own, other in zip(speeds["hardpoint"][load], values, strict=True)
+                other / own if is_own else own / other
+                for own, other in zip(speeds[base][load], values, strict=True)
             )
             for load, values in found.items()
         }
-        for peer, found in speeds.items()
-        if peer != "hardpoint"
-    }
+    return ratios
 
 
 def show(result: dict[str, Any]) -> None:
@@ -157,7 +168,8 @@ def show(result: dict[str, Any]) -> None:
     console = Console(width=120)
     machine = Machine(**result["machine"])
     table = Table(
-        title=f"tokens per second (Hardpoint is this many times as fast) share of the bound; "
+        title=f"tokens per second (Hardpoint is this many times as fast; with other weights, times "
+        f"as fast as in bf16) share of the bound of bf16; "
         f"{result['cores']} cores, medians of {result['rounds']}"
     )
     table.add_column("load", no_wrap=True)
@@ -169,8 +181,8 @@ def show(result: dict[str, Any]) -> None:
         for engine, speeds in result["tokens_per_second"].items():
             speed = statistics.median(speeds[load])
             ratio = "" if engine == "hardpoint" else f"({result['ratios'][engine][load]:.2f}x) "
-            # The bound is that of bf16 weights.
-            share = "" if engine == "llama-cpp-python" else f"{speed / bound:.0%}"
+            is_low_bit = engine in GGUF_ENGINES or engine == "hardpoint-int8"
+            share = "" if is_low_bit else f"{speed / bound:.0%}"
             cells.append(f"{speed:.0f} {ratio}{share}".rstrip())
         table.add_row(f"{load}: {LOADS[load]}", *cells)
     console.print(table)

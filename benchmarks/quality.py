@@ -1,17 +1,22 @@
-"""How often bfloat16 chooses the token that float32 chooses: Hardpoint next to transformers.
+"""How often other weights and dtypes choose the token that float32 chooses, and their perplexity.
 
     python benchmarks/quality.py [--positions 3000] [--folder FOLDER]
 
 Each text of the source tree is read at once, and the likeliest next token is compared at every
-position. The reference is transformers in float32, on the same weights.
+position. The reference is transformers in float32, on the same weights: those of the demo model's
+GGUF file, of which Hardpoint also multiplies the blocks as they are. Perplexity is that of the
+texts' own tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from engines import exported
 from rich.console import Console
 from rich.table import Table
@@ -41,27 +46,49 @@ def read_texts(checkpoint: Path, positions: int) -> list[list[int]]:
     return texts
 
 
-def choices_of_transformers(
-    checkpoint: Path, texts: list[list[int]], dtype: torch.dtype
-) -> list[int]:
-    """Return the likeliest token after each token but the last of every text."""
+@dataclass(frozen=True)
+class Found:
+    """What an engine says about the texts.
+
+    Attributes:
+        choices: the likeliest token after each token but the last of every text.
+        perplexity: of the tokens that follow.
+    """
+
+    choices: list[int]
+    perplexity: float
+
+
+def read_by_transformers(checkpoint: Path, texts: list[list[int]], dtype: torch.dtype) -> Found:
+    """Read the texts with transformers."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
+    choices: list[int] = []
+    losses: list[torch.Tensor] = []
     with torch.inference_mode():
-        found = [model(torch.tensor([ids])).logits[0, :-1].argmax(-1) for ids in texts]
-    return torch.cat(found).tolist()
+        for ids in texts:
+            logits = model(torch.tensor([ids])).logits[0, :-1].float()
+            choices += logits.argmax(-1).tolist()
+            losses.append(F.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none"))
+    return Found(choices, math.exp(torch.cat(losses).mean().item()))
 
 
-def choices_of_hardpoint(checkpoint: Path, texts: list[list[int]], dtype: str) -> list[int]:
-    """Return the same of Hardpoint."""
+def read_by_hardpoint(
+    model: Path, texts: list[list[int]], dtype: str, quantization: str = "auto"
+) -> Found:
+    """Read the texts with Hardpoint."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
     prompts = [{"prompt_token_ids": ids} for ids in texts]
-    with LLM(str(checkpoint), dtype=dtype, max_model_len=LENGTH + 1, progress=False) as llm:
+    config = {"quantization": {"use": quantization}}
+    limits = {"max_model_len": LENGTH + 1, "progress": False}
+    with LLM(str(model), dtype=dtype, config=config, **limits) as llm:
         outputs = llm.generate(prompts, params)
-    return [
-        next(token for token, entry in position.items() if entry.rank == 1)
-        for output in outputs
-        for position in output.prompt_logprobs[1:]
+    positions = [entries for output in outputs for entries in output.prompt_logprobs[1:]]
+    following = [token for ids in texts for token in ids[1:]]
+    losses = [-entries[token].logprob for entries, token in zip(positions, following, strict=True)]
+    choices = [
+        next(token for token, entry in entries.items() if entry.rank == 1) for entries in positions
     ]
+    return Found(choices, math.exp(sum(losses) / len(losses)))
 
 
 def main() -> None:
@@ -73,17 +100,27 @@ def main() -> None:
     with exported(options.folder) as folder:
         checkpoint = folder / "checkpoint"
         texts = read_texts(checkpoint, options.positions)
-        expected = choices_of_transformers(checkpoint, texts, torch.float32)
-        table = Table(title=f"positions of {len(expected)} with float32's choice")
+        (gguf,) = (folder / "gguf").glob("*.gguf")
+        expected = read_by_transformers(checkpoint, texts, torch.float32)
+        table = Table(title=f"positions of {len(expected.choices)} with float32's choice")
         table.add_column("engine")
-        table.add_column("equal", justify="right")
+        for column in ("equal", "perplexity"):
+            table.add_column(column, justify="right")
+        table.add_row("transformers, float32", "", f"{expected.perplexity:.3f}")
         for name, found in (
-            ("transformers, bfloat16", choices_of_transformers(checkpoint, texts, torch.bfloat16)),
-            ("Hardpoint, bfloat16", choices_of_hardpoint(checkpoint, texts, "bfloat16")),
-            ("Hardpoint, float32", choices_of_hardpoint(checkpoint, texts, "float32")),
+            ("transformers, bfloat16", read_by_transformers(checkpoint, texts, torch.bfloat16)),
+            ("Hardpoint, float32", read_by_hardpoint(checkpoint, texts, "float32")),
+            ("Hardpoint, bfloat16", read_by_hardpoint(checkpoint, texts, "bfloat16")),
+            ("Hardpoint, bfloat16, int8", read_by_hardpoint(checkpoint, texts, "bfloat16", "int8")),
+            ("Hardpoint, bfloat16, int4", read_by_hardpoint(checkpoint, texts, "bfloat16", "int4")),
+            ("Hardpoint, bfloat16, GGUF", read_by_hardpoint(gguf, texts, "bfloat16")),
+            (
+                "Hardpoint, bfloat16, GGUF dequantised",
+                read_by_hardpoint(gguf, texts, "bfloat16", "none"),
+            ),
         ):
-            equal = sum(a == b for a, b in zip(found, expected, strict=True))
-            table.add_row(name, str(equal))
+            equal = sum(a == b for a, b in zip(found.choices, expected.choices, strict=True))
+            table.add_row(name, str(equal), f"{found.perplexity:.3f}")
     Console(width=100).print(table)
 
 

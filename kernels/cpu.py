@@ -16,14 +16,27 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-__all__ = ["PATHS", "VARIABLE", "KernelsUnavailableError", "Library", "Recording", "load"]
+from hardpoint.kernels.twins import AffineCodes, linear_codes
+
+__all__ = [
+    "PATHS",
+    "VARIABLE",
+    "Codes",
+    "KernelsUnavailableError",
+    "Library",
+    "Recording",
+    "codes_form",
+    "codes_size",
+    "load",
+    "pack_codes",
+]
 
 PATHS = ("avx512_bf16", "avx512", "avx2", "plain")
 """Instruction sets, best first."""
@@ -31,6 +44,8 @@ VARIABLE = "HARDPOINT_KERNELS"
 DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 """The dtypes that there are kernels for, with their names in the libraries."""
 
+# How scales and offsets of low-bit codes are stored, in the libraries' words; 0 is not at all.
+_STORED = {torch.float16: 1, torch.float32: 2, torch.int8: 3, torch.uint8: 4}
 _FOLDER = Path(__file__).parent
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "f": ctypes.c_float}
 _CALL_WORDS = 16  # of a recorded call: the function that repeats it, and its arguments
@@ -40,14 +55,21 @@ _ARGUMENTS = {
     "pack": "ppll",
     "linear": "plpppllll",
     "logits": "plpppllll",
+    "codes_size": "pll",
+    "pack_codes": "plllppppppp",
+    "linear_codes": "plpppllll",
+    "logits_codes": "plpppllll",
+    "gather_codes": "pplp",
     "rms_norm": "plllplpplllf",
+    "rms_norm_float": "plllplpplllf",
     "rotate": "pllplll",
     "silu_and_mul": "plplll",
     "gelu_and_mul": "plplll",
+    "scale_add": "plfplll",
     "experts": "plppllpplpll",
     "attention_block": "lll",
     "attention_plan": "pplplpllllpl",
-    "attend": "plplplppplf",
+    "attend": "plplplppplff",
     "gather_rows": "plplp",
     "replay": "pl",
     "choose": "plppppll",
@@ -75,7 +97,8 @@ _ARGUMENTS = {
     "broadcast_ring_read": "ppll",
 }
 _COUNTS = (
-    *("packed_size", "attention_block", "attention_plan", "shared_reason", "shared_dead_member"),
+    *("packed_size", "codes_size", "attention_block", "attention_plan"),
+    *("shared_reason", "shared_dead_member"),
     *(name for name in _ARGUMENTS if name.startswith(("group_", "broadcast_ring_"))),
 )
 _RETURNS = {**dict.fromkeys(_COUNTS, ctypes.c_long), "shared_join": ctypes.c_void_p}
@@ -199,6 +222,81 @@ class Library:
                 self.recording = None
 
 
+class Codes(Protocol):
+    """Rows of a matrix of low-bit codes, see `hardpoint.kernels.twins.AffineCodes`."""
+
+    @property
+    def codes(self) -> torch.Tensor:
+        """uint8 [rows, columns], of 8 bits int8."""
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale."""
+
+    @property
+    def scales(self) -> torch.Tensor:
+        """[rows, groups]."""
+
+    @property
+    def offsets(self) -> torch.Tensor | None:
+        """As scales."""
+
+    @property
+    def outer_scales(self) -> torch.Tensor | None:
+        """float16 [rows, columns / 256]."""
+
+    @property
+    def outer_offsets(self) -> torch.Tensor | None:
+        """Likewise for offsets."""
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """float32 [2**bits]."""
+
+
+def codes_form(part: Codes) -> tuple[int, ...]:
+    """Return what `codes_size` and `pack_codes` of a library take for a part of a matrix."""
+    offsets = 0 if part.offsets is None else _STORED[part.offsets.dtype]
+    return (len(part.codes), part.bits, part.group, _STORED[part.scales.dtype], offsets)
+
+
+def codes_size(library: Library, forms: Sequence[tuple[int, ...]], depth: int) -> int:
+    """Return the bytes of a packed matrix whose parts have these forms."""
+    words = np.array(forms, np.int64)
+    size: int = library.function("codes_size", None)(words.ctypes.data, len(forms), depth)
+    return size
+
+
+def pack_codes(
+    library: Library,
+    parts: Sequence[Codes],
+    allocate: Callable[[int], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Return a matrix of parts, its rows one part after the other, as `linear_codes` takes it.
+
+    Args:
+        parts: which have the same number of columns, and are contiguous in memory.
+        allocate: returns uint8 [count], 64-byte aligned.
+    """
+    forms, depth = [codes_form(part) for part in parts], parts[0].codes.shape[1]
+    words = np.array(forms, np.int64)
+    size = codes_size(library, forms, depth)
+    packed = (
+        allocate(size) if allocate else torch.frombuffer(allocate_pages(size), dtype=torch.uint8)
+    )
+    pack = library.function("pack_codes", None, releases=True)
+    for index, part in enumerate(parts):
+        factors = (part.scales, part.outer_scales, part.offsets, part.outer_offsets)
+        tensors = (part.codes, *factors, part.values)
+        pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        pack(words.ctypes.data, len(forms), depth, index, *pointers, packed.data_ptr())
+    return packed
+
+
 def allocate_pages(num_bytes: int) -> mmap.mmap:
     """Return memory of zeros, in huge pages where the system has them.
 
@@ -263,7 +361,11 @@ def _share_openmp() -> None:
 
 
 def _multiplies_rightly(library: Library) -> bool:
-    """Return whether a product of whole numbers, which has one right result, is right."""
+    """Return whether products of whole numbers, which have one right result, are right."""
+    return _multiplies_matrix_rightly(library) and _multiplies_codes_rightly(library)
+
+
+def _multiplies_matrix_rightly(library: Library) -> bool:
     dtype, depth, columns = torch.bfloat16, 37, 21
     x = (torch.arange(3 * depth) % 7 - 3).to(dtype).view(3, depth)
     weight = (torch.arange(columns * depth) % 5 - 2).to(dtype).view(columns, depth)
@@ -274,3 +376,26 @@ def _multiplies_rightly(library: Library) -> bool:
         x.data_ptr(), depth, packed.data_ptr(), None, y.data_ptr(), columns, 3, columns, depth
     )
     return torch.equal(y, (x.float() @ weight.float().T).to(dtype))
+
+
+def _multiplies_codes_rightly(library: Library) -> bool:
+    dtype, depth, columns = torch.bfloat16, 37, 21
+    x = (torch.arange(3 * depth) % 7 - 3).to(dtype).view(3, depth)
+    scales = (torch.arange(columns * 2) % 3).to(torch.float16).view(columns, 2)
+    parts = []
+    for bits, type_ in ((4, torch.uint8), (8, torch.int8)):
+        codes = (torch.arange(columns * depth) % 13).to(type_).view(columns, depth)
+        offsets = scales + 1 if bits == 4 else None
+        parts.append(AffineCodes(codes, bits, 32, scales, offsets))
+    packed = pack_codes(library, parts)
+    expected = linear_codes(x, parts)
+    linear = library.function("linear_codes", dtype)
+    for rows in (1, 3):
+        y = torch.empty(rows, 2 * columns, dtype=dtype)
+        linear(
+            x.data_ptr(), depth, packed.data_ptr(), None, y.data_ptr(), 2 * columns, rows,
+            2 * columns, depth,
+        )  # fmt: skip
+        if not torch.equal(y, expected[:rows].to(dtype)):
+            return False
+    return True

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["PagedSequences", "paged_attention"]
+__all__ = ["AffineCodes", "PagedSequences", "dequantize", "linear_codes", "paged_attention"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +31,7 @@ def paged_attention(
     sequences: PagedSequences,
     scale: float,
     window: int | None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Write keys and values to a cache, then attend causally, in float32.
 
@@ -40,6 +41,7 @@ def paged_attention(
         sequences: the step.
         scale: multiplies the scores.
         window: sliding window in tokens, the token itself included; None is unlimited.
+        softcap: a scaled score s becomes softcap * tanh(s / softcap); None leaves it.
 
     Returns:
         float32 [tokens, heads, head_size].
@@ -66,6 +68,8 @@ def paged_attention(
             for side in cache
         )
         scores = torch.einsum("qhd,khd->hqk", queries.float(), keys) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
         distance = span[:, None] - torch.arange(length)
         hidden = (distance < 0) | (distance >= (window or length))
         # Not 0 * what is hidden, which may be NaN.
@@ -73,3 +77,57 @@ def paged_attention(
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         results.append(torch.einsum("hqk,khd->qhd", weights[..., oldest:], values[oldest:]))
     return torch.cat(results)
+
+
+@dataclass(frozen=True, eq=False)
+class AffineCodes:
+    """A matrix W[r, k] = scale[r, k / group] * value[codes[r, k]] + offset[r, k / group].
+
+    Attributes:
+        codes: uint8 [rows, columns], of 8 bits int8.
+        bits: of a code: 4, 5, 6 or 8.
+        group: columns that share a scale: 16, or a multiple of 32.
+        scales: [rows, groups], float16, float32, int8 or uint8.
+        offsets: as scales, or None.
+        outer_scales: float16 [rows, columns / 256, rounded up], which multiply scales of 8 bits;
+            None for other scales.
+        outer_offsets: likewise for offsets.
+        values: float32 [2**bits], which bfloat16 holds exactly; None: the codes themselves.
+    """
+
+    codes: torch.Tensor
+    bits: int
+    group: int
+    scales: torch.Tensor
+    offsets: torch.Tensor | None = None
+    outer_scales: torch.Tensor | None = None
+    outer_offsets: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+
+
+def dequantize(matrix: AffineCodes) -> torch.Tensor:
+    """Return W, float32: the exact products and sums, rounded once."""
+    codes = matrix.codes
+    values = codes.double() if matrix.values is None else matrix.values.double()[codes.long()]
+    columns = codes.shape[1]
+    result = _spread(matrix.scales, matrix.outer_scales, matrix.group, columns) * values
+    if matrix.offsets is not None:
+        result += _spread(matrix.offsets, matrix.outer_offsets, matrix.group, columns)
+    return result.float()
+
+
+def _spread(
+    factors: torch.Tensor, outer: torch.Tensor | None, group: int, columns: int
+) -> torch.Tensor:
+    each = factors.double().repeat_interleave(group, 1)[:, :columns]
+    if outer is not None:
+        each = each * outer.double().repeat_interleave(256, 1)[:, :columns]
+    return each
+
+
+def linear_codes(
+    x: torch.Tensor, parts: Sequence[AffineCodes], bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return x W^T + b in float32, for W of parts one below the other."""
+    y = x.float() @ torch.cat([dequantize(part) for part in parts]).T
+    return y if bias is None else y + bias.float()

@@ -67,6 +67,7 @@ from .model import (
     ModelConfig,
     ModelContext,
     ModelFiles,
+    WeightFormat,
     WeightLoader,
 )
 from .ops import Ops, OpsContext, Recorded
@@ -81,6 +82,7 @@ from .plan import (
     RequestFault,
     SchedulerOutput,
 )
+from .quantization import Quantization, QuantizationContext
 from .request import Request, RequestStatus
 from .requests import (
     CompletionOutput,
@@ -222,8 +224,11 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "ModelFiles",
     "Ops",
     "OpsContext",
+    "Quantization",
+    "QuantizationContext",
     "Recorded",
     "is_replayable",
+    "WeightFormat",
     "WeightLoader",
     # Tokenizers: provisional
     "DecodeStream",

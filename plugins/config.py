@@ -381,6 +381,20 @@ class LoadConfig(Strict):
     use: Name = "auto"
 
 
+class QuantizationConfig(Strict):
+    """Weights of few bits.
+
+    Attributes:
+        use: "auto" multiplies the weights as the checkpoint stores them; "none" dequantises them;
+            the name of a scheme that quantises, "int8" for example, stores the matrices of any
+            checkpoint in that. A scheme that only reads can be named to require it.
+        skip: patterns of weights that no scheme quantises, such as `lm_head.*`.
+    """
+
+    use: Name = "auto"
+    skip: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
+
+
 class WeightCacheConfig(Strict):
     """The weight cache: files of packed weights, from which later starts are quick.
 
@@ -547,6 +561,7 @@ class EngineConfig(Strict):
     tools: ToolsConfig = ToolsConfig()
     grammar: GrammarConfig = GrammarConfig()
     load: LoadConfig = LoadConfig()
+    quantization: QuantizationConfig = QuantizationConfig()
     weight_cache: WeightCacheConfig = WeightCacheConfig()
     server: ServerConfig = ServerConfig()
     plugin: dict[str, dict[str, Any]] = {}

@@ -22,6 +22,7 @@ from .model import AttentionBackend, Model, WeightLoader
 from .ops import Ops
 from .output_parser import OutputParser, Role
 from .parallel import Communicator
+from .quantization import Quantization
 from .sampler import Sampler
 from .scheduler import Scheduler
 from .scheduling_policy import SchedulingPolicy
@@ -246,6 +247,15 @@ KINDS: dict[str, Kind] = {
             suite="WeightLoaderSuite",
         ),
         Kind(
+            name="quantizations",
+            interface=Quantization,
+            number=Number.BY_NAME,
+            processes=(Process.WORKER,),
+            fault_scope=FaultScope.ENGINE,
+            summary="Store a model's matrices with few bits.",
+            suite="QuantizationSuite",
+        ),
+        Kind(
             name="attention_backends",
             interface=AttentionBackend,
             number=Number.ONE,
@@ -328,7 +338,6 @@ KINDS: dict[str, Kind] = {
 }
 
 PLANNED: dict[str, str] = {
-    "quantizations": "quantization",
     "speculators": "speculator",
     "balancers": "balancer",
 }

@@ -13,8 +13,16 @@ import torch
 import torch.nn.functional as F
 
 from .model import ModelContext
-from .models import Linear, PackedLayer, packed_weights, weight_cuts, weight_shapes
+from .models import (
+    Linear,
+    PackedLayer,
+    packed_weights,
+    quantizable,
+    weight_cuts,
+    weight_shapes,
+)
 from .parallel import Cut
+from .quantization import AffineCodes, QuantizedMatrix
 
 __all__ = ["MLP", "Experts", "ExpertsConfig", "GatedMLP", "MixtureOfExperts"]
 
@@ -42,6 +50,7 @@ class GatedMLP:
         gate: Callable[[torch.Tensor], torch.Tensor],
         bias: bool = False,
         reduce: bool = True,
+        is_fused: bool = False,
     ) -> None:
         """Describe the layers.
 
@@ -53,6 +62,7 @@ class GatedMLP:
             gate: `Ops.silu_and_mul` or `Ops.gelu_and_mul`.
             bias: whether the matrices have biases.
             reduce: whether y is the sum over all ranks; otherwise the caller adds up the parts.
+            is_fused: whether the checkpoint has one matrix `gate_up_proj`, the gate first.
         """
         columns = context.parallel.share(width, "columns of the MLP")
         self._gate = gate
@@ -62,6 +72,7 @@ class GatedMLP:
             context,
             bias=bias,
             row_ranges=[columns, columns],
+            stored_as=f"{name}.gate_up_proj" if is_fused else None,
         )
         self._down = Linear(
             [(f"{name}.down_proj", hidden)],
@@ -125,14 +136,18 @@ class MixtureOfExperts:
         self._config = experts
         self._communicator = context.parallel.tensor
         self._router = Linear(
-            [(f"{name}.gate", experts.count)], hidden, context, out_dtype=torch.float32
+            [(f"{name}.gate", experts.count)],
+            hidden,
+            context,
+            out_dtype=torch.float32,
+            quantize=False,
         )
         self._experts = Experts(f"{name}.experts", hidden, experts, context)
         self._shared: tuple[Linear, GatedMLP] | None = None
         if experts.shared_width is not None:
             share = f"{name}.shared_expert_gate"
             self._shared = (
-                Linear([(share, 1)], hidden, context, out_dtype=torch.float32),
+                Linear([(share, 1)], hidden, context, out_dtype=torch.float32, quantize=False),
                 GatedMLP(
                     f"{name}.shared_expert",
                     hidden,
@@ -220,11 +235,18 @@ class Experts:
     def load(self, name: str, tensor: torch.Tensor) -> None:
         """Load one matrix; the last one makes the layer ready."""
         self._owners[name].load(name, tensor)
-        self._missing.discard(name)
-        if not self._missing:
-            self._prepare()
+        self._loaded(name)
 
-    def packed(self) -> dict[str, torch.Tensor]:
+    def quantizable(self) -> list[str]:
+        """Return the names of the matrices."""
+        return list(quantizable(self._matrices))
+
+    def load_quantized(self, name: str, matrix: QuantizedMatrix) -> None:
+        """Load one matrix; the last one makes the layer ready."""
+        self._owners[name].load_quantized(name, matrix)
+        self._loaded(name)
+
+    def packed(self) -> dict[str, torch.Tensor] | None:
         """Return the packed matrices."""
         return packed_weights(self._matrices)
 
@@ -253,6 +275,11 @@ class Experts:
             chosen = chosen - self._mine.start
         return self._apply(x, chosen, weights)
 
+    def _loaded(self, name: str) -> None:
+        self._missing.discard(name)
+        if not self._missing:
+            self._prepare()
+
     def _prepare(self) -> None:
         gate_up, down = ([m.matrix for m in side] for side in (self._gate_up, self._down))
         self._apply = self._context.ops.experts(gate_up, down, self._sizes)
@@ -264,7 +291,15 @@ class _ExpertMatrix(Linear):
     @property
     def matrix(self) -> torch.Tensor:
         """The packed matrix."""
+        assert self._packed is not None
         return self._packed[self._packed_name]
+
+    def load_quantized(self, name: str, matrix: QuantizedMatrix) -> None:
+        """Load one part; only codes stay as small as they are."""
+        if isinstance(matrix, AffineCodes):
+            super().load_quantized(name, matrix)
+        else:
+            self.load(name, matrix.dequantize())
 
     def _prepare(self, packed: torch.Tensor, bias: torch.Tensor | None) -> None:  # noqa: ARG002
         self._packed = {self._packed_name: packed}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic
 from .component import Component, Context
 from .ops import Ops
 from .parallel import Cut, Parallel, needed_part
+from .quantization import QuantizedMatrix, QuantizedWeight
 from .type_variables import CacheT, PlanT
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ __all__ = [
     "ModelConfig",
     "ModelContext",
     "ModelFiles",
+    "WeightFormat",
     "WeightLoader",
 ]
 
@@ -56,6 +58,8 @@ class ModelConfig:
         max_position_embeddings: maximum context length that the model was trained for.
         eos_token_ids: end-of-sequence tokens that the model's files name.
         dtype: of the weights on disk, "bfloat16" for example; None if mixed or unknown.
+        quantization: name of the scheme (kind `quantizations`) without which weights cannot be
+            read; None if each weight says how it is stored.
         default_sampling: fields of SamplingParams that the model's files recommend, checked.
     """
 
@@ -65,7 +69,27 @@ class ModelConfig:
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...] = ()
     dtype: str | None = None
+    quantization: str | None = None
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How files store a weight.
+
+    Attributes:
+        name: of a `quantizations` component, "q4_k" for example; else a dtype, "bfloat16", or what
+            the format calls numbers that the loader itself dequantises, "q2_k".
+        num_bytes: in the files.
+        is_quantized: whether the name is that of a scheme.
+        stored: what the scheme is to read, without content: tensors on torch's device "meta". None
+            if the loader does not say it.
+    """
+
+    name: str
+    num_bytes: int
+    is_quantized: bool = False
+    stored: QuantizedWeight | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +129,13 @@ class WeightLoader(Component):
         """
 
     @abstractmethod
-    def weights(self, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(
+        self, shapes: Mapping[str, Sequence[int]]
+    ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
         """Yield every weight once, as (name, CPU tensor).
+
+        A matrix that the files store with few bits is a `QuantizedWeight`, under the name of the
+        matrix; the scheme that it names reads it.
 
         Args:
             shapes: of the weights that the model needs, by Hugging Face name. A loader that reads
@@ -115,8 +144,10 @@ class WeightLoader(Component):
 
     def cut_weights(
         self, shapes: Mapping[str, Sequence[int]], cuts: Mapping[str, Cut]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
         """Yield every weight once, and of those in `cuts` the part that is needed.
+
+        A `QuantizedWeight` has the shape of that part, or of the whole, which is cut then.
 
         By default they are read whole and cut; a loader that can reads less, and finds what to read
         with `hardpoint.plugins.parallel.needed_part`. For a class that overrides `weights` alone,
@@ -130,8 +161,21 @@ class WeightLoader(Component):
             ModelError: a weight that is to be cut has another shape than `shapes` says.
         """
         for name, weight in self.weights(shapes):
+            if isinstance(weight, QuantizedWeight):
+                yield name, weight
+                continue
             cut = needed_part(name, weight.shape, shapes, cuts)
             yield name, weight if cut is None else cut.of(weight)
+
+    def formats(self, shapes: Mapping[str, Sequence[int]]) -> Mapping[str, WeightFormat]:  # noqa: ARG002
+        """Return how the files store the weights in `shapes`, by name, without reading them.
+
+        An empty mapping, the default: it is not known.
+
+        Raises:
+            ModelError: a weight is stored in a way that cannot be read.
+        """
+        return {}
 
     def content_hash(self, hash_file: Callable[[Path], str]) -> str | None:  # noqa: ARG002
         """Return a text that says what the weights are, the same wherever their files lie.
@@ -166,6 +210,8 @@ class KVSpec:
         head_size: elements of a head.
         scale: multiplies the scores.
         window: sliding window in tokens, the token itself included; None is unlimited.
+        softcap: a score s, scaled, becomes softcap * tanh(s / softcap) before it is masked; None
+            leaves it. Backends whose `softcaps` is False cannot run such a layer.
     """
 
     num_heads: int
@@ -173,6 +219,7 @@ class KVSpec:
     head_size: int
     scale: float
     window: int | None = None
+    softcap: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,6 +276,8 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
     """To be raised when blocks of the same layout hold other bytes than before."""
     devices: ClassVar[tuple[str, ...]]
     """Device types that it runs on."""
+    softcaps: ClassVar[bool] = False
+    """Whether `attend` computes `KVSpec.softcap`; otherwise models that have it are refused."""
 
     context: AttentionContext
 
@@ -374,6 +423,15 @@ class Model(Component):
         return None
 
     @property
+    def kv_variant(self) -> str:
+        """What the keys and values of a token depend on besides its weights and its config.
+
+        For factors of rotary embeddings that `max_model_len` chooses, which one is chosen. It is
+        part of the keys of KV blocks. "", the default: they depend on nothing else.
+        """
+        return ""
+
+    @property
     def replayable(self) -> bool:
         """Whether steps with as many tokens run the same operations, which may be recorded.
 
@@ -406,6 +464,21 @@ class Model(Component):
 
         They are CPU tensors of any floating dtype; fuse and convert them here.
         """
+
+    def quantizable(self) -> Iterable[str]:
+        """Return the names in `weight_shapes` of matrices that may have few bits.
+
+        Those that have are given to `load_quantized`; the others, and by default all, to
+        `load_weights` as tensors.
+        """
+        return ()
+
+    def load_quantized(self, name: str, matrix: QuantizedMatrix) -> None:
+        """Load a matrix of `quantizable`, cut as `weight_cuts` says, in the place of its tensor.
+
+        Called while `load_weights` asks for more weights.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no load_quantized")
 
     def packed_weights(self) -> Mapping[str, torch.Tensor] | None:
         """Return what `load_weights` has made of the weights, by names of the model's own.

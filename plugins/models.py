@@ -11,15 +11,17 @@ that its rank needs (`cuts`), and exchanges results with the other ranks where i
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from .hf_config import ConfigFields, short
 from .model import ModelContext
 from .parallel import Cut
+from .quantization import AffineCodes, QuantizedMatrix
 
 __all__ = [
     "ConfigFields",
@@ -28,11 +30,13 @@ __all__ = [
     "Layer",
     "Linear",
     "PackedLayer",
+    "QuantizableLayer",
     "RMSNorm",
     "RotaryEmbedding",
     "load_packed",
     "load_weights",
     "packed_weights",
+    "quantizable",
     "weight_cuts",
     "weight_shapes",
 ]
@@ -53,8 +57,11 @@ class Layer(Protocol):
 class PackedLayer(Layer, Protocol):
     """A layer whose loaded tensors can be kept in the weight cache."""
 
-    def packed(self) -> dict[str, torch.Tensor]:
-        """Return what the layer has made of its tensors, under names that no other layer has."""
+    def packed(self) -> dict[str, torch.Tensor] | None:
+        """Return what the layer has made of its tensors, under names that no other layer has.
+
+        None if that is something else than tensors.
+        """
 
     def load_packed(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load what `packed` returned, among the tensors of other layers.
@@ -62,6 +69,17 @@ class PackedLayer(Layer, Protocol):
         Raises:
             KeyError, ValueError: a tensor is missing, or not what it should be.
         """
+
+
+@runtime_checkable
+class QuantizableLayer(Protocol):
+    """A layer with matrices that may have few bits."""
+
+    def quantizable(self) -> Iterable[str]:
+        """Return their names."""
+
+    def load_quantized(self, name: str, matrix: QuantizedMatrix) -> None:
+        """Load one, in the place of its tensor."""
 
 
 def weight_shapes(layers: Iterable[Layer]) -> dict[str, tuple[int, ...]]:
@@ -93,9 +111,30 @@ def load_weights(layers: Iterable[Layer], weights: Iterable[tuple[str, torch.Ten
         owners[name].load(name, tensor)
 
 
-def packed_weights(layers: Iterable[PackedLayer]) -> dict[str, torch.Tensor]:
-    """Return what some layers have made of their tensors, for `Model.packed_weights`."""
-    return {name: tensor for layer in layers for name, tensor in layer.packed().items()}
+def quantizable(layers: Iterable[Layer]) -> dict[str, QuantizableLayer]:
+    """Return the layers of matrices that may have few bits, by name, for `Model.quantizable`.
+
+    They are those of layers with a method `load_quantized`.
+    """
+    return {
+        name: layer
+        for layer in layers
+        if isinstance(layer, QuantizableLayer)
+        for name in layer.quantizable()
+    }
+
+
+def packed_weights(layers: Iterable[PackedLayer]) -> dict[str, torch.Tensor] | None:
+    """Return what some layers have made of their tensors, for `Model.packed_weights`.
+
+    None if a layer has something else than tensors.
+    """
+    packed: dict[str, torch.Tensor] = {}
+    for layer in layers:
+        if (tensors := layer.packed()) is None:
+            return None
+        packed |= tensors
+    return packed
 
 
 def load_packed(layers: Iterable[PackedLayer], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -107,23 +146,27 @@ def load_packed(layers: Iterable[PackedLayer], tensors: Mapping[str, torch.Tenso
     layers = list(layers)
     for layer in layers:
         layer.load_packed(tensors)
-    if unknown := tensors.keys() - packed_weights(layers).keys():
+    if unknown := tensors.keys() - (packed_weights(layers) or {}).keys():
         raise ValueError(f"no layer has the tensors {', '.join(sorted(unknown)[:3])}")
 
 
 def _packed_tensor(
-    tensors: Mapping[str, torch.Tensor], name: str, shape: tuple[int, ...], context: ModelContext
+    tensors: Mapping[str, torch.Tensor],
+    name: str,
+    shape: tuple[int, ...],
+    context: ModelContext,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return a tensor of the model's dtype, on its device.
+    """Return a tensor of `dtype`, None is the model's, on the model's device.
 
     Raises:
         KeyError, ValueError: it is missing, or has another shape or dtype.
     """
     tensor = tensors[name]
-    if tensor.shape != shape or tensor.dtype != context.dtype:
+    dtype = dtype or context.dtype
+    if tensor.shape != shape or tensor.dtype != dtype:
         raise ValueError(
-            f"{name}: expected {context.dtype} {list(shape)}, "
-            f"got {tensor.dtype} {list(tensor.shape)}"
+            f"{name}: expected {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}"
         )
     return tensor.to(context.device)
 
@@ -131,14 +174,26 @@ def _packed_tensor(
 class RMSNorm:
     """Root mean square layer normalisation (Zhang and Sennrich, 2019), summed in float32."""
 
-    def __init__(self, name: str, size: int, eps: float, context: ModelContext) -> None:
-        """`name` is the Hugging Face name without `.weight`; `size` is the last dimension."""
+    def __init__(
+        self, name: str, size: int, eps: float, context: ModelContext, *, offset: float = 0.0
+    ) -> None:
+        """Describe the norm.
+
+        Args:
+            name: the Hugging Face name without `.weight`.
+            size: the last dimension.
+            eps: is added to the mean square.
+            context: of the model.
+            offset: is added to the weight; the sum is kept in float32.
+        """
         self._name = f"{name}.weight"
         self._shape = (size,)
         self._eps = eps
+        self._offset = offset
         self._normalise, self._add = context.ops.rms_norm, context.ops.add_rms_norm
         self._context = context
-        self._weight = torch.empty(0, dtype=context.dtype, device=context.device)
+        dtype = torch.float32 if offset else context.dtype
+        self._weight = torch.empty(0, dtype=dtype, device=context.device)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the weight's shape."""
@@ -147,6 +202,8 @@ class RMSNorm:
     def load(self, name: str, tensor: torch.Tensor) -> None:  # noqa: ARG002 - it has only one
         """Load the weight."""
         self._weight = self._weight.new_empty(self._shape).copy_(tensor)
+        if self._offset:
+            self._weight += self._offset
 
     def packed(self) -> dict[str, torch.Tensor]:
         """Return the weight."""
@@ -154,7 +211,8 @@ class RMSNorm:
 
     def load_packed(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load the weight."""
-        self._weight = _packed_tensor(tensors, self._name, self._shape, self._context)
+        dtype = self._weight.dtype
+        self._weight = _packed_tensor(tensors, self._name, self._shape, self._context, dtype)
 
     def __call__(self, x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
         """Return x [..., size], normalised over its last dimension.
@@ -177,13 +235,15 @@ class Embedding:
     def __init__(self, name: str, rows: int, columns: int, context: ModelContext) -> None:
         """`name` is the Hugging Face name without `.weight`; `rows` and `columns` of all of it."""
         self._name = f"{name}.weight"
+        self._packed_name = f"{name}.packed"
         self._whole = (rows, columns)
         self._context = context
         self._communicator = context.parallel.tensor
         self._share = context.parallel.padded_share(rows)
         self._shape = (-(-rows // self._communicator.size), columns)
-        self.weight = torch.empty(0, dtype=context.dtype, device=context.device)
-        self._gather_rows = context.ops.gather_rows
+        self._weight = torch.empty(0, dtype=context.dtype, device=context.device)
+        self._codes: torch.Tensor | None = None
+        self._rows: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the table's shape."""
@@ -195,28 +255,73 @@ class Embedding:
             return {}
         return {self._name: Cut(0, self._share.start, self._share.stop)}
 
+    def quantizable(self) -> list[str]:
+        """Return the table's name."""
+        return [self._name]
+
     def load(self, name: str, tensor: torch.Tensor) -> None:  # noqa: ARG002 - it has only one
         """Load the table."""
-        self.weight = self.weight.new_empty(self._shape)
-        self.weight[: len(tensor)].copy_(tensor)
-        self.weight[len(tensor) :] = 0
+        weight = self._weight.new_empty(self._shape)
+        weight[: len(tensor)].copy_(tensor)
+        weight[len(tensor) :] = 0
+        self._use_table(weight)
+
+    def load_quantized(self, name: str, matrix: QuantizedMatrix) -> None:
+        """Load the table; it stays small if the operations can read rows of it."""
+        ops = self._context.ops
+        if isinstance(matrix, AffineCodes) and matrix.bits in ops.code_bits:
+            codes = ops.pack_codes([matrix.padded(self._shape[0])])
+            if self._use_codes(codes):
+                return
+        self.load(name, matrix.dequantize())
 
     def packed(self) -> dict[str, torch.Tensor]:
         """Return the table."""
-        return {self._name: self.weight}
+        if self._codes is not None:
+            return {self._packed_name: self._codes}
+        return {self._name: self._weight}
 
     def load_packed(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load the table."""
-        self.weight = _packed_tensor(tensors, self._name, self._shape, self._context)
+        codes = tensors.get(self._packed_name)
+        if codes is None:
+            self._use_table(_packed_tensor(tensors, self._name, self._shape, self._context))
+        elif not self._use_codes(codes.to(self._context.device)):
+            raise ValueError(f"{self._packed_name}: its rows cannot be read")
+
+    def pack(self) -> torch.Tensor:
+        """Return the table, which is loaded, in the layout of `Ops.linear`."""
+        return self._context.ops.pack(self._weight) if self._codes is None else self._codes
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return [tokens, columns] for token_ids [tokens]."""
+        """Return [tokens, columns] for token_ids [tokens].
+
+        Raises:
+            RuntimeError: the table was not loaded.
+        """
+        if self._rows is None:
+            raise RuntimeError(f"weights were not loaded: {self._name}")
         if self._communicator.size == 1:
-            return self._gather_rows(self.weight, token_ids)
+            return self._rows(token_ids)
         places = token_ids - self._share.start
         is_elsewhere = (places < 0) | (places >= len(self._share))
-        rows = self._gather_rows(self.weight, places.masked_fill(is_elsewhere, 0))
+        rows = self._rows(places.masked_fill(is_elsewhere, 0))
         return self._communicator.all_reduce(rows.masked_fill_(is_elsewhere.unsqueeze(1), 0))
+
+    def _use_table(self, weight: torch.Tensor) -> None:
+        gather_rows = self._context.ops.gather_rows
+        self._weight, self._codes = weight, None
+        self._rows = lambda ids: gather_rows(weight, ids)
+
+    def _use_codes(self, codes: torch.Tensor) -> bool:
+        """Use a packed table; return whether its rows can be read."""
+        self._rows = self._context.ops.embedding(codes, self._shape)
+        self._codes = None if self._rows is None else codes
+        return self._codes is not None
+
+
+_Run = torch.Tensor | QuantizedMatrix | list[AffineCodes]
+"""Matrices that one product multiplies: numbers, a matrix that multiplies itself, or codes."""
 
 
 class Linear:
@@ -228,7 +333,7 @@ class Linear:
     context's dtype before it is added.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - it says all of what a matrix is
         self,
         parts: Sequence[tuple[str, int]],
         columns: int,
@@ -239,6 +344,8 @@ class Linear:
         row_ranges: Sequence[range] | None = None,
         column_range: range | None = None,
         reduce: bool = True,
+        quantize: bool = True,
+        stored_as: str | None = None,
     ) -> None:
         """Describe the matrix; `load` loads it.
 
@@ -254,6 +361,9 @@ class Linear:
                 read whole, and added once. None is all.
             reduce: whether y is the sum over the ranks that have columns of W; otherwise the
                 caller adds up their parts.
+            quantize: whether the matrix may have few bits.
+            stored_as: name without `.weight` of the one checkpoint matrix that has all parts,
+                stacked; those of the parts are not used then.
         """
         self._context = context
         self._out_dtype = out_dtype
@@ -267,28 +377,35 @@ class Linear:
         is_cut = column_range is not None and context.parallel.tensor.size > 1
         self._reduces = reduce and is_cut
         self._adds_bias = not is_cut or context.parallel.tensor.rank == 0  # once in the sum
+        ranges = [range(rows) for _, rows in parts] if row_ranges is None else row_ranges
+        stored = [(name, rows, [mine]) for (name, rows), mine in zip(parts, ranges, strict=True)]
+        if stored_as is not None:
+            stored = [_stacked(stored_as, [rows for _, rows in parts], ranges)]
         start = 0
-        for index, (name, rows) in enumerate(parts):
-            mine = range(rows) if row_ranges is None else row_ranges[index]
+        for name, rows, mine in stored:
             self._add(f"{name}.weight", (rows, columns), start, mine)
             if column_range is not None and len(column_range) < columns:
                 cut = Cut(1, column_range.start, column_range.stop)
                 self._cuts[f"{name}.weight"] = cut
             if bias:
                 self._add(f"{name}.bias", (rows,), start, mine)
-            start += len(mine)
+            start += sum(map(len, mine))
         self._rows = start
         self._missing = set(self._slices)
-        self._packed: dict[str, torch.Tensor] = {}
-        self._packed_name, self._bias_name = (f"{parts[0][0]}.packed{s}" for s in ("", "_bias"))
+        self._quantizable = [n for n in self._slices if quantize and n.endswith(".weight")]
+        self._matrices: dict[str, QuantizedMatrix] = {}
+        self._packed: dict[str, torch.Tensor] | None = {}
+        self._packed_name, self._bias_name = (f"{stored[0][0]}.packed{s}" for s in ("", "_bias"))
         self._has_bias = bias
 
-    def _add(self, name: str, whole: tuple[int, ...], start: int, mine: range) -> None:
+    def _add(self, name: str, whole: tuple[int, ...], start: int, mine: Sequence[range]) -> None:
         """Add a tensor, of which this rank has the rows `mine`, from row `start` of the matrix."""
-        self._slices[name] = (start, len(mine))
+        count = sum(map(len, mine))
+        self._slices[name] = (start, count)
         self._whole[name] = whole
-        if len(mine) < whole[0]:
-            self._cuts[name] = Cut(0, mine.start, mine.stop)
+        if count < whole[0]:
+            (first, last), *more = ((rows.start, rows.stop) for rows in mine)
+            self._cuts[name] = Cut(0, first, last, tuple(more))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the parts."""
@@ -309,13 +426,19 @@ class Linear:
             if self._bias is None:
                 self._bias = self._empty(self._rows)
             self._bias[start : start + count].copy_(tensor)
-        self._missing.discard(name)
-        if not self._missing and self._weight is not None:
-            self._prepare(self._context.ops.pack(self._weight), self._bias)
-            self._weight = self._bias = None
+        self._loaded(name)
 
-    def packed(self) -> dict[str, torch.Tensor]:
-        """Return the packed matrix, and the bias if there is one."""
+    def quantizable(self) -> list[str]:
+        """Return the names of the matrices."""
+        return self._quantizable
+
+    def load_quantized(self, name: str, matrix: QuantizedMatrix) -> None:
+        """Load one matrix; the last part makes the layer ready."""
+        self._matrices[name] = matrix
+        self._loaded(name)
+
+    def packed(self) -> dict[str, torch.Tensor] | None:
+        """Return the packed matrix, and the bias if there is one; None if it is not one matrix."""
         return self._packed
 
     def load_packed(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -337,6 +460,78 @@ class Linear:
         y = self._apply(x)
         return self._context.parallel.tensor.all_reduce(y) if self._reduces else y
 
+    def _loaded(self, name: str) -> None:
+        """Prepare the product once all parts are there."""
+        self._missing.discard(name)
+        if self._missing:
+            return
+        if not self._matrices:
+            assert self._weight is not None
+            self._prepare(self._context.ops.pack(self._weight), self._bias)
+        else:
+            runs = self._runs()
+            if len(runs) == 1 and isinstance(runs[0], list):
+                codes = runs[0]
+                total = sum(part.shape[0] for part in codes)
+                codes[-1] = codes[-1].padded(codes[-1].shape[0] + self._rows - total)
+                self._prepare(self._context.ops.pack_codes(codes), self._bias)
+            else:
+                self._prepare_runs(runs)
+        self._weight = self._bias = None
+        self._matrices = {}
+
+    def _runs(self) -> list[_Run]:
+        """Return the matrices in their order, those together that one product can multiply."""
+        runs: list[_Run] = []
+        for name, (start, count) in self._slices.items():
+            if not name.endswith(".weight") or not count:
+                continue
+            matrix = self._matrices.get(name)
+            if matrix is None:
+                assert self._weight is not None
+                runs.append(self._weight[start : start + count])
+            elif not isinstance(matrix, AffineCodes):
+                runs.append(matrix)
+            elif runs and isinstance(runs[-1], list):
+                runs[-1].append(matrix)
+            else:
+                runs.append([matrix])
+        return runs
+
+    def _prepare_runs(self, runs: list[_Run]) -> None:
+        """Prepare a product per run, whose results are put side by side."""
+        ops, out_dtype = self._context.ops, self._out_dtype or self._context.dtype
+        products, start = list[Callable[[torch.Tensor], torch.Tensor]](), 0
+        for run in runs:
+            count = sum(p.shape[0] for p in run) if isinstance(run, list) else run.shape[0]
+            bias = self._bias if self._adds_bias else None
+            if bias is not None:
+                bias = bias[start : start + count].clone()
+            own = run.linear(bias, out_dtype) if isinstance(run, QuantizedMatrix) else None
+            if own is None:
+                packed = self._pack(run)
+                own = ops.linear(packed, (count, self._columns), bias, out_dtype=self._out_dtype)
+            products.append(own)
+            start += count
+        missing = self._rows - start  # of the last ranks of a divided vocabulary
+
+        def apply(x: torch.Tensor) -> torch.Tensor:
+            parts = [product(x) for product in products]
+            if missing:
+                parts.append(parts[0].new_zeros((len(x), missing)))
+            return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+
+        self._apply = apply
+        self._packed = None
+
+    def _pack(self, run: _Run) -> torch.Tensor:
+        ops = self._context.ops
+        if isinstance(run, list):
+            return ops.pack_codes(run)
+        if isinstance(run, QuantizedMatrix):
+            run = run.dequantize().to(self._context.device, self._context.dtype)
+        return ops.pack(run)
+
     def _prepare(self, packed: torch.Tensor, bias: torch.Tensor | None) -> None:
         shape = (self._rows, self._columns)
         self._apply = self._context.ops.linear(
@@ -348,6 +543,21 @@ class Linear:
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self._context.dtype, device=self._context.device)
+
+
+def _stacked(
+    name: str, rows: Sequence[int], ranges: Sequence[range]
+) -> tuple[str, int, list[range]]:
+    """Return a matrix in which others are stacked: its name, its rows, and those of `ranges`.
+
+    Args:
+        name: of the matrix.
+        rows: of the others.
+        ranges: of rows of each of the others.
+    """
+    starts = [sum(rows[:index]) for index in range(len(rows))]
+    shifted = zip(starts, ranges, strict=True)
+    return name, sum(rows), [range(s + mine.start, s + mine.stop) for s, mine in shifted]
 
 
 class LMHead(Linear):
@@ -372,7 +582,7 @@ class LMHead(Linear):
 
     def tie(self, table: Embedding) -> None:
         """Use an embedding's table, which is loaded, as the matrix."""
-        self._prepare(self._context.ops.pack(table.weight), None)
+        self._prepare(table.pack(), None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits [rows, vocab] for hidden states x [rows, columns]."""
@@ -387,28 +597,53 @@ class LMHead(Linear):
 
 
 DEFAULT_THETA = 10000.0
-_LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
+_LENGTH_DEPENDENT = ("dynamic",)
+_LONGROPE = ("longrope", "su")  # and "yarn" with factors of its kind, in the first files of Phi-3
 
 
 class RotaryEmbedding:
-    """The angles of all positions (RoPE, arXiv:2104.09864), in float32."""
+    """The angles of all positions (RoPE, arXiv:2104.09864), in float32.
 
-    def __init__(self, head_size: int, context: ModelContext, *, source: str) -> None:
+    LongRoPE (arXiv:2402.13753) has two sets of factors, for sequences up to and above
+    `original_max_position_embeddings`. Keys in the cache would have to be rotated again when a
+    sequence grows beyond it, so that max_model_len decides for all sequences.
+
+    Attributes:
+        size: elements of a head that are rotated, the first ones; `partial_rotary_factor` of all.
+        variant: what the angles depend on besides the config, for `Model.kv_variant`.
+    """
+
+    def __init__(
+        self,
+        head_size: int,
+        context: ModelContext,
+        *,
+        source: str,
+        fields: Mapping[str, Any] | None = None,
+    ) -> None:
         """Compute the frequencies; `allocate` computes the table.
 
         Args:
             head_size: elements of a head.
             context: of the model; its config has the parameters.
             source: names the config in messages.
+            fields: instead of the config's, for models that have several sets of parameters.
 
         Raises:
             ModelError: the config's RoPE is not supported.
         """
-        self._frequencies, self._scale = _frequencies(context.config.hf, head_size, source)
+        self._frequencies, self._scale, self.variant = _frequencies(
+            context.config.hf if fields is None else fields,
+            head_size,
+            source,
+            context.max_model_len,
+        )
         self._context = context
         self._table = torch.empty(0)
         self._gather_rows = context.ops.gather_rows
-        self.rotate = context.ops.rotate
+        self._rotate = context.ops.rotate
+        self.size = 2 * len(self._frequencies)
+        self._is_partial = self.size < head_size
 
     def allocate(self) -> None:
         """Compute the table for positions 0 to max_model_len - 1."""
@@ -422,39 +657,92 @@ class RotaryEmbedding:
             self._table[start:end, half:] = angles.sin() * self._scale
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return the angles for `Ops.rotate`, float32 [tokens, head_size]: cosines, then sines."""
+        """Return the angles for `rotate`, float32 [tokens, size]: cosines, then sines."""
         return self._gather_rows(self._table, positions)
 
+    def rotate(self, x: torch.Tensor, angles: torch.Tensor) -> None:
+        """Rotate heads x [tokens, heads, head_size] in place, by what `at` returned."""
+        self._rotate(x[..., : self.size] if self._is_partial else x, angles)
 
-def _frequencies(hf: Mapping[str, Any], head_size: int, source: str) -> tuple[torch.Tensor, float]:
-    """Return float32 inverse frequencies [head_size / 2], and the factor of cosines and sines."""
+
+def _frequencies(
+    hf: Mapping[str, Any], head_size: int, source: str, max_model_len: int
+) -> tuple[torch.Tensor, float, str]:
+    """Return inverse frequencies, the factor of cosines and sines, and the variant.
+
+    The frequencies are float32 [size / 2].
+    """
     fields = ConfigFields(hf, source)
     parameters = _parameters(hf, fields)
     kind = parameters["rope_type"]
     if not isinstance(kind, str):
         raise fields.error("rope_type", f"expected a string, got {short(kind)}")
-    if (partial := parameters.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise fields.error(
-            "partial_rotary_factor",
-            f"expected 1.0 (whole heads are rotated), got {short(partial)}",
-        )
+    size = _rotary_size(parameters.pop("partial_rotary_factor", None), head_size, fields)
     if kind in _LENGTH_DEPENDENT:
         raise fields.error(
             "rope_type", f"{kind!r} depends on the running length and is not supported"
         )
-    if kind not in ("default", "factors"):
-        return _scaled(parameters, hf, head_size, fields)
-    exponents = torch.arange(0, head_size, 2, dtype=torch.int64).float() / head_size
-    frequencies = 1.0 / (parameters["rope_theta"] ** exponents)
+    is_long = kind in _LONGROPE or (kind == "yarn" and "long_factor" in parameters)
+    if not is_long and kind not in ("default", "factors"):
+        return *_scaled(parameters, hf, size, fields), ""
+    exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
+    powers = parameters["rope_theta"] ** exponents
+    if is_long:
+        return _longrope(parameters, powers, fields, max_model_len)
+    frequencies = 1.0 / powers
     if kind == "factors":
-        factors = parameters.get("factors")
-        if not isinstance(factors, list) or len(factors) != len(frequencies):
-            raise fields.error(
-                "factors", f"expected {len(frequencies)} numbers > 0, got {short(factors)}"
-            )
-        divisors = [fields.positive("factors", factor) for factor in factors]
-        frequencies = frequencies / torch.tensor(divisors, dtype=torch.float32)
-    return frequencies, 1.0
+        frequencies = frequencies / _factors("factors", parameters, len(powers), fields)
+    return frequencies, 1.0, ""
+
+
+def _rotary_size(factor: Any, head_size: int, fields: ConfigFields) -> int:
+    """Return how many elements of a head are rotated, from `partial_rotary_factor`."""
+    name = "partial_rotary_factor"
+    size = head_size if factor is None else int(fields.positive(name, factor) * head_size)
+    if size > head_size or size < 2 or size % 2:
+        raise fields.error(
+            name,
+            f"expected a number of at most 1 that gives an even part of the head size {head_size}, "
+            f"got {short(factor)}",
+        )
+    return size
+
+
+def _factors(
+    name: str, parameters: Mapping[str, Any], count: int, fields: ConfigFields
+) -> torch.Tensor:
+    """Return a field that is a list of numbers above 0, float32 [count]."""
+    factors = parameters.get(name)
+    if not isinstance(factors, list) or len(factors) != count:
+        raise fields.error(name, f"expected {count} numbers > 0, got {short(factors)}")
+    numbers = [fields.positive(name, factor) for factor in factors]
+    return torch.tensor(numbers, dtype=torch.float32)
+
+
+def _longrope(
+    parameters: Mapping[str, Any],
+    powers: torch.Tensor,
+    fields: ConfigFields,
+    max_model_len: int,
+) -> tuple[torch.Tensor, float, str]:
+    """Return what `_frequencies` does, of LongRoPE; `powers` are those of theta."""
+    longest = fields.whole("max_position_embeddings")
+    name = "original_max_position_embeddings"
+    stated = parameters.get(name)
+    original = fields.whole(name, longest if stated is None else stated)
+    if original < 2:
+        raise fields.error(name, f"expected at least 2, got {original}")
+    both = {
+        variant: _factors(f"{variant}_factor", parameters, len(powers), fields)
+        for variant in ("short", "long")
+    }
+    variant = "long" if max_model_len > original else "short"
+    scale = parameters.get("attention_factor")
+    if scale is None:
+        factor = parameters.get("factor")
+        factor = longest / original if factor is None else fields.positive("factor", factor)
+        scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return 1.0 / (both[variant] * powers), fields.positive("attention_factor", scale), variant
 
 
 def _parameters(hf: Mapping[str, Any], fields: ConfigFields) -> dict[str, Any]:

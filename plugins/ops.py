@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from .component import Component, Context
+from .quantization import AffineCodes
 
 if TYPE_CHECKING:
     import torch
@@ -60,8 +61,8 @@ class Recorded(Protocol):
 class Ops(Component):
     """The operations of models besides attention, and of samplers. One per device.
 
-    Those on logits have an implementation in torch here, which says what is right; write those that
-    you can make faster.
+    Those on logits, `scale` and `add` have an implementation in torch here, which says what is
+    right; write those that you can make faster.
 
     Tensors have the context's dtype and device unless said otherwise. The last dimension is
     contiguous; rows may be parts of wider ones. A row's result must not depend on the other rows.
@@ -95,6 +96,11 @@ class Ops(Component):
         return None
 
     @property
+    def code_bits(self) -> tuple[int, ...]:
+        """Bits of the codes that `pack_codes` keeps as codes; none by default."""
+        return ()
+
+    @property
     def layout(self) -> str:
         """Name of the layout of packed matrices; it differs where their bytes may differ.
 
@@ -112,6 +118,36 @@ class Ops(Component):
         """
         return weight
 
+    def pack_codes(self, parts: Sequence[AffineCodes]) -> torch.Tensor:
+        """Return W, some matrices stacked by rows, in the layout that `linear` takes.
+
+        It stays as small as its codes where this object has a kernel for them (`code_bits`). By
+        default it is dequantised, rounded to the context's dtype, and packed.
+
+        Args:
+            parts: on the CPU; they have as many columns, and may differ in everything else.
+        """
+        import torch  # noqa: PLC0415 - the contract is imported without it
+
+        weight = torch.cat([part.dequantize() for part in parts])
+        return self.pack(weight.to(self.context.device, self.context.dtype))
+
+    def embedding(
+        self,
+        packed: torch.Tensor,  # noqa: ARG002
+        shape: tuple[int, int],  # noqa: ARG002
+    ) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Return the function ids -> rows of W, [ids, columns of W].
+
+        None, the default: rows of packed matrices cannot be read, so that an embedding keeps a
+        table of numbers.
+
+        Args:
+            packed: what `pack_codes` returned for W.
+            shape: rows and columns of W.
+        """
+        return None
+
     @abstractmethod
     def linear(
         self,
@@ -126,7 +162,7 @@ class Ops(Component):
         Called once per matrix. The function may keep `packed` and `bias`, which stay as they are.
 
         Args:
-            packed: what `pack` returned for W.
+            packed: what `pack` or `pack_codes` returned for W.
             shape: rows and columns of W.
             bias: b, [rows of W].
             out_dtype: of the results, which may have been rounded to the context's before; None
@@ -139,7 +175,10 @@ class Ops(Component):
 
     @abstractmethod
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467)."""
+        """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467).
+
+        The weight may be float32 with x of another dtype.
+        """
 
     @abstractmethod
     def add_rms_norm(
@@ -154,9 +193,17 @@ class Ops(Component):
         The halves a and b of a head become a cos - b sin and b cos + a sin.
 
         Args:
-            x: [rows, heads, head_size].
+            x: [rows, heads, head_size]; the heads may be parts of wider ones.
             angles: float32 [rows, head_size]; of each row, cosines, then sines.
         """
+
+    def scale(self, x: torch.Tensor, factor: float) -> None:
+        """Multiply x [rows, size] by a number, in place."""
+        x.mul_(factor)
+
+    def add(self, x: torch.Tensor, delta: torch.Tensor) -> None:
+        """Add delta to x in place, both [rows, size]."""
+        x.add_(delta)
 
     @abstractmethod
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,7 @@ __all__ = [
     "Parallel",
     "Placement",
     "SingleRank",
+    "join",
     "needed_part",
 ]
 
@@ -220,19 +221,46 @@ class Cut:
     Attributes:
         dim: that is cut.
         start, stop: the part of it, `start:stop`.
+        more: further parts (start, stop), which follow each other in the result. A tensor in which
+            q, k and v are stacked is cut into three.
     """
 
     dim: int
     start: int
     stop: int
+    more: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def parts(self) -> list[Cut]:
+        """The same as cuts of one part each."""
+        bounds = [(self.start, self.stop), *self.more]
+        return [Cut(self.dim, start, stop) for start, stop in bounds]
 
     def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the part of a weight of shape `whole`."""
-        return (*whole[: self.dim], self.stop - self.start, *whole[self.dim + 1 :])
+        size = sum(part.stop - part.start for part in self.parts)
+        return (*whole[: self.dim], size, *whole[self.dim + 1 :])
 
     def of(self, weight: Any) -> Any:
-        """Return the part of a weight, a tensor or an array."""
-        return weight[(*(slice(None),) * self.dim, slice(self.start, self.stop))]
+        """Return the part of a weight, a tensor or an array; of several parts, a copy."""
+        before = (slice(None),) * self.dim
+        found = [weight[(*before, slice(part.start, part.stop))] for part in self.parts]
+        return found[0] if not self.more else join(found, self.dim)
+
+    def fits(self, whole: Sequence[int]) -> bool:
+        """Return whether it is inside of a weight of shape `whole`."""
+        return 0 <= self.dim < len(whole) and all(
+            0 <= part.start <= part.stop <= whole[self.dim] for part in self.parts
+        )
+
+
+def join(parts: Sequence[Any], dim: int) -> Any:
+    """Return tensors, or arrays, one after the other in a dimension."""
+    import numpy as np  # noqa: PLC0415 - the contract is imported without them
+    import torch  # noqa: PLC0415
+
+    is_tensor = isinstance(parts[0], torch.Tensor)
+    return torch.cat(list(parts), dim) if is_tensor else np.concatenate(parts, dim)
 
 
 def needed_part(

@@ -68,6 +68,7 @@ class NativeAttention(AttentionBackend[torch.Tensor, NativePlan]):
         "values [head size / 16, 16 tokens, 16]; pairs of bfloat16 side by side"
     )
     devices = ("cpu",)
+    softcaps = True
     replayable = True
 
     def __init__(self, context: AttentionContext) -> None:
@@ -128,7 +129,7 @@ class NativeAttention(AttentionBackend[torch.Tensor, NativePlan]):
         self._library.run(
             self._long if is_long else self._short, q.data_ptr(), q.stride(0), k.data_ptr(),
             k.stride(0), v.data_ptr(), v.stride(0), out.data_ptr(), cache.data_ptr(),
-            place_at, spec.head_size, spec.scale,
+            place_at, spec.head_size, float(spec.scale), float(spec.softcap or 0.0),
         )  # fmt: skip
         return out
 

@@ -21,6 +21,7 @@ from .plan import AttentionPlan, Group, Piece, Rows, WindowPlan
 
 _KEPT_BLOCKS = 64  # gathering fewer into new memory costs less than looking kept memory up
 _ALIGNMENT = 64  # bytes of a cache line
+_CAPPED_SCORES = 1 << 22  # scores that are computed at once where they have a soft cap
 
 
 class _Buffers:
@@ -92,6 +93,7 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
     contract = 1
     kv_layout = "keys and values, each [blocks, block_size, num_kv_heads, head_size]"
     devices = ("cpu", "cuda")
+    softcaps = True
 
     def __init__(self, context: AttentionContext) -> None:
         """Create the backend without buffers."""
@@ -163,13 +165,16 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
         """Return [count, num_heads, head_size] for one query per sequence."""
         keys, values = self._gather_group(cache, group)
         heads = spec.num_heads // spec.num_kv_heads
-        out = F.scaled_dot_product_attention(
+        mask = None if group.mask is None else group.mask.expand(-1, -1, heads, -1)
+        folded = (
             q.reshape(group.count, spec.num_kv_heads, heads, spec.head_size),
             keys.transpose(1, 2),
             values.transpose(1, 2),
-            attn_mask=None if group.mask is None else group.mask.expand(-1, -1, heads, -1),
-            scale=spec.scale,
         )
+        if spec.softcap is None:
+            out = F.scaled_dot_product_attention(*folded, attn_mask=mask, scale=spec.scale)
+        else:
+            out, _ = _attend_capped(spec, folded, mask)
         return out.view(group.count, spec.num_heads, spec.head_size)
 
     def _attend_shared(
@@ -250,6 +255,8 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
             read = keys[:, piece.keys].transpose(1, 2)
             scores = get("scores", (*rows.shape[:-1], read.shape[2]))
             torch.bmm(rows.flatten(1, 2), read, out=scores.flatten(1, 2))
+            if spec.softcap is not None:
+                scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
             if piece.mask is not None:
                 scores[..., -piece.mask.shape[1] :] += piece.mask
             weights = torch.softmax(scores, -1, out=get("weights", scores.shape))
@@ -299,8 +306,11 @@ def _attend(
         visible: keys and values, each [count, length, num_kv_heads, head_size].
         mask: of the folded queries.
     """
-    queries, keys, values = _fold(spec, q, visible)
-    out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=spec.scale)
+    folded = _fold(spec, q, visible)
+    if spec.softcap is None:
+        out = F.scaled_dot_product_attention(*folded, attn_mask=mask, scale=spec.scale)
+    else:
+        out, _ = _attend_capped(spec, folded, mask)
     return _unfold(spec, out, len(q))
 
 
@@ -311,20 +321,71 @@ def _attend_partly(
     mask: torch.Tensor | None,
 ) -> _Partial:
     """Return the attention over some of the keys that the queries see; as `_attend`, on a CPU."""
-    # What scaled_dot_product_attention runs on a CPU; it returns the sums as well.
-    values, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *_fold(spec, q, visible), attn_mask=mask, scale=spec.scale
-    )
+    folded = _fold(spec, q, visible)
+    if spec.softcap is None:
+        # What scaled_dot_product_attention runs on a CPU; it returns the sums as well.
+        values, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *folded, attn_mask=mask, scale=spec.scale
+        )
+    else:
+        values, sums = _attend_capped(spec, folded, mask)
     return _Partial(_unfold(spec, values, len(q)), _unfold(spec, sums[..., None], len(q)))
 
 
 def _causal(spec: KVSpec, q: torch.Tensor, visible: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return [queries, num_heads, head_size] for all queries of one sequence."""
+    if spec.softcap is not None:
+        out, _ = _attend_capped(spec, _fold(spec, q, visible), None, causal=len(q))
+        return _unfold(spec, out, len(q))
     grouped = (-1, spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_size)
     keys, values = (side[0].unsqueeze(2).expand(grouped).permute(1, 2, 0, 3) for side in visible)
     queries = q.reshape(grouped).permute(1, 2, 0, 3)
     out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=spec.scale)
     return out.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _attend_capped(
+    spec: KVSpec,
+    folded: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    mask: torch.Tensor | None,
+    *,
+    causal: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the attention with a soft cap, which scaled_dot_product_attention does not have.
+
+    It is computed in float32, some rows at a time.
+
+    Args:
+        spec: the layer.
+        folded: queries [count, num_kv_heads, rows, head_size], keys and values.
+        mask: additive, [count or 1, 1, rows or 1, length].
+        causal: number of queries, if the rows are those of one sequence, head after head, and its
+            keys are those of these queries; it is masked causally.
+
+    Returns:
+        What is attended, like the queries, and the logarithms of the sums of exp(score).
+    """
+    assert spec.softcap is not None
+    queries, keys, values = folded
+    keys, values = keys.float().transpose(-1, -2), values.float()
+    out, sums = torch.empty_like(queries), queries.new_empty(queries.shape[:-1]).float()
+    length = keys.shape[-1]
+    if mask is not None:
+        mask = mask.expand(-1, -1, queries.shape[2], -1)
+    step = max(_CAPPED_SCORES // (len(queries) * spec.num_kv_heads * length), 1)
+    for start in range(0, queries.shape[2], step):
+        rows = slice(start, start + step)
+        scores = queries[:, :, rows].float() @ keys
+        scores.mul_(spec.scale / spec.softcap).tanh_().mul_(spec.softcap)
+        if mask is not None:
+            scores += mask[:, :, rows]
+        if causal is not None:
+            index = torch.arange(queries.shape[2], device=keys.device)[rows] % causal
+            later = torch.arange(length, device=keys.device) > index[:, None]
+            scores.masked_fill_(later, -torch.inf)
+        sums[:, :, rows] = scores.logsumexp(-1)
+        out[:, :, rows] = scores.softmax(-1) @ values
+    return out, sums
 
 
 def _zeroed_pages(size: int) -> torch.Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 
@@ -18,20 +20,26 @@ from hardpoint.plugins.models import (
     Linear,
     LMHead,
     PackedLayer,
+    QuantizableLayer,
     RMSNorm,
     RotaryEmbedding,
     load_packed,
     load_weights,
     packed_weights,
+    quantizable,
     weight_cuts,
     weight_shapes,
 )
 from hardpoint.plugins.parallel import Cut
+from hardpoint.plugins.quantization import QuantizedMatrix
 
 # Above all models that are known; a config's larger number would be built before the files that
 # have no such layers are read.
 _MAX_LAYERS = 1 << 10
 _MAX_HEAD_SIZE = 1 << 16
+
+FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
+"""What a config's `layer_types` says of a layer."""
 
 _GATES: dict[str, Callable[[Ops], Callable[[torch.Tensor], torch.Tensor]]] = {
     "silu": lambda ops: ops.silu_and_mul,
@@ -42,15 +50,24 @@ _GATES: dict[str, Callable[[Ops], Callable[[torch.Tensor], torch.Tensor]]] = {
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """One decoder layer; `q_norm` and `k_norm` are set for models that normalise each head."""
+    """One decoder layer.
 
-    input_norm: RMSNorm
+    Attributes:
+        input_norm, mlp_norm: the norms of what attention and the MLP get; None if there is none.
+        q_norm, k_norm: set for models that normalise queries and keys.
+        attention_output_norm, mlp_output_norm: set for models that normalise what attention and
+            the MLP add to the residual.
+    """
+
+    input_norm: RMSNorm | None
     qkv: Linear
     output: Linear
-    mlp_norm: RMSNorm
+    mlp_norm: RMSNorm | None
     mlp: MLP
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
+    attention_output_norm: RMSNorm | None = None
+    mlp_output_norm: RMSNorm | None = None
 
     def layers(self) -> list[PackedLayer]:
         """Return the layers that have weights."""
@@ -60,8 +77,10 @@ class DecoderLayer:
             self.q_norm,
             self.k_norm,
             self.output,
+            self.attention_output_norm,
             self.mlp_norm,
             *self.mlp.layers(),
+            self.mlp_output_norm,
         ]
         return [part for part in parts if part is not None]
 
@@ -77,6 +96,12 @@ class Llama(Model):
     replayable = True
     parallelism: ClassVar[tuple[str, ...]] = ("tensor", "pipeline")
     head_norms = False
+    is_fused = False
+    """Whether checkpoints have q, k and v in one matrix, and gate and up in another one."""
+    config_defaults: ClassVar[Mapping[str, Any]] = {}
+    """Values of fields that the config may leave out, where they differ from those of Llama."""
+    activation_field = "hidden_act"
+    default_activation = "silu"
 
     def __init__(self, context: ModelContext) -> None:
         """Create the layers; `load_weights` loads their weights.
@@ -85,7 +110,7 @@ class Llama(Model):
             ModelError: a field of the config is missing, invalid or not supported.
         """
         super().__init__(context)
-        hf = context.config.hf
+        hf = self._hf = {**self.config_defaults, **context.config.hf}
         self._source = f"{context.config.architecture} config"
         fields = self._fields = ConfigFields(hf, self._source)
         self._hidden = fields.whole("hidden_size")
@@ -94,11 +119,12 @@ class Llama(Model):
         self._heads = fields.whole("num_attention_heads")
         self._kv_heads = fields.whole("num_key_value_heads", self._heads)
         self._head_size = self._read_head_size()
-        self._eps = fields.number("rms_norm_eps", 1e-6)
+        self._eps = self.norm_eps()
+        self._embedding_scale = self.embedding_scale()
         self._check_config()
         self._tied = fields.flag("tie_word_embeddings", False)
         self._windows = self.windows()
-        self._rope = RotaryEmbedding(self._head_size, context, source=self._source)
+        self._ropes = self.rotary_embeddings()
         parallel, vocab = context.parallel, context.config.vocab_size
         self._my_heads = parallel.share(self._heads, "attention heads")
         self._my_kv_heads = parallel.share_or_copy(self._kv_heads, "key and value heads")
@@ -110,9 +136,55 @@ class Llama(Model):
         head = "model.embed_tokens" if shares_table else "lm_head"
         self._head = LMHead(head, vocab, self._hidden, context)
 
+    def norm_eps(self) -> float:
+        """Return the eps of the norms."""
+        return self._fields.number("rms_norm_eps", 1e-6)
+
+    @property
+    def kv_variant(self) -> str:
+        """That of the rotary embeddings."""
+        return " ".join(dict.fromkeys(rope.variant for rope in self._ropes if rope is not None))
+
     def windows(self) -> list[int | None]:
         """Return each layer's sliding window in tokens; None is full attention."""
         return [self._fields.optional_whole("sliding_window")] * self._num_layers
+
+    def layer_types(self, default: Sequence[str]) -> list[str]:
+        """Return whether each layer has full attention or the sliding window, from `layer_types`.
+
+        Args:
+            default: of a config without that field.
+
+        Raises:
+            ModelError: there are others, or not one for each layer.
+        """
+        types = self._hf.get("layer_types")
+        if types is None:
+            types = list(default)
+        known = isinstance(types, list) and all(kind in LAYER_TYPES for kind in types)
+        if not known or len(types) != self._num_layers:
+            raise self._fields.error(
+                "layer_types",
+                f"expected {self._num_layers} of {' or '.join(LAYER_TYPES)}, got {short(types)}",
+            )
+        return list(types)
+
+    def rotary_embeddings(self) -> Sequence[RotaryEmbedding | None]:
+        """Return each layer's rotary embedding; layers may share one, or have none."""
+        rope = RotaryEmbedding(self._head_size, self.context, source=self._source, fields=self._hf)
+        return [rope] * self._num_layers
+
+    def attention_scale(self) -> float:
+        """Return what attention scores are multiplied by."""
+        return 1.0 / math.sqrt(self._head_size)
+
+    def attention_softcap(self) -> float | None:
+        """Return the limit of attention scores (`KVSpec.softcap`); None is without one."""
+        return None
+
+    def embedding_scale(self) -> float:
+        """Return what the embedded tokens are multiplied by."""
+        return 1.0
 
     def attention_biases(self) -> tuple[bool, bool]:
         """Return whether q, k and v have biases, and whether the output projection has one."""
@@ -128,6 +200,7 @@ class Llama(Model):
             self.context,
             gate=self._gate,
             bias=self._fields.flag("mlp_bias", False),
+            is_fused=self.is_fused,
         )
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -140,41 +213,66 @@ class Llama(Model):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load the tensors one by one; fused matrices are packed once they are complete."""
-        self._rope.allocate()
+        self._allocate_rotary()
         load_weights(self._stored_layers(), weights)
         if self._ties_head:
             self._head.tie(self._embedding)
 
-    def packed_weights(self) -> dict[str, torch.Tensor]:
+    def quantizable(self) -> Iterable[str]:
+        """Return the names of all matrices but routers of experts."""
+        return self._quantizable.keys()
+
+    def load_quantized(self, name: str, matrix: QuantizedMatrix) -> None:
+        """Load a matrix of few bits."""
+        self._quantizable[name].load_quantized(name, matrix)
+
+    @functools.cached_property
+    def _quantizable(self) -> dict[str, QuantizableLayer]:
+        return quantizable(self._stored_layers())
+
+    def packed_weights(self) -> dict[str, torch.Tensor] | None:
         """Return the packed matrices, the norms and the embedding."""
         return packed_weights(self._layers())
 
     def load_packed(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load them."""
-        self._rope.allocate()
+        self._allocate_rotary()
         load_packed(self._layers(), tensors)
 
     def kv_specs(self) -> list[KVSpec]:
         """Return one spec per attention layer of this stage."""
-        scale = 1.0 / math.sqrt(self._head_size)
+        scale, softcap = self.attention_scale(), self.attention_softcap()
         heads, kv_heads = len(self._my_heads), len(self._my_kv_heads)
         return [
-            KVSpec(heads, kv_heads, self._head_size, scale, self._windows[layer])
+            KVSpec(heads, kv_heads, self._head_size, scale, self._windows[layer], softcap)
             for layer in self._my_layers
         ]
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Return hidden states [tokens, hidden], in the last stage after the final norm."""
-        x = self._embedding(batch.token_ids) if batch.hidden is None else batch.hidden
+        x = self.embed(batch.token_ids) if batch.hidden is None else batch.hidden
         delta: torch.Tensor | None = None
-        angles = self._rope.at(batch.positions)
+        angles = {rope: rope.at(batch.positions) for rope in self._my_ropes()}
         for index, layer in enumerate(self._decoder_layers):
-            q, k, v = self._project(layer, layer.input_norm(x, delta), angles)
+            rope = self._ropes[self._my_layers[index]]
+            turned = None if rope is None else partial(rope.rotate, angles=angles[rope])
+            q, k, v = self._project(layer, self._add(layer.input_norm, x, delta), turned)
             delta = layer.output(batch.attend(index, q, k, v).flatten(1))
-            delta = self.run_mlp(index, layer.mlp_norm(x, delta), batch)
+            if layer.attention_output_norm is not None:
+                delta = layer.attention_output_norm(delta)
+            delta = self.run_mlp(index, self._add(layer.mlp_norm, x, delta), batch)
+            if layer.mlp_output_norm is not None:
+                delta = layer.mlp_output_norm(delta)
         if not self.context.parallel.is_last and delta is not None:
             return x.add_(delta)
         return self._norm(x, delta)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return the embedded tokens [tokens, hidden] for token_ids [tokens]."""
+        x = self._embedding(token_ids)
+        if self._embedding_scale != 1.0:
+            self.context.ops.scale(x, self._embedding_scale)
+        return x
 
     def run_mlp(self, index: int, h: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:  # noqa: ARG002
         """Return what the MLP of a layer of this stage gives for h [tokens, hidden]."""
@@ -184,19 +282,49 @@ class Llama(Model):
         """Return logits [rows, vocab] of hidden states [rows, hidden], in float32."""
         return self._head(hidden)
 
+    def normalise_heads(
+        self, q_norm: RMSNorm, k_norm: RMSNorm, q: torch.Tensor, k: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return q and k [tokens, heads, head_size], each head normalised on its own."""
+        return q_norm(q), k_norm(k)
+
+    def _my_ropes(self) -> list[RotaryEmbedding]:
+        """Return the rotary embeddings of this stage, each once."""
+        ropes = dict.fromkeys(self._ropes[layer] for layer in self._my_layers)
+        return [rope for rope in ropes if rope is not None]
+
+    def _allocate_rotary(self) -> None:
+        for rope in self._my_ropes():
+            rope.allocate()
+
+    def _add(
+        self, norm: RMSNorm | None, x: torch.Tensor, delta: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Add delta to the residual x in place, if there is one, and return it normalised."""
+        if norm is not None:
+            return norm(x, delta)
+        if delta is not None:
+            self.context.ops.add(x, delta)
+        return x
+
     def _project(
-        self, layer: DecoderLayer, h: torch.Tensor, angles: torch.Tensor
+        self,
+        layer: DecoderLayer,
+        h: torch.Tensor,
+        rotate: Callable[[torch.Tensor], None] | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return rotated q [tokens, heads, head_size], rotated k and v [tokens, kv_heads, ...]."""
+        """Return q [tokens, heads, head_size], k and v [tokens, kv_heads, ...], for attention."""
         heads, kv_heads = len(self._my_heads), len(self._my_kv_heads)
         qkv = layer.qkv(h).view(-1, heads + 2 * kv_heads, self._head_size)
         q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], 1)
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = layer.q_norm(q), layer.k_norm(k)
-            self._rope.rotate(q, angles)
-            self._rope.rotate(k, angles)
+            q, k = self.normalise_heads(layer.q_norm, layer.k_norm, q, k)
+            rotated = [q, k]
         else:
-            self._rope.rotate(qkv[:, : heads + kv_heads], angles)
+            rotated = [qkv[:, : heads + kv_heads]]
+        if rotate is not None:
+            for part in rotated:
+                rotate(part)
         return q, k, v
 
     def _layers(self) -> list[PackedLayer]:
@@ -233,7 +361,12 @@ class Llama(Model):
         return DecoderLayer(
             input_norm=self._rms_norm(f"{name}.input_layernorm", self._hidden),
             qkv=Linear(
-                qkv, self._hidden, self.context, bias=qkv_bias, row_ranges=[my_q, my_kv, my_kv]
+                qkv,
+                self._hidden,
+                self.context,
+                bias=qkv_bias,
+                row_ranges=[my_q, my_kv, my_kv],
+                stored_as=f"{attention}.qkv_proj" if self.is_fused else None,
             ),
             output=Linear(
                 [(f"{attention}.o_proj", self._hidden)],
@@ -274,8 +407,9 @@ class Llama(Model):
                 f"expected an even number (RoPE rotates pairs) of at most {_MAX_HEAD_SIZE}, "
                 f"got {self._head_size}",
             )
-        activation = self.context.config.hf.get("hidden_act") or "silu"
+        name = self.activation_field
+        activation = self._hf.get(name) or self.default_activation
         if not isinstance(activation, str) or activation not in _GATES:
             expected = " or ".join(map(repr, _GATES))
-            raise fields.error("hidden_act", f"expected {expected}, got {short(activation)}")
+            raise fields.error(name, f"expected {expected}, got {short(activation)}")
         self._gate = _GATES[activation](self.context.ops)

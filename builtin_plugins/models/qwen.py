@@ -2,42 +2,49 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 from hardpoint.plugins.hf_config import short
 
-from .llama import Llama
-
-_SLIDING = "sliding_attention"
-_LAYER_TYPES = ("full_attention", _SLIDING)
+from .llama import FULL, SLIDING, Llama
 
 
-class _Qwen(Llama):
-    """Common to both: a sliding window that is optional and applies to some layers only."""
+class SlidingLayers(Llama):
+    """Common to models with a sliding window that is optional and applies to some layers only."""
 
     contract = 1
     replayable = True
 
     def windows(self) -> list[int | None]:
         """Return each layer's sliding window, from `use_sliding_window` and `layer_types`."""
-        fields, count = self._fields, self._num_layers
+        fields = self._fields
         if not fields.flag("use_sliding_window", False):
-            return [None] * count
+            return [None] * self._num_layers
         window = fields.optional_whole("sliding_window")
-        types = self.context.config.hf.get("layer_types")
+        types = self._hf.get("layer_types")
         if types is None:
-            limit = self.context.config.hf.get("max_window_layers", 28)
-            if not isinstance(limit, int) or limit < 0:
-                raise fields.error(
-                    "max_window_layers", f"expected a whole number >= 0, got {short(limit)}"
-                )
-            slides = [self.slides(layer, limit) for layer in range(count)]
-            types = [_SLIDING if is_one else "full_attention" for is_one in slides]
-        known = isinstance(types, list) and all(kind in _LAYER_TYPES for kind in types)
-        if not known or len(types) != count:
-            raise fields.error(
-                "layer_types",
-                f"expected {count} of {' or '.join(_LAYER_TYPES)}, got {short(types)}",
+            types = [SLIDING if slides else FULL for slides in self.sliding_layers()]
+        return [window if kind == SLIDING else None for kind in self.layer_types(types)]
+
+    @abstractmethod
+    def sliding_layers(self) -> list[bool]:
+        """Return whether each layer has the window, of a config without `layer_types`."""
+
+
+class _Qwen(SlidingLayers):
+    """Common to both."""
+
+    contract = 1
+    replayable = True
+
+    def sliding_layers(self) -> list[bool]:
+        """Return whether each layer has the window, from `max_window_layers`."""
+        limit = self._hf.get("max_window_layers", 28)
+        if not isinstance(limit, int) or limit < 0:
+            raise self._fields.error(
+                "max_window_layers", f"expected a whole number >= 0, got {short(limit)}"
             )
-        return [window if kind == _SLIDING else None for kind in types]
+        return [self.slides(layer, limit) for layer in range(self._num_layers)]
 
     def slides(self, layer: int, limit: int) -> bool:
         """Return whether a layer has a sliding window, of a config without `layer_types`.

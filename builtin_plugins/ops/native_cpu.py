@@ -13,9 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hardpoint.builtin_plugins.native import Results, load_kernels
 from hardpoint.kernels import cpu
 from hardpoint.plugins import Ops, OpsContext
+from hardpoint.plugins.quantization import AffineCodes
 
 _MEMORY = 1 << 23  # bytes of memory that are allocated at once
 _ALIGNED = 64  # bytes of a line of memory
+_CODES_MAGIC = 0x317365646F637068  # of codes.h: the first word of packed codes
 _LONG_WORK = 1 << 26  # multiplications of a product that is worth releasing Python's lock
 
 
@@ -37,11 +39,16 @@ class NativeOps(Ops):
         dtype = context.dtype
         self._memory = _Memory()
         self._results = Results(library)
-        self._rms_norm = library.function("rms_norm", dtype)
+        self._rms_norm = {
+            torch.float32: library.function("rms_norm_float", dtype),
+            dtype: library.function("rms_norm", dtype),
+        }  # by the weight's dtype
         self._rotate = library.function("rotate", dtype)
+        self._scale_add = library.function("scale_add", dtype)
         self._silu_and_mul = library.function("silu_and_mul", dtype)
         self._gelu_and_mul = library.function("gelu_and_mul", dtype)
         self._gather_rows = library.function("gather_rows", None)
+        self._gather_codes = library.function("gather_codes", dtype)
         self._choose = library.function("choose", None)
         self._keep_top_k = library.function("keep_top_k", None)
         self._keep_top_p = library.function("keep_top_p", None)
@@ -51,6 +58,11 @@ class NativeOps(Ops):
     def describe(self) -> str:
         """Return the name and the instruction set."""
         return f"{self.name} ({self._library.path})"
+
+    @property
+    def code_bits(self) -> tuple[int, ...]:
+        """All that `AffineCodes` may have."""
+        return 4, 5, 6, 8
 
     @property
     def layout(self) -> str:
@@ -66,6 +78,37 @@ class NativeOps(Ops):
         pack(weight.data_ptr(), packed.data_ptr(), rows, columns)
         return packed
 
+    def pack_codes(self, parts: Sequence[AffineCodes]) -> torch.Tensor:
+        """Return a copy of the codes, in blocks that fit the processor's registers."""
+        if not all(map(_has_kernel, parts)):
+            return super().pack_codes(parts)
+        return cpu.pack_codes(
+            self._library,
+            [part.contiguous() for part in parts],
+            lambda size: self._memory.allocate(size, torch.uint8),
+        )
+
+    def embedding(
+        self, packed: torch.Tensor, shape: tuple[int, int]
+    ) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Return ids -> rows, of packed codes.
+
+        Raises:
+            ValueError: packed codes have another shape.
+        """
+        if packed.dtype != torch.uint8:
+            return None
+        _check_codes(packed, shape)
+
+        def rows(ids: torch.Tensor) -> torch.Tensor:
+            out = self._results.empty((len(ids), shape[1]), self.context.dtype)
+            self._library.run(
+                self._gather_codes, packed.data_ptr(), ids.data_ptr(), len(ids), out.data_ptr()
+            )
+            return out
+
+        return rows
+
     def linear(
         self,
         packed: torch.Tensor,
@@ -80,9 +123,12 @@ class NativeOps(Ops):
             ValueError: a packed matrix of that shape has another size or dtype.
         """
         self._check_packed(packed, shape)
-        return _Product(self._library, self._results, packed, shape, bias, out_dtype)
+        dtype = self.context.dtype
+        return _Product(self._library, self._results, packed, shape, bias, dtype, out_dtype)
 
     def _check_packed(self, packed: torch.Tensor, shape: tuple[int, int]) -> None:
+        if packed.dtype == torch.uint8:
+            return _check_codes(packed, shape)
         size = self._library.function("packed_size", self.context.dtype)(*shape)
         if packed.dtype != self.context.dtype or packed.shape != (size,):
             raise ValueError(
@@ -105,6 +151,8 @@ class NativeOps(Ops):
         for enter, leave in zip(gate_up, down, strict=True):
             self._check_packed(enter, (2 * width, hidden))
             self._check_packed(leave, shape)
+        if any(packed.dtype == torch.uint8 for packed in (*gate_up, *down)):
+            return super().experts(gate_up, down, shape)
         return _Experts(self._library, self._results, gate_up, down, shape)
 
     def gather_rows(self, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -127,7 +175,7 @@ class NativeOps(Ops):
             rows, parts, width = x.shape
             count, part_stride = rows * parts, x.stride(1)
         self._library.run(
-            self._rms_norm, x.data_ptr(), x.stride(0), parts, part_stride, None, 0,
+            self._rms_norm[weight.dtype], x.data_ptr(), x.stride(0), parts, part_stride, None, 0,
             weight.data_ptr(), y.data_ptr(), width, count, width, eps,
         )  # fmt: skip
         return y
@@ -139,8 +187,8 @@ class NativeOps(Ops):
         count, width = x.shape
         y = self._results.empty((count, width), x.dtype)
         self._library.run(
-            self._rms_norm, delta.data_ptr(), delta.stride(0), 1, 0, x.data_ptr(), x.stride(0),
-            weight.data_ptr(), y.data_ptr(), width, count, width, eps,
+            self._rms_norm[weight.dtype], delta.data_ptr(), delta.stride(0), 1, 0, x.data_ptr(),
+            x.stride(0), weight.data_ptr(), y.data_ptr(), width, count, width, eps,
         )  # fmt: skip
         return y
 
@@ -150,6 +198,21 @@ class NativeOps(Ops):
         self._library.run(
             self._rotate, x.data_ptr(), x.stride(0), x.stride(1), angles.data_ptr(), rows, heads,
             size,
+        )  # fmt: skip
+
+    def scale(self, x: torch.Tensor, factor: float) -> None:
+        """Multiply x by a number, in place."""
+        count, width = x.shape
+        self._library.run(
+            self._scale_add, x.data_ptr(), x.stride(0), float(factor), None, 0, count, width
+        )
+
+    def add(self, x: torch.Tensor, delta: torch.Tensor) -> None:
+        """Add delta to x in place."""
+        count, width = x.shape
+        self._library.run(
+            self._scale_add, x.data_ptr(), x.stride(0), 1.0, delta.data_ptr(), delta.stride(0),
+            count, width,
         )  # fmt: skip
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
@@ -229,6 +292,27 @@ class NativeOps(Ops):
         return y
 
 
+def _has_kernel(part: AffineCodes) -> bool:
+    """Return whether the kernels multiply some codes: their table holds numbers of bfloat16."""
+    values = part.values
+    return values is None or torch.equal(values.bfloat16().float(), values.float())
+
+
+def _check_codes(packed: torch.Tensor, shape: tuple[int, int]) -> None:
+    """Check the header of packed codes.
+
+    Raises:
+        ValueError: it is none, or that of another shape.
+    """
+    words = packed[:32].view(torch.int64).tolist() if len(packed) >= 32 else [0] * 4
+    magic, _, *found = words
+    if magic != _CODES_MAGIC or tuple(found) != tuple(shape):
+        raise ValueError(
+            f"expected packed codes of a matrix {list(shape)}, got {packed.dtype} "
+            f"{list(packed.shape)}, whose header says {found}"
+        )
+
+
 class _Memory:
     """Memory of packed matrices, in huge pages; most matrices are smaller than one."""
 
@@ -258,13 +342,16 @@ class _Product:
         packed: torch.Tensor,
         shape: tuple[int, int],
         bias: torch.Tensor | None,
+        dtype: torch.dtype,
         out_dtype: torch.dtype | None,
     ) -> None:
-        dtype, (columns, depth) = packed.dtype, shape
+        columns, depth = shape
         self._out_dtype = out_dtype or dtype
         self._library, self._results = library, results
         self._columns, self._depth = columns, depth
         kernel = "linear" if self._out_dtype == dtype else "logits"
+        if packed.dtype == torch.uint8:
+            kernel += "_codes"
         self._short = library.function(kernel, dtype)
         self._long = library.function(kernel, dtype, releases=True)
         self._many_rows = _LONG_WORK // (columns * depth)

@@ -65,13 +65,13 @@ class TorchOps(Ops):
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Return the normalised rows."""
-        return F.rms_norm(x, weight.shape, weight, eps)
+        return _rms_norm(x, weight, eps)
 
     def add_rms_norm(
         self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
         """Add delta to x in place; return the normalised rows."""
-        return F.rms_norm(x.add_(delta), weight.shape, weight, eps)
+        return _rms_norm(x.add_(delta), weight, eps)
 
     def rotate(self, x: torch.Tensor, angles: torch.Tensor) -> None:
         """Rotate heads in place."""
@@ -120,6 +120,12 @@ class TorchOps(Ops):
             return super().keep_min_p(logits, p)
         best = logits.amax(-1, keepdim=True)
         return mask_below(logits, best + p.log(), p <= 0, best)
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    if weight.dtype == x.dtype:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
 
 
 def _linear(

@@ -25,8 +25,8 @@ from hardpoint.core.kv_cache import (
 )
 from hardpoint.core.kv_cache.connector import EngineConnector
 from hardpoint.core.kv_cache.event_fanout import KVEventFanout
+from hardpoint.core.worker.planning.worker_spec import WorkerSpec
 from hardpoint.core.worker.shares import check_shares
-from hardpoint.core.worker.worker import WorkerSpec
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,

@@ -23,6 +23,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.parallel import Cut
+from hardpoint.plugins.quantization import QuantizedWeight
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.tensor_checks import shown
 
@@ -39,6 +40,7 @@ class CheckedModel:
         specs: one per attention layer.
         is_replayable: whether the model's class says so.
         routed_experts: layers, and experts that a token has in each; None if it reports none.
+        kv_variant: what the bytes of its KV blocks depend on besides weights and config.
     """
 
     def __init__(self, model: Model, source: Source) -> None:
@@ -60,9 +62,9 @@ class CheckedModel:
             raise self._wrong("weight_cuts", cuts, "a Cut inside of the shape of each name")
         if not isinstance(specs, list) or not all(map(_is_spec, specs)):
             expected = (
-                "a list of KVSpec of whole numbers >= 1 and a finite scale, where num_kv_heads "
+                "a list of KVSpec of whole numbers >= 1, a finite scale and a softcap > 0, where "
             )
-            expected += "divides num_heads"
+            expected += "num_kv_heads divides num_heads"
             raise self._wrong("kv_specs", specs, expected)
         self.shapes: dict[str, tuple[int, ...]] = dict(shapes)
         self.cuts: dict[str, Cut] = dict(cuts)
@@ -75,6 +77,9 @@ class CheckedModel:
         routed = self.routed_experts = model.routed_experts
         if routed is not None and not (_is_shape(routed) and len(routed) == 2):
             raise self._wrong("routed_experts", routed, "layers and experts per token, or None")
+        self.kv_variant = model.kv_variant
+        if not isinstance(self.kv_variant, str):
+            raise self._wrong("kv_variant", self.kv_variant, "a string")
         self._is_last = model.context.parallel.is_last
         self._width: int | None = None  # of hidden states, once known
 
@@ -230,7 +235,7 @@ def checked_weights(
     source: Source,
     shapes: Mapping[str, tuple[int, ...]],
     cuts: Mapping[str, Cut],
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
     """Yield a loader's weights, cut.
 
     Raises:
@@ -242,7 +247,8 @@ def checked_weights(
     seen: set[str] = set()
     for item in weights:
         if not _is_weight(item):
-            raise wrong_result(source, "weights", item, "a name and a dense CPU tensor")
+            expected = "a name and a dense CPU tensor, or a QuantizedWeight of such"
+            raise wrong_result(source, "weights", item, expected)
         name, tensor = item
         if name in seen:
             raise PluginFaultError(f"{source}: its weights() gave {name!r} twice")
@@ -252,7 +258,7 @@ def checked_weights(
 
 def cut_weights(
     loader: WeightLoader, shapes: Mapping[str, tuple[int, ...]], cuts: Mapping[str, Cut]
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
     """Return a loader's weights, cut.
 
     A class that overrides `weights` alone, of a loader or wrapper that cuts by itself, changes
@@ -278,7 +284,13 @@ def cut_weights(
 def _is_weight(item: Any) -> bool:
     if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], str):
         return False
-    tensor = item[1]
+    weight = item[1]
+    if isinstance(weight, QuantizedWeight):
+        return all(map(_is_dense, weight.tensors.values()))
+    return _is_dense(weight)
+
+
+def _is_dense(tensor: Any) -> bool:
     return (
         isinstance(tensor, torch.Tensor)
         and tensor.device.type == "cpu"
@@ -291,11 +303,7 @@ def _is_shape(shape: Any) -> bool:
 
 
 def _is_cut(cut: Any, shape: Sequence[int]) -> bool:
-    return (
-        isinstance(cut, Cut)
-        and 0 <= cut.dim < len(shape)
-        and 0 <= cut.start <= cut.stop <= shape[cut.dim]
-    )
+    return isinstance(cut, Cut) and cut.fits(shape)
 
 
 def _is_spec(spec: Any) -> bool:
@@ -308,7 +316,12 @@ def _is_spec(spec: Any) -> bool:
         and spec.num_heads % spec.num_kv_heads == 0
         and isinstance(spec.scale, int | float)
         and math.isfinite(spec.scale)
+        and (spec.softcap is None or _is_positive(spec.softcap))
     )
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value > 0
 
 
 def wrong_result(source: Source, method: str, got: Any, expected: str) -> PluginFaultError:

@@ -320,10 +320,10 @@ def _tiers(value: Mapping[str, KVTierStats] | None) -> dict[str, KVTierStats] | 
     )  # a copy, which later steps do not change
 
 
-def config_hash(config: ModelConfig) -> str:
-    """Return a hash of the fields of a model's configuration."""
+def config_hash(config: ModelConfig, variant: str = "") -> str:
+    """Return a hash of the fields of a model's configuration, and of its `kv_variant`."""
     encoded = msgspec.json.encode(
-        (config.architecture, config.vocab_size, config.hf),
+        (config.architecture, config.vocab_size, config.hf, *([variant] if variant else [])),
         enc_hook=repr,
         order="deterministic",
     )

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 
 from hardpoint.plugins import Model, Ops, WeightLoader
-from hardpoint.plugins.config import WeightCacheConfig
+from hardpoint.plugins.config import QuantizationConfig, WeightCacheConfig
 from hardpoint.plugins.manifest import PluginEntry
 
 from .memory import size_text
@@ -85,7 +85,11 @@ class _FolderError(_UnusableError):
 
 
 def cache_key(
-    loader: WeightLoader, model: Model, ops: Ops, components: Iterable[tuple[PluginEntry, type]]
+    loader: WeightLoader,
+    model: Model,
+    ops: Ops,
+    quantization: QuantizationConfig,
+    components: Iterable[tuple[PluginEntry, type]],
 ) -> str | None:
     """Return a text that differs whenever packed weights may; None if they are not kept.
 
@@ -93,7 +97,8 @@ def cache_key(
         loader: of the weights.
         model: what makes of them what is kept.
         ops: its operations, which pack.
-        components: entries and classes of all three, and of what they wrap.
+        quantization: the configuration of weights of few bits.
+        components: entries and classes of all of these, and of what they wrap.
     """
     if not ops.layout or (fingerprint := loader.fingerprint()) is None:
         return None
@@ -119,6 +124,7 @@ def cache_key(
             context.parallel.expert,
         ],
         "operations": f"{ops.name} {ops.layout}",
+        "quantization": quantization,
         "torch": torch.__version__,
         "byte order": sys.byteorder,
         "plugins": plugins,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 
+import msgspec
 import torch
 
 from hardpoint.core.activity import Activity, PluginCalls
@@ -17,10 +17,7 @@ from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
 from hardpoint.core.worker.sampling.processor_runner import ProcessorRunner
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
 from hardpoint.plugins import (
-    AttentionBackend,
-    AttentionContext,
     ConfigError,
-    EngineConfig,
     GrammarBitmask,
     HardpointError,
     KVConnectorContext,
@@ -28,32 +25,26 @@ from hardpoint.plugins import (
     KVStoreContext,
     LogitsContext,
     Model,
-    ModelConfig,
-    ModelContext,
     ModelError,
     ModelRunnerOutput,
     Ops,
-    OpsContext,
     SamplerContext,
     SchedulerOutput,
-    WeightLoader,
     WorkerInfo,
 )
-from hardpoint.plugins.component import Component, Progress
+from hardpoint.plugins.component import Component
 from hardpoint.plugins.errors import CommunicationAbortedError, PluginFaultError
-from hardpoint.plugins.kinds import KINDS
 from hardpoint.plugins.kv_connector import BlockIdentity, KVWorkerContext
 from hardpoint.plugins.manifest import PluginEntry
-from hardpoint.plugins.parallel import Communicator, CommunicatorContext, Parallel, Placement
+from hardpoint.plugins.parallel import Communicator, CommunicatorContext
 from hardpoint.plugins.plan import DraftTokenIds, KVReport
+from hardpoint.plugins.quantization import QuantizedWeight
 from hardpoint.plugins.requests import LoRARequest
 from hardpoint.plugins.stats import PluginMeter
 from hardpoint.registry.blame import describe
 from hardpoint.registry.discovery import is_third_party
-from hardpoint.registry.plugin_set import PluginSet
 
 from .attention.checked_attention import CheckedAttention
-from .attention.layer_groups import LayerGroups, group_layers
 from .checked_model import CheckedModel, checked_weights
 from .input_batch import InputBatch
 from .kv_connector import WorkerConnector, config_hash
@@ -61,16 +52,17 @@ from .memory import (
     MemoryEstimate,
     MemoryLimit,
     cache_share,
-    estimate_memory,
     is_out_of_memory,
     memory_limit,
     out_of_memory,
 )
 from .model_runner import ModelRunner
+from .planning.model_share import ModelShare, build_model_share, open_attention, open_ops
+from .planning.worker_spec import WorkerSpec
 from .profiling import Profiling
 from .rank_store import served_store
 from .ranks import Ranks
-from .shares import build_share, check_parallelism
+from .shares import check_parallelism
 from .threads import ComputeThreads, crowding
 from .weight_cache import WeightCache, cache_key
 
@@ -78,30 +70,6 @@ _log = logging.getLogger("hardpoint")
 
 _TRIAL_TOKENS = 2
 _NO_ADAPTERS = "workers of this version hold none"
-
-
-@dataclass(frozen=True)
-class WorkerSpec:
-    """The configuration and plugins of a worker.
-
-    Attributes:
-        dtype: resolved; never "auto".
-        device: resolved; never "auto".
-        max_model_len: resolved.
-        rank: among those that share the model.
-        placement: of all ranks; None if there is one.
-    """
-
-    config: EngineConfig
-    plugins: PluginSet
-    loader: WeightLoader
-    model_config: ModelConfig
-    dtype: torch.dtype
-    device: torch.device
-    max_model_len: int
-    progress: Progress
-    rank: int = 0
-    placement: Placement | None = None
 
 
 class LocalWorker:
@@ -126,6 +94,7 @@ class LocalWorker:
         self._max_model_len = spec.max_model_len
         self._num_blocks = 0
         self._bytes_per_block = 0
+        self._kv_variant = ""
         self._estimate: MemoryEstimate | None = None
         self._threads: ComputeThreads | None = None
         self._weight_cache: WeightCache | None = None
@@ -157,7 +126,7 @@ class LocalWorker:
             return self._load_model(spec)
 
     def _load_model(self, spec: WorkerSpec) -> WorkerInfo:
-        backend, ops = self._attention(spec), self._ops(spec)
+        backend, ops = open_attention(spec), open_ops(spec)
         if spec.rank == 0:
             _log.info("operations: %s; attention: %s", ops.describe(), backend.describe())
         entry = spec.plugins.get("models", spec.model_config.architecture)
@@ -165,34 +134,20 @@ class LocalWorker:
         ranks = self._ranks
         if not ranks.have_met:
             self._meet(spec)
-        create = functools.partial(
-            spec.plugins.create,
-            entry,
-            ModelContext,
-            config=spec.model_config,
-            dtype=spec.dtype,
-            device=spec.device,
-            max_model_len=spec.max_model_len,
-            ops=ops,
+        share = build_model_share(
+            spec, ops, backend, ranks.parallel, lambda: _share_of_memory(spec, ranks)
         )
-        model = build_share(lambda parallel: create(parallel=parallel), ranks.parallel)
-        checked = CheckedModel(model, entry.source)
-        shapes = checked.needed
-        source = spec.plugins.one("attention_backends").source
-        groups = _layer_groups(spec, checked, ranks.parallel, create)
-        attention = CheckedAttention(backend, source, checked.specs, groups)
+        model, checked, attention = share.model, share.checked, share.attention
         self._bytes_per_block = attention.bytes_per_block
-        limit = _share_of_memory(spec, ranks)
-        self._estimate = estimate_memory(
-            model, spec.config, shapes, self._bytes_per_block, attention.groups, limit
-        )
+        self._estimate = share.estimate
         self._estimate.check(spec.config.model)
         # Before the weights, so that a plugin that cannot start fails early.
         stage = self._sampling(spec, ops) if ranks.is_output else None
         ranks.wait_for_all()  # so that none allocates while another still measures the memory
         with torch.inference_mode():
-            self._load_weights(spec, ranks, model, checked)
+            self._load_weights(spec, ranks, share)
             checked.run_trial(min(_TRIAL_TOKENS, spec.max_model_len), _TRIAL_TOKENS)
+        self._kv_variant = checked.kv_variant
         self._components = [backend, model, ops]
         if stage is not None:
             processors = [runner.processor for runner in stage.pipeline.runners]
@@ -216,7 +171,7 @@ class LocalWorker:
 
         def connect(group: str, rank: int, members: list[int]) -> Communicator:
             assert spec.placement is not None
-            entry = _entry_for_device(spec, "communicators")
+            entry = spec.entry_for_device("communicators")
             return spec.plugins.create(
                 entry,
                 CommunicatorContext,
@@ -234,17 +189,19 @@ class LocalWorker:
         if self._ranks.are_many and spec.rank == 0:
             _log.info("ranks communicate by %s", self._ranks.describe())
 
-    def _load_weights(
-        self, spec: WorkerSpec, ranks: Ranks, model: Model, checked: CheckedModel
-    ) -> None:
+    def _load_weights(self, spec: WorkerSpec, ranks: Ranks, share: ModelShare) -> None:
         """Load the weights that an earlier process has packed, else those of the model's files."""
+        model, checked, quantized = share.model, share.checked, share.quantized
         cache = self._weight_cache = WeightCache(spec.config.weight_cache, ranks.num_local)
         key = _cache_key(spec, model) if cache.is_on else None
         if key is not None and cache.load(key, model):
             return
         loader = spec.plugins.get("loaders", spec.loader.name)
         weights = checked_weights(spec.loader, loader.source, checked.shapes, checked.cuts)
-        model.load_weights(_checked(weights, checked.needed, spec))
+        model.load_weights(quantized.pass_on(_checked(weights, checked.needed, spec)))
+        quantized.check_used()
+        if spec.rank == 0 and (said := quantized.describe()) is not None:
+            _log.info("matrices of few bits: %s", said)
         if key is not None and _cache_key(spec, model) == key:  # the files are the same as before
             cache.save(key, model)
 
@@ -372,7 +329,7 @@ class LocalWorker:
             )
         return BlockIdentity(
             weights=weights,
-            config=config_hash(spec.model_config),
+            config=config_hash(spec.model_config, self._kv_variant),
             architecture=spec.model_config.architecture,
             dtype=str(spec.dtype),
             kv_layout=attention.kv_layout[0],
@@ -384,6 +341,7 @@ class LocalWorker:
             stage=parallel.stage,
             num_stages=parallel.num_stages,
             hash_algorithm=spec.config.kv_cache.hash_algorithm,
+            quantization=_quantization(spec),
         )
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
@@ -574,23 +532,6 @@ class LocalWorker:
             raise RuntimeError("the worker has no model: it was not loaded, was closed, or sleeps")
         return self._runner
 
-    def _attention(self, spec: WorkerSpec) -> AttentionBackend:
-        return spec.plugins.create(
-            _entry_for_device(spec, "attention_backends"),
-            AttentionContext,
-            device=spec.device,
-            dtype=spec.dtype,
-            block_size=spec.config.kv_cache.block_size,
-        )
-
-    def _ops(self, spec: WorkerSpec) -> Ops:
-        return spec.plugins.create(
-            _entry_for_device(spec, "ops"),
-            OpsContext,
-            device=spec.device,
-            dtype=spec.dtype,
-        )
-
     def _sampling(self, spec: WorkerSpec, ops: Ops) -> SamplingStage:
         vocab_size = spec.model_config.vocab_size
         slow_seconds = spec.config.plugins.slow_seconds
@@ -630,47 +571,6 @@ class LocalWorker:
         )
 
 
-def _layer_groups(
-    spec: WorkerSpec,
-    checked: CheckedModel,
-    parallel: Parallel,
-    create: Callable[..., Model],
-) -> LayerGroups:
-    """Return the KV cache groups of this rank's layers.
-
-    Args:
-        spec: of the worker.
-        checked: this rank's share of the model.
-        parallel: which share that is.
-        create: builds a share without weights.
-    """
-    if not spec.config.kv_cache.window_groups:
-        return LayerGroups.single(len(checked.specs))
-    whole = checked.specs
-    if parallel.num_stages > 1:  # the tables of a plan are for the groups of all stages
-        model = create(parallel=Parallel())
-        whole = CheckedModel(model, spec.plugins.get("models", model.name).source).specs
-        model.close()
-    block_size = spec.config.kv_cache.block_size
-    return group_layers(checked.specs, whole, spec.max_model_len, block_size)
-
-
-def _entry_for_device(spec: WorkerSpec, kind: str) -> PluginEntry:
-    """Return the entry of a kind of which there is one per device.
-
-    Raises:
-        ModelError: it does not run on this device.
-    """
-    entry = spec.plugins.one(kind)
-    devices = spec.plugins.target(entry).devices
-    if spec.device.type not in devices:
-        raise ModelError(
-            f"{KINDS[kind].chosen_by}: {entry.name!r} runs on {', '.join(devices)}, "
-            f"the device is {spec.device.type}"
-        )
-    return entry
-
-
 def _share_of_memory(spec: WorkerSpec, ranks: Ranks) -> MemoryLimit:
     """Return what this rank may still allocate; the CPU ranks of one host share its memory."""
     limit = memory_limit(spec.device)
@@ -697,26 +597,38 @@ def _unsupported(plan: SchedulerOutput, *, has_connector: bool) -> list[str]:
     return messages
 
 
+def _quantization(spec: WorkerSpec) -> str:
+    """Return a text that differs where weights are quantised in another way."""
+    use = spec.config.quantization.use
+    options = spec.config.plugin.get(use, {})
+    return msgspec.json.encode((spec.config.quantization, options), order="deterministic").decode()
+
+
 def _cache_key(spec: WorkerSpec, model: Model) -> str | None:
     """Return the key of a model's packed weights; None if they are not kept."""
     entries = [
         spec.plugins.get("loaders", spec.loader.name),
         spec.plugins.get("models", spec.model_config.architecture),
         spec.plugins.one("ops"),
+        *spec.plugins.entries("quantizations"),
     ]
     components = [(e, spec.plugins.target(e)) for entry in entries for e in entry.tree()]
-    return cache_key(spec.loader, model, model.context.ops, components)
+    return cache_key(spec.loader, model, model.context.ops, spec.config.quantization, components)
 
 
 def _checked(
-    weights: Iterable[tuple[str, torch.Tensor]],
+    weights: Iterable[tuple[str, torch.Tensor | QuantizedWeight]],
     shapes: dict[str, tuple[int, ...]],
     spec: WorkerSpec,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights that the model needs, each once, after a check of its shape."""
+) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
+    """Yield the weights that the model needs, each once, after a check of a tensor's shape."""
     missing = dict(shapes)
     for name, tensor in weights:
         if (expected := missing.pop(name, None)) is None:
+            continue
+        if isinstance(tensor, QuantizedWeight):  # may be the whole of a part
+            spec.progress("Loading weights", len(shapes) - len(missing), len(shapes))
+            yield name, tensor
             continue
         if tuple(tensor.shape) != tuple(expected):
             raise ModelError(

@@ -287,7 +287,7 @@ struct Layer {
   T *out, *cache;
   const Plan& plan;
   Layout<T> layout;
-  float scale;
+  float scale, softcap;  // 0 is without a soft cap
 
   long group() const { return plan.heads / plan.kv_heads; }
   // A result: the weighted sum of values, the maximum, the sum of exponentials.
@@ -324,6 +324,14 @@ void write_token(const Layer<T>& layer, long token) {
 struct Lanes {
   int from, to;
 };
+
+// Scale scores and limit them smoothly, in place: softcap * tanh(score * scale / softcap).
+__attribute__((noinline)) inline void cap_scores(float* scores, int groups, float scale,
+                                                 float softcap) {
+  float factor = scale / softcap;
+  for (float* at = scores; at < scores + groups * PANEL; at += LANES)
+    store(at, softcap * tanh(load(at) * factor));
+}
 
 // Turn scores [groups of `lanes`] into weights, in place, and give their maximum and sum. A NaN
 // stays one.
@@ -501,8 +509,8 @@ struct Groups {
 template <int R, class T>
 __attribute__((noinline)) void attend_rows(const Layout<T>& layout, const Queries<T>& q,
                                            const Groups<T>& groups, const Lanes* const* lanes,
-                                           int rows, float scale, Workspace<T>& work,
-                                           float* const* results) {
+                                           int rows, float scale, float softcap,
+                                           Workspace<T>& work, float* const* results) {
   constexpr int N = at_once(R);
   float* scores = work.scores;
   int count = groups.count, g = 0;
@@ -514,7 +522,8 @@ __attribute__((noinline)) void attend_rows(const Layout<T>& layout, const Querie
       score_groups<R, 1, T>(q, layout, at + g, at + g + AHEAD, scores + g * PANEL);
   for (int r = 0; r < rows; r++) {
     float* limits = results[r] + layout.panels * PANEL;
-    weigh(scores + r * PART, lanes[r], count, scale, limits, limits + 1);
+    if (softcap != 0.0f) cap_scores(scores + r * PART, count, scale, softcap);
+    weigh(scores + r * PART, lanes[r], count, softcap != 0.0f ? 1.0f : scale, limits, limits + 1);
   }
   const gemm::Operand<T>* weights = as_operands<T>(scores, work.weights, R * PART);
   at += count;
@@ -528,9 +537,11 @@ __attribute__((noinline)) void attend_rows(const Layout<T>& layout, const Querie
 
 template <class T>
 void attend_tile(const Layout<T>& layout, const Queries<T>& q, const Groups<T>& groups,
-                 const Lanes* const* lanes, int rows, float scale, Workspace<T>& work,
-                 float* const* results) {
-  auto run = [&](auto attend) { attend(layout, q, groups, lanes, rows, scale, work, results); };
+                 const Lanes* const* lanes, int rows, float scale, float softcap,
+                 Workspace<T>& work, float* const* results) {
+  auto run = [&](auto attend) {
+    attend(layout, q, groups, lanes, rows, scale, softcap, work, results);
+  };
   // Rows that are missing to the next size are computed and dropped.
   if (rows == 1) return run(attend_rows<1, T>);
   if (rows == 2) return run(attend_rows<2, T>);
@@ -704,7 +715,7 @@ class Attended {
     }
     Queries<T> queries{queries_ + first * SLICE, padded_ * SLICE};
     attend_tile<T>(layout_, queries, groups(begin, end), lanes_of, rows,
-                   layer_.scale, work_, results);
+                   layer_.scale, layer_.softcap, work_, results);
     if (item_.piece < 0)
       for (int r = 0; r < rows; r++) merge(results_ + (first + r) * size, results[r], size);
   }
@@ -744,12 +755,12 @@ class Attended {
 
 template <class T>
 void attend(const T* q, long q_stride, const T* k, long k_stride, const T* v, long v_stride, T* out,
-            T* cache, const Plan* plan, long head_size, float scale) {
+            T* cache, const Plan* plan, long head_size, float scale, float softcap) {
   static thread_local Workspace<T> work;
   static thread_local Scratch<float> scratch;
   Layer<T> layer{q,   k,     v,     q_stride,
                  k_stride, v_stride, out, cache,
-                 *plan, Layout<T>(head_size, plan->kv_heads, plan->block_size), scale};
+                 *plan, Layout<T>(head_size, plan->kv_heads, plan->block_size), scale, softcap};
   // Waking a thread takes about as long as this much work.
   int threads = (int)std::clamp<long>(plan->work * head_size / (64 * 20), 1, omp_get_max_threads());
   for_each_item(plan->tokens, [&](long token) { write_token(layer, token); }, threads);

@@ -232,30 +232,29 @@ class Operands {
   const Operand<W>* at = nullptr;
   long stride = 0;
 
-  // Get rows that the thread may have got already in this call of `linear`.
+  // Get rows that the thread may have got already in this call of `linear`; 0 from depth to padded.
   template <class X>
-  void get(const X* x, long x_stride, int rows, long depth, long call) {
+  void get(const X* x, long x_stride, int rows, long depth, long padded, long call) {
     if (call == call_ && x == x_) return;
     call_ = call;
     x_ = x;
-    long even = sizeof(W) == 2 ? (depth + 1) / 2 * 2 : depth;
     if constexpr (std::is_same_v<X, Operand<W>>) {
-      if (even == depth) {
+      if (padded == depth) {
         at = x;
         stride = x_stride;
         return;
       }
     }
-    Operand<W>* to = scratch_.get((size_t)rows * even);
+    Operand<W>* to = scratch_.get((size_t)rows * padded);
     for (int r = 0; r < rows; r++) {
       const X* from = x + r * x_stride;
       long k = 0;
-      for (; k + LANES <= depth; k += LANES) store(to + r * even + k, load(from + k));
-      for (; k < depth; k++) store_one(to + r * even + k, to_float(from[k]));
-      if (even > depth) store_one(to + r * even + depth, 0.0f);
+      for (; k + LANES <= depth; k += LANES) store(to + r * padded + k, load(from + k));
+      for (; k < depth; k++) store_one(to + r * padded + k, to_float(from[k]));
+      for (; k < padded; k++) store_one(to + r * padded + k, 0.0f);
     }
     at = to;
-    stride = even;
+    stride = padded;
   }
 
  private:
@@ -273,6 +272,7 @@ void linear(const X* x, long x_stride, const W* weights, const W* bias, Y* y, lo
   long call = ++calls;
   Product<W, Y> product{weights, bias, y, y_stride, columns, depth};
   long panels = (columns + PANEL - 1) / PANEL;
+  long padded = sizeof(W) == 2 ? (depth + 1) / 2 * 2 : depth;
   int group = rows <= STREAM_ROWS ? STREAM_PANELS : TILE_PANELS;
   int at_once = (int)std::clamp<long>(CACHED / depth / TILE_ROWS * TILE_ROWS, TILE_ROWS, MAX_ROWS);
   long groups = (panels + group - 1) / group, row_blocks = (rows + at_once - 1) / at_once;
@@ -284,7 +284,7 @@ void linear(const X* x, long x_stride, const W* weights, const W* bias, Y* y, lo
     long row = index / items * at_once, first = index % items * per_item;
     int count = (int)std::min<long>(at_once, rows - row);
     // A thread's items are mostly of the same rows.
-    operands.get(x + row * x_stride, x_stride, count, depth, call);
+    operands.get(x + row * x_stride, x_stride, count, depth, padded, call);
     const Operand<W>* operand = operands.at;
     long stride = operands.stride;
     long end = std::min(first + per_item, groups);

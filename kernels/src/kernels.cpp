@@ -4,6 +4,8 @@
 #include <utility>
 
 #include "attention.h"
+#include "codes.h"
+#include "codes_linear.h"
 #include "collectives.h"
 #include "experts.h"
 #include "gemm.h"
@@ -66,9 +68,22 @@ int hp_supports(const char* path) {
                         long y_stride, long rows, long columns, long depth) {                     \
     gemm::linear(x, x_stride, w, bias, y, y_stride, rows, columns, depth);                        \
   }                                                                                               \
+  void hp_linear_codes_##NAME(const T* x, long x_stride, const uint8_t* w, const T* bias, T* y,     \
+                              long y_stride, long rows, long columns, long depth) {               \
+    codes::linear(x, x_stride, w, bias, y, y_stride, rows, columns, depth);                       \
+  }                                                                                               \
+  void hp_gather_codes_##NAME(const uint8_t* w, const int64_t* ids, long count, T* out) {         \
+    codes::gather(w, ids, count, out);                                                            \
+  }                                                                                               \
   void hp_rms_norm_##NAME(const T* x, long x_stride, long parts, long part_stride, T* residual,   \
                           long residual_stride, const T* weight, T* y, long y_stride,             \
                           long count, long width, float eps) {                                    \
+    rows::rms_norm(x, x_stride, parts, part_stride, residual, residual_stride, weight, y,         \
+                   y_stride, count, width, eps);                                                  \
+  }                                                                                               \
+  void hp_rms_norm_float_##NAME(const T* x, long x_stride, long parts, long part_stride,          \
+                                T* residual, long residual_stride, const float* weight, T* y,     \
+                                long y_stride, long count, long width, float eps) {               \
     rows::rms_norm(x, x_stride, parts, part_stride, residual, residual_stride, weight, y,         \
                    y_stride, count, width, eps);                                                  \
   }                                                                                               \
@@ -84,6 +99,10 @@ int hp_supports(const char* path) {
                               long width) {                                                       \
     rows::activate_and_mul<rows::GELU_TANH>(x, x_stride, y, y_stride, count, width);              \
   }                                                                                               \
+  void hp_scale_add_##NAME(T* x, long x_stride, float factor, const T* delta, long delta_stride,    \
+                           long count, long width) {                                              \
+    rows::scale_add(x, x_stride, factor, delta, delta_stride, count, width);                      \
+  }                                                                                               \
   void hp_experts_##NAME(const T* x, long x_stride, const int64_t* chosen, const float* weights,  \
                          long rows, long per_row, const T* const* gate_up, const T* const* down,  \
                          long experts, T* y, long hidden, long width) {                           \
@@ -95,16 +114,20 @@ int hp_supports(const char* path) {
   }                                                                                               \
   void hp_attend_##NAME(const T* q, long q_stride, const T* k, long k_stride, const T* v,         \
                         long v_stride, T* out, T* cache, const void* const* plan, long head_size, \
-                        float scale) {                                                            \
+                        float scale, float softcap) {                                             \
     attention::attend(q, q_stride, k, k_stride, v, v_stride, out, cache,                          \
-                      (const attention::Plan*)*plan, head_size, scale);                           \
+                      (const attention::Plan*)*plan, head_size, scale, softcap);                  \
   }                                                                                               \
   RECORDED(linear_##NAME)                                                                         \
+  RECORDED(linear_codes_##NAME)                                                                   \
+  RECORDED(gather_codes_##NAME)                                                                   \
   RECORDED(rms_norm_##NAME)                                                                       \
+  RECORDED(rms_norm_float_##NAME)                                                                 \
   RECORDED(rotate_##NAME)                                                                         \
   RECORDED(experts_##NAME)                                                                        \
   RECORDED(silu_and_mul_##NAME)                                                                   \
   RECORDED(gelu_and_mul_##NAME)                                                                   \
+  RECORDED(scale_add_##NAME)                                                                      \
   RECORDED(attend_##NAME)
 
 OF_TYPE(bfloat16, bf16)
@@ -145,6 +168,22 @@ void hp_logits_bfloat16(const bf16* x, long x_stride, const bf16* w, const bf16*
   gemm::linear(x, x_stride, w, bias, y, y_stride, rows, columns, depth);
 }
 RECORDED(logits_bfloat16)
+void hp_logits_codes_bfloat16(const bf16* x, long x_stride, const uint8_t* w, const bf16* bias,
+                              float* y, long y_stride, long rows, long columns, long depth) {
+  codes::linear(x, x_stride, w, bias, y, y_stride, rows, columns, depth);
+}
+RECORDED(logits_codes_bfloat16)
+
+// Low-bit codes: bytes of a packed matrix of some forms, and the packing of form `index`.
+long hp_codes_size(const int64_t* forms, long count, long depth) {
+  return codes::plan((const codes::Form*)forms, count, depth);
+}
+void hp_pack_codes(const int64_t* forms, long count, long depth, long index, const uint8_t* codes,
+                   const void* scales, const void* outer_scales, const void* offsets,
+                   const void* outer_offsets, const float* values, uint8_t* to) {
+  codes::Source source{codes, scales, outer_scales, offsets, outer_offsets, values};
+  codes::pack((const codes::Form*)forms, count, depth, index, source, to);
+}
 
 // out [count] = table[ids], of rows of any type.
 void hp_gather_rows(const char* table, long row_bytes, const int64_t* ids, long count, char* out) {

@@ -1,4 +1,4 @@
-// Operations on each row alone: norms, rotary embedding, gated activations.
+// Operations on each row alone: norms, rotary embedding, gated activations, scaled sums.
 #pragma once
 
 #include <algorithm>
@@ -22,9 +22,10 @@ void for_rows(long rows, long width, Work work) {
 
 // y = x / sqrt(mean(x^2) + eps) * weight; before that, if `residual`, x is added to it and taken
 // from it. x has rows of `parts` parts each, which are normalised on their own; `count` is of parts.
-template <class T>
+// W is T or float.
+template <class T, class W>
 void rms_norm(const T* x, long x_stride, long parts, long part_stride, T* residual,
-              long residual_stride, const T* weight, T* y, long y_stride, long count, long width,
+              long residual_stride, const W* weight, T* y, long y_stride, long count, long width,
               float eps) {
   for_rows(count, width, [=](long from, long to) {
     for (long row = from; row < to; row++) {
@@ -119,6 +120,28 @@ void activate_and_mul(const T* x, long x_stride, T* y, long y_stride, long count
       if (i < width) {
         int lanes = (int)(width - i);
         store_part(out + i, activate<KIND>(load_part(gate + i, lanes)) * load_part(up + i, lanes), lanes);
+      }
+    }
+  });
+}
+
+// x = x * factor + delta, in place; without `delta` (null), x * factor.
+template <class T>
+void scale_add(T* x, long x_stride, float factor, const T* delta, long delta_stride, long count,
+               long width) {
+  for_rows(count, width, [=](long from, long to) {
+    for (long row = from; row < to; row++) {
+      T* kept = x + row * x_stride;
+      const T* added = delta ? delta + row * delta_stride : nullptr;
+      long i = 0;
+      for (; i + LANES <= width; i += LANES) {
+        Floats value = load(kept + i) * factor;
+        store(kept + i, added ? value + load(added + i) : value);
+      }
+      if (i < width) {
+        int lanes = (int)(width - i);
+        Floats value = load_part(kept + i, lanes) * factor;
+        store_part(kept + i, added ? value + load_part(added + i, lanes) : value, lanes);
       }
     }
   });

@@ -156,6 +156,24 @@ INLINE float exp_negative(float x) {
   return lanes[0];
 }
 
+// tanh x, to about 2 units in the last place; NaN stays NaN.
+INLINE Floats tanh(Floats x) {
+  Ints negative = x < 0.0f;
+  Floats size = choose(negative, -x, x);
+  Floats power = exp_negative(-2.0f * size);
+  Floats large = (1.0f - power) / (1.0f + power);
+  // Where that would lose digits: an odd polynomial (Cephes).
+  Floats square = size * size;
+  Floats small = splat(-5.70498872745e-3f);
+  small = small * square + 2.06390887954e-2f;
+  small = small * square - 5.37397155531e-2f;
+  small = small * square + 1.33314422036e-1f;
+  small = small * square - 3.33332819422e-1f;
+  small = small * square * size + size;
+  Floats result = choose(size < 0.625f, small, large);
+  return choose(negative, -result, result);
+}
+
 #if defined(__AVX512BF16__)
 typedef __m512bh Pairs;
 INLINE Pairs load_pairs(const bf16* from) {

@@ -41,6 +41,11 @@ WINDOW = Rule(
     "mask the keys up to position - window; None is unlimited, and the plan serves layers with "
     "different windows",
 )
+SOFTCAP = Rule(
+    "softcap: scores are limited to spec.softcap before they are masked",
+    "compute softcap * tanh(score * scale / softcap) where spec.softcap is not None, or leave the "
+    "class attribute `softcaps` False: models that need it are refused then",
+)
 CACHE = Rule(
     "cache: the tokens of earlier steps are remembered",
     "write k and v to the slots of the step, then read the keys and values of the whole sequence",
@@ -74,6 +79,7 @@ class Case:
     Attributes:
         heads: query heads and key heads per layer.
         windows: per layer.
+        softcap: of all layers.
         steps: tokens by sequence; an ended sequence of the same name starts again.
         ends: sequences that end after each step.
         shuffled: whether blocks are handed out in any order.
@@ -87,13 +93,14 @@ class Case:
     steps: tuple[Mapping[str, int], ...]
     ends: tuple[str, ...] = ()
     shuffled: bool = False
+    softcap: float | None = None
     grouped: bool = False
 
     @property
     def specs(self) -> list[KVSpec]:
         """Return one spec per layer."""
         return [
-            KVSpec(num_heads, num_kv_heads, self.head_size, 0.4, window)
+            KVSpec(num_heads, num_kv_heads, self.head_size, 0.4, window, self.softcap)
             for (num_heads, num_kv_heads), window in zip(self.heads, self.windows, strict=True)
         ]
 
@@ -112,6 +119,7 @@ class AttentionBackendSuite(ComponentSuite):
         head_sizes: elements of a head.
         block_sizes: tokens per block.
         windows: windows of a layer.
+        softcaps: soft caps of a layer, in `test_softcap`, if the backend says that it has them.
         tolerance: maximum difference; None depends on the dtype.
     """
 
@@ -123,6 +131,7 @@ class AttentionBackendSuite(ComponentSuite):
     head_sizes: ClassVar[Sequence[int]] = (8, 16)
     block_sizes: ClassVar[Sequence[int]] = (1, 4, 16)
     windows: ClassVar[Sequence[int | None]] = (None, 1, 3, 8, 17)
+    softcaps: ClassVar[Sequence[float]] = (0.3, 2.0, 50.0)
     tolerance: ClassVar[float | None] = None
 
     def reference(
@@ -181,6 +190,20 @@ class AttentionBackendSuite(ComponentSuite):
         if not windows:
             pytest.skip("`windows` has None only")
         self._compare(WINDOW, heads=self._equal_heads, windows=windows, names="a", steps=1)
+
+    def test_softcap(self) -> None:
+        """Layers with a soft cap, with and without windows, in any steps and dtype."""
+        if not self._make(self.block_sizes[0]).softcaps:
+            pytest.skip("`softcaps` of the backend is False")
+        for dtype in self.dtypes:
+            self._compare(
+                SOFTCAP,
+                heads=self.heads,
+                windows=self.windows,
+                names="abc",
+                steps=3,
+                dtype=dtype,
+            )
 
     def test_cache(self) -> None:
         """A prompt in chunks, then tokens one by one."""
@@ -310,6 +333,7 @@ class AttentionBackendSuite(ComponentSuite):
             if shuffled
             else st.just(()),
             shuffled=st.just(shuffled),
+            softcap=st.sampled_from(self.softcaps) if rule is SOFTCAP else st.none(),
             grouped=st.just(grouped),
         )
         self._device()  # skips

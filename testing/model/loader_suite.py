@@ -27,6 +27,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.parallel import Cut
+from hardpoint.plugins.quantization import QuantizedWeight
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.engine_access import cut_weights
 from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
@@ -51,7 +52,7 @@ WEIGHTS = Rule(
 )
 CUTS = Rule(
     "cuts: cut_weights gives the parts of the weights that `weights` gives, and the others whole",
-    "take `cut.start:cut.stop` of dimension `cut.dim` of the whole weight under its Hugging Face "
+    "take `cut.of(weight)`, or what it takes by `cut.parts`, of the weight under its Hugging Face "
     "name; `hardpoint.plugins.parallel.needed_part` says which cut a weight has, and refuses one "
     "that has another shape than the model needs",
 )
@@ -412,11 +413,23 @@ class WeightLoaderSuite(ComponentSuite):
         for item in weights:
             if not _is_weight(item):
                 raise WEIGHTS.violation(f"weights yielded {_summary(item)}")
-            name, tensor = item
+            name, weight = item
             if name in found:
                 raise WEIGHTS.violation(f"weights yielded {name!r} twice")
-            found[name] = tensor
+            if isinstance(weight, QuantizedWeight):
+                weight = self.dequantize(weight)
+            found[name] = weight
         return found
+
+    def dequantize(self, weight: QuantizedWeight) -> torch.Tensor:
+        """Return the numbers that a `QuantizedWeight` of the loader stands for, float32.
+
+        To be overridden for a loader that yields such.
+        """
+        raise NotImplementedError(
+            f"the loader yields a QuantizedWeight of the scheme {weight.scheme!r}: override "
+            f"dequantize()"
+        )
 
     def _check_values(self, checkpoint: Checkpoint, found: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in found.items():
@@ -439,7 +452,7 @@ class WeightLoaderSuite(ComponentSuite):
 
 
 def _cuts(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[dict[str, Cut]]:
-    """Yield cuts of some weights in each dimension: by halves and thirds, at random, of nothing."""
+    """Yield cuts of some weights in each dimension: halves, thirds, random, empty, of two parts."""
     source = random.Random(0)
     for ranks in (2, 3):
         for rank in range(ranks):
@@ -458,6 +471,9 @@ def _cuts(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[dict[str, Cut]]:
                 cuts[name] = Cut(dim, start, stop)
         yield cuts
     yield {name: Cut(0, shape[0], shape[0]) for name, shape in shapes.items() if shape}
+    for dim in (0, 1):  # several parts, as of q, k and v that are stacked
+        sizes = {name: shape[dim] for name, shape in shapes.items() if dim < len(shape)}
+        yield {n: Cut(dim, 0, size // 3, ((size // 2, size),)) for n, size in sizes.items()}
 
 
 def _other_files(folder: Path) -> dict[str, Path]:
@@ -481,12 +497,17 @@ def _other_files(folder: Path) -> dict[str, Path]:
 def _is_weight(item: Any) -> bool:
     if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], str):
         return False
-    tensor = item[1]
+    weight = item[1]
+    if isinstance(weight, QuantizedWeight):
+        return all(map(_is_dense, weight.tensors.values()))
+    return _is_dense(weight) and weight.is_floating_point()
+
+
+def _is_dense(tensor: Any) -> bool:
     return (
         isinstance(tensor, torch.Tensor)
         and tensor.device.type == "cpu"
         and tensor.layout is torch.strided
-        and tensor.is_floating_point()
     )
 
 

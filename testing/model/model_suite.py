@@ -523,7 +523,7 @@ class ModelSuite(ComponentSuite):
             raise SPECS.violation(
                 f"kv_specs returned {short_repr(specs)}",
                 "return a list of KVSpec with whole numbers >= 1, where num_kv_heads divides "
-                "num_heads",
+                "num_heads, and softcap is None or > 0",
             )
         for when in ("when it was called again", "after the weights were loaded"):
             if (again := model.kv_specs()) != specs:
@@ -744,7 +744,9 @@ def _is_spec(spec: Any) -> bool:
         return False
     numbers = (spec.num_heads, spec.num_kv_heads, spec.head_size, spec.window or 1)
     return (
-        all(type(n) is int and n >= 1 for n in numbers) and not spec.num_heads % spec.num_kv_heads
+        all(type(n) is int and n >= 1 for n in numbers)
+        and not spec.num_heads % spec.num_kv_heads
+        and (spec.softcap is None or spec.softcap > 0)
     )
 
 

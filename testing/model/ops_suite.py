@@ -31,7 +31,7 @@ ROWS = Rule(
     "compute each row with the same sums in the same order, however many there are",
 )
 IN_PLACE = Rule(
-    "in place: add_rms_norm and rotate change their first argument, and nothing else is changed",
+    "in place: add_rms_norm, rotate, scale and add change their first argument, and nothing else",
     "add delta to x itself, rotate the heads of x itself, and write results to new memory",
 )
 KEPT = Rule(
@@ -111,8 +111,16 @@ class OpsSuite(ComponentSuite):
         self._check_all("add_rms_norm", self._check_add_norm)
 
     def test_rotate(self) -> None:
-        """Heads of a wider tensor are rotated in place."""
+        """Heads of a wider tensor, and parts of heads, are rotated in place."""
         self._check_all("rotate", self._check_rotate)
+
+    def test_scale(self) -> None:
+        """A product with a number, in place."""
+        self._check_all("scale", self._check_scale)
+
+    def test_add(self) -> None:
+        """A sum, in place."""
+        self._check_all("add", self._check_add)
 
     def test_gates(self) -> None:
         """Gated activations."""
@@ -247,7 +255,13 @@ class OpsSuite(ComponentSuite):
         def run_experts(ids: torch.Tensor) -> torch.Tensor:
             return mix(run(ids), chosen, share)
 
-        for function in (run, run_experts):
+        def run_sums(ids: torch.Tensor) -> torch.Tensor:
+            x = ops.gather_rows(table, ids)
+            ops.scale(x, 0.3)
+            ops.add(x, ops.rms_norm(x, weight, _EPS))
+            return x
+
+        for function in (run, run_experts, run_sums):
             recorded = ops.record(functools.partial(function, ids))
             if recorded is None:
                 continue
@@ -277,34 +291,53 @@ class OpsSuite(ComponentSuite):
         return again.cpu().clone().to(weight.device)
 
     def _check_norm(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
-        weight = self._draw(size, dtype=dtype)
         wide = self._draw(rows, size + 3, dtype=dtype)
         heads = self._draw(rows, 4, size, dtype=dtype)
         for x in (wide[:, :size], heads, heads[:, 1:3]):
-            self._compare(
-                lambda x: ops.rms_norm(x, weight, _EPS), x, _norm(x, weight), dtype, "rms_norm"
-            )
+            for weight in (self._draw(size, dtype=dtype), self._draw(size, dtype=torch.float32)):
+                norm = functools.partial(ops.rms_norm, weight=weight, eps=_EPS)
+                self._compare(norm, x, _norm(x, weight), dtype, "rms_norm")
 
     def _check_add_norm(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
-        weight, x = self._draw(size, dtype=dtype), self._draw(rows, size, dtype=dtype)
         delta = self._draw(rows, size, dtype=dtype)
-        kept, total = delta.clone(), (x + delta).double()
-        result = ops.add_rms_norm(x, delta, weight, _EPS)
-        self._check_close(x, total, "x after add_rms_norm")
-        self._check_close(result, _norm(x, weight), "add_rms_norm")
-        self._check_kept(delta, kept, "add_rms_norm", "delta")
+        for weight in (self._draw(size, dtype=dtype), self._draw(size, dtype=torch.float32)):
+            x = self._draw(rows, size, dtype=dtype)
+            kept, total = delta.clone(), (x + delta).double()
+            result = ops.add_rms_norm(x, delta, weight, _EPS)
+            self._check_close(x, total, "x after add_rms_norm")
+            self._check_close(result, _norm(x, weight), "add_rms_norm")
+            self._check_kept(delta, kept, "add_rms_norm", "delta")
 
     def _check_rotate(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
-        wide = self._draw(rows, 5, size, dtype=dtype)
+        for more in (0, 6):  # elements of a head that are not rotated
+            wide = self._draw(rows, 5, size + more, dtype=dtype)
+            before = wide.clone()
+            angle = torch.rand(rows, size // 2, device=wide.device) * 6
+            angles = torch.cat((angle.cos(), angle.sin()), -1)
+            ops.rotate(wide[:, 1:3, :size], angles)
+            a, b = before[:, 1:3, :size].double().chunk(2, -1)
+            cos, sin = (part.double().unsqueeze(1) for part in angles.chunk(2, -1))
+            expected = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+            self._check_close(wide[:, 1:3, :size], expected, "rotate")
+            others = [0, 3, 4]
+            self._check_kept(wide[:, others], before[:, others], "rotate", "other heads")
+            self._check_kept(wide[..., size:], before[..., size:], "rotate", "the rest of a head")
+
+    def _check_scale(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
+        wide = self._draw(rows, size + 3, dtype=dtype)
         before = wide.clone()
-        angle = torch.rand(rows, size // 2, device=wide.device) * 6
-        angles = torch.cat((angle.cos(), angle.sin()), -1)
-        ops.rotate(wide[:, 1:3], angles)
-        a, b = before[:, 1:3].double().chunk(2, -1)
-        cos, sin = (part.double().unsqueeze(1) for part in angles.chunk(2, -1))
-        expected = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-        self._check_close(wide[:, 1:3], expected, "rotate")
-        self._check_kept(wide[:, [0, 3, 4]], before[:, [0, 3, 4]], "rotate", "other heads")
+        ops.scale(wide[:, :size], 0.3)
+        self._check_close(wide[:, :size], before[:, :size].double() * 0.3, "scale")
+        self._check_kept(wide[:, size:], before[:, size:], "scale", "what is next to x")
+
+    def _check_add(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
+        wide, delta = (self._draw(rows, size + 3, dtype=dtype) for _ in range(2))
+        before, kept = wide.clone(), delta.clone()
+        ops.add(wide[:, :size], delta[:, 1 : 1 + size])
+        expected = before[:, :size].double() + kept[:, 1 : 1 + size].double()
+        self._check_close(wide[:, :size], expected, "add")
+        self._check_kept(wide[:, size:], before[:, size:], "add", "what is next to x")
+        self._check_kept(delta, kept, "add", "delta")
 
     def _check_gate(
         self,

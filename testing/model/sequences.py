@@ -27,11 +27,13 @@ head_size], all float64.
 def softmax_attention(
     spec: KVSpec, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
-    """Return softmax(scale * q . k) . v of one query; see `QueryAttention`."""
+    """Return softmax(scale * q . k) . v of one query, with the soft cap; see `QueryAttention`."""
     # Query heads that share a key head are neighbours.
     grouped = query.view(spec.num_kv_heads, -1, spec.head_size)
-    weights = (grouped @ keys.permute(1, 2, 0) * spec.scale).softmax(-1)
-    return (weights @ values.transpose(0, 1)).view(spec.num_heads, spec.head_size)
+    scores = grouped @ keys.permute(1, 2, 0) * spec.scale
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    return (scores.softmax(-1) @ values.transpose(0, 1)).view(spec.num_heads, spec.head_size)
 
 
 def ordered(counts: Counts) -> Counts:
@@ -155,6 +157,12 @@ class WholeHistory:
         for scale, what in ((1.0, "no scale"), (spec.head_size**-0.5, "the scale of head_size")):
             found = self._attend(counts, q, replace(spec, scale=scale))
             yield f"that of {what} instead of spec.scale", found
+        if spec.softcap is not None:
+            uncapped = self._attend(counts, q, replace(spec, softcap=None))
+            yield "that of scores without the soft cap", uncapped
+            # Of softcap * tanh(s / softcap) * scale, where s is the score that is not scaled.
+            cap = replace(spec, softcap=spec.softcap * spec.scale)
+            yield "that of a soft cap on scores that are not scaled", self._attend(counts, q, cap)
         if 1 < spec.num_kv_heads < spec.num_heads:
             heads = [head % spec.num_kv_heads for head in range(spec.num_heads)]
             found = self._attend(counts, q, spec, kv_heads=heads)

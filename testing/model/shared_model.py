@@ -106,12 +106,7 @@ def check_cut_weights(
                 f"has {short_repr(tuple(whole[name])) if name in whole else 'no such tensor'}"
             )
     for name, cut in cuts.items():
-        if (
-            name not in shapes
-            or not isinstance(cut, Cut)
-            or not 0 <= cut.dim < len(shapes[name])
-            or not 0 <= cut.start <= cut.stop <= shapes[name][cut.dim]
-        ):
+        if name not in shapes or not isinstance(cut, Cut) or not cut.fits(shapes[name]):
             raise CUTS.violation(
                 f"weight_cuts of {rank} has {short_repr(cut)} of {name!r}, expected a Cut inside "
                 f"of {short_repr(shapes.get(name))}"
@@ -129,7 +124,8 @@ def check_coverage(whole: Mapping[str, Sequence[int]], ranks: Sequence[RankResul
         for rank in ranks:
             if name in rank.shapes:
                 cut = rank.cuts.get(name)
-                (missing if cut is None else cut.of(missing))[...] = False
+                for part in [Cut(0, 0, shape[0])] if cut is None else cut.parts:
+                    part.of(missing)[...] = False
         if missing.all():
             raise CUTS.violation(f"no rank needs {name!r}, which the whole model does")
         if missing.any():

@@ -43,6 +43,8 @@ class Naive:
         for head in range(spec.num_heads):
             shared = head // (spec.num_heads // spec.num_kv_heads)
             scores = keys[:, shared] @ query[head] * spec.scale
+            if spec.softcap is not None:
+                scores = spec.softcap * torch.tanh(scores / spec.softcap)
             heads.append(scores.softmax(0) @ values[:, shared])
         return torch.stack(heads)
 
@@ -71,6 +73,7 @@ def run(spec: KVSpec, steps, *, block_size: int, dtype=torch.float32, tolerance=
     heads=st.sampled_from([(1, 1), (4, 4), (6, 2), (9, 3)]),
     block_size=st.sampled_from([1, 4, 16]),
     window=st.sampled_from([None, 1, 3, 8, 17]),
+    softcap=st.sampled_from([None, 1.5]),
     steps=st.lists(
         st.dictionaries(st.sampled_from("abcd"), st.integers(1, 6), min_size=1).map(
             lambda counts: list(counts.items())
@@ -79,8 +82,8 @@ def run(spec: KVSpec, steps, *, block_size: int, dtype=torch.float32, tolerance=
         max_size=4,
     ),
 )
-def test_any_mix_of_steps_equals_naive_attention(heads, block_size, window, steps) -> None:
-    spec = KVSpec(*heads, head_size=8, scale=0.3, window=window)
+def test_any_mix_of_steps_equals_naive_attention(heads, block_size, window, softcap, steps) -> None:
+    spec = KVSpec(*heads, head_size=8, scale=0.3, window=window, softcap=softcap)
     run(spec, steps, block_size=block_size)
 
 
@@ -92,6 +95,14 @@ def test_decode_of_very_different_lengths_is_split_and_right(window, monkeypatch
     singles = [(name, 1) for name in lengths]
     spec = KVSpec(6, 2, 8, 0.3, window)
     run(spec, [list(lengths.items()), singles, [*singles, ("late", 20)]], block_size=16)
+
+
+@pytest.mark.parametrize("window", [None, 30])
+def test_capped_scores_are_computed_some_rows_at_a_time(window, monkeypatch) -> None:
+    module = "hardpoint.builtin_plugins.attention.torch"
+    monkeypatch.setattr(f"{module}._CAPPED_SCORES", 700)
+    steps = [[("a", 90), ("b", 4)], [("a", 1), ("b", 50)], [("a", 1), ("b", 1)]]
+    run(KVSpec(6, 2, 8, 0.3, window, 0.7), steps, block_size=16)
 
 
 def test_bfloat16_stays_close() -> None:
@@ -207,8 +218,9 @@ def sharing_pays(monkeypatch) -> None:
 @pytest.mark.parametrize("heads", [(1, 1), (6, 2)])
 @pytest.mark.parametrize("window", [None, 1000, 13])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sequences_that_share_blocks_equal_naive_attention(heads, window, dtype) -> None:
-    tables = Tables(KVSpec(*heads, 8, 0.3, window), dtype=dtype)
+@pytest.mark.parametrize("softcap", [None, 1.0])
+def test_sequences_that_share_blocks_equal_naive_attention(heads, window, dtype, softcap) -> None:
+    tables = Tables(KVSpec(*heads, 8, 0.3, window, softcap), dtype=dtype)
     outer, inner = list(range(1, 7)), list(range(10, 14))
     sequences = [
         ([*outer, 20], 25, 1),  # an outer prefix of 6 blocks
@@ -259,8 +271,9 @@ def test_any_tables_that_share_blocks_equal_naive_attention(data) -> None:
 
 @pytest.mark.parametrize("window", [None, 50, 150])
 @pytest.mark.parametrize("context", [0, 70])
-def test_long_chunks_of_16_bits_are_computed_in_float32(window, context) -> None:
-    tables = Tables(KVSpec(6, 2, 8, 0.3, window), dtype=torch.bfloat16, block_size=16)
+@pytest.mark.parametrize("softcap", [None, 1.0])
+def test_long_chunks_of_16_bits_are_computed_in_float32(window, context, softcap) -> None:
+    tables = Tables(KVSpec(6, 2, 8, 0.3, window, softcap), dtype=torch.bfloat16, block_size=16)
     plan = tables.check([(list(range(1, 31)), context, 300), ([40], 3, 1)], 0.02)
     assert [len(chunk.pieces) for chunk in plan.for_window(window).chunks] == [3]
 

@@ -233,10 +233,16 @@ def test_missing_weights_are_named_when_the_model_runs(tmp_path: Path) -> None:
         ({"rope_scaling": 4}, "rope_scaling: expected a table, got 4"),
         ({"rope_theta": -1}, "rope_theta: expected a number > 0, got -1"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "'dynamic' depends on the running"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope' depends on the running"),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1, 2, 3]}},
+            r"short_factor: expected 4 numbers > 0, got \[1, 2, 3\]",
+        ),
         ({"rope_parameters": {"rope_type": "spiral"}}, "expected one of default,.* got 'spiral'"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters: .* does not work"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected 1.0 .* got 0.5"),
+        (
+            {"partial_rotary_factor": 0.4},
+            "partial_rotary_factor: expected a number of at most 1 .* head size 8, got 0.4",
+        ),
         ({"rope_parameters": {"full_attention": {}}}, "a set per layer type is not supported"),
     ],
 )

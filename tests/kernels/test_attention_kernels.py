@@ -110,7 +110,10 @@ def random_sequence(spec: KVSpec, length: int, dtype: torch.dtype, seed: int) ->
     heads=st.sampled_from([(1, 1), (2, 1), (3, 1), (8, 2), (10, 2), (7, 1), (39, 3)]),
     head_size=st.sampled_from([1, 2, 15, 16, 17, 40, 64, 80]),
     block_size=st.sampled_from([2, 3, 8, 16, 20, 32, 150]),
-    window=st.sampled_from([None, None, 1, 7, 16, 129, 140]),
+    limits=st.tuples(
+        st.sampled_from([None, None, 1, 7, 16, 129, 140]),
+        st.sampled_from([None, None, 0.5, 30.0]),
+    ),
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),
     chunks=st.lists(
         st.lists(st.sampled_from([0, 1, 1, 2, 5, 33, 150]), min_size=3, max_size=3),
@@ -120,9 +123,9 @@ def random_sequence(spec: KVSpec, length: int, dtype: torch.dtype, seed: int) ->
     shares=st.booleans(),
 )
 def test_any_step_equals_the_twin(
-    library, heads, head_size, block_size, window, dtype, chunks, shares
+    library, heads, head_size, block_size, limits, dtype, chunks, shares
 ) -> None:
-    spec = KVSpec(*heads, head_size, head_size**-0.5, window)
+    spec = KVSpec(*heads, head_size, head_size**-0.5, *limits)
     runner = Runner(spec, dtype, block_size, seed=0)
     shape = (runner.num_blocks, block_size, spec.num_kv_heads, head_size)
     cache = tuple(torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))
@@ -136,7 +139,7 @@ def test_any_step_equals_the_twin(
         qkv = [
             torch.cat([s.qkv[i][starts[id(s)] : s.done] for s, _ in given_counts]) for i in range(3)
         ]
-        expected = paged_attention(tuple(qkv), cache, paged, spec.scale, window)
+        expected = paged_attention(tuple(qkv), cache, paged, spec.scale, *limits)
         limit = 0.02 if dtype == torch.bfloat16 else 1e-5
         assert (out.float() - expected).abs().nan_to_num(torch.inf).max() < limit
         if shares and not index:
@@ -207,9 +210,14 @@ def threads():
 
 
 def assert_invariant(
-    dtype: torch.dtype, window: int | None, block_size: int, heads: tuple[int, int], seed: int
+    dtype: torch.dtype,
+    window: int | None,
+    block_size: int,
+    heads: tuple[int, int],
+    seed: int,
+    softcap: float | None = None,
 ) -> None:
-    spec = KVSpec(*heads, 24, 0.3, window)
+    spec = KVSpec(*heads, 24, 0.3, window, softcap)
     alone = schedule_sequences(spec, dtype)
     expected = [Runner(spec, dtype, block_size, seed).step([(s, len(s))])[0] for s in alone]
     runner, rng = Runner(spec, dtype, block_size, seed), random.Random(seed)
@@ -230,6 +238,24 @@ CASES = [
 @pytest.mark.parametrize("case", CASES[1:3])
 def test_a_query_has_the_same_result_in_any_step(library, threads, case) -> None:
     assert_invariant(*case, seed=0)
+
+
+def test_a_query_with_a_soft_cap_has_the_same_result_in_any_step(library, threads) -> None:
+    assert_invariant(*CASES[1], seed=0, softcap=2.0)
+
+
+def test_large_and_small_scores_are_capped_as_exactly_as_torch_does(library) -> None:
+    for size, softcap in ((1e-3, 50.0), (0.3, 1.0), (10.0, 4.0), (1e4, 2.0)):
+        spec = KVSpec(2, 1, 16, 1.0, None, softcap)
+        runner, sequence = (
+            Runner(spec, torch.float32, 16, 0),
+            random_sequence(spec, 40, torch.float32, 3),
+        )
+        sequence.qkv[0] *= size
+        cache = tuple(torch.zeros(runner.num_blocks, 16, 1, 16) for _ in range(2))
+        out, paged = runner.step([(sequence, 40)])
+        expected = paged_attention(tuple(sequence.qkv), cache, paged, 1.0, None, softcap)
+        assert (out - expected).abs().max() < 2e-6, (size, softcap)
 
 
 @pytest.mark.nightly

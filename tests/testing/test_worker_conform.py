@@ -18,10 +18,15 @@ from hardpoint.builtin_plugins.auto import AutoAttention, AutoOps
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.builtin_plugins.loaders.gguf import GGUFLoader
 from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
+from hardpoint.builtin_plugins.models.gemma import Gemma2, Gemma3
+from hardpoint.builtin_plugins.models.granite import Granite
 from hardpoint.builtin_plugins.models.llama import Llama
 from hardpoint.builtin_plugins.models.mixtral import Mixtral
+from hardpoint.builtin_plugins.models.olmo2 import Olmo2
+from hardpoint.builtin_plugins.models.phi3 import Phi3
 from hardpoint.builtin_plugins.models.qwen import Qwen2, Qwen3
 from hardpoint.builtin_plugins.models.qwen_moe import Qwen2Moe, Qwen3Moe
+from hardpoint.builtin_plugins.models.smollm3 import SmolLM3
 from hardpoint.builtin_plugins.ops.native_cpu import NativeOps
 from hardpoint.builtin_plugins.ops.torch import TorchOps
 from hardpoint.builtin_plugins.sampler import DefaultSampler
@@ -166,6 +171,69 @@ class TestQwen3(ModelSuite):
     examples = kit_examples(0.3)
     model = Qwen3
     config = config("Qwen3", **DIVISIBLE, head_dim=16, tie_word_embeddings=True)
+
+
+class TestGranite(ModelSuite):
+    examples = kit_examples(0.1)
+    model = Granite
+    config = config(
+        "Granite",
+        **DIVISIBLE,
+        embedding_multiplier=12.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.22,
+        logits_scaling=8.0,
+        tie_word_embeddings=True,
+    )
+
+
+class TestSmolLM3(ModelSuite):
+    examples = kit_examples(0.1)
+    model = SmolLM3
+    config = config("SmolLM3", **DIVISIBLE, no_rope_layer_interval=2)
+
+
+class TestOlmo2(ModelSuite):
+    examples = kit_examples(0.1)
+    model = Olmo2
+    config = config("Olmo2", **DIVISIBLE)
+
+
+class TestPhi3(ModelSuite):
+    examples = kit_examples(0.1)
+    model = Phi3
+    config = config(
+        "Phi3",
+        **DIVISIBLE | {"num_attention_heads": 6},
+        partial_rotary_factor=0.75,
+        original_max_position_embeddings=32,
+        rope_scaling={
+            "type": "longrope",
+            "short_factor": [1.0, 1.1, 1.2],
+            "long_factor": [1.5, 2.5, 9.0],
+        },
+    )
+
+
+class TestGemma2(ModelSuite):
+    examples = kit_examples(0.1)
+    model = Gemma2
+    config = config(
+        "Gemma2",
+        **DIVISIBLE,
+        head_dim=8,
+        query_pre_attn_scalar=6,
+        sliding_window=7,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+        tie_word_embeddings=False,
+    )
+
+
+class TestGemma3(ModelSuite):
+    examples = kit_examples(0.1)
+    model = Gemma3
+    config = config("Gemma3", **DIVISIBLE, head_dim=8, sliding_window=7, sliding_window_pattern=2)
 
 
 class TestQwen3Moe(ModelSuite):

@@ -9,7 +9,7 @@ import torch
 
 from hardpoint.core.worker.checked_model import wrong_result
 from hardpoint.plugins import AttentionBackend, AttentionStep, KVSpec, is_replayable
-from hardpoint.plugins.errors import ConfigError, PluginFaultError
+from hardpoint.plugins.errors import ConfigError, ModelError, PluginFaultError
 from hardpoint.plugins.manifest import Source
 
 from .layer_groups import LayerGroups
@@ -38,8 +38,16 @@ class CheckedAttention:
         """Ask the backend for the sizes of blocks.
 
         Raises:
+            ModelError: the backend cannot compute such layers.
             PluginFaultError: they are none, or differ in layers that are to share a cache.
         """
+        capped = [index for index, spec in enumerate(specs) if spec.softcap is not None]
+        if capped and not backend.softcaps:
+            raise ModelError(
+                f"attention.use: {source} has no soft cap of attention scores (its class says "
+                f"softcaps = False), and layer {capped[0]} has the soft cap "
+                f"{specs[capped[0]].softcap:g}; choose another attention backend for this model"
+            )
         self._backend = backend
         self._source = source
         self.specs = specs

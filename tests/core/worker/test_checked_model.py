@@ -9,7 +9,7 @@ import torch
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
-from hardpoint.plugins import KVSpec
+from hardpoint.plugins import KVSpec, ModelError
 from hardpoint.plugins.errors import EngineFaultError, PluginFaultError
 from hardpoint.testing import HistoryAttention, ScriptedModel, scripted_config
 
@@ -107,7 +107,8 @@ WEIGHTS = "a name and a dense CPU tensor"
         ("kv_specs", [KVSpec(1, 1, -8, 1.0)], "expected a list of KVSpec of whole numbers >= 1"),
         ("kv_specs", [KVSpec(3, 2, 8, 1.0)], "where num_kv_heads divides num_heads$"),
         ("kv_specs", [KVSpec(2, 2, 8, 1.0, 0)], "window=0.*, expected a list of KVSpec of whole"),
-        ("kv_specs", [KVSpec(2, 2, 8, math.nan)], "scale=nan.*, expected .* and a finite scale"),
+        ("kv_specs", [KVSpec(1, 1, 2, 1.0, None, -2.0)], "softcap=-2.0.*, .* and a softcap > 0,"),
+        ("kv_specs", [KVSpec(2, 2, 8, math.nan)], "scale=nan.*, expected .* a finite scale"),
         ("kv_specs", [KVSpec(2.0, 2, 8, 1.0)], "num_heads=2.0.*, expected a list of KVSpec"),
         (
             "bytes_per_block",
@@ -126,6 +127,19 @@ WEIGHTS = "a name and a dense CPU tensor"
 def test_at_start(method, value, message, scripted, monkeypatch):
     monkeypatch.setattr(Wrong, method, value)
     with pytest.raises(PluginFaultError, match=message):
+        LLM(config=config(scripted))
+
+
+def test_an_attention_backend_without_soft_caps_refuses_models_that_have_them(
+    scripted, monkeypatch
+):
+    specs = [KVSpec(1, 1, 2, 1.0), KVSpec(1, 1, 2, 1.0, softcap=50.0)]
+    monkeypatch.setattr(Wrong, "kv_specs", specs)
+    message = (
+        r"^attention.use: .*'attention' .* has no soft cap of attention scores \(its class says "
+        r"softcaps = False\), and layer 1 has the soft cap 50; choose another attention backend"
+    )
+    with pytest.raises(ModelError, match=message):
         LLM(config=config(scripted))
 
 

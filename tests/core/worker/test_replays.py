@@ -10,7 +10,12 @@ import sys
 import pytest
 
 from hardpoint import LLM, SamplingParams
+from hardpoint.builtin_plugins.models.gemma import Gemma3
+from hardpoint.builtin_plugins.models.granite import Granite
 from hardpoint.builtin_plugins.models.llama import Llama
+from hardpoint.builtin_plugins.models.olmo2 import Olmo2
+from hardpoint.builtin_plugins.models.phi3 import Phi3
+from hardpoint.builtin_plugins.models.smollm3 import SmolLM3
 from hardpoint.core.worker import model_runner
 from hardpoint.kernels import cpu
 from hardpoint.testing import write_scripted_model
@@ -50,6 +55,43 @@ class Normed(Counting):
     contract = 1
     replayable = True
     head_norms = True
+
+
+class CountingPhi3(Counting, Phi3):
+    contract = 1
+    replayable = True
+    config = {"partial_rotary_factor": 0.5}
+
+
+class CountingOlmo2(Counting, Olmo2):
+    contract = 1
+    replayable = True
+    config = {}
+
+
+class CountingGranite(Counting, Granite):
+    contract = 1
+    replayable = True
+    config = {"embedding_multiplier": 12.0, "residual_multiplier": 0.2, "logits_scaling": 8.0}
+
+
+class CountingSmolLM3(Counting, SmolLM3):
+    contract = 1
+    replayable = True
+    config = {"no_rope_layer_interval": 2}
+
+
+class Gemma(Gemma3, Counting):
+    """Scales embeddings, normalises outputs and caps scores; layers of two kinds."""
+
+    contract = 1
+    replayable = True
+    config_defaults = Gemma3.config_defaults | {
+        "head_dim": 8,
+        "sliding_window": 6,
+        "sliding_window_pattern": 2,
+        "attn_logit_softcapping": 1.0,
+    }
 
 
 class Derived(Counting):
@@ -93,13 +135,14 @@ def run(tmp_path):
     """Return a function that gives tokens and the number of steps in which Python ran."""
     write_scripted_model(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, **CONFIG}))
 
     def generate(
         model, prompts=PROMPTS, tokens=24, between=lambda llm: None, dtype="bfloat16", **extra
     ):
         use = {"use": f"{__name__}:{model.__name__}", "name": "TinyForCausalLM"}
         settings = {"load": {"use": "dummy"}, "plugins": {"enable": [use]}, **extra}
+        fields = {**config, **CONFIG, **getattr(model, "config", {})}
+        (tmp_path / "config.json").write_text(json.dumps(fields))
         Counting.steps = 0
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, logprobs=2, seed=1)
         with LLM(str(tmp_path), dtype=dtype, config=settings, progress=False) as llm:
@@ -117,7 +160,10 @@ def run(tmp_path):
     return generate
 
 
-@pytest.mark.parametrize("model", [Counting, Normed])
+FAMILIES = [Gemma, CountingPhi3, CountingOlmo2, CountingGranite, CountingSmolLM3]
+
+
+@pytest.mark.parametrize("model", [Counting, Normed, *FAMILIES])
 def test_replayed_steps_give_the_same_bits_in_less_python(run, model):
     expected, all_steps = run(model, executor={"enforce_eager": True})
     results, steps = run(model)

@@ -12,6 +12,7 @@ class Plain(AttentionBackend):
 
     contract = 1
     devices = ("cpu",)
+    softcaps = True
 
     def bytes_per_block(self, spec):
         return 2 * self.context.block_size * spec.num_kv_heads * spec.head_size * self.itemsize
@@ -52,10 +53,13 @@ class Plain(AttentionBackend):
 
     def softmax(self, spec, q, keys, values, mask):
         keys, values = (self.spread(spec, side) for side in (keys, values))
-        scores = torch.einsum("qhd,khd->hqk", q, keys) * spec.scale
+        scores = self.cap(spec, torch.einsum("qhd,khd->hqk", q, keys) * spec.scale)
         return torch.einsum(
             "hqk,khd->qhd", scores.masked_fill(~mask, -torch.inf).softmax(-1), values
         )
+
+    def cap(self, spec, scores):
+        return scores if spec.softcap is None else spec.softcap * (scores / spec.softcap).tanh()
 
     def spread(self, spec, side):
         return side.repeat_interleave(spec.num_heads // spec.num_kv_heads, 1)
@@ -161,6 +165,27 @@ class WiderWindow(Plain):
         key, query = torch.arange(length), torch.arange(length - queries, length)[:, None]
         window = length if spec.window is None else spec.window
         return (key <= query) & (key >= query - window)
+
+
+class IgnoresSoftcap(Plain):
+    contract = 1
+
+    def cap(self, spec, scores):
+        return scores
+
+
+class CapsBeforeScaling(Plain):
+    contract = 1
+
+    def cap(self, spec, scores):
+        return super().cap(spec, scores / spec.scale) * spec.scale
+
+
+class ClampsScores(Plain):
+    contract = 1
+
+    def cap(self, spec, scores):
+        return scores if spec.softcap is None else scores.clamp(-spec.softcap, spec.softcap)
 
 
 class WritesNothing(Plain):

@@ -186,6 +186,42 @@ class RotatesAll(Plain):
         super().rotate(torch.as_strided(x, (len(x), 5, x.shape[2]), x.stride(), 0), angles)
 
 
+class RotatesContiguousHeads(Plain):
+    contract = 1
+
+    def rotate(self, x, angles):
+        super().rotate(torch.as_strided(x, x.shape, (x.stride(0), x.shape[2], 1)), angles)
+
+
+class ScalesACopy(Plain):
+    contract = 1
+
+    def scale(self, x, factor):
+        super().scale(x.clone(), factor)
+
+
+class ScalesWiderRows(Plain):
+    contract = 1
+
+    def scale(self, x, factor):
+        super().scale(torch.as_strided(x, (len(x), x.stride(0)), x.stride()), factor)
+
+
+class AddsTwice(Plain):
+    contract = 1
+
+    def add(self, x, delta):
+        super().add(x, delta * 2)
+
+
+class EmptiesDelta(Plain):
+    contract = 1
+
+    def add(self, x, delta):
+        super().add(x, delta)
+        delta.zero_()
+
+
 class GateLast(Plain):
     contract = 1
 

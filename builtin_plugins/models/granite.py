@@ -1,0 +1,45 @@
+"""Granite 3 (IBM, 2024): the Llama architecture with four factors."""
+
+from __future__ import annotations
+
+import torch
+
+from .llama import Llama
+
+
+class Granite(Llama):
+    """Multiplies the embedding, the scores of attention and the logits, and what layers add.
+
+    The hidden states here are those of the model, divided by `residual_multiplier` m: a layer then
+    adds its results as they are. The norms divide by the size of the hidden states again, so that
+    their eps is divided by m^2, and nothing else changes. No weight is scaled: those of low-bit
+    matrices cannot be, and others would be rounded once more.
+    """
+
+    contract = 1
+    replayable = True
+
+    def norm_eps(self) -> float:
+        """Return the eps of the config, of hidden states divided by `residual_multiplier`."""
+        return super().norm_eps() / self._residual_multiplier**2
+
+    def embedding_scale(self) -> float:
+        """Return `embedding_multiplier`, of hidden states divided by `residual_multiplier`."""
+        return self._fields.number("embedding_multiplier", 1.0) / self._residual_multiplier
+
+    def attention_scale(self) -> float:
+        """Return `attention_multiplier`."""
+        return self._attention_multiplier
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits [rows, vocab] of hidden states [rows, hidden], in float32."""
+        return super().compute_logits(hidden).div_(self._logits_scaling)
+
+    def _check_config(self) -> None:
+        super()._check_config()
+        self._logits_scaling = self._fields.number("logits_scaling", 1.0)
+        self._attention_multiplier = self._fields.number("attention_multiplier", 1.0)
+
+    @property
+    def _residual_multiplier(self) -> float:
+        return self._fields.number("residual_multiplier", 1.0)

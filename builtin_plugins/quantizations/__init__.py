@@ -1,0 +1,1 @@
+"""Schemes of weights of few bits."""

@@ -1,0 +1,347 @@
+"""The weights of a model on their way from the loader: read, quantised, dequantised, cut."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+
+from hardpoint.plugins import (
+    ConfigError,
+    EngineConfig,
+    HardpointError,
+    Model,
+    ModelError,
+)
+from hardpoint.plugins.errors import PluginFaultError
+from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.model import WeightFormat
+from hardpoint.plugins.parallel import Cut
+from hardpoint.plugins.quantization import (
+    AffineCodes,
+    DenseMatrix,
+    Quantization,
+    QuantizedMatrix,
+    QuantizedWeight,
+)
+from hardpoint.registry.blame import describe, raise_unless_fault
+from hardpoint.registry.tensor_checks import shown
+
+from .memory import is_out_of_memory
+
+T = TypeVar("T")
+Weights = Iterator[tuple[str, torch.Tensor]]
+Scheme = tuple[Quantization, Source]
+
+
+class QuantizedWeights:
+    """Gives a model its matrices of few bits, as the configuration says; passes other weights on.
+
+    `pass_on` does it; `describe` says afterwards what was done.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: Model,
+        cuts: Mapping[str, Cut],
+        scheme: Callable[[str], Scheme],
+    ) -> None:
+        """Find the scheme that the configuration names.
+
+        Args:
+            config: the engine's.
+            model: that loads the weights.
+            cuts: of its weights, by name.
+            scheme: returns a scheme and its source by its name.
+
+        Raises:
+            ConfigError: the model cannot load what the configuration says.
+        """
+        self._config = config.quantization
+        self._checkpoint = config.model
+        self._model = model
+        self._cuts = cuts
+        self._shapes = model.weight_shapes()
+        self._scheme = scheme
+        skip = self._config.skip
+        self._quantizable = {
+            name
+            for name in model.quantizable()
+            if not any(fnmatch.fnmatchcase(name, pattern) for pattern in skip)
+        }
+        self._use: Scheme | None = None
+        if self._config.use not in ("auto", "none"):
+            self._use = scheme(self._config.use)
+            if not self._quantizable:
+                raise ConfigError(
+                    f"quantization.use: {self._config.use!r} has no weights to quantise: "
+                    f"{model.context.config.architecture} has no matrices that may have few bits, "
+                    f"or quantization.skip names them all"
+                )
+        self._quantizes = self._use is not None and self._use[0].quantizes
+        self._counts: Counter[str] = Counter()
+        self._dequantized: Counter[str] = Counter()
+        self._without_kernel: Counter[str] = Counter()
+        self._has_own = False
+        self._by_loader: Counter[str] = Counter()
+
+    def pass_on(self, weights: Iterable[tuple[str, torch.Tensor | QuantizedWeight]]) -> Weights:
+        """Give the model its matrices of few bits; yield the other weights.
+
+        Raises:
+            ModelError: a weight cannot be read, quantised or cut.
+            PluginFaultError: a scheme raised something else, or gave what is no matrix.
+        """
+        for name, weight in weights:
+            matrix = None
+            if isinstance(weight, QuantizedWeight):
+                if name not in self._shapes:
+                    continue
+                stays = self.scheme_of(name, weight.scheme) == weight.scheme
+                matrix = self._read(name, weight, stays)
+                if stays and not isinstance(matrix, DenseMatrix):
+                    self._load(name, matrix, weight.scheme)
+                    continue
+                self._dequantized[weight.scheme] += 1
+                tensor = self._dequantize(name, matrix, weight.scheme)
+            else:
+                tensor = weight
+            if self.scheme_of(name, None) is not None:
+                self._load(name, self._quantized(name, tensor), self._config.use)
+            else:
+                yield name, tensor
+
+    def scheme_of(self, name: str, stored: str | None) -> str | None:
+        """Return the scheme in which the model gets a weight; None if it gets numbers.
+
+        Args:
+            name: of the weight.
+            stored: the scheme in which the files store it; None if they store numbers.
+        """
+        use = self._config.use
+        if name not in self._quantizable:
+            return None
+        if stored is not None and (stored == use or not (self._quantizes or use == "none")):
+            return stored
+        return use if self._quantizes else None
+
+    def stored_bytes(self, scheme: str, shape: tuple[int, ...]) -> int | None:
+        """Return the bytes of a matrix in a scheme; None if it takes as many as numbers do.
+
+        Raises:
+            PluginFaultError: the scheme raised something, or gave something else.
+        """
+        component, source = self._scheme(scheme)
+        rows, columns = shape
+        try:
+            found = component.stored_bytes((rows, columns))
+        except BaseException as cause:
+            raise_unless_fault(cause)
+            raise PluginFaultError(
+                f"{source}: its stored_bytes() failed: {describe(cause)}"
+            ) from cause
+        if found is not None and (type(found) is not int or found < 0):
+            raise _fault(source, "stored_bytes", found, "a number of bytes, or None")
+        return found
+
+    def describe(self) -> str | None:
+        """Return how many matrices have few bits, and which were dequantised; None if none."""
+        dtype = str(self._model.context.dtype).removeprefix("torch.")
+        parts = []
+        for name, count in sorted(self._counts.items()):
+            parts.append(f"{count} in {name}")
+            if without := self._without_kernel[name]:
+                parts.append(
+                    f"{without} of them dequantised to {dtype}, for the operations have no kernel "
+                    f"for them"
+                )
+        dequantized = self._dequantized + self._by_loader
+        parts += [f"{count} in {name} dequantised" for name, count in sorted(dequantized.items())]
+        if self._has_own and self._model.packed_weights() is None:
+            parts.append("not kept in the weight cache, for they multiply themselves")
+        return ", ".join(parts) or None
+
+    def check_stored(self, formats: Mapping[str, WeightFormat]) -> None:
+        """Check that schemes can read what files store, and that they have the required scheme.
+
+        Args:
+            formats: of the weights, by name; empty if they are not known.
+
+        Raises:
+            ModelError: a scheme cannot read what is stored.
+            ConfigError: no weight is stored in the scheme that the configuration requires.
+        """
+        for name, found in formats.items():
+            if found.stored is not None and name in self._shapes:
+                scheme, stored = self._scheme(found.stored.scheme), found.stored
+                self._call(name, scheme, "check", functools.partial(scheme[0].check, stored))
+        self._by_loader = Counter(
+            found.name
+            for name, found in formats.items()
+            if name in self._shapes and not found.is_quantized and not hasattr(torch, found.name)
+        )
+        named = [name for name, found in formats.items() if found.name == self._config.use]
+        if formats and not self._quantizes:
+            self._require(any(self.scheme_of(name, self._config.use) for name in named))
+
+    def check_used(self) -> None:
+        """Check that the checkpoint had the scheme that the configuration requires.
+
+        Raises:
+            ConfigError: it has no weights in it.
+        """
+        used = self._counts.keys() | self._dequantized.keys()
+        self._require(self._quantizes or self._config.use in used)
+
+    def _require(self, is_used: bool) -> None:
+        if self._use is not None and not is_used:
+            raise ConfigError(
+                f"quantization.use: {self._config.use!r} does not quantise weights, and "
+                f"{self._checkpoint!r} has none that are stored in it"
+            )
+
+    def _load(self, name: str, matrix: QuantizedMatrix, scheme: str) -> None:
+        self._counts[scheme] += 1
+        if not isinstance(matrix, AffineCodes):
+            self._has_own = True
+        elif matrix.bits not in self._model.context.ops.code_bits:
+            self._without_kernel[scheme] += 1
+        self._model.load_quantized(name, matrix)
+
+    def _read(self, name: str, weight: QuantizedWeight, stays: bool) -> QuantizedMatrix:
+        """Return what is stored, or the part of it that is needed.
+
+        Raises:
+            ModelError: it cannot be read, has another shape, or stays as it is and cannot be cut.
+        """
+        scheme = self._scheme(weight.scheme)
+        whole = tuple(self._shapes[name])
+        cut = self._cuts.get(name)
+        needed = whole if cut is None else cut.shape(whole)
+        matrix = self._matrix(
+            name, scheme, "read", lambda: scheme[0].read(weight), tuple(weight.shape)
+        )
+        if matrix.shape not in (whole, needed):
+            raise ModelError(
+                f"model: weight {name!r} of {self._checkpoint!r} has shape {matrix.shape}, "
+                f"{self._model.context.config.architecture} needs {whole}"
+            )
+        if cut is None or matrix.shape == needed != whole:
+            return matrix
+        if not stays and not _divides(matrix.alignment, cut, whole):
+            return DenseMatrix(cut.of(self._dequantize(name, matrix, weight.scheme)))
+        return self._matrix(name, scheme, "read", lambda: _part(matrix, cut), needed)
+
+    def _quantized(self, name: str, tensor: torch.Tensor) -> QuantizedMatrix:
+        assert self._use is not None
+        scheme, _ = self._use
+        weight = tensor.float()
+        if not bool(weight.isfinite().all()):
+            raise ModelError(
+                f"model: weight {name!r} of {self._checkpoint!r} has numbers that are not finite, "
+                f"which {self._config.use!r} cannot quantise"
+            )
+        matrix = self._matrix(
+            name, self._use, "quantize", lambda: scheme.quantize(weight), tuple(weight.shape)
+        )
+        self._check_alignment(name, matrix)
+        return matrix
+
+    def _check_alignment(self, name: str, matrix: QuantizedMatrix) -> None:
+        """Check that a part that was quantised is a part of the quantised whole.
+
+        Raises:
+            ConfigError: it was cut within a group of columns.
+        """
+        cut = self._cuts.get(name)
+        if cut is None:
+            return
+        unit, count = matrix.alignment, self._shapes[name][-1]
+        if not _divides(unit, cut, self._shapes[name]):
+            raise ConfigError(
+                f"quantization.use: {self._config.use!r} has groups of {unit} columns, which do "
+                f"not divide columns {cut.start} to {cut.stop} of {count}, the part of {name!r} "
+                f"that a rank has; expected a size of groups that divides {cut.stop - cut.start}"
+            )
+
+    def _dequantize(self, name: str, matrix: QuantizedMatrix, scheme: str) -> torch.Tensor:
+        """Return the numbers of a matrix."""
+        found = self._scheme(scheme)
+        tensor = self._call(name, found, "dequantize", matrix.dequantize)
+        if (
+            not isinstance(tensor, torch.Tensor)
+            or tensor.dtype != torch.float32
+            or tensor.shape != matrix.shape
+        ):
+            raise _fault(found[1], "dequantize", tensor, f"torch.float32 {list(matrix.shape)}")
+        return tensor
+
+    def _matrix(
+        self,
+        name: str,
+        scheme: Scheme,
+        method: str,
+        function: Callable[[], QuantizedMatrix],
+        shape: tuple[int, ...],
+    ) -> QuantizedMatrix:
+        """Return the matrix of a shape that a scheme's method gives."""
+        matrix = self._call(name, scheme, method, function)
+        if not isinstance(matrix, QuantizedMatrix):
+            raise _fault(scheme[1], method, matrix, "a QuantizedMatrix")
+        if tuple(matrix.shape) != shape:
+            raise _fault(scheme[1], method, matrix.shape, f"a matrix of shape {shape}")
+        if not self._call(name, scheme, "is_finite", matrix.is_finite):
+            raise ModelError(
+                f"model: weight {name!r} of {self._checkpoint!r}: {scheme[0].name}: a scale or "
+                f"offset is not finite"
+            )
+        return matrix
+
+    def _call(self, name: str, scheme: Scheme, method: str, function: Callable[[], T]) -> T:
+        """Return what a method of a scheme or of its matrices gives."""
+        try:
+            return function()
+        except BaseException as cause:
+            raise_unless_fault(cause)
+            if is_out_of_memory(cause) or isinstance(cause, HardpointError):
+                raise
+            if isinstance(cause, ValueError):
+                raise ModelError(
+                    f"model: weight {name!r} of {self._checkpoint!r}: {scheme[0].name}: {cause}"
+                ) from cause
+            raise PluginFaultError(
+                f"{scheme[1]}: its {method}() failed for {name!r}: {describe(cause)}"
+            ) from cause
+
+
+def _divides(unit: int, cut: Cut, shape: Sequence[int]) -> bool:
+    """Return whether a matrix can be cut, whose columns are stored in units of so many."""
+    if cut.dim == 0:
+        return True
+    return not any(p.start % unit or (p.stop % unit and p.stop != shape[1]) for p in cut.parts)
+
+
+def _part(matrix: QuantizedMatrix, cut: Cut) -> QuantizedMatrix:
+    """Return a part of a matrix.
+
+    Raises:
+        ValueError: it cannot be cut there.
+    """
+    part_of = matrix.rows if cut.dim == 0 else matrix.columns
+    try:
+        parts = [part_of(part.start, part.stop) for part in cut.parts]
+    except ValueError as cause:
+        raise ValueError(
+            f"{cause}, the part that a rank has; expected fewer ranks (parallel.tensor), or "
+            f"quantization.use = 'none', which dequantises"
+        ) from cause
+    return parts[0] if not cut.more else parts[0].joined(parts, cut.dim)
+
+
+def _fault(source: Source, method: str, got: object, expected: str) -> PluginFaultError:
+    return PluginFaultError(f"{source}: its {method}() gave {shown(got)}, expected {expected}")

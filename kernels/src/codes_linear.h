@@ -1,0 +1,363 @@
+// y = x W^T + b for W of low-bit codes.
+//
+// A step's products are summed from 0, in order; the sum is then scaled and added to the element of
+// y, and so is the sum of x over the step, times the offset. That too is one order whatever the
+// number of rows, threads and blocks.
+//
+// Codes are unpacked in registers wherever that costs little beside reading or multiplying them.
+// Else a part of a few panels is unpacked into memory that stays in cache, for a block of rows.
+#pragma once
+
+#include "codes_vectors.h"
+#include "gemm.h"
+
+namespace codes {
+
+using gemm::MAX_ROWS;
+using gemm::Operand;
+
+// Panels that are multiplied at once: with codes in registers, and with unpacked ones.
+#if defined(__AVX2__)
+constexpr int DIRECT_PANELS = 3;
+#else
+constexpr int DIRECT_PANELS = 1;
+#endif
+constexpr int TILE_PANELS = gemm::TILE_PANELS;
+constexpr int MOST_PANELS = std::max(DIRECT_PANELS, TILE_PANELS);
+constexpr long CHUNK_UNITS = 16;  // that are unpacked, or whose factors are read, at once
+constexpr long LATER = 1024;      // bytes of factors that are asked for before they are read
+
+// Return whether unpacking pays: with permutations, only where it takes several of them, and for
+// many rows.
+inline bool unpacks(const Segment& segment, long rows) {
+  if (PERMUTES) return segment.bits > 4 && rows >= 64;
+  return rows > 2 || !segment.is_affine;
+}
+
+// Steps whose factors have been read.
+struct Chunk {
+  Walk walk;
+  long first_unit = 0, first_step = 0;
+  long units = 0, steps = 0;
+  bool has_offsets = false;
+  uint8_t lengths[CHUNK_UNITS];  // of the steps, in units
+  alignas(64) float scales[CHUNK_UNITS * MOST_PANELS * PANEL];
+  alignas(64) float offsets[CHUNK_UNITS * MOST_PANELS * PANEL];
+};
+
+// Panels of one strip.
+struct Panels {
+  const Matrix& matrix;
+  const Segment& segment;
+  Strip strip;
+  long first;  // a panel of the segment
+
+  Panels(const Matrix& matrix, const Segment& segment, long first)
+      : matrix(matrix), segment(segment), strip(first, segment.panels()), first(first) {}
+
+  // Where an array starts that has `parts` of each panel.
+  const uint8_t* at(int64_t array, long parts, long part_bytes) const {
+    return matrix.at(array) + strip.position(first, parts, 0) * part_bytes;
+  }
+};
+
+// Reads the factors of some panels.
+class Reader {
+ public:
+  Reader(const Panels& panels, const Factors& factors) : storage_(factors.storage) {
+    long padded = panels.matrix.padded(), bytes = PANEL * factors.item_size();
+    inner_ = panels.at(factors.inner, panels.segment.groups(padded), bytes);
+    inner_stride_ = panels.strip.width * bytes;
+    outer_ = factors.is_nested() ? panels.at(factors.outer, outers(padded), PANEL * 2) : nullptr;
+    outer_stride_ = panels.strip.width * PANEL * 2;
+  }
+
+  // Read those of P panels for the step that `walk` is at.
+  template <int P>
+  void read(const Walk& walk, float* to) const {
+    const uint8_t* inner = inner_ + walk.group * inner_stride_;
+    __builtin_prefetch(inner + LATER);
+    switch (storage_) {
+      case FLOAT32: return read<P>((const float*)inner, walk, to);
+      case FLOAT16: return read<P>((const uint16_t*)inner, walk, to);
+      case INT8: return read<P>((const int8_t*)inner, walk, to);
+      default: return read<P>(inner, walk, to);
+    }
+  }
+
+ private:
+  template <int P, class T>
+  void read(const T* inner, const Walk& walk, float* to) const {
+    const uint16_t* outer = (const uint16_t*)(outer_ + walk.k / OUTER * outer_stride_);
+#pragma GCC unroll 16
+    for (int i = 0; i < P * PANEL; i += LANES) {
+      if constexpr (sizeof(T) == 1)
+        store(to + i, load_bytes(inner + i) * load_half(outer + i));
+      else if constexpr (sizeof(T) == 2)
+        store(to + i, load_half(inner + i));
+      else
+        store(to + i, load(inner + i));
+    }
+  }
+
+  int64_t storage_;
+  const uint8_t *inner_, *outer_;
+  long inner_stride_, outer_stride_;
+};
+
+// Read the steps after those of the chunk; return whether there are any.
+template <int P>
+bool read_next(const Segment& segment, long padded, const Reader& scales, const Reader& offsets,
+               Chunk& chunk) {
+  chunk.first_unit += chunk.units;
+  chunk.first_step += chunk.steps;
+  chunk.units = chunk.steps = 0;
+  while (true) {
+    Walk next = chunk.walk;
+    long length = next.next(segment, padded) / UNIT, at = chunk.steps * P * PANEL;
+    if (length == 0 || chunk.units + length > CHUNK_UNITS) return chunk.steps > 0;
+    scales.read<P>(chunk.walk, chunk.scales + at);
+    if (chunk.has_offsets) offsets.read<P>(chunk.walk, chunk.offsets + at);
+    chunk.lengths[chunk.steps++] = (uint8_t)length;
+    chunk.units += length;
+    chunk.walk = next;
+  }
+}
+
+// Rows of x, and their sums over the steps.
+template <class X>
+struct Rows {
+  const X* x;
+  const float* sums;
+  long stride, sums_stride;
+
+  Rows from(long row) const {
+    return {x + row * stride, sums + row * sums_stride, stride, sums_stride};
+  }
+};
+
+// Add the products of R rows with the steps of a chunk to y [R][P * PANEL].
+template <int R, int P, class Source, class X>
+__attribute__((noinline)) void tile(Source source, const Chunk& chunk, const Rows<X> rows, float* y) {
+  constexpr int V = P * PANEL_VECTORS;
+  const X* x = rows.x + chunk.first_unit * UNIT;
+  long unit = 0;
+  for (long step = 0; step < chunk.steps; step++) {
+    Floats sums[R][V];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+      for (int v = 0; v < V; v++) sums[r][v] = Floats{};
+    long length = chunk.lengths[step];
+    multiply<R, V>(source, unit, length, x + unit * UNIT, rows.stride, sums);
+    unit += length;
+    const float* scales = chunk.scales + step * P * PANEL;
+    const float* offsets = chunk.offsets + step * P * PANEL;
+    const float* row_sums = rows.sums + chunk.first_step + step;
+    if (chunk.has_offsets) {
+      asm("" ::: "memory");  // else y is loaded ahead of the branch, into more than all registers
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r++) {
+        float row_sum = row_sums[r * rows.sums_stride];
+#pragma GCC unroll 16
+        for (int v = 0; v < V; v++) {
+          float* at = y + (r * V + v) * LANES;
+          Floats total = load(at) + load(scales + v * LANES) * sums[r][v];
+          store(at, total + load(offsets + v * LANES) * row_sum);
+        }
+      }
+    } else {
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+        for (int v = 0; v < V; v++) {
+          float* at = y + (r * V + v) * LANES;
+          store(at, load(at) + load(scales + v * LANES) * sums[r][v]);
+        }
+    }
+  }
+}
+
+// Call `work` with the codes of some panels, from unit `unit` on.
+template <class Work>
+void with_packed(const Panels& panels, long unit, Work work) {
+  const Segment& segment = panels.segment;
+  long bytes = segment.bits * 64, stride = panels.strip.width * bytes;
+  const uint8_t* at = panels.at(segment.codes, panels.matrix.padded() / BLOCK, bytes) +
+                      unit * UNIT / BLOCK * stride;
+  auto run = [&](auto bits) {
+    constexpr int BITS = decltype(bits)::value;
+    if constexpr (!PERMUTES && BITS < 8)
+      if (!segment.is_affine) return work(Packed<BITS, true>{at, stride, segment.values});
+    work(Packed<BITS, PERMUTES>{at, stride, segment.values});
+  };
+  switch (segment.bits) {
+    case 4: return run(std::integral_constant<int, 4>{});
+    case 5: return run(std::integral_constant<int, 5>{});
+    case 6: return run(std::integral_constant<int, 6>{});
+    default: return run(std::integral_constant<int, 8>{});
+  }
+}
+
+// As `tile`, for any number of rows: few sizes, which are compiled quickly.
+template <int P, class Source, class X>
+void tiles(Source source, const Chunk& chunk, Rows<X> rows, int count, float* y) {
+  constexpr bool DIRECT = !std::is_same_v<Source, Unpacked>;
+  constexpr int MOST = DIRECT && !PERMUTES ? 2 : gemm::TILE_ROWS;
+  for (int row = 0; row < count;) {
+    int left = count - row, size = 1;
+    float* at = y + row * P * PANEL;
+    Rows<X> from = rows.from(row);
+    if (left >= MOST) {
+      tile<MOST, P>(source, chunk, from, at);
+      size = MOST;
+    } else if (MOST > 4 && left >= 4) {
+      tile<4, P>(source, chunk, from, at);
+      size = 4;
+    } else if (MOST > 2 && left >= 2) {
+      tile<2, P>(source, chunk, from, at);
+      size = 2;
+    } else {
+      tile<1, P>(source, chunk, from, at);
+    }
+    row += size;
+  }
+}
+
+// Multiply `count` rows with P panels: y [count][P * PANEL].
+template <int P, bool DIRECT, class X>
+void multiply_panels(const Panels& panels, Rows<X> rows, int count, float* y) {
+  static thread_local Scratch<uint8_t> scratch;
+  const Segment& segment = panels.segment;
+  long padded = panels.matrix.padded();
+  Reader scales(panels, segment.scales), offsets(panels, segment.offsets);
+  Chunk chunk;
+  chunk.has_offsets = segment.offsets.storage != NONE;
+  std::fill(y, y + count * P * PANEL, 0.0f);
+  constexpr long STRIDE = CHUNK_UNITS * PAIRS * PAIR_BYTES;
+  while (read_next<P>(segment, padded, scales, offsets, chunk)) {
+    with_packed(panels, chunk.first_unit, [&](auto packed) {
+      if constexpr (DIRECT)
+        tiles<P>(packed, chunk, rows, count, y);
+      else
+        unpack<P>(packed, chunk.units, scratch.get(P * STRIDE), STRIDE);
+    });
+    if constexpr (!DIRECT)
+      tiles<P>(Unpacked{scratch.get(P * STRIDE), STRIDE}, chunk, rows, count, y);
+  }
+}
+
+// Sums of rows of x over the steps of a segment.
+class StepSums {
+ public:
+  const float* at = nullptr;
+  long stride = 0;
+
+  // Get sums that the thread may have got already in this call of `linear`. `block`: which rows.
+  template <class X>
+  void get(const X* x, long x_stride, int rows, const Segment& segment, long padded, long call,
+           long block) {
+    if (segment.offsets.storage == NONE) return;
+    bool nested = segment.is_nested();
+    if (call == call_ && block == block_ && segment.group == group_ && nested == is_nested_) return;
+    call_ = call, block_ = block, group_ = segment.group, is_nested_ = nested;
+    stride = 0;
+    for (Walk walk; walk.next(segment, padded);) stride++;
+    float* to = scratch_.get(rows * stride);
+    at = to;
+    for (int r = 0; r < rows; r++)
+      for (Walk walk; long length = walk.next(segment, padded);) {
+        const X* end = x + r * x_stride + walk.k;
+        Floats sum{};
+        for (long k = -length; k < 0; k += LANES) sum += load(end + k);
+        *to++ = sum_lanes(sum);
+      }
+  }
+
+ private:
+  Scratch<float> scratch_;
+  long call_ = 0, block_ = 0, group_ = 0;
+  bool is_nested_ = false;
+};
+
+// y, and what is added to it. T: the type of x and bias.
+template <class T, class Y>
+struct Output {
+  const T* bias;  // or null
+  Y* y;
+  long stride;
+
+  // Write rows [rows][P * PANEL] of sums to columns `column` to column + count.
+  template <int P>
+  void write(const float* sums, long row, int rows, long column, long count) const {
+    for (long c = 0; c < count; c += LANES) {
+      int part = (int)std::min<long>(LANES, count - c);
+      Floats add = bias ? load_part(bias + column + c, part) : Floats{};
+      for (int r = 0; r < rows; r++) {
+        Floats sum = load(sums + r * P * PANEL + c);
+        if (bias) sum += add;
+        Y* to = y + (row + r) * stride + column + c;
+        part == LANES ? store(to, sum) : store_part(to, sum, part);
+      }
+    }
+  }
+};
+
+// Multiply some rows of x with all panels of a strip.
+template <int P, bool DIRECT, class T, class Y>
+void multiply_strip(const Matrix& matrix, const Segment& segment, long first, long width,
+                    Rows<Operand<T>> rows, long row, int count, long column,
+                    const Output<T, Y>& output) {
+  alignas(64) float sums[MAX_ROWS * P * PANEL];
+  for (long panel = first; panel < first + width;) {
+    Panels panels(matrix, segment, panel);
+    long from = panel * PANEL, left = segment.rows - from;
+    if (first + width - panel >= P) {
+      multiply_panels<P, DIRECT>(panels, rows, count, sums);
+      output.template write<P>(sums, row, count, column + from, std::min<long>(left, P * PANEL));
+      panel += P;
+    } else {
+      multiply_panels<1, DIRECT>(panels, rows, count, sums);
+      output.template write<1>(sums, row, count, column + from, std::min<long>(left, PANEL));
+      panel++;
+    }
+  }
+}
+
+// y [rows, columns] = x [rows, depth] W^T + bias.
+template <class T, class Y>
+void linear(const T* x, long x_stride, const uint8_t* packed, const T* bias, Y* y, long y_stride,
+            long rows, long, long depth) {
+  static thread_local gemm::Operands<T> operands;
+  static thread_local StepSums sums;
+  static std::atomic<long> calls{0};
+  const Matrix& matrix = *(const Matrix*)packed;
+  Output<T, Y> output{bias, y, y_stride};
+  long call = ++calls, padded = matrix.padded(), strips = 0;
+  for (long i = 0; i < matrix.count; i++)
+    strips += (matrix.segment(i).panels() + STRIP - 1) / STRIP;
+  long row_blocks = (rows + MAX_ROWS - 1) / MAX_ROWS;
+  long per_item = std::clamp<long>(strips / (4 * omp_get_max_threads()), 1, 8);
+  long items = (strips + per_item - 1) / per_item;
+  for_each_item(row_blocks * items, [&](long index) {
+    long row = index / items * MAX_ROWS, first = index % items * per_item, column = 0;
+    int count = (int)std::min<long>(MAX_ROWS, rows - row);
+    operands.get(x + row * x_stride, x_stride, count, depth, padded, call);
+    for (long i = 0; i < matrix.count; i++) {
+      const Segment& segment = matrix.segment(i);
+      long own = (segment.panels() + STRIP - 1) / STRIP;
+      for (long strip = std::max(first, 0L); strip < std::min(first + per_item, own); strip++) {
+        sums.get(operands.at, operands.stride, count, segment, padded, call, row);
+        Rows<Operand<T>> part{operands.at, sums.at, operands.stride, sums.stride};
+        long panel = strip * STRIP, width = std::min(STRIP, segment.panels() - panel);
+        auto run = unpacks(segment, rows) ? multiply_strip<TILE_PANELS, false, T, Y>
+                                          : multiply_strip<DIRECT_PANELS, true, T, Y>;
+        run(matrix, segment, panel, width, part, row, count, column, output);
+      }
+      column += segment.rows;
+      first -= own;
+    }
+  });
+}
+
+}  // namespace codes

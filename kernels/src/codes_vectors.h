@@ -1,0 +1,282 @@
+// Low-bit codes in registers: pairs of depths as bf16, or single depths as float32.
+#pragma once
+
+#include <type_traits>
+
+#include "codes.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace codes {
+
+constexpr long AHEAD = 4096;   // bytes of codes that are asked for before they are multiplied
+constexpr int PAIRS = 8;       // of depths in a unit
+constexpr long PAIR_BYTES = 64;  // of a panel, as bf16
+
+INLINE Floats load_half(const uint16_t* from) {
+  Halves halves;
+  memcpy(&halves, from, sizeof halves);
+#if defined(__AVX512F__)
+  __m256i value;
+  memcpy(&value, &halves, sizeof value);
+  return (Floats)_mm512_cvtph_ps(value);
+#else
+  Words words = __builtin_convertvector(halves, Words), bits = (words & 0x7fff) << 13;
+  Words special = (Words)(bits >= 0x0f800000u);  // infinite or NaN
+  Floats finite = (Floats)bits * 0x1p112f;       // the exponents' biases differ
+  bits = (special & (bits | 0x70000000u)) | (~special & bits_of(finite));
+  return (Floats)(bits | (words & 0x8000) << 16);
+#endif
+}
+
+// Signed or unsigned bytes.
+template <class Byte>
+INLINE Floats load_bytes(const Byte* from) {
+#if defined(__AVX512F__)
+  __m128i bytes = _mm_loadu_si128((const __m128i*)from);
+  return (Floats)_mm512_cvtepi32_ps(std::is_signed_v<Byte> ? _mm512_cvtepi8_epi32(bytes)
+                                           : _mm512_cvtepu8_epi32(bytes));
+#elif defined(__AVX2__)
+  __m128i bytes = _mm_loadl_epi64((const __m128i*)from);
+  return (Floats)_mm256_cvtepi32_ps(std::is_signed_v<Byte> ? _mm256_cvtepi8_epi32(bytes)
+                                           : _mm256_cvtepu8_epi32(bytes));
+#else
+  typedef Byte Bytes __attribute__((vector_size(LANES)));
+  Bytes bytes;
+  memcpy(&bytes, from, sizeof bytes);
+  return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Floats);
+#endif
+}
+
+INLINE Floats lower(Words pairs) { return (Floats)(pairs << 16); }
+INLINE Floats upper(Words pairs) { return (Floats)(pairs & 0xffff0000u); }
+
+// Take the bits of `mask` from `yes`, the others from `no`.
+INLINE Words merge(uint32_t mask, Words yes, Words no) {
+#if defined(__AVX512F__)
+  __m512i bits = _mm512_set1_epi32((int)mask);
+  return (Words)_mm512_ternarylogic_epi32(bits, (__m512i)yes, (__m512i)no, 0xca);
+#else
+  return (yes & mask) | (no & ~mask);
+#endif
+}
+
+#if defined(__AVX512F__)
+constexpr bool PERMUTES = true;  // values are looked up in registers
+#else
+constexpr bool PERMUTES = false;
+#endif
+
+// Codes of panels in packed memory. TABLE: their values are looked up, else they are the codes plus
+// a constant.
+template <int BITS, bool TABLE>
+struct Packed {
+  static constexpr long BYTES = BITS * 64;  // of a block of a panel
+
+  const uint8_t* at;  // the first panel's first block
+  long stride;        // from block to block
+  const bf16* values;
+
+  // Of some depths and V vectors of columns.
+  template <int V>
+  struct Unit {
+    const uint8_t* low[V];
+    Words high[V];
+  };
+
+  template <int V>
+  __attribute__((always_inline)) Unit<V> unit(long index) const {
+    Unit<V> result;
+    long half = index % 2;
+    const uint8_t* block = at + index / 2 * stride;
+#pragma GCC unroll 16
+    for (int v = 0; v < V; v++) {
+      const uint8_t* panel = block + v / PANEL_VECTORS * BYTES;
+      long part = v % PANEL_VECTORS * LANES * (BITS == 8 ? 1 : 4);
+      result.low[v] = panel + half * (BITS == 8 ? 256 : 128) + part;
+      if (BITS == 5) result.high[v] = load_words(panel + 256 + part) >> (uint32_t)(8 * half);
+      if (BITS == 6) result.high[v] = load_words(panel + 256 + 64 * half + part);
+      if (v % PANEL_VECTORS) continue;
+#pragma GCC unroll 4
+      for (int line = 0; line < (BITS + 1) / 2; line++)
+        __builtin_prefetch(panel + half * BITS * 32 + line * 64 + AHEAD);
+    }
+    return result;
+  }
+
+  // The codes of pair p in the low bits of the halves of each word.
+  template <int V>
+  __attribute__((always_inline)) Words indices(const Unit<V>& unit, int v, int p) const {
+    Words words = load_words(unit.low[v] + p / 4 * 64) >> (uint32_t)(p % 4 * 4);
+    if (BITS == 4) return words;
+    int shift = BITS == 5 ? p - 4 : 2 * p - 4;
+    Words high = shift < 0 ? unit.high[v] << (uint32_t)-shift : unit.high[v] >> (uint32_t)shift;
+    return merge(BITS == 5 ? 0x00100010 : 0x00300030, high, words);
+  }
+
+  // Pair p of vector v, as float32.
+  template <int V>
+  __attribute__((always_inline)) void floats(const Unit<V>& unit, int v, int p, Floats& even,
+                                             Floats& odd) const {
+    if constexpr (BITS == 8) {
+      const int8_t* from = (const int8_t*)unit.low[v] + p * 2 * PANEL;
+      even = load_bytes(from);
+      odd = load_bytes(from + PANEL);
+    } else if constexpr (PERMUTES) {
+      Words words = pair(unit, v, p);
+      even = lower(words);
+      odd = upper(words);
+    } else {
+      Words words = indices(unit, v, p);
+      even = floats_of(words & ((1 << BITS) - 1));
+      odd = floats_of(words >> 16 & ((1 << BITS) - 1));
+    }
+  }
+
+  // Pair p of vector v, as bf16.
+  template <int V>
+  __attribute__((always_inline)) Words pair(const Unit<V>& unit, int v, int p) const {
+#if defined(__AVX512F__)
+    if constexpr (BITS < 8) {
+      __m512i words = (__m512i)indices(unit, v, p);
+      __m512i table = _mm512_loadu_si512(values);
+      if (BITS < 6) return (Words)_mm512_permutexvar_epi16(words, table);
+      return (Words)_mm512_permutex2var_epi16(table, words, _mm512_loadu_si512(values + 32));
+    }
+#endif
+    if constexpr (BITS == 8 || !PERMUTES) {
+      Floats even, odd;
+      floats(unit, v, p, even, odd);
+      return bits_of(even) >> 16 | bits_of(odd);
+    }
+  }
+
+ private:
+  __attribute__((always_inline)) Floats floats_of(Words codes) const {
+    if constexpr (!TABLE)
+      return __builtin_convertvector((Ints)codes, Floats) + to_float(values[0]);
+    Floats result;
+    for (int i = 0; i < LANES; i++) result[i] = to_float(values[codes[i]]);
+    return result;
+  }
+};
+
+// Values that were unpacked: bf16, for each panel the pairs of depths one after the other.
+struct Unpacked {
+  const uint8_t* at;
+  long stride;  // from panel to panel
+
+  template <int V>
+  struct Unit {
+    const uint8_t* vectors[V];
+  };
+
+  template <int V>
+  __attribute__((always_inline)) Unit<V> unit(long index) const {
+    Unit<V> result;
+#pragma GCC unroll 16
+    for (int v = 0; v < V; v++)
+      result.vectors[v] = at + v / PANEL_VECTORS * stride + index * PAIRS * PAIR_BYTES +
+                          v % PANEL_VECTORS * LANES * 4;
+    return result;
+  }
+
+  template <int V>
+  __attribute__((always_inline)) Words pair(const Unit<V>& unit, int v, int p) const {
+    return load_words(unit.vectors[v] + p * PAIR_BYTES);
+  }
+
+  template <int V>
+  __attribute__((always_inline)) void floats(const Unit<V>& unit, int v, int p, Floats& even,
+                                             Floats& odd) const {
+    Words words = pair(unit, v, p);
+    even = lower(words);
+    odd = upper(words);
+  }
+};
+
+// Unpack `units` units of P panels into `to`, which is laid out as `Unpacked` says.
+template <int P, class Source>
+__attribute__((noinline)) void unpack(Source source, long units, uint8_t* to, long stride) {
+  constexpr int V = P * PANEL_VECTORS;
+  for (long index = 0; index < units; index++) {
+    auto unit = source.template unit<V>(index);
+#pragma GCC unroll 8
+    for (int p = 0; p < PAIRS; p++)
+#pragma GCC unroll 16
+      for (int v = 0; v < V; v++) {
+        Words words = source.pair(unit, v, p);
+        memcpy(to + v / PANEL_VECTORS * stride + (index * PAIRS + p) * PAIR_BYTES +
+                   v % PANEL_VECTORS * LANES * 4,
+               &words, sizeof words);
+      }
+  }
+}
+
+// sums += x * values of pair p over its two depths, in order. at: x's rows.
+template <int R, int V, class Source, class Unit>
+INLINE void add_pair(const Source& source, const Unit& unit, int p, const float* const (&at)[R],
+                     int k, Floats (&sums)[R][V]) {
+  if constexpr (R <= 2) {  // few registers: one vector after the other
+#pragma GCC unroll 16
+    for (int v = 0; v < V; v++) {
+      Floats even, odd;
+      source.floats(unit, v, p, even, odd);
+#pragma GCC unroll 2
+      for (int r = 0; r < R; r++) {
+        sums[r][v] += at[r][k] * even;
+        sums[r][v] += at[r][k + 1] * odd;
+      }
+    }
+    return;
+  }
+  Floats even[V], odd[V];
+#pragma GCC unroll 16
+  for (int v = 0; v < V; v++) source.floats(unit, v, p, even[v], odd[v]);
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+    for (int v = 0; v < V; v++) sums[r][v] += at[r][k] * even[v];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+    for (int v = 0; v < V; v++) sums[r][v] += at[r][k + 1] * odd[v];
+}
+
+#if defined(__AVX512BF16__)
+template <int R, int V, class Source, class Unit>
+INLINE void add_pair(const Source& source, const Unit& unit, int p, const bf16* const (&at)[R],
+                     int k, Floats (&sums)[R][V]) {
+  Pairs pairs[V];
+#pragma GCC unroll 16
+  for (int v = 0; v < V; v++) pairs[v] = (Pairs)source.pair(unit, v, p);
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++) {
+    Pairs value = splat_pair(at[r] + k);
+#pragma GCC unroll 16
+    for (int v = 0; v < V; v++) sums[r][v] = add_products(sums[r][v], value, pairs[v]);
+  }
+}
+#endif
+
+// sums += x * values over `units` units from unit `first` on; x is that of the first depth.
+template <int R, int V, class Source, class X>
+INLINE void multiply(const Source& source, long first, long units, const X* x, long stride,
+                     Floats (&sums)[R][V]) {
+  const X* at[R];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++) at[r] = x + r * stride;
+  for (long i = 0; i < units; i++) {
+    auto unit = source.template unit<V>(first + i);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) asm("" : "+r"(at[r]));  // one register each, for all pairs
+#pragma GCC unroll 8
+    for (int p = 0; p < PAIRS; p++) add_pair(source, unit, p, at, 2 * p, sums);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) at[r] += UNIT;
+  }
+}
+
+}  // namespace codes

@@ -1,0 +1,288 @@
+"""Phi-3, OLMo 2, Granite and SmolLM3: equal to transformers', alone and divided."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from support.builtins.model_harness import Runner, build_model, load_model, open_loader
+
+from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
+from hardpoint.builtin_plugins.models.granite import Granite
+from hardpoint.builtin_plugins.models.olmo2 import Olmo2
+from hardpoint.builtin_plugins.models.phi3 import Phi3
+from hardpoint.builtin_plugins.models.smollm3 import SmolLM3
+from hardpoint.plugins import ModelConfig, ModelError
+from hardpoint.plugins.parallel import Communicator, Parallel
+from hardpoint.testing.model.rank_threads import run_ranks
+
+TINY = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+}
+FACTORS = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 3.0,
+}
+SLIDING = {"use_sliding_window": True, "sliding_window": 9}
+LONGROPE = {
+    "max_position_embeddings": 256,
+    "original_max_position_embeddings": 32,
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1.0, 1.1, 1.2],
+        "long_factor": [1.5, 2.5, 9.0],
+    },
+    "partial_rotary_factor": 0.75,
+}
+VARIANTS = {
+    "phi3": ("Phi3", Phi3, {"sliding_window": 9}),
+    "phi3-longrope": ("Phi3", Phi3, LONGROPE),
+    "phi3-grouped": (
+        "Phi3",
+        Phi3,
+        {"num_key_value_heads": 2, "partial_rotary_factor": 0.5, "tie_word_embeddings": True},
+    ),
+    "olmo2": ("Olmo2", Olmo2, {"num_key_value_heads": 8}),
+    "olmo2-one-kv-head": ("Olmo2", Olmo2, {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "granite": ("Granite", Granite, FACTORS),
+    "granite-tied": ("Granite", Granite, FACTORS | {"tie_word_embeddings": True}),
+    "granite-biases": ("Granite", Granite, {"attention_bias": True, "mlp_bias": True}),
+    "smollm3": ("SmolLM3", SmolLM3, {}),
+    "smollm3-layers": (
+        "SmolLM3",
+        SmolLM3,
+        {"no_rope_layers": [0, 1, 1, 0], "tie_word_embeddings": False, "attention_bias": True},
+    ),
+    "smollm3-window": (
+        "SmolLM3",
+        SmolLM3,
+        SLIDING | {"no_rope_layer_interval": 2, "mlp_bias": True},
+    ),
+    "smollm3-layer-types": (
+        "SmolLM3",
+        SmolLM3,
+        SLIDING | {"layer_types": ["sliding_attention", *["full_attention"] * 3]},
+    ),
+}
+GENERATOR = torch.Generator().manual_seed(1)
+TOKENS = torch.randint(0, 97, (60,), generator=GENERATOR).tolist()
+OTHERS = torch.randint(0, 97, (40,), generator=GENERATOR).tolist()
+
+
+NIGHTLY = {"granite-biases", "smollm3-layer-types", "phi3-grouped"}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[pytest.mark.nightly] if name in NIGHTLY else [])
+        for name in VARIANTS
+    ],
+)
+def variant(request, tmp_path_factory):
+    """A random model of transformers, saved: the model, our class, and the folder."""
+    import transformers
+
+    family, kind, fields = VARIANTS[request.param]
+    torch.manual_seed(5)
+    config = getattr(transformers, f"{family}Config")(**TINY | copy.deepcopy(fields))
+    reference = getattr(transformers, f"{family}ForCausalLM")(config).eval().float()
+    for parameter in reference.parameters():
+        # Large enough for attention to matter; the initial values give flat scores.
+        parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.2)
+    folder = tmp_path_factory.mktemp("model")
+    reference.save_pretrained(folder)
+    return reference, kind, folder
+
+
+@torch.inference_mode()
+def test_logits_and_greedy_tokens_equal_transformers(variant) -> None:
+    reference, kind, folder = variant
+    model = load_model(kind, open_loader(SafetensorsLoader, folder), dtype=torch.float32)
+    expected = reference(torch.tensor([TOKENS])).logits[0]
+    others = reference(torch.tensor([OTHERS])).logits[0]
+    alone = Runner(model, dtype=torch.float32, block_size=4).logits([("a", TOKENS)])
+    assert (alone - expected).abs().max() < 1e-4
+    runner = Runner(model, dtype=torch.float32, block_size=4)
+    parts = [runner.logits([("a", TOKENS[:23])])]
+    mixed = runner.logits([("a", TOKENS[23:50]), ("b", OTHERS)])
+    parts += [mixed[:27], runner.logits([("a", TOKENS[50:])])]
+    assert (torch.cat(parts) - expected).abs().max() < 1e-4
+    assert (mixed[27:] - others).abs().max() < 1e-4
+    histories = [[*TOKENS, int(expected[-1].argmax())], [*OTHERS, int(others[-1].argmax())]]
+    for _ in range(8):
+        logits = runner.logits([(name, h[-1:]) for name, h in zip("ab", histories, strict=True)])
+        for history, token in zip(histories, logits.argmax(-1).tolist(), strict=True):
+            assert token == int(reference(torch.tensor([history])).logits[0, -1].argmax())
+            history.append(token)
+
+
+def staged(kind, loader, communicator: Communicator, *, stages: int) -> torch.Tensor:
+    """Return the logits of TOKENS of a model cut into ranks and stages."""
+    hidden = None
+    with torch.inference_mode():
+        for stage in range(stages):
+            parallel = Parallel(communicator, stage, stages)
+            model = build_model(kind, loader.config(), dtype=torch.float32, parallel=parallel)
+            model.load_weights(loader.cut_weights(model.weight_shapes(), model.weight_cuts()))
+            runner = Runner(model, dtype=torch.float32)
+            hidden = runner.hidden([("a", TOKENS)], hidden=hidden)
+        return model.compute_logits(hidden)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages"),
+    [
+        (2, 2),
+        pytest.param(2, 1, marks=pytest.mark.nightly),
+        pytest.param(8, 1, marks=pytest.mark.nightly),
+    ],
+)
+@torch.inference_mode()
+def test_parts_equal_transformers(variant, ranks: int, stages: int) -> None:
+    reference, kind, folder = variant
+    loader = open_loader(SafetensorsLoader, folder)
+    expected = reference(torch.tensor([TOKENS])).logits[0]
+    results = run_ranks(ranks, lambda rank: staged(kind, loader, rank, stages=stages))
+    for found in results:
+        assert torch.equal(found, results[0])
+        assert (found - expected).abs().max() < 1e-4
+
+
+@torch.inference_mode()
+def test_bfloat16_stays_close(variant) -> None:
+    reference, kind, folder = variant
+    model = load_model(kind, open_loader(SafetensorsLoader, folder), dtype=torch.bfloat16)
+    expected = reference(torch.tensor([TOKENS])).logits[0]
+    found = Runner(model, dtype=torch.bfloat16).logits([("a", TOKENS)])
+    rounded = type(reference).from_pretrained(folder, dtype=torch.bfloat16)
+    theirs = rounded(torch.tensor([TOKENS])).logits[0].float()
+    assert (found - expected).norm() < 1.1 * (theirs - expected).norm()
+
+
+def longrope(**fields) -> dict:
+    """Return a config with other parameters of LongRoPE."""
+    return LONGROPE | {"rope_scaling": LONGROPE["rope_scaling"] | fields}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        (Granite, {"embedding_multiplier": 0}, "embedding_multiplier: expected a number > 0"),
+        (Granite, {"residual_multiplier": "1"}, "residual_multiplier: expected a number > 0"),
+        (Granite, {"attention_multiplier": -1}, "attention_multiplier: expected a number > 0"),
+        (Granite, {"logits_scaling": True}, "logits_scaling: expected a number > 0, got True"),
+        (
+            Phi3,
+            LONGROPE | {"original_max_position_embeddings": 0},
+            "original_max_position_embeddin",
+        ),
+        (
+            Phi3,
+            LONGROPE | {"original_max_position_embeddings": 1},
+            ".*: expected at least 2, got 1",
+        ),
+        (Phi3, longrope(factor=0), "factor: expected a number > 0, got 0"),
+        (Phi3, LONGROPE | {"partial_rotary_factor": 1.0}, "short_factor: expected 4 numbers > 0, "),
+        (Phi3, longrope(long_factor=[1.0, 2.0, 0]), "long_factor: expected a number > 0, got 0"),
+        (Phi3, longrope(long_factor=3), "long_factor: expected 3 numbers > 0, got 3"),
+        (Phi3, longrope(factor="x"), "factor: expected a number > 0, got 'x'"),
+        (Phi3, longrope(attention_factor=-1), "attention_factor: expected a number > 0, got -1"),
+        (Phi3, {"partial_rotary_factor": 1.5}, "partial_rotary_factor: expected a number of at mo"),
+        (Phi3, {"partial_rotary_factor": 0.4}, "partial_rotary_factor: .* head size 8, got 0.4"),
+        (Phi3, {"partial_rotary_factor": "x"}, "partial_rotary_factor: expected a number > 0"),
+        (Phi3, {"sliding_window": 0}, "sliding_window: expected a whole number >= 1, got 0"),
+        (Olmo2, {"rms_norm_eps": 0}, "rms_norm_eps: expected a number > 0, got 0"),
+        (SmolLM3, {"no_rope_layers": [1, 0]}, r"no_rope_layers: expected 4 of 0 .* got \[1, 0\]"),
+        (SmolLM3, {"no_rope_layers": [1, 0, 2, 1]}, "no_rope_layers: expected 4 of 0"),
+        (SmolLM3, {"no_rope_layer_interval": 0}, "no_rope_layer_interval: expected a whole number"),
+        (SmolLM3, SLIDING | {"layer_types": ["full"]}, "layer_types: expected 4 of full_attention"),
+        (SmolLM3, {"use_sliding_window": 1}, "use_sliding_window: expected true or false, got 1"),
+    ],
+)
+def test_wrong_fields_are_named(kind, fields: dict, message: str) -> None:
+    config = ModelConfig(
+        architecture="TestForCausalLM",
+        hf=TINY | fields,
+        vocab_size=97,
+        max_position_embeddings=256,
+    )
+    with pytest.raises(ModelError, match=f"TestForCausalLM config: {message}"):
+        build_model(kind, config, dtype=torch.float32)
+
+
+def test_what_a_config_of_smollm3_leaves_out_is_as_in_transformers() -> None:
+    import transformers
+
+    given = {name: value for name, value in TINY.items() if name != "num_key_value_heads"}
+    reference = transformers.SmolLM3Config(**given)
+    config = ModelConfig(
+        architecture="SmolLM3ForCausalLM", hf=given, vocab_size=97, max_position_embeddings=256
+    )
+    model = build_model(SmolLM3, config, dtype=torch.float32)
+    hf = SmolLM3.config_defaults
+    assert reference.rope_parameters["rope_theta"] == hf["rope_theta"]
+    for name in ("num_key_value_heads", "tie_word_embeddings"):
+        assert getattr(reference, name) == hf[name]
+    assert [rope is not None for rope in model.rotary_embeddings()] == [True, True, True, False]
+    assert "lm_head.weight" not in model.weight_shapes()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"type": "su"}, {"type": "yarn"}, {"factor": 4.0}, {"attention_factor": 1.5}],
+    ids=str,
+)
+@pytest.mark.parametrize("max_model_len", [32, 33])
+def test_max_model_len_chooses_the_factors_of_longrope(fields: dict, max_model_len: int) -> None:
+    import transformers
+    from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+
+    hf = TINY | longrope(**fields)
+    theirs = TINY | longrope(**fields | {"type": "longrope"})  # its old names are the same
+    rotary = Phi3RotaryEmbedding(transformers.Phi3Config(**copy.deepcopy(theirs)))
+    positions = torch.arange(max_model_len)
+    cos, sin = (part[0, :, :3] for part in rotary(torch.zeros(1), positions[None]))
+    config = ModelConfig(
+        architecture="Phi3ForCausalLM", hf=hf, vocab_size=97, max_position_embeddings=256
+    )
+    model = build_model(Phi3, config, dtype=torch.float32, max_model_len=max_model_len)
+    rope = model.rotary_embeddings()[0]
+    rope.allocate()
+    assert (rope.at(positions) - torch.cat((cos, sin), 1)).abs().max() < 1e-5
+    assert model.kv_variant == ("short" if max_model_len == 32 else "long")
+
+
+def test_a_rank_reads_its_rows_of_fused_matrices_alone(tmp_path) -> None:
+    import transformers
+
+    torch.manual_seed(5)
+    config = transformers.Phi3Config(**TINY | {"num_key_value_heads": 2})
+    transformers.Phi3ForCausalLM(config).save_pretrained(tmp_path)
+    loader = open_loader(SafetensorsLoader, tmp_path)
+    qkv = "model.layers.0.self_attn.qkv_proj.weight"
+
+    def read(communicator: Communicator) -> tuple[int, torch.Tensor]:
+        parallel = Parallel(communicator)
+        model = build_model(Phi3, loader.config(), dtype=torch.float32, parallel=parallel)
+        cuts = model.weight_cuts()
+        weights = dict(loader.cut_weights(model.weight_shapes(), cuts))
+        return len(weights[qkv]), cuts[qkv].of(torch.arange(96))
+
+    (size, first), (_, second) = run_ranks(2, read)
+    rows = [[*range(32), *range(64, 72), *range(80, 88)]]
+    rows += [[*range(32, 64), *range(72, 80), *range(88, 96)]]
+    assert [first.tolist(), second.tolist()] == rows
+    assert size == 48

@@ -1,0 +1,234 @@
+"""Products with low-bit codes equal their twin, and a row's result is the same in any batch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.searching import examples
+
+from hardpoint.kernels import cpu
+from hardpoint.kernels.twins import AffineCodes, dequantize, linear_codes
+
+BF16, FLOAT = torch.bfloat16, torch.float32
+NESTED = (torch.int8, torch.uint8)
+
+
+def available() -> list[str]:
+    """Return the instruction sets that this machine can run."""
+    plain = cpu.load("plain")
+    return [path for path in cpu.PATHS if plain.supports(path)]
+
+
+@pytest.fixture(scope="module", params=available())
+def library(request) -> cpu.Library:
+    """The kernels of each instruction set."""
+    return cpu.load(request.param)
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How a random part of a matrix is stored."""
+
+    rows: int
+    bits: int
+    group: int
+    scales: torch.dtype
+    offsets: torch.dtype | None
+    values: str
+
+
+stored = st.sampled_from([torch.float16, torch.float16, torch.float32, *NESTED])
+forms = st.builds(
+    Form,
+    rows=st.sampled_from([1, 5, 16, 33, 96, 120]),
+    bits=st.sampled_from([4, 5, 6, 8]),
+    group=st.sampled_from([16, 32, 64, 96, 128, 160, 2048]),
+    scales=stored,
+    offsets=st.none() | stored,
+    values=st.sampled_from(["codes", "centred", "table"]),
+)
+
+
+def random_integers(shape, low, high, generator):
+    return torch.randint(low, high, shape, generator=generator)
+
+
+def random_factors(rows, columns, group, dtype, generator):
+    """Return factors, and the outer ones that they need; small numbers of few digits."""
+    shape = (rows, -(-columns // group))
+    if dtype not in NESTED:
+        return (random_integers(shape, -8, 9, generator) / 4).to(dtype), None
+    low = 0 if dtype is torch.uint8 else -128
+    inner = random_integers(shape, low, low + 256, generator).to(dtype)
+    outer = random_integers((rows, -(-columns // 256)), -4, 5, generator) / 128
+    return inner, outer.to(torch.float16)
+
+
+def random_codes(form: Form, columns: int, generator: torch.Generator) -> AffineCodes:
+    low, high, dtype = (-128, 128, torch.int8) if form.bits == 8 else (0, 2**form.bits, torch.uint8)
+    codes = random_integers((form.rows, columns), low, high, generator).to(dtype)
+    scales, outer_scales = random_factors(form.rows, columns, form.group, form.scales, generator)
+    offsets, outer_offsets = None, None
+    if form.offsets is not None:
+        offsets, outer_offsets = random_factors(
+            form.rows, columns, form.group, form.offsets, generator
+        )
+    values = None
+    if form.values != "codes" and form.bits < 8:
+        values = torch.arange(2.0**form.bits) - 2 ** (form.bits - 1)
+        if form.values == "table":
+            values = values[torch.randperm(2**form.bits, generator=generator)] / 8
+    return AffineCodes(
+        codes, form.bits, form.group, scales, offsets, outer_scales, outer_offsets, values
+    )
+
+
+class Product:
+    """x -> x W^T + b by a library's kernels."""
+
+    def __init__(self, library, parts, bias, dtype, out_dtype=None) -> None:
+        self.packed = cpu.pack_codes(library, parts)
+        self.bias, self.out_dtype = bias, out_dtype or dtype
+        self.columns = sum(len(part.codes) for part in parts)
+        self.depth = parts[0].codes.shape[1]
+        name = "linear_codes" if self.out_dtype == dtype else "logits_codes"
+        self.run = library.function(name, dtype)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.full((len(x), self.columns + 3), 7, dtype=self.out_dtype)
+        self.run(
+            x.data_ptr(), x.stride(0), self.packed.data_ptr(),
+            None if self.bias is None else self.bias.data_ptr(), y.data_ptr(), y.stride(0),
+            len(x), self.columns, self.depth,
+        )  # fmt: skip
+        assert (y[:, self.columns :] == 7).all(), "wrote beyond the columns"
+        return y[:, : self.columns]
+
+
+def gather(library, packed, ids, depth, dtype):
+    out = torch.empty(len(ids), depth, dtype=dtype)
+    run = library.function("gather_codes", dtype)
+    run(packed.data_ptr(), ids.data_ptr(), len(ids), out.data_ptr())
+    return out
+
+
+def in_threads(count, run):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        return run()
+    finally:
+        torch.set_num_threads(before)
+
+
+@examples(40)
+@given(
+    parts=st.lists(forms, min_size=1, max_size=3),
+    depth=st.sampled_from([1, 31, 32, 50, 160, 257, 576, 1100]),
+    rows=st.integers(1, 12) | st.sampled_from([64, 65, 70]),
+    dtype=st.sampled_from([BF16, FLOAT]),
+    biased=st.booleans(),
+    gap=st.sampled_from([0, 1, 40]),
+    seed=st.integers(0, 2**31),
+)
+def test_any_form(library, parts, depth, rows, dtype, biased, gap, seed):
+    generator = torch.Generator().manual_seed(seed)
+    matrix = [random_codes(form, depth, generator) for form in parts]
+    columns = sum(form.rows for form in parts)
+    bias = torch.randn(columns, generator=generator).to(dtype) if biased else None
+    x = torch.randn(rows, depth + gap, generator=generator).to(dtype)[:, :depth]
+    product = Product(library, matrix, bias, dtype)
+
+    y = product(x)
+    expected = linear_codes(x, matrix, bias)
+    weight = torch.cat([dequantize(part) for part in matrix])
+    size = x.float().abs() @ weight.abs().T  # rounding errors grow with it
+    # Offsets and codes cancel: their parts may be larger than the weights.
+    largest = x.float().abs().sum(1, keepdim=True) * 1e-4 * (1 + weight.abs().max())
+    error = (y.float() - expected).abs()
+    assert (error <= 1e-5 * size + largest + expected.abs() * 2**-8).all()
+
+    single = torch.cat([product(row) for row in x.split(1)[:12]])
+    assert torch.equal(single, y[: len(single)])
+    assert torch.equal(product(x[-2:]), y[-2:])
+    for threads in (1, 3):
+        assert torch.equal(in_threads(threads, lambda: product(x)), y)
+    ids = torch.randint(0, columns, (20,), generator=generator)
+    gathered = gather(library, product.packed, ids, depth, dtype)
+    assert torch.equal(gathered, weight[ids].to(dtype))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 9, 40])
+@pytest.mark.parametrize("dtype", [BF16, FLOAT])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8])
+def test_small_numbers_come_out_exactly(library, bits, dtype, rows):
+    """Sums of whole numbers that float32 holds have one right result."""
+    generator = torch.Generator().manual_seed(bits)
+    parts = [
+        random_codes(Form(rows_of, bits, group, torch.float16, offsets, values), 200, generator)
+        for rows_of, group, offsets, values in (
+            (40, 32, torch.float16, "codes"),
+            (17, 16, None, "centred"),
+            (112, 200, torch.float32, "table"),
+        )
+    ]
+    x = torch.randint(-4, 5, (rows, 200), generator=generator).to(dtype)
+    bias = torch.randint(-9, 9, (169,), generator=generator).to(dtype)
+    expected = linear_codes(x, parts, bias)
+    assert torch.equal(Product(library, parts, bias, dtype)(x), expected.to(dtype))
+    if dtype is BF16:
+        assert torch.equal(Product(library, parts, bias, dtype, FLOAT)(x), expected)
+
+
+def test_scales_of_16_bits_are_read_as_they_are(library):
+    """Subnormal, largest, infinite and NaN scales are those that torch reads."""
+    bits = torch.tensor([0, 1, 0x3FF, 0x400, 0x3C00, 0x7BFF, 0x7C00, 0x7E00], dtype=torch.int16)
+    scales = torch.cat([bits, bits | -0x8000]).view(torch.float16).unsqueeze(1)
+    codes = torch.ones(16, 32, dtype=torch.uint8)
+    part = AffineCodes(codes, 4, 32, scales)
+    x = torch.zeros(1, 32)
+    x[0, 5] = 1
+    y = Product(library, [part], None, FLOAT)(x)
+    torch.testing.assert_close(y[0], scales[:, 0].float(), rtol=0, atol=0, equal_nan=True)
+    gathered = gather(library, cpu.pack_codes(library, [part]), torch.arange(16), 32, FLOAT)
+    expected = scales.float().expand(16, 32)
+    torch.testing.assert_close(gathered, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_wrong_product_with_codes_is_noticed(library, monkeypatch):
+    assert cpu._multiplies_codes_rightly(library)
+    pack = cpu.pack_codes
+
+    def pack_wrongly(library, parts):
+        packed = pack(library, parts)
+        packed[-1024:] = 0
+        return packed
+
+    monkeypatch.setattr(cpu, "pack_codes", pack_wrongly)
+    assert not cpu._multiplies_codes_rightly(library)
+
+
+@pytest.mark.parametrize("name", ["linear_codes", "gather_codes"])
+def test_products_are_recorded(library, name):
+    generator = torch.Generator().manual_seed(3)
+    part = random_codes(Form(40, 4, 32, torch.float16, None, "centred"), 64, generator)
+    packed = cpu.pack_codes(library, [part])
+    x, ids = torch.randn(3, 64, generator=generator), torch.tensor([3, 39, 0])
+    out = torch.zeros(3, 40 if name == "linear_codes" else 64)
+    run = library.function(name, FLOAT)
+    pointers = {
+        "linear_codes": (x.data_ptr(), 64, packed.data_ptr(), None, out.data_ptr(), 40, 3, 40, 64),
+        "gather_codes": (packed.data_ptr(), ids.data_ptr(), 3, out.data_ptr()),
+    }
+    with library.record() as recording:
+        library.run(run, *pointers[name])
+    expected = out.clone()
+    out.zero_()
+    calls = recording.words()
+    library.function("replay", None)(calls.ctypes.data, len(calls))
+    assert expected.any()
+    assert torch.equal(out, expected)

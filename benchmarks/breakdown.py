@@ -28,7 +28,8 @@ from hardpoint import LLM, SamplingParams
 from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.frontend.frontend import Frontend
 from hardpoint.core.frontend.llm_engine import LLMEngine
-from hardpoint.core.worker.checked_model import CheckedAttention, CheckedModel
+from hardpoint.core.worker.attention.checked_attention import CheckedAttention
+from hardpoint.core.worker.checked_model import CheckedModel
 from hardpoint.core.worker.model_runner import ModelRunner
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
 from hardpoint.plugins import EngineConfig

@@ -52,7 +52,7 @@ from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 from .kv_cache import CacheSize
 
 if TYPE_CHECKING:
-    from hardpoint.core.worker.worker import WorkerSpec
+    from hardpoint.core.worker.planning.worker_spec import WorkerSpec
 
 _log = logging.getLogger("hardpoint")
 

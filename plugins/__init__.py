@@ -67,6 +67,7 @@ from .model import (
     ModelConfig,
     ModelContext,
     ModelFiles,
+    WeightFormat,
     WeightLoader,
 )
 from .ops import Ops, OpsContext, Recorded
@@ -227,6 +228,7 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "QuantizationContext",
     "Recorded",
     "is_replayable",
+    "WeightFormat",
     "WeightLoader",
     # Tokenizers: provisional
     "DecodeStream",

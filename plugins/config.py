@@ -124,6 +124,8 @@ class KVCacheConfig(Strict):
         eviction: eviction policy, which chooses the cached content to discard for new blocks.
         watermark: share of the blocks that stays free when a request is admitted while others
             run, so that those can grow.
+        window_groups: layers with a sliding window have blocks of their own, which are released as
+            the window passes them; if not, they keep the blocks of all tokens, as other layers do.
     """
 
     block_size: Count = 16
@@ -134,6 +136,7 @@ class KVCacheConfig(Strict):
     hash_algorithm: Literal["sha256", "blake2b"] = "sha256"
     eviction: Reference = "lru"
     watermark: Annotated[float, Meta(ge=0, lt=1)] = 0.01
+    window_groups: bool = True
 
 
 class KVEventsConfig(Strict):

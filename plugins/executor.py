@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import msgspec
 
 from .component import Component, Context, Progress
-from .config import ParallelConfig
+from .config import EngineConfig, ParallelConfig
 from .errors import CommunicationAbortedError, HardpointError
 from .parallel import Placement
 from .plan import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
@@ -43,6 +43,7 @@ __all__ = [
     "first_error_or",
     "is_joint",
     "join_outputs",
+    "max_step_tokens",
     "open_worker",
     "results_of",
     "worker_method",
@@ -68,21 +69,32 @@ _ALONE = frozenset(
 _SETTLE_SECONDS = 0.25  # for the answers of other ranks, once one has failed
 
 
+def max_step_tokens(config: EngineConfig) -> int:
+    """Return the most tokens between those that a request has for certain and a step's last.
+
+    They are those of one step, or one of each step under way and the next token.
+    """
+    return max(config.scheduler.max_num_batched_tokens, MAX_CONCURRENT_BATCHES + 1)
+
+
 @dataclass(frozen=True)
 class WorkerInfo:
     """Memory figures of a worker that has loaded its model.
 
     Attributes:
-        bytes_per_block: of the KV cache, all layers together.
+        bytes_per_block: of the KV cache, all layers together that have one table.
         available_bytes: memory that weights and the largest step leave free, if measured.
         cache_share: share of it for the KV cache, unless configured.
         sleep_levels: levels of `Worker.sleep` that the worker supports.
+        windows: sliding window in tokens of each KV cache group, None is unlimited; plans have a
+            block table for each. All ranks have the same.
     """
 
     bytes_per_block: int
     available_bytes: int
     cache_share: float = 0.4
     sleep_levels: tuple[int, ...] = (1, 2)
+    windows: tuple[int | None, ...] = (None,)
 
 
 class Worker(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,6 +18,7 @@ __all__ = [
     "AllBlocksCleared",
     "BlockHistory",
     "BlockIds",
+    "BlockNeeds",
     "BlockRemoved",
     "BlockStored",
     "CachedBlocks",
@@ -41,11 +43,63 @@ class KVCacheGroup:
 
     Attributes:
         window: sliding attention window in tokens, the token itself included; None is unlimited.
-        layers: indices of the layers.
+        layers: indices of the layers that a rank has of it; empty where they do not matter.
     """
 
     window: int | None = None
     layers: tuple[int, ...] = ()
+
+    def max_blocks(self, num_tokens: int, block_size: int, max_step_tokens: int | None) -> int:
+        """Return the most blocks that a request of `num_tokens` tokens holds in this group at once.
+
+        Those that the window has passed are released before a step allocates new ones.
+
+        Args:
+            num_tokens: of the request.
+            block_size: tokens per block.
+            max_step_tokens: most tokens of a request in a step; None is all of them.
+        """
+        every = -(-num_tokens // block_size)
+        if self.window is None or max_step_tokens is None:
+            return every
+        held = self.window - 1 + max_step_tokens  # tokens, from the first that is seen
+        return min(every, -(-(held - 1) // block_size) + 1)
+
+
+@dataclass(frozen=True)
+class BlockNeeds:
+    """The blocks that requests need, all groups together.
+
+    Attributes:
+        groups: of the cache.
+        block_size: tokens per block.
+        max_step_tokens: as in `KVCacheGroup.max_blocks`.
+    """
+
+    groups: Sequence[KVCacheGroup]
+    block_size: int
+    max_step_tokens: int | None = None
+
+    @property
+    def num_null_blocks(self) -> int:
+        """Blocks that no request can use: 1 if there are windows, else 0."""
+        return int(any(group.window is not None for group in self.groups))
+
+    def of(self, num_tokens: int) -> int:
+        """Return the most blocks that a request of `num_tokens` tokens holds at once."""
+        size, step = self.block_size, self.max_step_tokens
+        return sum([group.max_blocks(num_tokens, size, step) for group in self.groups])
+
+    def longest(self, num_blocks: int, max_tokens: int) -> int:
+        """Return the length of the longest request that `num_blocks` have room for.
+
+        Args:
+            num_blocks: the null block included.
+            max_tokens: the most to return. Below that, it is a multiple of the block size.
+        """
+        size, usable = self.block_size, num_blocks - self.num_null_blocks
+        lengths = range(0, max_tokens + size, size)
+        return min(lengths[max(bisect_right(lengths, usable, key=self.of), 1) - 1], max_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,8 @@ class ModelConfig:
         max_position_embeddings: maximum context length that the model was trained for.
         eos_token_ids: end-of-sequence tokens that the model's files name.
         dtype: of the weights on disk, "bfloat16" for example; None if mixed or unknown.
+        quantization: name of the scheme (kind `quantizations`) without which weights cannot be
+            read; None if each weight says how it is stored.
         default_sampling: fields of SamplingParams that the model's files recommend, checked.
     """
 
@@ -67,6 +69,7 @@ class ModelConfig:
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...] = ()
     dtype: str | None = None
+    quantization: str | None = None
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -75,14 +78,18 @@ class WeightFormat:
     """How files store a weight.
 
     Attributes:
-        name: of a `quantizations` component, "q4_k" for example; else a dtype, "bfloat16".
+        name: of a `quantizations` component, "q4_k" for example; else a dtype, "bfloat16", or what
+            the format calls numbers that the loader itself dequantises, "q2_k".
         num_bytes: in the files.
         is_quantized: whether the name is that of a scheme.
+        stored: what the scheme is to read, without content: tensors on torch's device "meta". None
+            if the loader does not say it.
     """
 
     name: str
     num_bytes: int
     is_quantized: bool = False
+    stored: QuantizedWeight | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +201,9 @@ class WeightLoader(Component):
 class KVSpec:
     """One attention layer.
 
+    Layers whose specs differ in their windows alone have caches of one shape: layers of several
+    windows may share a cache, of which each uses other blocks.
+
     Attributes:
         num_heads: query heads.
         num_kv_heads: key and value heads; divides `num_heads`.
@@ -216,6 +226,10 @@ class KVSpec:
 class AttentionStep:
     """Positions of the tokens of one step. Sequences with a single query come first.
 
+    Layers with a sliding window may have blocks of their own. They are a group then, and a step has
+    one of these for each group, which differ in `block_table`, `slots` and `group` alone. Blocks
+    that the group's window has passed are no longer the sequence's: they may have been written to.
+
     Attributes:
         query_starts: int [seqs + 1]; tokens of sequence i are query_starts[i]:query_starts[i+1].
         seq_lens: int [seqs]; length of each sequence, the step's tokens included.
@@ -223,6 +237,7 @@ class AttentionStep:
         block_table: int64 [seqs, maximum blocks of a sequence]; unused entries are 0.
         slots: int64 [tokens]; cache position of each token's K and V, block * block_size + offset.
         block_size: tokens per block.
+        group: index of the group.
     """
 
     query_starts: np.ndarray[Any, np.dtype[np.int64]]
@@ -231,6 +246,7 @@ class AttentionStep:
     block_table: torch.Tensor
     slots: torch.Tensor
     block_size: int
+    group: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,8 +289,8 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
     def replayable(self) -> bool:
         """Whether `Ops.record` can record `attend`.
 
-        Repeated, it reads the plan that `plan` returned last, and the same cache. It holds for the
-        class that says so, not for those derived from it.
+        Repeated, it reads the plan that `plan` returned last for the same group, and the same
+        cache. It holds for the class that says so, not for those derived from it.
         """
         return False
 
@@ -284,7 +300,10 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
 
     @abstractmethod
     def allocate(self, spec: KVSpec, num_blocks: int) -> CacheT:
-        """Return a zeroed cache of `num_blocks` blocks for one layer."""
+        """Return a zeroed cache of `num_blocks` blocks for one layer.
+
+        Layers of other groups may share it if their specs differ from this one in the window alone.
+        """
 
     def block_views(self, cache: CacheT) -> Sequence[torch.Tensor]:
         """Return a layer's cache as bytes by block, without copying, for KV connectors.
@@ -305,7 +324,10 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
 
     @abstractmethod
     def plan(self, step: AttentionStep) -> PlanT:
-        """Return what all layers share in a step, masks and indices for example."""
+        """Return what the layers of a group share in a step, masks and indices for example.
+
+        Called once for each group of a step, before any of their layers attend.
+        """
 
     @abstractmethod
     def attend(

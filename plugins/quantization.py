@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = [
     "OUTER_COLUMNS",
     "AffineCodes",
+    "DenseMatrix",
     "Quantization",
     "QuantizationContext",
     "QuantizedMatrix",
@@ -40,6 +41,23 @@ class QuantizedWeight:
     shape: tuple[int, int]
     tensors: Mapping[str, torch.Tensor]
 
+    def tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a stored tensor, which has to have a dtype and shape.
+
+        Raises:
+            ValueError: it is missing, or has others.
+        """
+        found = self.tensors.get(name)
+        if found is None:
+            stored = ", ".join(sorted(self.tensors)) or "nothing"
+            raise ValueError(f"{name!r} is missing, expected {dtype} {list(shape)}, got {stored}")
+        if found.dtype != dtype or found.shape != shape:
+            raise ValueError(
+                f"{name!r}: expected {dtype} {list(shape)} for a matrix {list(self.shape)}, got "
+                f"{found.dtype} {list(found.shape)}"
+            )
+        return found
+
 
 class QuantizedMatrix(ABC):
     """A matrix W [rows, columns] of few bits, which models load in the place of a tensor."""
@@ -48,6 +66,11 @@ class QuantizedMatrix(ABC):
     @abstractmethod
     def shape(self) -> tuple[int, int]:
         """Rows and columns."""
+
+    @property
+    @abstractmethod
+    def alignment(self) -> int:
+        """Columns at whose multiples the matrix can be cut."""
 
     @abstractmethod
     def rows(self, start: int, stop: int) -> QuantizedMatrix:
@@ -63,18 +86,19 @@ class QuantizedMatrix(ABC):
 
     @abstractmethod
     def dequantize(self) -> torch.Tensor:
-        """Return W in float32."""
+        """Return W in float32, in memory of its own."""
 
-    def joined(self, parts: Sequence[QuantizedMatrix], dim: int) -> QuantizedMatrix:  # noqa: ARG002
+    def is_finite(self) -> bool:
+        """Return whether all weights are finite; override it if scales say that sooner."""
+        return bool(self.dequantize().isfinite().all())
+
+    def joined(self, parts: Sequence[QuantizedMatrix], dim: int) -> QuantizedMatrix:
         """Return parts of this matrix, which it is one of, one after the other in a dimension.
 
         Called for matrices in which a checkpoint has several stacked, q, k and v for example, of
-        which a rank needs a part each.
-
-        Raises:
-            ValueError: they cannot be joined, which is the default.
+        which a rank needs a part each. By default the parts are dequantised.
         """
-        raise ValueError("several parts of the matrix, which a rank needs, cannot be joined")
+        return DenseMatrix(join([part.dequantize() for part in parts], dim))
 
     def linear(
         self,
@@ -84,10 +108,11 @@ class QuantizedMatrix(ABC):
         """Return a function as `Ops.linear` does, which multiplies W itself.
 
         None, the default, leaves it to the operations: they multiply `AffineCodes` where they have
-        a kernel for them, and else what `dequantize` returns.
+        a kernel for them, and else what `dequantize` returns. A model with such functions is not
+        kept in the weight cache. Embeddings and experts use what `dequantize` returns.
 
         Args:
-            bias: [rows].
+            bias: [rows], in the dtype of x.
             out_dtype: of the results.
         """
         return None
@@ -123,6 +148,14 @@ class AffineCodes(QuantizedMatrix):
     outer_offsets: torch.Tensor | None = None
     values: torch.Tensor | None = None
 
+    def __post_init__(self) -> None:
+        """Check shapes and dtypes.
+
+        Raises:
+            ValueError: one is not as the attributes say.
+        """
+        _check_codes(self)
+
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and columns."""
@@ -142,9 +175,11 @@ class AffineCodes(QuantizedMatrix):
         """Return some columns.
 
         Raises:
-            ValueError: they do not begin and end with a group.
+            ValueError: they do not begin and end with a group, and a row has several.
         """
         unit, (_, count) = self.alignment, self.shape
+        if self.scales.shape[1] == 1 and self.group == unit:  # the group is a row
+            return self._with(lambda tensor, per: tensor[:, start:stop] if per == 1 else tensor)
         if start % unit or (stop % unit and stop != count):
             raise ValueError(
                 f"columns {start} to {stop} of {count} cannot be cut from blocks of {unit} columns"
@@ -213,6 +248,85 @@ class AffineCodes(QuantizedMatrix):
         )
 
 
+def _check_codes(matrix: AffineCodes) -> None:
+    """Check the shapes and dtypes of codes.
+
+    Raises:
+        ValueError: one is wrong.
+    """
+    import torch  # noqa: PLC0415 - the contract is imported without it
+
+    bits, group = matrix.bits, matrix.group
+    if bits not in (4, 5, 6, 8):
+        raise ValueError(f"AffineCodes.bits: expected 4, 5, 6 or 8, got {bits}")
+    if group != 16 and (group < 32 or group % 32):
+        raise ValueError(f"AffineCodes.group: expected 16 or a multiple of 32, got {group}")
+    if matrix.codes.dim() != 2:
+        raise ValueError(f"AffineCodes.codes: expected [rows, columns], got {_of(matrix.codes)}")
+    rows, columns = matrix.shape
+    groups, outer = (-(-columns // per) for per in (group, OUTER_COLUMNS))
+    floats, bytes_ = (torch.float16, torch.float32), (torch.int8, torch.uint8)
+    codes = torch.int8 if bits == 8 else torch.uint8
+    tensors: list[tuple[str, tuple[torch.dtype, ...], tuple[int, ...]]] = [
+        ("codes", (codes,), (rows, columns)),
+        ("scales", floats if matrix.outer_scales is None else bytes_, (rows, groups)),
+        ("offsets", floats if matrix.outer_offsets is None else bytes_, (rows, groups)),
+        ("outer_scales", (torch.float16,), (rows, outer)),
+        ("outer_offsets", (torch.float16,), (rows, outer)),
+        ("values", (torch.float32,), (1 << bits,)),
+    ]
+    for name, dtypes, shape in tensors:
+        tensor: torch.Tensor | None = getattr(matrix, name)
+        if tensor is not None and (tensor.dtype not in dtypes or tensor.shape != shape):
+            expected = " or ".join(str(dtype) for dtype in dtypes)
+            raise ValueError(
+                f"AffineCodes.{name}: expected {expected} {list(shape)}, got {_of(tensor)}"
+            )
+    values = matrix.values
+    if matrix.outer_offsets is not None and matrix.offsets is None:
+        raise ValueError("AffineCodes.outer_offsets: there are no offsets that they multiply")
+    if values is not None and (bits == 8 or not torch.equal(values, values.bfloat16().float())):
+        raise ValueError(
+            "AffineCodes.values: codes of 8 bits have none"
+            if bits == 8
+            else f"AffineCodes.values: expected numbers that bfloat16 holds, got {values.tolist()}"
+        )
+
+
+def _of(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+class DenseMatrix(QuantizedMatrix):
+    """Numbers: what a scheme reads that no codes can hold. It is said at start which were."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        """`weight` is float32 [rows, columns]."""
+        self._weight = weight
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return self._weight.shape[0], self._weight.shape[1]
+
+    @property
+    def alignment(self) -> int:
+        """1: any columns can be cut."""
+        return 1
+
+    def rows(self, start: int, stop: int) -> DenseMatrix:
+        """Return some rows."""
+        return DenseMatrix(self._weight[start:stop])
+
+    def columns(self, start: int, stop: int) -> DenseMatrix:
+        """Return some columns."""
+        return DenseMatrix(self._weight[:, start:stop])
+
+    def dequantize(self) -> torch.Tensor:
+        """Return W."""
+        return self._weight.clone()
+
+
 def _spread(
     factors: torch.Tensor | None, outer: torch.Tensor | None, group: int, columns: int
 ) -> torch.Tensor | None:
@@ -233,7 +347,7 @@ class QuantizationContext(Context["Quantization"]):
         device: of the model.
         dtype: of hidden states.
         config: the checkpoint's own description of how it is quantised, `quantization_config` of a
-            Hugging Face config; empty if it has none.
+            Hugging Face config; empty if it has none, or if it names another scheme.
     """
 
     device: torch.device
@@ -269,6 +383,19 @@ class Quantization(Component):
             ValueError: the weight cannot be quantised.
         """
         raise NotImplementedError(f"{self.name!r} does not quantise weights, it reads them")
+
+    def check(self, stored: QuantizedWeight) -> None:
+        """Check the names, dtypes and shapes of what a checkpoint stores.
+
+        Called before any weight is read, if the loader says what the files have
+        (`WeightLoader.formats`). The default checks nothing.
+
+        Args:
+            stored: its tensors are on torch's device "meta", where they have no content.
+
+        Raises:
+            ValueError: a tensor is missing, or its dtype or shape is wrong.
+        """
 
     def read(self, stored: QuantizedWeight) -> QuantizedMatrix:
         """Return what a checkpoint stores, of the shape `stored.shape`.

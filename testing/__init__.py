@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from hardpoint.testing.model.loader_suite import WeightLoaderSuite
     from hardpoint.testing.model.model_suite import ModelSuite
     from hardpoint.testing.model.ops_suite import OpsSuite
+    from hardpoint.testing.model.quantization_rules import QuantizedSample
+    from hardpoint.testing.model.quantization_suite import QuantizationSuite
     from hardpoint.testing.model.rank_threads import run_ranks
     from hardpoint.testing.reporting.publisher_suite import KVEventPublisherSuite
     from hardpoint.testing.reporting.sink_suite import StatSinkSuite
@@ -70,6 +72,8 @@ __all__ = [
     "OutputParserSuite",
     "OutputSample",
     "PeerKVStoreSuite",
+    "QuantizationSuite",
+    "QuantizedSample",
     "SamplerSuite",
     "SchedulerSimulator",
     "SchedulerSuite",
@@ -112,6 +116,8 @@ _LAZY = {
     "OutputParserSuite": "text.output_parser_suite",
     "OutputSample": "text.output_parser_suite",
     "PeerKVStoreSuite": "kv.peer_suite",
+    "QuantizationSuite": "model.quantization_suite",
+    "QuantizedSample": "model.quantization_rules",
     "SamplerSuite": "sampling_suite",
     "SchedulerSimulator": "scheduling.simulator",
     "SchedulerSuite": "scheduling.scheduler_suite",

@@ -12,7 +12,7 @@ import itertools
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from hardpoint.core.faults import FaultReporter
 from hardpoint.core.kv_cache import BlockManager, BlockMetadata, Eviction
 from hardpoint.core.worker.checked_model import cut_weights as cut_weights
 from hardpoint.core.worker.input_batch import InputBatch
+from hardpoint.core.worker.quantized_weights import QuantizedWeights
 from hardpoint.core.worker.sampling.drafts import with_drafts
 from hardpoint.core.worker.sampling.fault_isolation import FaultIsolation
 from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
@@ -41,11 +42,14 @@ from hardpoint.plugins import (
     EvictionPolicy,
     LogitsProcessor,
     LogitsRequest,
+    Model,
     ModelFiles,
     Ops,
     OpsContext,
     PolicyContext,
     PrepareContext,
+    Quantization,
+    QuantizationContext,
     RequestFault,
     SamplingParams,
     Scheduler,
@@ -64,6 +68,7 @@ from hardpoint.plugins.kinds import KINDS, Number
 from hardpoint.plugins.kv_cache import KVCacheGroup, KVCacheManager
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.manifest import PluginEntry, Source
+from hardpoint.plugins.quantization import QuantizedWeight
 from hardpoint.registry.catalog import Catalog
 from hardpoint.registry.discovery import installed_version
 from hardpoint.registry.hooks import HookSet as HookSet
@@ -177,6 +182,46 @@ def load_ops(dtype: torch.dtype, device: torch.device | None = None, use: str = 
     plugins = resolve_plugins(typed.convert({"ops": {"use": use}}, EngineConfig, path=""))
     device = device or torch.device("cpu")
     return plugins.create(plugins.one("ops"), OpsContext, dtype=dtype, device=device)
+
+
+def load_quantization(name: str, dtype: torch.dtype, config: Mapping[str, Any]) -> Quantization:
+    """Return the installed quantisation scheme of a name.
+
+    Args:
+        name: of the scheme.
+        dtype: of hidden states.
+        config: the `quantization_config` of the checkpoint.
+
+    Raises:
+        HardpointError: there is none of that name, or it refuses the config.
+    """
+    plugins = resolve_plugins(typed.convert({}, EngineConfig, path=""))
+    entry = plugins.get("quantizations", name)
+    context: dict[str, Any] = {"dtype": dtype, "device": torch.device("cpu"), "config": config}
+    return plugins.create(entry, QuantizationContext, **context)
+
+
+def load_quantized(
+    model: Model,
+    weights: Iterable[tuple[str, torch.Tensor | QuantizedWeight]],
+    scheme: Quantization,
+    use: str,
+) -> None:
+    """Load weights into a model as a worker does.
+
+    Args:
+        model: with its `weight_cuts`.
+        weights: those that it needs, tensors cut.
+        scheme: that reads or makes its matrices.
+        use: `quantization.use`.
+
+    Raises:
+        HardpointError: they cannot be loaded.
+    """
+    config = typed.convert({"quantization": {"use": use}}, EngineConfig, path="")
+    source = _source(type(scheme), scheme.name)
+    stream = QuantizedWeights(config, model, model.weight_cuts(), lambda _: (scheme, source))
+    model.load_weights(stream.pass_on(weights))
 
 
 @functools.cache

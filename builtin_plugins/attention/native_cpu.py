@@ -28,6 +28,7 @@ class NativePlan:
 
     def __init__(self, step: AttentionStep, make: Callable[..., int]) -> None:
         """Keep the step's arrays, which the kernels read; `make` is the kernel that plans."""
+        self.group = step.group
         self._step = step
         self._make_plan = make
         self._plans: dict[_Key, tuple[np.ndarray, int, bool]] = {}
@@ -84,7 +85,7 @@ class NativeAttention(AttentionBackend[torch.Tensor, NativePlan]):
         self._short = library.function("attend", dtype)
         self._long = library.function("attend", dtype, releases=True)
         # Where the kernels find the plan of a layer: recorded calls keep its place.
-        self._places: dict[_Key, tuple[KVSpec, ctypes.c_void_p, int]] = {}
+        self._places: dict[tuple[int, _Key], tuple[KVSpec, ctypes.c_void_p, int]] = {}
 
     def bytes_per_block(self, spec: KVSpec) -> int:
         """Return the bytes of one block of one layer, padding included."""
@@ -96,7 +97,6 @@ class NativeAttention(AttentionBackend[torch.Tensor, NativePlan]):
 
     def allocate(self, spec: KVSpec, num_blocks: int) -> torch.Tensor:
         """Return [blocks, elements], zero; the system allocates pages when they are used."""
-        self._place(spec)
         elements, dtype = self._elements(spec), self.context.dtype
         memory = cpu.allocate_pages(num_blocks * elements * dtype.itemsize)
         return torch.frombuffer(memory, dtype=dtype).view(num_blocks, elements)
@@ -106,10 +106,11 @@ class NativeAttention(AttentionBackend[torch.Tensor, NativePlan]):
         return [cache.view(torch.uint8)]
 
     def plan(self, step: AttentionStep) -> NativePlan:
-        """Return the plan that the step's layers share."""
+        """Return the plan that the layers of a group share."""
         plan = NativePlan(step, self._make_plan)
-        for spec, place, _ in self._places.values():
-            place.value = plan.for_layer(spec)[0]
+        for (group, _), (spec, place, _) in self._places.items():
+            if group == step.group:
+                place.value = plan.for_layer(spec)[0]
         return plan
 
     def attend(
@@ -123,7 +124,7 @@ class NativeAttention(AttentionBackend[torch.Tensor, NativePlan]):
     ) -> torch.Tensor:
         """Write k and v to the cache, then attend causally; shapes as in `AttentionBackend`."""
         out = self._results.empty(q.shape, q.dtype)
-        place, place_at = self._place(spec)
+        place, place_at = self._place(spec, plan.group)
         place.value, is_long = plan.for_layer(spec)
         self._library.run(
             self._long if is_long else self._short, q.data_ptr(), q.stride(0), k.data_ptr(),
@@ -132,9 +133,9 @@ class NativeAttention(AttentionBackend[torch.Tensor, NativePlan]):
         )  # fmt: skip
         return out
 
-    def _place(self, spec: KVSpec) -> tuple[ctypes.c_void_p, int]:
-        """Return where the kernels find a layer's plan, and the address of that."""
-        key = _key(spec)
+    def _place(self, spec: KVSpec, group: int) -> tuple[ctypes.c_void_p, int]:
+        """Return where the kernels find the plan of a group's layer, and the address of that."""
+        key = group, _key(spec)
         if key not in self._places:
             place = ctypes.c_void_p()
             self._places[key] = spec, place, ctypes.addressof(place)

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import math
-import re
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import torch
 
-from hardpoint.plugins import ModelConfig, ModelError, ModelFiles, WeightLoader
+from hardpoint.plugins import ModelConfig, ModelError, ModelFiles, WeightFormat, WeightLoader
 from hardpoint.plugins.hf_config import (
     ConfigFields,
     model_config,
@@ -25,68 +19,25 @@ from hardpoint.plugins.hf_config import (
 from hardpoint.plugins.parallel import Cut, needed_part
 from hardpoint.plugins.quantization import QuantizedWeight
 
-from .files import fingerprint, refusing_damage
-from .gguf_file import GGUFFile, open_gguf
-
-_ROW_BYTES = 1 << 13
-
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-_FIELDS = {
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "block_count": "num_hidden_layers",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "attention.sliding_window": "sliding_window",
-    "context_length": "max_position_embeddings",
-}
-_REQUIRED = (
-    "embedding_length",
-    "feed_forward_length",
-    "block_count",
-    "attention.head_count",
-    "attention.layer_norm_rms_epsilon",
-    "context_length",
+from .files import fingerprint
+from .gguf_architectures import (
+    ARCHITECTURES,
+    BLOCK,
+    EMBEDDING,
+    HEAD,
+    REQUIRED,
+    Architecture,
+    architecture_of,
 )
-_EMBEDDING = "token_embd.weight"
-_HEAD = "output.weight"
+from .gguf_file import GGUFFile, open_gguf
+from .gguf_tensors import DTYPES, StoredTensor, stored_tensor
+
 _ROPE_FACTORS = "rope_freqs.weight"
-_NAMES = {
-    _EMBEDDING: "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    _HEAD: "lm_head.weight",
-}
-_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-_BLOCK_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_SCHEMES = {
-    gguf.GGMLQuantizationType.Q4_0: "q4_0",
-    gguf.GGMLQuantizationType.Q4_1: "q4_1",
-    gguf.GGMLQuantizationType.Q8_0: "q8_0",
-}
-"""The schemes that read blocks; those of other types are dequantised here."""
-_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 
 
 class GGUFLoader(WeightLoader):
-    """Reads Llama, Qwen2 and Qwen3 models, quantised or not."""
+    """Reads models of the architectures in `ARCHITECTURES`, quantised or not."""
 
     contract = 1
 
@@ -105,7 +56,7 @@ class GGUFLoader(WeightLoader):
 
     def architecture(self) -> str:
         """Return the Hugging Face name of the architecture in the metadata."""
-        return _ARCHITECTURES[self._architecture()]
+        return self._architecture.name
 
     def config(self) -> ModelConfig:
         """Return the configuration in the file's metadata.
@@ -114,30 +65,22 @@ class GGUFLoader(WeightLoader):
             ModelError: the file is damaged, its architecture is not supported, or a field that the
                 architecture needs is missing.
         """
-        file, architecture = self._file, self._architecture()
-        tensors = {tensor.name: tensor for tensor in file.tensors}
-        if _EMBEDDING not in tensors:
-            raise ModelError(f"{self._source}: the tensor {_EMBEDDING} is missing")
+        architecture, tensors = self._architecture, self._tensors
+        if EMBEDDING not in tensors:
+            raise ModelError(f"{self._source}: the tensor {EMBEDDING} is missing")
         hf: dict[str, Any] = {
-            "architectures": [self.architecture()],
-            "model_type": architecture,
-            "vocab_size": int(tensors[_EMBEDDING].shape[-1]),
+            "architectures": [architecture.name],
+            "model_type": self._name,
+            "vocab_size": tensors[EMBEDDING].shape[0],
             "hidden_act": "silu",
-            "tie_word_embeddings": _HEAD not in tensors,
+            "tie_word_embeddings": HEAD not in tensors,
             "attention_bias": "blk.0.attn_q.bias" in tensors,
             "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
         }
-        for key, name in _FIELDS.items():
-            kind = float if name == "rms_norm_eps" else int
-            value = file.scalar(f"{architecture}.{key}", kind)
-            if value is None and key in _REQUIRED:
-                raise ModelError(f"{self._source}: {architecture}.{key}: missing")
-            if value is not None:
-                hf[name] = value
-        if "sliding_window" in hf:
-            hf["use_sliding_window"] = True
-        self._check(hf, architecture)
-        hf["rope_parameters"] = self._rope(architecture)
+        hf |= self._fields()
+        hf["use_sliding_window"] = "sliding_window" in hf
+        hf |= architecture.derive(hf)
+        hf["rope_parameters"] = self._rope(hf["head_dim"])
         return model_config(hf, self._source, eos_token_ids=self._eos(), dtype=self._dtype())
 
     def weights(
@@ -161,25 +104,29 @@ class GGUFLoader(WeightLoader):
         Raises:
             ModelError: a tensor's quantisation is unknown, or a weight to be cut has another shape.
         """
-        hf = self.config().hf
-        permuted = {"q_proj": hf["num_attention_heads"]}
-        permuted["k_proj"] = hf.get("num_key_value_heads", permuted["q_proj"])
-        for tensor in self._file.tensors:
-            name = _hf_name(tensor.name)
-            if name is None or name not in shapes:
-                continue
-            shape = tuple(int(size) for size in reversed(tensor.shape))
-            cut = needed_part(name, shape, shapes, cuts)
-            heads = permuted.get(name.split(".")[-2])
-            if heads is None or hf["model_type"] != "llama":
-                yield name, self._read_parts(tensor, cut, None)
-                continue
-            if shape[0] % (2 * heads):
+        hf, offset = self.config().hf, self._architecture.norm_offset
+        heads = {"q_proj": hf["num_attention_heads"], "k_proj": hf["num_key_value_heads"]}
+        permuted = heads if self._architecture.is_permuted else {}
+        for name, tensor in self._stored(shapes):
+            cut = needed_part(name, tensor.shape, shapes, cuts)
+            count = permuted.get(name.split(".")[-2])
+            if count is not None and tensor.shape[0] % (2 * count):
                 raise ModelError(
-                    f"{self._source}: tensor {tensor.name}: expected rows of {heads} heads of "
-                    f"an even size, got {shape[0]} rows"
+                    f"{tensor.label}: expected rows of {count} heads of an even size, got "
+                    f"{tensor.shape[0]} rows"
                 )
-            yield name, self._read_parts(tensor, cut, shape[0] // heads)
+            weight = tensor.read(cut, None if count is None else tensor.shape[0] // count)
+            if offset and isinstance(weight, torch.Tensor) and name.endswith("norm.weight"):
+                weight = weight - offset
+            yield name, weight
+
+    def formats(self, shapes: Mapping[str, Sequence[int]]) -> Mapping[str, WeightFormat]:
+        """Return how the file stores the weights in `shapes`: as a scheme or dtype, else as ggml's.
+
+        Raises:
+            ModelError: the architecture is not supported.
+        """
+        return {name: tensor.format for name, tensor in self._stored(shapes)}
 
     def content_hash(self, hash_file: Callable[[Path], str]) -> str:
         """Return the hash of the file.
@@ -197,68 +144,131 @@ class GGUFLoader(WeightLoader):
         file, current = self._file, fingerprint([self.context.files.path])
         return current if file.fingerprint == current else None
 
-    def _architecture(self) -> str:
-        architecture = self._file.scalar("general.architecture", str)
-        if architecture not in _ARCHITECTURES:
+    @cached_property
+    def _tensors(self) -> dict[str, StoredTensor]:
+        """The tensors of the file, by its names."""
+        return {t.name: stored_tensor(t, self._source) for t in self._file.tensors}
+
+    @cached_property
+    def _name(self) -> str:
+        """Of the architecture, in the metadata."""
+        name = self._file.scalar("general.architecture", str)
+        if name not in ARCHITECTURES:
             raise ModelError(
-                f"{self._source}: general.architecture: {short(architecture)} is not supported; "
-                f"supported are {', '.join(_ARCHITECTURES)}. A plugin of the kind loaders adds "
+                f"{self._source}: general.architecture: {short(name)} is not supported; "
+                f"supported are {', '.join(ARCHITECTURES)}. A plugin of the kind loaders adds "
                 f"one: docs/write-a-model.md"
             )
-        return str(architecture)
+        return str(name)
 
-    def _check(self, hf: dict[str, Any], architecture: str) -> None:
-        """Check fields whose invalid values would silently give a different model."""
-        fields = ConfigFields(hf, self._source)
-        for key, name in _FIELDS.items():
-            if name in hf and name != "rms_norm_eps":
-                ConfigFields({key: hf[name]}, f"{self._source}: {architecture}").whole(key)
-        blocks = {found[1] for t in self._file.tensors if (found := _BLOCK.fullmatch(t.name))}
-        if fields.whole("num_hidden_layers") > len(blocks):
+    @cached_property
+    def _architecture(self) -> Architecture:
+        experts = self._file.scalar(f"{self._name}.expert_count", int)
+        found = architecture_of(self._name, bool(experts))
+        if experts and "expert_count" not in found.fields:
             raise ModelError(
-                f"{self._source}: {architecture}.block_count: expected {len(blocks)}, the number "
-                f"of blocks that have tensors, got {hf['num_hidden_layers']}"
-            )
-        heads, hidden = fields.whole("num_attention_heads"), fields.whole("hidden_size")
-        head_size = fields.whole("head_dim", max(hidden // heads, 1))
-        rotated = self._file.scalar(f"{architecture}.rope.dimension_count", int)
-        if rotated not in (None, head_size):
-            raise ModelError(
-                f"{self._source}: {architecture}.rope.dimension_count: expected the head size "
-                f"{head_size} (whole heads are rotated), got {rotated}"
-            )
-        experts = self._file.scalar(f"{architecture}.expert_count", int)
-        if experts:
-            raise ModelError(
-                f"{self._source}: {architecture}.expert_count: mixtures of experts are not "
+                f"{self._source}: {self._name}.expert_count: mixtures of experts are not "
                 f"supported, got {experts}"
             )
+        for key, reason in found.refused.items():
+            if self._file.value(f"{self._name}.{key}"):
+                raise ModelError(f"{self._source}: {self._name}.{key}: {reason}")
+        return found
 
-    def _rope(self, architecture: str) -> dict[str, Any]:
-        """Return Hugging Face's `rope_parameters`."""
-        # Llama 3's scaling is stored as one divisor per frequency: the type "factors".
-        prefix = f"{architecture}.rope"
-        rope: dict[str, Any] = {"rope_type": "default"}
-        theta = self._file.scalar(f"{prefix}.freq_base", float)
-        rope["rope_theta"] = 10000.0 if theta is None else theta
-        factors = [tensor for tensor in self._file.tensors if tensor.name == _ROPE_FACTORS]
-        if factors:
-            return rope | {"rope_type": "factors", "factors": self._dequantize(factors[0]).tolist()}
-        scaling = self._file.scalar(f"{prefix}.scaling.type", str) or "none"
-        if scaling == "none":
-            return rope
-        if scaling not in ("linear", "yarn"):
+    def _stored(self, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, StoredTensor]]:
+        """Yield the tensors of the weights in `shapes`, by Hugging Face name."""
+        for stored, tensor in self._tensors.items():
+            name = self._architecture.hf_name(stored)
+            if name is None:
+                continue
+            parts = {name: tensor}
+            if "*" in name:  # a matrix per expert
+                parts = {name.replace("*", str(i)): m for i, m in enumerate(tensor.split())}
+            for own, part in parts.items():
+                if own in shapes:
+                    is_row = len(part.shape) == 1 and len(shapes[own]) == 2  # stored as a vector
+                    yield own, part.as_matrix() if is_row else part
+
+    def _fields(self) -> dict[str, Any]:
+        """Return the config's fields that metadata has, and those that follow from them.
+
+        Fields are checked whose invalid values would silently give a different model.
+        """
+        found, prefix = dict[str, Any](), f"{self._source}: {self._name}"
+        for key, (name, kind) in self._architecture.all_fields().items():
+            value = self._file.scalar(f"{self._name}.{key}", kind)
+            if name == "sliding_window" and value == 0:  # as converters of Phi-3 say "none"
+                value = None
+            if value is None and key in REQUIRED:
+                raise ModelError(f"{prefix}.{key}: missing")
+            if value is None:
+                continue
+            found[name] = value
+            if kind is int:
+                ConfigFields({key: value}, prefix).whole(key)
+        heads = found["num_attention_heads"]
+        found.setdefault("num_key_value_heads", heads)
+        found.setdefault("head_dim", max(found["hidden_size"] // heads, 1))
+        blocks = {match[1] for name in self._tensors if (match := BLOCK.fullmatch(name))}
+        if found["num_hidden_layers"] > len(blocks):
             raise ModelError(
-                f"{self._source}: {prefix}.scaling.type: expected none, linear or yarn, "
-                f"got {short(scaling)}"
+                f"{prefix}.block_count: expected {len(blocks)}, the number of blocks that have "
+                f"tensors, got {found['num_hidden_layers']}"
             )
-        rope |= {
-            "rope_type": scaling,
-            "factor": self._file.scalar(f"{prefix}.scaling.factor", float),
-        }
-        if original := self._file.scalar(f"{prefix}.scaling.original_context_length", int):
-            rope["original_max_position_embeddings"] = original
-        return rope
+        return found
+
+    def _rope(self, head_size: int) -> dict[str, Any]:
+        """Return Hugging Face's `rope_parameters`."""
+        prefix = f"{self._name}.rope"
+        theta = self._file.scalar(f"{prefix}.freq_base", float)
+        rope: dict[str, Any] = {"rope_type": "default"}
+        rope["rope_theta"] = 10000.0 if theta is None else theta
+        rope |= self._partial_rotation(head_size) | self._rope_scaling()
+        if (window_theta := self._architecture.window_theta) is None:
+            return rope
+        stated = self._file.scalar(f"{prefix}.freq_base_swa", float)
+        window = {"rope_type": "default", "rope_theta": stated or window_theta}
+        return {"full_attention": rope, "sliding_attention": window}
+
+    def _partial_rotation(self, head_size: int) -> dict[str, Any]:
+        """Return the parameter of heads that are not rotated whole."""
+        key = f"{self._name}.rope.dimension_count"
+        rotated = self._file.scalar(key, int)
+        if rotated in (None, head_size):
+            return {}
+        if self._architecture.is_permuted or not 0 < rotated < head_size:
+            raise ModelError(
+                f"{self._source}: {key}: expected the head size {head_size} (whole heads are "
+                f"rotated), got {rotated}"
+            )
+        return {"partial_rotary_factor": rotated / head_size}
+
+    def _rope_scaling(self) -> dict[str, Any]:
+        """Return the parameters of a context that was extended."""
+        # Llama 3's scaling is stored as one divisor per frequency: the type "factors".
+        prefix, file, tensors = f"{self._name}.rope.scaling", self._file, self._tensors
+        original = file.scalar(f"{prefix}.original_context_length", int)
+        context = {"original_max_position_embeddings": original} if original else {}
+        if _ROPE_FACTORS in tensors:
+            factors = tensors[_ROPE_FACTORS].numbers().tolist()
+            return {"rope_type": "factors", "factors": factors}
+        if _LONG_FACTORS in tensors and _SHORT_FACTORS in tensors:
+            return {
+                "rope_type": "longrope",
+                "long_factor": tensors[_LONG_FACTORS].numbers().tolist(),
+                "short_factor": tensors[_SHORT_FACTORS].numbers().tolist(),
+                "attention_factor": file.scalar(f"{prefix}.attn_factor", float),
+                **context,
+            }
+        factor = file.scalar(f"{prefix}.factor", float)
+        kind = file.scalar(f"{prefix}.type", str) or ("linear" if factor else "none")
+        if kind == "none":
+            return {}
+        if kind not in ("linear", "yarn"):
+            raise ModelError(
+                f"{self._source}: {prefix}.type: expected none, linear or yarn, got {short(kind)}"
+            )
+        return {"rope_type": kind, "factor": factor, **context}
 
     def _eos(self) -> list[int]:
         keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
@@ -266,120 +276,5 @@ class GGUFLoader(WeightLoader):
         return list(dict.fromkeys(found))
 
     def _dtype(self) -> str | None:
-        types = {tensor.tensor_type.name for tensor in self._file.tensors if len(tensor.shape) > 1}
-        return _DTYPES.get(types.pop()) if len(types) == 1 else None
-
-    def _read_parts(
-        self, tensor: gguf.ReaderTensor, cut: Cut | None, head_size: int | None
-    ) -> torch.Tensor | QuantizedWeight:
-        """Return what `_read` does, also of cuts of several parts."""
-        if cut is None or not cut.more:
-            return self._read(tensor, cut, head_size)
-        found = [self._read(tensor, part, head_size) for part in cut.parts]
-        tensors = [part for part in found if isinstance(part, torch.Tensor)]
-        if len(tensors) == len(found):
-            return torch.cat(tensors, cut.dim)
-        if cut.dim:  # columns, of blocks that they may divide
-            return self._read(tensor, None, head_size)
-        blocks = [part for part in found if isinstance(part, QuantizedWeight)]
-        rows = torch.cat([part.tensors["blocks"] for part in blocks])
-        return replace(blocks[0], shape=(len(rows), blocks[0].shape[1]), tensors={"blocks": rows})
-
-    def _read(
-        self, tensor: gguf.ReaderTensor, cut: Cut | None, head_size: int | None
-    ) -> torch.Tensor | QuantizedWeight:
-        """Return a tensor or a part of it: blocks that a scheme reads, else float32.
-
-        Args:
-            tensor: of the file.
-            cut: the part; None is all.
-            head_size: of q or k, whose rows llama.cpp has permuted within each head.
-        """
-        needed = cut
-        if cut is not None and not cut.dim and head_size is not None:  # whole heads
-            last = -(-cut.stop // head_size) * head_size
-            cut = Cut(0, cut.start // head_size * head_size, last)
-        scheme = _SCHEMES.get(tensor.tensor_type) if len(tensor.shape) == 2 else None
-        if scheme is None:
-            rows = self._dequantize(tensor, cut)
-        else:
-            rows = self._blocks(tensor, cut)
-        if head_size is not None:
-            rows = _unpermute(rows, head_size)
-        if cut is not None and needed is not None and not cut.dim:
-            rows = rows[needed.start - cut.start : needed.stop - cut.start]
-        if scheme is None:
-            return rows
-        block, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
-        return QuantizedWeight(scheme, (len(rows), rows.shape[1] // size * block), {"blocks": rows})
-
-    def _blocks(self, tensor: gguf.ReaderTensor, cut: Cut | None) -> torch.Tensor:
-        """Return the blocks of a matrix as bytes, uint8 [rows, bytes].
-
-        Of a cut of columns that divides blocks, the whole rows.
-        """
-        data = np.asarray(tensor.data)  # slicing the memory map itself is slow
-        if cut is not None:
-            block, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
-            if not cut.dim:
-                data = cut.of(data)
-            elif not (cut.start % block or cut.stop % block):
-                data = data[:, cut.start // block * size : cut.stop // block * size]
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # of read-only memory
-            return torch.from_numpy(data)
-
-    def _dequantize(self, tensor: gguf.ReaderTensor, cut: Cut | None = None) -> torch.Tensor:
-        """Return a tensor, or a part of it, in float32."""
-        data = np.asarray(tensor.data)  # slicing the memory map itself is slow
-        if cut is None:
-            return self._dequantize_all(tensor, data)
-        if cut.start == cut.stop:
-            return torch.empty(cut.shape([int(size) for size in reversed(tensor.shape)]))
-        if cut.dim < data.ndim - 1:
-            return self._dequantize_all(tensor, cut.of(data))
-        # Rows consist of blocks, those of plain numbers of one each.
-        block, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
-        width = size // data.itemsize
-        first, last = cut.start // block, -(-cut.stop // block)
-        part = np.ascontiguousarray(data[..., first * width : last * width])
-        start = cut.start - first * block
-        found = self._dequantize_all(tensor, part)
-        return found[..., start : start + cut.stop - cut.start]
-
-    def _dequantize_all(
-        self, tensor: gguf.ReaderTensor, data: np.ndarray[Any, Any]
-    ) -> torch.Tensor:
-        """Return the numbers of a tensor's blocks."""
-        with refusing_damage(f"{self._source}: tensor {tensor.name}"):
-            array = gguf.quants.dequantize(_with_long_rows(data), tensor.tensor_type)
-            own = array.flags.writeable and array.base is None
-            flat = torch.from_numpy(array if own else array.copy())
-        return flat.reshape(*data.shape[:-1], -1)
-
-
-def _with_long_rows(data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Reshape quantised blocks into fewer, longer rows."""
-    # The library dequantises 16 rows at a time.
-    if data.ndim == 1 or data.dtype != np.uint8:
-        return data
-    count, width = math.prod(data.shape[:-1]), data.shape[-1]
-    merged = 1
-    while count % (2 * merged) == 0 and 2 * merged * width <= _ROW_BYTES:
-        merged *= 2
-    return data.reshape(count // merged, merged * width)
-
-
-def _hf_name(name: str) -> str | None:
-    """Return the Hugging Face name of a GGUF tensor; None if it has none."""
-    if match := _BLOCK.fullmatch(name):
-        inner = _BLOCK_NAMES.get(match[2])
-        return inner and f"model.layers.{match[1]}.{inner}.{match[3]}"
-    return _NAMES.get(name)
-
-
-def _unpermute(weight: torch.Tensor, head_size: int) -> torch.Tensor:
-    """Undo llama.cpp's permutation of the rows of heads of q and k, in weights and biases."""
-    # The inverse of `LlamaModel.permute` in llama.cpp's convert_hf_to_gguf.py, which interleaves
-    # the two halves of each head for its kind of RoPE.
-    pairs = weight.reshape(len(weight) // head_size, head_size // 2, 2, *weight.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(weight.shape)
+        kinds = {tensor.kind for tensor in self._tensors.values() if len(tensor.shape) > 1}
+        return DTYPES.get(kinds.pop()) if len(kinds) == 1 else None

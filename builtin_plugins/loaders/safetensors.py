@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,9 @@ from hardpoint.plugins.hf_config import (
     short,
     token_ids,
 )
+from hardpoint.plugins.model import WeightFormat
 from hardpoint.plugins.parallel import Cut, needed_part
+from hardpoint.plugins.quantization import QuantizedWeight
 
 from .files import (
     file_inside,
@@ -30,6 +34,21 @@ from .files import (
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _EMBEDDING = "model.embed_tokens.weight"
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""The dtypes of safetensors that torch has had for long."""
 
 
 class SafetensorsLoader(WeightLoader):
@@ -51,19 +70,21 @@ class SafetensorsLoader(WeightLoader):
         """Return the configuration in config.json and generation_config.json.
 
         Raises:
-            ModelError: config.json is missing, invalid or of a quantised checkpoint, or a shard is
-                missing or truncated.
+            ModelError: config.json is missing or invalid, does not say how the checkpoint is
+                quantised, or a shard is missing or truncated.
         """
         path = self.context.files.path
         config = read_model_config(path / "config.json")
-        _check_quantization(config.hf, path.name)
+        scheme = _scheme(config.hf, path.name)
         for shard in self._shards():
             with _open(shard) as file:
                 _check_vocabulary(file, config, path.name)
-        return config
+        return replace(config, quantization=scheme)
 
-    def weights(self, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights in `shapes` in the dtype on disk, shard by shard.
+    def weights(
+        self, shapes: Mapping[str, Sequence[int]]
+    ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
+        """Yield the weights in `shapes` as they are on disk, shard by shard.
 
         Raises:
             ModelError: a shard is missing or truncated.
@@ -72,21 +93,58 @@ class SafetensorsLoader(WeightLoader):
 
     def cut_weights(
         self, shapes: Mapping[str, Sequence[int]], cuts: Mapping[str, Cut]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
         """Yield the same, of those in `cuts` the part that is needed; no more of them is read.
+
+        Matrices that are quantised are yielded whole, once all of their tensors are there.
 
         Raises:
             ModelError: a shard is missing or truncated, or a weight to be cut has another shape.
         """
-        missing = dict.fromkeys(shapes)
+        quantized = self._quantized(shapes)
+        owners = {name: owner for owner, names in quantized.items() for name in names}
+        found: dict[str, dict[str, torch.Tensor]] = {owner: {} for owner in quantized}
+        missing = dict.fromkeys([*(name for name in shapes if name not in quantized), *owners])
         for shard in self._shards():
             with _open(shard) as file:
                 present = set(file.keys())
                 for name in [name for name in missing if name in present]:
                     del missing[name]
+                    owner = owners.get(name)
                     with refusing_damage(f"{shard.parent.name}/{shard.name}: {name}"):
-                        tensor = _read(file, name, shapes, cuts)
-                    yield name, tensor
+                        if owner is None:
+                            tensor = _read(file, name, shapes, cuts)
+                        else:
+                            found[owner][_last(name)] = file.get_tensor(name)
+                    if owner is None:
+                        yield name, tensor
+                    elif len(found[owner]) == len(quantized[owner]):
+                        yield owner, self._stored(shapes[owner], found.pop(owner))
+
+    def formats(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, WeightFormat]:
+        """Return how the shards store the weights in `shapes`, by their headers.
+
+        Raises:
+            ModelError: a shard is missing or truncated, or a weight has a dtype that torch has not.
+        """
+        quantized = self._quantized(shapes)
+        needed = {*shapes, *(name for names in quantized.values() for name in names)}
+        outlines: dict[str, torch.Tensor] = {}
+        for shard in self._shards():
+            with _open(shard) as file:
+                for name in needed & set(file.keys()):
+                    outlines.setdefault(name, _outline(file, name, shard))
+        formats: dict[str, WeightFormat] = {}
+        for name in shapes:
+            if name in quantized:
+                parts = {_last(part): outlines[part] for part in quantized[name]}
+                stored = self._stored(shapes[name], parts)
+                size = sum(part.nbytes for part in parts.values())
+                formats[name] = WeightFormat(stored.scheme, size, True, stored)
+            elif name in outlines:
+                dtype = str(outlines[name].dtype).removeprefix("torch.")
+                formats[name] = WeightFormat(dtype, outlines[name].nbytes)
+        return formats
 
     def content_hash(self, hash_file: Callable[[Path], str]) -> str:
         """Return the hashes of the shards, in the order of their names."""
@@ -95,6 +153,38 @@ class SafetensorsLoader(WeightLoader):
     def fingerprint(self) -> str | None:
         """Return names, sizes and times of the shards."""
         return fingerprint(self._shards())
+
+    def _quantized(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[str]]:
+        """Return the names of the tensors of each quantised matrix.
+
+        It has others than a weight and a bias, `q_proj.qweight` and `q_proj.scales` for example,
+        beside `q_proj.weight` or in its place.
+        """
+        if self._quantization is None:
+            return {}
+        stored: dict[str, list[str]] = {}
+        for shard in self._shards():
+            with _open(shard) as file:
+                for name in file.keys():  # noqa: SIM118 - it has no other way
+                    stored.setdefault(name.rpartition(".")[0], []).append(name)
+        quantized: dict[str, list[str]] = {}
+        for name, shape in shapes.items():
+            module, _, last = name.rpartition(".")
+            parts = [part for part in stored.get(module, ()) if _last(part) != "bias"]
+            if last == "weight" and len(shape) == 2 and parts not in ([], [name]):
+                quantized[name] = list(dict.fromkeys(parts))
+        return quantized
+
+    @functools.cached_property
+    def _quantization(self) -> str | None:
+        """The scheme of the checkpoint's matrices; None if they are not quantised."""
+        path = self.context.files.path
+        return _scheme(_read_config(path / "config.json"), path.name)
+
+    def _stored(self, shape: Sequence[int], tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+        assert self._quantization is not None
+        rows, columns = shape
+        return QuantizedWeight(self._quantization, (rows, columns), tensors)
 
     def _shards(self) -> list[Path]:
         folder = self.context.files.path
@@ -159,21 +249,45 @@ def _read_config(path: Path) -> dict[str, Any]:
     return read_json(path)
 
 
-def _check_quantization(hf: Mapping[str, Any], where: str) -> None:
-    """Refuse weights that are quantised.
+def _scheme(hf: Mapping[str, Any], where: str) -> str | None:
+    """Return the scheme of quantised weights, a component's name; None if they are not quantised.
 
     Raises:
-        ModelError: they are.
+        ModelError: config.json does not name it.
     """
+    described = hf.get("quantization_config")
+    method = described.get("quant_method") if isinstance(described, Mapping) else None
+    if isinstance(method, str) and method:
+        return method.lower().replace("-", "_")
     for name in ("quantization_config", "quantization"):  # of transformers, of MLX
         if (found := hf.get(name)) is not None:
-            method = found.get("quant_method") if isinstance(found, Mapping) else None
-            of = f"by {method} " if isinstance(method, str) else ""
             raise ModelError(
-                f"{where}/config.json: {name}: safetensors that are quantised {of}are not "
-                f"supported, expected none (bfloat16, float16 or float32 weights) or a .gguf file, "
-                f"whose quantisations are supported; got {short(found)}"
+                f"{where}/config.json: {name}: safetensors that are quantised without a "
+                f"quant_method are not supported, expected none (bfloat16, float16 or float32 "
+                f"weights), a quant_method such as awq, or a .gguf file; got {short(found)}"
             )
+    return None
+
+
+def _last(name: str) -> str:
+    """Return the last part of a tensor's name."""
+    return name.rpartition(".")[2]
+
+
+def _outline(file: Any, name: str, shard: Path) -> torch.Tensor:
+    """Return a tensor without content, of the dtype and shape of one of an open shard.
+
+    Raises:
+        ModelError: torch has no such dtype.
+    """
+    found = file.get_slice(name)
+    dtype = _DTYPES.get(found.get_dtype())
+    if dtype is None:
+        raise ModelError(
+            f"{shard.parent.name}/{shard.name}: {name}: the dtype {found.get_dtype()} is not "
+            f"supported, expected one of {', '.join(_DTYPES)}"
+        )
+    return torch.empty(found.get_shape(), dtype=dtype, device="meta")
 
 
 def read_model_config(path: Path) -> ModelConfig:

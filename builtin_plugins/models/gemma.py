@@ -82,15 +82,16 @@ class _Gemma(Llama):
         return None if value is None else self._fields.positive(name, value)
 
     def _decoder_layer(self, layer: int) -> DecoderLayer:
-        norms = {
-            name: self._rms_norm(f"model.layers.{layer}.{stored}_layernorm", self._hidden)
-            for name, stored in (
-                ("attention_output_norm", "post_attention"),
-                ("mlp_norm", "pre_feedforward"),
-                ("mlp_output_norm", "post_feedforward"),
-            )
-        }
-        return dataclasses.replace(super()._decoder_layer(layer), **norms)
+        after_attention, before_mlp, after_mlp = (
+            self._rms_norm(f"model.layers.{layer}.{name}_layernorm", self._hidden)
+            for name in ("post_attention", "pre_feedforward", "post_feedforward")
+        )
+        return dataclasses.replace(
+            super()._decoder_layer(layer),
+            attention_output_norm=after_attention,
+            mlp_norm=before_mlp,
+            mlp_output_norm=after_mlp,
+        )
 
     def _rms_norm(self, name: str, size: int) -> RMSNorm:
         return RMSNorm(name, size, self._eps, self.context, offset=1.0)
@@ -141,7 +142,7 @@ class Gemma3(_Gemma):
         if unknown := stated.keys() - {FULL, SLIDING}:
             raise fields.error(
                 "rope_parameters",
-                f"expected a table per type of layer ({FULL}, {SLIDING}), got {short(min(unknown))}",
+                f"expected a table for {FULL} and one for {SLIDING}, got {short(min(unknown))}",
             )
         ropes = {}
         for kind, theta, default in (

@@ -17,7 +17,7 @@ from hardpoint.plugins.quantization import AffineCodes
 
 _MEMORY = 1 << 23  # bytes of memory that are allocated at once
 _ALIGNED = 64  # bytes of a line of memory
-_CODES_MAGIC = 0x317364656F637068  # of codes.h: the first word of packed codes
+_CODES_MAGIC = 0x317365646F637068  # of codes.h: the first word of packed codes
 _LONG_WORK = 1 << 26  # multiplications of a product that is worth releasing Python's lock
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import ClassVar
 
 import torch
@@ -19,29 +20,37 @@ class _Blocks(Quantization):
     size: ClassVar[int]
     """Bytes of a block."""
 
+    def check(self, stored: QuantizedWeight) -> None:
+        """Check the tensor "blocks", uint8 [rows, bytes].
+
+        Raises:
+            ValueError: it is missing, or has another dtype or shape.
+        """
+        self._blocks(stored)
+
     def read(self, stored: QuantizedWeight) -> AffineCodes:
         """Return the codes and scales of the tensor "blocks", uint8 [rows, bytes].
 
         Raises:
-            ValueError: it has another shape.
+            ValueError: it is missing, or has another dtype or shape.
         """
-        rows, columns = stored.shape
-        blocks = stored.tensors["blocks"]
-        expected = rows, columns // self.columns * self.size
-        if columns % self.columns or blocks.dtype != torch.uint8 or blocks.shape != expected:
-            raise ValueError(
-                f"expected blocks of {self.columns} columns, uint8 {list(expected)} for a matrix "
-                f"{list(stored.shape)}, got {blocks.dtype} {list(blocks.shape)}"
-            )
-        return self.split(blocks.reshape(rows, -1, self.size))
+        blocks, rows = self._blocks(stored), stored.shape[0]
+        return self.split(blocks.reshape(rows, blocks.shape[1] // self.size, self.size))
 
+    @abstractmethod
     def split(self, blocks: torch.Tensor) -> AffineCodes:
         """Return the codes and scales of blocks [rows, blocks of a row, bytes of a block]."""
-        raise NotImplementedError
 
     def stored_bytes(self, shape: tuple[int, int]) -> int:
         """Return the bytes of the blocks, which take as many in memory."""
         return shape[0] * -(-shape[1] // self.columns) * self.size
+
+    def _blocks(self, stored: QuantizedWeight) -> torch.Tensor:
+        rows, columns = stored.shape
+        if columns % self.columns:
+            raise ValueError(f"expected blocks of {self.columns} columns, got {columns} columns")
+        expected = rows, columns // self.columns * self.size
+        return stored.tensor("blocks", torch.uint8, expected)
 
 
 class Q4_0(_Blocks):  # noqa: N801 - the name of the format
@@ -52,8 +61,8 @@ class Q4_0(_Blocks):  # noqa: N801 - the name of the format
 
     def split(self, blocks: torch.Tensor) -> AffineCodes:
         """Return codes and scales."""
-        values = torch.arange(-8.0, 8.0)
-        return AffineCodes(_nibbles(blocks[..., 2:]), 4, 32, _halves(blocks, 0), values=values)
+        codes = _nibbles(blocks[..., 2:], 16).flatten(1)
+        return AffineCodes(codes, 4, 32, _halves(blocks, 0), values=torch.arange(-8.0, 8.0))
 
 
 class Q4_1(_Blocks):  # noqa: N801
@@ -64,8 +73,32 @@ class Q4_1(_Blocks):  # noqa: N801
 
     def split(self, blocks: torch.Tensor) -> AffineCodes:
         """Return codes, scales and minima."""
-        scales, minima = _halves(blocks, 0), _halves(blocks, 2)
-        return AffineCodes(_nibbles(blocks[..., 4:]), 4, 32, scales, minima)
+        codes = _nibbles(blocks[..., 4:], 16).flatten(1)
+        return AffineCodes(codes, 4, 32, _halves(blocks, 0), _halves(blocks, 2))
+
+
+class Q5_0(_Blocks):  # noqa: N801
+    """A scale, the fifth bits and the lower four bits of 32 codes, less 16."""
+
+    contract = 1
+    size = 22
+
+    def split(self, blocks: torch.Tensor) -> AffineCodes:
+        """Return codes and scales."""
+        codes = _five_bits(blocks[..., 6:], blocks[..., 2:6])
+        return AffineCodes(codes, 5, 32, _halves(blocks, 0), values=torch.arange(-16.0, 16.0))
+
+
+class Q5_1(_Blocks):  # noqa: N801
+    """A scale, a minimum, the fifth bits and the lower four bits of 32 codes."""
+
+    contract = 1
+    size = 24
+
+    def split(self, blocks: torch.Tensor) -> AffineCodes:
+        """Return codes, scales and minima."""
+        codes = _five_bits(blocks[..., 8:], blocks[..., 4:8])
+        return AffineCodes(codes, 5, 32, _halves(blocks, 0), _halves(blocks, 2))
 
 
 class Q8_0(_Blocks):  # noqa: N801
@@ -80,11 +113,100 @@ class Q8_0(_Blocks):  # noqa: N801
         return AffineCodes(codes, 8, 32, _halves(blocks, 0))
 
 
+class Q4_K(_Blocks):  # noqa: N801
+    """Two outer scales, for scales and minima of six bits, and 256 codes of four bits."""
+
+    contract = 1
+    columns = 256
+    size = 144
+
+    def split(self, blocks: torch.Tensor) -> AffineCodes:
+        """Return codes and what they are multiplied by and added to."""
+        return _with_minima(blocks, _nibbles(blocks[..., 16:], 32).flatten(1), 4)
+
+
+class Q5_K(_Blocks):  # noqa: N801
+    """The same with codes of five bits, whose highest bits come first."""
+
+    contract = 1
+    columns = 256
+    size = 176
+
+    def split(self, blocks: torch.Tensor) -> AffineCodes:
+        """Return codes and what they are multiplied by and added to."""
+        codes = _nibbles(blocks[..., 48:], 32).flatten(2, 3)  # [rows, blocks, 8, 32]
+        high = blocks[..., 16:48]
+        for index in range(8):
+            codes[:, :, index] |= (high >> index & 1) << 4
+        return _with_minima(blocks, codes.flatten(1), 5)
+
+
+class Q6_K(_Blocks):  # noqa: N801
+    """The lower four and the upper two bits of 256 codes, less 32, scales and an outer scale."""
+
+    contract = 1
+    columns = 256
+    size = 210
+
+    def split(self, blocks: torch.Tensor) -> AffineCodes:
+        """Return codes, scales of 16 columns and outer scales."""
+        # Of each 128 columns, the lower halves of 64 bytes are those of the first 64.
+        rows, count, _ = blocks.shape
+        codes = _nibbles(blocks[..., :128], 64).view(rows, count, 2, 4, 32)
+        high = blocks[..., 128:192].reshape(rows, count, 2, 32)
+        for index in range(4):
+            codes[:, :, :, index] |= (high >> 2 * index & 3) << 4
+        return AffineCodes(
+            codes.flatten(1),
+            6,
+            16,
+            blocks[..., 192:208].contiguous().view(torch.int8).flatten(1),
+            outer_scales=_halves(blocks, 208),
+            values=torch.arange(-32.0, 32.0),
+        )
+
+
+def _with_minima(blocks: torch.Tensor, codes: torch.Tensor, bits: int) -> AffineCodes:
+    """Return the matrix of blocks that begin as those of Q4_K and Q5_K do."""
+    # 12 bytes: the lower six bits of 4 scales, then of 4 minima, whose two upper bits are those of
+    # 4 further scales and minima; the lower four bits of these.
+    low, middle, last = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
+    scales = torch.cat([low & 63, (last & 15) | (low >> 6 << 4)], -1)
+    minima = torch.cat([middle & 63, (last >> 4) | (middle >> 6 << 4)], -1)
+    return AffineCodes(
+        codes,
+        bits,
+        32,
+        scales.flatten(1),
+        minima.flatten(1),
+        outer_scales=_halves(blocks, 0),
+        outer_offsets=-_halves(blocks, 2),
+    )
+
+
 def _halves(blocks: torch.Tensor, at: int) -> torch.Tensor:
     """Return the float16 number at a place in each block, [rows, blocks]."""
     return blocks[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1)
 
 
-def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Return numbers of four bits, [rows, codes]: in each block, low halves of bytes first."""
-    return torch.stack([packed & 15, packed >> 4], 2).flatten(1)
+def _nibbles(packed: torch.Tensor, run: int) -> torch.Tensor:
+    """Return numbers of four bits, uint8 [rows, blocks, runs, 2, run].
+
+    Args:
+        packed: uint8 [rows, blocks, bytes].
+        run: bytes whose lower halves come first, then the upper ones.
+    """
+    rows, blocks, size = packed.shape
+    packed = packed.view(rows, blocks, size // run, run)
+    codes = torch.empty((rows, blocks, size // run, 2, run), dtype=torch.uint8)
+    torch.bitwise_and(packed, 15, out=codes[..., 0, :])
+    torch.bitwise_right_shift(packed, 4, out=codes[..., 1, :])
+    return codes
+
+
+def _five_bits(packed: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """Return codes uint8 [rows, columns], whose fifth bits are in `high` [rows, blocks, 4]."""
+    codes = _nibbles(packed, 16).view(*packed.shape[:2], 4, 8)
+    for index in range(8):
+        codes[..., index] |= (high >> index & 1) << 4
+    return codes.flatten(1)

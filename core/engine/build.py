@@ -15,11 +15,18 @@ import msgspec
 
 from hardpoint.core.activity import Activity, PluginCalls, tracked
 from hardpoint.core.faults import CALL_LOST, StepFaults, create_all
-from hardpoint.core.kv_cache import BlockManager, BlockMetadata, CacheSize, Eviction, size_cache
+from hardpoint.core.kv_cache import (
+    BlockManager,
+    BlockMetadata,
+    CacheSize,
+    Eviction,
+    block_needs,
+    size_cache,
+)
 from hardpoint.core.kv_cache.connector import EngineConnector
 from hardpoint.core.kv_cache.event_fanout import KVEventFanout
+from hardpoint.core.worker.planning.worker_spec import WorkerSpec
 from hardpoint.core.worker.shares import check_shares
-from hardpoint.core.worker.worker import WorkerSpec
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
@@ -38,6 +45,7 @@ from hardpoint.plugins.config import ConfigSources, KVCacheConfig
 from hardpoint.plugins.errors import PluginContractError, PluginFaultError, shown
 from hardpoint.plugins.executor import MAX_CONCURRENT_BATCHES
 from hardpoint.plugins.grammars import Vocabulary
+from hardpoint.plugins.kv_cache import BlockNeeds
 from hardpoint.plugins.kv_connector import KVConnectorScheduler, KVSchedulerContext
 from hardpoint.plugins.read_only import read_only
 from hardpoint.plugins.scheduler import SchedulerLimits
@@ -116,7 +124,8 @@ def build_core(
         info, size, config = _start(executor, spec, config_sources)
         launcher.close()
         limits = _limits(config, size, executor)
-        kv_cache = _kv_cache(config.kv_cache, size.num_blocks, plugins, eviction, blocks, faults)
+        needs = block_needs(config, info)
+        kv_cache = _kv_cache(config.kv_cache, needs, plugins, eviction, blocks, faults)
         connector = None
         if start is not None:
             connector = _connector(spec, kv_cache, kv_events, clock, faults)
@@ -245,7 +254,7 @@ def _connector(
 
 def _kv_cache(
     config: KVCacheConfig,
-    num_blocks: int,
+    needs: BlockNeeds,
     plugins: PluginSet,
     eviction: EvictionPolicy,
     blocks: BlockMetadata,
@@ -254,9 +263,12 @@ def _kv_cache(
     entry = plugins.one("eviction_policies")
     if is_third_party(entry):
         eviction = _tracked(eviction, faults.calls("eviction_policies", entry.source))
+    assert config.num_blocks is not None, "_resolved() has set it"
     return BlockManager(
-        num_blocks,
+        config.num_blocks,
         config.block_size,
+        groups=needs.groups,
+        max_step_tokens=needs.max_step_tokens,
         prefix_caching=config.prefix_caching,
         hash_algorithm=config.hash_algorithm,
         eviction=Eviction(eviction, faults.reporter(entry.source), blocks),
@@ -285,7 +297,7 @@ def _start(
         The info of the tightest worker, the cache's size, and the configuration to run with.
 
     Raises:
-        PluginFaultError: the executor did not return an info per rank.
+        PluginFaultError: the executor did not return an info per rank, of the same groups.
     """
     info = _tightest(executor.start(), spec)
     if not info.bytes_per_block and spec.plugins.entries("kv_connectors"):
@@ -312,15 +324,20 @@ def _resolved(config: EngineConfig, size: CacheSize) -> EngineConfig:
 
 def _tightest(infos: Sequence[WorkerInfo], spec: WorkerSpec) -> WorkerInfo:
     """Return what all workers have room for and support."""
+    label = spec.plugins.one("executors").source
     world_size = spec.config.parallel.world_size
     if (
         not isinstance(infos, Sequence)
         or len(infos) != world_size
         or not all(isinstance(info, WorkerInfo) for info in infos)
     ):
-        label = spec.plugins.one("executors").source
         raise PluginFaultError(
             f"{label}: its start() gave {shown(infos)}, expected a list of {world_size} WorkerInfo"
+        )
+    if len(windows := {tuple(info.windows) for info in infos}) > 1:
+        raise PluginFaultError(
+            f"{label}: its start() gave workers whose KV cache groups have the windows "
+            f"{' and '.join(sorted(map(str, windows)))}, expected the same in all ranks"
         )
     limit = spec.config.kv_cache.memory_bytes  # of each, which its largest blocks reach first
     tightest = min(

@@ -8,7 +8,7 @@ import torch
 
 from hardpoint.core.worker.memory import is_out_of_memory, memory_limit, out_of_memory
 from hardpoint.core.worker.model_files import find_files, unreadable
-from hardpoint.core.worker.worker import WorkerSpec
+from hardpoint.core.worker.planning.worker_spec import WorkerSpec
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
@@ -31,6 +31,7 @@ _DTYPES = {
     "float64": torch.float64,
 }
 _SUFFIX = "ForCausalLM"
+_WITH_IMAGES = "ForConditionalGeneration"
 _TYPO = 0.87
 """Similarity from which a name is a typing error: above that of Mixtral and Mistral."""
 
@@ -109,6 +110,7 @@ def prepare_worker(
             f"sizes >= 1"
         )
     _check_architecture(model_config.architecture, plugins, loader)
+    _check_quantization(config, model_config, plugins)
     max_model_len = _max_model_len(config, model_config, config_sources)
     _check_limits(config, max_model_len, config_sources)
     return WorkerSpec(
@@ -141,11 +143,27 @@ def _check_architecture(name: str, plugins: PluginSet, loader: WeightLoader) -> 
     known = {entry.name.removesuffix(_SUFFIX): entry.name for entry in plugins.entries("models")}
     close = difflib.get_close_matches(name.removesuffix(_SUFFIX), known, n=1, cutoff=_TYPO)
     meant = f" (did you mean {known[close[0]]!r}?)" if close else ""
+    if name.endswith(_WITH_IMAGES) and (text := name.removesuffix(_WITH_IMAGES)) in known:
+        meant = f": it has inputs besides text; checkpoints of {known[text]!r} are of text alone"
     raise ModelError(
         f"model: architecture {shown(name)} is not supported{meant}"
         f"{plugins.hint(name, 'models')}; supported: "
         f"{', '.join(sorted(known.values())) or 'none'}. A plugin of the kind models "
         "adds one: docs/write-a-model.md"
+    )
+
+
+def _check_quantization(config: EngineConfig, model: ModelConfig, plugins: PluginSet) -> None:
+    """Check that there is a scheme that reads the weights."""
+    name = model.quantization
+    if name is None or plugins.find("quantizations", name) is not None:
+        return
+    known = sorted(entry.name for entry in plugins.entries("quantizations"))
+    raise ModelError(
+        f"model: {config.model!r} has weights that are quantised by {shown(name)}, which is not "
+        f"supported{plugins.hint(name, 'quantizations')}; supported: {', '.join(known) or 'none'}, "
+        f"and weights that are not quantised. A plugin of the kind quantizations adds one: "
+        f"docs/write-a-quantization.md"
     )
 
 

@@ -27,7 +27,8 @@ from hardpoint.core.child_process.launch import ChildLaunch, decode_launch, main
 from hardpoint.core.child_process.naming import log_to_stderr, name_process
 from hardpoint.core.child_process.process import ChildProcess, socket_pair
 from hardpoint.core.errors import naming_plugin
-from hardpoint.core.worker.worker import LocalWorker, WorkerSpec
+from hardpoint.core.worker.planning.worker_spec import WorkerSpec
+from hardpoint.core.worker.worker import LocalWorker
 from hardpoint.plugins import ConfigError, EngineConfig, HardpointError
 from hardpoint.plugins.component import Progress
 from hardpoint.plugins.config import ConfigSources

@@ -25,7 +25,7 @@ from hardpoint.core.engine.request_check import RequestCheck
 from hardpoint.core.engine.worker_launch import check_versions
 from hardpoint.core.errors import attribute_error, naming_plugin
 from hardpoint.core.wire import EngineAddresses, EngineCoreReadyResponse
-from hardpoint.core.worker.worker import WorkerSpec
+from hardpoint.core.worker.planning.worker_spec import WorkerSpec
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.registry.plugin_set import PluginSet

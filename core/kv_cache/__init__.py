@@ -5,7 +5,7 @@ from .block_metadata import BlockMetadata
 from .block_pool import BlockPool
 from .eviction import Eviction
 from .manager import BlockManager
-from .sizing import CacheSize, size_cache
+from .sizing import CacheSize, block_needs, size_cache
 
 __all__ = [
     "BlockHashes",
@@ -14,5 +14,6 @@ __all__ = [
     "BlockPool",
     "CacheSize",
     "Eviction",
+    "block_needs",
     "size_cache",
 ]

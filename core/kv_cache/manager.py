@@ -6,7 +6,13 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from hardpoint.plugins import EngineCoreRequest, Request, RequestStatus
-from hardpoint.plugins.kv_cache import BlockIds, CachedPrefix, KVCacheGroup, KVEvent
+from hardpoint.plugins.kv_cache import (
+    BlockIds,
+    BlockNeeds,
+    CachedPrefix,
+    KVCacheGroup,
+    KVEvent,
+)
 from hardpoint.plugins.stats import PrefixCacheStats
 
 from .block_hashes import BlockHashes
@@ -58,6 +64,7 @@ class BlockManager:
         block_size: int,
         *,
         groups: Sequence[KVCacheGroup] = (KVCacheGroup(),),
+        max_step_tokens: int | None = None,
         prefix_caching: bool = True,
         hash_algorithm: str = "sha256",
         eviction: Eviction | None = None,
@@ -69,6 +76,7 @@ class BlockManager:
             num_blocks: of the pool; with a windowed group, one of them is the null block.
             block_size: tokens per block.
             groups: the layers' attention groups, each with its own table per request.
+            max_step_tokens: most tokens of a request in a step, for `blocks_needed`; None is all.
             prefix_caching: whether requests find cached blocks.
             hash_algorithm: "sha256" or "blake2b".
             eviction: chooses the cached blocks to reuse; by default those released first.
@@ -81,8 +89,9 @@ class BlockManager:
         self._windows = [
             (group, spec.window) for group, spec in enumerate(groups) if spec.window is not None
         ]
+        self._needs = BlockNeeds(self.groups, block_size, max_step_tokens)
         # Blocks that requests can hold: all but the null block.
-        self.num_usable_blocks = num_blocks - bool(self._windows)
+        self.num_usable_blocks = num_blocks - self._needs.num_null_blocks
         self._events = EventLog(block_size) if events else None
         self._pool = BlockPool(
             num_blocks,
@@ -108,11 +117,8 @@ class BlockManager:
         return self._pool.num_free
 
     def blocks_needed(self, num_tokens: int) -> int:
-        """Return the most blocks, over all groups, that a request of `num_tokens` tokens holds.
-
-        A window lowers it for no group: one step may compute all tokens at once.
-        """
-        return -(-num_tokens // self.block_size) * len(self.groups)
+        """Return the most blocks, over all groups, that a request of `num_tokens` tokens holds."""
+        return self._needs.of(num_tokens)
 
     def hash_prompt(self, source: EngineCoreRequest) -> list[bytes]:
         """Return the hashes of a prompt's full blocks, for `take_hashes`.
@@ -120,8 +126,8 @@ class BlockManager:
         Empty without prefix caching, and for a prompt that the cache has no room for. Safe in any
         thread: reads nothing that changes.
         """
-        room = self.num_usable_blocks * self.block_size
-        if not self._caching or len(source.prompt_token_ids) > room:
+        needed = self._needs.of(len(source.prompt_token_ids))
+        if not self._caching or needed > self.num_usable_blocks:
             return []
         return self._hashes.of_prompt(source)
 
@@ -340,4 +346,5 @@ class BlockManager:
         if len(blocks.tables) == 1 and not self._windows:
             return blocks.tables[0][::-1]
         rows = zip(*map(reversed, blocks.tables), strict=True)
-        return [block for row in rows for block in row if block != NULL_BLOCK]
+        held = [block for row in rows for block in row]
+        return [block for block in held if block != NULL_BLOCK] if self._windows else held

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hardpoint.plugins import ConfigError, EngineConfig, WorkerInfo
+from hardpoint.plugins.executor import max_step_tokens
+from hardpoint.plugins.kv_cache import BlockNeeds, KVCacheGroup
 
 
 @dataclass(frozen=True)
@@ -26,24 +28,34 @@ def size_cache(config: EngineConfig, max_model_len: int, info: WorkerInfo) -> Ca
     Raises:
         ConfigError: one request of full length would not fit; names the length that would.
     """
-    block_size = config.kv_cache.block_size
-    per_request = -(-max_model_len // block_size)
-    fitting, path, limit = _room(config, per_request, info)
-    if fitting >= per_request:
+    needs = block_needs(config, info)
+    needed = needs.of(max_model_len) + needs.num_null_blocks
+    fitting, path, limit = _room(config, needs, max_model_len, info)
+    if fitting >= needed:
         return CacheSize(fitting, max_model_len)
-    if config.max_model_len == "auto" and fitting > 0:
-        return CacheSize(fitting, fitting * block_size)
-    fits = f"a max_model_len of {fitting * block_size} would fit"
-    needed = f"{per_request} blocks ({per_request * info.bytes_per_block} bytes) of KV cache"
+    longest = needs.longest(fitting, max_model_len)
+    if config.max_model_len == "auto" and longest > 0:
+        return CacheSize(fitting, longest)
+    fits = f"a max_model_len of {longest} would fit"
+    blocks = f"{needed} blocks ({needed * info.bytes_per_block} bytes) of KV cache"
     raise ConfigError(
-        f"{path}: one request of {max_model_len} tokens needs {needed}, more than {limit}; "
-        f"{fits if fitting else 'not even one block fits'}"
+        f"{path}: one request of {max_model_len} tokens needs {blocks}, more than {limit}; "
+        f"{fits if longest else 'not even one block fits'}"
     )
 
 
-def _room(config: EngineConfig, per_request: int, info: WorkerInfo) -> tuple[int, str, str]:
+def block_needs(config: EngineConfig, info: WorkerInfo) -> BlockNeeds:
+    """Return what requests need of the cache of a worker's groups."""
+    groups = [KVCacheGroup(window) for window in info.windows]
+    return BlockNeeds(groups, config.kv_cache.block_size, max_step_tokens(config))
+
+
+def _room(
+    config: EngineConfig, needs: BlockNeeds, max_model_len: int, info: WorkerInfo
+) -> tuple[int, str, str]:
     """Return the limit on the number of blocks, the path that sets it, and its description."""
-    cache, enough = config.kv_cache, per_request * config.scheduler.max_num_seqs
+    cache = config.kv_cache
+    enough = needs.of(max_model_len) * config.scheduler.max_num_seqs + needs.num_null_blocks
     if cache.num_blocks is not None:
         path = "kv_cache.num_blocks"
         return cache.num_blocks, path, f"{path} = {cache.num_blocks}"

@@ -1,4 +1,4 @@
-"""Models, attention backends and weight loaders whose results are checked.
+"""Models and weight loaders whose results are checked.
 
 A wrong one names its plugin.
 """
@@ -12,17 +12,15 @@ from typing import Any
 import torch
 
 from hardpoint.plugins import (
-    AttentionBackend,
     ForwardBatch,
     HardpointError,
     KVSpec,
     Model,
-    ModelError,
     WeightLoader,
     Wrapper,
     is_replayable,
 )
-from hardpoint.plugins.errors import ConfigError, PluginFaultError
+from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import QuantizedWeight
@@ -30,8 +28,6 @@ from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.tensor_checks import shown
 
 from .memory import is_out_of_memory
-
-_CACHE_EXTRA = 1 << 20  # bytes that a layer may have besides its blocks
 
 
 class CheckedModel:
@@ -171,7 +167,7 @@ class CheckedModel:
         return logits
 
     def _wrong(self, method: str, got: Any, expected: str) -> PluginFaultError:
-        return _fault(self._source, method, got, expected)
+        return wrong_result(self._source, method, got, expected)
 
 
 class _TrialAttention:
@@ -234,121 +230,6 @@ class _TrialAttention:
         return PluginFaultError(f"{self._source}: its forward() {what}")
 
 
-class CheckedAttention:
-    """An attention backend whose sizes, caches and outputs are checked.
-
-    Attributes:
-        specs: one per attention layer.
-        bytes_per_block: of all layers.
-        kv_layout: name and version of the layout.
-        is_replayable: whether the backend's class says so.
-    """
-
-    def __init__(self, backend: AttentionBackend, source: Source, specs: Sequence[KVSpec]) -> None:
-        """Ask the backend for the sizes of blocks.
-
-        Raises:
-            ModelError: the backend cannot compute such layers.
-            PluginFaultError: the sizes are none.
-        """
-        capped = [index for index, spec in enumerate(specs) if spec.softcap is not None]
-        if capped and not backend.softcaps:
-            raise ModelError(
-                f"attention.use: {source} has no soft cap of attention scores (its class says "
-                f"softcaps = False), and layer {capped[0]} has the soft cap "
-                f"{specs[capped[0]].softcap:g}; choose another attention backend for this model"
-            )
-        self._backend = backend
-        self._source = source
-        self.specs = specs
-        self.kv_layout = (backend.kv_layout, backend.kv_layout_version)
-        self._sizes = [backend.bytes_per_block(spec) for spec in specs]
-        for size in self._sizes:
-            if type(size) is not int or size < 1:
-                raise _fault(source, "bytes_per_block", size, "an int >= 1")
-        self.bytes_per_block = sum(self._sizes)
-        self.is_replayable = is_replayable(backend)
-        self.plan = backend.plan
-
-    def allocate(self, num_blocks: int) -> list[Any]:
-        """Return the cache of each layer.
-
-        Raises:
-            PluginFaultError: a cache takes more memory than its blocks should.
-        """
-        caches = []
-        for spec, size in zip(self.specs, self._sizes, strict=True):
-            cache = self._backend.allocate(spec, num_blocks)
-            if (taken := _num_bytes(cache)) > size * num_blocks + _CACHE_EXTRA:
-                raise PluginFaultError(
-                    f"{self._source}: its allocate() took {taken} bytes for {num_blocks} blocks, "
-                    f"expected {size * num_blocks}, since bytes_per_block() gave {size}"
-                )
-            caches.append(cache)
-        return caches
-
-    @property
-    def layer_bytes(self) -> tuple[int, ...]:
-        """Bytes of a block of each layer."""
-        return tuple(self._sizes)
-
-    def block_views(self, caches: Sequence[Any], connector: str) -> list[list[torch.Tensor]]:
-        """Return the views of each layer's cache, as bytes by block.
-
-        Args:
-            caches: of all layers.
-            connector: the KV connector that needs them, for messages.
-
-        Raises:
-            ConfigError: the backend has none.
-            PluginFaultError: they are not what they should be.
-        """
-        result = []
-        for cache, size in zip(caches, self._sizes, strict=True):
-            try:
-                views = list(self._backend.block_views(cache))
-            except NotImplementedError:
-                raise ConfigError(
-                    f"kv_connector.use: {connector!r} moves blocks of the KV cache, and "
-                    f"{self._source} has no block_views()"
-                ) from None
-            if not _are_block_views(views, size):
-                expected = f"uint8 tensors [num_blocks, bytes] with {size} bytes per block in all"
-                raise _fault(self._source, "block_views", views, expected)
-            result.append(views)
-        return result
-
-    def attend(
-        self,
-        layer: int,
-        cache: Any,
-        plan: Any,
-        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    ) -> torch.Tensor:
-        """Return the attention of a layer, [tokens, num_heads, head_size].
-
-        Args:
-            layer: index.
-            cache: of the layer.
-            plan: of the step.
-            qkv: as in `AttentionBackend.attend`.
-
-        Raises:
-            PluginFaultError: the backend returned something else.
-        """
-        out = self._backend.attend(self.specs[layer], cache, plan, *qkv)
-        q = qkv[0]
-        if not (
-            isinstance(out, torch.Tensor)
-            and out.shape == q.shape
-            and out.dtype == q.dtype
-            and out.device == q.device
-        ):
-            expected = f"a {q.dtype} tensor {list(q.shape)} on {q.device}"
-            raise _fault(self._source, "attend", out, expected)
-        return out
-
-
 def checked_weights(
     loader: WeightLoader,
     source: Source,
@@ -362,12 +243,12 @@ def checked_weights(
     """
     weights = cut_weights(loader, shapes, cuts) if cuts else loader.weights(dict(shapes))
     if not isinstance(weights, Iterable):
-        raise _fault(source, "weights", weights, "weights one after the other")
+        raise wrong_result(source, "weights", weights, "weights one after the other")
     seen: set[str] = set()
     for item in weights:
         if not _is_weight(item):
             expected = "a name and a dense CPU tensor, or a QuantizedWeight of such"
-            raise _fault(source, "weights", item, expected)
+            raise wrong_result(source, "weights", item, expected)
         name, tensor = item
         if name in seen:
             raise PluginFaultError(f"{source}: its weights() gave {name!r} twice")
@@ -443,28 +324,6 @@ def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value) and value > 0
 
 
-def _are_block_views(views: Sequence[Any], size: int) -> bool:
-    return (
-        all(
-            isinstance(view, torch.Tensor)
-            and view.dtype == torch.uint8
-            and view.dim() == 2
-            and view.stride(1) == 1
-            and len(view) == len(views[0])
-            for view in views
-        )
-        and sum(view.shape[1] for view in views) == size
-    )
-
-
-def _num_bytes(cache: Any) -> int:
-    """Return the bytes of the tensors of a cache: a tensor, or a list, tuple or dict of such."""
-    if isinstance(cache, torch.Tensor):
-        return cache.numel() * cache.element_size()
-    if isinstance(cache, Mapping):
-        cache = list(cache.values())
-    return sum(map(_num_bytes, cache)) if isinstance(cache, list | tuple) else 0
-
-
-def _fault(source: Source, method: str, got: Any, expected: str) -> PluginFaultError:
+def wrong_result(source: Source, method: str, got: Any, expected: str) -> PluginFaultError:
+    """Return the fault of a plugin whose method returned something else than it should."""
     return PluginFaultError(f"{source}: its {method}() gave {shown(got)}, expected {expected}")

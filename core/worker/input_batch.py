@@ -20,6 +20,7 @@ from hardpoint.plugins import (
     Moved,
     SamplingParams,
 )
+from hardpoint.plugins.kv_cache import BlockIds
 from hardpoint.plugins.plan import SampledTokens
 from hardpoint.plugins.read_only import ReadOnlyDict
 
@@ -118,7 +119,8 @@ class StepInput:
         requests: in the order of the step's sequences.
         token_ids: int64 [tokens].
         positions: int64 [tokens].
-        attention: the layout of the sequences for the attention backend.
+        attention: the layout of the sequences for the attention backend, one per KV cache group.
+        query_starts: as in each of `attention`.
         starts: int [seqs]; tokens of each sequence that were computed before.
         samples: bool [seqs]; whether the step reaches the sequence's last known token.
     """
@@ -126,7 +128,8 @@ class StepInput:
     requests: Sequence[LogitsRequest]
     token_ids: torch.Tensor
     positions: torch.Tensor
-    attention: AttentionStep
+    attention: Sequence[AttentionStep]
+    query_starts: IntArray
     starts: IntArray
     samples: np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -134,11 +137,24 @@ class StepInput:
 class InputBatch:
     """The persistent batch. Between `settle` and the next removal, rows 0 to n-1 are in use."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
-        """Allocate the arrays; their memory is touched as rows fill."""
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int = 1
+    ) -> None:
+        """Allocate the arrays; their memory is touched as rows fill.
+
+        Args:
+            max_num_seqs: rows.
+            max_model_len: tokens of a row.
+            block_size: tokens per block.
+            num_groups: KV cache groups, each of which has a block table for each row.
+        """
         self._block_size = block_size
         self._token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
-        self._blocks = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
+        width = -(-max_model_len // block_size)
+        self._blocks = np.zeros((num_groups, max_num_seqs, width), dtype=np.int32)
+        self._num_groups = num_groups
+        # The same memory: numpy takes longer to look up in three dimensions.
+        self._tables = self._blocks if num_groups > 1 else self._blocks[0]
         self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_computed = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
@@ -157,7 +173,7 @@ class InputBatch:
         self,
         request: LogitsRequest,
         output_token_ids: list[int],
-        block_ids: Sequence[int],
+        block_ids: BlockIds,
         num_computed_tokens: int,
         step: int = 0,
     ) -> None:
@@ -166,7 +182,7 @@ class InputBatch:
         Args:
             request: to add.
             output_token_ids: the request's live list.
-            block_ids: its block table.
+            block_ids: its block table, one per group.
             num_computed_tokens: whose keys and values are in those blocks.
             step: number of the plan that adds it.
         """
@@ -184,17 +200,17 @@ class InputBatch:
         self._num_tokens[row] = len(known)
         self._num_computed[row] = num_computed_tokens
         self._num_blocks[row] = 0
-        self._blocks[row] = 0
+        self._blocks[:, row] = 0
         self.extend_blocks(request.request_id, block_ids)
         self._updates.add(self._added(row))
 
-    def extend_blocks(self, request_id: str, block_ids: Sequence[int]) -> None:
-        """Append blocks to a request's table."""
-        if block_ids:
+    def extend_blocks(self, request_id: str, block_ids: BlockIds) -> None:
+        """Append blocks to a request's tables, as many to each."""
+        if block_ids and (count := len(block_ids[0])):
             row = self._row_of[request_id]
             held = self._num_blocks[row]
-            self._blocks[row, held : held + len(block_ids)] = block_ids
-            self._num_blocks[row] += len(block_ids)
+            self._blocks[:, row, held : held + count] = block_ids
+            self._num_blocks[row] += count
 
     def remove(self, request_ids: frozenset[str]) -> None:
         """Remove those of the requests that are in the batch."""
@@ -272,28 +288,42 @@ class InputBatch:
         starts = self._num_computed[rows]
         query_starts = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum(counts, out=query_starts[1:])
-        seq_of = np.repeat(np.arange(len(rows)), counts)
-        positions = np.arange(query_starts[-1]) - (query_starts[:-1] - starts)[seq_of]
-        row_of = rows[seq_of]
+        num_single = int((counts == 1).sum())
+        row_of, positions = rows, starts.copy()
+        if num_single < len(rows):
+            seq_of = np.repeat(np.arange(len(rows)), counts)
+            positions = np.arange(query_starts[-1]) - (query_starts[:-1] - starts)[seq_of]
+            row_of = rows[seq_of]
         token_ids = self._token_ids[row_of, positions].astype(np.int64)
-        blocks = self._blocks[row_of, positions // self._block_size].astype(np.int64)
-        slots = blocks * self._block_size + positions % self._block_size
         seq_lens = starts + counts
+        columns, offsets = positions // self._block_size, positions % self._block_size
         width = -(-int(seq_lens.max()) // self._block_size)
-        table = self._blocks[rows, :width].astype(np.int64)
+        # Backends read rows of elements side by side; numpy may give the groups side by side.
+        blocks = self._tables[..., row_of, columns].astype(np.int64, order="C")
+        slots = torch.from_numpy(blocks * self._block_size + offsets).to(device)
+        held = self._tables[..., rows, :width].astype(np.int64, order="C")
+        tables = torch.from_numpy(held).to(device)
+        is_one = self._num_groups == 1
+        layouts = [(tables, slots)] if is_one else zip(tables.unbind(), slots.unbind(), strict=True)
+        attention = [
+            AttentionStep(
+                query_starts=query_starts,
+                seq_lens=seq_lens,
+                num_single=num_single,
+                block_table=group_table,
+                slots=group_slots,
+                block_size=self._block_size,
+                group=group,
+            )
+            for group, (group_table, group_slots) in enumerate(layouts)
+        ]
         self._num_computed[rows] = seq_lens
         return StepInput(
             requests=[self._requests[row] for row in rows],
             token_ids=torch.from_numpy(token_ids).to(device),
             positions=torch.from_numpy(positions).to(device),
-            attention=AttentionStep(
-                query_starts=query_starts,
-                seq_lens=seq_lens,
-                num_single=int((counts == 1).sum()),
-                block_table=torch.from_numpy(table).to(device),
-                slots=torch.from_numpy(slots).to(device),
-                block_size=self._block_size,
-            ),
+            attention=attention,
+            query_starts=query_starts,
             starts=starts,
             samples=seq_lens == self._num_tokens[rows],
         )
@@ -301,7 +331,7 @@ class InputBatch:
     def _move(self, source: int, target: int) -> None:
         tokens = self._num_tokens[source]
         self._token_ids[target, :tokens] = self._token_ids[source, :tokens]
-        self._blocks[target] = self._blocks[source]
+        self._blocks[:, target] = self._blocks[:, source]
         self._num_tokens[target] = tokens
         self._num_computed[target] = self._num_computed[source]
         self._num_blocks[target] = self._num_blocks[source]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,9 @@ import psutil
 import torch
 
 from hardpoint.plugins import EngineConfig, Model, ModelError, WorkerInfo
+from hardpoint.plugins.executor import max_step_tokens
+from hardpoint.plugins.kv_cache import BlockNeeds, KVCacheGroup
+from hardpoint.plugins.model import WeightFormat
 
 from .control_groups import PROC, control_groups, read_control
 
@@ -110,6 +112,52 @@ def _reclaimable(group: Path) -> int:
 
 
 @dataclass(frozen=True)
+class HeldWeight:
+    """How a weight, or the part of it that a rank has, is held.
+
+    Attributes:
+        stored: how the files store all of it; None if the loader does not say.
+        scheme: that holds it; None if it is held as numbers of the model's dtype.
+        shape: of the part.
+        num_bytes: in memory, once it is loaded.
+        loading_bytes: that it takes besides that while it is loaded.
+        is_vocabulary: whether it has a row per token.
+    """
+
+    stored: WeightFormat | None
+    scheme: str | None
+    shape: tuple[int, ...]
+    num_bytes: int
+    loading_bytes: int
+    is_vocabulary: bool
+
+
+@dataclass(frozen=True)
+class RequestMemory:
+    """What one request needs of the KV cache.
+
+    Attributes:
+        needs: in blocks.
+        bytes_per_block: of all caches.
+        max_model_len: the longest request.
+    """
+
+    needs: BlockNeeds
+    bytes_per_block: int
+    max_model_len: int
+
+    def of(self, num_tokens: int) -> int:
+        """Return the bytes that a request of `num_tokens` tokens needs."""
+        return (self.needs.of(num_tokens) + self.needs.num_null_blocks) * self.bytes_per_block
+
+    def longest(self, num_bytes: int) -> int:
+        """Return the length of the longest request that so many bytes have room for."""
+        if not self.bytes_per_block:
+            return self.max_model_len
+        return self.needs.longest(num_bytes // self.bytes_per_block, self.max_model_len)
+
+
+@dataclass(frozen=True)
 class MemoryEstimate:
     """What a model needs, in bytes, and what it may use.
 
@@ -120,7 +168,8 @@ class MemoryEstimate:
         step: of the largest step.
         limit: before anything was allocated.
         share: of what weights and step leave, at most, that the cache takes.
-        max_model_len: the request's length if the cache is not configured; else None.
+        request: what requests need of the cache.
+        is_configured: whether the size of the cache is.
     """
 
     weights: int
@@ -129,7 +178,22 @@ class MemoryEstimate:
     step: int
     limit: MemoryLimit
     share: float
-    max_model_len: int | None
+    request: RequestMemory
+    is_configured: bool = False
+
+    @property
+    def room(self) -> int:
+        """What the cache may take."""
+        return int((self.limit.available - self.weights - self.step) * self.share)
+
+    @property
+    def longest(self) -> int:
+        """The longest request that fits; 0 if none does, or the weights do not."""
+        if self.room < 0 or self.loading > self.limit.available - self.weights:
+            return 0
+        if not self.is_configured:
+            return self.request.longest(self.room)
+        return self.request.longest(self.cache) if self.cache <= self.room else 0
 
     def __str__(self) -> str:
         """Return the figures for a message."""
@@ -149,26 +213,28 @@ class MemoryEstimate:
         Raises:
             ModelError: it does not; the message says what would.
         """
-        rest = self.limit.available - self.weights
-        room = int((rest - self.step) * self.share)
+        rest, room = self.limit.available - self.weights, self.room
         if self.loading <= rest and self.cache <= room:
             return
         if self.loading > rest or room <= 0:
             fits = "a smaller max_model_len or model would fit"
-        elif self.max_model_len is None:
+        elif self.is_configured:
             fits = f"a kv_cache of {size_text(room)} would fit"
         else:
-            length = room * self.max_model_len // self.cache
+            length = self.request.longest(room)
             fits = f"with {self.share:.0%} of the rest for the cache, "
-            fits += f"a max_model_len of {max(length, 1)} would fit"
+            fits += (
+                f"a max_model_len of {length} would fit" if length else "not even one block fits"
+            )
         raise ModelError(f"model: {model!r} does not fit into memory: {self}; {fits}")
 
 
 def estimate_memory(
     model: Model,
     config: EngineConfig,
-    shapes: Mapping[str, Sequence[int]],
+    weights: Mapping[str, HeldWeight],
     bytes_per_block: int,
+    groups: Sequence[KVCacheGroup],
     limit: MemoryLimit,
 ) -> MemoryEstimate:
     """Estimate what a rank of a model needs, before any weight is read.
@@ -176,37 +242,39 @@ def estimate_memory(
     Args:
         model: without weights.
         config: the engine's.
-        shapes: of the parts of its weights that this rank has.
-        bytes_per_block: of the KV cache, all layers together.
+        weights: those that this rank has, by name.
+        bytes_per_block: of the KV cache, all layers together that have one table.
+        groups: of the KV cache.
         limit: what may be allocated.
     """
     context, cache, scheduler = model.context, config.kv_cache, config.scheduler
     size, vocab = context.dtype.itemsize, context.config.vocab_size
-    counts = [math.prod(shape) for shape in shapes.values()]
-    rows = {name: shape[0] for name, shape in model.weight_shapes().items()}
-    width = max((shape[0] for name, shape in shapes.items() if rows[name] != vocab), default=0)
+    width = max((w.shape[0] for w in weights.values() if not w.is_vocabulary), default=0)
     tokens = min(scheduler.max_num_batched_tokens, context.max_model_len)
     rotary = max((spec.head_size for spec in model.kv_specs()), default=0)
     # A few arrays of the widest layer, logits and their float32 copy, tables of all positions.
     step = _ARRAYS * tokens * width * size + scheduler.max_num_seqs * vocab * 2 * _FLOAT
     step += 2 * context.max_model_len * rotary * size
-    length, share = None, 1.0
+    needs = BlockNeeds(groups, cache.block_size, max_step_tokens(config))
+    request, share = RequestMemory(needs, bytes_per_block, context.max_model_len), 1.0
+    is_configured = cache.num_blocks is not None or cache.memory_bytes is not None
     if cache.num_blocks is not None:
         cache_bytes = cache.num_blocks * bytes_per_block
     elif cache.memory_bytes is not None and bytes_per_block:
         cache_bytes = cache.memory_bytes
     else:
         length = cache.block_size if config.max_model_len == "auto" else context.max_model_len
-        cache_bytes = -(-length // cache.block_size) * bytes_per_block
+        cache_bytes = request.of(length)
         share = cache.memory_fraction or cache_share(context.device)
     return MemoryEstimate(
-        weights=sum(counts) * size,
+        weights=sum(weight.num_bytes for weight in weights.values()),
         cache=cache_bytes,
-        loading=max(counts, default=0) * _FLOAT,  # a weight as it is read, before it is packed
+        loading=max((weight.loading_bytes for weight in weights.values()), default=0),
         step=step,
         limit=limit,
         share=share,
-        max_model_len=length,
+        request=request,
+        is_configured=is_configured and bool(bytes_per_block),
     )
 
 

@@ -37,7 +37,8 @@ from hardpoint.plugins.stats import PluginMeter
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.request_arguments import argument_key
 
-from .checked_model import CheckedAttention, CheckedModel
+from .attention.checked_attention import CheckedAttention
+from .checked_model import CheckedModel
 from .input_batch import InputBatch, StepInput
 from .kv_connector import WorkerConnector
 from .ranks import Ranks
@@ -278,10 +279,10 @@ class ModelRunner:
             return output if connector is None else self._with_report(output, plan)
         step = batch.prepare(plan.num_scheduled_tokens, self._device)
         attention, caches = self.attention, self._caches
-        attention_plan = attention.plan(step.attention)
+        plans = attention.plans(step.attention)
 
         def run(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return attention.attend(layer, caches[layer], attention_plan, (q, k, v))
+            return attention.attend(layer, caches[layer], plans[layer], (q, k, v))
 
         attend: _Attend = run
         if wants_layers:
@@ -346,7 +347,7 @@ class ModelRunner:
             if step.samples[index] and request.request_id not in output.faults
         ]
         if indices:
-            last = torch.from_numpy(step.attention.query_starts[1:][indices] - 1)
+            last = torch.from_numpy(step.query_starts[1:][indices] - 1)
             requests = [step.requests[index] for index in indices]
             self._choose(hidden, last.to(self._device), requests, output, bitmask)
         if self._divides_logits:
@@ -424,7 +425,7 @@ class ModelRunner:
         for sampled in plan.sampled:
             if self._sampling is None:  # else it sampled them itself
                 batch.append_sampled(sampled)
-        for request_id, (block_ids,) in plan.cached_requests.new_block_ids.items():
+        for request_id, block_ids in plan.cached_requests.new_block_ids.items():
             batch.extend_blocks(request_id, block_ids)
         for new in plan.new_requests:
             self._add(new, batch, plan.step)
@@ -451,8 +452,7 @@ class ModelRunner:
             sampler_arguments=sampler_arguments,
             state=ReadOnlyDict(),
         )
-        (block_ids,) = new.block_ids
-        batch.add(request, outputs, block_ids, new.num_computed_tokens, step)
+        batch.add(request, outputs, new.block_ids, new.num_computed_tokens, step)
         if self._sampling is None:
             return
         if source.params.routed_experts and self._model.routed_experts is None:
@@ -525,7 +525,7 @@ class ModelRunner:
             prompt = request.prompt_token_ids
             if count is None or start >= len(prompt):
                 continue
-            first, end = step.attention.query_starts[index : index + 2]
+            first, end = step.query_starts[index : index + 2]
             targets = prompt[start + 1 : start + 1 + int(end - first)]
             entries: list[TokenLogprobs | None] = [] if start else [None]
             for offset in range(0, len(targets), _PROMPT_ROWS):
@@ -541,7 +541,7 @@ class ModelRunner:
 
 def _experts_by_request(step: StepInput, routed: torch.Tensor) -> dict[str, Any]:
     """Return the experts of the tokens of each request that asks for them."""
-    rows, starts = routed.cpu().numpy(), step.attention.query_starts
+    rows, starts = routed.cpu().numpy(), step.query_starts
     return {
         request.request_id: rows[starts[index] : starts[index + 1]].copy()
         for index, request in enumerate(step.requests)

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
-from hardpoint.plugins import ConfigError, EngineConfig, HardpointError, Model, ModelError
+from hardpoint.plugins import (
+    ConfigError,
+    EngineConfig,
+    HardpointError,
+    Model,
+    ModelError,
+)
 from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.model import WeightFormat
 from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import (
     AffineCodes,
+    DenseMatrix,
     Quantization,
     QuantizedMatrix,
     QuantizedWeight,
@@ -23,6 +33,7 @@ from hardpoint.registry.tensor_checks import shown
 
 from .memory import is_out_of_memory
 
+T = TypeVar("T")
 Weights = Iterator[tuple[str, torch.Tensor]]
 Scheme = tuple[Quantization, Source]
 
@@ -75,6 +86,9 @@ class QuantizedWeights:
         self._quantizes = self._use is not None and self._use[0].quantizes
         self._counts: Counter[str] = Counter()
         self._dequantized: Counter[str] = Counter()
+        self._without_kernel: Counter[str] = Counter()
+        self._has_own = False
+        self._by_loader: Counter[str] = Counter()
 
     def pass_on(self, weights: Iterable[tuple[str, torch.Tensor | QuantizedWeight]]) -> Weights:
         """Give the model its matrices of few bits; yield the other weights.
@@ -88,28 +102,92 @@ class QuantizedWeights:
             if isinstance(weight, QuantizedWeight):
                 if name not in self._shapes:
                     continue
-                matrix = self._read(name, weight)
-                if self._keeps(name, weight.scheme):
+                stays = self.scheme_of(name, weight.scheme) == weight.scheme
+                matrix = self._read(name, weight, stays)
+                if stays and not isinstance(matrix, DenseMatrix):
                     self._load(name, matrix, weight.scheme)
                     continue
                 self._dequantized[weight.scheme] += 1
-                tensor = matrix.dequantize()
+                tensor = self._dequantize(name, matrix, weight.scheme)
             else:
                 tensor = weight
-            if self._quantizes and name in self._quantizable:
+            if self.scheme_of(name, None) is not None:
                 self._load(name, self._quantized(name, tensor), self._config.use)
             else:
                 yield name, tensor
 
+    def scheme_of(self, name: str, stored: str | None) -> str | None:
+        """Return the scheme in which the model gets a weight; None if it gets numbers.
+
+        Args:
+            name: of the weight.
+            stored: the scheme in which the files store it; None if they store numbers.
+        """
+        use = self._config.use
+        if name not in self._quantizable:
+            return None
+        if stored is not None and (stored == use or not (self._quantizes or use == "none")):
+            return stored
+        return use if self._quantizes else None
+
+    def stored_bytes(self, scheme: str, shape: tuple[int, ...]) -> int | None:
+        """Return the bytes of a matrix in a scheme; None if it takes as many as numbers do.
+
+        Raises:
+            PluginFaultError: the scheme raised something, or gave something else.
+        """
+        component, source = self._scheme(scheme)
+        rows, columns = shape
+        try:
+            found = component.stored_bytes((rows, columns))
+        except BaseException as cause:
+            raise_unless_fault(cause)
+            raise PluginFaultError(
+                f"{source}: its stored_bytes() failed: {describe(cause)}"
+            ) from cause
+        if found is not None and (type(found) is not int or found < 0):
+            raise _fault(source, "stored_bytes", found, "a number of bytes, or None")
+        return found
+
     def describe(self) -> str | None:
         """Return how many matrices have few bits, and which were dequantised; None if none."""
-        code_bits = self._model.context.ops.code_bits
-        parts = [f"{count} in {name}" for name, count in sorted(self._counts.items())]
-        if parts and not code_bits:
-            dtype = str(self._model.context.dtype).removeprefix("torch.")
-            parts.append(f"dequantised to {dtype}, for the operations have no kernel for them")
-        parts += [f"{count} in {name} dequantised" for name, count in self._dequantized.items()]
+        dtype = str(self._model.context.dtype).removeprefix("torch.")
+        parts = []
+        for name, count in sorted(self._counts.items()):
+            parts.append(f"{count} in {name}")
+            if without := self._without_kernel[name]:
+                parts.append(
+                    f"{without} of them dequantised to {dtype}, for the operations have no kernel "
+                    f"for them"
+                )
+        dequantized = self._dequantized + self._by_loader
+        parts += [f"{count} in {name} dequantised" for name, count in sorted(dequantized.items())]
+        if self._has_own and self._model.packed_weights() is None:
+            parts.append("not kept in the weight cache, for they multiply themselves")
         return ", ".join(parts) or None
+
+    def check_stored(self, formats: Mapping[str, WeightFormat]) -> None:
+        """Check that schemes can read what files store, and that they have the required scheme.
+
+        Args:
+            formats: of the weights, by name; empty if they are not known.
+
+        Raises:
+            ModelError: a scheme cannot read what is stored.
+            ConfigError: no weight is stored in the scheme that the configuration requires.
+        """
+        for name, found in formats.items():
+            if found.stored is not None and name in self._shapes:
+                scheme, stored = self._scheme(found.stored.scheme), found.stored
+                self._call(name, scheme, "check", functools.partial(scheme[0].check, stored))
+        self._by_loader = Counter(
+            found.name
+            for name, found in formats.items()
+            if name in self._shapes and not found.is_quantized and not hasattr(torch, found.name)
+        )
+        named = [name for name, found in formats.items() if found.name == self._config.use]
+        if formats and not self._quantizes:
+            self._require(any(self.scheme_of(name, self._config.use) for name in named))
 
     def check_used(self) -> None:
         """Check that the checkpoint had the scheme that the configuration requires.
@@ -117,31 +195,37 @@ class QuantizedWeights:
         Raises:
             ConfigError: it has no weights in it.
         """
-        if self._use is not None and not self._counts[self._config.use]:
+        used = self._counts.keys() | self._dequantized.keys()
+        self._require(self._quantizes or self._config.use in used)
+
+    def _require(self, is_used: bool) -> None:
+        if self._use is not None and not is_used:
             raise ConfigError(
                 f"quantization.use: {self._config.use!r} does not quantise weights, and "
                 f"{self._checkpoint!r} has none that are stored in it"
             )
 
-    def _keeps(self, name: str, scheme: str) -> bool:
-        """Return whether a stored matrix stays as it is."""
-        use = self._config.use
-        stays = use == scheme or not (self._quantizes or use == "none")
-        return stays and name in self._quantizable
-
     def _load(self, name: str, matrix: QuantizedMatrix, scheme: str) -> None:
         self._counts[scheme] += 1
+        if not isinstance(matrix, AffineCodes):
+            self._has_own = True
+        elif matrix.bits not in self._model.context.ops.code_bits:
+            self._without_kernel[scheme] += 1
         self._model.load_quantized(name, matrix)
 
-    def _read(self, name: str, weight: QuantizedWeight) -> QuantizedMatrix:
-        """Return what is stored, or the part of it that is needed."""
+    def _read(self, name: str, weight: QuantizedWeight, stays: bool) -> QuantizedMatrix:
+        """Return what is stored, or the part of it that is needed.
+
+        Raises:
+            ModelError: it cannot be read, has another shape, or stays as it is and cannot be cut.
+        """
         scheme = self._scheme(weight.scheme)
-        matrix = self._call(name, scheme, "read", lambda: scheme[0].read(weight))
         whole = tuple(self._shapes[name])
         cut = self._cuts.get(name)
         needed = whole if cut is None else cut.shape(whole)
-        if matrix.shape != weight.shape:
-            raise _fault(scheme[1], "read", matrix.shape, f"a matrix of shape {weight.shape}")
+        matrix = self._matrix(
+            name, scheme, "read", lambda: scheme[0].read(weight), tuple(weight.shape)
+        )
         if matrix.shape not in (whole, needed):
             raise ModelError(
                 f"model: weight {name!r} of {self._checkpoint!r} has shape {matrix.shape}, "
@@ -149,7 +233,9 @@ class QuantizedWeights:
             )
         if cut is None or matrix.shape == needed != whole:
             return matrix
-        return self._call(name, scheme, "read", lambda: _part(matrix, cut))
+        if not stays and not _divides(matrix.alignment, cut, whole):
+            return DenseMatrix(cut.of(self._dequantize(name, matrix, weight.scheme)))
+        return self._matrix(name, scheme, "read", lambda: _part(matrix, cut), needed)
 
     def _quantized(self, name: str, tensor: torch.Tensor) -> QuantizedMatrix:
         assert self._use is not None
@@ -160,7 +246,9 @@ class QuantizedWeights:
                 f"model: weight {name!r} of {self._checkpoint!r} has numbers that are not finite, "
                 f"which {self._config.use!r} cannot quantise"
             )
-        matrix = self._call(name, self._use, "quantize", lambda: scheme.quantize(weight))
+        matrix = self._matrix(
+            name, self._use, "quantize", lambda: scheme.quantize(weight), tuple(weight.shape)
+        )
         self._check_alignment(name, matrix)
         return matrix
 
@@ -171,22 +259,53 @@ class QuantizedWeights:
             ConfigError: it was cut within a group of columns.
         """
         cut = self._cuts.get(name)
-        if cut is None or cut.dim == 0 or not isinstance(matrix, AffineCodes):
+        if cut is None:
             return
-        unit, count = matrix.alignment, self._shapes[name][1]
-        if any(p.start % unit or (p.stop % unit and p.stop != count) for p in cut.parts):
+        unit, count = matrix.alignment, self._shapes[name][-1]
+        if not _divides(unit, cut, self._shapes[name]):
             raise ConfigError(
                 f"quantization.use: {self._config.use!r} has groups of {unit} columns, which do "
                 f"not divide columns {cut.start} to {cut.stop} of {count}, the part of {name!r} "
                 f"that a rank has; expected a size of groups that divides {cut.stop - cut.start}"
             )
 
-    def _call(
-        self, name: str, scheme: Scheme, method: str, function: Callable[[], QuantizedMatrix]
+    def _dequantize(self, name: str, matrix: QuantizedMatrix, scheme: str) -> torch.Tensor:
+        """Return the numbers of a matrix."""
+        found = self._scheme(scheme)
+        tensor = self._call(name, found, "dequantize", matrix.dequantize)
+        if (
+            not isinstance(tensor, torch.Tensor)
+            or tensor.dtype != torch.float32
+            or tensor.shape != matrix.shape
+        ):
+            raise _fault(found[1], "dequantize", tensor, f"torch.float32 {list(matrix.shape)}")
+        return tensor
+
+    def _matrix(
+        self,
+        name: str,
+        scheme: Scheme,
+        method: str,
+        function: Callable[[], QuantizedMatrix],
+        shape: tuple[int, ...],
     ) -> QuantizedMatrix:
-        """Return the matrix that a scheme's method gives."""
+        """Return the matrix of a shape that a scheme's method gives."""
+        matrix = self._call(name, scheme, method, function)
+        if not isinstance(matrix, QuantizedMatrix):
+            raise _fault(scheme[1], method, matrix, "a QuantizedMatrix")
+        if tuple(matrix.shape) != shape:
+            raise _fault(scheme[1], method, matrix.shape, f"a matrix of shape {shape}")
+        if not self._call(name, scheme, "is_finite", matrix.is_finite):
+            raise ModelError(
+                f"model: weight {name!r} of {self._checkpoint!r}: {scheme[0].name}: a scale or "
+                f"offset is not finite"
+            )
+        return matrix
+
+    def _call(self, name: str, scheme: Scheme, method: str, function: Callable[[], T]) -> T:
+        """Return what a method of a scheme or of its matrices gives."""
         try:
-            matrix = function()
+            return function()
         except BaseException as cause:
             raise_unless_fault(cause)
             if is_out_of_memory(cause) or isinstance(cause, HardpointError):
@@ -198,14 +317,13 @@ class QuantizedWeights:
             raise PluginFaultError(
                 f"{scheme[1]}: its {method}() failed for {name!r}: {describe(cause)}"
             ) from cause
-        if not isinstance(matrix, QuantizedMatrix):
-            raise _fault(scheme[1], method, matrix, "a QuantizedMatrix")
-        if isinstance(matrix, AffineCodes) and not matrix.is_finite():
-            raise ModelError(
-                f"model: weight {name!r} of {self._checkpoint!r}: {scheme[0].name}: a scale or "
-                f"offset is not finite"
-            )
-        return matrix
+
+
+def _divides(unit: int, cut: Cut, shape: Sequence[int]) -> bool:
+    """Return whether a matrix can be cut, whose columns are stored in units of so many."""
+    if cut.dim == 0:
+        return True
+    return not any(p.start % unit or (p.stop % unit and p.stop != shape[1]) for p in cut.parts)
 
 
 def _part(matrix: QuantizedMatrix, cut: Cut) -> QuantizedMatrix:
@@ -215,7 +333,13 @@ def _part(matrix: QuantizedMatrix, cut: Cut) -> QuantizedMatrix:
         ValueError: it cannot be cut there.
     """
     part_of = matrix.rows if cut.dim == 0 else matrix.columns
-    parts = [part_of(part.start, part.stop) for part in cut.parts]
+    try:
+        parts = [part_of(part.start, part.stop) for part in cut.parts]
+    except ValueError as cause:
+        raise ValueError(
+            f"{cause}, the part that a rank has; expected fewer ranks (parallel.tensor), or "
+            f"quantization.use = 'none', which dequantises"
+        ) from cause
     return parts[0] if not cut.more else parts[0].joined(parts, cut.dim)
 
 

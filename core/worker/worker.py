@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 import torch
@@ -18,10 +17,7 @@ from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
 from hardpoint.core.worker.sampling.processor_runner import ProcessorRunner
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
 from hardpoint.plugins import (
-    AttentionBackend,
-    AttentionContext,
     ConfigError,
-    EngineConfig,
     GrammarBitmask,
     HardpointError,
     KVConnectorContext,
@@ -29,50 +25,44 @@ from hardpoint.plugins import (
     KVStoreContext,
     LogitsContext,
     Model,
-    ModelConfig,
-    ModelContext,
     ModelError,
     ModelRunnerOutput,
     Ops,
-    OpsContext,
-    QuantizationContext,
     SamplerContext,
     SchedulerOutput,
-    WeightLoader,
     WorkerInfo,
 )
-from hardpoint.plugins.component import Component, Progress
+from hardpoint.plugins.component import Component
 from hardpoint.plugins.errors import CommunicationAbortedError, PluginFaultError
-from hardpoint.plugins.kinds import KINDS
 from hardpoint.plugins.kv_connector import BlockIdentity, KVWorkerContext
 from hardpoint.plugins.manifest import PluginEntry
-from hardpoint.plugins.parallel import Communicator, CommunicatorContext, Placement
+from hardpoint.plugins.parallel import Communicator, CommunicatorContext
 from hardpoint.plugins.plan import DraftTokenIds, KVReport
 from hardpoint.plugins.quantization import QuantizedWeight
 from hardpoint.plugins.requests import LoRARequest
 from hardpoint.plugins.stats import PluginMeter
 from hardpoint.registry.blame import describe
 from hardpoint.registry.discovery import is_third_party
-from hardpoint.registry.plugin_set import PluginSet
 
-from .checked_model import CheckedAttention, CheckedModel, checked_weights
+from .attention.checked_attention import CheckedAttention
+from .checked_model import CheckedModel, checked_weights
 from .input_batch import InputBatch
 from .kv_connector import WorkerConnector, config_hash
 from .memory import (
     MemoryEstimate,
     MemoryLimit,
     cache_share,
-    estimate_memory,
     is_out_of_memory,
     memory_limit,
     out_of_memory,
 )
 from .model_runner import ModelRunner
+from .planning.model_share import ModelShare, build_model_share, open_attention, open_ops
+from .planning.worker_spec import WorkerSpec
 from .profiling import Profiling
-from .quantized_weights import QuantizedWeights, Scheme
 from .rank_store import served_store
 from .ranks import Ranks
-from .shares import build_share, check_parallelism
+from .shares import check_parallelism
 from .threads import ComputeThreads, crowding
 from .weight_cache import WeightCache, cache_key
 
@@ -80,30 +70,6 @@ _log = logging.getLogger("hardpoint")
 
 _TRIAL_TOKENS = 2
 _NO_ADAPTERS = "workers of this version hold none"
-
-
-@dataclass(frozen=True)
-class WorkerSpec:
-    """The configuration and plugins of a worker.
-
-    Attributes:
-        dtype: resolved; never "auto".
-        device: resolved; never "auto".
-        max_model_len: resolved.
-        rank: among those that share the model.
-        placement: of all ranks; None if there is one.
-    """
-
-    config: EngineConfig
-    plugins: PluginSet
-    loader: WeightLoader
-    model_config: ModelConfig
-    dtype: torch.dtype
-    device: torch.device
-    max_model_len: int
-    progress: Progress
-    rank: int = 0
-    placement: Placement | None = None
 
 
 class LocalWorker:
@@ -160,7 +126,7 @@ class LocalWorker:
             return self._load_model(spec)
 
     def _load_model(self, spec: WorkerSpec) -> WorkerInfo:
-        backend, ops = self._attention(spec), self._ops(spec)
+        backend, ops = open_attention(spec), open_ops(spec)
         if spec.rank == 0:
             _log.info("operations: %s; attention: %s", ops.describe(), backend.describe())
         entry = spec.plugins.get("models", spec.model_config.architecture)
@@ -168,30 +134,18 @@ class LocalWorker:
         ranks = self._ranks
         if not ranks.have_met:
             self._meet(spec)
-        create = functools.partial(
-            spec.plugins.create,
-            entry,
-            ModelContext,
-            config=spec.model_config,
-            dtype=spec.dtype,
-            device=spec.device,
-            max_model_len=spec.max_model_len,
-            ops=ops,
+        share = build_model_share(
+            spec, ops, backend, ranks.parallel, lambda: _share_of_memory(spec, ranks)
         )
-        model = build_share(lambda parallel: create(parallel=parallel), ranks.parallel)
-        checked = CheckedModel(model, entry.source)
-        shapes = checked.needed
-        source = spec.plugins.one("attention_backends").source
-        attention = CheckedAttention(backend, source, checked.specs)
+        model, checked, attention = share.model, share.checked, share.attention
         self._bytes_per_block = attention.bytes_per_block
-        limit = _share_of_memory(spec, ranks)
-        self._estimate = estimate_memory(model, spec.config, shapes, self._bytes_per_block, limit)
+        self._estimate = share.estimate
         self._estimate.check(spec.config.model)
         # Before the weights, so that a plugin that cannot start fails early.
         stage = self._sampling(spec, ops) if ranks.is_output else None
         ranks.wait_for_all()  # so that none allocates while another still measures the memory
         with torch.inference_mode():
-            self._load_weights(spec, ranks, model, checked)
+            self._load_weights(spec, ranks, share)
             checked.run_trial(min(_TRIAL_TOKENS, spec.max_model_len), _TRIAL_TOKENS)
         self._kv_variant = checked.kv_variant
         self._components = [backend, model, ops]
@@ -210,14 +164,14 @@ class LocalWorker:
             enforce_eager=spec.config.executor.enforce_eager,
         )
         ranks.wait_for_all()
-        return _measured(checked, spec, ranks, self._bytes_per_block, self._estimate)
+        return _measured(checked, spec, ranks, attention, self._estimate)
 
     def _meet(self, spec: WorkerSpec) -> None:
         """Meet the other ranks."""
 
         def connect(group: str, rank: int, members: list[int]) -> Communicator:
             assert spec.placement is not None
-            entry = _entry_for_device(spec, "communicators")
+            entry = spec.entry_for_device("communicators")
             return spec.plugins.create(
                 entry,
                 CommunicatorContext,
@@ -235,17 +189,15 @@ class LocalWorker:
         if self._ranks.are_many and spec.rank == 0:
             _log.info("ranks communicate by %s", self._ranks.describe())
 
-    def _load_weights(
-        self, spec: WorkerSpec, ranks: Ranks, model: Model, checked: CheckedModel
-    ) -> None:
+    def _load_weights(self, spec: WorkerSpec, ranks: Ranks, share: ModelShare) -> None:
         """Load the weights that an earlier process has packed, else those of the model's files."""
+        model, checked, quantized = share.model, share.checked, share.quantized
         cache = self._weight_cache = WeightCache(spec.config.weight_cache, ranks.num_local)
         key = _cache_key(spec, model) if cache.is_on else None
         if key is not None and cache.load(key, model):
             return
         loader = spec.plugins.get("loaders", spec.loader.name)
         weights = checked_weights(spec.loader, loader.source, checked.shapes, checked.cuts)
-        quantized = QuantizedWeights(spec.config, model, checked.cuts, _schemes(spec))
         model.load_weights(quantized.pass_on(_checked(weights, checked.needed, spec)))
         quantized.check_used()
         if spec.rank == 0 and (said := quantized.describe()) is not None:
@@ -266,7 +218,10 @@ class LocalWorker:
             self._estimate = self._estimate.with_cache(num_blocks * self._bytes_per_block)
         with self._naming_memory():
             batch = InputBatch(
-                config.scheduler.max_num_seqs, self._max_model_len, config.kv_cache.block_size
+                config.scheduler.max_num_seqs,
+                self._max_model_len,
+                config.kv_cache.block_size,
+                len(self.runner.attention.groups),
             )
             self.runner.allocate(num_blocks, batch)
         self._num_blocks = num_blocks
@@ -577,23 +532,6 @@ class LocalWorker:
             raise RuntimeError("the worker has no model: it was not loaded, was closed, or sleeps")
         return self._runner
 
-    def _attention(self, spec: WorkerSpec) -> AttentionBackend:
-        return spec.plugins.create(
-            _entry_for_device(spec, "attention_backends"),
-            AttentionContext,
-            device=spec.device,
-            dtype=spec.dtype,
-            block_size=spec.config.kv_cache.block_size,
-        )
-
-    def _ops(self, spec: WorkerSpec) -> Ops:
-        return spec.plugins.create(
-            _entry_for_device(spec, "ops"),
-            OpsContext,
-            device=spec.device,
-            dtype=spec.dtype,
-        )
-
     def _sampling(self, spec: WorkerSpec, ops: Ops) -> SamplingStage:
         vocab_size = spec.model_config.vocab_size
         slow_seconds = spec.config.plugins.slow_seconds
@@ -633,22 +571,6 @@ class LocalWorker:
         )
 
 
-def _entry_for_device(spec: WorkerSpec, kind: str) -> PluginEntry:
-    """Return the entry of a kind of which there is one per device.
-
-    Raises:
-        ModelError: it does not run on this device.
-    """
-    entry = spec.plugins.one(kind)
-    devices = spec.plugins.target(entry).devices
-    if spec.device.type not in devices:
-        raise ModelError(
-            f"{KINDS[kind].chosen_by}: {entry.name!r} runs on {', '.join(devices)}, "
-            f"the device is {spec.device.type}"
-        )
-    return entry
-
-
 def _share_of_memory(spec: WorkerSpec, ranks: Ranks) -> MemoryLimit:
     """Return what this rank may still allocate; the CPU ranks of one host share its memory."""
     limit = memory_limit(spec.device)
@@ -680,25 +602,6 @@ def _quantization(spec: WorkerSpec) -> str:
     use = spec.config.quantization.use
     options = spec.config.plugin.get(use, {})
     return msgspec.json.encode((spec.config.quantization, options), order="deterministic").decode()
-
-
-def _schemes(spec: WorkerSpec) -> Callable[[str], Scheme]:
-    """Return what builds the quantisation schemes of a checkpoint, each once."""
-    described = spec.model_config.hf.get("quantization_config")
-
-    @functools.cache
-    def scheme(name: str) -> Scheme:
-        entry = spec.plugins.get("quantizations", name)
-        component = spec.plugins.create(
-            entry,
-            QuantizationContext,
-            device=spec.device,
-            dtype=spec.dtype,
-            config=described if isinstance(described, Mapping) else {},
-        )
-        return component, entry.source
-
-    return scheme
 
 
 def _cache_key(spec: WorkerSpec, model: Model) -> str | None:
@@ -748,7 +651,7 @@ def _measured(
     model: CheckedModel,
     spec: WorkerSpec,
     ranks: Ranks,
-    bytes_per_block: int,
+    attention: CheckedAttention,
     estimate: MemoryEstimate,
 ) -> WorkerInfo:
     """Return the memory that is available for the KV cache.
@@ -756,9 +659,11 @@ def _measured(
     On a GPU, a trial step of the largest size is measured, so that the cache can have nearly all of
     the rest. On a CPU, it is what the limits of this process leave.
     """
+    bytes_per_block = attention.bytes_per_block
+    windows = tuple(group.window for group in attention.groups)
     if spec.device.type != "cuda":
         available = _share_of_memory(spec, ranks).available - estimate.step
-        return WorkerInfo(bytes_per_block, max(available, 0))
+        return WorkerInfo(bytes_per_block, max(available, 0), windows=windows)
     before = torch.cuda.memory_allocated(spec.device)
     torch.cuda.reset_peak_memory_stats(spec.device)
     tokens = min(spec.config.scheduler.max_num_batched_tokens, spec.max_model_len)
@@ -769,4 +674,5 @@ def _measured(
     free = int(torch.cuda.mem_get_info(spec.device)[0])
     # Level 1 would have to move weights to CPU memory, which is not done.
     share = cache_share(spec.device)
-    return WorkerInfo(bytes_per_block, max(free - peak, 0), share, sleep_levels=(2,))
+    available = max(free - peak, 0)
+    return WorkerInfo(bytes_per_block, available, share, sleep_levels=(2,), windows=windows)

@@ -2,7 +2,7 @@
 //
 // A packed matrix is a header and one segment after the other: rows of W in one form, since parts of
 // a fused matrix may have different ones. A segment's rows are packed in panels of 16 columns of y,
-// and up to 6 panels lie interleaved in a strip, 32 depths of each in turn, so that a pass over a
+// and up to 3 panels lie interleaved in a strip, 32 depths of each in turn, so that a pass over a
 // strip reads memory in order. Scales and offsets have arrays of their own, in the same order.
 //
 // The codes of 16 columns and 32 depths, a block: 4 vectors of one word for each column. Bits 4j of
@@ -22,7 +22,7 @@
 namespace codes {
 
 constexpr int64_t MAGIC = 0x3173'6564'6f63'7068;  // "hpcodes1"
-constexpr long STRIP = 6;      // panels that are interleaved
+constexpr long STRIP = 3;       // panels that are interleaved
 constexpr long BLOCK = 32;     // depths of a block of codes
 constexpr long UNIT = 16;      // depths that have one scale at least
 constexpr long OUTER = 256;    // depths that share an outer factor
@@ -48,11 +48,6 @@ struct alignas(64) Segment {
   long groups(long padded) const { return (padded + group - 1) / group; }
   bool is_nested() const { return scales.is_nested() || offsets.is_nested(); }
 
-  // Where the step that starts at depth k ends: no factor changes before that.
-  long step_end(long k, long padded) const {
-    long end = std::min({k + MAX_STEP, (k / group + 1) * group, padded});
-    return is_nested() ? std::min(end, (k / OUTER + 1) * OUTER) : end;
-  }
 };
 
 struct alignas(64) Matrix {
@@ -61,6 +56,22 @@ struct alignas(64) Matrix {
   const Segment& segment(long i) const { return ((const Segment*)(this + 1))[i]; }
   const uint8_t* at(int64_t offset) const { return (const uint8_t*)this + offset; }
   long padded() const { return (depth + BLOCK - 1) / BLOCK * BLOCK; }
+};
+
+// Steps through the depth: within a step no factor changes.
+struct Walk {
+  long k = 0, group = 0;  // where the next step starts
+
+  // Go to the step after the next one; return how many depths lie between them, 0 at the end.
+  long next(const Segment& segment, long padded) {
+    long group_end = (group + 1) * segment.group;
+    long end = std::min({k + MAX_STEP, group_end, padded});
+    if (segment.is_nested()) end = std::min(end, (k / OUTER + 1) * OUTER);
+    long length = end - k;
+    k = end;
+    group += end == group_end;
+    return length;
+  }
 };
 
 inline long outers(long padded) { return (padded + OUTER - 1) / OUTER; }

@@ -16,19 +16,27 @@ namespace codes {
 using gemm::MAX_ROWS;
 using gemm::Operand;
 
-constexpr int DIRECT_ROWS = 2;      // at most, of those that are multiplied with codes in registers
-constexpr long CHUNK_UNITS = 16;    // that are unpacked, or whose factors are read, at once
-constexpr int MAX_STEPS = CHUNK_UNITS;
-constexpr int MAX_PANELS = gemm::MAX_PANELS;
+// Panels that are multiplied at once: with codes in registers, and with unpacked ones.
+#if defined(__AVX2__)
+constexpr int DIRECT_PANELS = 3;
+#else
+constexpr int DIRECT_PANELS = 1;
+#endif
+constexpr int TILE_PANELS = gemm::TILE_PANELS;
+constexpr int MOST_PANELS = std::max(DIRECT_PANELS, TILE_PANELS);
+constexpr int FEW_ROWS = 2;      // which are not worth unpacking for
+constexpr long CHUNK_UNITS = 16;  // that are unpacked, or whose factors are read, at once
+constexpr long LATER = 1024;      // bytes of factors that are asked for before they are read
 
-// Steps whose factors have been read, for up to MAX_PANELS panels.
+// Steps whose factors have been read.
 struct Chunk {
+  Walk walk;
   long first_unit = 0, first_step = 0;
   long units = 0, steps = 0;
   bool has_offsets = false;
-  uint8_t lengths[MAX_STEPS];  // of the steps, in units
-  alignas(64) float scales[MAX_STEPS * MAX_PANELS * PANEL];
-  alignas(64) float offsets[MAX_STEPS * MAX_PANELS * PANEL];
+  uint8_t lengths[CHUNK_UNITS];  // of the steps, in units
+  alignas(64) float scales[CHUNK_UNITS * MOST_PANELS * PANEL];
+  alignas(64) float offsets[CHUNK_UNITS * MOST_PANELS * PANEL];
 };
 
 // Panels of one strip.
@@ -41,54 +49,73 @@ struct Panels {
   Panels(const Matrix& matrix, const Segment& segment, long first)
       : matrix(matrix), segment(segment), strip(first, segment.panels()), first(first) {}
 
-  // Where part i of an array starts, `parts` of each panel.
-  const uint8_t* at(int64_t array, long parts, long i, long part_bytes) const {
-    return matrix.at(array) + (strip.first * parts + i * strip.width + first - strip.first) * part_bytes;
+  // Where an array starts that has `parts` of each panel.
+  const uint8_t* at(int64_t array, long parts, long part_bytes) const {
+    return matrix.at(array) + strip.position(first, parts, 0) * part_bytes;
   }
 };
 
-// Read P panels' factors of the step that starts at depth k.
-template <int P>
-void read_factors(const Panels& panels, const Factors& factors, long k, float* to) {
-  const Segment& segment = panels.segment;
-  long padded = panels.matrix.padded();
-  const uint8_t* inner = panels.at(factors.inner, segment.groups(padded), k / segment.group,
-                                   PANEL * factors.item_size());
-  const uint8_t* outer = panels.at(factors.outer, outers(padded), k / OUTER, PANEL * 2);
-  for (long i = 0; i < P * PANEL; i += LANES) {
-    Floats value;
-    switch (factors.storage) {
-      case FLOAT32: value = load((const float*)inner + i); break;
-      case FLOAT16: value = load_half((const uint16_t*)inner + i); break;
-      case INT8: value = load_bytes((const int8_t*)inner + i); break;
-      default: value = load_bytes(inner + i);
-    }
-    if (factors.is_nested()) value *= load_half((const uint16_t*)outer + i);
-    store(to + i, value);
+// Reads the factors of some panels.
+class Reader {
+ public:
+  Reader(const Panels& panels, const Factors& factors) : storage_(factors.storage) {
+    long padded = panels.matrix.padded(), bytes = PANEL * factors.item_size();
+    inner_ = panels.at(factors.inner, panels.segment.groups(padded), bytes);
+    inner_stride_ = panels.strip.width * bytes;
+    outer_ = factors.is_nested() ? panels.at(factors.outer, outers(padded), PANEL * 2) : nullptr;
+    outer_stride_ = panels.strip.width * PANEL * 2;
   }
-}
+
+  // Read those of P panels for the step that `walk` is at.
+  template <int P>
+  void read(const Walk& walk, float* to) const {
+    const uint8_t* inner = inner_ + walk.group * inner_stride_;
+    __builtin_prefetch(inner + LATER);
+    switch (storage_) {
+      case FLOAT32: return read<P>((const float*)inner, walk, to);
+      case FLOAT16: return read<P>((const uint16_t*)inner, walk, to);
+      case INT8: return read<P>((const int8_t*)inner, walk, to);
+      default: return read<P>(inner, walk, to);
+    }
+  }
+
+ private:
+  template <int P, class T>
+  void read(const T* inner, const Walk& walk, float* to) const {
+    const uint16_t* outer = (const uint16_t*)(outer_ + walk.k / OUTER * outer_stride_);
+#pragma GCC unroll 16
+    for (int i = 0; i < P * PANEL; i += LANES) {
+      if constexpr (sizeof(T) == 1)
+        store(to + i, load_bytes(inner + i) * load_half(outer + i));
+      else if constexpr (sizeof(T) == 2)
+        store(to + i, load_half(inner + i));
+      else
+        store(to + i, load(inner + i));
+    }
+  }
+
+  int64_t storage_;
+  const uint8_t *inner_, *outer_;
+  long inner_stride_, outer_stride_;
+};
 
 // Read the steps after those of the chunk; return whether there are any.
 template <int P>
-bool read_next(const Panels& panels, Chunk& chunk) {
-  const Segment& segment = panels.segment;
-  long padded = panels.matrix.padded();
+bool read_next(const Segment& segment, long padded, const Reader& scales, const Reader& offsets,
+               Chunk& chunk) {
   chunk.first_unit += chunk.units;
   chunk.first_step += chunk.steps;
   chunk.units = chunk.steps = 0;
-  chunk.has_offsets = segment.offsets.storage != NONE;
-  long k = chunk.first_unit * UNIT;
-  while (k < padded) {
-    long end = segment.step_end(k, padded), length = (end - k) / UNIT;
-    if (chunk.units + length > CHUNK_UNITS) break;
-    long at = chunk.steps * P * PANEL;
-    read_factors<P>(panels, segment.scales, k, chunk.scales + at);
-    if (chunk.has_offsets) read_factors<P>(panels, segment.offsets, k, chunk.offsets + at);
+  while (true) {
+    Walk next = chunk.walk;
+    long length = next.next(segment, padded) / UNIT, at = chunk.steps * P * PANEL;
+    if (length == 0 || chunk.units + length > CHUNK_UNITS) return chunk.steps > 0;
+    scales.read<P>(chunk.walk, chunk.scales + at);
+    if (chunk.has_offsets) offsets.read<P>(chunk.walk, chunk.offsets + at);
     chunk.lengths[chunk.steps++] = (uint8_t)length;
     chunk.units += length;
-    k = end;
+    chunk.walk = next;
   }
-  return chunk.steps > 0;
 }
 
 // Rows of x, and their sums over the steps.
@@ -110,21 +137,29 @@ __attribute__((noinline)) void tile(Source source, const Chunk& chunk, const Row
   const X* x = rows.x + chunk.first_unit * UNIT;
   long unit = 0;
   for (long step = 0; step < chunk.steps; step++) {
-    Floats sums[R][V] = {};
-    for (long end = unit + chunk.lengths[step]; unit < end; unit++)
-      multiply<R, V>(source, unit, x + unit * UNIT, rows.stride, sums);
+    Floats sums[R][V];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+      for (int v = 0; v < V; v++) sums[r][v] = Floats{};
+    long length = chunk.lengths[step];
+    multiply<R, V>(source, unit, length, x + unit * UNIT, rows.stride, sums);
+    unit += length;
     const float* scales = chunk.scales + step * P * PANEL;
     const float* offsets = chunk.offsets + step * P * PANEL;
     const float* row_sums = rows.sums + chunk.first_step + step;
     if (chunk.has_offsets) {
+      asm("" ::: "memory");  // else y is loaded ahead of the branch, into more than all registers
 #pragma GCC unroll 16
-      for (int r = 0; r < R; r++)
+      for (int r = 0; r < R; r++) {
+        float row_sum = row_sums[r * rows.sums_stride];
 #pragma GCC unroll 16
         for (int v = 0; v < V; v++) {
           float* at = y + (r * V + v) * LANES;
           Floats total = load(at) + load(scales + v * LANES) * sums[r][v];
-          store(at, total + load(offsets + v * LANES) * row_sums[r * rows.sums_stride]);
+          store(at, total + load(offsets + v * LANES) * row_sum);
         }
+      }
     } else {
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++)
@@ -141,10 +176,9 @@ __attribute__((noinline)) void tile(Source source, const Chunk& chunk, const Row
 template <class Work>
 void with_packed(const Panels& panels, long unit, Work work) {
   const Segment& segment = panels.segment;
-  long bytes = segment.bits * 64;
-  const uint8_t* at =
-      panels.at(segment.codes, panels.matrix.padded() / BLOCK, unit * UNIT / BLOCK, bytes);
-  long stride = panels.strip.width * bytes;
+  long bytes = segment.bits * 64, stride = panels.strip.width * bytes;
+  const uint8_t* at = panels.at(segment.codes, panels.matrix.padded() / BLOCK, bytes) +
+                      unit * UNIT / BLOCK * stride;
   auto run = [&](auto bits) {
     constexpr int BITS = decltype(bits)::value;
     if constexpr (!PERMUTES && BITS < 8)
@@ -187,19 +221,22 @@ void tiles(Source source, const Chunk& chunk, Rows<X> rows, int count, float* y)
 template <int P, bool DIRECT, class X>
 void multiply_panels(const Panels& panels, Rows<X> rows, int count, float* y) {
   static thread_local Scratch<uint8_t> scratch;
-  static thread_local Chunk chunk;
+  const Segment& segment = panels.segment;
+  long padded = panels.matrix.padded();
+  Reader scales(panels, segment.scales), offsets(panels, segment.offsets);
+  Chunk chunk;
+  chunk.has_offsets = segment.offsets.storage != NONE;
   std::fill(y, y + count * P * PANEL, 0.0f);
-  chunk.first_unit = chunk.first_step = chunk.units = chunk.steps = 0;
   constexpr long STRIDE = CHUNK_UNITS * PAIRS * PAIR_BYTES;
-  while (read_next<P>(panels, chunk)) {
+  while (read_next<P>(segment, padded, scales, offsets, chunk)) {
     with_packed(panels, chunk.first_unit, [&](auto packed) {
-      if constexpr (DIRECT) {
-        count == 1 ? tile<1, P>(packed, chunk, rows, y) : tile<2, P>(packed, chunk, rows, y);
-      } else {
+      if constexpr (DIRECT)
+        tiles<P>(packed, chunk, rows, count, y);
+      else
         unpack<P>(packed, chunk.units, scratch.get(P * STRIDE), STRIDE);
-      }
     });
-    if (!DIRECT) tiles<P>(Unpacked{scratch.get(P * STRIDE), STRIDE}, chunk, rows, count, y);
+    if constexpr (!DIRECT)
+      tiles<P>(Unpacked{scratch.get(P * STRIDE), STRIDE}, chunk, rows, count, y);
   }
 }
 
@@ -213,18 +250,19 @@ class StepSums {
   template <class X>
   void get(const X* x, long x_stride, int rows, const Segment& segment, long padded, long call,
            long block) {
+    if (segment.offsets.storage == NONE) return;
     bool nested = segment.is_nested();
     if (call == call_ && block == block_ && segment.group == group_ && nested == is_nested_) return;
     call_ = call, block_ = block, group_ = segment.group, is_nested_ = nested;
     stride = 0;
-    for (long k = 0; k < padded; k = segment.step_end(k, padded)) stride++;
+    for (Walk walk; walk.next(segment, padded);) stride++;
     float* to = scratch_.get(rows * stride);
     at = to;
     for (int r = 0; r < rows; r++)
-      for (long k = 0; k < padded;) {
+      for (Walk walk; long length = walk.next(segment, padded);) {
+        const X* end = x + r * x_stride + walk.k;
         Floats sum{};
-        for (long end = segment.step_end(k, padded); k < end; k += LANES)
-          sum += load(x + r * x_stride + k);
+        for (long k = -length; k < 0; k += LANES) sum += load(end + k);
         *to++ = sum_lanes(sum);
       }
   }
@@ -263,7 +301,7 @@ template <int P, bool DIRECT, class T, class Y>
 void multiply_strip(const Matrix& matrix, const Segment& segment, long first, long width,
                     Rows<Operand<T>> rows, long row, int count, long column,
                     const Output<T, Y>& output) {
-  alignas(64) float sums[(DIRECT ? DIRECT_ROWS : MAX_ROWS) * P * PANEL];
+  alignas(64) float sums[MAX_ROWS * P * PANEL];
   for (long panel = first; panel < first + width;) {
     Panels panels(matrix, segment, panel);
     long from = panel * PANEL, left = segment.rows - from;
@@ -305,12 +343,14 @@ void linear(const T* x, long x_stride, const uint8_t* packed, const T* bias, Y* 
         sums.get(operands.at, operands.stride, count, segment, padded, call, row);
         Rows<Operand<T>> part{operands.at, sums.at, operands.stride, sums.stride};
         long panel = strip * STRIP, width = std::min(STRIP, segment.panels() - panel);
-        if (rows <= DIRECT_ROWS && (PERMUTES || segment.is_affine))
-          multiply_strip<gemm::STREAM_PANELS, true>(matrix, segment, panel, width, part, row, count,
-                                                    column, output);
-        else
-          multiply_strip<gemm::TILE_PANELS, false>(matrix, segment, panel, width, part, row, count,
-                                                   column, output);
+        if constexpr (!PERMUTES)
+          if (rows > FEW_ROWS || !segment.is_affine) {
+            multiply_strip<TILE_PANELS, false>(matrix, segment, panel, width, part, row, count,
+                                               column, output);
+            continue;
+          }
+        multiply_strip<DIRECT_PANELS, true>(matrix, segment, panel, width, part, row, count, column,
+                                            output);
       }
       column += segment.rows;
       first -= own;

@@ -215,45 +215,73 @@ __attribute__((noinline)) void unpack(Source source, long units, uint8_t* to, lo
   }
 }
 
-// sums += x * values over the depths of a unit, in order; x is that of the unit's first depth.
-template <int R, int V, class Source>
-INLINE void multiply(const Source& source, long index, const float* x, long stride,
-                     Floats (&sums)[R][V]) {
-  auto unit = source.template unit<V>(index);
-#pragma GCC unroll 8
-  for (int p = 0; p < PAIRS; p++) {
-    Floats even[V], odd[V];
+// sums += x * values of pair p over its two depths, in order. at: x's rows.
+template <int R, int V, class Source, class Unit>
+INLINE void add_pair(const Source& source, const Unit& unit, int p, const float* const (&at)[R],
+                     int k, Floats (&sums)[R][V]) {
+  if constexpr (R <= 2) {  // few registers: one vector after the other
 #pragma GCC unroll 16
-    for (int v = 0; v < V; v++) source.floats(unit, v, p, even[v], odd[v]);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 16
-      for (int v = 0; v < V; v++) sums[r][v] += x[r * stride + 2 * p] * even[v];
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 16
-      for (int v = 0; v < V; v++) sums[r][v] += x[r * stride + 2 * p + 1] * odd[v];
+    for (int v = 0; v < V; v++) {
+      Floats even, odd;
+      source.floats(unit, v, p, even, odd);
+#pragma GCC unroll 2
+      for (int r = 0; r < R; r++) {
+        sums[r][v] += at[r][k] * even;
+        sums[r][v] += at[r][k + 1] * odd;
+      }
+    }
+    return;
   }
+  Floats even[V], odd[V];
+#pragma GCC unroll 16
+  for (int v = 0; v < V; v++) source.floats(unit, v, p, even[v], odd[v]);
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+    for (int v = 0; v < V; v++) sums[r][v] += at[r][k] * even[v];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+    for (int v = 0; v < V; v++) sums[r][v] += at[r][k + 1] * odd[v];
 }
 
 #if defined(__AVX512BF16__)
-template <int R, int V, class Source>
-INLINE void multiply(const Source& source, long index, const bf16* x, long stride,
-                     Floats (&sums)[R][V]) {
-  auto unit = source.template unit<V>(index);
-#pragma GCC unroll 8
-  for (int p = 0; p < PAIRS; p++) {
-    Pairs pairs[V];
+template <int R, int V, class Source, class Unit>
+INLINE void add_pair(const Source& source, const Unit& unit, int p, const bf16* const (&at)[R],
+                     int k, Floats (&sums)[R][V]) {
+  Pairs pairs[V];
 #pragma GCC unroll 16
-    for (int v = 0; v < V; v++) pairs[v] = (Pairs)source.pair(unit, v, p);
+  for (int v = 0; v < V; v++) pairs[v] = (Pairs)source.pair(unit, v, p);
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++) {
-      Pairs value = splat_pair(x + r * stride + 2 * p);
+  for (int r = 0; r < R; r++) {
+    Pairs value = splat_pair(at[r] + k);
 #pragma GCC unroll 16
-      for (int v = 0; v < V; v++) sums[r][v] = add_products(sums[r][v], value, pairs[v]);
-    }
+    for (int v = 0; v < V; v++) sums[r][v] = add_products(sums[r][v], value, pairs[v]);
   }
 }
 #endif
+
+// sums += x * values over `units` units from unit `first` on; x is that of the first depth.
+template <int R, int V, class Source, class X>
+INLINE void multiply(const Source& source, long first, long units, const X* x, long stride,
+                     Floats (&sums)[R][V]) {
+  const X* at[R];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++) at[r] = x + r * stride;
+  if constexpr (std::is_same_v<Source, Unpacked>) {
+    auto unit = source.template unit<V>(first);
+    for (int p = 0; p < units * PAIRS; p++) add_pair(source, unit, p, at, 2 * p, sums);
+  } else {
+    for (long i = 0; i < units; i++) {
+      auto unit = source.template unit<V>(first + i);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r++) asm("" : "+r"(at[r]));  // one register each, for all pairs
+#pragma GCC unroll 8
+      for (int p = 0; p < PAIRS; p++) add_pair(source, unit, p, at, 2 * p, sums);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r++) at[r] += UNIT;
+    }
+  }
+}
 
 }  // namespace codes

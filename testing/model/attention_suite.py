@@ -65,6 +65,12 @@ LAYERS = Rule(
     "keep nothing of a layer in the backend or in the plan, which the step's layers share",
 )
 
+GROUPS = Rule(
+    "groups: layers of several windows share a cache, each with the blocks of its group",
+    "keep what a step needs in its plan, of which there is one for each group; blocks that the "
+    "window has passed are written to by others",
+)
+
 
 @dataclass(frozen=True)
 class Case:
@@ -77,6 +83,7 @@ class Case:
         steps: tokens by sequence; an ended sequence of the same name starts again.
         ends: sequences that end after each step.
         shuffled: whether blocks are handed out in any order.
+        grouped: whether each layer is a group, with blocks of its own in a cache that they share.
     """
 
     block_size: int
@@ -87,6 +94,7 @@ class Case:
     ends: tuple[str, ...] = ()
     shuffled: bool = False
     softcap: float | None = None
+    grouped: bool = False
 
     @property
     def specs(self) -> list[KVSpec]:
@@ -194,7 +202,6 @@ class AttentionBackendSuite(ComponentSuite):
                 windows=self.windows,
                 names="abc",
                 steps=3,
-                softcaps=self.softcaps,
                 dtype=dtype,
             )
 
@@ -219,6 +226,18 @@ class AttentionBackendSuite(ComponentSuite):
             heads=self.heads,
             windows=self.windows,
             names="abcd",
+            steps=4,
+            shuffled=True,
+            layers=2,
+        )
+
+    def test_groups(self) -> None:
+        """Layers with blocks of their own, which are handed out again when a window passes them."""
+        self._compare(
+            GROUPS,
+            heads=self.heads,
+            windows=self.windows,
+            names="ab",
             steps=4,
             shuffled=True,
             layers=2,
@@ -293,25 +312,29 @@ class AttentionBackendSuite(ComponentSuite):
         steps: int,
         shuffled: bool = False,
         layers: int = 1,
-        softcaps: Sequence[float | None] = (None,),
         dtype: torch.dtype | None = None,
     ) -> None:
         """Search for steps whose result differs from plain attention."""
         counts = st.dictionaries(
             st.sampled_from(names), st.integers(1, 7) | st.integers(1, 20), min_size=1
         )
+        grouped = rule is GROUPS
+        pairs = st.tuples(*[st.sampled_from(heads)] * layers)
+        if grouped:
+            pairs = st.sampled_from(heads).map(lambda pair: (pair,) * layers)
         cases = st.builds(
             Case,
             block_size=st.sampled_from(self.block_sizes),
             head_size=st.sampled_from(self.head_sizes),
-            heads=st.tuples(*[st.sampled_from(heads)] * layers),
+            heads=pairs,
             windows=st.tuples(*[st.sampled_from(windows)] * layers),
             steps=st.lists(counts, min_size=1, max_size=steps).map(tuple),
             ends=st.lists(st.sampled_from(names + "-"), max_size=steps).map(tuple)
             if shuffled
             else st.just(()),
             shuffled=st.just(shuffled),
-            softcap=st.sampled_from(softcaps),
+            softcap=st.sampled_from(self.softcaps) if rule is SOFTCAP else st.none(),
+            grouped=st.just(grouped),
         )
         self._device()  # skips
         self._search(rule.text, 60, lambda case: self._play(rule, case, dtype), case=cases)
@@ -321,20 +344,26 @@ class AttentionBackendSuite(ComponentSuite):
         """Run the steps of a case; compare each layer of each step."""
         backend, device = self._make(case.block_size, dtype), self._device()
         blocks = SequenceBlocks(_NUM_BLOCKS, case.block_size, device, shuffled=case.shuffled)
+        groups = blocks.groups(case.windows) if case.grouped else [blocks]
+        group_of = range(len(groups)) if case.grouped else [0] * len(case.specs)
         caches = [backend.allocate(spec, _NUM_BLOCKS) for spec in case.specs]
+        if case.grouped:
+            caches = caches[:1] * len(groups)
         histories = [WholeHistory(spec, self.reference) for spec in case.specs]
         generator = torch.Generator().manual_seed(0)
         for index, given in enumerate(case.steps):
             counts = ordered(list(given.items()))
-            plan = backend.plan(blocks.step(counts))
+            plans = [backend.plan(group.step(counts)) for group in groups]
             tokens = sum(count for _, count in counts)
-            for cache, history in zip(caches, histories, strict=True):
+            for layer, (cache, history) in enumerate(zip(caches, histories, strict=True)):
                 q, k, v = self._inputs(generator, history.spec, tokens, backend.context.dtype)
-                out = backend.attend(history.spec, cache, plan, q.clone(), k.clone(), v.clone())
+                tensors = q.clone(), k.clone(), v.clone()
+                out = backend.attend(history.spec, cache, plans[group_of[layer]], *tensors)
                 history.append(counts, k, v)
                 self._check_output(rule, out, q, history, counts)
             if index < len(case.ends):
-                blocks.release(case.ends[index])
+                for group in groups:
+                    group.release(case.ends[index])
                 for history in histories:
                     history.release(case.ends[index])
 

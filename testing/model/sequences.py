@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -53,16 +55,39 @@ class SequenceBlocks:
             random.Random(0).shuffle(self._free)
         self._tables: dict[str, list[int]] = {}
         self._lengths: dict[str, int] = {}
+        self._num_passed: dict[str, int] = {}  # blocks, from the first, that were handed out again
+        self._group, self._window = 0, sys.maxsize
+
+    def groups(self, windows: Sequence[int | None]) -> list[SequenceBlocks]:
+        """Return one for each group of layers; all hand out these blocks.
+
+        Args:
+            windows: of the groups. Blocks that a window has passed are handed out again.
+        """
+        result = [copy.copy(self) for _ in windows]
+        for group, (blocks, window) in enumerate(zip(result, windows, strict=True)):
+            blocks._tables, blocks._lengths, blocks._num_passed = {}, {}, {}
+            blocks._group, blocks._window = group, window or sys.maxsize
+        return result
 
     def release(self, name: str) -> None:
         """Forget a sequence; its blocks are the next that are handed out."""
-        self._free = [*self._tables.pop(name, []), *self._free]
+        self._free[:0] = self._tables.pop(name, [])[self._num_passed.pop(name, 0) :]
         self._lengths.pop(name, None)
+
+    def _release_passed(self, name: str) -> None:
+        """Release the blocks that no token of the next step sees; the table still names them."""
+        passed = max(self._lengths.get(name, 0) - self._window + 1, 0) // self._block_size
+        before = self._num_passed.get(name, 0)
+        self._free[:0] = self._tables.get(name, [])[before:passed]
+        self._num_passed[name] = max(before, passed)
 
     def step(self, counts: Counts) -> AttentionStep:
         """Return the step in which each sequence gets so many tokens more."""
         starts, lengths, slots = [0], [], []
         size = self._block_size
+        for name, _ in counts:
+            self._release_passed(name)
         for name, count in counts:
             old = self._lengths.get(name, 0)
             self._lengths[name] = old + count
@@ -83,6 +108,7 @@ class SequenceBlocks:
             block_table=block_table.to(self._device),
             slots=torch.tensor(slots, device=self._device),
             block_size=size,
+            group=self._group,
         )
 
 

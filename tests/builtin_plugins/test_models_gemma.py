@@ -67,8 +67,11 @@ def variant(request: Any, tmp_path_factory: Any) -> tuple[Any, type[Model], Path
     torch.manual_seed(5)
     # Copied, as transformers changes the tables that it is given.
     config = config_class(**copy.deepcopy(TINY | fields))
-    config._attn_implementation = "eager"  # the others leave soft caps out
-    reference = getattr(transformers, f"{kind.__name__}ForCausalLM")(config).eval().float()
+    reference = transformers.AutoModelForCausalLM.from_config(
+        config,
+        attn_implementation="eager",  # the others leave soft caps out
+        dtype=torch.float32,
+    ).eval()
     for parameter in reference.parameters():
         parameter.data.normal_(0.0, 0.2)  # also the weights of norms, which are added to 1
     folder = tmp_path_factory.mktemp("model")
@@ -230,7 +233,7 @@ def test_old_and_new_spelling_of_rope_agree(scaling) -> None:
         (
             Gemma3,
             {"rope_parameters": {"rope_type": "default"}},
-            "rope_parameters: expected a table per type of layer .* got 'rope_type'",
+            "rope_parameters: expected a table for full_attention and .* got 'rope_type'",
         ),
         (
             Gemma3,
@@ -239,8 +242,8 @@ def test_old_and_new_spelling_of_rope_agree(scaling) -> None:
         ),
         (
             Gemma3,
-            {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
-            "rope_type: 'longrope' depends on the running length",
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "rope_type: 'dynamic' depends on the running length",
         ),
     ],
 )

@@ -177,6 +177,7 @@ VALUES = {
         available_bytes=numbers,
         cache_share=reals,
         sleep_levels=st.tuples(counts, counts),
+        windows=st.tuples(st.none() | counts, st.none() | counts),
     ),
     DraftTokenIds: st.builds(
         DraftTokenIds,

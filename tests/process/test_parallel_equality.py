@@ -27,11 +27,21 @@ MODELS = {
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 32, "num_hidden_layers": 4}),
     "phi3": ("Phi3ForCausalLM", {"partial_rotary_factor": 0.5, "num_hidden_layers": 2}),
     "olmo2": ("Olmo2ForCausalLM", {"num_hidden_layers": 2}),
+    "windows": (
+        "Qwen2ForCausalLM",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "num_hidden_layers": 5,  # of which three groups have two, one and two
+            "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+        },
+    ),
     "mixtral": (
         "MixtralForCausalLM",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2},
     ),
 }
+SETTINGS = {"windows": {"kv_cache": {"num_blocks": 90}}}  # each has the tokens of two layers
 RANKS = {"tensor 2": (2, 1), "pipeline 2": (1, 2), "2 x 2": (2, 2)}
 SHORT = [("llama", "tensor 2"), ("llama", "pipeline 2")]
 CASES = [
@@ -90,7 +100,7 @@ def check(llm, expected):
 def test_random_weights(references, model, ranks):
     config, expected = references(model)
     tensor, pipeline = RANKS[ranks]
-    with open_llm(parallel_config(tensor, pipeline, **config)) as llm:
+    with open_llm(parallel_config(tensor, pipeline, **config, **SETTINGS.get(model, {}))) as llm:
         check(llm, expected)
 
 

@@ -18,6 +18,7 @@ from hardpoint.builtin_plugins.auto import AutoAttention, AutoOps
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.builtin_plugins.loaders.gguf import GGUFLoader
 from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
+from hardpoint.builtin_plugins.models.gemma import Gemma2, Gemma3
 from hardpoint.builtin_plugins.models.granite import Granite
 from hardpoint.builtin_plugins.models.llama import Llama
 from hardpoint.builtin_plugins.models.mixtral import Mixtral
@@ -212,6 +213,27 @@ class TestPhi3(ModelSuite):
             "long_factor": [1.5, 2.5, 9.0],
         },
     )
+
+
+class TestGemma2(ModelSuite):
+    examples = kit_examples(0.1)
+    model = Gemma2
+    config = config(
+        "Gemma2",
+        **DIVISIBLE,
+        head_dim=8,
+        query_pre_attn_scalar=6,
+        sliding_window=7,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+        tie_word_embeddings=False,
+    )
+
+
+class TestGemma3(ModelSuite):
+    examples = kit_examples(0.1)
+    model = Gemma3
+    config = config("Gemma3", **DIVISIBLE, head_dim=8, sliding_window=7, sliding_window_pattern=2)
 
 
 class TestQwen3Moe(ModelSuite):

@@ -134,6 +134,7 @@ ATTENTION = [
     (attention.ReadsWholeBlocks, "blocks", "blocks", DIFFERS),
     (attention.MixesSequences, "sequences", "sequences", DIFFERS),
     (attention.TableOfTheFirst, "sequences", "sequences|exceptions", f"{DIFFERS}|IndexError"),
+    (attention.KeepsTheLastPlan, "groups", "groups", DIFFERS),
     (attention.CachesTheMask, "layers", "layers", "the output is that of "),
     (attention.InFloat8, "dtypes", "layers", DIFFERS),
     (attention.ViewsOfKeys, "block_views", "block views", "per block in all, bytes_per_block says"),

@@ -32,14 +32,14 @@ class FollowedExecutor(ScriptedExecutor):
         batch.remove(plan.preempted_request_ids)
         for sampled in plan.sampled:
             batch.append_sampled(sampled)
-        for name, (block_ids,) in plan.cached_requests.new_block_ids.items():
+        for name, block_ids in plan.cached_requests.new_block_ids.items():
             batch.extend_blocks(name, block_ids)
         for new in plan.new_requests:
             source, outputs = new.source, list(new.output_token_ids)
             request = LogitsRequest(
                 source.request_id, source.prompt_token_ids, outputs, source.params, ()
             )
-            batch.add(request, outputs, new.block_ids[0], new.num_computed_tokens, plan.step)
+            batch.add(request, outputs, new.block_ids, new.num_computed_tokens, plan.step)
         batch.settle()
         if plan.num_scheduled_tokens:
             self._check_input(plan)
@@ -59,7 +59,7 @@ class FollowedExecutor(ScriptedExecutor):
         for new in plan.new_requests:
             first[new.source.request_id] = [*new.source.prompt_token_ids, *new.output_token_ids]
         step = self.follower.prepare(plan.num_scheduled_tokens, torch.device("cpu"))
-        starts = step.attention.query_starts
+        starts = step.query_starts
         for index, request in enumerate(step.requests):
             positions = step.positions[starts[index] : starts[index + 1]].tolist()
             tokens = step.token_ids[starts[index] : starts[index + 1]].tolist()

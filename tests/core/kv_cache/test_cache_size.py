@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from hardpoint import ConfigError, EngineConfig, SamplingParams
@@ -74,6 +76,46 @@ def test_auto_takes_the_context_that_fits():
     assert size_cache(config("auto", memory_bytes=10**6), 512, info) == CacheSize(10_000, 512)
     with pytest.raises(ConfigError, match="not even one block fits"):
         size_cache(config("auto", memory_bytes=10), 512, info)
+
+
+WINDOWED = WorkerInfo(100, 2_000, windows=(None, 32))
+"""A full group, and one of windows: 32 tokens and those of a step, 64, touch 7 blocks at most."""
+
+
+def with_steps(max_model_len=None, **fields) -> EngineConfig:
+    scheduler = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64)
+    return EngineConfig(
+        max_model_len=max_model_len, kv_cache=KVCacheConfig(**fields), scheduler=scheduler
+    )
+
+
+def test_windows_lower_what_requests_need():
+    info = dataclasses.replace(WINDOWED, available_bytes=10**9)
+    # The null block comes once.
+    assert size_cache(with_steps(), 512, info) == CacheSize(4 * (32 + 7) + 1, 512)
+    all_windows = dataclasses.replace(info, windows=(32,))
+    assert size_cache(with_steps(), 512, all_windows) == CacheSize(4 * 7 + 1, 512)
+
+
+def test_windows_are_in_the_message_about_too_small_a_cache():
+    with pytest.raises(ConfigError) as error:
+        size_cache(with_steps(memory_bytes=2_000), 512, WINDOWED)
+    assert str(error.value) == (
+        "kv_cache.memory_bytes: one request of 512 tokens needs 40 blocks (4000 bytes) of KV "
+        "cache, more than kv_cache.memory_bytes = 2000; a max_model_len of 192 would fit"
+    )
+    assert size_cache(with_steps(memory_bytes=2_000), 192, WINDOWED) == CacheSize(20, 192)
+    with pytest.raises(ConfigError, match="a max_model_len of 192 would fit"):
+        size_cache(with_steps(memory_bytes=2_000), 193, WINDOWED)
+    with pytest.raises(ConfigError, match="not even one block fits"):
+        size_cache(with_steps(memory_bytes=200), 512, WINDOWED)
+
+
+def test_auto_counts_windows():
+    assert size_cache(with_steps("auto", memory_bytes=2_000), 512, WINDOWED) == CacheSize(20, 192)
+    all_windows = dataclasses.replace(WINDOWED, windows=(32,))
+    assert size_cache(with_steps("auto", memory_bytes=800), 512, all_windows) == CacheSize(8, 512)
+    assert size_cache(with_steps("auto", memory_bytes=700), 512, all_windows) == CacheSize(7, 96)
 
 
 def test_a_context_that_was_fitted_is_told_and_enforced(scripted):

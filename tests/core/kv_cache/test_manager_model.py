@@ -14,7 +14,7 @@ from hardpoint.plugins import EvictionContext, RequestStatus
 from hardpoint.plugins.kv_cache import KVCacheGroup
 from hardpoint.testing.scheduling.fakes.blocks import FakeBlocks
 
-GROUPS = [(None,), (3,), (1,), (None, 4), (5, None, 2)]
+GROUPS = [(None,), (3,), (1,), (None, 4), (5, None, 2), (None, None)]
 pick = st.integers(0, 99)
 some_hold = precondition(lambda self: self.choose(0) is not None)
 some_wait = precondition(lambda self: self.choose(0, running=False) is not None)

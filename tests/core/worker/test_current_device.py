@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hardpoint.core.worker.worker import LocalWorker, WorkerSpec
+from hardpoint.core.worker.planning.worker_spec import WorkerSpec
+from hardpoint.core.worker.worker import LocalWorker
 from hardpoint.plugins import EngineConfig, SchedulerOutput
 
 PLAN = SchedulerOutput(step=1, num_scheduled_tokens={"a": 1}, total_num_scheduled_tokens=1)

@@ -32,6 +32,7 @@ from hardpoint.plugins import (
     typed,
 )
 from hardpoint.plugins.config import WeightCacheConfig
+from hardpoint.plugins.kv_cache import KVCacheGroup
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.parallel import Cut, Parallel, SingleRank
 from hardpoint.testing import run_ranks
@@ -227,7 +228,9 @@ def estimate(config, parallel):
     model = build(config, parallel)
     checked = CheckedModel(model, SOURCE)
     engine = typed.convert({"kv_cache": {"num_blocks": 4}}, EngineConfig, path="")
-    return estimate_memory(model, engine, checked.needed, 100, MemoryLimit(1 << 40, "test"))
+    return estimate_memory(
+        model, engine, checked.needed, 100, [KVCacheGroup()], MemoryLimit(1 << 40, "test")
+    )
 
 
 def test_the_estimate_is_of_the_weights_of_the_rank(loader):

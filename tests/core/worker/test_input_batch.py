@@ -25,7 +25,8 @@ def add(batch: InputBatch, request_id: str, prompt: list[int], outputs: list[int
 @given(st.data())
 def test_rows_follow_their_requests(data):
     """After any mix of joins, leaves and steps, each request's tokens, places and blocks hold."""
-    batch = InputBatch(max_num_seqs=6, max_model_len=40, block_size=BLOCK)
+    groups = data.draw(st.integers(1, 3))
+    batch = InputBatch(max_num_seqs=6, max_model_len=40, block_size=BLOCK, num_groups=groups)
     oracle: dict[str, dict] = {}
     names = iter(f"r{i}" for i in range(10_000))
     blocks = iter(range(1, 10_000))
@@ -38,11 +39,12 @@ def test_rows_follow_their_requests(data):
         joins = data.draw(st.integers(0, 6 - len(oracle)))
         for _ in range(joins):
             prompt = data.draw(st.lists(st.integers(0, 99), min_size=1, max_size=8))
-            known = {"tokens": list(prompt), "prompt": len(prompt), "done": 0, "blocks": []}
+            known = {"tokens": list(prompt), "prompt": len(prompt), "done": 0}
+            known["blocks"] = [[] for _ in range(groups)]
             known["outputs"] = []
             name = next(names)
             oracle[name] = known
-            add(batch, name, prompt, known["outputs"], [], 0)
+            add(batch, name, prompt, known["outputs"], [[]] * groups, 0)
         update = batch.settle()
         books.apply(update)
         assert {row: books[row] for row in books} == dict(enumerate(order_of(batch)))
@@ -52,9 +54,10 @@ def test_rows_follow_their_requests(data):
         scheduled = draw_schedule(data, oracle)
         for name, count in scheduled.items():
             known = oracle[name]
-            need = -(-(known["done"] + count) // BLOCK) - len(known["blocks"])
-            new = [next(blocks) for _ in range(need)]
-            known["blocks"] += new
+            need = -(-(known["done"] + count) // BLOCK) - len(known["blocks"][0])
+            new = [[next(blocks) for _ in range(need)] for _ in range(groups)]
+            for table, added in zip(known["blocks"], new, strict=True):
+                table += added
             batch.extend_blocks(name, new)
         if scheduled:
             step = batch.prepare(scheduled, torch.device("cpu"))
@@ -80,10 +83,16 @@ def order_of(batch: InputBatch) -> list[int]:
 
 
 def check(step, scheduled, oracle):
-    starts = step.attention.query_starts
+    starts = step.query_starts
     lengths = [int(b - a) for a, b in itertools.pairwise(starts)]
     assert lengths == sorted(lengths, key=lambda n: n > 1)  # single tokens first
-    assert step.attention.num_single == sum(n == 1 for n in lengths)
+    assert [each.group for each in step.attention] == list(range(len(step.attention)))
+    for each in step.attention:
+        assert each.query_starts is starts
+        assert each.num_single == sum(n == 1 for n in lengths)
+        for tensor in (each.block_table, each.slots):
+            assert tensor.dtype is torch.int64
+            assert tensor.is_contiguous()
     assert {r.request_id for r in step.requests} == set(scheduled)
     for index, request in enumerate(step.requests):
         known, count = oracle[request.request_id], scheduled[request.request_id]
@@ -91,29 +100,32 @@ def check(step, scheduled, oracle):
         part = slice(int(starts[index]), int(starts[index + 1]))
         assert step.token_ids[part].tolist() == [known["tokens"][p] for p in places]
         assert step.positions[part].tolist() == places
-        slots = [known["blocks"][p // BLOCK] * BLOCK + p % BLOCK for p in places]
-        assert step.attention.slots[part].tolist() == slots
-        assert step.attention.seq_lens[index] == places[-1] + 1
-        held = known["blocks"][: -(-(places[-1] + 1) // BLOCK)]
-        row = step.attention.block_table[index].tolist()
-        assert row[: len(held)] == held
+        for each, blocks in zip(step.attention, known["blocks"], strict=True):
+            slots = [blocks[p // BLOCK] * BLOCK + p % BLOCK for p in places]
+            assert each.slots[part].tolist() == slots
+            assert each.seq_lens[index] == places[-1] + 1
+            held = blocks[: -(-(places[-1] + 1) // BLOCK)]
+            row = each.block_table[index].tolist()
+            assert row[: len(held)] == held
         assert step.samples[index] == (places[-1] + 1 == len(known["tokens"]))
         assert request.output_token_ids == known["tokens"][known["prompt"] :]
 
 
 def test_unused_block_entries_are_zero_after_a_row_is_reused():
-    batch = InputBatch(max_num_seqs=2, max_model_len=32, block_size=BLOCK)
-    add(batch, "a", [1] * 16, [], [9, 9, 9, 9], 0)
+    batch = InputBatch(max_num_seqs=2, max_model_len=32, block_size=BLOCK, num_groups=2)
+    add(batch, "a", [1] * 16, [], [[9, 9, 9, 9], [19, 19, 19, 19]], 0)
     batch.remove(frozenset({"a"}))
-    add(batch, "b", [1], [], [5], 0)
-    add(batch, "c", [1] * 16, [], [6, 7, 8, 4], 0)
+    add(batch, "b", [1], [], [[5], [15]], 0)
+    add(batch, "c", [1] * 16, [], [[6, 7, 8, 4], [16, 17, 18, 14]], 0)
     batch.settle()
     step = batch.prepare({"b": 1, "c": 16}, torch.device("cpu"))
-    assert step.attention.block_table.tolist() == [[5, 0, 0, 0], [6, 7, 8, 4]]
+    one, other = (each.block_table.tolist() for each in step.attention)
+    assert one == [[5, 0, 0, 0], [6, 7, 8, 4]]
+    assert other == [[15, 0, 0, 0], [16, 17, 18, 14]]
 
 
 def test_removing_an_unknown_request_does_nothing():
     batch = InputBatch(max_num_seqs=2, max_model_len=32, block_size=BLOCK)
-    add(batch, "a", [1], [], [1], 0)
+    add(batch, "a", [1], [], [[1]], 0)
     batch.remove(frozenset({"nobody"}))
     assert len(batch) == 1

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from hardpoint import LLM, SamplingParams
+from hardpoint.builtin_plugins.models.gemma import Gemma3
 from hardpoint.builtin_plugins.models.granite import Granite
 from hardpoint.builtin_plugins.models.llama import Llama
 from hardpoint.builtin_plugins.models.olmo2 import Olmo2
@@ -80,6 +81,19 @@ class CountingSmolLM3(Counting, SmolLM3):
     config = {"no_rope_layer_interval": 2}
 
 
+class Gemma(Gemma3, Counting):
+    """Scales embeddings, normalises outputs and caps scores; layers of two kinds."""
+
+    contract = 1
+    replayable = True
+    config_defaults = Gemma3.config_defaults | {
+        "head_dim": 8,
+        "sliding_window": 6,
+        "sliding_window_pattern": 2,
+        "attn_logit_softcapping": 1.0,
+    }
+
+
 class Derived(Counting):
     """Says nothing of itself."""
 
@@ -146,7 +160,7 @@ def run(tmp_path):
     return generate
 
 
-FAMILIES = [CountingPhi3, CountingOlmo2, CountingGranite, CountingSmolLM3]
+FAMILIES = [Gemma, CountingPhi3, CountingOlmo2, CountingGranite, CountingSmolLM3]
 
 
 @pytest.mark.parametrize("model", [Counting, Normed, *FAMILIES])

@@ -256,6 +256,19 @@ class TableOfTheFirst(Plain):
         return super().slots(plan, 0, min(length, width))
 
 
+class KeepsTheLastPlan(Plain):
+    """Attends with the plan that it made last, whichever it gets."""
+
+    contract = 1
+
+    def plan(self, step):
+        self.step = step
+        return step
+
+    def attend(self, spec, cache, plan, q, k, v):
+        return super().attend(spec, cache, self.step, q, k, v)
+
+
 class CachesTheMask(Plain):
     """Computes the mask of a step's shape once, whatever the window."""
 

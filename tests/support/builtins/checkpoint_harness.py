@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import gguf
@@ -9,8 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from hardpoint.builtin_plugins.loaders.gguf import _BLOCK_NAMES, _NAMES
 from hardpoint.plugins import ModelError, WeightLoader
+
+KINDS = gguf.GGMLQuantizationType
+PERMUTED = ("llama", "granite", "smollm3")
+"""Architectures whose converter permutes the rows of q and k."""
 
 TINY = {
     "vocab_size": 61,
@@ -22,6 +26,7 @@ TINY = {
     "max_position_embeddings": 128,
     "bos_token_id": None,
     "eos_token_id": 2,
+    "pad_token_id": None,
 }
 
 
@@ -29,29 +34,36 @@ def random_model(family: str, **fields):
     import transformers
 
     torch.manual_seed(2)
-    config = getattr(transformers, f"{family}Config")(**TINY | fields)
+    name = f"{family}TextConfig" if family == "Gemma3" else f"{family}Config"
+    config = getattr(transformers, name)(**TINY | fields)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     for parameter in model.parameters():
         parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.2)
     return model
 
 
-def write_gguf(path: Path, model, architecture: str, *, changes: dict | None = None) -> None:
-    """Write a transformers model as llama.cpp's converter does."""
+def write_gguf(
+    path: Path,
+    model,
+    architecture: str,
+    *,
+    changes: dict | None = None,
+    extra: dict[str, np.ndarray] | None = None,
+    kinds: Callable[[str], str] = lambda _name: "F32",
+) -> None:
+    """Write a transformers model as llama.cpp's converter does.
+
+    Args:
+        path: of the file.
+        model: gets the numbers that are stored, where `kinds` says that they are rounded.
+        architecture: llama.cpp's name.
+        changes: values of the metadata; None is to leave one out.
+        extra: further tensors.
+        kinds: the type of each matrix, by the name in the file without ".weight".
+    """
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
-    values = {
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "block_count": config.num_hidden_layers,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": config.head_dim if hasattr(config, "head_dim") else 16,
-        "context_length": config.max_position_embeddings,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "rope.freq_base": config.rope_parameters["rope_theta"],
-    } | (changes or {})
-    for key, value in values.items():
+    for key, value in (_metadata(config, architecture) | (changes or {})).items():
         name = f"{architecture}.{key}"
         if isinstance(value, float):
             writer.add_float32(name, value)
@@ -61,19 +73,118 @@ def write_gguf(path: Path, model, architecture: str, *, changes: dict | None = N
             writer.add_uint32(name, value)
     writer.add_uint32("tokenizer.ggml.eos_token_id", 2)
     writer.add_uint32("tokenizer.ggml.eot_token_id", 5)
-    inner = {hf: name for name, hf in _BLOCK_NAMES.items()}
-    outer = {hf: name for name, hf in _NAMES.items()}
-    for name, tensor in model.state_dict().items():
-        array = tensor.detach().float().numpy()
-        if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
-            heads = array.shape[0] // 16
-            array = permute_as_llama_cpp(array, heads)
-        if name in outer:
-            writer.add_tensor(outer[name], array)
-        else:
-            _, _, layer, *middle, end = name.split(".")
-            writer.add_tensor(f"blk.{layer}.{inner['.'.join(middle)]}.{end}", array)
+    for name, parameter in stored_tensors(model, architecture):
+        kind = KINDS.F32 if parameter.dim() == 1 else KINDS[kinds(name.removesuffix(".weight"))]
+        rows = _permutation(architecture, name, len(parameter))
+        array = parameter.detach().float().numpy()[rows]
+        if kind != KINDS.F32:
+            array, numbers = quantised(array, kind)
+            parameter.data.copy_(torch.from_numpy(numbers[np.argsort(rows)]))
+        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+            array = array + 1
+        writer.add_tensor(name, array, raw_dtype=kind)
+    for name, array in (extra or {}).items():
+        writer.add_tensor(name, array)
     finish(writer)
+
+
+def stored_tensors(model, architecture: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters of a transformers model, by llama.cpp's names."""
+    arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(arch, model.config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        parts = {name: tensor}
+        if name.endswith("experts.gate_up_proj"):
+            experts = name.removesuffix("gate_up_proj")
+            parts = dict(zip((f"{experts}gate_proj", f"{experts}up_proj"), tensor.chunk(2, 1)))
+        elif name.endswith("shared_expert_gate.weight"):
+            parts = {name: tensor[0]}
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        for own, part in parts.items():
+            stored = names.get_name(own, try_suffixes=(".weight", ".bias"))
+            yield stored if "experts" not in own else f"{stored}.weight", part
+
+
+def _permutation(architecture: str, name: str, count: int) -> np.ndarray:
+    """Return the rows of a parameter in the order of the file."""
+    rows = np.arange(count)
+    if architecture not in PERMUTED or not name.endswith(("attn_q.weight", "attn_k.weight")):
+        return rows
+    return permute_as_llama_cpp(rows[:, None], count // 16)[:, 0]
+
+
+def _metadata(config, architecture: str) -> dict:
+    rope = config.rope_parameters
+    rope = rope.get("full_attention", rope)
+    values = {
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "block_count": config.num_hidden_layers,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim if hasattr(config, "head_dim") else 16,
+        "context_length": config.max_position_embeddings,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": rope["rope_theta"],
+    }
+    if architecture.startswith("gemma"):
+        values["attention.sliding_window"] = config.sliding_window
+        values["final_logit_softcapping"] = config.final_logit_softcapping
+        values["attn_logit_softcapping"] = config.attn_logit_softcapping
+    if architecture == "gemma2":
+        values["rope.freq_base"] = None
+    if architecture == "phi3":
+        values["attention.key_length"] = None
+        values["attention.sliding_window"] = config.sliding_window or 0
+        values["rope.dimension_count"] = int(16 * rope.get("partial_rotary_factor", 1))
+    if hasattr(config, "num_experts_per_tok"):
+        count = getattr(config, "num_experts", None) or config.num_local_experts
+        values |= {"expert_count": count, "expert_used_count": config.num_experts_per_tok}
+        values["expert_feed_forward_length"] = getattr(config, "moe_intermediate_size", None)
+        shared = getattr(config, "shared_expert_intermediate_size", None)
+        values["expert_shared_feed_forward_length"] = shared
+    if architecture == "granite":
+        values["attention.scale"] = config.attention_multiplier
+        values["embedding_scale"] = config.embedding_multiplier
+        values["residual_scale"] = config.residual_multiplier
+        values["logit_scale"] = config.logits_scaling
+    return values
+
+
+def quantised(weight: np.ndarray, kind: gguf.GGMLQuantizationType) -> tuple[np.ndarray, np.ndarray]:
+    """Return a weight as a file stores it, and the numbers that this stands for.
+
+    The library cannot write the K types: random blocks stand in for them.
+    """
+    data = (
+        gguf.quants.quantize(weight, kind)
+        if kind not in SCALES
+        else random_blocks(weight.shape, kind)
+    )
+    return data, gguf.quants.dequantize(data, kind)
+
+
+SCALES = {
+    KINDS.Q2_K: ((80, 0.02), (82, 0.03)),
+    KINDS.Q3_K: ((108, 0.003),),
+    KINDS.Q4_K: ((0, 0.0008), (2, 0.006)),
+    KINDS.Q5_K: ((0, 0.0004), (2, 0.006)),
+    KINDS.Q6_K: ((208, 0.00015),),
+}
+"""Where a block has float16 scales, and values that make weights of about 0.2 with mean 0."""
+
+
+def random_blocks(shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """Return random blocks of finite weights, uint8 [rows, bytes]."""
+    rows, columns = shape
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    source = np.random.default_rng([rows, columns, int(kind)])
+    blocks = source.integers(0, 256, (rows, columns // block, size), np.uint8)
+    for at, scale in SCALES[kind]:
+        scales = scale * source.uniform(0.5, 1.0, blocks.shape[:2]).astype(np.float16)
+        blocks[..., at : at + 2] = scales.astype(np.float16)[..., None].view(np.uint8)
+    return blocks.reshape(rows, -1)
 
 
 def finish(writer: gguf.GGUFWriter) -> None:

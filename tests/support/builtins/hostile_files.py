@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from hardpoint import EngineConfig
-from hardpoint.builtin_plugins.loaders.gguf import _BLOCK_NAMES, _NAMES
 from hardpoint.core.build import no_progress
 from hardpoint.core.engine.prepare import prepare_worker
 from hardpoint.core.kv_cache import size_cache
@@ -142,11 +141,9 @@ def write_gguf(path: Path, **changes: Any) -> Path:
     writer.add_array("tokenizer.ggml.merges", ["h e", "l l"])
     writer.add_uint32("tokenizer.ggml.eos_token_id", 259)
     writer.add_bool("tokenizer.ggml.add_bos_token", False)
-    inner = {hf: name for name, hf in _BLOCK_NAMES.items()}
-    outer = {hf: name for name, hf in _NAMES.items()}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
     for name, shape in shapes().items():
-        _, _, layer, *middle, end = [*name.split("."), "", ""] if name in outer else name.split(".")
-        stored = outer.get(name) or f"blk.{layer}.{inner['.'.join(middle)]}.{end}"
+        stored = names.get_name(name, try_suffixes=(".weight",))
         writer.add_tensor(stored, (torch.randn(shape) * 0.1).numpy())
     finish(writer)
     return path

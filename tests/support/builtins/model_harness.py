@@ -10,7 +10,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from hardpoint import EngineConfig
 from hardpoint.builtin_plugins.attention.torch import TorchAttention
+from hardpoint.builtin_plugins.quantizations import gguf as gguf_schemes
+from hardpoint.core.worker.quantized_weights import QuantizedWeights
 from hardpoint.plugins import (
     AttentionBackend,
     AttentionContext,
@@ -21,9 +24,13 @@ from hardpoint.plugins import (
     ModelConfig,
     ModelContext,
     ModelFiles,
+    Quantization,
     WeightLoader,
 )
+from hardpoint.plugins.config import QuantizationConfig
+from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.parallel import Parallel
+from hardpoint.plugins.quantization import QuantizationContext
 from hardpoint.testing import load_ops
 
 
@@ -56,12 +63,36 @@ def build_model(
 
 
 def load_model(
-    kind: type[Model], loader: WeightLoader, *, dtype: torch.dtype, max_model_len: int = 1024
+    kind: type[Model],
+    loader: WeightLoader,
+    *,
+    dtype: torch.dtype,
+    max_model_len: int = 1024,
+    parallel: Parallel | None = None,
+    use: str = "auto",
 ) -> Model:
-    """Build a model and load its weights."""
-    model = build_model(kind, loader.config(), dtype=dtype, max_model_len=max_model_len)
-    model.load_weights(loader.weights(model.weight_shapes()))
+    """Build a model and load its weights; `use` is `quantization.use`."""
+    model = build_model(
+        kind, loader.config(), dtype=dtype, max_model_len=max_model_len, parallel=parallel
+    )
+    config = EngineConfig(model="test", quantization=QuantizationConfig(use=use))
+    cuts = model.weight_cuts()
+    passing = QuantizedWeights(config, model, cuts, _with_source)
+    model.load_weights(passing.pass_on(loader.cut_weights(model.weight_shapes(), cuts)))
     return model
+
+
+def scheme(name: str) -> Quantization:
+    """Build a scheme of GGUF files."""
+    made = getattr(gguf_schemes, name.upper())
+    context = QuantizationContext(
+        name=name, options=made.Options(), device=torch.device("cpu"), dtype=torch.float32
+    )
+    return made(context)
+
+
+def _with_source(name: str) -> tuple[Quantization, Source]:
+    return scheme(name), Source(name, "gguf", "hardpoint", "0", "default")
 
 
 def build_backend(

@@ -1,0 +1,235 @@
+"""Checkpoints of compressed-tensors, which llm-compressor writes, whose weights are integers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hardpoint.plugins.hf_config import ConfigFields, short
+from hardpoint.plugins.quantization import QuantizedMatrix, QuantizedWeight
+
+from .packed import (
+    SCALES,
+    SOURCE,
+    StoredScheme,
+    affine,
+    expect,
+    group_size,
+    one_of,
+    refuse_unknown,
+    stored_bytes,
+    unpack,
+)
+
+_FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")
+_INDICES = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """How the matrices of one of the `config_groups` are stored.
+
+    Attributes:
+        bits: of a code.
+        symmetric: whether there are no zeros.
+        strategy: "group", "channel" (a scale per row) or "tensor" (one for the matrix).
+        group: columns that share a scale, of the strategy "group".
+        reorders: whether `weight_g_idx` says which group a column has.
+    """
+
+    bits: int
+    symmetric: bool
+    strategy: str
+    group: int | None
+    reorders: bool
+
+    def check(self, stored: QuantizedWeight) -> None:
+        """Check names, dtypes and shapes.
+
+        Raises:
+            ValueError: one is wrong.
+        """
+        rows, columns = stored.shape
+        groups = -(-columns // (self.group or columns))
+        scales = (1,) if self.strategy == "tensor" else (rows, groups)
+        shapes: dict[str, tuple[tuple[torch.dtype, ...], tuple[int, ...]]] = {}
+        shapes["weight_scale"] = SCALES, scales
+        optional = {"weight_zero_point"} if self.symmetric else set[str]()
+        if "weight" in stored.tensors:
+            shapes["weight"] = (torch.int8,), (rows, columns)
+            shapes["weight_zero_point"] = (torch.int8,), scales
+        else:
+            words = -(-columns * self.bits // 32)
+            shapes["weight_packed"] = (torch.int32,), (rows, words)
+            shapes["weight_zero_point"] = (torch.int32,), (-(-rows * self.bits // 32), groups)
+            shapes["weight_shape"] = _INDICES, (2,)
+        if self.reorders:
+            shapes["weight_g_idx"] = _INDICES, (columns,)
+        expect(stored, shapes, optional)
+
+    def read(self, stored: QuantizedWeight) -> QuantizedMatrix:
+        """Return the matrix, which was checked.
+
+        Raises:
+            ValueError: a tensor's content is wrong.
+        """
+        (rows, columns), tensors = stored.shape, stored.tensors
+        zeros = tensors.get("weight_zero_point")
+        if "weight" in tensors:
+            codes = self._codes_of_bytes("weight", tensors["weight"])
+            if zeros is not None:
+                zeros = self._codes_of_bytes("weight_zero_point", zeros)
+        else:
+            shape = tensors["weight_shape"].tolist()
+            if shape != [rows, columns]:
+                raise ValueError(f"weight_shape: expected {[rows, columns]}, got {shape}")
+            codes = self._signed(unpack(tensors["weight_packed"], self.bits, columns))
+            if zeros is not None:
+                zeros = self._signed(unpack(zeros.t(), self.bits, rows).t())
+        scales = tensors["weight_scale"]
+        if self.strategy == "tensor":
+            scales = scales.reshape(1, 1).expand(rows, 1)
+            zeros = None if zeros is None else zeros.reshape(-1, 1).expand(rows, 1)
+        if self.bits == 4 and zeros is None:
+            zeros = torch.full(scales.shape, 8)
+        group = self.group or columns
+        return affine(codes, self.bits, group, scales, zeros, tensors.get("weight_g_idx"))
+
+    def _signed(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return numbers of 8 bits, to which 128 was added, as they were; of 4 as they are."""
+        if self.bits == 4:
+            return numbers
+        return numbers.bitwise_xor(128).view(torch.int8)
+
+    def _codes_of_bytes(self, name: str, numbers: torch.Tensor) -> torch.Tensor:
+        """Return signed numbers, those of 4 bits with 8 added.
+
+        Raises:
+            ValueError: they have more bits.
+        """
+        if self.bits == 8:
+            return numbers
+        if numbers.numel() and not -8 <= int(numbers.min()) <= int(numbers.max()) <= 7:
+            raise ValueError(
+                f"{name}: expected numbers of 4 bits, -8 to 7, got {int(numbers.min())} to "
+                f"{int(numbers.max())}"
+            )
+        return (numbers + 8).view(torch.uint8)
+
+
+class CompressedTensors(StoredScheme):
+    """Integers of four or eight bits, packed (`weight_packed`) or as bytes (`weight`).
+
+    Activations that are to be quantised are refused, as are floating formats: the results would be
+    other ones than those that the checkpoint was made for.
+    """
+
+    contract = 1
+    known = ("config_groups", "format", "kv_cache_scheme", "sparsity_config", "transform_config")
+    neutral = ("ignore", "quantization_status", "global_compression_ratio", "version")
+
+    def read_config(self, fields: ConfigFields) -> None:
+        """Read the `config_groups`.
+
+        Raises:
+            ModelError: one of them quantises something else than weights, or is not supported.
+        """
+        given = self.context.config
+        one_of(fields, "kv_cache_scheme", given.get("kv_cache_scheme"), [None])
+        one_of(fields, "transform_config", given.get("transform_config") or None, [None])
+        sparsity = fields.table("sparsity_config").get("format", "dense")
+        one_of(fields, "sparsity_config.format", sparsity, ["dense"])
+        form = given.get("format", _FORMATS[0])
+        one_of(fields, "format", form, [*_FORMATS, "mixed-precision"])
+        groups = fields.table("config_groups")
+        if not groups:
+            raise fields.error("config_groups", "expected at least one, got none")
+        self._weights = [_read_group(f"config_groups.{name}", g) for name, g in groups.items()]
+
+    def check_tensors(self, stored: QuantizedWeight) -> None:
+        """Check names, dtypes and shapes.
+
+        Raises:
+            ValueError: one is wrong.
+        """
+        self._fitting(stored)
+
+    def read(self, stored: QuantizedWeight) -> QuantizedMatrix:
+        """Return codes with scales and, where there are zeros, offsets; or what they stand for.
+
+        Raises:
+            ValueError: a tensor is missing, or its dtype, shape or content is wrong.
+        """
+        self.check(stored)
+        return self._fitting(stored).read(stored)
+
+    def stored_bytes(self, shape: tuple[int, int]) -> int | None:
+        """Return the bytes of codes, scales and offsets; None if matrices differ in these."""
+        if not self.context.config or len(set(self._weights)) > 1 or self._weights[0].reorders:
+            return None
+        weights = self._weights[0]
+        return stored_bytes(shape, weights.bits, weights.group, not weights.symmetric)
+
+    def _fitting(self, stored: QuantizedWeight) -> _Weights:
+        """Return the group of the config that the tensors fit.
+
+        Its `targets` are names of modules; what was stored says as much.
+
+        Raises:
+            ValueError: they fit none, or several that read them in different ways.
+        """
+        fitting: list[_Weights] = []
+        errors: list[ValueError] = []
+        for weights in dict.fromkeys(self._weights):
+            try:
+                weights.check(stored)
+                fitting.append(weights)
+            except ValueError as error:
+                errors.append(error)
+        if not fitting:
+            raise errors[0]
+        if len(fitting) > 1:
+            raise ValueError(f"it fits {len(fitting)} of the config_groups, which differ")
+        return fitting[0]
+
+
+def _read_group(name: str, group: Any) -> _Weights:
+    """Return how one of the `config_groups` stores weights.
+
+    Raises:
+        ModelError: it quantises something else, or is not supported.
+    """
+    fields = ConfigFields({name: group}, SOURCE)
+    values = fields.table(name)
+    place = f"{SOURCE}.{name}"
+    refuse_unknown(values, ("targets", "weights", "format"), place)
+    inner = ConfigFields(values, place)
+    one_of(inner, "format", values.get("format") or _FORMATS[0], _FORMATS)
+    weights = inner.table("weights")
+    if not weights:
+        raise inner.error("weights", f"expected a table, got {short(values.get('weights'))}")
+    return _read_weights(weights, f"{place}.weights")
+
+
+def _read_weights(weights: Mapping[str, Any], source: str) -> _Weights:
+    known = ("num_bits", "type", "symmetric", "strategy", "group_size", "actorder")
+    neutral = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
+    refuse_unknown(weights, (*known, *neutral), source)
+    fields = ConfigFields(weights, source)
+    one_of(fields, "type", weights.get("type", "int"), ["int"])
+    one_of(fields, "num_bits", weights.get("num_bits", 8), [4, 8])
+    size = weights.get("group_size")
+    strategy = weights.get("strategy") or ("channel" if size in (None, -1) else "group")
+    one_of(fields, "strategy", strategy, ["group", "channel", "tensor"])
+    order = weights.get("actorder") or None
+    one_of(fields, "actorder", order, [None, "weight", "static", "group", "dynamic"])
+    return _Weights(
+        bits=int(weights.get("num_bits", 8)),
+        symmetric=fields.flag("symmetric", True),
+        strategy=strategy,
+        group=group_size(fields, "group_size", size) if strategy == "group" else None,
+        reorders=order in ("group", "dynamic"),
+    )

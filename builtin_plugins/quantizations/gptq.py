@@ -1,0 +1,123 @@
+"""Checkpoints of AutoGPTQ and GPTQModel (GPTQ, arXiv:2210.17323)."""
+
+from __future__ import annotations
+
+import torch
+
+from hardpoint.plugins.hf_config import ConfigFields
+from hardpoint.plugins.quantization import QuantizedMatrix, QuantizedWeight
+
+from .packed import SCALES, StoredScheme, affine, expect, group_size, one_of, stored_bytes, unpack
+
+_ONES = {4: 0x11111111, 8: 0x01010101}
+"""A word whose numbers are all 1, by their bits."""
+
+
+class GPTQ(StoredScheme):
+    """Four or eight bits with a scale and a zero per group.
+
+    A matrix is stored transposed: `qweight` int32 [columns / codes of a word, rows], `qzeros` int32
+    [groups, rows / codes of a word], `scales` [groups, rows], and `g_idx` [columns], the group of
+    each column. Where `desc_act` has put columns of a group apart, it is dequantised.
+    """
+
+    contract = 1
+    known = ("bits", "group_size", "desc_act", "sym", "checkpoint_format", "format", "pack_dtype")
+    neutral = (
+        "act_group_aware",
+        "backend",
+        "batch_size",
+        "block_name_to_quantize",
+        "cache_block_outputs",
+        "damp_auto_increment",
+        "damp_percent",
+        "dataset",
+        "disable_exllama",
+        "exllama_config",
+        "lm_head",
+        "max_input_length",
+        "meta",
+        "method",
+        "model_file_base_name",
+        "model_name_or_path",
+        "model_seqlen",
+        "modules_in_block_to_quantize",
+        "module_name_preceding_first_block",
+        "mse",
+        "offload_to_disk",
+        "pack_impl",
+        "pad_token_id",
+        "quantizer",
+        "static_groups",
+        "tokenizer",
+        "true_sequential",
+        "use_cuda_fp16",
+        "use_exllama",
+    )
+
+    def read_config(self, fields: ConfigFields) -> None:
+        """Read the bits, the size of the groups, and how zeros are stored.
+
+        Raises:
+            ModelError: there are not four or eight bits, or it is another format.
+        """
+        given = self.context.config
+        one_of(fields, "bits", given.get("bits"), list(_ONES))
+        self._bits = int(given["bits"])
+        self._group = group_size(fields, "group_size", given.get("group_size"))
+        self._reorders = fields.flag("desc_act", False)
+        self._is_symmetric = fields.flag("sym", True)
+        one_of(fields, "pack_dtype", given.get("pack_dtype", "int32"), ["int32"])
+        name = "checkpoint_format" if given.get("checkpoint_format") else "format"
+        kind = given.get(name) or "gptq"
+        one_of(fields, name, kind, ["gptq", "gptq_v2"])
+        self._stores_less = kind == "gptq"
+
+    def check_tensors(self, stored: QuantizedWeight) -> None:
+        """Check names, dtypes and shapes.
+
+        Raises:
+            ValueError: one is wrong.
+        """
+        (rows, columns), per = stored.shape, 32 // self._bits
+        groups = -(-columns // (self._group or columns))
+        expect(
+            stored,
+            {
+                "qweight": ((torch.int32,), (-(-columns // per), rows)),
+                "qzeros": ((torch.int32,), (groups, -(-rows // per))),
+                "scales": (SCALES, (groups, rows)),
+                "g_idx": ((torch.int32, torch.int64), (columns,)),
+            },
+            optional=() if self._reorders else ("g_idx",),
+        )
+
+    def read(self, stored: QuantizedWeight) -> QuantizedMatrix:
+        """Return codes with scales and, where zeros differ, offsets; or what they stand for.
+
+        Raises:
+            ValueError: a tensor is missing, or its dtype, shape or content is wrong.
+        """
+        self.check(stored)
+        (rows, columns), tensors = stored.shape, stored.tensors
+        zeros = tensors["qzeros"]
+        if self._stores_less:  # words were subtracted from, so that a number may have borrowed
+            zeros = zeros + _ONES[self._bits]
+        codes = unpack(tensors["qweight"].t(), self._bits, columns)
+        zeros = unpack(zeros, self._bits, rows).t()
+        if self._bits == 8:
+            codes, zeros = codes.bitwise_xor(128).view(torch.int8), zeros.short() - 128
+        return affine(
+            codes,
+            self._bits,
+            self._group or columns,
+            tensors["scales"].t().contiguous(),
+            zeros,
+            tensors.get("g_idx"),
+        )
+
+    def stored_bytes(self, shape: tuple[int, int]) -> int | None:
+        """Return the bytes of codes, scales and offsets; None for what may be dequantised."""
+        if not self.context.config or self._reorders:
+            return None
+        return stored_bytes(shape, self._bits, self._group, not self._is_symmetric)

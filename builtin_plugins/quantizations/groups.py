@@ -1,0 +1,206 @@
+"""Weights of eight or four bits with a scale per group of columns, made from any checkpoint."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Annotated, ClassVar
+
+import torch
+from msgspec import Meta
+
+from hardpoint import plugins
+from hardpoint.plugins import Quantization, QuantizationContext
+from hardpoint.plugins.quantization import AffineCodes
+
+GroupSize = Annotated[int, Meta(ge=32, multiple_of=32, le=1 << 20)]
+
+_CHUNK = 1 << 18
+"""Weights that are quantised at a time, so that they stay in the processor's cache."""
+_SMALLEST, _LARGEST = 2.0**-18, 65504.0
+"""Scales that float16 holds with six bits or more."""
+_TOO_LARGE = 1e38
+"""Twice this is still a number."""
+_TINY = 2.0**-120
+"""Groups whose weights are all below this are zeros: dividing by them would overflow."""
+_STEPS = (14.3, 15.0, 15.7, 16.6, 18.0)
+"""Steps between the smallest and the largest weight of a group that are tried; 15 are the codes."""
+_CUT = (0.0, 0.5, 1.0)
+"""Which part of the steps above 15 is cut off at the lower end, the rest at the upper one."""
+
+Groups = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Codes [groups, columns], scales [groups, 1], and offsets [groups, 1] or [groups, 0]."""
+
+
+class _Groups(Quantization):
+    """Common to both: rows are divided into groups of columns, of which the last may be shorter."""
+
+    contract = 1
+    context: QuantizationContext
+    bits: ClassVar[int]
+    group_size: int
+
+    def quantize(self, weight: torch.Tensor) -> AffineCodes:
+        """Return codes with a scale per group, of four bits with an offset too.
+
+        Groups are quantised alone, so that parts of a weight give parts of the result.
+
+        Raises:
+            ValueError: the weight has numbers that are too large.
+        """
+        rows, columns = weight.shape
+        if rows and max(map(abs, map(float, weight.aminmax()))) > _TOO_LARGE:
+            raise ValueError(f"it has numbers above {_TOO_LARGE}, which are too large")
+        step = max(1, _CHUNK // columns)
+        starts = range(0, max(rows, 1), step)
+        parts = [self._rows(weight[start : start + step]) for start in starts]
+        codes, scales, offsets = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        # A group's numbers do not depend on the dtype, which other groups decide.
+        dtype = torch.float16 if _fits(scales) and _fits(offsets) else torch.float32
+        return AffineCodes(
+            codes,
+            self.bits,
+            self.group_size,
+            scales.to(dtype),
+            offsets.to(dtype) if offsets.shape[1] else None,
+        )
+
+    def stored_bytes(self, shape: tuple[int, int]) -> int:
+        """Return the bytes of codes, and of scales and offsets in float16."""
+        rows, columns = shape
+        per_group = 2 if self.bits == 8 else 4
+        return rows * (-(-columns * self.bits // 8) + per_group * -(-columns // self.group_size))
+
+    def _rows(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return codes [rows, columns], scales and offsets [rows, groups or 0] of some rows."""
+        rows, columns = weight.shape
+        whole = columns // self.group_size * self.group_size
+        parts = [(weight[:, :whole], self.group_size), (weight[:, whole:], columns - whole)]
+        found = [self.quantize_groups(p.reshape(-1, width)) for p, width in parts if p.shape[1]]
+        codes, scales, offsets = (
+            torch.cat([t.reshape(rows, t.numel() // max(rows, 1)) for t in tensors], 1)
+            for tensors in zip(*found, strict=True)
+        )
+        return codes, scales, offsets
+
+    def quantize_groups(self, weight: torch.Tensor) -> Groups:
+        """Return codes, scales and offsets of groups [groups, columns]."""
+        raise NotImplementedError
+
+
+class Int8(_Groups):
+    """Codes of eight bits around 0, and a scale per group."""
+
+    contract = 1
+    bits = 8
+
+    class Options(plugins.Options):
+        """The groups.
+
+        Attributes:
+            group_size: columns that share a scale.
+        """
+
+        group_size: GroupSize = 64
+
+    options: Options
+
+    def __init__(self, context: QuantizationContext) -> None:
+        """Read the options."""
+        super().__init__(context)
+        self.group_size = self.options.group_size
+
+    def quantize_groups(self, weight: torch.Tensor) -> Groups:
+        """Return codes from -127 to 127; the largest weight of a group has one of these."""
+        scale = _representable(weight.abs().amax(1, keepdim=True) / 127)
+        codes = torch.div(weight, scale.masked_fill(scale == 0, torch.inf))
+        return codes.round_().clamp_(-127, 127).to(torch.int8), scale, scale[:, :0]
+
+
+class Int4(_Groups):
+    """Codes of four bits, and a scale and an offset per group, of little squared error.
+
+    Several ranges of codes are tried for each group. For the codes that each gives, the scale and
+    the offset of least squares are computed, and those of the smallest error are taken, as
+    llama.cpp chooses them.
+    """
+
+    contract = 1
+    bits = 4
+
+    class Options(plugins.Options):
+        """The groups.
+
+        Attributes:
+            group_size: columns that share a scale and an offset.
+        """
+
+        group_size: GroupSize = 32
+
+    options: Options
+
+    def __init__(self, context: QuantizationContext) -> None:
+        """Read the options."""
+        super().__init__(context)
+        self.group_size = self.options.group_size
+
+    def quantize_groups(self, weight: torch.Tensor) -> Groups:
+        """Return codes from 0 to 15."""
+        low, high = weight.aminmax(dim=1, keepdim=True)
+        size = torch.maximum(high.abs(), low.abs())
+        divisor = size.masked_fill(size < _TINY, torch.inf)
+        low, high = low / divisor, high / divisor  # so that no difference overflows
+        width = high - low
+        unit = weight.div(divisor).sub_(low).div_(width.masked_fill(width == 0, torch.inf))
+        scale, offset = _least_squares(unit)  # of numbers from 0 to 1
+        scale, offset = scale * width * size, (offset * width + low) * size
+        is_wide = (offset.abs() > _LARGEST) | ((scale == 0) & (offset.abs() < _SMALLEST))
+        rounded = _representable(scale)
+        scale = torch.where(is_wide, scale, rounded)
+        offset = torch.where(is_wide | (scale != _half(scale)), offset, _half(offset))
+        codes = torch.sub(weight, offset).div_(scale.masked_fill(scale == 0, torch.inf))
+        return codes.round_().clamp_(0, 15).to(torch.uint8), scale, offset
+
+
+def _least_squares(unit: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scales and offsets [groups, 1] of numbers from 0 to 1, [groups, columns]."""
+    count = unit.shape[1]
+    mean = unit.mean(1, keepdim=True)
+    centred = unit - mean
+    total = _dot(centred, centred)
+    scale, offset = torch.zeros_like(mean), mean.clone()
+    best = total.clone()  # of the mean alone
+    codes = torch.empty_like(unit)
+    for steps, part in itertools.product(_STEPS, _CUT):
+        torch.mul(unit, steps, out=codes)
+        codes.sub_((steps - 15) * part).round_().clamp_(0, 15)
+        middle = codes.mean(1, keepdim=True)
+        spread = _dot(codes, codes) - count * middle * middle
+        slope = _dot(codes, centred) / spread.clamp_min(1e-6)
+        error = total - slope * slope * spread
+        is_better = error < best
+        best = torch.where(is_better, error, best)
+        scale = torch.where(is_better, slope, scale)
+        offset = torch.where(is_better, mean - slope * middle, offset)
+    return scale, offset
+
+
+def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return the sums of products over each row, [rows, 1]."""
+    return (a * b).sum(1, keepdim=True)
+
+
+def _half(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the nearest numbers that float16 holds, as float32."""
+    return numbers.half().float()
+
+
+def _representable(scale: torch.Tensor) -> torch.Tensor:
+    """Return scales rounded to float16; those that are too small or too large for it stay."""
+    scale = scale.masked_fill(scale < _TINY, 0)
+    fits = (scale >= _SMALLEST) & (scale <= _LARGEST)
+    return torch.where(fits, _half(scale), scale)
+
+
+def _fits(numbers: torch.Tensor) -> bool:
+    """Return whether float16 holds all numbers."""
+    return bool((_half(numbers) == numbers).all())

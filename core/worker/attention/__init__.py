@@ -1,0 +1,1 @@
+"""Attention in the worker: the layers' groups and their caches."""

@@ -1,0 +1,1 @@
+"""What a worker needs, found before it reads weights."""

@@ -1,0 +1,105 @@
+"""How a rank holds its weights: in which scheme or dtype, and in how many bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from hardpoint.core.worker.checked_model import CheckedModel, wrong_result
+from hardpoint.core.worker.memory import HeldWeight
+from hardpoint.core.worker.quantized_weights import QuantizedWeights
+from hardpoint.plugins import HardpointError, Model, Ops, WeightLoader
+from hardpoint.plugins.errors import PluginFaultError
+from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.model import WeightFormat
+from hardpoint.registry.blame import describe, raise_unless_fault
+
+_READ = 4  # bytes of a number as it is read, before it is packed: float32
+_DEQUANTIZED = 6  # the same, with its code and a part of the factors
+_CODES = 3  # of a matrix that stays in codes: those of the whole product, a byte each, and a copy
+
+
+def hold_weights(
+    model: Model,
+    checked: CheckedModel,
+    loader: WeightLoader,
+    source: Source,
+    quantized: QuantizedWeights,
+) -> dict[str, HeldWeight]:
+    """Return how each weight that a rank needs will be held, by Hugging Face name.
+
+    Args:
+        model: the rank's share.
+        checked: the same, checked.
+        loader: of the weights.
+        source: of the loader.
+        quantized: what is to give the model its matrices of few bits.
+
+    Raises:
+        ModelError: the files store a weight in a way that cannot be read.
+        ConfigError: they lack the scheme that the configuration requires.
+        PluginFaultError: the loader's `formats` raised something else, or gave something else.
+    """
+    formats = _formats(loader, source, checked.shapes)
+    quantized.check_stored(formats)
+    context, size = model.context, model.context.dtype.itemsize
+    held = {}
+    for name, shape in checked.needed.items():
+        stored, count = formats.get(name), math.prod(shape)
+        of = stored.name if stored is not None and stored.is_quantized else None
+        scheme = quantized.scheme_of(name, of)
+        num_bytes = None
+        if scheme is not None and context.ops.code_bits:
+            num_bytes = quantized.stored_bytes(scheme, shape)
+        if num_bytes is None:
+            scheme = None
+        is_made = scheme is not None and scheme != of
+        loading = _DEQUANTIZED if is_made or of != scheme else _READ if of is None else _CODES
+        held[name] = HeldWeight(
+            stored,
+            scheme,
+            tuple(shape),
+            count * size if num_bytes is None else num_bytes,
+            count * loading,
+            checked.shapes[name][:1] == (context.config.vocab_size,),
+        )
+    return held | _copy_of_table(model, held)
+
+
+def _copy_of_table(model: Model, held: Mapping[str, HeldWeight]) -> dict[str, HeldWeight]:
+    """Return the table that embedding and head share, with its copy in the layout of products.
+
+    Empty if they do not share one, or both read the same.
+    """
+    parallel, ops = model.context.parallel, model.context.ops
+    tables = [(name, weight) for name, weight in held.items() if weight.is_vocabulary]
+    if len(tables) != 1 or not (parallel.is_first and parallel.is_last):
+        return {}
+    ((name, table),) = tables
+    if table.scheme is not None or type(ops).pack is Ops.pack:
+        return {}
+    return {name: dataclasses.replace(table, num_bytes=2 * table.num_bytes)}
+
+
+def _formats(
+    loader: WeightLoader, source: Source, shapes: Mapping[str, tuple[int, ...]]
+) -> Mapping[str, WeightFormat]:
+    """Return how the files store weights, as the loader says.
+
+    Raises:
+        ModelError: a weight is stored in a way that cannot be read.
+        PluginFaultError: the loader raised something else, or gave something else.
+    """
+    try:
+        formats = loader.formats(dict(shapes))
+    except BaseException as cause:
+        raise_unless_fault(cause)
+        if isinstance(cause, HardpointError):
+            raise
+        raise PluginFaultError(f"{source}: its formats() failed: {describe(cause)}") from cause
+    if not isinstance(formats, Mapping) or not all(
+        isinstance(found, WeightFormat) for found in formats.values()
+    ):
+        raise wrong_result(source, "formats", formats, "a WeightFormat per name")
+    return formats

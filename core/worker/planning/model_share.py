@@ -1,0 +1,165 @@
+"""What a rank computes of a model, built without weights."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from hardpoint.core.worker.attention.checked_attention import CheckedAttention
+from hardpoint.core.worker.attention.layer_groups import LayerGroups, group_layers
+from hardpoint.core.worker.checked_model import CheckedModel
+from hardpoint.core.worker.memory import HeldWeight, MemoryEstimate, MemoryLimit, estimate_memory
+from hardpoint.core.worker.quantized_weights import QuantizedWeights, Scheme
+from hardpoint.core.worker.shares import build_share
+from hardpoint.plugins import (
+    AttentionBackend,
+    AttentionContext,
+    Model,
+    ModelContext,
+    Ops,
+    OpsContext,
+    QuantizationContext,
+)
+from hardpoint.plugins.parallel import Parallel
+
+from .held_weights import hold_weights
+from .worker_spec import WorkerSpec
+
+
+@dataclass(frozen=True)
+class ModelShare:
+    """A rank's share of a model, whose weights are not read yet.
+
+    Attributes:
+        model: what the plugin built.
+        checked: the same, checked.
+        attention: the backend with the layers' specs and groups.
+        quantized: what is to give the model its matrices of few bits.
+        weights: how each weight is held in memory, by Hugging Face name.
+        estimate: of the memory that all of it needs.
+    """
+
+    model: Model
+    checked: CheckedModel
+    attention: CheckedAttention
+    quantized: QuantizedWeights
+    weights: Mapping[str, HeldWeight]
+    estimate: MemoryEstimate
+
+
+def open_ops(spec: WorkerSpec) -> Ops:
+    """Return the operations.
+
+    Raises:
+        ModelError: they do not run on the device.
+    """
+    entry = spec.entry_for_device("ops")
+    return spec.plugins.create(entry, OpsContext, device=spec.device, dtype=spec.dtype)
+
+
+def open_attention(spec: WorkerSpec) -> AttentionBackend:
+    """Return the attention backend.
+
+    Raises:
+        ModelError: it does not run on the device.
+    """
+    return spec.plugins.create(
+        spec.entry_for_device("attention_backends"),
+        AttentionContext,
+        device=spec.device,
+        dtype=spec.dtype,
+        block_size=spec.config.kv_cache.block_size,
+    )
+
+
+def build_model_share(
+    spec: WorkerSpec,
+    ops: Ops,
+    backend: AttentionBackend,
+    parallel: Parallel,
+    limit: Callable[[], MemoryLimit],
+) -> ModelShare:
+    """Build a rank's share of the model, and estimate its memory; no weight is read.
+
+    Args:
+        spec: of the worker.
+        ops: of the model's layers.
+        backend: of attention.
+        parallel: the share.
+        limit: returns what may be allocated.
+
+    Raises:
+        ModelError: the model cannot be divided in this way, or its files store a weight in a way
+            that cannot be read.
+        ConfigError: the quantisation that is configured does not fit the model or its files.
+        PluginFaultError: a plugin returned something else than it should.
+    """
+    entry = spec.plugins.get("models", spec.model_config.architecture)
+    create = functools.partial(
+        spec.plugins.create,
+        entry,
+        ModelContext,
+        config=spec.model_config,
+        dtype=spec.dtype,
+        device=spec.device,
+        max_model_len=spec.max_model_len,
+        ops=ops,
+    )
+    model: Model = build_share(lambda share: create(parallel=share), parallel)
+    checked = CheckedModel(model, entry.source)
+    groups = _layer_groups(spec, checked, parallel, create)
+    source = spec.plugins.one("attention_backends").source
+    attention = CheckedAttention(backend, source, checked.specs, groups)
+    quantized = QuantizedWeights(spec.config, model, checked.cuts, _schemes(spec))
+    loader = spec.plugins.get("loaders", spec.loader.name).source
+    weights = hold_weights(model, checked, spec.loader, loader, quantized)
+    estimate = estimate_memory(
+        model, spec.config, weights, attention.bytes_per_block, attention.groups, limit()
+    )
+    return ModelShare(model, checked, attention, quantized, weights, estimate)
+
+
+def _layer_groups(
+    spec: WorkerSpec,
+    checked: CheckedModel,
+    parallel: Parallel,
+    create: Callable[..., Model],
+) -> LayerGroups:
+    """Return the KV cache groups of this rank's layers.
+
+    Args:
+        spec: of the worker.
+        checked: this rank's share of the model.
+        parallel: which share that is.
+        create: builds a share without weights.
+    """
+    if not spec.config.kv_cache.window_groups:
+        return LayerGroups.single(len(checked.specs))
+    whole = checked.specs
+    if parallel.num_stages > 1:  # the tables of a plan are for the groups of all stages
+        model = create(parallel=Parallel())
+        whole = CheckedModel(model, spec.plugins.get("models", model.name).source).specs
+        model.close()
+    block_size = spec.config.kv_cache.block_size
+    return group_layers(checked.specs, whole, spec.max_model_len, block_size)
+
+
+def _schemes(spec: WorkerSpec) -> Callable[[str], Scheme]:
+    """Return what builds the quantisation schemes of a checkpoint, each once."""
+    described = spec.model_config.hf.get("quantization_config")
+
+    @functools.cache
+    def scheme(name: str) -> Scheme:
+        entry = spec.plugins.get("quantizations", name)
+        is_its_own = name == spec.model_config.quantization and isinstance(described, Mapping)
+        component = spec.plugins.create(
+            entry,
+            QuantizationContext,
+            device=spec.device,
+            dtype=spec.dtype,
+            config=described if is_its_own else {},
+        )
+        return component, entry.source
+
+    return scheme

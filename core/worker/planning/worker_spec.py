@@ -1,0 +1,53 @@
+"""What a worker is built from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hardpoint.plugins import EngineConfig, ModelConfig, ModelError, WeightLoader
+from hardpoint.plugins.component import Progress
+from hardpoint.plugins.kinds import KINDS
+from hardpoint.plugins.manifest import PluginEntry
+from hardpoint.plugins.parallel import Placement
+from hardpoint.registry.plugin_set import PluginSet
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """The configuration and plugins of a worker.
+
+    Attributes:
+        dtype: resolved; never "auto".
+        device: resolved; never "auto".
+        max_model_len: resolved.
+        rank: among those that share the model.
+        placement: of all ranks; None if there is one.
+    """
+
+    config: EngineConfig
+    plugins: PluginSet
+    loader: WeightLoader
+    model_config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int
+    progress: Progress
+    rank: int = 0
+    placement: Placement | None = None
+
+    def entry_for_device(self, kind: str) -> PluginEntry:
+        """Return the entry of a kind of which there is one per device.
+
+        Raises:
+            ModelError: it does not run on this device.
+        """
+        entry = self.plugins.one(kind)
+        devices = self.plugins.target(entry).devices
+        if self.device.type not in devices:
+            raise ModelError(
+                f"{KINDS[kind].chosen_by}: {entry.name!r} runs on {', '.join(devices)}, "
+                f"the device is {self.device.type}"
+            )
+        return entry

@@ -1,0 +1,64 @@
+"""Every built-in quantisation scheme passes the public conformance kit."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType
+from support.kit_suites import assert_tests_builtins
+
+from hardpoint.builtin_plugins.quantizations.gguf import Q4_0, Q4_1, Q8_0
+from hardpoint.plugins.quantization import QuantizedWeight
+from hardpoint.testing import QuantizationSuite, QuantizedSample
+
+pytest_plugins = ["hardpoint.testing"]
+
+
+class Blocks(QuantizationSuite):
+    """Blocks as llama.cpp's library writes and dequantises them."""
+
+    # The scale's place in each block, of halves.
+    scale_at = 0
+    shape = (6, 512)
+
+    def samples(self):
+        kind = GGMLQuantizationType[self.quantization.__name__]
+        numbers = np.random.default_rng(0).normal(size=self.shape).astype(np.float32)
+        blocks = gguf.quants.quantize(numbers, kind)
+        weight = torch.from_numpy(gguf.quants.dequantize(blocks, kind))
+        return [self.sample(torch.from_numpy(blocks), weight)]
+
+    def sample(self, blocks, weight):
+        size = blocks.shape[1] // (self.shape[1] // self.quantization.columns)
+        scales_are_nan = blocks.clone()
+        scales_are_nan.view(len(blocks), -1, size)[2, 1, self.scale_at : self.scale_at + 2] = 0xFF
+
+        def stored(blocks, shape=self.shape):
+            return QuantizedWeight(self.name, shape, {"blocks": blocks})
+
+        damaged = {
+            "a scale that is NaN": stored(scales_are_nan),
+            "half a block": stored(blocks, (6, 496)),
+            "more rows than blocks": stored(blocks, (7, 512)),
+        }
+        return QuantizedSample(stored(blocks), weight, damaged)
+
+
+class TestQ4_0(Blocks):  # noqa: N801
+    quantization = Q4_0
+    name = "q4_0"
+
+
+class TestQ4_1(Blocks):  # noqa: N801
+    quantization = Q4_1
+    name = "q4_1"
+
+
+class TestQ8_0(Blocks):  # noqa: N801
+    quantization = Q8_0
+    name = "q8_0"
+
+
+def test_every_builtin_has_a_suite():
+    assert_tests_builtins("quantizations", "quantization", globals())

@@ -232,7 +232,9 @@ def describe(folder, **fields):
         ("g_idx", torch.ones(64), "awq: the tensor 'g_idx' is not known; expected qweight, qzero"),
     ],
 )
-def test_wrong_tensors_are_refused_before_weights_are_read(folder, last, tensor, words, monkeypatch):
+def test_wrong_tensors_are_refused_before_weights_are_read(
+    folder, last, tensor, words, monkeypatch
+):
     def change(tensors):
         tensors.pop(f"{Q}.{last}", None)
         if tensor is not None:
@@ -248,7 +250,10 @@ def test_wrong_tensors_are_refused_before_weights_are_read(folder, last, tensor,
     [
         ({"bits": 3}, "config.json: quantization_config: bits: expected 4, got 3"),
         ({"group_size": 16}, "qzeros: expected int32 [4, 8] for a matrix [64, 64], got int32 [2, "),
-        ({"quant_method": "fp8"}, "has weights that are quantised by 'fp8', which is not supported"),
+        (
+            {"quant_method": "fp8"},
+            "has weights that are quantised by 'fp8', which is not supported",
+        ),
         ({"quant_method": "gptq"}, "quantization_config: zero_point: the field is not known"),
         ({"quant_method": None}, "quantised without a quant_method are not supported"),
     ],

@@ -260,7 +260,9 @@ def test_a_size_of_groups_that_the_shapes_contradict_is_refused(group):
             checkpoints.packed_integers(MATRIX),
         ),
     ):
-        with pytest.raises(ValueError, match=rf"{last}: expected .* \[.*\] for a matrix \[16, 64\]"):
+        with pytest.raises(
+            ValueError, match=rf"{last}: expected .* \[.*\] for a matrix \[16, 64\]"
+        ):
             build_scheme(kind, config).read(stored(MATRIX, tensors))
 
 

@@ -219,6 +219,7 @@ def write_checkpoint(
     group: int = 32,
     bits: int = 4,
     num_shards: int = 2,
+    shuffled: bool = False,
     **fields: Any,
 ) -> Tensors:
     """Write a Llama whose decoder layers are quantised; return all weights as numbers.
@@ -248,7 +249,8 @@ def write_checkpoint(
             dense[f"{prefix}.{name}.weight"] = torch.ones(hidden)
             files[f"{prefix}.{name}.weight"] = torch.ones(hidden)
         for seed, (name, shape) in enumerate(parts.items()):
-            matrix = random_matrix(*shape, bits=bits, group=group, seed=100 * layer + seed)
+            kinds = {"bits": bits, "group": group, "shuffled": shuffled}
+            matrix = random_matrix(*shape, **kinds, seed=100 * layer + seed)
             dense[f"{prefix}.{name}.weight"] = matrix.weight
             files |= {f"{prefix}.{name}.{last}": t for last, t in store(matrix).items()}
     write_shards(folder, files, num_shards)

@@ -238,6 +238,11 @@ LOADERS = [
     (loaders.CutsFromTheStart, "cuts", "cuts", "with other values than the same part of"),
     (loaders.CutsOnlyWhatIsCut, "cuts", "cuts", "cut_weights did not yield norm.weight"),
     (loaders.CutsAnyShape, "cuts", "cuts", r"'embed.weight' of shape \[7, 2\] was asked for; the"),
+    (loaders.NamesNoScheme, "weights", "weights", "'head.weight' in 'absent', which is no scheme"),
+    (loaders.HalvesInHalf, "weights", "weights", "'head.weight' with values that differ"),
+    (loaders.FormatsOfAll, "formats", "formats", "formats has WeightFormat.* for 'absent.w"),
+    (loaders.FormatsAreTensors, "formats", "formats", "for 'head.weight', which comes in 'halves'"),
+    (loaders.FormatsAreNames, "formats", "formats", "formats has 'float32' for 'embed.weight'"),
     (loaders.NeedsAll, "parts", "exceptions", "KeyError: 'absent.weight'"),
     (loaders.OnlyOnce, "repeated", "repeated", "a second call of weights gave 'embed.weight' oth"),
     (loaders.Noise, "repeated", "repeated", "a second call of weights gave 'embed.weight' otherw"),
@@ -267,6 +272,14 @@ RIGHT = [
     (
         WeightLoaderSuite,
         {"loader": loaders.CutsByItself, "write": staticmethod(loaders.write)},
+    ),
+    (
+        WeightLoaderSuite,
+        {
+            "loader": loaders.Quantized,
+            "write": staticmethod(loaders.write),
+            "scheme": loaders.scheme,
+        },
     ),
     (WeightLoaderSuite, {"loader": loaders.Hashed, "write": staticmethod(loaders.write)}),
     (WeightLoaderSuite, {"loader": loaders.Dated, "write": staticmethod(loaders.write)}),
@@ -334,7 +347,7 @@ def test_what_a_model_refuses_is_skipped_with_its_message():
 
 @pytest.mark.parametrize(("cls", "test", "rule", "pattern"), LOADERS, ids=label)
 def test_a_broken_loader_fails_its_rule(cls, test, rule, pattern):
-    attributes = {"loader": cls, "write": staticmethod(loaders.write)}
+    attributes = {"loader": cls, "write": staticmethod(loaders.write), "scheme": loaders.scheme}
     assert_fails(WeightLoaderSuite, attributes, test, rule, pattern)
 
 

@@ -90,7 +90,8 @@ def test_an_unsupported_architecture_of_a_gguf_file_is_called_that(here):
     (here / "m.gguf").write_bytes(gguf_header("mamba"))
     assert error_of("m.gguf") == (
         "m.gguf: general.architecture: 'mamba' is not supported; supported are llama, qwen2, "
-        "qwen3, qwen2moe, qwen3moe, gemma2, gemma3, granite, olmo2, phi3, smollm3. A plugin of the kind loaders adds one: docs/write-a-model.md"
+        "qwen3, qwen2moe, qwen3moe, gemma2, gemma3, granite, olmo2, phi3, smollm3. "
+        "A plugin of the kind loaders adds one: docs/write-a-model.md"
     )
 
 

@@ -25,7 +25,7 @@ from hardpoint.plugins.parallel import Communicator, Cut, Parallel
 from hardpoint.plugins.quantization import QuantizedWeight
 from hardpoint.testing.model.rank_threads import run_ranks
 
-NAMES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+NAMES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
 TOKENS = list(range(40))
 # Widths that blocks of 256 columns divide.
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 16}
@@ -94,9 +94,9 @@ def with_numbers(name: str) -> str:
 
 
 def with_types_of_the_loader(name: str) -> str:
-    """Types that no scheme reads, which the loader dequantises."""
-    kinds = {"attn_k": "Q2_K", "ffn_down": "Q3_K", "ffn_up": "Q5_1"}
-    return kinds.get(name.rpartition(".")[2], "Q5_0")
+    """Types that no scheme reads, which the loader dequantises, among others."""
+    kinds = {"attn_k": "Q2_K", "attn_q": "IQ4_NL", "ffn_down": "Q3_K", "ffn_up": "Q5_1"}
+    return kinds.get(name.rpartition(".")[2], "IQ4_XS" if "attn" in name else "Q5_0")
 
 
 @functools.cache
@@ -202,7 +202,8 @@ def test_scales_that_are_not_finite_are_refused_with_their_tensor(name, at, valu
     data[start : start + 2] = np.array([value], np.float16).view(np.uint8)
     data.flush()
     with pytest.raises(
-        ModelError, match=r"'model.layers.1.mlp.up_proj.weight' of 'test': q._k: a scale or offset"
+        ModelError,
+        match=r"'model.layers.1.mlp.up_proj.weight' of 'test': i?q._[knx][ls]?: a scale or offset",
     ):
         load_model(Llama, open_loader(GGUFLoader, path), dtype=torch.float32)
 

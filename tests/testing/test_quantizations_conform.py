@@ -9,6 +9,8 @@ from support.builtins.checkpoint_harness import quantised
 from support.kit_suites import assert_tests_builtins
 
 from hardpoint.builtin_plugins.quantizations.gguf import (
+    IQ4_NL,
+    IQ4_XS,
     Q4_0,
     Q4_1,
     Q4_K,
@@ -51,6 +53,16 @@ class Blocks(QuantizationSuite):
             "more rows than blocks": stored(blocks, (7, 512)),
         }
         return QuantizedSample(stored(blocks), weight, damaged)
+
+
+class TestIQ4_NL(Blocks):  # noqa: N801
+    quantization = IQ4_NL
+    name = "iq4_nl"
+
+
+class TestIQ4_XS(Blocks):  # noqa: N801
+    quantization = IQ4_XS
+    name = "iq4_xs"
 
 
 class TestQ4_0(Blocks):  # noqa: N801

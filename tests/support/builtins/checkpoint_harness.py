@@ -172,6 +172,8 @@ SCALES = {
     KINDS.Q4_K: ((0, 0.0008), (2, 0.006)),
     KINDS.Q5_K: ((0, 0.0004), (2, 0.006)),
     KINDS.Q6_K: ((208, 0.00015),),
+    KINDS.IQ4_NL: ((0, 0.003),),
+    KINDS.IQ4_XS: ((0, 0.0002),),
 }
 """Where a block has float16 scales, and values that make weights of about 0.2 with mean 0."""
 

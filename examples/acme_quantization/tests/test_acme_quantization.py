@@ -14,7 +14,6 @@ from hardpoint.plugins import ConfigError, QuantizationContext
 PROMPTS = ["héllo", "a" * 30, "the same beginning, then one", "the same beginning, then two"]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 SCHEMES = {"nf4": NF4, "ternary": Ternary}
-RANKS = {"executor": {"use": "multiproc"}, "parallel": {"tensor": 2}}
 
 
 def config(**more):
@@ -50,10 +49,16 @@ def expected(request, tmp_path_factory):
     return request.param, tokens(path)
 
 
-@pytest.mark.parametrize("more", [{}, {"ops": {"use": "torch"}}, RANKS], ids=["", "torch", "ranks"])
-def test_tokens_are_those_of_the_same_numbers(path, expected, more):
+@pytest.mark.parametrize("ops", ["auto", "torch"])
+def test_tokens_are_those_of_the_same_numbers(path, expected, ops):
     use, wanted = expected
-    assert tokens(path, quantization={"use": use}, **more) == wanted
+    assert tokens(path, quantization={"use": use}, ops={"use": ops}) == wanted
+
+
+def test_ranks_that_share_a_model_give_the_same_tokens(path):
+    ranks = {"executor": {"use": "multiproc"}, "parallel": {"tensor": 2}}
+    ternary = {"quantization": {"use": "ternary"}}
+    assert tokens(path, **ternary, **ranks) == tokens(path, **ternary)
 
 
 @pytest.mark.parametrize("use", SCHEMES)
@@ -78,12 +83,6 @@ def test_what_is_not_kept_is_said(path, tmp_path, caplog):
 def test_options_are_checked(path):
     with pytest.raises(ConfigError, match=r"plugin\.nf4\.group"):
         tokens(path, quantization={"use": "nf4"}, plugin={"nf4": {"group": 48}})
-
-
-def test_groups_that_ranks_cannot_divide_are_refused(path):
-    options = {"nf4": {"group": 128}}
-    with pytest.raises(ConfigError, match="'nf4' has groups of 128 columns, which do not divide"):
-        tokens(path, quantization={"use": "nf4"}, plugin=options, **RANKS)
 
 
 def test_what_is_skipped_keeps_its_numbers(path):

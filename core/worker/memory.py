@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -286,14 +285,13 @@ def cache_share(device: torch.device) -> float:
     return 0.9 if device.type == "cuda" else WorkerInfo.cache_share
 
 
-def return_freed_memory() -> None:
-    """Return memory that was freed to the system; the allocator of glibc keeps up to 32 MiB pieces.
-
-    Else a process that has loaded weights holds more than they take.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
+def trim_memory() -> None:
+    """Return freed memory to the system, where the C library can (glibc)."""
+    # Otherwise a program keeps that of weights which were packed, or whose engine was closed.
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, TypeError, AttributeError):  # another C library
+        pass
 
 
 def is_out_of_memory(error: BaseException) -> bool:

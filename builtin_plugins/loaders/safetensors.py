@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from hardpoint.plugins import ModelConfig, ModelError, ModelFiles, WeightLoader
+from hardpoint.plugins import ModelConfig, ModelError, ModelFiles, WeightFormat, WeightLoader
 from hardpoint.plugins.hf_config import (
     architecture,
     default_sampling,
@@ -19,7 +19,6 @@ from hardpoint.plugins.hf_config import (
     short,
     token_ids,
 )
-from hardpoint.plugins.model import WeightFormat
 from hardpoint.plugins.parallel import Cut, needed_part
 from hardpoint.plugins.quantization import QuantizedWeight
 

@@ -218,6 +218,8 @@ class LocalWorker:
         config = self._spec.config
         if self._estimate is not None:
             self._estimate = self._estimate.with_cache(num_blocks * self._bytes_per_block)
+            if self._spec.rank == 0:
+                _log.info("memory: %s", self._estimate)
         with self._naming_memory():
             batch = InputBatch(
                 config.scheduler.max_num_seqs,

@@ -15,7 +15,7 @@ from typing import Literal
 from hardpoint.core.config import load_config
 from hardpoint.core.worker.model_files import ALIASES, find_files
 from hardpoint.plugins import Command, CommandContext, EngineConfig, HardpointError, ModelError
-from hardpoint.plugins.commands import Generator, PluginCatalog
+from hardpoint.plugins.commands import Generator, ModelReport, PluginCatalog
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.errors import PluginConflictError, PluginContractError, PluginFaultError
 from hardpoint.plugins.manifest import Source
@@ -265,6 +265,15 @@ def _context(load: _Load, problem: HardpointError | None, messages: Messages) ->
         messages.show_log()
         return AsyncLLM.from_resolved(config, config_sources, restart=restart)
 
+    def inspect_model(
+        config: EngineConfig, config_sources: ConfigSources, lengths: Sequence[int]
+    ) -> ModelReport:
+        if problem is not None:
+            raise problem
+        from .model_report import report_model  # noqa: PLC0415 - torch takes a second to import
+
+        return report_model(config, config_sources, lengths)
+
     return CommandContext(
         load_config=load,
         load_catalog=load_catalog,
@@ -273,6 +282,7 @@ def _context(load: _Load, problem: HardpointError | None, messages: Messages) ->
         quiet=messages.quiet,
         show_error=messages.error,
         open_async=open_async,
+        inspect_model=inspect_model,
     )
 
 

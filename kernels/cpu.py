@@ -17,12 +17,13 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+
+from hardpoint.kernels.twins import AffineCodes, linear_codes
 
 __all__ = [
     "PATHS",
@@ -222,30 +223,45 @@ class Library:
 
 
 class Codes(Protocol):
-    """Rows of a matrix of low-bit codes, see `AffineCodes` in `kernels/twins.py`."""
+    """Rows of a matrix of low-bit codes, see `hardpoint.kernels.twins.AffineCodes`."""
 
     @property
-    def codes(self) -> torch.Tensor: ...
+    def codes(self) -> torch.Tensor:
+        """uint8 [rows, columns], of 8 bits int8."""
+
     @property
-    def bits(self) -> int: ...
+    def bits(self) -> int:
+        """Of a code."""
+
     @property
-    def group(self) -> int: ...
+    def group(self) -> int:
+        """Columns that share a scale."""
+
     @property
-    def scales(self) -> torch.Tensor: ...
+    def scales(self) -> torch.Tensor:
+        """[rows, groups]."""
+
     @property
-    def offsets(self) -> torch.Tensor | None: ...
+    def offsets(self) -> torch.Tensor | None:
+        """As scales."""
+
     @property
-    def outer_scales(self) -> torch.Tensor | None: ...
+    def outer_scales(self) -> torch.Tensor | None:
+        """float16 [rows, columns / 256]."""
+
     @property
-    def outer_offsets(self) -> torch.Tensor | None: ...
+    def outer_offsets(self) -> torch.Tensor | None:
+        """Likewise for offsets."""
+
     @property
-    def values(self) -> torch.Tensor | None: ...
+    def values(self) -> torch.Tensor | None:
+        """float32 [2**bits]."""
 
 
 def codes_form(part: Codes) -> tuple[int, ...]:
     """Return what `codes_size` and `pack_codes` of a library take for a part of a matrix."""
-    stored = [_STORED[factors.dtype] if factors is not None else 0 for factors in _factors(part)]
-    return (len(part.codes), part.bits, part.group, *stored)
+    offsets = 0 if part.offsets is None else _STORED[part.offsets.dtype]
+    return (len(part.codes), part.bits, part.group, _STORED[part.scales.dtype], offsets)
 
 
 def codes_size(library: Library, forms: Sequence[tuple[int, ...]], depth: int) -> int:
@@ -274,16 +290,11 @@ def pack_codes(
     )
     pack = library.function("pack_codes", None, releases=True)
     for index, part in enumerate(parts):
-        tensors = (
-            part.codes, part.scales, part.outer_scales, part.offsets, part.outer_offsets, part.values,
-        )  # fmt: skip
+        factors = (part.scales, part.outer_scales, part.offsets, part.outer_offsets)
+        tensors = (part.codes, *factors, part.values)
         pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         pack(words.ctypes.data, len(forms), depth, index, *pointers, packed.data_ptr())
     return packed
-
-
-def _factors(part: Codes) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    return part.scales, part.offsets
 
 
 def allocate_pages(num_bytes: int) -> mmap.mmap:
@@ -367,33 +378,17 @@ def _multiplies_matrix_rightly(library: Library) -> bool:
     return torch.equal(y, (x.float() @ weight.float().T).to(dtype))
 
 
-@dataclass(frozen=True, eq=False)
-class _KnownCodes:
-    """A small matrix of low-bit codes."""
-
-    codes: torch.Tensor
-    bits: int
-    group: int
-    scales: torch.Tensor
-    offsets: torch.Tensor | None
-    outer_scales: torch.Tensor | None = None
-    outer_offsets: torch.Tensor | None = None
-    values: torch.Tensor | None = None
-
-
 def _multiplies_codes_rightly(library: Library) -> bool:
     dtype, depth, columns = torch.bfloat16, 37, 21
     x = (torch.arange(3 * depth) % 7 - 3).to(dtype).view(3, depth)
     scales = (torch.arange(columns * 2) % 3).to(torch.float16).view(columns, 2)
-    parts, weights = [], []
+    parts = []
     for bits, type_ in ((4, torch.uint8), (8, torch.int8)):
         codes = (torch.arange(columns * depth) % 13).to(type_).view(columns, depth)
         offsets = scales + 1 if bits == 4 else None
-        parts.append(_KnownCodes(codes, bits, 32, scales, offsets))
-        spread = scales.float().repeat_interleave(32, 1)[:, :depth]
-        weights.append(spread * codes + (0 if offsets is None else spread + 1))
+        parts.append(AffineCodes(codes, bits, 32, scales, offsets))
     packed = pack_codes(library, parts)
-    expected = x.float() @ torch.cat(weights).T
+    expected = linear_codes(x, parts)
     linear = library.function("linear_codes", dtype)
     for rows in (1, 3):
         y = torch.empty(rows, 2 * columns, dtype=dtype)

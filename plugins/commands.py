@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from .config import ConfigSources, EngineConfig
@@ -23,10 +24,13 @@ __all__ = [
     "ComponentDetails",
     "ComponentInfo",
     "ConfigSources",
+    "ContextMemory",
     "FieldDoc",
     "Generator",
+    "ModelReport",
     "PluginCatalog",
     "Prompt",
+    "WeightGroup",
 ]
 
 
@@ -72,6 +76,7 @@ class ComponentDetails:
         phase: of a logits processor.
         adapter: that runs it, if it was written for another engine.
         hooks: names of the hooks that it implements.
+        methods: names of its interface's methods that it defines.
         params_fields: fields of SamplingParams that are its arguments.
         options: values in effect, by name; empty unless it is enabled.
         option_sources: by option that the configuration sets, where the value came from.
@@ -91,6 +96,7 @@ class ComponentDetails:
     phase: str | None
     adapter: str | None
     hooks: Sequence[str]
+    methods: Sequence[str]
     params_fields: Sequence[str]
     options: Mapping[str, Any]
     option_sources: Mapping[str, str]
@@ -100,6 +106,107 @@ class ComponentDetails:
     arguments_schema: Mapping[str, Any] | None
     problem: str = ""
     others: Sequence[ComponentInfo] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightGroup:
+    """Weights that the files store in one way and that are held in one way.
+
+    Attributes:
+        stored: name of a quantisation scheme or dtype; None if the files do not say.
+        held: the same, in memory.
+        count: number of weights.
+        num_params: of all of them.
+        stored_bytes: in the files; None if they do not say.
+        held_bytes: in memory, of all ranks together.
+    """
+
+    stored: str | None
+    held: str
+    count: int
+    num_params: int
+    stored_bytes: int | None
+    held_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextMemory:
+    """What requests of one length need of the KV cache.
+
+    Attributes:
+        num_tokens: of a request, those that it generates included.
+        one_request: bytes.
+        all_requests: bytes of `scheduler.max_num_seqs` such requests.
+        fits: whether the cache has room for one.
+    """
+
+    num_tokens: int
+    one_request: int
+    all_requests: int
+    fits: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelReport:
+    """What a model is, and what it would need; none of its weights were read.
+
+    Bytes are those of the rank that has the least room, unless said otherwise.
+
+    Attributes:
+        model: its name, as configured.
+        path: of its files.
+        loader: name of the plugin that reads them, "gguf" for example.
+        architecture: name of the plugin that computes it.
+        provider: distribution and version of that plugin.
+        device: that it would run on.
+        dtype: of hidden states.
+        operations: what computes them.
+        attention: what computes attention.
+        num_params: of the whole model.
+        weights: of the whole model, the most bytes first.
+        vocab_size: width of a row of logits.
+        windows: sliding window of each attention layer in tokens; None is unlimited.
+        max_position_embeddings: longest context that the model was made for.
+        max_model_len: longest context that is configured.
+        max_num_seqs: requests that run at once, at most.
+        num_ranks: that share the model.
+        weights_bytes: of the loaded weights.
+        loading_bytes: that loading them takes besides, for a while.
+        step_bytes: of the largest step.
+        cache_bytes: of the KV cache that would be allocated; 0 if the model does not fit.
+        contexts: what requests need of the KV cache.
+        available: bytes that may be allocated.
+        limit: what sets that.
+        longest: the longest request that fits; 0 if none does.
+        problem: why the model does not fit into memory; empty if it does.
+    """
+
+    model: str
+    path: Path
+    loader: str
+    architecture: str
+    provider: str
+    device: str
+    dtype: str
+    operations: str
+    attention: str
+    num_params: int
+    weights: Sequence[WeightGroup]
+    vocab_size: int
+    windows: Sequence[int | None]
+    max_position_embeddings: int
+    max_model_len: int
+    max_num_seqs: int
+    num_ranks: int
+    weights_bytes: int
+    loading_bytes: int
+    step_bytes: int
+    cache_bytes: int
+    contexts: Sequence[ContextMemory]
+    available: int
+    limit: str
+    longest: int
+    problem: str = ""
 
 
 class PluginCatalog(Protocol):
@@ -171,6 +278,19 @@ OpenAsync = Callable[
 """Opens a model for an event loop; the last argument says whether a dead engine is restarted."""
 
 
+InspectModel = Callable[[EngineConfig, ConfigSources, Sequence[int]], ModelReport]
+"""Says what the configured model needs, for requests of some lengths, or of usual ones if none are
+given; reads no weights.
+
+It raises what opening the model would raise before its weights are read, but that it does not fit
+into memory.
+"""
+
+
+def _no_inspection(*_: object) -> ModelReport:
+    raise NotImplementedError("this CommandContext was made without inspect_model")
+
+
 def _no_async_engine(*_: object) -> AsyncGenerator:
     raise NotImplementedError("this CommandContext was made without open_async")
 
@@ -191,6 +311,7 @@ class CommandContext:
             HardpointError.
         open_async: loads the configured model for a program that runs an event loop, in a process
             of its own; the last argument says whether a dead engine is restarted.
+        inspect_model: says what the configured model is and needs, without reading its weights.
     """
 
     load_config: Callable[[], tuple[EngineConfig, ConfigSources]]
@@ -200,6 +321,7 @@ class CommandContext:
     quiet: bool = False
     show_error: Callable[[str], None] = _print_error
     open_async: OpenAsync = _no_async_engine
+    inspect_model: InspectModel = _no_inspection
 
 
 @dataclass(frozen=True)

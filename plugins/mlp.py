@@ -16,6 +16,7 @@ from .model import ModelContext
 from .models import (
     Linear,
     PackedLayer,
+    Run,
     packed_weights,
     quantizable,
     weight_cuts,
@@ -300,6 +301,17 @@ class _ExpertMatrix(Linear):
             super().load_quantized(name, matrix)
         else:
             self.load(name, matrix.dequantize())
+
+    def _prepare_runs(self, runs: list[Run]) -> None:
+        """Prepare parts of which some are numbers: all are, for they are packed together."""
+        weight = self._empty(self._rows, self._columns)
+        start = 0
+        for run in runs:
+            for part in run if isinstance(run, list) else [run]:
+                numbers = part if isinstance(part, torch.Tensor) else part.dequantize()
+                weight[start : start + len(numbers)].copy_(numbers)
+                start += len(numbers)
+        self._prepare(self._context.ops.pack(weight), None)
 
     def _prepare(self, packed: torch.Tensor, bias: torch.Tensor | None) -> None:  # noqa: ARG002
         self._packed = {self._packed_name: packed}

@@ -320,7 +320,7 @@ class Embedding:
         return self._codes is not None
 
 
-_Run = torch.Tensor | QuantizedMatrix | list[AffineCodes]
+Run = torch.Tensor | QuantizedMatrix | list[AffineCodes]
 """Matrices that one product multiplies: numbers, a matrix that multiplies itself, or codes."""
 
 
@@ -480,9 +480,9 @@ class Linear:
         self._weight = self._bias = None
         self._matrices = {}
 
-    def _runs(self) -> list[_Run]:
+    def _runs(self) -> list[Run]:
         """Return the matrices in their order, those together that one product can multiply."""
-        runs: list[_Run] = []
+        runs: list[Run] = []
         for name, (start, count) in self._slices.items():
             if not name.endswith(".weight") or not count:
                 continue
@@ -498,7 +498,7 @@ class Linear:
                 runs.append([matrix])
         return runs
 
-    def _prepare_runs(self, runs: list[_Run]) -> None:
+    def _prepare_runs(self, runs: list[Run]) -> None:
         """Prepare a product per run, whose results are put side by side."""
         ops, out_dtype = self._context.ops, self._out_dtype or self._context.dtype
         products, start = list[Callable[[torch.Tensor], torch.Tensor]](), 0
@@ -524,7 +524,7 @@ class Linear:
         self._apply = apply
         self._packed = None
 
-    def _pack(self, run: _Run) -> torch.Tensor:
+    def _pack(self, run: Run) -> torch.Tensor:
         ops = self._context.ops
         if isinstance(run, list):
             return ops.pack_codes(run)

@@ -96,6 +96,7 @@ class Catalog:
             phase=_phase(target),
             adapter=adapter_of(target),
             hooks=_hooks(kind, target),
+            methods=_methods(kind, target),
             params_fields=getattr(target, "params_fields", ()),
             options=options,
             option_sources=self._option_sources(info, options),
@@ -233,6 +234,19 @@ def _interface(kind: Kind, target: Any) -> str:
 def _phase(target: Any) -> str | None:
     phase = getattr(target, "phase", None)
     return phase.name if phase is not None else None
+
+
+def _methods(kind: Kind, target: Any) -> list[str]:
+    """Return the names of the interface's public methods that a component defines."""
+    if kind.interface is None:
+        return []
+    return [
+        name
+        for name, method in vars(kind.interface).items()
+        if inspect.isfunction(method)
+        and not name.startswith("_")
+        and getattr(target, name, method) is not method
+    ]
 
 
 def _hooks(kind: Kind, target: Any) -> list[str]:

@@ -87,6 +87,12 @@ def acme_kv_stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def acme_quantization(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the wheel of examples/acme_quantization is installed."""
+    return once(tmp_path_factory, "acme_quantization", install_wheel) / "site"
+
+
+@pytest.fixture(scope="session")
 def acme_wrapping(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which the wheel of examples/acme_wrapping is installed."""
     return once(tmp_path_factory, "acme_wrapping", install_wheel) / "site"

@@ -6,12 +6,19 @@ from collections.abc import Sequence
 
 from hardpoint.plugins import Command, hookimpl
 
-from . import chat, completion, config, generate, plugins
+from . import chat, completion, config, generate, models, plugins
 
 contract = 1
 
 
 @hookimpl
 def cli_commands() -> Sequence[Command]:
-    """Return `generate`, `chat`, `plugins`, `config` and `completion`."""
-    return [generate.COMMAND, chat.COMMAND, plugins.COMMAND, config.COMMAND, completion.COMMAND]
+    """Return `generate`, `chat`, `models`, `plugins`, `config` and `completion`."""
+    return [
+        generate.COMMAND,
+        chat.COMMAND,
+        models.COMMAND,
+        plugins.COMMAND,
+        config.COMMAND,
+        completion.COMMAND,
+    ]

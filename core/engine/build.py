@@ -297,7 +297,7 @@ def _start(
         The info of the tightest worker, the cache's size, and the configuration to run with.
 
     Raises:
-        PluginFaultError: the executor did not return an info per rank.
+        PluginFaultError: the executor did not return an info per rank, of the same groups.
     """
     info = _tightest(executor.start(), spec)
     if not info.bytes_per_block and spec.plugins.entries("kv_connectors"):
@@ -334,11 +334,10 @@ def _tightest(infos: Sequence[WorkerInfo], spec: WorkerSpec) -> WorkerInfo:
         raise PluginFaultError(
             f"{label}: its start() gave {shown(infos)}, expected a list of {world_size} WorkerInfo"
         )
-    windows = {info.windows for info in infos}
-    if len(windows) > 1:
+    if len(windows := {tuple(info.windows) for info in infos}) > 1:
         raise PluginFaultError(
-            f"{label}: the workers of its start() have other KV cache groups than each other, of "
-            f"the windows {' and '.join(map(str, sorted(windows, key=str)))}; expected the same"
+            f"{label}: its start() gave workers whose KV cache groups have the windows "
+            f"{' and '.join(sorted(map(str, windows)))}, expected the same in all ranks"
         )
     limit = spec.config.kv_cache.memory_bytes  # of each, which its largest blocks reach first
     tightest = min(

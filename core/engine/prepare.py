@@ -31,6 +31,7 @@ _DTYPES = {
     "float64": torch.float64,
 }
 _SUFFIX = "ForCausalLM"
+_WITH_IMAGES = "ForConditionalGeneration"
 _TYPO = 0.87
 """Similarity from which a name is a typing error: above that of Mixtral and Mistral."""
 
@@ -142,6 +143,8 @@ def _check_architecture(name: str, plugins: PluginSet, loader: WeightLoader) -> 
     known = {entry.name.removesuffix(_SUFFIX): entry.name for entry in plugins.entries("models")}
     close = difflib.get_close_matches(name.removesuffix(_SUFFIX), known, n=1, cutoff=_TYPO)
     meant = f" (did you mean {known[close[0]]!r}?)" if close else ""
+    if name.endswith(_WITH_IMAGES) and (text := name.removesuffix(_WITH_IMAGES)) in known:
+        meant = f": it has inputs besides text; checkpoints of {known[text]!r} are of text alone"
     raise ModelError(
         f"model: architecture {shown(name)} is not supported{meant}"
         f"{plugins.hint(name, 'models')}; supported: "

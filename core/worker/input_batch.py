@@ -300,21 +300,22 @@ class InputBatch:
         width = -(-int(seq_lens.max()) // self._block_size)
         # Backends read rows of elements side by side; numpy may give the groups side by side.
         blocks = self._tables[..., row_of, columns].astype(np.int64, order="C")
-        slots = blocks * self._block_size + offsets
-        tables = self._tables[..., rows, :width].astype(np.int64, order="C")
-        if self._num_groups == 1:
-            slots, tables = slots[None], tables[None]
+        slots = torch.from_numpy(blocks * self._block_size + offsets).to(device)
+        held = self._tables[..., rows, :width].astype(np.int64, order="C")
+        tables = torch.from_numpy(held).to(device)
+        is_one = self._num_groups == 1
+        layouts = [(tables, slots)] if is_one else zip(tables.unbind(), slots.unbind(), strict=True)
         attention = [
             AttentionStep(
                 query_starts=query_starts,
                 seq_lens=seq_lens,
                 num_single=num_single,
-                block_table=torch.from_numpy(tables[group]).to(device),
-                slots=torch.from_numpy(slots[group]).to(device),
+                block_table=group_table,
+                slots=group_slots,
                 block_size=self._block_size,
                 group=group,
             )
-            for group in range(self._num_groups)
+            for group, (group_table, group_slots) in enumerate(layouts)
         ]
         self._num_computed[rows] = seq_lens
         return StepInput(

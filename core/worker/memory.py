@@ -152,6 +152,8 @@ class RequestMemory:
 
     def longest(self, num_bytes: int) -> int:
         """Return the length of the longest request that so many bytes have room for."""
+        if not self.bytes_per_block:
+            return self.max_model_len
         return self.needs.longest(num_bytes // self.bytes_per_block, self.max_model_len)
 
 
@@ -166,7 +168,8 @@ class MemoryEstimate:
         step: of the largest step.
         limit: before anything was allocated.
         share: of what weights and step leave, at most, that the cache takes.
-        request: what requests need of the cache if its size is not configured; else None.
+        request: what requests need of the cache.
+        is_configured: whether the size of the cache is.
     """
 
     weights: int
@@ -175,7 +178,22 @@ class MemoryEstimate:
     step: int
     limit: MemoryLimit
     share: float
-    request: RequestMemory | None
+    request: RequestMemory
+    is_configured: bool = False
+
+    @property
+    def room(self) -> int:
+        """What the cache may take."""
+        return int((self.limit.available - self.weights - self.step) * self.share)
+
+    @property
+    def longest(self) -> int:
+        """The longest request that fits; 0 if none does, or the weights do not."""
+        if self.room < 0 or self.loading > self.limit.available - self.weights:
+            return 0
+        if not self.is_configured:
+            return self.request.longest(self.room)
+        return self.request.longest(self.cache) if self.cache <= self.room else 0
 
     def __str__(self) -> str:
         """Return the figures for a message."""
@@ -195,13 +213,12 @@ class MemoryEstimate:
         Raises:
             ModelError: it does not; the message says what would.
         """
-        rest = self.limit.available - self.weights
-        room = int((rest - self.step) * self.share)
+        rest, room = self.limit.available - self.weights, self.room
         if self.loading <= rest and self.cache <= room:
             return
         if self.loading > rest or room <= 0:
             fits = "a smaller max_model_len or model would fit"
-        elif self.request is None:
+        elif self.is_configured:
             fits = f"a kv_cache of {size_text(room)} would fit"
         else:
             length = self.request.longest(room)
@@ -238,15 +255,15 @@ def estimate_memory(
     # A few arrays of the widest layer, logits and their float32 copy, tables of all positions.
     step = _ARRAYS * tokens * width * size + scheduler.max_num_seqs * vocab * 2 * _FLOAT
     step += 2 * context.max_model_len * rotary * size
-    request, share = None, 1.0
+    needs = BlockNeeds(groups, cache.block_size, max_step_tokens(config))
+    request, share = RequestMemory(needs, bytes_per_block, context.max_model_len), 1.0
+    is_configured = cache.num_blocks is not None or cache.memory_bytes is not None
     if cache.num_blocks is not None:
         cache_bytes = cache.num_blocks * bytes_per_block
     elif cache.memory_bytes is not None and bytes_per_block:
         cache_bytes = cache.memory_bytes
     else:
         length = cache.block_size if config.max_model_len == "auto" else context.max_model_len
-        needs = BlockNeeds(groups, cache.block_size, max_step_tokens(config))
-        request = RequestMemory(needs, bytes_per_block, context.max_model_len)
         cache_bytes = request.of(length)
         share = cache.memory_fraction or cache_share(context.device)
     return MemoryEstimate(
@@ -257,6 +274,7 @@ def estimate_memory(
         limit=limit,
         share=share,
         request=request,
+        is_configured=is_configured and bool(bytes_per_block),
     )
 
 

@@ -68,7 +68,7 @@ def check_shares(
             parallel=share,
         )
 
-    first = _FirstOf(parallel.tensor)
+    first = FirstRank(parallel.tensor)
     try:
         build_share(create, Parallel(first, 0, parallel.pipeline, parallel.expert)).close()
     except ModelError:
@@ -84,8 +84,8 @@ def _is_not_called(*_arguments: object) -> None:
 _UNUSED_OPS = type("_UnusedOps", (Ops,), dict.fromkeys(Ops.__abstractmethods__, _is_not_called))
 
 
-class _FirstOf(SingleRank):
-    """Rank 0 of so many, which a model is built for and never run."""
+class FirstRank(SingleRank):
+    """Rank 0 of so many, for which a model is built and never run."""
 
     def __init__(self, size: int) -> None:
         """There is no other one to find."""
@@ -136,7 +136,7 @@ def _fitting_sizes(create: Callable[[Parallel], Model], parallel: Parallel, coun
 def _fits(create: Callable[[Parallel], Model], parallel: Parallel, size: int) -> bool:
     """Return whether a model can be divided among so many ranks."""
     try:
-        create(dataclasses.replace(parallel, tensor=_FirstOf(size))).close()
+        create(dataclasses.replace(parallel, tensor=FirstRank(size))).close()
     except ModelError:
         return False
     return True

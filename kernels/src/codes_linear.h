@@ -4,8 +4,8 @@
 // y, and so is the sum of x over the step, times the offset. That too is one order whatever the
 // number of rows, threads and blocks.
 //
-// One or two rows are multiplied with codes that are unpacked in registers: reading them is what
-// takes time. For more rows, a part of a few panels is unpacked into memory that stays in cache.
+// Codes are unpacked in registers wherever that costs little beside reading or multiplying them.
+// Else a part of a few panels is unpacked into memory that stays in cache, for a block of rows.
 #pragma once
 
 #include "codes_vectors.h"
@@ -24,9 +24,15 @@ constexpr int DIRECT_PANELS = 1;
 #endif
 constexpr int TILE_PANELS = gemm::TILE_PANELS;
 constexpr int MOST_PANELS = std::max(DIRECT_PANELS, TILE_PANELS);
-constexpr int FEW_ROWS = 2;      // which are not worth unpacking for
 constexpr long CHUNK_UNITS = 16;  // that are unpacked, or whose factors are read, at once
 constexpr long LATER = 1024;      // bytes of factors that are asked for before they are read
+
+// Return whether unpacking pays: with permutations, only where it takes several of them, and for
+// many rows.
+inline bool unpacks(const Segment& segment, long rows) {
+  if (PERMUTES) return segment.bits > 4 && rows >= 64;
+  return rows > 6 || !segment.is_affine;
+}
 
 // Steps whose factors have been read.
 struct Chunk {
@@ -196,7 +202,8 @@ void with_packed(const Panels& panels, long unit, Work work) {
 // As `tile`, for any number of rows: few sizes, which are compiled quickly.
 template <int P, class Source, class X>
 void tiles(Source source, const Chunk& chunk, Rows<X> rows, int count, float* y) {
-  constexpr int MOST = gemm::TILE_ROWS;
+  constexpr bool DIRECT = !std::is_same_v<Source, Unpacked>;
+  constexpr int MOST = DIRECT && !PERMUTES ? 2 : gemm::TILE_ROWS;
   for (int row = 0; row < count;) {
     int left = count - row, size = 1;
     float* at = y + row * P * PANEL;
@@ -343,14 +350,9 @@ void linear(const T* x, long x_stride, const uint8_t* packed, const T* bias, Y* 
         sums.get(operands.at, operands.stride, count, segment, padded, call, row);
         Rows<Operand<T>> part{operands.at, sums.at, operands.stride, sums.stride};
         long panel = strip * STRIP, width = std::min(STRIP, segment.panels() - panel);
-        if constexpr (!PERMUTES)
-          if (rows > FEW_ROWS || !segment.is_affine) {
-            multiply_strip<TILE_PANELS, false>(matrix, segment, panel, width, part, row, count,
-                                               column, output);
-            continue;
-          }
-        multiply_strip<DIRECT_PANELS, true>(matrix, segment, panel, width, part, row, count, column,
-                                            output);
+        auto run = unpacks(segment, rows) ? multiply_strip<TILE_PANELS, false, T, Y>
+                                          : multiply_strip<DIRECT_PANELS, true, T, Y>;
+        run(matrix, segment, panel, width, part, row, count, column, output);
       }
       column += segment.rows;
       first -= own;

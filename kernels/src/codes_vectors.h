@@ -268,19 +268,14 @@ INLINE void multiply(const Source& source, long first, long units, const X* x, l
   const X* at[R];
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++) at[r] = x + r * stride;
-  if constexpr (std::is_same_v<Source, Unpacked>) {
-    auto unit = source.template unit<V>(first);
-    for (int p = 0; p < units * PAIRS; p++) add_pair(source, unit, p, at, 2 * p, sums);
-  } else {
-    for (long i = 0; i < units; i++) {
-      auto unit = source.template unit<V>(first + i);
+  for (long i = 0; i < units; i++) {
+    auto unit = source.template unit<V>(first + i);
 #pragma GCC unroll 16
-      for (int r = 0; r < R; r++) asm("" : "+r"(at[r]));  // one register each, for all pairs
+    for (int r = 0; r < R; r++) asm("" : "+r"(at[r]));  // one register each, for all pairs
 #pragma GCC unroll 8
-      for (int p = 0; p < PAIRS; p++) add_pair(source, unit, p, at, 2 * p, sums);
+    for (int p = 0; p < PAIRS; p++) add_pair(source, unit, p, at, 2 * p, sums);
 #pragma GCC unroll 16
-      for (int r = 0; r < R; r++) at[r] += UNIT;
-    }
+    for (int r = 0; r < R; r++) at[r] += UNIT;
   }
 }
 

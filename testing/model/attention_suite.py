@@ -345,7 +345,7 @@ class AttentionBackendSuite(ComponentSuite):
         backend, device = self._make(case.block_size, dtype), self._device()
         blocks = SequenceBlocks(_NUM_BLOCKS, case.block_size, device, shuffled=case.shuffled)
         groups = blocks.groups(case.windows) if case.grouped else [blocks]
-        of_layer = range(len(groups)) if case.grouped else [0] * len(case.specs)
+        group_of = range(len(groups)) if case.grouped else [0] * len(case.specs)
         caches = [backend.allocate(spec, _NUM_BLOCKS) for spec in case.specs]
         if case.grouped:
             caches = caches[:1] * len(groups)
@@ -355,10 +355,10 @@ class AttentionBackendSuite(ComponentSuite):
             counts = ordered(list(given.items()))
             plans = [backend.plan(group.step(counts)) for group in groups]
             tokens = sum(count for _, count in counts)
-            for cache, history, index_of in zip(caches, histories, of_layer, strict=True):
+            for layer, (cache, history) in enumerate(zip(caches, histories, strict=True)):
                 q, k, v = self._inputs(generator, history.spec, tokens, backend.context.dtype)
                 tensors = q.clone(), k.clone(), v.clone()
-                out = backend.attend(history.spec, cache, plans[index_of], *tensors)
+                out = backend.attend(history.spec, cache, plans[group_of[layer]], *tensors)
                 history.append(counts, k, v)
                 self._check_output(rule, out, q, history, counts)
             if index < len(case.ends):

@@ -21,15 +21,18 @@ from hardpoint.plugins import (
     ModelConfig,
     ModelError,
     ModelFiles,
+    Quantization,
     SamplingParams,
     WeightLoader,
     typed,
 )
 from hardpoint.plugins.component import Component
+from hardpoint.plugins.errors import PluginError
+from hardpoint.plugins.model import WeightFormat
 from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import QuantizedWeight
 from hardpoint.testing.component_suite import ComponentSuite
-from hardpoint.testing.engine_access import cut_weights
+from hardpoint.testing.engine_access import cut_weights, load_quantization
 from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
 
 from .content_hash import CONTENT_HASH, Tensors, check_content_hash
@@ -55,6 +58,10 @@ CUTS = Rule(
     "take `cut.of(weight)`, or what it takes by `cut.parts`, of the weight under its Hugging Face "
     "name; `hardpoint.plugins.parallel.needed_part` says which cut a weight has, and refuses one "
     "that has another shape than the model needs",
+)
+FORMATS = Rule(
+    "formats: how the files store weights, by name, as weights yields them",
+    "return a WeightFormat for each name of shapes that the files have, or nothing",
 )
 FINGERPRINT = Rule(
     "fingerprint: a text that differs whenever the weights may",
@@ -154,6 +161,10 @@ class WeightLoaderSuite(ComponentSuite):
     def test_parts(self) -> None:
         """Fewer names, and names that the files lack, raise nothing."""
         self._run_checks(WEIGHTS.text, self._check_parts)
+
+    def test_formats(self) -> None:
+        """What `formats` says, if it does, is how weights come."""
+        self._run_checks(FORMATS.text, self._check_formats)
 
     def test_repeated(self) -> None:
         """A second call, and a second instance, give the same weights."""
@@ -298,6 +309,27 @@ class WeightLoaderSuite(ComponentSuite):
                 )
             self._check_values(checkpoint, found)
 
+    def _check_formats(self) -> None:
+        with self._checkpoint() as checkpoint:
+            loader = self._make(checkpoint)
+            formats = loader.formats({**checkpoint.shapes, "absent.weight": (2, 3)})
+            if not isinstance(formats, Mapping):
+                raise FORMATS.violation(f"formats returned {short_repr(formats)}")
+            weights = dict(loader.weights(checkpoint.shapes)) if formats else {}
+            for name, stored in formats.items():
+                if name not in checkpoint.shapes or not isinstance(stored, WeightFormat):
+                    raise FORMATS.violation(f"formats has {short_repr(stored)} for {name!r}")
+                weight = weights.get(name)
+                is_quantized = isinstance(weight, QuantizedWeight)
+                scheme = getattr(weight, "scheme", stored.name)
+                if stored.is_quantized is not is_quantized or stored.name != scheme:
+                    how = f"in {scheme!r}" if is_quantized else "as a tensor"
+                    raise FORMATS.violation(
+                        f"formats has {short_repr(stored)} for {name!r}, which comes {how}"
+                    )
+                if type(stored.num_bytes) is not int or stored.num_bytes < 0:
+                    raise FORMATS.violation(f"formats has {stored.num_bytes} bytes for {name!r}")
+
     def _check_repeated(self) -> None:
         with self._checkpoint() as checkpoint:
             loader = self._make(checkpoint)
@@ -417,19 +449,51 @@ class WeightLoaderSuite(ComponentSuite):
             if name in found:
                 raise WEIGHTS.violation(f"weights yielded {name!r} twice")
             if isinstance(weight, QuantizedWeight):
-                weight = self.dequantize(weight)
+                cut = None if cuts is None else cuts.get(name)
+                weight = self._dequantized(loader, name, weight, cut, shapes.get(name))
             found[name] = weight
         return found
 
-    def dequantize(self, weight: QuantizedWeight) -> torch.Tensor:
-        """Return the numbers that a `QuantizedWeight` of the loader stands for, float32.
+    def _dequantized(
+        self,
+        loader: WeightLoader,
+        name: str,
+        weight: QuantizedWeight,
+        cut: Cut | None,
+        shape: tuple[int, ...] | None,
+    ) -> torch.Tensor:
+        """Return the numbers of a weight of few bits, or the part of them that was asked for.
 
-        To be overridden for a loader that yields such.
+        Raises:
+            ModelError: its scheme refuses it, or it has another shape than was asked for.
         """
-        raise NotImplementedError(
-            f"the loader yields a QuantizedWeight of the scheme {weight.scheme!r}: override "
-            f"dequantize()"
-        )
+        config = loader.config().hf.get("quantization_config") or {}
+        try:
+            scheme = self.scheme(weight.scheme, config)
+        except PluginError as cause:
+            raise WEIGHTS.violation(
+                f"weights yielded {name!r} in {weight.scheme!r}, which is no scheme: {cause}",
+                "name an installed component of the kind quantizations, or override scheme()",
+            ) from cause
+        try:
+            numbers = scheme.read(weight).dequantize()
+        except ValueError as cause:
+            raise ModelError(f"{name}: {weight.scheme}: {cause}") from cause
+        if cut is None or (shape is not None and tuple(weight.shape) == cut.shape(shape) != shape):
+            return numbers
+        if tuple(weight.shape) != shape:
+            raise ModelError(f"{name}: shape {weight.shape}, asked for {shape}")
+        part: torch.Tensor = cut.of(numbers)
+        return part
+
+    def scheme(self, name: str, config: Mapping[str, Any]) -> Quantization:
+        """Return the scheme that reads weights of few bits; by default the installed one.
+
+        Args:
+            name: that a `QuantizedWeight` has.
+            config: the checkpoint's `quantization_config`.
+        """
+        return load_quantization(name, torch.float32, config)
 
     def _check_values(self, checkpoint: Checkpoint, found: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in found.items():

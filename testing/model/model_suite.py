@@ -23,11 +23,13 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.parallel import Communicator, Parallel
+from hardpoint.plugins.quantization import QuantizedMatrix
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.engine_access import load_ops
 from hardpoint.testing.snapshots import count_elements, snapshot
 from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
 
+from .quantized_model import QUANTIZED, codes_of, quantizable_names, quantized_forms
 from .rank_threads import run_ranks
 from .sequences import WholeHistory, ordered, softmax_attention
 from .shared_model import (
@@ -160,6 +162,12 @@ class ModelSuite(ComponentSuite):
         """What `packed_weights` returns makes the same model, if it returns something."""
         self._run_checks(PACKED.text, self._check_packed)
 
+    def test_quantized(self) -> None:
+        """Matrices of few bits are loaded in the place of tensors, if `quantizable` has some."""
+        if not self._make().quantizable():
+            pytest.skip("the model has no matrices that may have few bits")
+        self._run_checks(QUANTIZED.text, self._check_quantized)
+
     def test_kv_specs(self) -> None:
         """There is one spec per attention layer, the same before and after loading."""
         self._run_checks(SPECS.text, self._check_specs)
@@ -261,14 +269,28 @@ class ModelSuite(ComponentSuite):
             weights[name] = self.weight(name, shape, generator).bfloat16().float()
         return weights
 
-    def _load(self, model: Model, weights: Mapping[str, torch.Tensor]) -> Model:
-        """Load the weights, in the order of the mapping; raise a Violation if that fails."""
+    def _load(
+        self,
+        model: Model,
+        weights: Mapping[str, torch.Tensor],
+        matrices: Mapping[str, QuantizedMatrix] | None = None,
+    ) -> Model:
+        """Load the weights, in the order of the mapping; raise a Violation if that fails.
+
+        Args:
+            model: to load.
+            weights: by name.
+            matrices: of few bits, in the place of the weights of that name.
+        """
         taken = []
 
         def given() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in weights.items():
                 taken.append(name)
-                yield name, tensor.clone()
+                if matrices and name in matrices:
+                    model.load_quantized(name, matrices[name])
+                else:
+                    yield name, tensor.clone()
 
         try:
             model.load_weights(given())
@@ -366,6 +388,26 @@ class ModelSuite(ComponentSuite):
             except (KeyError, ValueError):
                 continue
             raise PACKED.violation(f"load_packed raised nothing without {name!r}")
+
+    def _check_quantized(self) -> None:
+        names = quantizable_names(self._make())
+        weights = self._weights(self._make())
+        codes = {name: codes_of(weights[name]) for name in names}
+        weights |= {name: matrix.dequantize() for name, matrix in codes.items()}
+        expected = self._results(self._load(self._make(), weights))
+        for what, matrices in quantized_forms(codes).items():
+            found = self._results(self._load(self._make(), weights, matrices))
+            for results, wanted in zip(found, expected, strict=True):
+                if (difference := _difference(results, wanted)) > self.tolerance:
+                    raise QUANTIZED.violation(
+                        f"with {what}, hidden states or logits differ from those of the same "
+                        f"numbers as tensors by {difference:.3g} of the largest one"
+                    )
+
+    def _results(self, model: Model) -> list[torch.Tensor]:
+        """Return hidden states and logits of a step."""
+        hidden = self._hidden(model, [{"a": self._tokens("a", 5), "b": self._tokens("b", 2)}])
+        return [hidden, model.compute_logits(hidden)]
 
     def _check_divided(self, division: Division) -> None:
         """Compare ranks that share the model with the whole; skip sizes that it refuses."""

@@ -15,8 +15,11 @@ from hardpoint.plugins.component import Component
 from hardpoint.testing.component_suite import ComponentSuite, first_device
 from hardpoint.testing.suite import Rule, reject_replaced_tests
 
+from .code_matrices import FORMS
+
 _TOLERANCES = {torch.bfloat16: 0.01, torch.float16: 0.002}
 _EPS = 1e-5
+_CODE_COLUMNS = (50, 300)  # of which more than share an outer scale
 
 RESULT = Rule(
     "result: an operation returns a tensor of the stated shape, dtype and device",
@@ -93,6 +96,14 @@ class OpsSuite(ComponentSuite):
     def test_linear(self) -> None:
         """Products, with and without a bias, in other dtypes, of a matrix packed elsewhere."""
         self._check_all("linear", self._check_linear)
+
+    def test_codes(self) -> None:
+        """Products with matrices of few bits of every form, alone and stacked, and experts."""
+        self._check_all("linear of codes", self._check_codes, _CODE_COLUMNS)
+
+    def test_embedding(self) -> None:
+        """Rows of matrices of few bits, if they can be read."""
+        self._check_all("embedding", self._check_embedding, _CODE_COLUMNS)
 
     def test_gather_rows(self) -> None:
         """Rows of tables of any dtype."""
@@ -187,12 +198,17 @@ class OpsSuite(ComponentSuite):
 
         self._check_logits(check)
 
-    def _check_all(self, what: str, check: Callable[[Ops, torch.dtype, int, int], None]) -> None:
+    def _check_all(
+        self,
+        what: str,
+        check: Callable[[Ops, torch.dtype, int, int], None],
+        sizes: Sequence[int] | None = None,
+    ) -> None:
         """Run a check for each dtype, width and number of rows."""
         checks = [
             functools.partial(self._on_new, check, dtype, size, rows)
             for dtype in self.dtypes
-            for size in self.sizes
+            for size in sizes or self.sizes
             for rows in self.rows
         ]
         self._run_checks(f"{what}: {VALUES.text}", *checks)
@@ -228,6 +244,49 @@ class OpsSuite(ComponentSuite):
                 multiply = ops.linear(packed, (columns, size), given, out_dtype=out_dtype)
                 wanted = expected if given is None else expected + given.double()
                 self._compare(multiply, x, wanted, out_dtype or dtype, "linear")
+
+    def _check_codes(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
+        generator = torch.Generator().manual_seed(size)
+        forms = [form.draw(count, size, generator) for count, form in enumerate(FORMS, 17)]
+        stacks = {form.name: [part] for form, part in zip(FORMS, forms, strict=True)}
+        stacks |= {"stacked forms": forms, "stacked forms of a kind": [forms[2], forms[2]]}
+        x = self._draw(rows, size + 3, dtype=dtype)[:, :size]  # rows of a wider tensor
+        for name, parts in stacks.items():
+            weight = torch.cat([part.dequantize() for part in parts]).to(x.device)
+            shape, expected = (len(weight), size), x.double() @ weight.double().T
+            # Terms may cancel out, of which each may be rounded.
+            scale = (x.double().square() @ weight.double().square().T).sqrt()
+            bias = self._draw(len(weight), dtype=dtype)
+            packed = self._packed(ops, "pack_codes", lambda o, parts=parts: o.pack_codes(parts))
+            kept = torch.cat([part.dequantize() for part in parts]).to(x.device)
+            self._check_kept(kept, weight, "pack_codes", "its parts")
+            for given, out_dtype in ((None, None), (bias, torch.float32))[: len(parts)]:
+                multiply = ops.linear(packed, shape, given, out_dtype=out_dtype)
+                wanted = expected if given is None else expected + given.double()
+                what = f"linear of codes ({name})"
+                self._compare(multiply, x, wanted, out_dtype or dtype, what, scale=scale)
+            self._check_recorded(ops, multiply, x)
+
+    def _check_recorded(
+        self, ops: Ops, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
+    ) -> None:
+        x = x.clone()
+        recorded = ops.record(functools.partial(function, x))
+        x += 1
+        if recorded is not None and not torch.equal(recorded(), function(x)):
+            raise REPEATED.violation("of codes, record's result gave another one than running")
+
+    def _check_embedding(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
+        generator = torch.Generator().manual_seed(size)
+        for form in FORMS:
+            matrix = form.draw(23, size, generator)
+            packed = self._packed(ops, "pack_codes", lambda o, m=matrix: o.pack_codes([m]))
+            read = ops.embedding(packed, (23, size))
+            if read is None:
+                continue
+            ids = torch.randint(23, (rows,), generator=generator).to(packed.device)
+            table = matrix.dequantize().double().to(packed.device)
+            self._compare(read, ids, table[ids], dtype, f"embedding of codes ({form.name})", dtype)
 
     def _check_gather_rows(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
         ids = torch.randint(7, (rows,)).to(first_device(self.ops, self.device))
@@ -273,22 +332,27 @@ class OpsSuite(ComponentSuite):
                     )
 
     def _pack(self, ops: Ops, weight: torch.Tensor) -> torch.Tensor:
+        return self._packed(ops, "pack", lambda ops: ops.pack(weight.clone()))
+
+    def _packed(self, ops: Ops, name: str, pack: Callable[[Ops], torch.Tensor]) -> torch.Tensor:
         """Return a packed matrix; one that may be kept was packed by another component."""
-        packed = ops.pack(weight.clone())
+        packed = pack(ops)
         if not ops.layout:
             return packed
-        other = self._make(weight.dtype)
+        other = self._make(ops.context.dtype)
         try:
-            again, layout = other.pack(weight.clone()), other.layout
+            again, layout = pack(other), other.layout
         finally:
             other.close()
         if layout != ops.layout:
             raise KEPT.violation(f"two components name their layouts {ops.layout!r}, {layout!r}")
         if packed.layout != torch.strided or not packed.is_contiguous():
-            raise KEPT.violation(f"pack returned a tensor that is not contiguous ({packed.layout})")
+            raise KEPT.violation(
+                f"{name} returned a tensor that is not contiguous ({packed.layout})"
+            )
         if not torch.equal(_bytes(packed), _bytes(again)):
             raise KEPT.violation("two components packed one matrix into other bytes")
-        return again.cpu().clone().to(weight.device)
+        return again.cpu().clone().to(packed.device)
 
     def _check_norm(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
         wide = self._draw(rows, size + 3, dtype=dtype)
@@ -500,8 +564,20 @@ class OpsSuite(ComponentSuite):
         expected: torch.Tensor,
         dtype: torch.dtype,
         what: str,
+        rounded: torch.dtype | None = None,
+        scale: torch.Tensor | None = None,
     ) -> None:
-        """Check a function's result, that x is left alone, and each row alone."""
+        """Check a function's result, that x is left alone, and each row alone.
+
+        Args:
+            function: of x.
+            x: its argument.
+            expected: its result.
+            dtype: of that.
+            what: it is, for messages.
+            rounded: a coarser dtype that results may have been rounded to; None is that of x.
+            scale: numbers that errors are relative to, if they are larger than the results.
+        """
         kept = x.clone()
         result = function(x)
         if (
@@ -514,7 +590,8 @@ class OpsSuite(ComponentSuite):
                 f"{what} returned {_described(result)} for x {list(x.shape)}, expected {dtype} "
                 f"{list(expected.shape)} on {x.device}"
             )
-        self._check_close(result, expected, what, x.dtype)
+        rounded = rounded or x.dtype
+        self._check_close(result, expected, what, rounded, scale)
         self._check_kept(x, kept, what, "x")
         for row in range(len(x)):
             alone = function(x[row : row + 1])[0]
@@ -524,7 +601,8 @@ class OpsSuite(ComponentSuite):
                     f"{(alone.double() - result[row].double()).abs().max():.3g} from the same row "
                     f"alone"
                 )
-            self._check_close(alone, expected[row], f"{what} of row {row} alone", x.dtype)
+            part = None if scale is None else scale[row]
+            self._check_close(alone, expected[row], f"{what} of row {row} alone", rounded, part)
 
     def _check_close(
         self,
@@ -532,12 +610,13 @@ class OpsSuite(ComponentSuite):
         expected: torch.Tensor,
         what: str,
         rounded: torch.dtype | None = None,
+        scale: torch.Tensor | None = None,
     ) -> None:
-        """Check values; `rounded` is a coarser dtype that they may have been rounded to."""
+        """Check values; see `_compare`."""
         limit = self.tolerance or _TOLERANCES.get(rounded or got.dtype, 1e-5)
-        scale = max(float(expected.abs().max()), 1e-3)
+        largest = [float(t.abs().max()) for t in (expected, scale) if t is not None]
         difference = (got.double() - expected.double()).abs()
-        if not float(difference.max()) <= limit * scale:
+        if not float(difference.max()) <= limit * max(*largest, 1e-3):
             place = divmod(int(difference.nan_to_num(math.inf).argmax()), got.shape[-1])
             raise VALUES.violation(
                 f"{what} differs by {float(difference.max()):.3g} at row {place[0]}, column "

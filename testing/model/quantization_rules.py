@@ -60,6 +60,10 @@ DAMAGE = Rule(
     "damage: what is not whole or not finite is a ValueError that names the tensor",
     "get tensors by `stored.tensor(name, dtype, shape)`, which checks them",
 )
+WORDS = Rule(
+    "errors: a ValueError says what is wrong",
+    "say what was expected, and what there is",
+)
 UNCHANGED = Rule(
     "unchanged: weights and stored tensors stay as they are",
     "write to new memory: stored tensors may be in a mapped file, which cannot be written to",
@@ -104,10 +108,7 @@ def checked(matrix: Any, method: str, shape: Sequence[int]) -> QuantizedMatrix:
 def check_words(cause: ValueError, what: str) -> None:
     """Check that an error says something."""
     if len(str(cause).split()) < 3:
-        raise DAMAGE.violation(
-            f"{what}, raised {type(cause).__name__}({str(cause)!r})",
-            "say what is wrong, its value and what would be right",
-        )
+        raise WORDS.violation(f"{what} raised {type(cause).__name__}({str(cause)!r})")
 
 
 def check_part(part: QuantizedMatrix, expected: torch.Tensor, what: str) -> None:
@@ -133,6 +134,18 @@ def check_refused(matrix: QuantizedMatrix, start: int, stop: int) -> None:
     except Exception as cause:
         raise PARTS.violation(f"{what} raised {type(cause).__name__}: {cause}") from cause
     raise PARTS.violation(f"{what} raised nothing")
+
+
+def check_joined(matrix: QuantizedMatrix, numbers: torch.Tensor) -> None:
+    """Check rows that are joined, which a matrix may refuse."""
+    rows = matrix.shape[0]
+    ends = [(0, rows // 3), (rows // 2, rows)]
+    try:
+        found = matrix.joined([matrix.rows(*bounds) for bounds in ends], 0)
+    except ValueError as cause:
+        check_words(cause, "joined")
+        return
+    check_part(found, torch.cat([numbers[slice(*bounds)] for bounds in ends]), "joined rows")
 
 
 def damages(stored: QuantizedWeight) -> dict[str, tuple[QuantizedWeight, str]]:

@@ -37,6 +37,7 @@ from .quantization_rules import (
     ROWS,
     UNCHANGED,
     QuantizedSample,
+    check_joined,
     check_part,
     check_refused,
     check_words,
@@ -231,7 +232,7 @@ class QuantizationSuite(ComponentSuite):
             try:
                 numbers = self._quantized(given, scheme).dequantize()
             except ValueError as cause:
-                check_words(cause, f"quantize, given {kind}")
+                check_words(cause, f"quantize, given {kind},")
                 continue
             if not numbers.isfinite().all():
                 raise FINITE.violation(
@@ -256,7 +257,7 @@ class QuantizationSuite(ComponentSuite):
             try:
                 matrix = scheme.read(stored)
             except ValueError as cause:
-                check_words(cause, f"read, with {what}")
+                check_words(cause, f"read, with {what},")
                 if name not in str(cause):
                     raise DAMAGE.violation(
                         f"with {what}, read raised {str(cause)!r}, which does not name it"
@@ -283,6 +284,7 @@ class QuantizationSuite(ComponentSuite):
             check_part(found, numbers[:, start:stop], f"columns {start} to {stop}")
             again = found.rows(rows // 2, rows)
             check_part(again, numbers[rows // 2 :, start:stop], "rows of columns")
+        check_joined(matrix, numbers)
         for start, stop in ((1, columns), (0, columns - 1), (unit // 2, columns)):
             if start % unit or stop not in ends:
                 check_refused(matrix, start, stop)

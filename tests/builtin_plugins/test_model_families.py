@@ -55,7 +55,7 @@ VARIANTS = {
         {"num_key_value_heads": 2, "partial_rotary_factor": 0.5, "tie_word_embeddings": True},
     ),
     "olmo2": ("Olmo2", Olmo2, {"num_key_value_heads": 8}),
-    "olmo2-grouped": ("Olmo2", Olmo2, {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "olmo2-one-kv-head": ("Olmo2", Olmo2, {"num_key_value_heads": 1, "tie_word_embeddings": True}),
     "granite": ("Granite", Granite, FACTORS),
     "granite-tied": ("Granite", Granite, FACTORS | {"tie_word_embeddings": True}),
     "granite-biases": ("Granite", Granite, {"attention_bias": True, "mlp_bias": True}),
@@ -81,7 +81,16 @@ TOKENS = torch.randint(0, 97, (60,), generator=GENERATOR).tolist()
 OTHERS = torch.randint(0, 97, (40,), generator=GENERATOR).tolist()
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+NIGHTLY = {"granite-biases", "smollm3-layer-types", "phi3-grouped"}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[pytest.mark.nightly] if name in NIGHTLY else [])
+        for name in VARIANTS
+    ],
+)
 def variant(request, tmp_path_factory):
     """A random model of transformers, saved: the model, our class, and the folder."""
     import transformers
@@ -133,7 +142,14 @@ def staged(kind, loader, communicator: Communicator, *, stages: int) -> torch.Te
         return model.compute_logits(hidden)
 
 
-@pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (2, 2), (8, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "stages"),
+    [
+        (2, 2),
+        pytest.param(2, 1, marks=pytest.mark.nightly),
+        pytest.param(8, 1, marks=pytest.mark.nightly),
+    ],
+)
 @torch.inference_mode()
 def test_parts_equal_transformers(variant, ranks: int, stages: int) -> None:
     reference, kind, folder = variant

@@ -242,8 +242,8 @@ def test_old_and_new_spelling_of_rope_agree(scaling) -> None:
         ),
         (
             Gemma3,
-            {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
-            "rope_type: 'longrope' depends on the running length",
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "rope_type: 'dynamic' depends on the running length",
         ),
     ],
 )

@@ -110,8 +110,10 @@ def random_sequence(spec: KVSpec, length: int, dtype: torch.dtype, seed: int) ->
     heads=st.sampled_from([(1, 1), (2, 1), (3, 1), (8, 2), (10, 2), (7, 1), (39, 3)]),
     head_size=st.sampled_from([1, 2, 15, 16, 17, 40, 64, 80]),
     block_size=st.sampled_from([2, 3, 8, 16, 20, 32, 150]),
-    window=st.sampled_from([None, None, 1, 7, 16, 129, 140]),
-    softcap=st.sampled_from([None, None, 0.5, 30.0]),
+    limits=st.tuples(
+        st.sampled_from([None, None, 1, 7, 16, 129, 140]),
+        st.sampled_from([None, None, 0.5, 30.0]),
+    ),
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),
     chunks=st.lists(
         st.lists(st.sampled_from([0, 1, 1, 2, 5, 33, 150]), min_size=3, max_size=3),
@@ -120,10 +122,10 @@ def random_sequence(spec: KVSpec, length: int, dtype: torch.dtype, seed: int) ->
     ),
     shares=st.booleans(),
 )
-def test_any_step_equals_the_twin(  # noqa: PLR0913 - hypothesis draws all of them
-    library, heads, head_size, block_size, window, softcap, dtype, chunks, shares
+def test_any_step_equals_the_twin(
+    library, heads, head_size, block_size, limits, dtype, chunks, shares
 ) -> None:
-    spec = KVSpec(*heads, head_size, head_size**-0.5, window, softcap)
+    spec = KVSpec(*heads, head_size, head_size**-0.5, *limits)
     runner = Runner(spec, dtype, block_size, seed=0)
     shape = (runner.num_blocks, block_size, spec.num_kv_heads, head_size)
     cache = tuple(torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))
@@ -137,7 +139,7 @@ def test_any_step_equals_the_twin(  # noqa: PLR0913 - hypothesis draws all of th
         qkv = [
             torch.cat([s.qkv[i][starts[id(s)] : s.done] for s, _ in given_counts]) for i in range(3)
         ]
-        expected = paged_attention(tuple(qkv), cache, paged, spec.scale, window, softcap)
+        expected = paged_attention(tuple(qkv), cache, paged, spec.scale, *limits)
         limit = 0.02 if dtype == torch.bfloat16 else 1e-5
         assert (out.float() - expected).abs().nan_to_num(torch.inf).max() < limit
         if shares and not index:

@@ -125,6 +125,15 @@ def test_the_configuration_of_the_model_is_different(model, blocks, tmp_path, ch
     assert generate(model, path) == (HITS, expected)
 
 
+def test_the_factors_of_longrope_are_part_of_the_key(tmp_path):
+    """max_model_len, which is no part of the key, chooses them."""
+    rope = {"type": "longrope", "short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
+    fields = {"rope_scaling": rope, "original_max_position_embeddings": 100, "head_dim": 32}
+    path = write_random_model(tmp_path / "phi", "Phi3ForCausalLM", num_hidden_layers=2, **fields)
+    found = [generate(path, tmp_path / "b", max_model_len=n)[0] for n in (100, 90, 101, 120)]
+    assert found == [0, HITS, 0, HITS]
+
+
 def write_weights(model: Path, folder: Path, number: float) -> None:
     """Copy a model, with random weights, one number of which is given."""
     shutil.copytree(model, folder)

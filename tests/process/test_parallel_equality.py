@@ -34,6 +34,8 @@ MODELS = {
             "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
         },
     ),
+    "phi3": ("Phi3ForCausalLM", {"partial_rotary_factor": 0.5, "num_hidden_layers": 2}),
+    "olmo2": ("Olmo2ForCausalLM", {"num_hidden_layers": 2}),
     "mixtral": (
         "MixtralForCausalLM",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2},

@@ -20,6 +20,7 @@ from hardpoint.core.worker import worker
 from hardpoint.core.worker.memory import MemoryLimit
 from hardpoint.plugins import EngineConfig, WorkerInfo, typed
 from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.executor import open_worker
 from hardpoint.registry.plugin_set import resolve_plugins
 from hardpoint.testing import scripted_config
@@ -81,6 +82,22 @@ def test_the_tightest_rank_decides_the_number_of_blocks(scripted):
     assert Uneven.num_blocks == 10_000 // 200
     assert config.kv_cache.num_blocks == Uneven.num_blocks  # what the engine itself goes by
     assert config.max_model_len == 64
+
+
+def test_ranks_with_other_groups_are_refused(scripted, monkeypatch):
+    """The block tables of a plan are for the groups of all ranks."""
+    infos = [WorkerInfo(100, 10**6, windows=(None, 64)), WorkerInfo(100, 10**6)]
+    monkeypatch.setattr(Uneven, "infos", infos)
+    extra = {
+        "executor": {"use": "support.plugins.parallel_broken:Uneven"},
+        "parallel": {"pipeline": 2},
+    }
+    words = (
+        r"Uneven.*: its start\(\) gave workers whose KV cache groups have the windows "
+        r"\(None, 64\) and \(None,\), expected the same in all ranks"
+    )
+    with pytest.raises(PluginFaultError, match=words):
+        LLM(config=scripted_config(scripted, extra))
 
 
 def test_no_rank_takes_more_than_the_configured_bytes(scripted, monkeypatch):

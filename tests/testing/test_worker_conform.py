@@ -204,7 +204,7 @@ class TestPhi3(ModelSuite):
     model = Phi3
     config = config(
         "Phi3",
-        **DIVISIBLE | {"num_attention_heads": 6, "num_key_value_heads": 3},
+        **DIVISIBLE | {"num_attention_heads": 6},
         partial_rotary_factor=0.75,
         original_max_position_embeddings=32,
         rope_scaling={

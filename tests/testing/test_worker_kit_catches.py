@@ -69,6 +69,14 @@ OPS = [
     (ops.NamesNoBuild, "linear", "kept", "two components name their layouts"),
     (ops.PacksAView, "linear", "kept", "pack returned a tensor that is not contiguous"),
     (ops.KeepsAMatrixAside, "linear", "kept", "two components packed one matrix into other bytes"),
+    (ops.ForgetsOffsets, "codes", "values", r"linear of codes \(\d bits with \w+\) differs by"),
+    (ops.StacksBackwards, "codes", "values", r"linear of codes \(stacked forms\) differs by"),
+    (ops.ScalesPartsInPlace, "codes", "in place", "pack_codes changed its parts"),
+    (ops.KeepsCodesAside, "codes", "kept", "two components packed one matrix into other bytes"),
+    (ops.RecordsFirstResult, "codes", "repeated", "of codes, record's result gave another one"),
+    (ops.MultipliesCodesWithTheBatch, "codes", "values|rows", r"linear of codes \(stacked forms\)"),
+    (ops.ReadsTheNextRow, "embedding", "values", r"embedding of codes \(8 bits\) differs by"),
+    (ops.ReadsInFloat, "embedding", "result", r"embedding .* torch.float32 .* torch.bfloat16"),
     (ops.GathersTheFirstRows, "gather_rows", "values", "gather_rows differs by"),
     (ops.RoundsTheTable, "gather_rows", "result", "gather_rows returned torch.bfloat16"),
     (ops.RepeatsNothing, "record", "repeated", "gave another result than running"),
@@ -230,6 +238,11 @@ LOADERS = [
     (loaders.CutsFromTheStart, "cuts", "cuts", "with other values than the same part of"),
     (loaders.CutsOnlyWhatIsCut, "cuts", "cuts", "cut_weights did not yield norm.weight"),
     (loaders.CutsAnyShape, "cuts", "cuts", r"'embed.weight' of shape \[7, 2\] was asked for; the"),
+    (loaders.NamesNoScheme, "weights", "weights", "'head.weight' in 'absent', which is no scheme"),
+    (loaders.HalvesInHalf, "weights", "weights", "'head.weight' with values that differ"),
+    (loaders.FormatsOfAll, "formats", "formats", "formats has WeightFormat.* for 'absent.w"),
+    (loaders.FormatsAreTensors, "formats", "formats", "for 'head.weight', which comes in 'halves'"),
+    (loaders.FormatsAreNames, "formats", "formats", "formats has 'float32' for 'embed.weight'"),
     (loaders.NeedsAll, "parts", "exceptions", "KeyError: 'absent.weight'"),
     (loaders.OnlyOnce, "repeated", "repeated", "a second call of weights gave 'embed.weight' oth"),
     (loaders.Noise, "repeated", "repeated", "a second call of weights gave 'embed.weight' otherw"),
@@ -247,20 +260,36 @@ LOADERS = [
     (loaders.WritesAnIndex, "reads_only", "reads only", "these files had changed: tiny.index"),
 ]  # fmt: skip
 
+QUANTIZED = [
+    (models.NamesUnknownMatrices, "quantized", "quantized", "has 'absent.weight', which is not th"),
+    (models.ForgetsToLoadQuantized, "quantized", "weights", "NotImplementedError: .* no load_"),
+    (models.ReadsCodesAlone, "quantized", "weights", "AttributeError: 'AffineCodes' object has no"),
+    (models.LoadsHalvesUpsideDown, "quantized", "quantized", "with codes, hidden states or logits"),
+]  # fmt: skip
+
 RIGHT = [
     (WeightLoaderSuite, {"loader": loaders.Json, "write": staticmethod(loaders.write)}),
     (
         WeightLoaderSuite,
         {"loader": loaders.CutsByItself, "write": staticmethod(loaders.write)},
     ),
+    (
+        WeightLoaderSuite,
+        {
+            "loader": loaders.Quantized,
+            "write": staticmethod(loaders.write),
+            "scheme": loaders.scheme,
+        },
+    ),
     (WeightLoaderSuite, {"loader": loaders.Hashed, "write": staticmethod(loaders.write)}),
     (WeightLoaderSuite, {"loader": loaders.Dated, "write": staticmethod(loaders.write)}),
     (ModelSuite, {"model": models.Tiny, "config": models.CONFIG}),
-    (ModelSuite, {"model": models.Kept, "config": models.CONFIG}),
+    (ModelSuite, {"model": models.Quantizable, "config": models.CONFIG}),
     (AttentionBackendSuite, {"backend": attention.Plain}),
     (AttentionBackendSuite, {"backend": attention.Viewed}),
     (OpsSuite, {"ops": ops.Plain}),
     (OpsSuite, {"ops": ops.Kept}),
+    (OpsSuite, {"ops": ops.Codes}),
     (SamplerSuite, {"sampler": samplers.Gumbel}),
 ]
 
@@ -285,7 +314,7 @@ def test_broken_operations_fail_their_rule(cls, test, rule, pattern):
     assert_fails(OpsSuite, {"ops": cls}, test, rule, pattern)
 
 
-@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), MODELS, ids=label)
+@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), MODELS + QUANTIZED, ids=label)
 def test_a_broken_model_fails_its_rule(cls, test, rule, pattern):
     attributes = {"model": cls, "config": models.CONFIG}
     assert_fails(ModelSuite, attributes, test, rule, pattern)
@@ -318,7 +347,7 @@ def test_what_a_model_refuses_is_skipped_with_its_message():
 
 @pytest.mark.parametrize(("cls", "test", "rule", "pattern"), LOADERS, ids=label)
 def test_a_broken_loader_fails_its_rule(cls, test, rule, pattern):
-    attributes = {"loader": cls, "write": staticmethod(loaders.write)}
+    attributes = {"loader": cls, "write": staticmethod(loaders.write), "scheme": loaders.scheme}
     assert_fails(WeightLoaderSuite, attributes, test, rule, pattern)
 
 
@@ -338,7 +367,7 @@ def test_correct_components_pass(suite, attributes):
         (SamplerSuite, SAMPLERS),
         (AttentionBackendSuite, ATTENTION),
         (OpsSuite, OPS),
-        (ModelSuite, MODELS + SHARED),
+        (ModelSuite, MODELS + SHARED + QUANTIZED),
         (WeightLoaderSuite, LOADERS),
     ],
 )

@@ -67,22 +67,26 @@ def gguf_header(architecture):
     ("name", "meant"),
     [
         ("GPT2LMHeadModel", None),
-        ("Gemma2ForCausalLM", None),
+        ("MambaForCausalLM", None),
         ("DbrxForCausalLM", None),
         ("DeepseekV2ForCausalLM", None),
         ("Qwen4ForCausalLM", None),
-        ("LlammaForCausalLM", "LlamaForCausalLM"),
+        ("LlammaForCausalLM", " (did you mean 'LlamaForCausalLM'?)"),
+        (
+            "Gemma3ForConditionalGeneration",
+            ": it has inputs besides text; checkpoints of 'Gemma3ForCausalLM' are of text alone",
+        ),
     ],
 )
 def test_an_unsupported_architecture_is_called_that(name, meant, here):
     write(here / "m", GPT2 | {"architectures": [name]}, weights=True)
     error = error_of()
-    suggested = f" (did you mean {meant!r}?)" if meant else ""
     assert error == (
-        f"model: architecture {name!r} is not supported{suggested}; supported: LlamaForCausalLM, "
-        "MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM, Qwen2MoeForCausalLM, "
-        "Qwen3ForCausalLM, Qwen3MoeForCausalLM. A plugin of the kind models adds one: "
-        "docs/write-a-model.md"
+        f"model: architecture {name!r} is not supported{meant or ''}; supported: "
+        "Gemma2ForCausalLM, Gemma3ForCausalLM, GraniteForCausalLM, LlamaForCausalLM, "
+        "MistralForCausalLM, MixtralForCausalLM, Olmo2ForCausalLM, Phi3ForCausalLM, "
+        "Qwen2ForCausalLM, Qwen2MoeForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, "
+        "SmolLM3ForCausalLM. A plugin of the kind models adds one: docs/write-a-model.md"
     )
 
 
@@ -90,8 +94,8 @@ def test_an_unsupported_architecture_of_a_gguf_file_is_called_that(here):
     (here / "m.gguf").write_bytes(gguf_header("mamba"))
     assert error_of("m.gguf") == (
         "m.gguf: general.architecture: 'mamba' is not supported; supported are llama, qwen2, "
-        "qwen3, qwen2moe, qwen3moe, gemma2, gemma3, granite, olmo2, phi3, smollm3. "
-        "A plugin of the kind loaders adds one: docs/write-a-model.md"
+        "qwen3, qwen2moe, qwen3moe, gemma2, gemma3, granite, olmo2, phi3, smollm3. A plugin of the "
+        "kind loaders adds one: docs/write-a-model.md"
     )
 
 
@@ -117,15 +121,16 @@ def test_a_directory_without_weights_that_can_be_read(config, files, words, here
         (None, (), "m/config.json cannot be read: No such file or directory; a model's directory"),
         (None, ("adapter_config.json",), "this is an adapter (LoRA), which is no model of its own"),
         (
-            LLAMA | {"quantization_config": {"quant_method": "awq", "bits": 4}},
-            (),
-            "m/config.json: quantization_config: safetensors that are quantised by awq are not "
-            "supported, expected none (bfloat16, float16 or float32 weights) or a .gguf file",
+            LLAMA | {"quantization_config": {"quant_method": "fp8", "bits": 8}},
+            ("tokenizer.json",),
+            "model: 'm' has weights that are quantised by 'fp8', which is not supported; "
+            "supported: awq, compressed_tensors, gptq, ",
         ),
         (
             LLAMA | {"quantization": {"group_size": 64, "bits": 4}},
             (),
-            "m/config.json: quantization: safetensors that are quantised are not supported",
+            "m/config.json: quantization: safetensors that are quantised without a quant_method "
+            "are not supported, expected none (bfloat16, float16 or float32 weights), a",
         ),
         (
             LLAMA,

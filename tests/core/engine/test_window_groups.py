@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
-from support.internals import core_of, engine_of, worker_of
+from support.internals import engine_of, scheduler_of, worker_of
 from support.parallel import write_random_model
 
 from hardpoint import LLM, ConfigError, SamplingParams
+from hardpoint.core.worker.attention.checked_attention import CheckedAttention
 from hardpoint.kernels import cpu
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -73,7 +76,7 @@ def expected(folder):
 
 
 def windows_of(llm):
-    return [group.window for group in core_of(engine_of(llm))._parts.kv_cache.groups]
+    return [group.window for group in scheduler_of(engine_of(llm)).context.kv_cache.groups]
 
 
 CHUNKED = {"scheduler": {"max_num_batched_tokens": 16}}
@@ -86,11 +89,12 @@ CASES = {
 
 
 @pytest.mark.parametrize("extra", CASES.values(), ids=CASES)
-def test_the_same_tokens(folder, expected, extra):
-    with opened(folder, groups=True, **extra) as llm:
+def test_the_same_tokens(folder, expected, extra, caplog):
+    with caplog.at_level(logging.WARNING, "hardpoint"), opened(folder, groups=True, **extra) as llm:
         assert windows_of(llm) == [None, WINDOW, WINDOW]
         for _ in range(2):  # the second round finds blocks of the first one
             assert results(llm.generate(PROMPTS, PARAMS)) == expected
+        assert "a repeated step gave other hidden states" not in caplog.text
         hits = llm.scheduler_stats().prefix_cache.hit_tokens
         assert (hits > 0) == extra.get("kv_cache", {}).get("prefix_caching", True)
 
@@ -117,29 +121,36 @@ def test_the_same_tokens_after_sleeps_and_a_reset(folder, expected):
         assert llm.scheduler_stats().prefix_cache.hit_tokens == hits
 
 
-def test_blocks_that_a_window_has_passed_are_not_read(folder, expected):
+def test_blocks_that_a_window_has_passed_are_not_read(folder, expected, monkeypatch):
     """Free blocks are filled with NaN before each step."""
-    extra = {"kv_cache": {"prefix_caching": False}, **CHUNKED}
-    with opened(folder, groups=True, **extra) as llm:
+    caches, filled = [], []
+    allocate = CheckedAttention.allocate
+
+    def allocated(self, num_blocks):
+        caches[:] = allocate(self, num_blocks)
+        return list(caches)
+
+    monkeypatch.setattr(CheckedAttention, "allocate", allocated)
+    with opened(folder, groups=True, kv_cache={"prefix_caching": False}, **CHUNKED) as llm:
         engine = engine_of(llm)
-        pool, runner = core_of(engine)._parts.kv_cache.pool, worker_of(engine).runner
-        execute, filled = runner.execute, []
+        pool, runner = scheduler_of(engine).context.kv_cache.pool, worker_of(engine).runner
+        execute = runner.execute
 
         def fill(plan):
-            for cache in {id(cache): cache for cache in runner._caches}.values():
+            for cache in {id(cache): cache for cache in caches}.values():
                 cache[pool.empty] = torch.nan
             filled.append(len(pool.empty))
             return execute(plan)
 
-        runner.execute = fill
+        monkeypatch.setattr(runner, "execute", fill)
         assert results(llm.generate(PROMPTS, PARAMS)) == expected
-        assert min(filled) < max(filled) - 20
+    assert min(filled) < max(filled) - 20
 
 
 def most_held(llm, num_tokens) -> int:
     """Return the bytes of the most blocks that a request of so many tokens holds at once."""
     engine, params = engine_of(llm), SamplingParams(max_tokens=20, ignore_eos=True)
-    cache, held = core_of(engine)._parts.kv_cache, 0
+    cache, held = scheduler_of(engine).context.kv_cache, 0
     engine.add_request("one", [1] * (num_tokens - 20), params)
     while engine.has_unfinished_requests():
         engine.step()

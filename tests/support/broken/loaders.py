@@ -6,8 +6,17 @@ import json
 
 import torch
 
-from hardpoint.plugins import ModelConfig, ModelError, WeightLoader
+from hardpoint.plugins import (
+    ModelConfig,
+    ModelError,
+    Quantization,
+    QuantizationContext,
+    WeightLoader,
+)
+from hardpoint.plugins.errors import PluginNotFoundError
+from hardpoint.plugins.model import WeightFormat
 from hardpoint.plugins.parallel import Cut, needed_part
+from hardpoint.plugins.quantization import AffineCodes, QuantizedWeight
 
 TENSORS = {
     "embed.weight": torch.arange(12.0).view(6, 2),
@@ -21,6 +30,14 @@ def write(folder):
     weights = {name: tensor.tolist() for name, tensor in TENSORS.items()}
     (folder / "tiny.json").write_text(json.dumps({"vocab": 6, "weights": weights}))
     return folder, TENSORS
+
+
+def scheme(_suite, name, _config):
+    """Return the scheme of a name, for a suite."""
+    if name != "halves":
+        raise PluginNotFoundError(f"no quantizations component is called {name!r}")
+    place = {"device": torch.device("cpu"), "dtype": torch.float32}
+    return Halves(QuantizationContext(name=name, options=Halves.Options(), **place))
 
 
 class Json(WeightLoader):
@@ -49,6 +66,75 @@ class Json(WeightLoader):
             return json.loads(path.read_text())
         except (OSError, ValueError) as cause:
             raise ModelError(f"{path.name} is damaged: {cause}") from cause
+
+
+class Quantized(Json):
+    """Right: one weight has few bits."""
+
+    contract = 1
+
+    def weights(self, shapes):
+        for name, tensor in super().weights(shapes):
+            yield name, self.stored(tensor) if name == "head.weight" else tensor
+
+    def stored(self, tensor, scheme="halves"):
+        return QuantizedWeight(scheme, tuple(tensor.shape), {"halves": (tensor * 4).to(torch.int8)})
+
+    def formats(self, shapes):
+        return {
+            name: WeightFormat("halves", 12, is_quantized=True)
+            if name == "head.weight"
+            else WeightFormat("float32", 4 * tensor.numel())
+            for name, tensor in TENSORS.items()
+            if name in shapes
+        }
+
+
+class Halves(Quantization):
+    """Reads what `Quantized` yields."""
+
+    contract = 1
+
+    def read(self, stored):
+        codes = stored.tensor("halves", torch.int8, stored.shape)
+        scales = torch.full((len(codes), 1), 0.25)
+        return AffineCodes(codes, 8, 32, scales)
+
+
+class NamesNoScheme(Quantized):
+    contract = 1
+
+    def stored(self, tensor, scheme="absent"):
+        return super().stored(tensor, scheme)
+
+
+class HalvesInHalf(Quantized):
+    contract = 1
+
+    def stored(self, tensor, scheme="halves"):
+        return super().stored(tensor / 2, scheme)
+
+
+class FormatsOfAll(Quantized):
+    contract = 1
+
+    def formats(self, shapes):
+        missing = shapes.keys() - TENSORS.keys()
+        return super().formats(shapes) | {name: WeightFormat("float32", 0) for name in missing}
+
+
+class FormatsAreTensors(Quantized):
+    contract = 1
+
+    def formats(self, shapes):
+        return {name: WeightFormat("float32", 48) for name in super().formats(shapes)}
+
+
+class FormatsAreNames(Quantized):
+    contract = 1
+
+    def formats(self, shapes):
+        return dict.fromkeys(TENSORS, "float32")
 
 
 class CutsByItself(Json):

@@ -95,6 +95,53 @@ class KeepsAList(Kept):
         return list(self.weights.values())
 
 
+class Quantizable(Kept):
+    """Right: its matrices may have few bits, and its weights can be kept."""
+
+    contract = 1
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.quantized = {}
+
+    def quantizable(self):
+        return [name for name in self.weight_shapes() if name != "positions.weight"]
+
+    def load_quantized(self, name, matrix):
+        self.quantized[name] = self.placed(matrix.dequantize())
+
+    def load_weights(self, weights):
+        super().load_weights(weights)
+        self.weights |= self.quantized
+
+
+class NamesUnknownMatrices(Quantizable):
+    contract = 1
+
+    def quantizable(self):
+        return ["absent.weight"]
+
+
+class ForgetsToLoadQuantized(Quantizable):
+    contract = 1
+    load_quantized = Model.load_quantized
+
+
+class ReadsCodesAlone(Quantizable):
+    contract = 1
+
+    def load_quantized(self, name, matrix):
+        codes = matrix.codes.float()
+        self.quantized[name] = self.placed(codes * matrix.scales[:, :1])
+
+
+class LoadsHalvesUpsideDown(Quantizable):
+    contract = 1
+
+    def load_quantized(self, name, matrix):
+        self.quantized[name] = self.placed(matrix.dequantize().flip(0))
+
+
 class NoContract(Tiny):
     pass
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -130,6 +131,85 @@ class KeepsAMatrixAside(Kept):
 
     def linear(self, packed, shape, bias=None, *, out_dtype=None):
         return Plain.linear(self, self._weight, shape, bias, out_dtype=out_dtype)
+
+
+class Codes(Plain):
+    """Right: keeps codes as numbers in float32, whose rows can be read."""
+
+    contract = 1
+    code_bits = (4, 5, 6, 8)
+    layout = "numbers"
+
+    def pack_codes(self, parts):
+        return torch.cat([part.dequantize() for part in parts])
+
+    def embedding(self, packed, shape):
+        return lambda ids: packed[ids].to(self.context.dtype)
+
+
+class ForgetsOffsets(Codes):
+    contract = 1
+
+    def pack_codes(self, parts):
+        parts = [replace(part, offsets=None, outer_offsets=None) for part in parts]
+        return super().pack_codes(parts)
+
+
+class StacksBackwards(Codes):
+    contract = 1
+
+    def pack_codes(self, parts):
+        return super().pack_codes(parts[::-1])
+
+
+class ScalesPartsInPlace(Codes):
+    contract = 1
+    layout = ""
+
+    def pack_codes(self, parts):
+        packed = super().pack_codes(parts)
+        parts[0].scales.zero_()
+        return packed
+
+
+class KeepsCodesAside(Codes):
+    contract = 1
+
+    def pack_codes(self, parts):
+        packed = super().pack_codes(parts)
+        packed[0, 0] = id(self) % 251
+        return packed
+
+
+class RecordsFirstResult(Codes):
+    contract = 1
+
+    def record(self, run):
+        result = run().clone()
+        return lambda: result
+
+
+class MultipliesCodesWithTheBatch(Codes):
+    contract = 1
+
+    def linear(self, packed, shape, bias=None, *, out_dtype=None):
+        multiply = super().linear(packed, shape, bias, out_dtype=out_dtype)
+        is_codes = shape[0] > 200
+        return lambda x: multiply(x) * (1 + len(x) / 100 * is_codes)
+
+
+class ReadsTheNextRow(Codes):
+    contract = 1
+
+    def embedding(self, packed, shape):
+        return lambda ids: packed[(ids + 1) % shape[0]].to(self.context.dtype)
+
+
+class ReadsInFloat(Codes):
+    contract = 1
+
+    def embedding(self, packed, shape):
+        return lambda ids: packed[ids]
 
 
 class NormalisesTheBatch(Plain):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -55,6 +55,14 @@ class TernaryMatrix(QuantizedMatrix):
         per = GROUP // 4
         packed, scales = self.packed[:, first * per : end * per], self.scales[:, first:end]
         return TernaryMatrix(packed, scales, stop - start)
+
+    def joined(self, parts: Sequence[TernaryMatrix], dim: int) -> TernaryMatrix:
+        """Return parts of one matrix, one after the other."""
+        packed = torch.cat([part.packed for part in parts], dim)
+        scales = torch.cat([part.scales for part in parts], dim)
+        return TernaryMatrix(
+            packed, scales, sum(p.num_columns for p in parts) if dim else self.num_columns
+        )
 
     def dequantize(self) -> torch.Tensor:
         """Return W in float32."""

@@ -1,0 +1,194 @@
+"""What a model is and what it would need in memory, found before its weights are read."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+from hardpoint.core.build import no_progress
+from hardpoint.core.engine.prepare import prepare_worker
+from hardpoint.core.errors import close_all
+from hardpoint.core.kv_cache import size_cache
+from hardpoint.core.worker.memory import HeldWeight, MemoryLimit, memory_limit
+from hardpoint.core.worker.planning.model_share import (
+    ModelShare,
+    build_model_share,
+    open_attention,
+    open_ops,
+)
+from hardpoint.core.worker.planning.worker_spec import WorkerSpec
+from hardpoint.core.worker.shares import FirstRank, check_parallelism
+from hardpoint.plugins import ConfigError, EngineConfig, ModelError, WorkerInfo
+from hardpoint.plugins.commands import ContextMemory, ModelReport, WeightGroup
+from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.parallel import Parallel
+from hardpoint.registry.plugin_set import resolve_plugins
+
+__all__ = ["report_model"]
+
+_USUAL_LENGTH = 4096
+
+
+def report_model(
+    config: EngineConfig, config_sources: ConfigSources, lengths: Sequence[int]
+) -> ModelReport:
+    """Return what the configured model is, and what it would need in memory.
+
+    Args:
+        config: names the model.
+        config_sources: for messages.
+        lengths: of requests, whose KV cache is computed; by default a usual and the longest one.
+
+    Raises:
+        HardpointError: as opening the model does before its weights are read, but not for a lack
+            of memory.
+    """
+    plugins = resolve_plugins(config, config_sources)
+    spec = prepare_worker(config, plugins, config_sources, no_progress)
+    entry = plugins.get("models", spec.model_config.architecture)
+    check_parallelism(plugins.target(entry), entry.source, config.parallel)
+    if not lengths:
+        lengths = sorted({min(_USUAL_LENGTH, spec.max_model_len), spec.max_model_len})
+    ops, backend = open_ops(spec), open_attention(spec)
+    limit = _limit(spec)
+    tensor, stages = FirstRank(config.parallel.tensor), config.parallel.pipeline
+    shares = [
+        build_model_share(
+            spec,
+            ops,
+            backend,
+            Parallel(tensor, stage, stages, config.parallel.expert),
+            lambda: limit,
+        )
+        for stage in range(stages)
+    ]
+    try:
+        return _report(spec, shares, lengths, (ops.describe(), backend.describe()))
+    finally:
+        close_all([*(share.model for share in shares), backend, ops])
+
+
+def _report(
+    spec: WorkerSpec, shares: Sequence[ModelShare], lengths: Sequence[int], kernels: tuple[str, str]
+) -> ModelReport:
+    """Return the report of all stages, each of which its first rank stands for.
+
+    Args:
+        spec: of a worker.
+        shares: of the stages.
+        lengths: of requests.
+        kernels: descriptions of the operations and of attention.
+    """
+    config, model_config = spec.config, spec.model_config
+    tightest = min(shares, key=lambda share: share.estimate.room - share.estimate.cache)
+    estimate = tightest.estimate
+    cache_bytes, problem = 0, _problem(tightest, config.model)
+    longest = min(share.estimate.longest for share in shares)
+    if not problem:
+        cache_bytes, problem = _cache_bytes(tightest, spec)
+    sizes = {n: s for share in shares for n, s in share.checked.shapes.items()}
+    return ModelReport(
+        model=config.model,
+        path=spec.loader.context.files.path,
+        loader=spec.loader.name,
+        architecture=model_config.architecture,
+        provider=spec.plugins.get("models", model_config.architecture).source.package,
+        device=str(spec.device),
+        dtype=_dtype(spec),
+        operations=kernels[0],
+        attention=kernels[1],
+        num_params=sum(math.prod(shape) for shape in sizes.values()),
+        weights=_groups(spec, shares),
+        vocab_size=model_config.vocab_size,
+        windows=[layer.window for share in shares for layer in share.checked.specs],
+        max_position_embeddings=model_config.max_position_embeddings,
+        max_model_len=spec.max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        num_ranks=config.parallel.world_size,
+        weights_bytes=estimate.weights,
+        loading_bytes=estimate.loading,
+        step_bytes=estimate.step,
+        cache_bytes=cache_bytes,
+        contexts=[_context(tightest, config, length, longest) for length in lengths],
+        available=estimate.limit.available,
+        limit=estimate.limit.source,
+        longest=longest,
+        problem=problem,
+    )
+
+
+def _limit(spec: WorkerSpec) -> MemoryLimit:
+    """Return what each rank may allocate, if all are on this machine."""
+    limit, count = memory_limit(spec.device), spec.config.parallel.world_size
+    if spec.device.type != "cpu" or count == 1:
+        return limit
+    return MemoryLimit(limit.available // count, f"{limit.source}, divided by {count} ranks")
+
+
+def _problem(share: ModelShare, model: str) -> str:
+    """Return why a rank does not fit; empty if it does."""
+    try:
+        share.estimate.check(model)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def _cache_bytes(share: ModelShare, spec: WorkerSpec) -> tuple[int, str]:
+    """Return the size of the KV cache, and why there is none."""
+    estimate, attention = share.estimate, share.attention
+    rest = max(estimate.limit.available - estimate.weights - estimate.step, 0)
+    windows = tuple(group.window for group in attention.groups)
+    info = WorkerInfo(attention.bytes_per_block, rest, estimate.share, windows=windows)
+    try:
+        size = size_cache(spec.config, spec.max_model_len, info)
+    except ConfigError as error:
+        return 0, str(error)
+    return size.num_blocks * attention.bytes_per_block, ""
+
+
+def _context(share: ModelShare, config: EngineConfig, length: int, longest: int) -> ContextMemory:
+    """Return what requests of one length need."""
+    request = share.estimate.request
+    null = request.needs.num_null_blocks * request.bytes_per_block
+    one = request.of(length)
+    return ContextMemory(
+        num_tokens=length,
+        one_request=one,
+        all_requests=(one - null) * config.scheduler.max_num_seqs + null,
+        fits=length <= longest,
+    )
+
+
+def _groups(spec: WorkerSpec, shares: Sequence[ModelShare]) -> list[WeightGroup]:
+    """Return the weights by how they are stored and held, the most bytes first."""
+    groups: dict[tuple[str | None, str], list[tuple[HeldWeight, int, bool]]] = defaultdict(list)
+    seen = set[str]()
+    for share in shares:
+        for name, weight in share.weights.items():
+            stored = None if weight.stored is None else weight.stored.name
+            held = weight.scheme or _dtype(spec)
+            count = math.prod(share.checked.shapes[name])
+            groups[stored, held].append((weight, count, name not in seen))
+            seen.add(name)
+    found = []
+    for (stored, held), weights in groups.items():
+        first = [(weight, count) for weight, count, is_new in weights if is_new]
+        sizes = [weight.stored.num_bytes for weight, _ in first if weight.stored is not None]
+        found.append(
+            WeightGroup(
+                stored=stored,
+                held=held,
+                count=len(first),
+                num_params=sum(count for _, count in first),
+                stored_bytes=sum(sizes) if stored is not None else None,
+                held_bytes=sum(weight.num_bytes for weight, _, _ in weights)
+                * spec.config.parallel.tensor,
+            )
+        )
+    return sorted(found, key=lambda group: -group.held_bytes)
+
+
+def _dtype(spec: WorkerSpec) -> str:
+    return str(spec.dtype).removeprefix("torch.")

@@ -1,0 +1,213 @@
+"""`hardpoint models`: what can be run, and what one model is and needs in memory."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from hardpoint.plugins import Command, CommandContext, RequestError
+from hardpoint.plugins.commands import (
+    ComponentInfo,
+    ConfigSources,
+    ContextMemory,
+    ModelReport,
+    PluginCatalog,
+    WeightGroup,
+)
+
+from .tables import print_table
+
+_KINDS = {"models": "architecture", "loaders": "format", "quantizations": "quantisation"}
+_WIDTH = 14
+_DOES_NOT_FIT = 1
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Without MODEL, print the architectures, file formats and quantisation schemes that can be "
+        "run. With it, print what the model is and what it would need in memory, as it is "
+        "configured (--set dtype=..., quantization.use=..., max_model_len=...). No weights are "
+        f"read. The exit code is {_DOES_NOT_FIT} if the model does not fit into memory."
+    )
+    parser.add_argument(
+        "name", nargs="?", metavar="MODEL", help="a directory, a .gguf file, an alias or a hub id"
+    )
+    parser.add_argument(
+        "--context",
+        type=int,
+        action="append",
+        default=[],
+        metavar="TOKENS",
+        help="length of requests whose memory is printed; repeatable",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _run(options: argparse.Namespace, context: CommandContext) -> int:
+    if any(length < 1 for length in options.context):
+        raise RequestError(f"--context: expected at least 1, got {min(options.context)}")
+    config, sources = context.load_config()
+    if options.name is None and getattr(options, "model", None) is None:
+        if options.context:
+            raise RequestError("--context: expected a MODEL before it")
+        _print_known(context.load_catalog(config, sources), as_json=options.json)
+        return 0
+    if options.name is not None:
+        config = msgspec.structs.replace(config, model=options.name)
+        sources = ConfigSources({**sources.by_path, "model": "MODEL"})
+    report = context.inspect_model(config, sources, options.context)
+    if options.json:
+        print(json.dumps(_as_json(report), indent=2))
+    else:
+        _print_report(report)
+    return _DOES_NOT_FIT if report.problem else 0
+
+
+def _print_known(catalog: PluginCatalog, *, as_json: bool) -> None:
+    components = [info for info in catalog.components() if info.kind in _KINDS]
+    about = [_about(catalog, info) for info in components]
+    if as_json:
+        found = [
+            {
+                "kind": info.kind,
+                "name": info.name,
+                "about": text,
+                "distribution": info.distribution,
+                "version": info.version,
+                "on": info.enabled,
+                "why": info.reason,
+            }
+            for info, text in zip(components, about, strict=True)
+        ]
+        print(json.dumps(found, indent=2))
+        return
+    rows = [
+        (
+            _KINDS[info.kind],
+            info.name,
+            info.package,
+            "on" if info.enabled else f"off: {info.reason}",
+            text,
+        )
+        for info, text in zip(components, about, strict=True)
+    ]
+    headers = ("what", "name", "from", "state", "about")
+    print_table(headers, rows, dim=[not info.enabled for info in components])
+
+
+def _about(catalog: PluginCatalog, info: ComponentInfo) -> str:
+    """Return what a component's documentation says; empty if it is not imported."""
+    if not info.enabled:
+        return ""
+    details = catalog.details(f"{info.kind}/{info.name}")
+    if info.kind != "quantizations":
+        return details.summary
+    uses = {"quantize": "made while weights are loaded", "read": "read from files"}
+    use = ", ".join(text for method, text in uses.items() if method in details.methods)
+    return f"{use}: {details.summary}" if use else details.summary
+
+
+def _as_json(report: ModelReport) -> dict[str, Any]:
+    return {**dataclasses.asdict(report), "path": str(report.path), "fits": not report.problem}
+
+
+def _print_report(report: ModelReport) -> None:
+    each = f", for each of {report.num_ranks} ranks" if report.num_ranks > 1 else ""
+    print(f"{report.model}: {report.architecture} ({report.provider}), read by {report.loader}")
+    _print_facts(
+        {
+            "files": [str(report.path)],
+            "parameters": [_number_text(report.num_params)],
+            "weights": [_weights_text(group) for group in report.weights],
+            "vocabulary": [f"{report.vocab_size} tokens"],
+            "layers": [_layers_text(report.windows)],
+            "context": [_length_text(report)],
+            "computed": [
+                f"in {report.dtype} on {report.device}; operations: {report.operations}; "
+                f"attention: {report.attention}"
+            ],
+        }
+    )
+    print(f"\nmemory{each}")
+    loading = f", and {_size_text(report.loading_bytes)} while it is loaded"
+    _print_facts(
+        {
+            "weights": [f"{_size_text(report.weights_bytes)}{loading}"],
+            "largest step": [_size_text(report.step_bytes)],
+            "KV cache": [_context_text(each, report) for each in report.contexts],
+            "available": [f"{_size_text(report.available)} ({report.limit})"],
+        }
+    )
+    if report.problem:
+        print(f"\nIt does not fit: {report.problem}")
+        return
+    print(
+        f"\nIt fits: with a KV cache of {_size_text(report.cache_bytes)}, for requests of up to "
+        f"{min(report.longest, report.max_model_len)} tokens."
+    )
+
+
+def _print_facts(facts: dict[str, Sequence[str]]) -> None:
+    for name, lines in facts.items():
+        for index, line in enumerate(lines):
+            print(f"  {'' if index else name:<{_WIDTH}} {line}")
+
+
+def _weights_text(group: WeightGroup) -> str:
+    stored = group.stored or "weights"
+    size = "" if group.stored_bytes is None else f", {_size_text(group.stored_bytes)} in the files"
+    held = "as they are" if group.held == group.stored else f"as {group.held}"
+    return (
+        f"{group.count} in {stored}{size}; held {held}, {_size_text(group.held_bytes)}"
+        if group.stored
+        else f"{group.count}, held {held}, {_size_text(group.held_bytes)}"
+    )
+
+
+def _layers_text(windows: Sequence[int | None]) -> str:
+    counts = Counter(windows)
+    if set(counts) <= {None}:
+        return str(len(windows))
+    parts = [
+        f"{count} see {'all tokens' if window is None else f'the last {window} tokens'}"
+        for window, count in counts.items()
+    ]
+    return f"{len(windows)}: {', '.join(parts)}"
+
+
+def _length_text(report: ModelReport) -> str:
+    text = f"{report.max_position_embeddings} tokens"
+    if report.max_model_len != report.max_position_embeddings:
+        text += f", of which max_model_len allows {report.max_model_len}"
+    return text
+
+
+def _context_text(memory: ContextMemory, report: ModelReport) -> str:
+    text = f"{_size_text(memory.one_request)} for a request of {memory.num_tokens} tokens"
+    text += f", {_size_text(memory.all_requests)} for {report.max_num_seqs} of them"
+    return text if memory.fits or report.problem else f"{text}; one does not fit"
+
+
+def _number_text(count: int) -> str:
+    """Return a number in millions or billions."""
+    for unit, name in ((10**9, "billion"), (10**6, "million"), (10**3, "thousand")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return str(count)
+
+
+def _size_text(count: int) -> str:
+    """Return a number of bytes in KiB, MiB or GiB."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if count >= unit:
+            return f"{count / unit:.{int(unit == 2**30)}f} {name}"
+    return f"{count / 2**10:.0f} KiB"
+
+
+COMMAND = Command("models", "Show which models run, and what one needs.", _configure, _run)

@@ -1,4 +1,4 @@
-"""Quantisation schemes from outside: built, installed, named; a model loads its matrices by them."""
+"""Quantisation schemes from outside: built, installed, named; models load matrices by them."""
 
 from __future__ import annotations
 

@@ -1,0 +1,215 @@
+"""Weights on their way to the model are read, quantised and cut by schemes, which may fail."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from support.broken import quantizations as schemes
+
+from hardpoint.core.worker.quantized_weights import QuantizedWeights
+from hardpoint.plugins import (
+    ConfigError,
+    EngineConfig,
+    ModelError,
+    QuantizationContext,
+    typed,
+)
+from hardpoint.plugins.errors import PluginFaultError
+from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.parallel import Cut, SingleRank
+from hardpoint.plugins.quantization import QuantizedWeight
+from hardpoint.testing import load_ops
+from hardpoint.testing.model.quantized_layers import build_layers
+
+SHAPE = (4, 64)
+SAMPLE = schemes.SAMPLE
+SOURCE = Source(name="fake", value="acme:Fake", distribution="acme", version="1", origin="test")
+
+
+def stream(cls=schemes.Right, *, use="auto", skip=(), model=None, cuts=None):
+    """Return a stream whose only scheme is `cls`, and the model that it loads."""
+    model = model or build_layers(SHAPE, load_ops(torch.float32), SingleRank())
+    place = {"device": torch.device("cpu"), "dtype": torch.float32}
+    made = cls(QuantizationContext(name="fake", options=cls.Options(), **place))
+    tree = {"model": "folder", "quantization": {"use": use, "skip": list(skip)}}
+    config = typed.convert(tree, EngineConfig, path="")
+    return QuantizedWeights(config, model, cuts or {}, lambda _: (made, SOURCE)), model
+
+
+def weights(stored=None):
+    """Yield tensors; `stored` is that of all matrices."""
+    generator = torch.Generator().manual_seed(0)
+    for name in ("embed", "first", "second", "down"):
+        drawn = torch.randn(SHAPE, generator=generator)
+        yield f"{name}.weight", drawn if stored is None else stored
+    for name in ("first", "second"):
+        yield f"{name}.bias", torch.zeros(SHAPE[0])
+
+
+def load(cls=schemes.Right, stored=None, **more):
+    """Load a model; return what is said of it, and the names that came as tensors."""
+    passed, _ = stream(cls, **more)
+    given = dict(passed.pass_on(weights(stored)))
+    passed.check_used()
+    return passed.describe(), sorted(name for name in given if name.endswith("weight"))
+
+
+def failing(error):
+    """Return a scheme whose methods raise."""
+
+    def fail(self, argument):
+        raise error
+
+    return type("Failing", (schemes.Right,), {"contract": 1, "quantize": fail, "read": fail})
+
+
+def reading(matrix):
+    """Return a scheme that gives something for each weight."""
+    give = {"quantize": lambda self, _: matrix, "read": lambda self, _: matrix}
+    return type("Giving", (schemes.Right,), {"contract": 1, **give})
+
+
+class ReadsOnly(schemes.Right):
+    contract = 1
+    quantizes = False
+
+
+def test_tensors_pass_unless_a_scheme_is_used():
+    said, tensors = load()
+    assert said is None
+    assert len(tensors) == 4
+
+
+def test_stored_matrices_stay_as_they_are():
+    without = "4 of them dequantised to float32, for the operations have no kernel for them"
+    assert load(stored=SAMPLE) == (f"4 in right, {without}", [])
+
+
+def test_none_dequantises_stored_matrices():
+    said, tensors = load(stored=SAMPLE, use="none")
+    assert said == "4 in right dequantised"
+    assert len(tensors) == 4
+
+
+def test_a_scheme_quantises_tensors_and_stored_matrices():
+    said, tensors = load(use="fake")
+    assert said.startswith("4 in fake, 4 of them dequantised to float32")
+    assert tensors == []
+    said, tensors = load(stored=SAMPLE, use="fake")  # which is stored in another one
+    assert said.startswith("4 in fake, ")
+    assert said.endswith("4 in right dequantised")
+
+
+def test_a_scheme_that_the_checkpoint_has_is_not_quantised_again():
+    said, _ = load(stored=replace(SAMPLE, scheme="fake"), use="fake", cls=ReadsOnly)
+    assert said.startswith("4 in fake")
+    assert "right" not in said
+
+
+def test_matrices_that_multiply_themselves_are_said_not_to_be_kept():
+    said, _ = load(schemes.Own, use="fake")
+    assert said == "4 in fake, not kept in the weight cache, for they multiply themselves"
+
+
+def test_patterns_leave_weights_out():
+    said, tensors = load(use="fake", skip=["embed.*", "second.weight"])
+    assert tensors == ["embed.weight", "second.weight"]
+    assert said.startswith("2 in fake")
+    said, tensors = load(stored=SAMPLE, skip=["down*"])
+    assert tensors == ["down.weight"]
+    assert said.startswith("3 in right")
+    assert said.endswith("1 in right dequantised")
+
+
+def test_a_model_without_such_matrices_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"quantization\.use: 'fake' has no weights to quantise"):
+        stream(use="fake", skip=["*"])
+
+
+def test_a_required_scheme_has_to_be_there():
+    with pytest.raises(ConfigError, match="'fake' does not quantise weights, and 'folder' has n"):
+        load(ReadsOnly, use="fake")
+
+
+@pytest.mark.parametrize("stored", [None, SAMPLE], ids=["quantize", "read"])
+def test_what_a_scheme_refuses_names_the_weight_and_the_scheme(stored):
+    cls = failing(ValueError("expected four wheels"))
+    message = "model: weight 'embed.weight' of 'folder': fake: expected four wheels"
+    with pytest.raises(ModelError, match=message):
+        load(cls, stored=stored, use="auto" if stored else "fake")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyError("blocks"), SystemExit(3)])
+def test_other_errors_name_the_plugin_and_its_method(error):
+    with pytest.raises(PluginFaultError, match=r"fake.*: its read\(\) failed for 'embed.weight': "):
+        load(failing(error), stored=SAMPLE)
+
+
+@pytest.mark.parametrize(
+    ("matrix", "expected"),
+    [
+        (None, "None, expected a QuantizedMatrix"),
+        (torch.zeros(SHAPE), ".*expected a QuantizedMatrix"),
+        (schemes.Numbers(torch.zeros(4, 32)), r".*expected a matrix of shape \(4, 64\)"),
+    ],
+)
+def test_results_that_are_no_matrix_of_the_shape_name_the_plugin(matrix, expected):
+    for more in ({"use": "fake"}, {"stored": SAMPLE}):
+        method = "quantize" if "use" in more else "read"
+        with pytest.raises(PluginFaultError, match=rf"its {method}\(\) gave {expected}"):
+            load(reading(matrix), **more)
+
+
+def test_dequantised_numbers_of_a_wrong_dtype_name_the_plugin():
+    with pytest.raises(PluginFaultError, match=r"its dequantize\(\) gave .*float32 \[4, 64\]"):
+        load(schemes.InHalf, stored=SAMPLE, use="none")
+
+
+@pytest.mark.parametrize("cls", [schemes.Right, schemes.Own])
+def test_numbers_that_are_not_finite_are_refused(cls):
+    bad = {**SAMPLE.tensors, "scales": SAMPLE.tensors["scales"] * math.nan}
+    with pytest.raises(ModelError, match="'embed.weight' of 'folder': fake: a scale or offset is"):
+        load(cls, stored=replace(SAMPLE, tensors=bad))
+
+
+def test_a_tensor_that_is_not_finite_is_not_quantised():
+    passed, _ = stream(use="fake")
+    items = [("embed.weight", torch.full(SHAPE, math.inf))]
+    with pytest.raises(ModelError, match="numbers that are not finite, which 'fake' cannot quant"):
+        list(passed.pass_on(items))
+
+
+def test_a_stored_matrix_of_another_shape_is_refused():
+    wide = {"codes": torch.zeros(4, 128, dtype=torch.int8), "scales": torch.zeros(4, 4)}
+    stored = QuantizedWeight("right", (4, 128), wide)
+    with pytest.raises(ModelError, match=r"has shape \(4, 128\), QuantizedLayers needs \(4, 64\)"):
+        load(stored=stored)
+
+
+def test_stored_matrices_are_cut_and_cuts_within_groups_are_refused():
+    for cut, error in ((Cut(1, 32, 64), None), (Cut(0, 1, 3), None), (Cut(1, 16, 48), "16 to 48")):
+        passed, model = stream(cuts={"down.weight": cut})
+        taken = {}
+        model.load_quantized = taken.__setitem__
+        items = [("down.weight", SAMPLE)]
+        if error is None:
+            list(passed.pass_on(items))
+            assert taken["down.weight"].shape == cut.shape(SHAPE)
+        else:
+            with pytest.raises(ModelError, match=f"'down.weight' of 'folder': fake: .*{error}"):
+                list(passed.pass_on(items))
+
+
+def test_a_rank_whose_columns_are_no_groups_is_refused():
+    passed, _ = stream(schemes.Own, use="fake", cuts={"down.weight": Cut(1, 0, 48)})
+    message = "'fake' has groups of 32 columns, which do not divide columns 0 to 48 of 64"
+    with pytest.raises(ConfigError, match=message):
+        list(passed.pass_on([("down.weight", torch.ones(4, 48))]))
+
+
+def test_weights_that_the_model_does_not_have_are_passed_over():
+    passed, _ = stream()
+    assert list(passed.pass_on([("absent.weight", SAMPLE)])) == []

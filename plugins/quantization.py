@@ -192,10 +192,10 @@ class AffineCodes(QuantizedMatrix):
 
     def joined(self, parts: Sequence[QuantizedMatrix], dim: int) -> AffineCodes:
         """Return parts of one matrix, one after the other in a dimension."""
-        fields = {
-            name: [getattr(part, name) for part in parts]
-            for name in ("codes", "scales", "offsets", "outer_scales", "outer_offsets")
-        }
+        names = ["codes", "scales", "offsets", "outer_scales", "outer_offsets"]
+        if dim and sum(part.shape[1] for part in parts) <= self.group == self.alignment:
+            del names[1:]  # the group is a row, and the parts have the same scales
+        fields = {name: [getattr(part, name) for part in parts] for name in names}
         return replace(self, **{n: join(f, dim) for n, f in fields.items() if f[0] is not None})
 
     def contiguous(self) -> AffineCodes:

@@ -29,6 +29,8 @@ _SCHEMES = {
     _KINDS.Q4_K: "q4_k",
     _KINDS.Q5_K: "q5_k",
     _KINDS.Q6_K: "q6_k",
+    _KINDS.IQ4_NL: "iq4_nl",
+    _KINDS.IQ4_XS: "iq4_xs",
 }
 """The schemes that read blocks; those of other types are dequantised here."""
 DTYPES = {_KINDS.F32: "float32", _KINDS.F16: "float16", _KINDS.BF16: "bfloat16"}

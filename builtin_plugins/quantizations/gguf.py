@@ -10,6 +10,11 @@ import torch
 from hardpoint.plugins import Quantization
 from hardpoint.plugins.quantization import AffineCodes, QuantizedWeight
 
+_IQ4_VALUES = (
+    *(-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0),
+    *(1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0),
+)
+
 
 class _Blocks(Quantization):
     """Common to all: rows of blocks, each of some columns."""
@@ -99,6 +104,43 @@ class Q5_1(_Blocks):  # noqa: N801
         """Return codes, scales and minima."""
         codes = _five_bits(blocks[..., 8:], blocks[..., 4:8])
         return AffineCodes(codes, 5, 32, _halves(blocks, 0), _halves(blocks, 2))
+
+
+class IQ4_NL(_Blocks):  # noqa: N801
+    """A scale and 32 codes of four bits, which stand for numbers that are not equally far apart."""
+
+    contract = 1
+    size = 18
+
+    def split(self, blocks: torch.Tensor) -> AffineCodes:
+        """Return codes and scales."""
+        codes = _nibbles(blocks[..., 2:], 16).flatten(1)
+        return AffineCodes(codes, 4, 32, _halves(blocks, 0), values=torch.tensor(_IQ4_VALUES))
+
+
+class IQ4_XS(_Blocks):  # noqa: N801
+    """An outer scale, 8 scales of six bits less 32, and 256 codes like those of IQ4_NL."""
+
+    contract = 1
+    columns = 256
+    size = 136
+
+    def split(self, blocks: torch.Tensor) -> AffineCodes:
+        """Return codes, scales and outer scales."""
+        rows, count, _ = blocks.shape
+        codes = _nibbles(blocks[..., 8:].reshape(rows, count * 8, 16), 16).flatten(1)
+        scales = _nibbles(blocks[..., 4:8], 1).view(rows, count, 8)
+        for index in range(8):  # the upper two bits are in two bytes
+            high = blocks[..., 2 + index // 4] >> 2 * (index % 4) & 3
+            scales[..., index] |= high << 4
+        return AffineCodes(
+            codes,
+            4,
+            32,
+            scales.flatten(1).view(torch.int8) - 32,
+            outer_scales=_halves(blocks, 0),
+            values=torch.tensor(_IQ4_VALUES),
+        )
 
 
 class Q8_0(_Blocks):  # noqa: N801

@@ -74,12 +74,13 @@ class _Groups(Quantization):
         """Return codes [rows, columns], scales and offsets [rows, groups or 0] of some rows."""
         rows, columns = weight.shape
         whole = columns // self.group_size * self.group_size
-        parts = [(weight[:, :whole], self.group_size), (weight[:, whole:], columns - whole)]
-        found = [self.quantize_groups(p.reshape(-1, width)) for p, width in parts if p.shape[1]]
-        codes, scales, offsets = (
-            torch.cat([t.reshape(rows, t.numel() // max(rows, 1)) for t in tensors], 1)
-            for tensors in zip(*found, strict=True)
-        )
+        parts = []
+        short = columns - whole
+        for part, width in ((weight[:, :whole], self.group_size), (weight[:, whole:], short)):
+            if count := part.shape[1] // max(width, 1):
+                found = self.quantize_groups(part.reshape(rows * count, width))
+                parts.append([tensor.reshape(rows, count * tensor.shape[1]) for tensor in found])
+        codes, scales, offsets = (torch.cat(tensors, 1) for tensors in zip(*parts, strict=True))
         return codes, scales, offsets
 
     def quantize_groups(self, weight: torch.Tensor) -> Groups:

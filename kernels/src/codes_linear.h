@@ -31,7 +31,7 @@ constexpr long LATER = 1024;      // bytes of factors that are asked for before 
 // many rows.
 inline bool unpacks(const Segment& segment, long rows) {
   if (PERMUTES) return segment.bits > 4 && rows >= 64;
-  return rows > 2 || !segment.is_affine;
+  return rows > 6 || !segment.is_affine;
 }
 
 // Steps whose factors have been read.

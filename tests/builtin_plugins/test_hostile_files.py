@@ -9,6 +9,7 @@ import shutil
 import struct
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -28,6 +29,7 @@ from support.builtins.hostile_files import (
 from hardpoint import ConfigError, ModelError
 
 SECONDS, MEBIBYTES = 2.0, 200.0
+BLOCKS = ("Q8_0", "Q4_1", "Q4_0", "F16", "Q5_1")
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +43,13 @@ def bases(opener: Opener, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     work = tmp_path_factory.mktemp("bases")
     folder = write_folder(work / "folder")
     found = {"gguf": write_gguf(work / "model.gguf")} | dict.fromkeys(FOLDER_FILES, folder)
+    found["gguf-blocks"] = write_gguf(work / "blocks.gguf", BLOCKS)
     for path in dict.fromkeys(found.values()):
         opener.open_and_close(path)
     return found
 
 
-@pytest.mark.parametrize("format", ["gguf", *FOLDER_FILES])
+@pytest.mark.parametrize("format", ["gguf", "gguf-blocks", *FOLDER_FILES])
 @pytest.mark.parametrize(
     "seeds", [range(50), pytest.param(range(50, 550), marks=pytest.mark.nightly)], ids=["50", "500"]
 )
@@ -131,6 +134,20 @@ def test_gguf_headers_that_lie_are_refused(kind, opener, tmp_path):
 def test_gguf_fields_that_the_tensors_contradict_are_refused(changes, message, opener, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", **changes)
     with measured() as cost, pytest.raises((ModelError, ConfigError), match=message):
+        opener.open_and_close(path)
+    assert cost.seconds < SECONDS
+    assert cost.mebibytes < MEBIBYTES
+
+
+def test_scales_that_are_not_finite_are_refused_before_there_is_a_cache(opener, tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", BLOCKS)
+    tensor = next(t for t in gguf.GGUFReader(path).tensors if t.name == "blk.1.attn_output.weight")
+    assert tensor.tensor_type in gguf.GGML_QUANT_SIZES.keys() - {F32, F16}
+    with path.open("r+b") as file:
+        file.seek(int(tensor.data_offset))
+        file.write(b"\xff\xff")
+    message = r"'model.layers.1.self_attn.o_proj.weight' of .*: q._.: a scale or offset is not fin"
+    with measured() as cost, pytest.raises(ModelError, match=message):
         opener.open_and_close(path)
     assert cost.seconds < SECONDS
     assert cost.mebibytes < MEBIBYTES

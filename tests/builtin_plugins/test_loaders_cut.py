@@ -11,17 +11,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from support.builtins.checkpoint_harness import finish, permute_as_llama_cpp, random_model
-from support.builtins.model_harness import open_loader
+from support.builtins.checkpoint_harness import (
+    finish,
+    permute_as_llama_cpp,
+    quantised,
+    random_model,
+)
+from support.builtins.model_harness import open_loader, scheme
 
-from hardpoint.builtin_plugins.loaders import gguf as gguf_loader
 from hardpoint.builtin_plugins.loaders import safetensors as safetensors_loader
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.builtin_plugins.loaders.gguf import GGUFLoader
 from hardpoint.builtin_plugins.loaders.gguf_file import open_gguf
 from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
-from hardpoint.plugins import ModelError
+from hardpoint.plugins import ModelError, WeightFormat
 from hardpoint.plugins.parallel import Cut
+from hardpoint.plugins.quantization import QuantizedWeight
 
 KINDS = gguf.GGMLQuantizationType
 HEADS, HEAD_SIZE, COLUMNS = 3, 8, 512
@@ -33,7 +38,7 @@ Q, UP, BIAS = (
 SHAPES = {Q: (ROWS, COLUMNS), UP: (ROWS, COLUMNS), BIAS: (ROWS,)}
 
 
-def write_quantised(path: Path, kind: gguf.GGMLQuantizationType) -> Path:
+def write_stored(path: Path, kind: gguf.GGMLQuantizationType) -> Path:
     """Write one block of a Llama with a quantised, permuted q_proj and a bias."""
     writer, source = gguf.GGUFWriter(path, "llama"), np.random.default_rng(0)
     numbers = {
@@ -47,11 +52,7 @@ def write_quantised(path: Path, kind: gguf.GGMLQuantizationType) -> Path:
         writer.add_uint32(f"llama.{key}", value)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
     weight = source.standard_normal((ROWS, COLUMNS)).astype(np.float32)
-    if kind == KINDS.Q6_K:  # which the library reads and does not write
-        width = gguf.GGML_QUANT_SIZES[kind][1] * COLUMNS // gguf.GGML_QUANT_SIZES[kind][0]
-        data = source.integers(0, 120, (ROWS, width), np.uint8)
-    else:
-        data = gguf.quants.quantize(weight, kind)
+    data, _ = quantised(weight, kind)
     writer.add_tensor("token_embd.weight", weight[:5])
     for name in ("attn_q", "ffn_up"):
         writer.add_tensor(f"blk.0.{name}.weight", data, raw_dtype=kind)
@@ -60,10 +61,14 @@ def write_quantised(path: Path, kind: gguf.GGMLQuantizationType) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=["F32", "F16", "BF16", "Q8_0", "Q4_1", "Q5_0", "Q6_K"])
-def quantised(request, tmp_path_factory) -> tuple[GGUFLoader, gguf.GGMLQuantizationType]:
+DEQUANTISED = ("F32", "F16", "BF16", "Q3_K")
+"""Types that the loader yields as numbers."""
+
+
+@pytest.fixture(scope="module", params=[*DEQUANTISED, "Q8_0", "Q4_1", "Q5_0", "Q6_K"])
+def stored(request, tmp_path_factory) -> tuple[GGUFLoader, gguf.GGMLQuantizationType]:
     kind = KINDS[request.param]
-    path = write_quantised(tmp_path_factory.mktemp("gguf") / "tiny.gguf", kind)
+    path = write_stored(tmp_path_factory.mktemp("gguf") / "tiny.gguf", kind)
     return open_loader(GGUFLoader, path), kind
 
 
@@ -82,24 +87,57 @@ def some_cuts(draw) -> dict[str, Cut]:
     return cuts
 
 
-def test_any_part_of_a_gguf_tensor_is_that_of_the_whole(quantised):
-    loader, _ = quantised
-    whole = dict(loader.weights(SHAPES))
-    assert whole.keys() == SHAPES.keys()
+def numbers(weight: torch.Tensor | QuantizedWeight, cut: Cut | None = None) -> torch.Tensor:
+    """Return what a loader yields, cut if it is the whole of blocks that a cut divides."""
+    if isinstance(weight, torch.Tensor):
+        return weight
+    matrix = scheme(weight.scheme).read(weight)
+    assert matrix.shape == weight.shape
+    is_whole = cut is not None and matrix.shape != cut.shape((ROWS, COLUMNS))
+    return cut.of(matrix.dequantize()) if is_whole else matrix.dequantize()
+
+
+def test_any_part_of_a_gguf_tensor_is_that_of_the_whole(stored):
+    loader, kind = stored
+    yielded = dict(loader.weights(SHAPES))
+    assert isinstance(yielded[UP], QuantizedWeight) == (kind.name not in DEQUANTISED)
+    whole = {name: numbers(weight) for name, weight in yielded.items()}
     assert {name: tuple(w.shape) for name, w in whole.items()} == SHAPES
 
     @settings(max_examples=40, deadline=None)
     @given(cuts=some_cuts())
     def check(cuts):
         for name, found in loader.cut_weights(SHAPES, cuts):
-            expected = cuts[name].of(whole[name]) if name in cuts else whole[name]
-            assert torch.equal(found, expected), (name, cuts.get(name))
+            cut = cuts.get(name)
+            expected = whole[name] if cut is None else cut.of(whole[name])
+            assert torch.equal(numbers(found, cut), expected), (name, cut)
 
     check()
 
 
+def test_formats_say_what_is_yielded(stored):
+    loader, kind = stored
+    formats, yielded = loader.formats(SHAPES), dict(loader.weights(SHAPES))
+    assert formats.keys() == SHAPES.keys()
+    assert formats[BIAS] == WeightFormat("float32", 4 * ROWS)
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    dtypes = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+    for name in (Q, UP):
+        found, weight = formats[name], yielded[name]
+        assert found.name == dtypes.get(kind.name, kind.name.lower())
+        assert found.num_bytes == ROWS * COLUMNS // block * size
+        assert found.is_quantized == isinstance(weight, QuantizedWeight)
+        if found.stored is not None:
+            assert found.stored.scheme == found.name == weight.scheme
+            assert found.stored.shape == weight.shape
+            (outline,), (blocks,) = found.stored.tensors.values(), weight.tensors.values()
+            assert outline.is_meta
+            assert (outline.shape, outline.dtype) == (blocks.shape, blocks.dtype)
+            scheme(found.name).check(found.stored)
+
+
 def test_parts_of_q_follow_the_order_of_hugging_face(tmp_path):
-    path = write_quantised(tmp_path / "tiny.gguf", KINDS.F32)
+    path = write_stored(tmp_path / "tiny.gguf", KINDS.F32)
     loader = open_loader(GGUFLoader, path)
     stored = next(t for t in open_gguf(path).tensors if t.name == "blk.0.attn_q.weight").data
     cut = Cut(0, HEAD_SIZE, 2 * HEAD_SIZE)
@@ -114,20 +152,21 @@ def around(block: int, column: int) -> int:
 
 
 @pytest.fixture
-def dequantised(monkeypatch) -> list[int]:
-    """The number of elements that each call has dequantised."""
+def read(monkeypatch) -> list[int]:
+    """The number of bytes that each call has read, of the file."""
     counts: list[int] = []
+    dequantize, from_numpy = gguf.quants.dequantize, torch.from_numpy
 
-    def counted(function):
-        def run(*args):
-            result = function(*args)
-            counts.append(result.size)
-            return result
+    def dequantized(data, kind):
+        counts.append(data.nbytes)
+        return dequantize(data, kind)
 
-        return run
+    def taken(data):
+        counts.append(data.nbytes if data.dtype == np.uint8 else 0)
+        return from_numpy(data)
 
-    monkeypatch.setattr(gguf.quants, "dequantize", counted(gguf.quants.dequantize))
-    monkeypatch.setattr(gguf_loader, "_UNPACKED", {})  # the library does it all
+    monkeypatch.setattr(gguf.quants, "dequantize", dequantized)
+    monkeypatch.setattr(torch, "from_numpy", taken)
     return counts
 
 
@@ -139,31 +178,35 @@ def dequantised(monkeypatch) -> list[int]:
         (UP, Cut(0, ROWS, ROWS), lambda _block: 0),
         (UP, Cut(1, 256, 512), lambda _block: ROWS * 256),
         (UP, Cut(1, 250, 270), lambda block: ROWS * (around(block, 270) - 250 // block * block)),
+        (UP, Cut(1, 0, 256, ((256, 512),)), lambda _block: ROWS * COLUMNS),
+        (UP, Cut(0, 0, 3, ((9, 11),)), lambda _block: 5 * COLUMNS),
         (Q, Cut(0, HEAD_SIZE, 2 * HEAD_SIZE), lambda _block: HEAD_SIZE * COLUMNS),
         (Q, Cut(0, HEAD_SIZE + 3, HEAD_SIZE + 5), lambda _block: HEAD_SIZE * COLUMNS),
         (Q, Cut(1, 0, 256), lambda _block: ROWS * 256),
         (BIAS, Cut(0, 2, 4), lambda _block: HEAD_SIZE),
     ],
 )  # fmt: skip
-def test_no_more_is_dequantised_than_the_blocks_of_a_part(
-    quantised, dequantised, name, cut, expected
-):
-    loader, kind = quantised
+def test_no_more_is_read_than_the_blocks_of_a_part(stored, read, name, cut, expected):
+    loader, kind = stored
     loader.config()
-    dequantised.clear()
+    read.clear()
     list(loader.cut_weights({name: SHAPES[name]}, {} if cut is None else {name: cut}))
-    assert sum(dequantised) == expected(gguf.GGML_QUANT_SIZES[kind][0])
+    block, size = (1, 4) if name == BIAS else gguf.GGML_QUANT_SIZES[kind]
+    count = expected(block)
+    if cut is not None and cut.start == 250 and kind.name not in DEQUANTISED:
+        count = ROWS * COLUMNS  # the scheme's blocks are not divided, but taken in whole rows
+    assert sum(read) == count // block * size
 
 
-def test_three_ranks_read_the_demo_model_once_together(demo_loader, dequantised):
+def test_three_ranks_read_the_demo_model_once_together(demo_loader, read):
     shapes = {
         "model.layers.0.self_attn.q_proj.weight": (576, 576),
         "model.layers.0.self_attn.o_proj.weight": (576, 576),
         "model.layers.0.mlp.down_proj.weight": (576, 1536),
     }
-    whole = dict(demo_loader.weights(shapes))
-    together = sum(dequantised)
-    dequantised.clear()
+    whole = {name: numbers(weight) for name, weight in demo_loader.weights(shapes)}
+    together = sum(read)
+    read.clear()
     parts: dict[str, list[torch.Tensor]] = {name: [] for name in shapes}
     dims = dict(zip(shapes, (0, 1, 1), strict=True))
     for rank in range(3):
@@ -172,17 +215,18 @@ def test_three_ranks_read_the_demo_model_once_together(demo_loader, dequantised)
             for name, dim in dims.items()
         }
         for name, weight in demo_loader.cut_weights(shapes, cuts):
-            parts[name].append(weight)
+            parts[name].append(numbers(weight))
     for name, weights in parts.items():
         assert torch.equal(torch.cat(weights, dims[name]), whole[name]), name
-    assert sum(dequantised) == together  # 192 and 512 are whole blocks
+    assert sum(read) == together  # 192 and 512 are whole blocks
 
 
-def test_a_weight_of_another_shape_is_refused_before_it_is_cut(quantised, tmp_path):
+def test_a_weight_of_another_shape_is_refused_before_it_is_cut(stored, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
     save_file({UP: torch.zeros(4, 6)}, tmp_path / "model.safetensors")
     words = f"model: weight '{UP}' has shape "
     for loader, shape in (
-        (quantised[0], (ROWS, COLUMNS)),
+        (stored[0], (ROWS, COLUMNS)),
         (open_loader(SafetensorsLoader, tmp_path), (4, 6)),
     ):
         with pytest.raises(ModelError) as refused:

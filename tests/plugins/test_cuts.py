@@ -45,18 +45,29 @@ def codes(**fields) -> AffineCodes:
     """Return random codes [12, 512] of 4 bits, in groups of 32 columns."""
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randint(0, 16, (12, 512), generator=generator, dtype=torch.uint8)
-    scales = torch.rand(12, 16, generator=generator)
-    return AffineCodes(codes=numbers, bits=4, group=32, scales=scales, **fields)
+    fields = {"group": 32, "scales": torch.rand(12, 16, generator=generator)} | fields
+    return AffineCodes(codes=numbers, bits=4, **fields)
+
+
+OUTER = torch.rand(12, 2, generator=torch.Generator().manual_seed(1)).half()
+INNER = torch.arange(12 * 16, dtype=torch.uint8).view(12, 16)
+VARIANTS = {
+    "scales": {},
+    "outer scales": {
+        "scales": INNER,
+        "offsets": INNER.flip(0),
+        "outer_scales": OUTER,
+        "outer_offsets": -OUTER.flip(0),
+        "values": torch.arange(16.0) - 8,
+    },
+    "rows": {"group": 512, "scales": torch.arange(12.0)[:, None] + 1},
+}
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("has_all", [False, True])
-def test_parts_of_codes_are_joined(dim: int, has_all: bool) -> None:
-    generator = torch.Generator().manual_seed(1)
-    outer = torch.rand(12, 2, generator=generator).half()
-    fields = {"offsets": -torch.rand(12, 16, generator=generator), "outer_scales": outer}
-    fields |= {"outer_offsets": outer.flip(0), "values": torch.arange(16.0) - 8}
-    matrix = codes(**fields if has_all else {})
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_parts_of_codes_are_joined(dim: int, variant: str) -> None:
+    matrix = codes(**VARIANTS[variant])
     bounds = [(1, 3), (3, 4), (9, 12)] if dim == 0 else [(256, 512), (0, 256)]
     cut = Cut(dim, *bounds[0], tuple(bounds[1:]))
     parts = [(matrix.rows if dim == 0 else matrix.columns)(*bound) for bound in bounds]
@@ -65,21 +76,27 @@ def test_parts_of_codes_are_joined(dim: int, has_all: bool) -> None:
     assert torch.equal(joined.dequantize(), cut.of(matrix.dequantize()))
 
 
-class Dense(QuantizedMatrix):
-    """Nothing but its numbers."""
+class Sixths(QuantizedMatrix):
+    """Counts sixths."""
 
     shape = (8, 6)
+    alignment = 1
+
+    def __init__(self, codes: torch.Tensor) -> None:
+        self.codes = codes
 
     def rows(self, start, stop):
-        return self
+        return Sixths(self.codes[start:stop])
 
     def columns(self, start, stop):
-        return self
+        return Sixths(self.codes[:, start:stop])
 
     def dequantize(self):
-        return WEIGHT
+        return self.codes / 6
 
 
-def test_other_matrices_say_that_they_cannot_be_joined() -> None:
-    with pytest.raises(ValueError, match="several parts of the matrix, .*, cannot be joined"):
-        Dense().joined([Dense(), Dense()], 0)
+def test_parts_of_other_matrices_are_dequantised() -> None:
+    matrix = Sixths(WEIGHT)
+    parts = [matrix.rows(0, 2), matrix.rows(5, 8)]
+    joined = parts[0].joined(parts, 0)
+    assert torch.equal(joined.dequantize(), Cut(0, 0, 2, ((5, 8),)).of(WEIGHT) / 6)

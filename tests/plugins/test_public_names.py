@@ -26,13 +26,14 @@ MODULES = (
     "output_json",
     "output_parser",
     "parallel",
+    "quantization",
     "server",
     "structured",
     "typed",
     "worker_calls",
 )
 PUBLIC = tuple(["hardpoint.plugins"] + [f"hardpoint.plugins.{name}" for name in MODULES])
-MOST_NAMES = 120
+MOST_NAMES = 122
 AUTHORS = [*(ROOT / "builtin_plugins").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
 CALLERS = ("core", "registry", "api", "builtin_plugins", "plugins")
 

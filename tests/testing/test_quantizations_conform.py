@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType
+from support.builtins.checkpoint_harness import quantised
 from support.kit_suites import assert_tests_builtins
 
-from hardpoint.builtin_plugins.quantizations.gguf import Q4_0, Q4_1, Q8_0
+from hardpoint.builtin_plugins.quantizations.gguf import (
+    IQ4_NL,
+    IQ4_XS,
+    Q4_0,
+    Q4_1,
+    Q4_K,
+    Q5_0,
+    Q5_1,
+    Q5_K,
+    Q6_K,
+    Q8_0,
+)
 from hardpoint.plugins.quantization import QuantizedWeight
 from hardpoint.testing import QuantizationSuite, QuantizedSample
 
@@ -25,9 +36,8 @@ class Blocks(QuantizationSuite):
     def samples(self):
         kind = GGMLQuantizationType[self.quantization.__name__]
         numbers = np.random.default_rng(0).normal(size=self.shape).astype(np.float32)
-        blocks = gguf.quants.quantize(numbers, kind)
-        weight = torch.from_numpy(gguf.quants.dequantize(blocks, kind))
-        return [self.sample(torch.from_numpy(blocks), weight)]
+        blocks, weight = map(torch.from_numpy, quantised(numbers, kind))
+        return [self.sample(blocks, weight)]
 
     def sample(self, blocks, weight):
         size = blocks.shape[1] // (self.shape[1] // self.quantization.columns)
@@ -45,6 +55,16 @@ class Blocks(QuantizationSuite):
         return QuantizedSample(stored(blocks), weight, damaged)
 
 
+class TestIQ4_NL(Blocks):  # noqa: N801
+    quantization = IQ4_NL
+    name = "iq4_nl"
+
+
+class TestIQ4_XS(Blocks):  # noqa: N801
+    quantization = IQ4_XS
+    name = "iq4_xs"
+
+
 class TestQ4_0(Blocks):  # noqa: N801
     quantization = Q4_0
     name = "q4_0"
@@ -53,6 +73,32 @@ class TestQ4_0(Blocks):  # noqa: N801
 class TestQ4_1(Blocks):  # noqa: N801
     quantization = Q4_1
     name = "q4_1"
+
+
+class TestQ4_K(Blocks):  # noqa: N801
+    quantization = Q4_K
+    name = "q4_k"
+
+
+class TestQ5_0(Blocks):  # noqa: N801
+    quantization = Q5_0
+    name = "q5_0"
+
+
+class TestQ5_1(Blocks):  # noqa: N801
+    quantization = Q5_1
+    name = "q5_1"
+
+
+class TestQ5_K(Blocks):  # noqa: N801
+    quantization = Q5_K
+    name = "q5_k"
+
+
+class TestQ6_K(Blocks):  # noqa: N801
+    quantization = Q6_K
+    name = "q6_k"
+    scale_at = 208
 
 
 class TestQ8_0(Blocks):  # noqa: N801

@@ -316,6 +316,7 @@ class TestGGUF(WeightLoaderSuite):
 
     def write(self, folder):
         config = SimpleNamespace(**HF, head_dim=16, rope_parameters={"rope_theta": 10000.0})
+        config.tie_word_embeddings = True
         model = SimpleNamespace(config=config, state_dict=random_weights)
         write_gguf(folder / "tiny.gguf", model, "llama")
         return folder / "tiny.gguf", random_weights()

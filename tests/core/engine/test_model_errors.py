@@ -121,15 +121,16 @@ def test_a_directory_without_weights_that_can_be_read(config, files, words, here
         (None, (), "m/config.json cannot be read: No such file or directory; a model's directory"),
         (None, ("adapter_config.json",), "this is an adapter (LoRA), which is no model of its own"),
         (
-            LLAMA | {"quantization_config": {"quant_method": "awq", "bits": 4}},
-            (),
-            "m/config.json: quantization_config: safetensors that are quantised by awq are not "
-            "supported, expected none (bfloat16, float16 or float32 weights) or a .gguf file",
+            LLAMA | {"quantization_config": {"quant_method": "fp8", "bits": 8}},
+            ("tokenizer.json",),
+            "model: 'm' has weights that are quantised by 'fp8', which is not supported; "
+            "supported: awq, compressed_tensors, gptq, ",
         ),
         (
             LLAMA | {"quantization": {"group_size": 64, "bits": 4}},
             (),
-            "m/config.json: quantization: safetensors that are quantised are not supported",
+            "m/config.json: quantization: safetensors that are quantised without a quant_method "
+            "are not supported, expected none (bfloat16, float16 or float32 weights), a",
         ),
         (
             LLAMA,

@@ -19,6 +19,8 @@ from hardpoint.builtin_plugins.ops.torch import TorchOps
 from hardpoint.core.worker import shares
 from hardpoint.core.worker.checked_model import CheckedModel, checked_weights
 from hardpoint.core.worker.memory import MemoryLimit, estimate_memory
+from hardpoint.core.worker.planning.held_weights import hold_weights
+from hardpoint.core.worker.quantized_weights import QuantizedWeights
 from hardpoint.core.worker.shares import build_share
 from hardpoint.core.worker.weight_cache import WeightCache, cache_key
 from hardpoint.plugins import (
@@ -31,7 +33,7 @@ from hardpoint.plugins import (
     Wrapper,
     typed,
 )
-from hardpoint.plugins.config import WeightCacheConfig
+from hardpoint.plugins.config import QuantizationConfig, WeightCacheConfig
 from hardpoint.plugins.kv_cache import KVCacheGroup
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.parallel import Cut, Parallel, SingleRank
@@ -170,7 +172,7 @@ def test_who_overrides_weights_alone_changes_what_is_cut(tmp_path, make, factor)
 
 
 def key_of(loader, model):
-    return cache_key(loader, model, model.context.ops, [])
+    return cache_key(loader, model, model.context.ops, QuantizationConfig(), [])
 
 
 @torch.inference_mode()
@@ -224,13 +226,14 @@ def test_what_a_rank_computes_is_part_of_the_key(loader):
     assert len(set(keys.values())) == len(keys) == 13
 
 
-def estimate(config, parallel):
+def estimate(loader, config, parallel):
     model = build(config, parallel)
     checked = CheckedModel(model, SOURCE)
     engine = typed.convert({"kv_cache": {"num_blocks": 4}}, EngineConfig, path="")
-    return estimate_memory(
-        model, engine, checked.needed, 100, [KVCacheGroup()], MemoryLimit(1 << 40, "test")
-    )
+    quantized = QuantizedWeights(engine, model, checked.cuts, {}.__getitem__)
+    weights = hold_weights(model, checked, loader, SOURCE, quantized)
+    limit = MemoryLimit(1 << 40, "test")
+    return estimate_memory(model, engine, weights, 100, [KVCacheGroup()], limit)
 
 
 def test_the_estimate_is_of_the_weights_of_the_rank(loader):
@@ -238,18 +241,19 @@ def test_the_estimate_is_of_the_weights_of_the_rank(loader):
     shapes = build(config, Parallel()).weight_shapes()
     matrices = 4 * sum(math.prod(shape) for shape in shapes.values() if len(shape) == 2)
     norms = 4 * sum(math.prod(shape) for shape in shapes.values() if len(shape) == 1)
-    whole = estimate(config, Parallel())
-    assert whole.weights == matrices + norms
-    assert whole.loading == 4 * 999 * 48  # the largest matrix
+    table = 4 * 999 * 48  # the tied embedding: the head has a copy in another layout
+    whole = estimate(loader, config, Parallel())
+    assert whole.weights == matrices + norms + table
+    assert whole.loading == table  # the largest matrix
     for size in (2, 3):
-        parts = run_ranks(size, lambda tensor: estimate(config, Parallel(tensor)))
-        assert sum(part.weights for part in parts) == matrices + size * norms
+        parts = run_ranks(size, lambda tensor: estimate(loader, config, Parallel(tensor)))
+        assert sum(part.weights for part in parts) == matrices + size * norms + table
         assert parts[0].loading == 4 * -(-999 // size) * 48
         # The widest layer is that of hidden states now: half of the MLP is, and a third is less.
         assert {part.step - whole.step for part in parts} == {-4 * 64 * (96 - 48) * 4}
-    stages = [estimate(config, Parallel(stage=stage, num_stages=2)).weights for stage in (0, 1)]
-    table = 4 * 999 * 48  # both have the tied embedding
-    assert sum(stages) == matrices + norms + table
+    stages = [estimate(loader, config, Parallel(stage=stage, num_stages=2)) for stage in (0, 1)]
+    # One has the embedding, the other one the head.
+    assert sum(stage.weights for stage in stages) == matrices + norms + table
 
 
 class Rank(SingleRank):

@@ -164,9 +164,7 @@ def test_results_that_are_no_matrix_of_the_shape_name_the_plugin(matrix, expecte
 
 
 def test_dequantised_numbers_of_a_wrong_dtype_name_the_plugin():
-    with pytest.raises(
-        PluginFaultError, match=r"its dequantize\(\) gave .*float32 \[4, 64\]"
-    ):
+    with pytest.raises(PluginFaultError, match=r"its dequantize\(\) gave .*float32 \[4, 64\]"):
         load(schemes.InHalf, stored=SAMPLE, use="none")
 
 

@@ -96,7 +96,8 @@ def stored_tensors(model, architecture: str) -> Iterator[tuple[str, torch.Tensor
         parts = {name: tensor}
         if name.endswith("experts.gate_up_proj"):
             experts = name.removesuffix("gate_up_proj")
-            parts = dict(zip((f"{experts}gate_proj", f"{experts}up_proj"), tensor.chunk(2, 1)))
+            gate, up = tensor.chunk(2, 1)
+            parts = {f"{experts}gate_proj": gate, f"{experts}up_proj": up}
         elif name.endswith("shared_expert_gate.weight"):
             parts = {name: tensor[0]}
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
@@ -171,6 +172,8 @@ SCALES = {
     KINDS.Q4_K: ((0, 0.0008), (2, 0.006)),
     KINDS.Q5_K: ((0, 0.0004), (2, 0.006)),
     KINDS.Q6_K: ((208, 0.00015),),
+    KINDS.IQ4_NL: ((0, 0.003),),
+    KINDS.IQ4_XS: ((0, 0.0002),),
 }
 """Where a block has float16 scales, and values that make weights of about 0.2 with mean 0."""
 

@@ -7,7 +7,7 @@ import random
 import shutil
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,11 +113,12 @@ def tokens() -> list[str]:
     return [*sorted(pre_tokenizers.ByteLevel.alphabet()), "he", "ll", "<bos>", "<eos>"]
 
 
-def write_gguf(path: Path, **changes: Any) -> Path:
+def write_gguf(path: Path, kinds: Sequence[str] = ("F32",), **changes: Any) -> Path:
     """Write the same checkpoint as a GGUF file.
 
     Args:
         path: of the file.
+        kinds: types of the matrices, in turn.
         changes: values of `llama.*` fields, with `__` for a dot.
     """
     writer = gguf.GGUFWriter(path, "llama")
@@ -142,9 +143,11 @@ def write_gguf(path: Path, **changes: Any) -> Path:
     writer.add_uint32("tokenizer.ggml.eos_token_id", 259)
     writer.add_bool("tokenizer.ggml.add_bos_token", False)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
-    for name, shape in shapes().items():
+    for index, (name, shape) in enumerate(shapes().items()):
         stored = names.get_name(name, try_suffixes=(".weight",))
-        writer.add_tensor(stored, (torch.randn(shape) * 0.1).numpy())
+        kind = gguf.GGMLQuantizationType[kinds[index % len(kinds)] if len(shape) == 2 else "F32"]
+        data = gguf.quants.quantize((torch.randn(shape) * 0.1).numpy(), kind)
+        writer.add_tensor(stored, data, raw_dtype=kind)
     finish(writer)
     return path
 
@@ -204,17 +207,17 @@ def mutants(format: str, base: Path, work: Path, seeds: range) -> Iterator[tuple
     """Yield a label and the path of each mutant of a format, one at a time.
 
     Args:
-        format: "gguf" or one of FOLDER_FILES.
+        format: "gguf", "gguf-blocks" or one of FOLDER_FILES.
         base: a checkpoint: a folder, or the file of a GGUF.
         work: where the mutants are written; each replaces the one before.
         seeds: one per mutant.
     """
     for seed in seeds:
         rng = random.Random(f"{format} {seed}")
-        if format == "gguf":
+        if format.startswith("gguf"):
             path = work / "mutant.gguf"
             path.write_bytes(mutated_bytes(rng, base.read_bytes(), 6_000))
-            yield f"gguf {seed}", path
+            yield f"{format} {seed}", path
             continue
         folder = work / "mutant"
         shutil.rmtree(folder, ignore_errors=True)

@@ -105,7 +105,7 @@ def checked(matrix: Any, method: str, shape: Sequence[int]) -> QuantizedMatrix:
     return matrix
 
 
-def check_words(cause: ValueError, what: str) -> None:
+def check_message(cause: ValueError, what: str) -> None:
     """Check that an error says something."""
     if len(str(cause).split()) < 3:
         raise WORDS.violation(f"{what} raised {type(cause).__name__}({str(cause)!r})")
@@ -129,7 +129,7 @@ def check_refused(matrix: QuantizedMatrix, start: int, stop: int) -> None:
     try:
         matrix.columns(start, stop)
     except ValueError as cause:
-        check_words(cause, what)
+        check_message(cause, what)
         return
     except Exception as cause:
         raise PARTS.violation(f"{what} raised {type(cause).__name__}: {cause}") from cause
@@ -143,7 +143,7 @@ def check_joined(matrix: QuantizedMatrix, numbers: torch.Tensor) -> None:
     try:
         found = matrix.joined([matrix.rows(*bounds) for bounds in ends], 0)
     except ValueError as cause:
-        check_words(cause, "joined")
+        check_message(cause, "joined")
         return
     check_part(found, torch.cat([numbers[slice(*bounds)] for bounds in ends]), "joined rows")
 

@@ -38,9 +38,9 @@ from .quantization_rules import (
     UNCHANGED,
     QuantizedSample,
     check_joined,
+    check_message,
     check_part,
     check_refused,
-    check_words,
     checked,
     damages,
     described,
@@ -237,7 +237,7 @@ class QuantizationSuite(ComponentSuite):
             try:
                 numbers = self._quantized(given, scheme).dequantize()
             except ValueError as cause:
-                check_words(cause, f"quantize, given {kind},")
+                check_message(cause, f"quantize, given {kind},")
                 continue
             if not numbers.isfinite().all():
                 raise FINITE.violation(
@@ -262,7 +262,7 @@ class QuantizationSuite(ComponentSuite):
             try:
                 matrix = scheme.read(stored)
             except ValueError as cause:
-                check_words(cause, f"read, with {what},")
+                check_message(cause, f"read, with {what},")
                 if name not in str(cause):
                     raise DAMAGE.violation(
                         f"with {what}, read raised {str(cause)!r}, which does not name it"

@@ -87,11 +87,13 @@ class QuantizedSample:
         weight: float32, the numbers that it stands for.
         damaged: variants that have to be refused, by what is wrong with them. The suite itself
             tries those without one of the tensors, and with one of another shape or dtype.
+        optional: names of tensors that may be missing.
     """
 
     stored: QuantizedWeight
     weight: torch.Tensor
     damaged: Mapping[str, QuantizedWeight] = field(default_factory=dict)
+    optional: tuple[str, ...] = ()
 
 
 def checked(matrix: Any, method: str, shape: Sequence[int]) -> QuantizedMatrix:
@@ -148,11 +150,13 @@ def check_joined(matrix: QuantizedMatrix, numbers: torch.Tensor) -> None:
     check_part(found, torch.cat([numbers[slice(*bounds)] for bounds in ends]), "joined rows")
 
 
-def damages(stored: QuantizedWeight) -> dict[str, tuple[QuantizedWeight, str]]:
+def damages(sample: QuantizedSample) -> dict[str, tuple[QuantizedWeight, str]]:
     """Return variants of a stored matrix, and what an error has to name, by description."""
-    found = {}
+    found, stored = {}, sample.stored
     for name, tensor in stored.tensors.items():
-        variants: dict[str, torch.Tensor | None] = {f"{name} missing": None}
+        variants: dict[str, torch.Tensor | None] = {}
+        if name not in sample.optional:
+            variants[f"{name} missing"] = None
         if tensor.dim():
             variants[f"a row of {name} missing"] = tensor[:-1].clone()
         if tensor.dim() > 1:

@@ -258,7 +258,7 @@ class QuantizationSuite(ComponentSuite):
 
     def _check_damage(self, scheme: Quantization, sample: QuantizedSample) -> None:
         cases = {what: (stored, "") for what, stored in sample.damaged.items()}
-        for what, (stored, name) in (damages(sample.stored) | cases).items():
+        for what, (stored, name) in (damages(sample) | cases).items():
             try:
                 matrix = scheme.read(stored)
             except ValueError as cause:

@@ -55,6 +55,7 @@ from .memory import (
     is_out_of_memory,
     memory_limit,
     out_of_memory,
+    trim_memory,
 )
 from .model_runner import ModelRunner
 from .planning.model_share import ModelShare, build_model_share, open_attention, open_ops
@@ -202,6 +203,7 @@ class LocalWorker:
         quantized.check_used()
         if spec.rank == 0 and (said := quantized.describe()) is not None:
             _log.info("matrices of few bits: %s", said)
+        trim_memory()
         if key is not None and _cache_key(spec, model) == key:  # the files are the same as before
             cache.save(key, model)
 

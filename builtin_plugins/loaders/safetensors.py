@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from hardpoint.plugins import ModelConfig, ModelError, ModelFiles, WeightLoader
+from hardpoint.plugins import ModelConfig, ModelError, ModelFiles, WeightFormat, WeightLoader
 from hardpoint.plugins.hf_config import (
     architecture,
     default_sampling,
@@ -19,7 +19,6 @@ from hardpoint.plugins.hf_config import (
     short,
     token_ids,
 )
-from hardpoint.plugins.model import WeightFormat
 from hardpoint.plugins.parallel import Cut, needed_part
 from hardpoint.plugins.quantization import QuantizedWeight
 
@@ -158,7 +157,7 @@ class SafetensorsLoader(WeightLoader):
         """Return the names of the tensors of each quantised matrix.
 
         It has others than a weight and a bias, `q_proj.qweight` and `q_proj.scales` for example,
-        beside `q_proj.weight` or in its place.
+        next to `q_proj.weight` or in its place.
         """
         if self._quantization is None:
             return {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -14,15 +13,6 @@ from hardpoint.core.errors import engine_dead
 from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest
 from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.registry.blame import raise_unless_fault
-
-
-def trim_memory() -> None:
-    """Return freed memory to the system, where the C library can (glibc)."""
-    # Otherwise a program that has closed its engine would keep the memory of the weights.
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (OSError, TypeError, AttributeError):  # another C library
-        pass
 
 
 class EngineCoreClient(Protocol):
@@ -134,4 +124,6 @@ class InprocClient:
             core.close()
         finally:
             del core
+            from hardpoint.core.worker.memory import trim_memory  # noqa: PLC0415 - needs torch
+
             trim_memory()

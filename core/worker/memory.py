@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -282,6 +283,15 @@ def cache_share(device: torch.device) -> float:
     """Return the KV cache's share of the memory that is left, unless it is configured."""
     # A CPU's memory is shared with other programs.
     return 0.9 if device.type == "cuda" else WorkerInfo.cache_share
+
+
+def trim_memory() -> None:
+    """Return freed memory to the system, where the C library can (glibc)."""
+    # Otherwise a program keeps that of weights which were packed, or whose engine was closed.
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, TypeError, AttributeError):  # another C library
+        pass
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -55,9 +55,10 @@ from .memory import (
     is_out_of_memory,
     memory_limit,
     out_of_memory,
+    trim_memory,
 )
 from .model_runner import ModelRunner
-from .planning.model_share import ModelShare, build_model_share, open_attention, open_ops
+from .planning.model_part import ModelPart, build_model_part, open_attention, open_ops
 from .planning.worker_spec import WorkerSpec
 from .profiling import Profiling
 from .rank_store import served_store
@@ -134,7 +135,7 @@ class LocalWorker:
         ranks = self._ranks
         if not ranks.have_met:
             self._meet(spec)
-        share = build_model_share(
+        share = build_model_part(
             spec, ops, backend, ranks.parallel, lambda: _share_of_memory(spec, ranks)
         )
         model, checked, attention = share.model, share.checked, share.attention
@@ -189,7 +190,7 @@ class LocalWorker:
         if self._ranks.are_many and spec.rank == 0:
             _log.info("ranks communicate by %s", self._ranks.describe())
 
-    def _load_weights(self, spec: WorkerSpec, ranks: Ranks, share: ModelShare) -> None:
+    def _load_weights(self, spec: WorkerSpec, ranks: Ranks, share: ModelPart) -> None:
         """Load the weights that an earlier process has packed, else those of the model's files."""
         model, checked, quantized = share.model, share.checked, share.quantized
         cache = self._weight_cache = WeightCache(spec.config.weight_cache, ranks.num_local)
@@ -202,6 +203,7 @@ class LocalWorker:
         quantized.check_used()
         if spec.rank == 0 and (said := quantized.describe()) is not None:
             _log.info("matrices of few bits: %s", said)
+        trim_memory()
         if key is not None and _cache_key(spec, model) == key:  # the files are the same as before
             cache.save(key, model)
 

@@ -165,7 +165,7 @@ def test_an_allocation_that_fails_gives_the_figures(error, scripted):
 
 def test_an_engine_that_is_dropped_closes_its_parts(scripted, monkeypatch):
     closed = []
-    close = "hardpoint.core.client.base.trim_memory"
+    close = "hardpoint.core.worker.memory.trim_memory"
     monkeypatch.setattr(close, lambda: closed.append("memory given back"))
     llm = LLM(config=scripted_config(scripted))
     llm.generate("say abc", SamplingParams(max_tokens=2))

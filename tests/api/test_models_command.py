@@ -1,0 +1,254 @@
+"""`hardpoint models`: what can be run, and what a model is and needs, before weights are read."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from hardpoint import model_report
+from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
+from hardpoint.cli import main
+from hardpoint.core.build import no_progress
+from hardpoint.core.config import load_config
+from hardpoint.core.engine.prepare import prepare_worker
+from hardpoint.core.worker.memory import MemoryLimit
+from hardpoint.core.worker.worker import LocalWorker
+from hardpoint.plugins.model import WeightFormat
+from hardpoint.registry.plugin_set import resolve_plugins
+
+pytestmark = pytest.mark.usefixtures("folder")
+
+TINY = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 2048,
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
+MIB = 1 << 20
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    return write(tmp_path / "tiny")
+
+
+def write(folder, **changes):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(TINY | changes))
+    return folder
+
+
+def settings_of(*settings):
+    given = ("load.use=dummy", "dtype=bfloat16", "weight_cache.path=off", *settings)
+    return [part for setting in given for part in ("--set", setting)]
+
+
+def report(capsys, folder, *arguments, settings=(), code=0):
+    command = ["models", str(folder), "--json", *settings_of(*settings), *arguments]
+    assert main(command) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def limited(monkeypatch, available):
+    monkeypatch.setattr(model_report, "memory_limit", lambda _: MemoryLimit(available, "the test"))
+
+
+def test_architectures_formats_and_schemes_are_listed(capsys):
+    assert main(["models", "--json", "--set", 'plugins.disable=["quantizations/q4_1"]']) == 0
+    found = {(each["kind"], each["name"]): each for each in json.loads(capsys.readouterr().out)}
+    assert {kind for kind, _ in found} == {"models", "loaders", "quantizations"}
+    assert found["models", "LlamaForCausalLM"]["distribution"] == "hardpoint"
+    assert found["loaders", "gguf"]["on"]
+    assert found["quantizations", "q4_0"]["about"].startswith("read from files: ")
+    assert found["quantizations", "int8"]["about"].startswith("made while weights are loaded: ")
+    off = found["quantizations", "q4_1"]
+    assert (off["on"], off["about"]) == (False, "")
+    assert main(["models"]) == 0
+    assert "architecture  LlamaForCausalLM " in capsys.readouterr().out
+
+
+def test_a_report_says_what_a_model_is(capsys, tmp_path):
+    folder = write(tmp_path / "windows", **WINDOWS)
+    found = report(capsys, folder, "--context", "100", "--context", "4000")
+    names = ("architecture", "provider", "loader", "vocab_size", "max_position_embeddings")
+    assert [found[name] for name in names] == [
+        "Qwen2ForCausalLM", *("hardpoint 0.1.0", "dummy", 2048, 4096)
+    ]  # fmt: skip
+    assert (found["path"], found["fits"], found["windows"]) == (
+        str(folder), True, [None, None, 64, 64]
+    )  # fmt: skip
+    attention, mlp = 2 * 128 * 128 + 2 * 128 * 64 + 128 + 2 * 64, 3 * 128 * 512
+    assert found["num_params"] == 4 * (attention + mlp + 2 * 128) + 128 + 2 * 2048 * 128
+    assert [each["num_tokens"] for each in found["contexts"]] == [100, 4000]
+    assert main(["models", str(folder), *settings_of()]) == 0
+    text = capsys.readouterr().out
+    assert "4: 2 see all tokens, 2 see the last 64 tokens\n" in text
+    assert "for requests of up to 4096 tokens.\n" in text
+
+
+def test_windows_save_memory_as_in_the_engine(capsys, tmp_path):
+    folder = write(tmp_path / "windows", **WINDOWS)
+    small = ("scheduler.max_num_batched_tokens=64",)
+    windows = report(capsys, folder, "--context", "4096", settings=small)["contexts"][0]
+    without = (*small, "kv_cache.window_groups=false")
+    full = report(capsys, folder, "--context", "4096", settings=without)["contexts"][0]
+    token = 2 * 2 * 32 * 2  # keys and values, heads, their size, bytes
+    assert full["one_request"] == 4 * 4096 * token
+    assert full["all_requests"] == 64 * full["one_request"]
+    assert windows["one_request"] < 0.6 * full["one_request"]
+
+
+def test_no_weight_is_read(capsys, tiny, monkeypatch):
+    monkeypatch.setattr(DummyLoader, "weights", lambda *_: pytest.fail("weights are read"))
+    assert report(capsys, tiny)["fits"]
+
+
+def test_the_longest_request_that_fits_is_the_longest(capsys, tiny, monkeypatch):
+    limited(monkeypatch, 10 * MIB)
+    settings = ("scheduler.max_num_seqs=1", "scheduler.max_num_batched_tokens=64")
+    found = report(capsys, tiny, settings=settings, code=1)
+    longest = found["longest"]
+    assert 0 < longest < 4096
+    assert found["problem"].startswith(f"model: '{tiny}' does not fit into memory: weights ")
+    assert [each["fits"] for each in found["contexts"]] == [False]
+    fitting = report(capsys, tiny, settings=(*settings, f"max_model_len={longest}"))
+    assert (fitting["fits"], fitting["problem"], fitting["longest"]) == (True, "", longest)
+    assert fitting["cache_bytes"] >= fitting["contexts"][-1]["one_request"]
+    report(capsys, tiny, settings=(*settings, "max_model_len=auto"))
+    assert main(["models", str(tiny), *settings_of(*settings)]) == 1
+    assert "\nIt does not fit: model: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, (), "'GPT2LMHeadModel' is not supported"),
+        ({}, ("quantization.use=q4_0",), "'q4_0' does not quantise weights, and"),
+        ({}, ("quantization.use=int9",), "no component 'int9' is enabled"),
+        ({}, ("parallel.tensor=3",), "2, 4 would do"),
+        ({}, ("max_model_len=5000",), "expected at most 4096"),
+    ],
+)
+def test_what_cannot_be_loaded_is_said_as_when_it_is(
+    capsys, monkeypatch, tmp_path, changes, settings, message
+):
+    # `formats` of random weights is not known; these say that they are float32.
+    def formats(self, shapes):
+        return {name: WeightFormat("float32", 4) for name in shapes}
+
+    monkeypatch.setattr(DummyLoader, "formats", formats)
+    assert main(["models", str(write(tmp_path / "wrong", **changes)), *settings_of(*settings)]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--context", "5"], "--context: expected a MODEL before it"),
+        (["smollm2", "--context", "0"], "--context: expected at least 1, got 0"),
+        (["./nowhere"], "found no file or directory './nowhere'"),
+    ],
+)
+def test_wrong_arguments(capsys, arguments, message):
+    assert main(["models", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_loader_that_does_not_know_its_formats_is_named(capsys, tiny, monkeypatch):
+    monkeypatch.setattr(DummyLoader, "formats", lambda *_: {"x": "float32"})
+    assert main(["models", str(tiny), *settings_of()]) == 2
+    error = capsys.readouterr().err
+    assert "plugin 'dummy'" in error
+    assert "its formats() gave" in error
+
+
+def loaded(folder, settings):
+    """Return the worker of a model, and the report that is made before."""
+    given = ["load.use=dummy", "weight_cache.path=off", *settings]
+    config, sources = load_config(None, settings=given, model=str(folder))
+    found = model_report.report_model(config, sources, ())
+    spec = prepare_worker(config, resolve_plugins(config, sources), sources, no_progress)
+    worker = LocalWorker(spec)
+    worker.load_model()
+    return worker, found
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("dtype=bfloat16",),
+        ("dtype=float32", "ops.use=torch"),
+        ("dtype=bfloat16", "quantization.use=int8"),
+        ("dtype=float32", "quantization.use=int4"),
+        ("dtype=bfloat16", "quantization.use=int8", 'quantization.skip=["*embed*","lm_head*"]'),
+        ("dtype=bfloat16", "quantization.use=int8", "ops.use=torch"),
+    ],
+)
+def test_weights_take_what_was_estimated(tmp_path, settings, tied):
+    folder = write(tmp_path / "model", tie_word_embeddings=tied)
+    worker, found = loaded(folder, settings)
+    packed = worker.runner._model._model.packed_weights()
+    held = sum(t.numel() * t.element_size() for t in {id(t): t for t in packed.values()}.values())
+    assert held == pytest.approx(found.weights_bytes, rel=0.05)
+    assert sum(group.held_bytes for group in found.weights) == found.weights_bytes
+    assert sum(group.num_params for group in found.weights) == found.num_params
+    bytes_per_block = worker.runner.attention.bytes_per_block
+    assert found.contexts[-1].one_request == 4096 // 16 * bytes_per_block
+    worker.close()
+
+
+def test_stages_and_ranks_share_a_model(capsys, tiny):
+    whole = report(capsys, tiny)
+    parts = report(capsys, tiny, settings=("parallel.pipeline=2", "parallel.tensor=2"))
+    assert (whole["num_ranks"], parts["num_ranks"]) == (1, 4)
+    assert parts["num_params"] == whole["num_params"]
+    assert parts["weights_bytes"] == pytest.approx(whole["weights_bytes"] / 4, rel=0.02)
+    assert sum(group["held_bytes"] for group in parts["weights"]) == pytest.approx(
+        whole["weights_bytes"], rel=0.02
+    )
+    assert parts["limit"].endswith(", divided by 4 ranks")
+    one, full = (found["contexts"][-1]["one_request"] for found in (parts, whole))
+    assert one == full // 4
+
+
+_MEASURED = """
+    import re, sys
+    from test_models_command import loaded
+
+    def anonymous():
+        with open("/proc/self/smaps_rollup") as file:
+            return int(re.search(r"Anonymous: +([0-9]+) kB", file.read())[1]) * 1024
+
+    small, large, *settings = sys.argv[1:]
+    first, _ = loaded(small, settings)  # what libraries allocate once
+    before = anonymous()
+    worker, found = loaded(large, settings)
+    after = anonymous()
+    print(found.weights_bytes, after - before)
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is measured in /proc")
+@pytest.mark.parametrize("use", ["auto", "int8"])
+def test_a_process_takes_what_was_estimated(tmp_path, tiny, use):
+    folder = write(tmp_path / "large", hidden_size=1024, intermediate_size=4096, vocab_size=32000)
+    command = [sys.executable, "-c", textwrap.dedent(_MEASURED), str(tiny), str(folder)]
+    command += ["dtype=bfloat16", f"quantization.use={use}"]
+    done = subprocess.run(
+        command, cwd=str(__file__).rsplit("/", 1)[0], capture_output=True, check=True
+    )
+    estimated, used = map(int, done.stdout.split())
+    assert used == pytest.approx(estimated, rel=0.1)

@@ -1,0 +1,36 @@
+"""docs/models.md lists the architectures that there are, and where each is compared."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+from support.processes import ROOT
+
+from hardpoint.builtin_plugins.loaders.gguf_architectures import ARCHITECTURES, architecture_of
+
+ROW = re.compile(r"^\| .* \| `(\w+)ForCausalLM` \| `(\w+)` \| `([\w/.]+)` \|$", re.MULTILINE)
+ROWS = ROW.findall((ROOT / "docs/models.md").read_text())
+
+
+def test_every_architecture_has_a_row():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {f"{family}ForCausalLM" for family, _, _ in ROWS}
+    assert names == project["entry-points"]["hardpoint.models"].keys()
+    assert len(ROWS) == len(names)
+
+
+def test_the_names_in_gguf_files_are_those_of_the_loader():
+    others = {"MistralForCausalLM": "LlamaForCausalLM"}  # files of both say "llama"
+    for family, name, _ in ROWS:
+        architecture = f"{family}ForCausalLM"
+        found = architecture_of(name, family == "Mixtral").name
+        assert found == others.get(architecture, architecture)
+    assert {name for _, name, _ in ROWS} == ARCHITECTURES.keys()
+
+
+def test_every_architecture_is_compared_with_transformers_where_the_page_says():
+    for family, _, file in ROWS:
+        source = (ROOT / file).read_text()
+        assert re.search(rf'": \(\s*"{family}",', source), f"{file} has no variant of {family}"
+        assert 'getattr(transformers, f"{family}ForCausalLM")' in source

@@ -11,11 +11,11 @@ from hardpoint.core.engine.prepare import prepare_worker
 from hardpoint.core.errors import close_all
 from hardpoint.core.kv_cache import size_cache
 from hardpoint.core.worker.memory import HeldWeight, MemoryLimit, memory_limit
-from hardpoint.core.worker.planning.model_part import (
-    ModelPart,
-    build_model_part,
+from hardpoint.core.worker.planning.planned_model import (
+    PlannedModel,
     open_attention,
     open_ops,
+    plan_model,
 )
 from hardpoint.core.worker.planning.worker_spec import WorkerSpec
 from hardpoint.core.worker.shares import FirstRank, check_parallelism
@@ -54,7 +54,7 @@ def report_model(
     limit = _limit(spec)
     tensor, stages = FirstRank(config.parallel.tensor), config.parallel.pipeline
     shares = [
-        build_model_part(
+        plan_model(
             spec,
             ops,
             backend,
@@ -70,7 +70,10 @@ def report_model(
 
 
 def _report(
-    spec: WorkerSpec, shares: Sequence[ModelPart], lengths: Sequence[int], kernels: tuple[str, str]
+    spec: WorkerSpec,
+    shares: Sequence[PlannedModel],
+    lengths: Sequence[int],
+    kernels: tuple[str, str],
 ) -> ModelReport:
     """Return the report of all stages, each of which its first rank stands for.
 
@@ -126,7 +129,7 @@ def _limit(spec: WorkerSpec) -> MemoryLimit:
     return MemoryLimit(limit.available // count, f"{limit.source}, divided by {count} ranks")
 
 
-def _problem(share: ModelPart, model: str) -> str:
+def _problem(share: PlannedModel, model: str) -> str:
     """Return why a rank does not fit; empty if it does."""
     try:
         share.estimate.check(model)
@@ -135,7 +138,7 @@ def _problem(share: ModelPart, model: str) -> str:
     return ""
 
 
-def _cache_bytes(share: ModelPart, spec: WorkerSpec) -> tuple[int, str]:
+def _cache_bytes(share: PlannedModel, spec: WorkerSpec) -> tuple[int, str]:
     """Return the size of the KV cache, and why there is none."""
     estimate, attention = share.estimate, share.attention
     rest = max(estimate.limit.available - estimate.weights - estimate.step, 0)
@@ -148,7 +151,7 @@ def _cache_bytes(share: ModelPart, spec: WorkerSpec) -> tuple[int, str]:
     return size.num_blocks * attention.bytes_per_block, ""
 
 
-def _context(share: ModelPart, config: EngineConfig, length: int, longest: int) -> ContextMemory:
+def _context(share: PlannedModel, config: EngineConfig, length: int, longest: int) -> ContextMemory:
     """Return what requests of one length need."""
     request = share.estimate.request
     null = request.needs.num_null_blocks * request.bytes_per_block
@@ -161,7 +164,7 @@ def _context(share: ModelPart, config: EngineConfig, length: int, longest: int) 
     )
 
 
-def _groups(spec: WorkerSpec, shares: Sequence[ModelPart]) -> list[WeightGroup]:
+def _groups(spec: WorkerSpec, shares: Sequence[PlannedModel]) -> list[WeightGroup]:
     """Return the weights by how they are stored and held, the most bytes first."""
     groups: dict[tuple[str | None, str], list[tuple[HeldWeight, int, bool]]] = defaultdict(list)
     seen = set[str]()

@@ -118,7 +118,7 @@ def _as_json(report: ModelReport) -> dict[str, Any]:
 
 
 def _print_report(report: ModelReport) -> None:
-    of_rank = f", for each of {report.num_ranks} ranks" if report.num_ranks > 1 else ""
+    suffix = f", for each of {report.num_ranks} ranks" if report.num_ranks > 1 else ""
     print(f"{report.model}: {report.architecture} ({report.provider}), read by {report.loader}")
     _print_facts(
         {
@@ -134,13 +134,13 @@ def _print_report(report: ModelReport) -> None:
             ],
         }
     )
-    print(f"\nmemory{of_rank}")
+    print(f"\nmemory{suffix}")
     loading = f", and {_size_text(report.loading_bytes)} while it is loaded"
     _print_facts(
         {
             "weights": [f"{_size_text(report.weights_bytes)}{loading}"],
             "largest step": [_size_text(report.step_bytes)],
-            "KV cache": [_context_text(context, report) for context in report.contexts],
+            "KV cache": [_context_text(memory, report) for memory in report.contexts],
             "available": [f"{_size_text(report.available)} ({report.limit})"],
         }
     )

@@ -58,7 +58,7 @@ from .memory import (
     trim_memory,
 )
 from .model_runner import ModelRunner
-from .planning.model_part import ModelPart, build_model_part, open_attention, open_ops
+from .planning.planned_model import PlannedModel, open_attention, open_ops, plan_model
 from .planning.worker_spec import WorkerSpec
 from .profiling import Profiling
 from .rank_store import served_store
@@ -135,7 +135,7 @@ class LocalWorker:
         ranks = self._ranks
         if not ranks.have_met:
             self._meet(spec)
-        share = build_model_part(
+        share = plan_model(
             spec, ops, backend, ranks.parallel, lambda: _share_of_memory(spec, ranks)
         )
         model, checked, attention = share.model, share.checked, share.attention
@@ -190,7 +190,7 @@ class LocalWorker:
         if self._ranks.are_many and spec.rank == 0:
             _log.info("ranks communicate by %s", self._ranks.describe())
 
-    def _load_weights(self, spec: WorkerSpec, ranks: Ranks, share: ModelPart) -> None:
+    def _load_weights(self, spec: WorkerSpec, ranks: Ranks, share: PlannedModel) -> None:
         """Load the weights that an earlier process has packed, else those of the model's files."""
         model, checked, quantized = share.model, share.checked, share.quantized
         cache = self._weight_cache = WeightCache(spec.config.weight_cache, ranks.num_local)

@@ -15,9 +15,14 @@ from hardpoint.cli import main
 from hardpoint.core.build import no_progress
 from hardpoint.core.config import load_config
 from hardpoint.core.engine.prepare import prepare_worker
-from hardpoint.core.worker.memory import MemoryLimit
-from hardpoint.core.worker.worker import LocalWorker
+from hardpoint.core.worker.memory import MemoryLimit, memory_limit, trim_memory
+from hardpoint.core.worker.planning.planned_model import (
+    open_attention,
+    open_ops,
+    plan_model,
+)
 from hardpoint.plugins.model import WeightFormat
+from hardpoint.plugins.parallel import Parallel
 from hardpoint.registry.plugin_set import resolve_plugins
 
 pytestmark = pytest.mark.usefixtures("folder")
@@ -174,14 +179,17 @@ def test_a_loader_that_does_not_know_its_formats_is_named(capsys, tiny, monkeypa
 
 
 def loaded(folder, settings):
-    """Return the worker of a model, and the report that is made before."""
-    given = ["load.use=dummy", "weight_cache.path=off", *settings]
+    """Return the rank's share of a model, with its weights, and the report that is made before."""
+    given = ["load.use=dummy", *settings]
     config, sources = load_config(None, settings=given, model=str(folder))
     found = model_report.report_model(config, sources, ())
     spec = prepare_worker(config, resolve_plugins(config, sources), sources, no_progress)
-    worker = LocalWorker(spec)
-    worker.load_model()
-    return worker, found
+    limit = memory_limit(spec.device)
+    share = plan_model(spec, open_ops(spec), open_attention(spec), Parallel(), lambda: limit)
+    weights = spec.loader.weights(share.checked.shapes)
+    share.model.load_weights(share.quantized.pass_on(weights))
+    trim_memory()
+    return share, found
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -198,15 +206,13 @@ def loaded(folder, settings):
 )
 def test_weights_take_what_was_estimated(tmp_path, settings, tied):
     folder = write(tmp_path / "model", tie_word_embeddings=tied)
-    worker, found = loaded(folder, settings)
-    packed = worker.runner._model._model.packed_weights()
+    share, found = loaded(folder, settings)
+    packed = share.model.packed_weights()
     held = sum(t.numel() * t.element_size() for t in {id(t): t for t in packed.values()}.values())
     assert held == pytest.approx(found.weights_bytes, rel=0.05)
     assert sum(group.held_bytes for group in found.weights) == found.weights_bytes
     assert sum(group.num_params for group in found.weights) == found.num_params
-    bytes_per_block = worker.runner.attention.bytes_per_block
-    assert found.contexts[-1].one_request == 4096 // 16 * bytes_per_block
-    worker.close()
+    assert found.contexts[-1].one_request == 4096 // 16 * share.attention.bytes_per_block
 
 
 def test_stages_and_ranks_share_a_model(capsys, tiny):
@@ -234,7 +240,7 @@ _MEASURED = """
     small, large, *settings = sys.argv[1:]
     first, _ = loaded(small, settings)  # what libraries allocate once
     before = anonymous()
-    worker, found = loaded(large, settings)
+    share, found = loaded(large, settings)
     after = anonymous()
     print(found.weights_bytes, after - before)
 """

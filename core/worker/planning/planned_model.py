@@ -28,7 +28,7 @@ from .worker_spec import WorkerSpec
 
 
 @dataclass(frozen=True)
-class ModelPart:
+class PlannedModel:
     """A rank's share of a model, whose weights are not read yet.
 
     Attributes:
@@ -73,13 +73,13 @@ def open_attention(spec: WorkerSpec) -> AttentionBackend:
     )
 
 
-def build_model_part(
+def plan_model(
     spec: WorkerSpec,
     ops: Ops,
     backend: AttentionBackend,
     parallel: Parallel,
     limit: Callable[[], MemoryLimit],
-) -> ModelPart:
+) -> PlannedModel:
     """Build a rank's share of the model, and estimate its memory; no weight is read.
 
     Args:
@@ -117,7 +117,7 @@ def build_model_part(
     estimate = estimate_memory(
         model, spec.config, weights, attention.bytes_per_block, attention.groups, limit()
     )
-    return ModelPart(model, checked, attention, quantized, weights, estimate)
+    return PlannedModel(model, checked, attention, quantized, weights, estimate)
 
 
 def _layer_groups(

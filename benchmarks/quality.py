@@ -47,7 +47,7 @@ def read_texts(checkpoint: Path, positions: int) -> list[list[int]]:
 
 
 @dataclass(frozen=True)
-class Found:
+class Reading:
     """What an engine says about the texts.
 
     Attributes:
@@ -59,7 +59,7 @@ class Found:
     perplexity: float
 
 
-def read_by_transformers(checkpoint: Path, texts: list[list[int]], dtype: torch.dtype) -> Found:
+def read_by_transformers(checkpoint: Path, texts: list[list[int]], dtype: torch.dtype) -> Reading:
     """Read the texts with transformers."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
     choices: list[int] = []
@@ -69,12 +69,12 @@ def read_by_transformers(checkpoint: Path, texts: list[list[int]], dtype: torch.
             logits = model(torch.tensor([ids])).logits[0, :-1].float()
             choices += logits.argmax(-1).tolist()
             losses.append(F.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none"))
-    return Found(choices, math.exp(torch.cat(losses).mean().item()))
+    return Reading(choices, math.exp(torch.cat(losses).mean().item()))
 
 
 def read_by_hardpoint(
     model: Path, texts: list[list[int]], dtype: str, quantization: str = "auto"
-) -> Found:
+) -> Reading:
     """Read the texts with Hardpoint."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
     prompts = [{"prompt_token_ids": ids} for ids in texts]
@@ -88,7 +88,7 @@ def read_by_hardpoint(
     choices = [
         next(token for token, entry in entries.items() if entry.rank == 1) for entries in positions
     ]
-    return Found(choices, math.exp(sum(losses) / len(losses)))
+    return Reading(choices, math.exp(sum(losses) / len(losses)))
 
 
 def main() -> None:

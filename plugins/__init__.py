@@ -3,7 +3,8 @@
 Besides these names, some modules are public: `hardpoint.plugins.errors`, `typed` (options and
 arguments), `commands` (of the command line), for models and loaders `models` (layers) and
 `hf_config` (fields of Hugging Face configs), for weights of few bits `quantization`, for executors
-`executor`, `parallel` and `worker_calls` (calls as bytes), and more for single kinds, which docs/reference/types.md lists.
+`executor`, `parallel` and `worker_calls` (calls as bytes), and more for single kinds, which
+docs/reference/types.md lists.
 
 Start with the interface of your kind (`LogitsProcessor`, `SchedulingPolicy`, ...), state
 `contract = 1` in your class, and register it under the entry-point group `hardpoint.<kind>`.

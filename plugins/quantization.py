@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ __all__ = [
 
 OUTER_COLUMNS = 256
 """Columns that share an outer scale of `AffineCodes`."""
+_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,20 +219,47 @@ class AffineCodes(QuantizedMatrix):
 
     def dequantize(self) -> torch.Tensor:
         """Return W in float32."""
-        codes = self.codes
-        numbers = codes.float() if self.values is None else self.values[codes.long()]
-        columns = self.shape[1]
-        scale = _spread(self.scales, self.outer_scales, self.group, columns)
-        offset = _spread(self.offsets, self.outer_offsets, self.group, columns)
-        assert scale is not None
-        weight = numbers.mul_(scale)
-        return weight if offset is None else weight.add_(offset)
+        import torch  # noqa: PLC0415 - the contract is imported without it
+
+        rows, columns = self.shape
+        weight = torch.empty((rows, columns))
+        step = max(_AT_ONCE // max(columns, 1), 1)  # rows that a processor's cache holds
+        for start in range(0, rows, step):
+            self._dequantize(slice(start, start + step), weight[start : start + step])
+        return weight
 
     def is_finite(self) -> bool:
         """Return whether all scales and offsets are finite."""
         given = (self.scales, self.offsets, self.outer_scales, self.outer_offsets)
         floats = [tensor for tensor in given if tensor is not None and tensor.is_floating_point()]
         return all(bool(tensor.isfinite().all()) for tensor in floats)
+
+    def _dequantize(self, rows: slice, out: torch.Tensor) -> None:
+        """Write some rows of W into `out`, contiguous."""
+        import torch  # noqa: PLC0415
+
+        codes = self.codes[rows]
+        if self.values is None:
+            out.copy_(codes)
+        else:
+            torch.index_select(self.values, 0, codes.flatten().int(), out=out.view(-1))
+        scales = self._factors(self.scales[rows], self.outer_scales, rows)
+        _each_group(out, scales, torch.Tensor.mul_)
+        if self.offsets is not None:
+            offsets = self._factors(self.offsets[rows], self.outer_offsets, rows)
+            _each_group(out, offsets, torch.Tensor.add_)
+
+    def _factors(
+        self, factors: torch.Tensor, outer: torch.Tensor | None, rows: slice
+    ) -> tuple[torch.Tensor, int]:
+        """Return factors of some rows in float32, and the columns that each is for."""
+        if outer is None:
+            return factors.float(), self.group
+        per = math.gcd(self.group, OUTER_COLUMNS)
+        factors = factors.float().repeat_interleave(self.group // per, 1)
+        outer = outer[rows].float().repeat_interleave(OUTER_COLUMNS // per, 1)
+        count = -(-self.shape[1] // per)
+        return factors[:, :count] * outer[:, :count], per
 
     def _with(self, change: Callable[[torch.Tensor, int], torch.Tensor]) -> AffineCodes:
         """Return a copy, whose tensors are `change(tensor, columns per element)`."""
@@ -327,16 +356,19 @@ class DenseMatrix(QuantizedMatrix):
         return self._weight.clone()
 
 
-def _spread(
-    factors: torch.Tensor | None, outer: torch.Tensor | None, group: int, columns: int
-) -> torch.Tensor | None:
-    """Return factors of groups for each column, float32 [rows, columns]."""
-    if factors is None:
-        return None
-    spread = factors.float().repeat_interleave(group, 1)[:, :columns]
-    if outer is not None:
-        spread *= outer.float().repeat_interleave(OUTER_COLUMNS, 1)[:, :columns]
-    return spread
+def _each_group(
+    weight: torch.Tensor,
+    factors: tuple[torch.Tensor, int],
+    change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    """Multiply or add factors of groups of columns in place."""
+    numbers, per = factors
+    rows, columns = weight.shape
+    whole = columns // per
+    groups = weight[:, : whole * per].view(rows, whole, per)
+    change(groups, numbers[:, :whole, None])
+    if columns % per:  # the last group has fewer
+        change(weight[:, whole * per :], numbers[:, whole:])
 
 
 @dataclass(frozen=True, kw_only=True)

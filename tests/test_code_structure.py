@@ -39,6 +39,8 @@ SMALL_MODULES = {
     "hardpoint.core.worker.profiling": "torch's profiler, which nothing else of a worker needs",
     "hardpoint.core.worker.sampling.edits": "an algorithm with tests of its own",
     "hardpoint.registry.ordering": "an algorithm with tests of its own",
+    "hardpoint.testing.model.code_matrices": "samples of codes; the suite of operations is large",
+    "hardpoint.testing.model.quantized_model": "a check of its own; the suite of models is large",
     "hardpoint.user_text": "an algorithm with tests of its own",
 }
 """Small modules with one importer that are a concept of their own, and why."""

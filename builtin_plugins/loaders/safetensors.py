@@ -157,7 +157,7 @@ class SafetensorsLoader(WeightLoader):
         """Return the names of the tensors of each quantised matrix.
 
         It has others than a weight and a bias, `q_proj.qweight` and `q_proj.scales` for example,
-        beside `q_proj.weight` or in its place.
+        next to `q_proj.weight` or in its place.
         """
         if self._quantization is None:
             return {}

@@ -17,6 +17,7 @@ from hardpoint.plugins.quantization import AffineCodes
 
 _MEMORY = 1 << 23  # bytes of memory that are allocated at once
 _ALIGNED = 64  # bytes of a line of memory
+_CODES_HEADER = 32  # bytes: four numbers
 _CODES_MAGIC = 0x317365646F637068  # of codes.h: the first word of packed codes
 _LONG_WORK = 1 << 26  # multiplications of a product that is worth releasing Python's lock
 
@@ -80,8 +81,6 @@ class NativeOps(Ops):
 
     def pack_codes(self, parts: Sequence[AffineCodes]) -> torch.Tensor:
         """Return a copy of the codes, in blocks that fit the processor's registers."""
-        if not all(map(_has_kernel, parts)):
-            return super().pack_codes(parts)
         return cpu.pack_codes(
             self._library,
             [part.contiguous() for part in parts],
@@ -292,20 +291,14 @@ class NativeOps(Ops):
         return y
 
 
-def _has_kernel(part: AffineCodes) -> bool:
-    """Return whether the kernels multiply some codes: their table holds numbers of bfloat16."""
-    values = part.values
-    return values is None or torch.equal(values.bfloat16().float(), values.float())
-
-
 def _check_codes(packed: torch.Tensor, shape: tuple[int, int]) -> None:
     """Check the header of packed codes.
 
     Raises:
         ValueError: it is none, or that of another shape.
     """
-    words = packed[:32].view(torch.int64).tolist() if len(packed) >= 32 else [0] * 4
-    magic, _, *found = words
+    has_header = len(packed) >= _CODES_HEADER
+    magic, _, *found = packed[:_CODES_HEADER].view(torch.int64).tolist() if has_header else [0] * 4
     if magic != _CODES_MAGIC or tuple(found) != tuple(shape):
         raise ValueError(
             f"expected packed codes of a matrix {list(shape)}, got {packed.dtype} "

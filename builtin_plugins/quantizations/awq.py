@@ -86,10 +86,10 @@ class AWQ(StoredScheme):
         return stored_bytes(shape, _BITS, self._group, True) if self.context.config else None
 
 
-def _codes(words: torch.Tensor) -> torch.Tensor:
-    """Return the codes of words [columns, rows / 8], uint8 [rows, columns]."""
-    words = words.t().contiguous()
-    codes = torch.empty((len(words), _PER_WORD, words.shape[1]), dtype=torch.uint8)
+def _codes(packed: torch.Tensor) -> torch.Tensor:
+    """Return the codes of int32 [columns, rows / 8] as uint8 [rows, columns]."""
+    packed = packed.t().contiguous()
+    codes = torch.empty((len(packed), _PER_WORD, packed.shape[1]), dtype=torch.uint8)
     for place, row in enumerate(_ORDER):
-        codes[:, row] = (words >> (_BITS * place)).bitwise_and_(15)
+        codes[:, row] = (packed >> (_BITS * place)).bitwise_and_(15)
     return codes.flatten(0, 1)

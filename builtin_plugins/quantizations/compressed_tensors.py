@@ -62,8 +62,7 @@ class _Weights:
             shapes["weight"] = (torch.int8,), (rows, columns)
             shapes["weight_zero_point"] = (torch.int8,), scales
         else:
-            words = -(-columns * self.bits // 32)
-            shapes["weight_packed"] = (torch.int32,), (rows, words)
+            shapes["weight_packed"] = (torch.int32,), (rows, -(-columns * self.bits // 32))
             shapes["weight_zero_point"] = (torch.int32,), (-(-rows * self.bits // 32), groups)
             shapes["weight_shape"] = _INDICES, (2,)
         if self.reorders:

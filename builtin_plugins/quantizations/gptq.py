@@ -101,7 +101,7 @@ class GPTQ(StoredScheme):
         self.check(stored)
         (rows, columns), tensors = stored.shape, stored.tensors
         zeros = tensors["qzeros"]
-        if self._stores_less:  # words were subtracted from, so that a number may have borrowed
+        if self._stores_less:  # subtracted from all of an int32, so that a zero may have borrowed
             zeros = zeros + _ONES[self._bits]
         codes = unpack(tensors["qweight"].t(), self._bits, columns)
         zeros = unpack(zeros, self._bits, rows).t()

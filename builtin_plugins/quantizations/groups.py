@@ -1,4 +1,4 @@
-"""Weights of eight or four bits with a scale per group of columns, made from any checkpoint."""
+"""Weights of eight or four bits, scaled by groups of columns, made from any checkpoint."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CUT = (0.0, 0.5, 1.0)
 """Which part of the steps above 15 is cut off at the lower end, the rest at the upper one."""
 
 Groups = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Codes [groups, columns], scales [groups, 1], and offsets [groups, 1] or [groups, 0]."""
+"""Codes [groups, columns], scales and offsets [groups, 1]."""
 
 
 class _Groups(Quantization):
@@ -40,7 +40,7 @@ class _Groups(Quantization):
     group_size: int
 
     def quantize(self, weight: torch.Tensor) -> AffineCodes:
-        """Return codes with a scale per group, of four bits with an offset too.
+        """Return codes with a scale and an offset per group.
 
         Groups are quantised alone, so that parts of a weight give parts of the result.
 
@@ -61,17 +61,16 @@ class _Groups(Quantization):
             self.bits,
             self.group_size,
             scales.to(dtype),
-            offsets.to(dtype) if offsets.shape[1] else None,
+            offsets.to(dtype),
         )
 
     def stored_bytes(self, shape: tuple[int, int]) -> int:
         """Return the bytes of codes, and of scales and offsets in float16."""
         rows, columns = shape
-        per_group = 2 if self.bits == 8 else 4
-        return rows * (-(-columns * self.bits // 8) + per_group * -(-columns // self.group_size))
+        return rows * (-(-columns * self.bits // 8) + 4 * -(-columns // self.group_size))
 
     def _rows(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return codes [rows, columns], scales and offsets [rows, groups or 0] of some rows."""
+        """Return codes [rows, columns], scales and offsets [rows, groups] of some rows."""
         rows, columns = weight.shape
         whole = columns // self.group_size * self.group_size
         parts = []
@@ -89,7 +88,7 @@ class _Groups(Quantization):
 
 
 class Int8(_Groups):
-    """Codes of eight bits around 0, and a scale per group."""
+    """Codes of eight bits, and a scale and an offset per group: 255 steps between its limits."""
 
     contract = 1
     bits = 8
@@ -98,10 +97,10 @@ class Int8(_Groups):
         """The groups.
 
         Attributes:
-            group_size: columns that share a scale.
+            group_size: columns that share a scale and an offset.
         """
 
-        group_size: GroupSize = 64
+        group_size: GroupSize = 32
 
     options: Options
 
@@ -111,10 +110,11 @@ class Int8(_Groups):
         self.group_size = self.options.group_size
 
     def quantize_groups(self, weight: torch.Tensor) -> Groups:
-        """Return codes from -127 to 127; the largest weight of a group has one of these."""
-        scale = _representable(weight.abs().amax(1, keepdim=True) / 127)
-        codes = torch.div(weight, scale.masked_fill(scale == 0, torch.inf))
-        return codes.round_().clamp_(-127, 127).to(torch.int8), scale, scale[:, :0]
+        """Return codes from -128, the smallest weight of a group, to 127, the largest one."""
+        low, high = weight.aminmax(dim=1, keepdim=True)
+        scale = high / 255 - low / 255
+        scale, offset = _stored(scale, low / 2 + high / 2 + scale / 2)
+        return _codes(weight, scale, offset, -128, 127).to(torch.int8), scale, offset
 
 
 class Int4(_Groups):
@@ -154,12 +154,8 @@ class Int4(_Groups):
         unit = weight.div(divisor).sub_(low).div_(width.masked_fill(width == 0, torch.inf))
         scale, offset = _least_squares(unit)  # of numbers from 0 to 1
         scale, offset = scale * width * size, (offset * width + low) * size
-        is_wide = (offset.abs() > _LARGEST) | ((scale == 0) & (offset.abs() < _SMALLEST))
-        rounded = _representable(scale)
-        scale = torch.where(is_wide, scale, rounded)
-        offset = torch.where(is_wide | (scale != _half(scale)), offset, _half(offset))
-        codes = torch.sub(weight, offset).div_(scale.masked_fill(scale == 0, torch.inf))
-        return codes.round_().clamp_(0, 15).to(torch.uint8), scale, offset
+        scale, offset = _stored(scale, offset)
+        return _codes(weight, scale, offset, 0, 15).to(torch.uint8), scale, offset
 
 
 def _least_squares(unit: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -195,11 +191,21 @@ def _half(numbers: torch.Tensor) -> torch.Tensor:
     return numbers.half().float()
 
 
-def _representable(scale: torch.Tensor) -> torch.Tensor:
-    """Return scales rounded to float16; those that are too small or too large for it stay."""
+def _codes(
+    weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, lowest: int, highest: int
+) -> torch.Tensor:
+    """Return the whole numbers that come nearest to the weights of groups."""
+    codes = torch.sub(weight, offset).div_(scale.masked_fill(scale == 0, torch.inf))
+    return codes.round_().clamp_(lowest, highest)
+
+
+def _stored(scale: torch.Tensor, offset: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scales and offsets rounded to float16; those of groups that it does not fit stay."""
     scale = scale.masked_fill(scale < _TINY, 0)
-    fits = (scale >= _SMALLEST) & (scale <= _LARGEST)
-    return torch.where(fits, _half(scale), scale)
+    fits = (scale >= _SMALLEST) & (scale <= _LARGEST) & (offset.abs() <= _LARGEST)
+    is_constant = (scale == 0) & (offset.abs() >= _SMALLEST) & (offset.abs() <= _LARGEST)
+    fits |= is_constant
+    return torch.where(fits, _half(scale), scale), torch.where(fits, _half(offset), offset)
 
 
 def _fits(numbers: torch.Tensor) -> bool:

@@ -145,15 +145,15 @@ def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def unpack(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """Return unsigned numbers of 4 or 8 bits, uint8 [rows, count].
 
     Args:
-        words: int32 [rows, words], the first numbers in the lowest bits.
+        packed: int32, the first numbers of a row in the lowest bits of its first element.
         bits: of a number.
         count: of the numbers of a row; those above it are padding.
     """
-    numbers = words.contiguous().view(torch.uint8)
+    numbers = packed.contiguous().view(torch.uint8)
     if bits == 4:
         numbers = torch.stack([numbers & 15, numbers >> 4], 2).flatten(1)
     return numbers[:, :count]

@@ -11,7 +11,7 @@ from hardpoint.plugins.quantization import OUTER_COLUMNS, AffineCodes
 
 
 @dataclass(frozen=True)
-class Form:
+class CodesKind:
     """A form of `AffineCodes`.
 
     Attributes:
@@ -53,14 +53,14 @@ class Form:
 
 
 FORMS = (
-    Form("8 bits", 8, 32, torch.float16),
-    Form("8 bits with offsets", 8, 128, torch.float32, has_offsets=True),
-    Form("4 bits", 4, 32, torch.float16),
-    Form("4 bits with offsets", 4, 64, torch.float32, has_offsets=True),
-    Form("4 bits of a table", 4, 32, torch.float32, has_values=True),
-    Form("4 bits with two levels of scales", 4, 32, torch.uint8, has_offsets=True),
-    Form("5 bits with two levels of scales", 5, 32, torch.uint8, has_offsets=True),
-    Form("5 bits of a table", 5, 16, torch.float16, has_offsets=True, has_values=True),
-    Form("6 bits with two levels of scales", 6, 16, torch.int8),
-    Form("6 bits with offsets", 6, 96, torch.float16, has_offsets=True),
+    CodesKind("8 bits", 8, 32, torch.float16),
+    CodesKind("8 bits with offsets", 8, 128, torch.float32, has_offsets=True),
+    CodesKind("4 bits", 4, 32, torch.float16),
+    CodesKind("4 bits with offsets", 4, 64, torch.float32, has_offsets=True),
+    CodesKind("4 bits of a table", 4, 32, torch.float32, has_values=True),
+    CodesKind("4 bits with two levels of scales", 4, 32, torch.uint8, has_offsets=True),
+    CodesKind("5 bits with two levels of scales", 5, 32, torch.uint8, has_offsets=True),
+    CodesKind("5 bits of a table", 5, 16, torch.float16, has_offsets=True, has_values=True),
+    CodesKind("6 bits with two levels of scales", 6, 16, torch.int8),
+    CodesKind("6 bits with offsets", 6, 96, torch.float16, has_offsets=True),
 )

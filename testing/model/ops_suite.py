@@ -12,6 +12,7 @@ import torch
 
 from hardpoint.plugins import Ops, OpsContext
 from hardpoint.plugins.component import Component
+from hardpoint.plugins.quantization import AffineCodes
 from hardpoint.testing.component_suite import ComponentSuite, first_device
 from hardpoint.testing.suite import Rule, reject_replaced_tests
 
@@ -257,7 +258,7 @@ class OpsSuite(ComponentSuite):
             # Terms may cancel out, of which each may be rounded.
             scale = (x.double().square() @ weight.double().square().T).sqrt()
             bias = self._draw(len(weight), dtype=dtype)
-            packed = self._packed(ops, "pack_codes", lambda o, parts=parts: o.pack_codes(parts))
+            packed = self._packed(ops, "pack_codes", functools.partial(_pack_codes, parts))
             kept = torch.cat([part.dequantize() for part in parts]).to(x.device)
             self._check_kept(kept, weight, "pack_codes", "its parts")
             for given, out_dtype in ((None, None), (bias, torch.float32))[: len(parts)]:
@@ -280,7 +281,7 @@ class OpsSuite(ComponentSuite):
         generator = torch.Generator().manual_seed(size)
         for form in FORMS:
             matrix = form.draw(23, size, generator)
-            packed = self._packed(ops, "pack_codes", lambda o, m=matrix: o.pack_codes([m]))
+            packed = self._packed(ops, "pack_codes", functools.partial(_pack_codes, [matrix]))
             read = ops.embedding(packed, (23, size))
             if read is None:
                 continue
@@ -629,6 +630,10 @@ class OpsSuite(ComponentSuite):
     ) -> None:
         if not torch.equal(got, expected):
             raise IN_PLACE.violation(f"{what} changed {argument}")
+
+
+def _pack_codes(parts: Sequence[AffineCodes], ops: Ops) -> torch.Tensor:
+    return ops.pack_codes(parts)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -87,11 +87,13 @@ class QuantizedSample:
         weight: float32, the numbers that it stands for.
         damaged: variants that have to be refused, by what is wrong with them. The suite itself
             tries those without one of the tensors, and with one of another shape or dtype.
+        optional: names of tensors that may be missing.
     """
 
     stored: QuantizedWeight
     weight: torch.Tensor
     damaged: Mapping[str, QuantizedWeight] = field(default_factory=dict)
+    optional: tuple[str, ...] = ()
 
 
 def checked(matrix: Any, method: str, shape: Sequence[int]) -> QuantizedMatrix:
@@ -105,7 +107,7 @@ def checked(matrix: Any, method: str, shape: Sequence[int]) -> QuantizedMatrix:
     return matrix
 
 
-def check_words(cause: ValueError, what: str) -> None:
+def check_message(cause: ValueError, what: str) -> None:
     """Check that an error says something."""
     if len(str(cause).split()) < 3:
         raise WORDS.violation(f"{what} raised {type(cause).__name__}({str(cause)!r})")
@@ -129,7 +131,7 @@ def check_refused(matrix: QuantizedMatrix, start: int, stop: int) -> None:
     try:
         matrix.columns(start, stop)
     except ValueError as cause:
-        check_words(cause, what)
+        check_message(cause, what)
         return
     except Exception as cause:
         raise PARTS.violation(f"{what} raised {type(cause).__name__}: {cause}") from cause
@@ -143,16 +145,18 @@ def check_joined(matrix: QuantizedMatrix, numbers: torch.Tensor) -> None:
     try:
         found = matrix.joined([matrix.rows(*bounds) for bounds in ends], 0)
     except ValueError as cause:
-        check_words(cause, "joined")
+        check_message(cause, "joined")
         return
     check_part(found, torch.cat([numbers[slice(*bounds)] for bounds in ends]), "joined rows")
 
 
-def damages(stored: QuantizedWeight) -> dict[str, tuple[QuantizedWeight, str]]:
+def damages(sample: QuantizedSample) -> dict[str, tuple[QuantizedWeight, str]]:
     """Return variants of a stored matrix, and what an error has to name, by description."""
-    found = {}
+    found, stored = {}, sample.stored
     for name, tensor in stored.tensors.items():
-        variants: dict[str, torch.Tensor | None] = {f"{name} missing": None}
+        variants: dict[str, torch.Tensor | None] = {}
+        if name not in sample.optional:
+            variants[f"{name} missing"] = None
         if tensor.dim():
             variants[f"a row of {name} missing"] = tensor[:-1].clone()
         if tensor.dim() > 1:

@@ -38,15 +38,15 @@ from .quantization_rules import (
     UNCHANGED,
     QuantizedSample,
     check_joined,
+    check_message,
     check_part,
     check_refused,
-    check_words,
     checked,
     damages,
     described,
     num_bytes,
 )
-from .quantized_layers import PRODUCT, Way, build_layers, load_layers
+from .quantized_layers import PRODUCT, Way, Weight, build_layers, load_layers
 from .rank_threads import run_ranks
 
 _ROUNDED = {torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.004}
@@ -147,10 +147,11 @@ class QuantizationSuite(ComponentSuite):
         """Run a check for a weight of each shape."""
         if self.max_error is None:
             pytest.skip("max_error is None: the scheme only reads")
-        checks = [
-            lambda weight=weight: check(self._make(), weight)  # type: ignore[misc]
-            for weight in self._weights()
-        ]
+
+        def run(weight: torch.Tensor) -> None:
+            check(self._make(), weight)
+
+        checks = [functools.partial(run, weight) for weight in self._weights()]
         self._run_checks(rule.text, *checks)
 
     def _check_samples(
@@ -160,7 +161,11 @@ class QuantizationSuite(ComponentSuite):
         samples = self.samples()
         if not samples:
             pytest.skip("there are no samples: the scheme only quantises")
-        checks = [functools.partial(lambda s: check(self._make(), s), sample) for sample in samples]
+
+        def run(sample: QuantizedSample) -> None:
+            check(self._make(), sample)
+
+        checks = [functools.partial(run, sample) for sample in samples]
         self._run_checks(rule.text, *checks)
 
     def _check_matrices(self, rule: Rule, check: Callable[[QuantizedMatrix], None]) -> None:
@@ -232,7 +237,7 @@ class QuantizationSuite(ComponentSuite):
             try:
                 numbers = self._quantized(given, scheme).dequantize()
             except ValueError as cause:
-                check_words(cause, f"quantize, given {kind},")
+                check_message(cause, f"quantize, given {kind},")
                 continue
             if not numbers.isfinite().all():
                 raise FINITE.violation(
@@ -253,11 +258,11 @@ class QuantizationSuite(ComponentSuite):
 
     def _check_damage(self, scheme: Quantization, sample: QuantizedSample) -> None:
         cases = {what: (stored, "") for what, stored in sample.damaged.items()}
-        for what, (stored, name) in (damages(sample.stored) | cases).items():
+        for what, (stored, name) in (damages(sample) | cases).items():
             try:
                 matrix = scheme.read(stored)
             except ValueError as cause:
-                check_words(cause, f"read, with {what},")
+                check_message(cause, f"read, with {what},")
                 if name not in str(cause):
                     raise DAMAGE.violation(
                         f"with {what}, read raised {str(cause)!r}, which does not name it"
@@ -395,29 +400,29 @@ class QuantizationSuite(ComponentSuite):
                 if len(weight) < 2:  # one for each rank
                     continue
                 numbers = self._quantized(weight).dequantize()
-                divided += self._compare_layers(lambda _, weight=weight: weight, numbers)
+                divided += self._compare_layers(weight, numbers)
         for sample in self.samples():
             stored = replace(sample.stored, scheme=self._name())
             numbers = self._read(stored).dequantize()
-            divided += self._compare_layers(lambda _, stored=stored: stored, numbers)
+            divided += self._compare_layers(stored, numbers)
         if not divided:
             raise Violation(
                 "two ranks can divide the columns of no matrix of the suite",
                 "add a shape or a sample with twice the columns of `alignment`",
             )
 
-    def _compare_layers(self, weight: Callable[[str], Any], numbers: torch.Tensor) -> int:
+    def _compare_layers(self, weight: Weight, numbers: torch.Tensor) -> int:
         """Compare layers with those of the dequantised matrix; return whether two ranks can."""
         shape = (numbers.shape[0], numbers.shape[1])
         scheme = self._make()
-        reads = isinstance(weight(""), QuantizedWeight)
+        reads = isinstance(weight, QuantizedWeight)
         use = "auto" if reads else scheme.name
-        divides = not numbers.shape[1] % (2 * self._matrix(weight("")).alignment)
+        divides = not numbers.shape[1] % (2 * self._matrix(weight).alignment)
         for dtype in self.dtypes:
             ops, torch_ops = load_ops(dtype, use="auto"), load_ops(dtype)
             way = Way(use, ops)
             plain = Way("none", torch_ops)
-            expected = load_layers(shape, lambda _: numbers, scheme, plain)[1]
+            expected = load_layers(shape, numbers, scheme, plain)[1]
             model, found = load_layers(shape, weight, scheme, way)
             self._check_results(found, expected, dtype, "one rank")
             if (packed := model.packed_weights()) is not None:
@@ -431,7 +436,7 @@ class QuantizationSuite(ComponentSuite):
     def _check_ranks(
         self,
         shape: tuple[int, int],
-        weight: Callable[[str], Any],
+        weight: Weight,
         scheme: Quantization,
         way: Way,
         expected: Mapping[str, torch.Tensor] | None,
@@ -467,7 +472,7 @@ class QuantizationSuite(ComponentSuite):
         for what, result in found.items():
             self._check_close(result, expected[what], LAYERS, f"{what} in {where}, {dtype},", dtype)
 
-    def _matrix(self, weight: Any) -> QuantizedMatrix:
+    def _matrix(self, weight: Weight) -> QuantizedMatrix:
         if isinstance(weight, QuantizedWeight):
             return self._read(weight)
         return self._quantized(weight)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +20,7 @@ from hardpoint.plugins.models import (
     Embedding,
     Linear,
     LMHead,
+    PackedLayer,
     load_packed,
     load_weights,
     packed_weights,
@@ -73,7 +74,7 @@ class QuantizedLayers(Model):
         self._down = Linear(
             [("down", rows)], columns, context, column_range=self.columns, reduce=True
         )
-        self._layers = [self._embedding, self._fused, self._down]
+        self._layers: list[PackedLayer] = [self._embedding, self._fused, self._down]
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return those of all layers."""
@@ -126,7 +127,7 @@ class QuantizedLayers(Model):
         x = self._embedding(ids)
         found = {
             "the rows of an embedding": x,
-            PRODUCT: self._fused(x).unflatten(1, (2, -1)),
+            PRODUCT: self._fused(x).view(len(x), 2, -1),
             "a product cut by columns": self._down(x[:, self.columns.start : self.columns.stop]),
             "the logits of tied embeddings": self._head(x),
         }
@@ -134,13 +135,13 @@ class QuantizedLayers(Model):
 
 
 def load_layers(
-    shape: tuple[int, int], weight: Callable[[str], Weight], scheme: Quantization, way: Way
+    shape: tuple[int, int], weight: Weight, scheme: Quantization, way: Way
 ) -> tuple[QuantizedLayers, dict[str, torch.Tensor]]:
     """Return a model that has loaded one matrix as all of its matrices, and its results.
 
     Args:
         shape: of the matrix.
-        weight: returns it by its name.
+        weight: the matrix, whole.
         scheme: reads or makes it.
         way: in which it is loaded.
 
@@ -152,7 +153,7 @@ def load_layers(
 
     def weights() -> Iterator[tuple[str, Weight]]:
         for name, whole in model.weight_shapes().items():
-            found = weight(name) if len(whole) == 2 else torch.randn(whole, generator=biases)
+            found = weight if len(whole) == 2 else torch.randn(whole, generator=biases)
             if name in cuts and isinstance(found, torch.Tensor):
                 found = cuts[name].of(found)
             yield name, found

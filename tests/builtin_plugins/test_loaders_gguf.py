@@ -18,6 +18,7 @@ from support.builtins.checkpoint_harness import (
 from support.builtins.model_harness import Runner, load_model, open_loader, scheme
 
 from hardpoint.builtin_plugins.loaders.gguf import GGUFLoader
+from hardpoint.builtin_plugins.loaders.gguf_architectures import ARCHITECTURES
 from hardpoint.builtin_plugins.loaders.gguf_file import open_gguf
 from hardpoint.builtin_plugins.models.gemma import Gemma2, Gemma3
 from hardpoint.builtin_plugins.models.granite import Granite
@@ -82,6 +83,7 @@ def test_q_and_k_are_unpermuted(demo_loader: GGUFLoader) -> None:
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8, "num_hidden_layers": 7}
 CAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 FACTORS = {
     "embedding_multiplier": 12.0,
@@ -169,6 +171,94 @@ def test_llama3_rope_factors_are_used(tmp_path: Path) -> None:
     tokens = list(range(60))
     got = Runner(model, dtype=torch.float32).logits([("a", tokens)])
     assert (got - reference(torch.tensor([tokens])).logits[0]).abs().max() < 1e-4
+
+
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+    "long_factor": [2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0],
+    "original_max_position_embeddings": 32,
+}
+
+
+@pytest.mark.parametrize("length", [30, 60])
+def test_long_rope_of_phi3_equals_transformers(length: int, tmp_path: Path) -> None:
+    reference = random_model("Phi3", rope_parameters=LONG, original_max_position_embeddings=32)
+    factors = {
+        f"rope_factors_{name}.weight": np.array(LONG[f"{name}_factor"], np.float32)
+        for name in ("long", "short")
+    }
+    changes = {"rope.scaling.original_context_length": 32}
+    changes["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(4) / math.log(32))
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, reference, "phi3", changes=changes, extra=factors)
+    loader = open_loader(GGUFLoader, path)
+    model = load_model(Phi3, loader, dtype=torch.float32, max_model_len=length)
+    tokens = list(range(length))
+    got = Runner(model, dtype=torch.float32).logits([("a", tokens)])
+    assert (got - reference(torch.tensor([tokens])).logits[0]).abs().max() < 1e-4
+
+
+GEMMA3_ROPES = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "expected"),
+    [
+        (
+            "gemma3",
+            {"rope.freq_base": 1e6, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
+            {"rope_parameters": GEMMA3_ROPES, "sliding_window": 8},
+        ),
+        (
+            "gemma3",
+            {"attention.sliding_window": None},
+            {"sliding_window": None, "layer_types": ["full_attention"] * 7},
+        ),
+        ("gemma3", {"attention.sliding_window_pattern": 3}, {"sliding_window_pattern": 3}),
+        ("gemma2", {"attention.key_length": 20}, {"head_dim": 20, "query_pre_attn_scalar": 20}),
+        ("granite", {"attention.scale": None}, {"attention_multiplier": 0.25}),
+        ("qwen2", {"attention.head_count_kv": None}, {"num_key_value_heads": 4}),
+        ("phi4", {}, {"rope_parameters": PARTIAL, "head_dim": 16, "use_sliding_window": False}),
+        ("llama", {"rope.scaling.factor": 2.0}, {"rope_parameters": LINEAR}),
+    ],
+)
+def test_fields_follow_from_the_metadata(family, changes, expected, tmp_path: Path) -> None:
+    architecture, name, _, fields = FAMILIES[family]
+    model = random_model(name, **fields)
+    write_gguf(tmp_path / "tiny.gguf", model, architecture, changes=changes)
+    hf = open_loader(GGUFLoader, tmp_path / "tiny.gguf").config().hf
+    assert {key: hf[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(("name", "layers"), [("gemma2", 46), ("gemma3", 62)])
+def test_the_largest_gemmas_scale_scores_by_the_hidden_size(name: str, layers: int) -> None:
+    config = {"head_dim": 128, "hidden_size": 5376, "num_attention_heads": 32}
+    derive = ARCHITECTURES[name].derive
+    assert derive(config | {"num_hidden_layers": layers})["query_pre_attn_scalar"] == 168
+    assert derive(config | {"num_hidden_layers": 26})["query_pre_attn_scalar"] == 128
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("olmo2", {"attention.sliding_window": 64}, "olmo2.attention.sliding_window: OLMo 3"),
+        ("smollm3", {"rope.dimension_count": 8}, "dimension_count: expected the head size 16"),
+        ("phi4", {"rope.dimension_count": 18}, "dimension_count: expected the head size 16"),
+        ("gemma2", {"final_logit_softcapping": "no"}, "softcapping: expected float, got 'no'"),
+    ],
+)
+def test_what_an_architecture_does_not_have_is_refused(
+    family, changes, message, tmp_path: Path
+) -> None:
+    architecture, name, _, fields = FAMILIES[family]
+    model = random_model(name, **fields)
+    write_gguf(tmp_path / "tiny.gguf", model, architecture, changes=changes)
+    refused(open_loader(GGUFLoader, tmp_path / "tiny.gguf"), message)
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ def read_model(loader, parallel=None, use="auto"):
     cuts = model.weight_cuts()
     quantized = QuantizedWeights(config, model, cuts, lambda _: (scheme, source))
     shapes = model.weight_shapes()
-    quantized.check_formats(loader.formats(shapes), source)
+    quantized.check_stored(loader.formats(shapes))
     model.load_weights(quantized.pass_on(loader.cut_weights(shapes, cuts)))
     return model
 
@@ -349,4 +349,5 @@ def test_experts_of_eight_bits(family, tmp_path):
     found = Runner(model, dtype=torch.float32).logits([("a", TOKENS)])
     expected = Runner(numbers, dtype=torch.float32).logits([("a", TOKENS)])
     assert torch.allclose(found, expected, atol=1e-3, rtol=1e-3)
-    assert (found - exact.logits([("a", TOKENS)])).abs().max() < 0.2 * expected.std()
+    # A router may choose another expert for some token.
+    assert (found - exact.logits([("a", TOKENS)])).abs().median() < 0.1 * expected.std()

@@ -33,7 +33,7 @@ MODULES = (
     "worker_calls",
 )
 PUBLIC = tuple(["hardpoint.plugins"] + [f"hardpoint.plugins.{name}" for name in MODULES])
-MOST_NAMES = 122
+MOST_NAMES = 123
 AUTHORS = [*(ROOT / "builtin_plugins").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
 CALLERS = ("core", "registry", "api", "builtin_plugins", "plugins")
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType
+from support.builtins import quantized_checkpoints as checkpoints
 from support.builtins.checkpoint_harness import quantised
 from support.kit_suites import assert_tests_builtins
 
+from hardpoint.builtin_plugins.quantizations.awq import AWQ
+from hardpoint.builtin_plugins.quantizations.compressed_tensors import CompressedTensors
 from hardpoint.builtin_plugins.quantizations.gguf import (
     IQ4_NL,
     IQ4_XS,
@@ -20,6 +25,8 @@ from hardpoint.builtin_plugins.quantizations.gguf import (
     Q6_K,
     Q8_0,
 )
+from hardpoint.builtin_plugins.quantizations.gptq import GPTQ
+from hardpoint.builtin_plugins.quantizations.groups import Int4, Int8
 from hardpoint.plugins.quantization import QuantizedWeight
 from hardpoint.testing import QuantizationSuite, QuantizedSample
 
@@ -104,6 +111,58 @@ class TestQ6_K(Blocks):  # noqa: N801
 class TestQ8_0(Blocks):  # noqa: N801
     quantization = Q8_0
     name = "q8_0"
+
+
+class TestInt8(QuantizationSuite):
+    quantization = Int8
+    name = "int8"
+    max_error = 0.01
+
+
+class TestInt4(QuantizationSuite):
+    quantization = Int4
+    name = "int4"
+    max_error = 0.1
+
+
+class Packed(QuantizationSuite):
+    """Words of integers as other libraries store them."""
+
+    tensors = None
+    optional = ()
+
+    def samples(self):
+        matrix = checkpoints.random_matrix(8, 128, group=32)
+        tensors = type(self).tensors(matrix)
+        nan = {
+            name: tensor * math.nan if tensor.is_floating_point() else tensor
+            for name, tensor in tensors.items()
+        }
+        damaged = {"a scale that is NaN": checkpoints.stored(matrix, nan, self.name)}
+        sample = checkpoints.stored(matrix, tensors, self.name)
+        return [QuantizedSample(sample, matrix.weight, damaged, self.optional)]
+
+
+class TestAWQ(Packed):
+    quantization = AWQ
+    name = "awq"
+    config = checkpoints.awq_config()
+    tensors = staticmethod(checkpoints.awq)
+
+
+class TestGPTQ(Packed):
+    quantization = GPTQ
+    name = "gptq"
+    config = checkpoints.gptq_config()
+    optional = ("g_idx",)
+    tensors = staticmethod(checkpoints.gptq)
+
+
+class TestCompressedTensors(Packed):
+    quantization = CompressedTensors
+    name = "compressed_tensors"
+    config = checkpoints.integers_config()
+    tensors = staticmethod(checkpoints.packed_integers)
 
 
 def test_every_builtin_has_a_suite():

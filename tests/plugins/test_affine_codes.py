@@ -1,0 +1,57 @@
+"""`AffineCodes.dequantize` is the formula of its documentation, whatever its groups are."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hardpoint.plugins.quantization import AffineCodes
+
+
+@st.composite
+def matrices(draw) -> AffineCodes:
+    bits, group = draw(st.sampled_from([4, 5, 6, 8])), draw(st.sampled_from([16, 32, 96, 512]))
+    rows, columns = draw(st.integers(0, 300)), draw(st.integers(1, 700))
+    source = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+
+    def factors(outer: bool) -> torch.Tensor:
+        shape = (rows, -(-columns // group))
+        if outer:
+            return torch.randint(-128, 128, shape, generator=source, dtype=torch.int8)
+        return torch.randn(shape, generator=source).half()
+
+    def outer_factors(outer: bool) -> torch.Tensor | None:
+        return torch.randn((rows, -(-columns // 256)), generator=source).half() if outer else None
+
+    has_outer, has_offsets, outer_offsets = (draw(st.booleans()) for _ in "abc")
+    codes = torch.randint(0, 1 << bits, (rows, columns), generator=source).to(torch.uint8)
+    table = torch.randn(1 << bits, generator=source).bfloat16().float()
+    return AffineCodes(
+        codes.view(torch.int8) if bits == 8 else codes,
+        bits,
+        group,
+        factors(has_outer),
+        factors(outer_offsets) if has_offsets else None,
+        outer_factors(has_outer),
+        outer_factors(has_offsets and outer_offsets),
+        table if bits < 8 and draw(st.booleans()) else None,
+    )
+
+
+def spread(factors: torch.Tensor, outer: torch.Tensor | None, group: int, columns: int):
+    """Return the factor of each number, as the documentation says."""
+    k = torch.arange(columns)
+    found = factors.float()[:, k // group]
+    return found if outer is None else found * outer.float()[:, k // 256]
+
+
+@settings(max_examples=60, deadline=None)
+@given(matrix=matrices())
+def test_any_codes_are_dequantised_by_the_formula(matrix) -> None:
+    codes, columns = matrix.codes, matrix.shape[1]
+    numbers = codes.float() if matrix.values is None else matrix.values[codes.long()]
+    expected = numbers * spread(matrix.scales, matrix.outer_scales, matrix.group, columns)
+    if matrix.offsets is not None:
+        expected += spread(matrix.offsets, matrix.outer_offsets, matrix.group, columns)
+    assert torch.equal(matrix.dequantize(), expected)

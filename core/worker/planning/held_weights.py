@@ -16,7 +16,8 @@ from hardpoint.plugins.model import WeightFormat
 from hardpoint.registry.blame import describe, raise_unless_fault
 
 _READ = 4  # bytes of a number as it is read, before it is packed: float32
-_DEQUANTIZED = 6  # the same, with its code and a part of the factors
+_DEQUANTIZED = 9  # the same, with its code, and factors of its groups for each column
+_MADE = 9  # of one that is quantised while it is loaded: its numbers, and its codes
 _CODES = 3  # of a matrix that stays in codes: those of the whole product, a byte each, and a copy
 
 
@@ -54,8 +55,10 @@ def hold_weights(
             num_bytes = quantized.stored_bytes(scheme, shape)
         if num_bytes is None:
             scheme = None
-        is_made = scheme is not None and scheme != of
-        loading = _DEQUANTIZED if is_made or of != scheme else _READ if of is None else _CODES
+        if scheme is not None:
+            loading = _CODES if scheme == of else _MADE
+        else:
+            loading = _READ if of is None else _DEQUANTIZED
         held[name] = HeldWeight(
             stored,
             scheme,

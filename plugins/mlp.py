@@ -280,6 +280,7 @@ class Experts:
         self._missing.discard(name)
         if not self._missing:
             self._prepare()
+            self._missing = set(self._owners)  # they may be loaded again
 
     def _prepare(self) -> None:
         gate_up, down = ([m.matrix for m in side] for side in (self._gate_up, self._down))

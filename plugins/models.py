@@ -479,6 +479,7 @@ class Linear:
                 self._prepare_runs(runs)
         self._weight = self._bias = None
         self._matrices = {}
+        self._missing = set(self._slices)  # they may be loaded again
 
     def _runs(self) -> list[Run]:
         """Return the matrices in their order, those together that one product can multiply."""

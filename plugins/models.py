@@ -290,7 +290,13 @@ class Embedding:
             raise ValueError(f"{self._packed_name}: its rows cannot be read")
 
     def pack(self) -> torch.Tensor:
-        """Return the table, which is loaded, in the layout of `Ops.linear`."""
+        """Return the table in the layout of `Ops.linear`.
+
+        Raises:
+            RuntimeError: it was not loaded.
+        """
+        if self._rows is None:
+            raise RuntimeError(f"weights were not loaded: {self._name}")
         return self._context.ops.pack(self._weight) if self._codes is None else self._codes
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:

@@ -143,3 +143,10 @@ def test_codes_of_wrong_shapes_and_dtypes_are_refused(changes, message):
     AffineCodes(**fields)
     with pytest.raises(ValueError, match=f"AffineCodes.*{message}"):
         AffineCodes(**{**fields, **changes})
+
+
+def test_a_table_that_was_not_loaded_cannot_be_tied():
+    made = context()
+    head = LMHead("head", 5, COLUMNS, made)
+    with pytest.raises(RuntimeError, match=r"weights were not loaded: embed\.weight"):
+        head.tie(Embedding("embed", 5, COLUMNS, made))

@@ -29,7 +29,7 @@ OUTER_COLUMNS = 256
 _AT_ONCE = 1 << 16
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class QuantizedWeight:
     """A matrix as a checkpoint stores it; a loader yields it in the place of a tensor.
 
@@ -42,6 +42,14 @@ class QuantizedWeight:
     scheme: str
     shape: tuple[int, int]
     tensors: Mapping[str, torch.Tensor]
+
+    def __repr__(self) -> str:
+        """Return text without the numbers of the tensors."""
+        tensors: object = self.tensors
+        if isinstance(tensors, Mapping):
+            parts = (f"{name!r}: {_short(tensor)}" for name, tensor in tensors.items())
+            tensors = f"{{{', '.join(parts)}}}"
+        return f"QuantizedWeight({self.scheme!r}, {self.shape!r}, {tensors})"
 
     def tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a stored tensor, which has to have a dtype and shape.
@@ -120,7 +128,7 @@ class QuantizedMatrix(ABC):
         return None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class AffineCodes(QuantizedMatrix):
     """Small whole numbers, which a scale and an offset per group of columns turn into weights.
 
@@ -157,6 +165,10 @@ class AffineCodes(QuantizedMatrix):
             ValueError: one is not as the attributes say.
         """
         _check_codes(self)
+
+    def __repr__(self) -> str:
+        """Return text without the numbers of the tensors."""
+        return f"AffineCodes({self.bits} bits, groups of {self.group}, {_of(self.codes)})"
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -326,6 +338,13 @@ def _of(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
+def _short(value: object) -> str:
+    """Return a tensor's dtype and shape, or the repr of what is none."""
+    import torch  # noqa: PLC0415
+
+    return _of(value) if isinstance(value, torch.Tensor) else repr(value)
+
+
 class DenseMatrix(QuantizedMatrix):
     """Numbers: what a scheme reads that no codes can hold. It is said at start which were."""
 
@@ -440,6 +459,23 @@ class Quantization(Component):
             ValueError: a tensor is missing, or its shape or content is wrong.
         """
         raise NotImplementedError(f"{self.name!r} reads no checkpoints, it quantises weights")
+
+    def alignment(
+        self,
+        shape: tuple[int, int],  # noqa: ARG002
+        stored: QuantizedWeight | None = None,  # noqa: ARG002
+    ) -> int | None:
+        """Return at which multiples of columns a matrix can be cut, before it is made or read.
+
+        With it, ranks whose columns are no whole groups are refused before weights are read. None,
+        the default: only the matrix itself says it.
+
+        Args:
+            shape: of the whole matrix.
+            stored: what a checkpoint stores, on torch's device "meta", if its loader says that;
+                None for a matrix that `quantize` makes.
+        """
+        return None
 
     def stored_bytes(self, shape: tuple[int, int]) -> int | None:  # noqa: ARG002
         """Return how many bytes a matrix of a shape takes in memory, for estimates.

@@ -40,6 +40,10 @@ PARTS = Rule(
     "parts: rows and columns are those of the whole, and cuts elsewhere are a ValueError",
     "cut codes and scales alike; `alignment` says at which columns",
 )
+ALIGNMENT = Rule(
+    "alignment: the scheme says of a matrix, before it is made or read, where it can be cut",
+    "return what `alignment` of the matrix is, or None: ranks that cut elsewhere are refused early",
+)
 PART_OF_WEIGHT = Rule(
     "parts of weights: what is made of some rows and columns is that part of the whole's matrix",
     "let a scale depend on the weights of its group alone: ranks quantise only what they have",
@@ -136,6 +140,25 @@ def check_refused(matrix: QuantizedMatrix, start: int, stop: int) -> None:
     except Exception as cause:
         raise PARTS.violation(f"{what} raised {type(cause).__name__}: {cause}") from cause
     raise PARTS.violation(f"{what} raised nothing")
+
+
+def check_said(said: Any, matrix: QuantizedMatrix) -> None:
+    """Check what a scheme said of a matrix: the columns at which it can be cut."""
+    if said is None:
+        return
+    if type(said) is not int or said < 1:
+        raise ALIGNMENT.violation(
+            f"alignment gave {short_repr(said)}, expected a whole number >= 1, or None"
+        )
+    unit, columns = matrix.alignment, matrix.shape[1]
+    what = f"alignment of {tuple(matrix.shape)} is {said}, that of the matrix {unit}"
+    if said > unit < columns:
+        raise ALIGNMENT.violation(what)
+    if said < columns:
+        try:
+            matrix.columns(said, columns)
+        except ValueError as cause:
+            raise ALIGNMENT.violation(f"{what}, which cannot be cut there: {cause}") from cause
 
 
 def check_joined(matrix: QuantizedMatrix, numbers: torch.Tensor) -> None:

@@ -21,6 +21,7 @@ from hardpoint.testing.snapshots import snapshot
 from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
 
 from .quantization_rules import (
+    ALIGNMENT,
     BYTES,
     CODES,
     DAMAGE,
@@ -41,6 +42,7 @@ from .quantization_rules import (
     check_message,
     check_part,
     check_refused,
+    check_said,
     checked,
     damages,
     described,
@@ -122,6 +124,24 @@ class QuantizationSuite(ComponentSuite):
     def test_parts(self) -> None:
         """Rows and columns of matrices, and matrices of rows and columns."""
         self._check_matrices(PARTS, self._check_parts)
+
+    def test_alignment(self) -> None:
+        """Where matrices can be cut, if the scheme says it before they are made or read."""
+
+        def check_made(weight: torch.Tensor) -> None:
+            scheme, (rows, columns) = self._make(), weight.shape
+            check_said(scheme.alignment((rows, columns)), self._quantized(weight, scheme))
+
+        def check_read(stored: QuantizedWeight) -> None:
+            tensors = {name: tensor.to("meta") for name, tensor in stored.tensors.items()}
+            scheme = self._make()
+            said = scheme.alignment(stored.shape, replace(stored, tensors=tensors))
+            check_said(said, self._read(stored, scheme))
+
+        made = [] if self.max_error is None else self._weights()
+        checks = [functools.partial(check_made, weight) for weight in made]
+        checks += [functools.partial(check_read, sample.stored) for sample in self.samples()]
+        self._run_checks(ALIGNMENT.text, *checks)
 
     def test_parts_of_weights(self) -> None:
         """Matrices of rows and columns of a weight."""

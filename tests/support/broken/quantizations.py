@@ -150,6 +150,27 @@ class CountsBits(Right):
         return super().stored_bytes(shape) * 8
 
 
+class SaysWiderGroups(Right):
+    contract = 1
+
+    def alignment(self, shape, stored=None):
+        return 2 * GROUP
+
+
+class SaysHalfGroups(Right):
+    contract = 1
+
+    def alignment(self, shape, stored=None):
+        return None if stored is None else GROUP // 2
+
+
+class SaysNothing(Right):
+    contract = 1
+
+    def alignment(self, shape, stored=None):
+        return 0
+
+
 class SaysItReads(Right):
     """A worker does not quantise with it."""
 

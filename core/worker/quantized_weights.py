@@ -17,7 +17,7 @@ from hardpoint.plugins import (
     Model,
     ModelError,
 )
-from hardpoint.plugins.errors import PluginFaultError
+from hardpoint.plugins.errors import PluginFaultError, PluginNotFoundError
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.model import WeightFormat
 from hardpoint.plugins.parallel import Cut
@@ -36,6 +36,12 @@ from .memory import is_out_of_memory
 T = TypeVar("T")
 Weights = Iterator[tuple[str, torch.Tensor]]
 Scheme = tuple[Quantization, Source]
+
+_UNIT = "a whole number >= 1"
+_FEWER_RANKS = (
+    ", the part that a rank has; expected fewer ranks (parallel.tensor), or quantization.use = "
+    "'none', which dequantises"
+)
 
 
 class QuantizedWeights:
@@ -88,7 +94,8 @@ class QuantizedWeights:
         self._dequantized: Counter[str] = Counter()
         self._without_kernel: Counter[str] = Counter()
         self._has_own = False
-        self._by_loader: Counter[str] = Counter()
+        self._by_loader: Counter[str] = Counter()  # what came dequantised
+        self._said: dict[str, str] = {}  # what loaders dequantise, by name
 
     def pass_on(self, weights: Iterable[tuple[str, torch.Tensor | QuantizedWeight]]) -> Weights:
         """Give the model its matrices of few bits; yield the other weights.
@@ -102,6 +109,7 @@ class QuantizedWeights:
             if isinstance(weight, QuantizedWeight):
                 if name not in self._shapes:
                     continue
+                self._check_is_matrix(name, weight)
                 stays = self.scheme_of(name, weight.scheme) == weight.scheme
                 matrix = self._read(name, weight, stays)
                 if stays and not isinstance(matrix, DenseMatrix):
@@ -111,6 +119,8 @@ class QuantizedWeights:
                 tensor = self._dequantize(name, matrix, weight.scheme)
             else:
                 tensor = weight
+                if (said := self._said.get(name)) is not None:
+                    self._by_loader[said] += 1
             if self.scheme_of(name, None) is not None:
                 self._load(name, self._quantized(name, tensor), self._config.use)
             else:
@@ -177,17 +187,80 @@ class QuantizedWeights:
             ConfigError: no weight is stored in the scheme that the configuration requires.
         """
         for name, found in formats.items():
-            if found.stored is not None and name in self._shapes:
-                scheme, stored = self._scheme(found.stored.scheme), found.stored
+            if name not in self._shapes:
+                continue
+            if found.is_quantized:
+                self._scheme_of_weight(name, found.name)
+            if (stored := found.stored) is not None:
+                self._check_is_matrix(name, stored)
+                scheme = self._scheme_of_weight(name, stored.scheme)
                 self._call(name, scheme, "check", functools.partial(scheme[0].check, stored))
-        self._by_loader = Counter(
-            found.name
-            for name, found in formats.items()
-            if name in self._shapes and not found.is_quantized and not hasattr(torch, found.name)
-        )
+            if not found.is_quantized and not hasattr(torch, found.name):
+                self._said[name] = found.name
+        self._check_cuts(formats)
         named = [name for name, found in formats.items() if found.name == self._config.use]
         if formats and not self._quantizes:
             self._require(any(self.scheme_of(name, self._config.use) for name in named))
+
+    def _check_cuts(self, formats: Mapping[str, WeightFormat]) -> None:
+        """Check that each cut of this rank is at a group of columns, where schemes say that.
+
+        Raises:
+            ModelError: a stored matrix cannot be cut.
+            ConfigError: a matrix that is to be quantised cannot.
+        """
+        for name, cut in self._cuts.items():
+            found = formats.get(name)
+            of = found.name if found is not None and found.is_quantized else None
+            if cut.dim == 0 or (use := self.scheme_of(name, of)) is None:
+                continue
+            rows, columns = self._shapes[name]
+            scheme = self._scheme_of_weight(name, use)
+            stored = found.stored if found is not None and use == of else None
+            unit = self._call(
+                name,
+                scheme,
+                "alignment",
+                functools.partial(scheme[0].alignment, (rows, columns), stored),
+            )
+            if unit is None:
+                continue
+            if type(unit) is not int or unit < 1:
+                raise _fault(scheme[1], "alignment", unit, _UNIT, name)
+            if use != of:
+                self._check_groups(name, unit)
+            elif not _divides(unit, cut, (rows, columns)):
+                first = next(p for p in cut.parts if not _divides(unit, p, (rows, columns)))
+                raise ModelError(
+                    f"model: weight {name!r} of {self._checkpoint!r}: {use}: columns "
+                    f"{first.start} to {first.stop} of {columns} cannot be cut from blocks of "
+                    f"{unit} columns{_FEWER_RANKS}"
+                )
+
+    def _check_is_matrix(self, name: str, weight: QuantizedWeight) -> None:
+        """Check that a stored matrix is one of the model's.
+
+        Raises:
+            ModelError: the model needs no matrix there.
+        """
+        whole = tuple(self._shapes[name])
+        if len(whole) != 2:
+            raise ModelError(
+                f"model: weight {name!r} of {self._checkpoint!r} is stored in {weight.scheme!r}, "
+                f"but it is no matrix that may have few bits: "
+                f"{self._model.context.config.architecture} needs shape {whole}"
+            )
+
+    def _scheme_of_weight(self, name: str, scheme: str) -> Scheme:
+        """Return a scheme that a loader names.
+
+        Raises:
+            ModelError: there is none of that name.
+        """
+        try:
+            return self._scheme(scheme)
+        except PluginNotFoundError as cause:
+            raise ModelError(f"model: weight {name!r} of {self._checkpoint!r}: {cause}") from cause
 
     def check_used(self) -> None:
         """Check that the checkpoint had the scheme that the configuration requires.
@@ -219,7 +292,7 @@ class QuantizedWeights:
         Raises:
             ModelError: it cannot be read, has another shape, or stays as it is and cannot be cut.
         """
-        scheme = self._scheme(weight.scheme)
+        scheme = self._scheme_of_weight(name, weight.scheme)
         whole = tuple(self._shapes[name])
         cut = self._cuts.get(name)
         needed = whole if cut is None else cut.shape(whole)
@@ -228,12 +301,12 @@ class QuantizedWeights:
         )
         if matrix.shape not in (whole, needed):
             raise ModelError(
-                f"model: weight {name!r} of {self._checkpoint!r} has shape {matrix.shape}, "
-                f"{self._model.context.config.architecture} needs {whole}"
+                f"model: weight {name!r} of {self._checkpoint!r} has shape {matrix.shape} "
+                f"in {weight.scheme!r}, {self._model.context.config.architecture} needs {whole}"
             )
         if cut is None or matrix.shape == needed != whole:
             return matrix
-        if not stays and not _divides(matrix.alignment, cut, whole):
+        if not stays and not _divides(self._unit(name, scheme, matrix), cut, whole):
             return DenseMatrix(cut.of(self._dequantize(name, matrix, weight.scheme)))
         return self._matrix(name, scheme, "read", lambda: _part(matrix, cut), needed)
 
@@ -249,19 +322,24 @@ class QuantizedWeights:
         matrix = self._matrix(
             name, self._use, "quantize", lambda: scheme.quantize(weight), tuple(weight.shape)
         )
-        self._check_alignment(name, matrix)
+        if name in self._cuts:
+            self._check_groups(name, self._unit(name, self._use, matrix))
         return matrix
 
-    def _check_alignment(self, name: str, matrix: QuantizedMatrix) -> None:
+    def _unit(self, name: str, scheme: Scheme, matrix: QuantizedMatrix) -> int:
+        """Return the columns at which a matrix says that it can be cut."""
+        unit = self._call(name, scheme, "alignment", lambda: matrix.alignment)
+        if type(unit) is not int or unit < 1:
+            raise _fault(scheme[1], "alignment", unit, _UNIT, name)
+        return unit
+
+    def _check_groups(self, name: str, unit: int) -> None:
         """Check that a part that was quantised is a part of the quantised whole.
 
         Raises:
             ConfigError: it was cut within a group of columns.
         """
-        cut = self._cuts.get(name)
-        if cut is None:
-            return
-        unit, count = matrix.alignment, self._shapes[name][-1]
+        cut, count = self._cuts[name], self._shapes[name][-1]
         if not _divides(unit, cut, self._shapes[name]):
             raise ConfigError(
                 f"quantization.use: {self._config.use!r} has groups of {unit} columns, which do "
@@ -293,7 +371,7 @@ class QuantizedWeights:
         matrix = self._call(name, scheme, method, function)
         if not isinstance(matrix, QuantizedMatrix):
             raise _fault(scheme[1], method, matrix, "a QuantizedMatrix")
-        if tuple(matrix.shape) != shape:
+        if self._call(name, scheme, "shape", lambda: tuple(matrix.shape)) != shape:
             raise _fault(scheme[1], method, matrix.shape, f"a matrix of shape {shape}")
         if not self._call(name, scheme, "is_finite", matrix.is_finite):
             raise ModelError(
@@ -336,12 +414,14 @@ def _part(matrix: QuantizedMatrix, cut: Cut) -> QuantizedMatrix:
     try:
         parts = [part_of(part.start, part.stop) for part in cut.parts]
     except ValueError as cause:
-        raise ValueError(
-            f"{cause}, the part that a rank has; expected fewer ranks (parallel.tensor), or "
-            f"quantization.use = 'none', which dequantises"
-        ) from cause
+        raise ValueError(f"{cause}{_FEWER_RANKS}") from cause
     return parts[0] if not cut.more else parts[0].joined(parts, cut.dim)
 
 
-def _fault(source: Source, method: str, got: object, expected: str) -> PluginFaultError:
-    return PluginFaultError(f"{source}: its {method}() gave {shown(got)}, expected {expected}")
+def _fault(
+    source: Source, method: str, got: object, expected: str, name: str = ""
+) -> PluginFaultError:
+    where = f" for {name!r}" if name else ""
+    return PluginFaultError(
+        f"{source}: its {method}() gave {shown(got)}{where}, expected {expected}"
+    )

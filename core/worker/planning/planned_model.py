@@ -147,14 +147,14 @@ def _layer_groups(
 
 
 def _schemes(spec: WorkerSpec) -> Callable[[str], Scheme]:
-    """Return what builds the quantisation schemes of a checkpoint, each once."""
+    """Return what builds the quantisation schemes of a checkpoint, item once."""
     described = spec.model_config.hf.get("quantization_config")
 
     @functools.cache
     def scheme(name: str) -> Scheme:
         entry = spec.plugins.find("quantizations", name)
         if entry is None:  # quantization.use was checked
-            known = (each.name for each in spec.plugins.entries("quantizations"))
+            known = (item.name for item in spec.plugins.entries("quantizations"))
             raise PluginNotFoundError(
                 f"the loader {spec.loader.name!r} says that it is stored in {name!r}, which is no "
                 f"quantisation scheme that is enabled{spec.plugins.hint(name, 'quantizations')}; "

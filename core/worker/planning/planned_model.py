@@ -147,7 +147,7 @@ def _layer_groups(
 
 
 def _schemes(spec: WorkerSpec) -> Callable[[str], Scheme]:
-    """Return what builds the quantisation schemes of a checkpoint, item once."""
+    """Return what builds the quantisation schemes of a checkpoint, each once."""
     described = spec.model_config.hf.get("quantization_config")
 
     @functools.cache

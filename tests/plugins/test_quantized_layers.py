@@ -134,7 +134,8 @@ def test_a_part_that_is_missing_is_named():
         ({"outer_scales": torch.ones(4, 1).half()}, r"scales: expected torch.int8 or torch.uint8"),
         ({"outer_offsets": torch.ones(4, 1).half()}, "there are no offsets that they multiply"),
         ({"values": torch.zeros(8)}, r"values: expected torch.float32 \[16\], got .* \[8\]"),
-        ({"values": torch.full((16,), 0.1)}, "values: expected numbers that bfloat16 holds, got"),
+        ({"values": torch.full((16,), 0.1)}, "values: expected finite numbers that bfloat16 hol"),
+        ({"values": torch.full((16,), torch.inf)}, "values: expected finite .* holds, got .inf"),
     ],
 )  # fmt: skip
 def test_codes_of_wrong_shapes_and_dtypes_are_refused(changes, message):

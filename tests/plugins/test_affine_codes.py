@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import fields
 
@@ -66,7 +67,7 @@ def test_any_codes_are_dequantised_by_the_formula(matrix) -> None:
 def test_any_codes_are_cut_at_their_alignment(matrix) -> None:
     numbers, (_, columns) = matrix.dequantize(), matrix.shape
     ends = [*range(0, columns, matrix.alignment), columns]
-    for start, stop in zip(ends, ends[1:], strict=False):
+    for start, stop in itertools.pairwise(ends):
         assert torch.equal(matrix.columns(start, stop).dequantize(), numbers[:, start:stop])
 
 

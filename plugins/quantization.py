@@ -109,6 +109,8 @@ class QuantizedMatrix(ABC):
     ) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """Return a function as `Ops.linear` does, which multiplies W itself.
 
+        Its results are new tensors [rows of x, rows], contiguous, on the device of x.
+
         None, the default, leaves it to the operations: they multiply `AffineCodes` where they have
         a kernel for them, and else what `dequantize` returns. A model with such functions is not
         kept in the weight cache. Embeddings and experts use what `dequantize` returns.

@@ -117,6 +117,8 @@ class QuantizedMatrix(ABC):
     ) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """Return a function as `Ops.linear` does, which multiplies W itself.
 
+        Its results are new tensors [rows of x, rows], contiguous, on the device of x.
+
         None, the default, leaves it to the operations: they multiply `AffineCodes` where they have
         a kernel for them, and else what `dequantize` returns. A model with such functions is not
         kept in the weight cache. Embeddings and experts use what `dequantize` returns.
@@ -136,6 +138,7 @@ class AffineCodes(QuantizedMatrix):
 
     Most schemes have this form. The scale is `scales`, times `outer_scales[r, k // 256]` where
     there are such; the offset likewise. Matrices that are multiplied together may differ in all.
+    Operations multiply the codes themselves: a derived class cannot have a `linear` of its own.
 
     Attributes:
         codes: [rows, columns], uint8, of 8 bits int8; one per byte.
@@ -145,8 +148,8 @@ class AffineCodes(QuantizedMatrix):
         offsets: the same; None is 0.
         outer_scales: float16 [rows, columns / 256, rounded up], by which scales are multiplied.
         outer_offsets: the same for offsets.
-        values: float32 [2 ** bits], the numbers that codes stand for, each of which bfloat16 holds;
-            None are the codes themselves. Codes of 8 bits have none.
+        values: float32 [2 ** bits], the finite numbers that codes stand for, each of which bfloat16
+            holds; None are the codes themselves. Codes of 8 bits have none.
     """
 
     codes: torch.Tensor
@@ -157,6 +160,19 @@ class AffineCodes(QuantizedMatrix):
     outer_scales: torch.Tensor | None = None
     outer_offsets: torch.Tensor | None = None
     values: torch.Tensor | None = None
+
+    def __init_subclass__(cls) -> None:
+        """Refuse a class with a `linear` of its own, which nothing would call.
+
+        Raises:
+            TypeError: it has one.
+        """
+        super().__init_subclass__()
+        if cls.linear is not QuantizedMatrix.linear:
+            raise TypeError(
+                f"{cls.__name__}.linear: operations multiply AffineCodes themselves; expected a "
+                f"class that derives from QuantizedMatrix for matrices that multiply themselves"
+            )
 
     def __post_init__(self) -> None:
         """Check shapes and dtypes.
@@ -179,7 +195,7 @@ class AffineCodes(QuantizedMatrix):
     def alignment(self) -> int:
         """Columns at whose multiples the matrix can be cut."""
         has_outer = self.outer_scales is not None or self.outer_offsets is not None
-        return max(self.group, OUTER_COLUMNS) if has_outer else self.group
+        return math.lcm(self.group, OUTER_COLUMNS) if has_outer else self.group
 
     def rows(self, start: int, stop: int) -> AffineCodes:
         """Return some rows."""
@@ -326,11 +342,14 @@ def _check_codes(matrix: AffineCodes) -> None:
     values = matrix.values
     if matrix.outer_offsets is not None and matrix.offsets is None:
         raise ValueError("AffineCodes.outer_offsets: there are no offsets that they multiply")
-    if values is not None and (bits == 8 or not torch.equal(values, values.bfloat16().float())):
+    if values is None:
+        return
+    if bits == 8:
+        raise ValueError("AffineCodes.values: codes of 8 bits have none")
+    if not values.isfinite().all() or not torch.equal(values, values.bfloat16().float()):
         raise ValueError(
-            "AffineCodes.values: codes of 8 bits have none"
-            if bits == 8
-            else f"AffineCodes.values: expected numbers that bfloat16 holds, got {values.tolist()}"
+            f"AffineCodes.values: expected finite numbers that bfloat16 holds, got "
+            f"{values.tolist()}"
         )
 
 

@@ -50,7 +50,7 @@ PART_OF_WEIGHT = Rule(
 )
 LINEAR = Rule(
     "linear: the matrix's own product is that of the dequantised matrix",
-    "sum in float32 at least, add the bias, and round once to out_dtype",
+    "sum in float32 at least, add the bias, round once to out_dtype, and return contiguous rows",
 )
 ROWS = Rule(
     "rows: a row's result does not depend on the other rows",
@@ -171,6 +171,25 @@ def check_joined(matrix: QuantizedMatrix, numbers: torch.Tensor) -> None:
         check_message(cause, "joined")
         return
     check_part(found, torch.cat([numbers[slice(*bounds)] for bounds in ends]), "joined rows")
+
+
+def check_result(result: Any, x: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """Check what a matrix's own product returned for x, but for its numbers."""
+    if (
+        not isinstance(result, torch.Tensor)
+        or result.dtype != dtype
+        or tuple(result.shape) != tuple(shape)
+        or result.device != x.device
+    ):
+        raise LINEAR.violation(
+            f"linear returned {described(result)} for x {list(x.shape)}, expected {dtype} "
+            f"{list(shape)}"
+        )
+    if result.stride(1) != 1 and shape[1] > 1:
+        raise LINEAR.violation(
+            f"linear returned strides {result.stride()} for x {list(x.shape)}, expected numbers of "
+            f"a row one after the other"
+        )
 
 
 def damages(sample: QuantizedSample) -> dict[str, tuple[QuantizedWeight, str]]:

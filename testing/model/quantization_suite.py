@@ -42,6 +42,7 @@ from .quantization_rules import (
     check_message,
     check_part,
     check_refused,
+    check_result,
     check_said,
     checked,
     damages,
@@ -380,21 +381,16 @@ class QuantizationSuite(ComponentSuite):
     ) -> None:
         kept = x.clone()
         result = multiply(x)
-        if (
-            not isinstance(result, torch.Tensor)
-            or result.dtype != dtype
-            or result.shape != expected.shape
-        ):
-            raise LINEAR.violation(
-                f"linear returned {described(result)} for x {list(x.shape)}, expected {dtype} "
-                f"{list(expected.shape)}"
-            )
+        check_result(result, x, expected.shape, dtype)
         if not torch.equal(x, kept):
             raise UNCHANGED.violation("linear changed x")
         result = result.clone()
         self._check_close(result, expected, LINEAR, "linear", x.dtype)
         for row in range(len(x)):
-            alone = multiply(x[row : row + 1])[0]
+            given = x[row : row + 1]
+            alone = multiply(given)
+            check_result(alone, given, expected[row : row + 1].shape, dtype)
+            alone = alone[0]
             if self.batch_invariant and not torch.equal(alone, result[row]):
                 raise ROWS.violation(
                     f"row {row} of {len(x)} differs from the same row alone by "

@@ -41,6 +41,8 @@ SCHEMES = [
     (broken.WideCodes, "dequantize", "codes", r"bits is 4, and there is a code 2\d\d"),
     (broken.ForgetsTheBias, "linear", "linear", r"linear differs by \d"),
     (broken.IgnoresOutDtype, "linear", "linear", "linear returned torch.bfloat16 .* torch.float32"),
+    (broken.TransposesResults, "linear", "linear", r"returned strides \(1, 5\) for x \[5, 6"),
+    (broken.FlattensSingleRows, "linear", "linear", r" \[2\] .*x \[1, 64\], expected .* \[1, "),
     (broken.EditsX, "linear", "unchanged", "linear changed x"),
     (broken.ReadsContiguousRows, "linear", "linear", r"linear differs by \d"),
     (broken.AddsTheBatch, "linear", "rows", "row 0 of 5 differs from the same row alone by"),

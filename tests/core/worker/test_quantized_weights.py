@@ -21,7 +21,7 @@ from hardpoint.plugins.errors import PluginFaultError, PluginNotFoundError
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.model import WeightFormat
 from hardpoint.plugins.parallel import Cut, SingleRank
-from hardpoint.plugins.quantization import QuantizedWeight
+from hardpoint.plugins.quantization import AffineCodes, QuantizedWeight
 from hardpoint.testing import load_ops
 from hardpoint.testing.model.quantized_layers import build_layers
 
@@ -233,7 +233,7 @@ def test_a_matrix_whose_shape_raises_names_the_plugin(more):
     ("alignment", "message"),
     [
         (property(raising), r"its alignment\(\) failed for 'down.weight': RuntimeError: broken"),
-        (0, r"its alignment\(\) gave 0 for 'down.weight', expected a whole number >= 1"),
+        (0, r"its alignment\(\) gave 0, expected a whole number >= 1, for 'down.weight'"),
     ],
 )
 @pytest.mark.parametrize("more", [{"use": "fake"}, {"use": "none", "stored": SAMPLE}])
@@ -274,7 +274,7 @@ def test_cuts_within_groups_are_refused_before_weights_are_read():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (lambda _: 0, r"gave 0 for 'down.weight', expected a whole number >= 1"),
+        (lambda _: 0, r"gave 0, expected a whole number >= 1, for 'down.weight'"),
         (raising, r"failed for 'down.weight': RuntimeError: broken"),
     ],
 )
@@ -318,4 +318,86 @@ def test_faults_show_no_numbers_of_tensors():
     with pytest.raises(PluginFaultError) as caught:
         load(reading(SAMPLE), stored=SAMPLE)
     text = "QuantizedWeight('right', (4, 64), {'codes': torch.int8 [4, 64], 'scales': torch.float32"
-    assert f"its read() gave {text} [4, 2]}}), expected a QuantizedMatrix" in str(caught.value)
+    assert f"its read() gave {text} [4, 2]}}), expected a QuantizedMatrix, for" in str(caught.value)
+
+
+def multiplying(product):
+    """Return a scheme whose matrices multiply themselves by a function of x and W."""
+
+    def linear(self, bias, out_dtype):
+        weight = self.weight
+        return lambda x: product(x, weight) if bias is None else product(x, weight) + bias
+
+    return schemes.own(linear=linear)
+
+
+def results(cls):
+    passed, model = stream(cls, use="fake")
+    model.load_weights(passed.pass_on(weights()))
+    return model.results()
+
+
+@pytest.mark.parametrize(
+    ("product", "message"),
+    [
+        (lambda x, w: (x @ w.T).double(), r"gave a torch.float64 .*expected torch.float32 \[4, 4"),
+        (lambda x, w: x[:, : len(w)].T[:1], r"gave .* \[1, 4\] .*expected torch.float32 \[4, 4\]"),
+        (lambda x, w: (x @ w.T).to("meta"), r"gave .* on meta\), expected .* on cpu, for 'down.w"),
+        (lambda x, w: None, r"gave None, expected torch.float32 \[4, 4\] on cpu, for 'down.weight"),
+        (lambda x, w: {}[3], r"failed for 'down.weight': KeyError: 3"),
+        (lambda x, w: x @ w, r"failed for 'down.weight': RuntimeError: mat1 and mat2"),
+    ],
+)  # fmt: skip
+def test_products_that_fail_or_give_something_else_name_the_scheme(product, message):
+    passed, model = stream(multiplying(product), use="fake", skip=["embed*", "first*", "second*"])
+    model.load_weights(passed.pass_on(weights()))
+    with pytest.raises(PluginFaultError, match=rf"fake.*: its linear\(\) {message}"):
+        model.results()
+
+
+def test_rows_of_products_are_made_contiguous():
+    class Transposed(schemes.Numbers):
+        def linear(self, bias, out_dtype):
+            weight, given = self.weight, 0 if bias is None else bias.unsqueeze(1)
+            return lambda x: (weight @ x.T + given).T
+
+    transposed = type("Other", (schemes.Own,), {"contract": 1, "matrix": Transposed})
+    passed, model = stream(transposed, use="fake")
+    taken = {}
+    model.load_quantized = taken.__setitem__
+    list(passed.pass_on(weights()))
+    multiply = taken["down.weight"].linear(None, torch.float32)
+    assert multiply(torch.ones(3, 64)).is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("linear", "message"),
+    [
+        (lambda self, bias, out_dtype: 7, "gave 7, expected a function, or None, for 'down.wei"),
+        (lambda self, bias, out_dtype: 1 / 0, "failed for 'down.weight': ZeroDivisionError"),
+        (lambda self, bias, out_dtype: int("x"), "failed for 'down.weight': ValueError"),
+    ],
+)
+def test_a_linear_that_fails_or_is_no_function_names_the_scheme(linear, message):
+    with pytest.raises(PluginFaultError, match=rf"fake.*: its linear\(\) {message}"):
+        results(schemes.own(linear=linear))
+
+
+def test_a_matrix_whose_linear_is_none_is_dequantised_and_checked():
+    found = results(schemes.own(linear=lambda self, bias, out_dtype: None))
+    for what, expected in results(schemes.Own).items():
+        torch.testing.assert_close(found[what], expected, rtol=1e-4, atol=1e-4)
+    message = r"its dequantize\(\) gave .*expected torch.float32 \[4, 64\], for 'embed.weight'"
+    with pytest.raises(PluginFaultError, match=message):
+        results(schemes.InHalf)
+
+
+@pytest.mark.parametrize("stored", [None, SAMPLE], ids=["quantize", "read"])
+def test_codes_that_do_not_fit_their_bits_name_the_plugin(stored):
+    codes = torch.zeros(SHAPE, dtype=torch.uint8)
+    codes[3, 63] = 16
+    cls = reading(AffineCodes(codes, 4, 32, torch.ones(4, 2)))
+    method = "quantize" if stored is None else "read"
+    message = rf"its {method}\(\) gave 16, expected codes of 4 bits, at most 15, for 'embed.weight'"
+    with pytest.raises(PluginFaultError, match=message):
+        load(cls, stored=stored, use="fake" if stored is None else "auto")

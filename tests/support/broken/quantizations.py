@@ -300,6 +300,14 @@ IgnoresOutDtype = named(
     "IgnoresOutDtype",
     linear=_multiply_with(lambda multiply: lambda x: multiply(x).to(x.dtype)),
 )
+TransposesResults = named(
+    "TransposesResults",
+    linear=_multiply_with(lambda multiply: lambda x: multiply(x).T.contiguous().T),
+)
+FlattensSingleRows = named(
+    "FlattensSingleRows",
+    linear=_multiply_with(lambda multiply: lambda x: multiply(x) if len(x) > 1 else multiply(x)[0]),
+)
 EditsX = named("EditsX", linear=_multiply_with(_edits_x))
 ReadsContiguousRows = named(
     "ReadsContiguousRows",

@@ -294,7 +294,8 @@ class _ExpertMatrix(Linear):
     def matrix(self) -> torch.Tensor:
         """The packed matrix."""
         assert self._packed is not None
-        return self._packed[self._packed_name]
+        (packed,) = self._packed.values()
+        return packed
 
     def load_quantized(self, name: str, matrix: QuantizedMatrix) -> None:
         """Load one part; only codes stay as small as they are."""
@@ -303,16 +304,18 @@ class _ExpertMatrix(Linear):
         else:
             self.load(name, matrix.dequantize())
 
-    def _prepare_runs(self, runs: list[Run]) -> None:
+    def _prepare_runs(self, runs: dict[str, Run]) -> None:
         """Prepare parts of which some are numbers: all are, for they are packed together."""
-        weight = self._empty(self._rows, self._columns)
-        start = 0
-        for run in runs:
-            for part in run if isinstance(run, list) else [run]:
-                numbers = part if isinstance(part, torch.Tensor) else part.dequantize()
-                weight[start : start + len(numbers)].copy_(numbers)
-                start += len(numbers)
-        self._prepare(self._context.ops.pack(weight), None)
+        if len(runs) > 1:
+            weight, start = self._empty(self._rows, self._columns), 0
+            for run in runs.values():
+                for part in run if isinstance(run, list) else [run]:
+                    numbers = part if isinstance(part, torch.Tensor) else part.dequantize()
+                    weight[start : start + len(numbers)].copy_(numbers)
+                    start += len(numbers)
+            runs = {next(iter(runs)): weight}
+        super()._prepare_runs(runs)
 
-    def _prepare(self, packed: torch.Tensor, bias: torch.Tensor | None) -> None:  # noqa: ARG002
-        self._packed = {self._packed_name: packed}
+    def _prepare(self, packed: dict[str, torch.Tensor], bias: torch.Tensor | None) -> None:  # noqa: ARG002
+        self._ranges(packed)  # none is missing
+        self._packed = packed

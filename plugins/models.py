@@ -290,7 +290,13 @@ class Embedding:
             raise ValueError(f"{self._packed_name}: its rows cannot be read")
 
     def pack(self) -> torch.Tensor:
-        """Return the table, which is loaded, in the layout of `Ops.linear`."""
+        """Return the table in the layout of `Ops.linear`.
+
+        Raises:
+            RuntimeError: it was not loaded.
+        """
+        if self._rows is None:
+            raise RuntimeError(f"weights were not loaded: {self._name}")
         return self._context.ops.pack(self._weight) if self._codes is None else self._codes
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -322,6 +328,8 @@ class Embedding:
 
 Run = torch.Tensor | QuantizedMatrix | list[AffineCodes]
 """Matrices that one product multiplies: numbers, a matrix that multiplies itself, or codes."""
+Product = Callable[[torch.Tensor], torch.Tensor]
+"""x -> x W^T + b."""
 
 
 class Linear:
@@ -369,7 +377,7 @@ class Linear:
         self._out_dtype = out_dtype
         self._bias: torch.Tensor | None = None
         self._weight: torch.Tensor | None = None
-        self._apply: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self._apply: Product | None = None
         self._slices: dict[str, tuple[int, int]] = {}
         self._whole: dict[str, tuple[int, ...]] = {}
         self._cuts: dict[str, Cut] = {}
@@ -395,7 +403,7 @@ class Linear:
         self._quantizable = [n for n in self._slices if quantize and n.endswith(".weight")]
         self._matrices: dict[str, QuantizedMatrix] = {}
         self._packed: dict[str, torch.Tensor] | None = {}
-        self._packed_name, self._bias_name = (f"{stored[0][0]}.packed{s}" for s in ("", "_bias"))
+        self._bias_name = f"{stored[0][0]}.packed_bias"
         self._has_bias = bias
 
     def _add(self, name: str, whole: tuple[int, ...], start: int, mine: Sequence[range]) -> None:
@@ -438,12 +446,20 @@ class Linear:
         self._loaded(name)
 
     def packed(self) -> dict[str, torch.Tensor] | None:
-        """Return the packed matrix, and the bias if there is one; None if it is not one matrix."""
+        """Return the packed matrix, and the bias if there is one.
+
+        Several, if one product cannot multiply all parts: each has the name of its first part. None
+        if a part multiplies itself.
+        """
         return self._packed
 
     def load_packed(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load the packed matrix and the bias."""
-        packed = tensors[self._packed_name].to(self._context.device)
+        """Load the packed matrices and the bias."""
+        packed = {
+            name: tensors[name].to(self._context.device)
+            for name in self._starts()
+            if name in tensors
+        }
         bias = None
         if self._has_bias:
             bias = _packed_tensor(tensors, self._bias_name, (self._rows,), self._context)
@@ -467,80 +483,140 @@ class Linear:
             return
         if not self._matrices:
             assert self._weight is not None
-            self._prepare(self._context.ops.pack(self._weight), self._bias)
+            (name, *_) = self._starts()
+            self._prepare({name: self._context.ops.pack(self._weight)}, self._bias)
         else:
-            runs = self._runs()
-            if len(runs) == 1 and isinstance(runs[0], list):
-                codes = runs[0]
-                total = sum(part.shape[0] for part in codes)
-                codes[-1] = codes[-1].padded(codes[-1].shape[0] + self._rows - total)
-                self._prepare(self._context.ops.pack_codes(codes), self._bias)
-            else:
-                self._prepare_runs(runs)
+            self._prepare_runs(self._runs())
         self._weight = self._bias = None
         self._matrices = {}
         self._missing = set(self._slices)  # they may be loaded again
 
-    def _runs(self) -> list[Run]:
-        """Return the matrices in their order, those together that one product can multiply."""
-        runs: list[Run] = []
-        for name, (start, count) in self._slices.items():
-            if not name.endswith(".weight") or not count:
+    def _starts(self) -> dict[str, int]:
+        """Return the first row of each matrix, by the name of a packed one that starts with it."""
+        return {
+            f"{name.removesuffix('.weight')}.packed": start
+            for name, (start, _) in self._slices.items()
+            if name.endswith(".weight")
+        }
+
+    def _runs(self) -> dict[str, Run]:
+        """Return the matrices in their order, those together that one product can multiply.
+
+        They have the names that they are packed under.
+        """
+        runs: dict[str, Run] = {}
+        last: Run | None = None
+        for packed_name in self._starts():
+            name = f"{packed_name.removesuffix('.packed')}.weight"
+            start, count = self._slices[name]
+            if not count:
                 continue
             matrix = self._matrices.get(name)
             if matrix is None:
                 assert self._weight is not None
-                runs.append(self._weight[start : start + count])
+                last = self._weight[start : start + count]
             elif not isinstance(matrix, AffineCodes):
-                runs.append(matrix)
-            elif runs and isinstance(runs[-1], list):
-                runs[-1].append(matrix)
+                last = matrix
+            elif isinstance(last, list):
+                last.append(matrix)
+                continue
             else:
-                runs.append([matrix])
+                last = [matrix]
+            runs[packed_name] = last
         return runs
 
-    def _prepare_runs(self, runs: list[Run]) -> None:
-        """Prepare a product per run, whose results are put side by side."""
-        ops, out_dtype = self._context.ops, self._out_dtype or self._context.dtype
-        products, start = list[Callable[[torch.Tensor], torch.Tensor]](), 0
-        for run in runs:
-            count = sum(p.shape[0] for p in run) if isinstance(run, list) else run.shape[0]
-            bias = self._bias if self._adds_bias else None
-            if bias is not None:
-                bias = bias[start : start + count].clone()
-            own = run.linear(bias, out_dtype) if isinstance(run, QuantizedMatrix) else None
-            if own is None:
-                packed = self._pack(run)
-                own = ops.linear(packed, (count, self._columns), bias, out_dtype=self._out_dtype)
-            products.append(own)
-            start += count
-        missing = self._rows - start  # of the last ranks of a divided vocabulary
+    def _prepare_runs(self, runs: dict[str, Run]) -> None:
+        """Prepare a product per run: of itself where it has one, else of a packed matrix."""
+        ranges = self._ranges(runs)
+        own: dict[str, Product] = {}
+        for name, run in runs.items():
+            if isinstance(run, QuantizedMatrix):
+                start = ranges[name].start
+                rows = range(start, start + run.shape[0])
+                product = run.linear(
+                    self._bias_of(rows, self._bias), self._out_dtype or self._context.dtype
+                )
+                if product is not None:
+                    own[name] = product
+                    ranges[name] = rows
+        packed = {
+            name: self._pack(run, len(ranges[name]))
+            for name, run in runs.items()
+            if name not in own
+        }
+        if not own:
+            self._prepare(packed, self._bias)
+            return
+        products = [
+            own[name] if name in own else self._product(packed[name], rows, self._bias)
+            for name, rows in ranges.items()
+        ]
+        self._apply = self._side_by_side(products, sum(map(len, ranges.values())))
+        self._packed = None
+
+    def _pack(self, run: Run, rows: int) -> torch.Tensor:
+        """Return a packed run, of `rows`: those that it lacks are zeros."""
+        ops = self._context.ops
+        if isinstance(run, list):
+            missing = rows - sum(part.shape[0] for part in run)
+            return ops.pack_codes([*run[:-1], run[-1].padded(run[-1].shape[0] + missing)])
+        if isinstance(run, QuantizedMatrix):
+            run = run.dequantize()
+        numbers = run.to(self._context.device, self._context.dtype)
+        if len(numbers) == rows:
+            return ops.pack(numbers)
+        weight = self._empty(rows, self._columns)
+        weight[: len(numbers)].copy_(numbers)
+        return ops.pack(weight)
+
+    def _ranges(self, names: Iterable[str]) -> dict[str, range]:
+        """Return the rows of packed matrices that have all rows.
+
+        Raises:
+            KeyError, ValueError: some rows are in none.
+        """
+        starts, names = self._starts(), list(names)
+        if not names:
+            if any(count for _, count in self._slices.values()):
+                raise KeyError(next(iter(starts)))
+            return {}
+        if starts[names[0]]:
+            raise ValueError(f"{names[0]}: rows 0 to {starts[names[0]]} are in no matrix")
+        ends = [*(starts[name] for name in names[1:]), self._rows]
+        return {name: range(starts[name], end) for name, end in zip(names, ends, strict=True)}
+
+    def _prepare(self, packed: dict[str, torch.Tensor], bias: torch.Tensor | None) -> None:
+        """Prepare the product of packed matrices, by name; the bias is that of all."""
+        ranges = self._ranges(packed)
+        products = [self._product(packed[name], rows, bias) for name, rows in ranges.items()]
+        self._apply = self._side_by_side(products, self._rows if products else 0)
+        self._packed = packed if bias is None else {**packed, self._bias_name: bias}
+
+    def _product(self, packed: torch.Tensor, rows: range, bias: torch.Tensor | None) -> Product:
+        shape = (len(rows), self._columns)
+        bias = self._bias_of(rows, bias)
+        return self._context.ops.linear(packed, shape, bias, out_dtype=self._out_dtype)
+
+    def _bias_of(self, rows: range, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the bias of some rows; None if there is none, or another rank adds it."""
+        if bias is None or not self._adds_bias or len(rows) == len(bias):
+            return bias if self._adds_bias else None
+        return bias[rows.start : rows.stop].clone()
+
+    def _side_by_side(self, products: list[Product], rows: int) -> Product:
+        """Return the product whose results are those of some, and zeros after their `rows`."""
+        missing = self._rows - rows  # of the last ranks of a divided vocabulary
+        if len(products) == 1 and not missing:
+            return products[0]
+        dtype = self._out_dtype or self._context.dtype
 
         def apply(x: torch.Tensor) -> torch.Tensor:
             parts = [product(x) for product in products]
-            if missing:
-                parts.append(parts[0].new_zeros((len(x), missing)))
-            return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+            if missing or not parts:
+                parts.append(x.new_zeros((len(x), missing), dtype=dtype))
+            return torch.cat(parts, 1)
 
-        self._apply = apply
-        self._packed = None
-
-    def _pack(self, run: Run) -> torch.Tensor:
-        ops = self._context.ops
-        if isinstance(run, list):
-            return ops.pack_codes(run)
-        if isinstance(run, QuantizedMatrix):
-            run = run.dequantize().to(self._context.device, self._context.dtype)
-        return ops.pack(run)
-
-    def _prepare(self, packed: torch.Tensor, bias: torch.Tensor | None) -> None:
-        shape = (self._rows, self._columns)
-        self._apply = self._context.ops.linear(
-            packed, shape, bias if self._adds_bias else None, out_dtype=self._out_dtype
-        )
-        self._packed = {self._packed_name: packed}
-        if bias is not None:
-            self._packed[self._bias_name] = bias
+        return apply
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self._context.dtype, device=self._context.device)
@@ -583,7 +659,8 @@ class LMHead(Linear):
 
     def tie(self, table: Embedding) -> None:
         """Use an embedding's table, which is loaded, as the matrix."""
-        self._prepare(table.pack(), None)
+        (name,) = self._starts()
+        self._prepare({name: table.pack()}, None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits [rows, vocab] for hidden states x [rows, columns]."""

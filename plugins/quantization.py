@@ -29,7 +29,7 @@ OUTER_COLUMNS = 256
 _AT_ONCE = 1 << 16
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class QuantizedWeight:
     """A matrix as a checkpoint stores it; a loader yields it in the place of a tensor.
 
@@ -42,6 +42,14 @@ class QuantizedWeight:
     scheme: str
     shape: tuple[int, int]
     tensors: Mapping[str, torch.Tensor]
+
+    def __repr__(self) -> str:
+        """Return text without the numbers of the tensors."""
+        tensors: object = self.tensors
+        if isinstance(tensors, Mapping):
+            parts = (f"{name!r}: {_short(tensor)}" for name, tensor in tensors.items())
+            tensors = f"{{{', '.join(parts)}}}"
+        return f"QuantizedWeight({self.scheme!r}, {self.shape!r}, {tensors})"
 
     def tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a stored tensor, which has to have a dtype and shape.
@@ -109,6 +117,8 @@ class QuantizedMatrix(ABC):
     ) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """Return a function as `Ops.linear` does, which multiplies W itself.
 
+        Its results are new tensors [rows of x, rows], contiguous, on the device of x.
+
         None, the default, leaves it to the operations: they multiply `AffineCodes` where they have
         a kernel for them, and else what `dequantize` returns. A model with such functions is not
         kept in the weight cache. Embeddings and experts use what `dequantize` returns.
@@ -120,7 +130,7 @@ class QuantizedMatrix(ABC):
         return None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class AffineCodes(QuantizedMatrix):
     """Small whole numbers, which a scale and an offset per group of columns turn into weights.
 
@@ -128,6 +138,7 @@ class AffineCodes(QuantizedMatrix):
 
     Most schemes have this form. The scale is `scales`, times `outer_scales[r, k // 256]` where
     there are such; the offset likewise. Matrices that are multiplied together may differ in all.
+    Operations multiply the codes themselves: a derived class cannot have a `linear` of its own.
 
     Attributes:
         codes: [rows, columns], uint8, of 8 bits int8; one per byte.
@@ -137,8 +148,8 @@ class AffineCodes(QuantizedMatrix):
         offsets: the same; None is 0.
         outer_scales: float16 [rows, columns / 256, rounded up], by which scales are multiplied.
         outer_offsets: the same for offsets.
-        values: float32 [2 ** bits], the numbers that codes stand for, each of which bfloat16 holds;
-            None are the codes themselves. Codes of 8 bits have none.
+        values: float32 [2 ** bits], the finite numbers that codes stand for, each of which bfloat16
+            holds; None are the codes themselves. Codes of 8 bits have none.
     """
 
     codes: torch.Tensor
@@ -150,6 +161,19 @@ class AffineCodes(QuantizedMatrix):
     outer_offsets: torch.Tensor | None = None
     values: torch.Tensor | None = None
 
+    def __init_subclass__(cls) -> None:
+        """Refuse a class with a `linear` of its own, which nothing would call.
+
+        Raises:
+            TypeError: it has one.
+        """
+        super().__init_subclass__()
+        if cls.linear is not QuantizedMatrix.linear:
+            raise TypeError(
+                f"{cls.__name__}.linear: operations multiply AffineCodes themselves; expected a "
+                f"class that derives from QuantizedMatrix for matrices that multiply themselves"
+            )
+
     def __post_init__(self) -> None:
         """Check shapes and dtypes.
 
@@ -157,6 +181,10 @@ class AffineCodes(QuantizedMatrix):
             ValueError: one is not as the attributes say.
         """
         _check_codes(self)
+
+    def __repr__(self) -> str:
+        """Return text without the numbers of the tensors."""
+        return f"AffineCodes({self.bits} bits, groups of {self.group}, {_of(self.codes)})"
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -167,7 +195,7 @@ class AffineCodes(QuantizedMatrix):
     def alignment(self) -> int:
         """Columns at whose multiples the matrix can be cut."""
         has_outer = self.outer_scales is not None or self.outer_offsets is not None
-        return max(self.group, OUTER_COLUMNS) if has_outer else self.group
+        return math.lcm(self.group, OUTER_COLUMNS) if has_outer else self.group
 
     def rows(self, start: int, stop: int) -> AffineCodes:
         """Return some rows."""
@@ -314,16 +342,26 @@ def _check_codes(matrix: AffineCodes) -> None:
     values = matrix.values
     if matrix.outer_offsets is not None and matrix.offsets is None:
         raise ValueError("AffineCodes.outer_offsets: there are no offsets that they multiply")
-    if values is not None and (bits == 8 or not torch.equal(values, values.bfloat16().float())):
+    if values is None:
+        return
+    if bits == 8:
+        raise ValueError("AffineCodes.values: codes of 8 bits have none")
+    if not values.isfinite().all() or not torch.equal(values, values.bfloat16().float()):
         raise ValueError(
-            "AffineCodes.values: codes of 8 bits have none"
-            if bits == 8
-            else f"AffineCodes.values: expected numbers that bfloat16 holds, got {values.tolist()}"
+            f"AffineCodes.values: expected finite numbers that bfloat16 holds, got "
+            f"{values.tolist()}"
         )
 
 
 def _of(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def _short(value: object) -> str:
+    """Return a tensor's dtype and shape, or the repr of what is none."""
+    import torch  # noqa: PLC0415
+
+    return _of(value) if isinstance(value, torch.Tensor) else repr(value)
 
 
 class DenseMatrix(QuantizedMatrix):
@@ -440,6 +478,23 @@ class Quantization(Component):
             ValueError: a tensor is missing, or its shape or content is wrong.
         """
         raise NotImplementedError(f"{self.name!r} reads no checkpoints, it quantises weights")
+
+    def alignment(
+        self,
+        shape: tuple[int, int],  # noqa: ARG002
+        stored: QuantizedWeight | None = None,  # noqa: ARG002
+    ) -> int | None:
+        """Return at which multiples of columns a matrix can be cut, before it is made or read.
+
+        With it, ranks whose columns are no whole groups are refused before weights are read. None,
+        the default: only the matrix itself says it.
+
+        Args:
+            shape: of the whole matrix.
+            stored: what a checkpoint stores, on torch's device "meta", if its loader says that;
+                None for a matrix that `quantize` makes.
+        """
+        return None
 
     def stored_bytes(self, shape: tuple[int, int]) -> int | None:  # noqa: ARG002
         """Return how many bytes a matrix of a shape takes in memory, for estimates.

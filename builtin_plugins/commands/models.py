@@ -191,6 +191,8 @@ def _length_text(report: ModelReport) -> str:
 def _context_text(memory: ContextMemory, report: ModelReport) -> str:
     text = f"{_size_text(memory.one_request)} for a request of {memory.num_tokens} tokens"
     text += f", {_size_text(memory.all_requests)} for {report.max_num_seqs} of them"
+    if memory.num_tokens > report.max_model_len:
+        return f"{text}; longer than max_model_len, {report.max_model_len}"
     return text if memory.fits or report.problem else f"{text}; one does not fit"
 
 

@@ -7,7 +7,16 @@ import torch
 from hardpoint.plugins.hf_config import ConfigFields
 from hardpoint.plugins.quantization import QuantizedMatrix, QuantizedWeight
 
-from .packed import SCALES, StoredScheme, affine, expect, group_size, one_of, stored_bytes
+from .packed import (
+    SCALES,
+    StoredScheme,
+    affine,
+    alignment,
+    expect,
+    group_size,
+    one_of,
+    stored_bytes,
+)
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The rows of the matrix whose codes a word has, from its lowest four bits on."""
@@ -80,6 +89,14 @@ class AWQ(StoredScheme):
             tensors["scales"].t().contiguous(),
             _codes(tensors["qzeros"]),
         )
+
+    def alignment(
+        self,
+        shape: tuple[int, int],
+        stored: QuantizedWeight | None = None,  # noqa: ARG002
+    ) -> int | None:
+        """Return the size of the groups."""
+        return alignment(shape[1], self._group) if self.context.config else None
 
     def stored_bytes(self, shape: tuple[int, int]) -> int | None:
         """Return the bytes of codes, scales and offsets."""

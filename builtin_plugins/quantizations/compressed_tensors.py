@@ -16,6 +16,7 @@ from .packed import (
     SOURCE,
     StoredScheme,
     affine,
+    alignment,
     expect,
     group_size,
     one_of,
@@ -164,6 +165,18 @@ class CompressedTensors(StoredScheme):
         """
         self.check(stored)
         return self._fitting(stored).read(stored)
+
+    def alignment(
+        self, shape: tuple[int, int], stored: QuantizedWeight | None = None
+    ) -> int | None:
+        """Return the size of the groups; None if `weight_g_idx` may have put columns apart.
+
+        Raises:
+            ValueError: a tensor is missing, or its dtype or shape is wrong.
+        """
+        if stored is None or (weights := self._fitting(stored)).reorders:
+            return None
+        return alignment(shape[1], weights.group)
 
     def stored_bytes(self, shape: tuple[int, int]) -> int | None:
         """Return the bytes of codes, scales and offsets; None if matrices differ in these."""

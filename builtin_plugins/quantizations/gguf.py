@@ -46,6 +46,10 @@ class _Blocks(Quantization):
     def split(self, blocks: torch.Tensor) -> AffineCodes:
         """Return the codes and scales of blocks [rows, blocks of a row, bytes of a block]."""
 
+    def alignment(self, shape: tuple[int, int], stored: QuantizedWeight | None = None) -> int:  # noqa: ARG002
+        """Return the columns of a block; a row with one scale can be cut anywhere."""
+        return 1 if shape[1] == self.columns == 32 else self.columns
+
     def stored_bytes(self, shape: tuple[int, int]) -> int:
         """Return the bytes of the blocks, which take as many in memory."""
         return shape[0] * -(-shape[1] // self.columns) * self.size

@@ -7,7 +7,17 @@ import torch
 from hardpoint.plugins.hf_config import ConfigFields
 from hardpoint.plugins.quantization import QuantizedMatrix, QuantizedWeight
 
-from .packed import SCALES, StoredScheme, affine, expect, group_size, one_of, stored_bytes, unpack
+from .packed import (
+    SCALES,
+    StoredScheme,
+    affine,
+    alignment,
+    expect,
+    group_size,
+    one_of,
+    stored_bytes,
+    unpack,
+)
 
 _ONES = {4: 0x11111111, 8: 0x01010101}
 """A word whose numbers are all 1, by their bits."""
@@ -115,6 +125,14 @@ class GPTQ(StoredScheme):
             zeros,
             tensors.get("g_idx"),
         )
+
+    def alignment(
+        self, shape: tuple[int, int], stored: QuantizedWeight | None = None
+    ) -> int | None:
+        """Return the size of the groups; None if `g_idx` may have put columns of one apart."""
+        if stored is None or "g_idx" in stored.tensors:
+            return None
+        return alignment(shape[1], self._group)
 
     def stored_bytes(self, shape: tuple[int, int]) -> int | None:
         """Return the bytes of codes, scales and offsets; None for what may be dequantised."""

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from hardpoint import plugins
 from hardpoint.plugins import Quantization, QuantizationContext
-from hardpoint.plugins.quantization import AffineCodes
+from hardpoint.plugins.quantization import AffineCodes, QuantizedWeight
 
 GroupSize = Annotated[int, Meta(ge=32, multiple_of=32, le=1 << 20)]
 
@@ -63,6 +63,10 @@ class _Groups(Quantization):
             scales.to(dtype),
             offsets.to(dtype),
         )
+
+    def alignment(self, shape: tuple[int, int], stored: QuantizedWeight | None = None) -> int:  # noqa: ARG002
+        """Return the size of the groups."""
+        return self.group_size
 
     def stored_bytes(self, shape: tuple[int, int]) -> int:
         """Return the bytes of codes, and of scales and offsets in float16."""

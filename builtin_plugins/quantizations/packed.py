@@ -212,6 +212,13 @@ def affine(
     return AffineCodes(codes, bits, group, scales, offsets, values=values)
 
 
+def alignment(columns: int, group: int | None) -> int:
+    """Return the columns at which a matrix of `affine` can be cut, whose groups are in order."""
+    if group is None or group >= columns:
+        return 1  # a row has one scale
+    return group if group == _GROUPS[0] or group % _GROUPS[1] == 0 else 1  # dequantised
+
+
 def _dense(
     codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group_of: torch.Tensor
 ) -> DenseMatrix:

@@ -17,6 +17,7 @@ from hardpoint.plugins import (
     ModelError,
     ModelFiles,
     WeightLoader,
+    typed,
 )
 from hardpoint.plugins.component import Progress
 from hardpoint.plugins.config import ConfigSources
@@ -110,6 +111,7 @@ def prepare_worker(
             f"sizes >= 1"
         )
     _check_architecture(model_config.architecture, plugins, loader)
+    _check_use(config, plugins, config_sources)
     _check_quantization(config, model_config, plugins)
     max_model_len = _max_model_len(config, model_config, config_sources)
     _check_limits(config, max_model_len, config_sources)
@@ -150,6 +152,25 @@ def _check_architecture(name: str, plugins: PluginSet, loader: WeightLoader) -> 
         f"{plugins.hint(name, 'models')}; supported: "
         f"{', '.join(sorted(known.values())) or 'none'}. A plugin of the kind models "
         "adds one: docs/write-a-model.md"
+    )
+
+
+def _check_use(config: EngineConfig, plugins: PluginSet, config_sources: ConfigSources) -> None:
+    """Check that there is the scheme that the configuration names.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    use = config.quantization.use
+    if use in ("auto", "none") or plugins.find("quantizations", use) is not None:
+        return
+    known = sorted(entry.name for entry in plugins.entries("quantizations"))
+    raise ConfigError(
+        config_sources.locate(
+            f"quantization.use: no quantisation scheme {use!r} is enabled"
+            f"{typed.suggest(use, ['auto', 'none', *known])}{plugins.hint(use, 'quantizations')}; "
+            f"expected auto, none, or one of {', '.join(known) or 'no scheme'}"
+        )
     )
 
 

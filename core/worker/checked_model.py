@@ -248,6 +248,11 @@ def checked_weights(
     for item in weights:
         if not _is_weight(item):
             expected = "a name and a dense CPU tensor, or a QuantizedWeight of such"
+            if isinstance(item, tuple) and len(item) == 2:  # of tensors without their numbers
+                name, weight = map(shown, item)
+                raise PluginFaultError(
+                    f"{source}: its weights() gave {weight} for {name}, expected {expected}"
+                )
             raise wrong_result(source, "weights", item, expected)
         name, tensor = item
         if name in seen:
@@ -286,8 +291,23 @@ def _is_weight(item: Any) -> bool:
         return False
     weight = item[1]
     if isinstance(weight, QuantizedWeight):
-        return all(map(_is_dense, weight.tensors.values()))
+        return is_quantized_weight(weight) and all(map(_is_dense, weight.tensors.values()))
     return _is_dense(weight)
+
+
+def is_quantized_weight(weight: Any) -> bool:
+    """Return whether a stored matrix has the name of a scheme, two sizes, and named tensors."""
+    return (
+        isinstance(weight, QuantizedWeight)
+        and isinstance(weight.scheme, str)
+        and _is_shape(weight.shape)
+        and len(weight.shape) == 2
+        and isinstance(weight.tensors, Mapping)
+        and all(
+            isinstance(name, str) and isinstance(tensor, torch.Tensor)
+            for name, tensor in weight.tensors.items()
+        )
+    )
 
 
 def _is_dense(tensor: Any) -> bool:

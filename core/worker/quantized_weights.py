@@ -6,6 +6,7 @@ import fnmatch
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from hardpoint.plugins import (
     Model,
     ModelError,
 )
-from hardpoint.plugins.errors import PluginFaultError
+from hardpoint.plugins.errors import PluginFaultError, PluginNotFoundError
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.model import WeightFormat
 from hardpoint.plugins.parallel import Cut
@@ -36,6 +37,12 @@ from .memory import is_out_of_memory
 T = TypeVar("T")
 Weights = Iterator[tuple[str, torch.Tensor]]
 Scheme = tuple[Quantization, Source]
+
+_UNIT = "a whole number >= 1"
+_FEWER_RANKS = (
+    ", the part that a rank has; expected fewer ranks (parallel.tensor), or quantization.use = "
+    "'none', which dequantises"
+)
 
 
 class QuantizedWeights:
@@ -88,7 +95,8 @@ class QuantizedWeights:
         self._dequantized: Counter[str] = Counter()
         self._without_kernel: Counter[str] = Counter()
         self._has_own = False
-        self._by_loader: Counter[str] = Counter()
+        self._by_loader: Counter[str] = Counter()  # what came dequantised
+        self._said: dict[str, str] = {}  # what loaders dequantise, by name
 
     def pass_on(self, weights: Iterable[tuple[str, torch.Tensor | QuantizedWeight]]) -> Weights:
         """Give the model its matrices of few bits; yield the other weights.
@@ -98,21 +106,26 @@ class QuantizedWeights:
             PluginFaultError: a scheme raised something else, or gave what is no matrix.
         """
         for name, weight in weights:
-            matrix = None
             if isinstance(weight, QuantizedWeight):
                 if name not in self._shapes:
                     continue
+                self._check_is_matrix(name, weight)
                 stays = self.scheme_of(name, weight.scheme) == weight.scheme
-                matrix = self._read(name, weight, stays)
+                calls = self._calls(name, self._scheme_of_weight(name, weight.scheme))
+                matrix = self._read(calls, weight, stays)
                 if stays and not isinstance(matrix, DenseMatrix):
-                    self._load(name, matrix, weight.scheme)
+                    self._load(calls, matrix, weight.scheme)
                     continue
                 self._dequantized[weight.scheme] += 1
-                tensor = self._dequantize(name, matrix, weight.scheme)
+                tensor = calls.numbers(matrix)
             else:
                 tensor = weight
+                if (said := self._said.get(name)) is not None:
+                    self._by_loader[said] += 1
             if self.scheme_of(name, None) is not None:
-                self._load(name, self._quantized(name, tensor), self._config.use)
+                assert self._use is not None
+                calls = self._calls(name, self._use)
+                self._load(calls, self._quantized(calls, tensor), self._config.use)
             else:
                 yield name, tensor
 
@@ -177,17 +190,76 @@ class QuantizedWeights:
             ConfigError: no weight is stored in the scheme that the configuration requires.
         """
         for name, found in formats.items():
-            if found.stored is not None and name in self._shapes:
-                scheme, stored = self._scheme(found.stored.scheme), found.stored
-                self._call(name, scheme, "check", functools.partial(scheme[0].check, stored))
-        self._by_loader = Counter(
-            found.name
-            for name, found in formats.items()
-            if name in self._shapes and not found.is_quantized and not hasattr(torch, found.name)
-        )
+            if name not in self._shapes:
+                continue
+            if found.is_quantized:
+                self._scheme_of_weight(name, found.name)
+            if (stored := found.stored) is not None:
+                self._check_is_matrix(name, stored)
+                calls = self._calls(name, self._scheme_of_weight(name, stored.scheme))
+                calls.call("check", functools.partial(calls.component.check, stored))
+            if not found.is_quantized and not hasattr(torch, found.name):
+                self._said[name] = found.name
+        self._check_cuts(formats)
         named = [name for name, found in formats.items() if found.name == self._config.use]
         if formats and not self._quantizes:
             self._require(any(self.scheme_of(name, self._config.use) for name in named))
+
+    def _check_cuts(self, formats: Mapping[str, WeightFormat]) -> None:
+        """Check that each cut of this rank is at a group of columns, where schemes say that.
+
+        Raises:
+            ModelError: a stored matrix cannot be cut.
+            ConfigError: a matrix that is to be quantised cannot.
+        """
+        for name, cut in self._cuts.items():
+            found = formats.get(name)
+            of = found.name if found is not None and found.is_quantized else None
+            if cut.dim == 0 or (use := self.scheme_of(name, of)) is None:
+                continue
+            rows, columns = self._shapes[name]
+            calls = self._calls(name, self._scheme_of_weight(name, use))
+            stored = found.stored if found is not None and use == of else None
+            say = functools.partial(calls.component.alignment, (rows, columns), stored)
+            unit = calls.call("alignment", say)
+            if unit is None:
+                continue
+            if type(unit) is not int or unit < 1:
+                raise calls.fault("alignment", unit, _UNIT)
+            if use != of:
+                self._check_groups(name, unit)
+            elif not _divides(unit, cut, (rows, columns)):
+                first = next(p for p in cut.parts if not _divides(unit, p, (rows, columns)))
+                raise ModelError(
+                    f"model: weight {name!r} of {self._checkpoint!r}: {use}: columns "
+                    f"{first.start} to {first.stop} of {columns} cannot be cut from blocks of "
+                    f"{unit} columns{_FEWER_RANKS}"
+                )
+
+    def _check_is_matrix(self, name: str, weight: QuantizedWeight) -> None:
+        """Check that a stored matrix is one of the model's.
+
+        Raises:
+            ModelError: the model needs no matrix there.
+        """
+        whole = tuple(self._shapes[name])
+        if len(whole) != 2:
+            raise ModelError(
+                f"model: weight {name!r} of {self._checkpoint!r} is stored in {weight.scheme!r}, "
+                f"but it is no matrix that may have few bits: "
+                f"{self._model.context.config.architecture} needs shape {whole}"
+            )
+
+    def _scheme_of_weight(self, name: str, scheme: str) -> Scheme:
+        """Return a scheme that a loader names.
+
+        Raises:
+            ModelError: there is none of that name.
+        """
+        try:
+            return self._scheme(scheme)
+        except PluginNotFoundError as cause:
+            raise ModelError(f"model: weight {name!r} of {self._checkpoint!r}: {cause}") from cause
 
     def check_used(self) -> None:
         """Check that the checkpoint had the scheme that the configuration requires.
@@ -205,63 +277,62 @@ class QuantizedWeights:
                 f"{self._checkpoint!r} has none that are stored in it"
             )
 
-    def _load(self, name: str, matrix: QuantizedMatrix, scheme: str) -> None:
+    def _calls(self, name: str, scheme: Scheme) -> _Calls:
+        return _Calls(name, self._checkpoint, *scheme)
+
+    def _load(self, calls: _Calls, matrix: QuantizedMatrix, scheme: str) -> None:
         self._counts[scheme] += 1
         if not isinstance(matrix, AffineCodes):
             self._has_own = True
+            matrix = _CheckedMatrix(matrix, calls)
         elif matrix.bits not in self._model.context.ops.code_bits:
             self._without_kernel[scheme] += 1
-        self._model.load_quantized(name, matrix)
+        self._model.load_quantized(calls.name, matrix)
 
-    def _read(self, name: str, weight: QuantizedWeight, stays: bool) -> QuantizedMatrix:
+    def _read(self, calls: _Calls, weight: QuantizedWeight, stays: bool) -> QuantizedMatrix:
         """Return what is stored, or the part of it that is needed.
 
         Raises:
             ModelError: it cannot be read, has another shape, or stays as it is and cannot be cut.
         """
-        scheme = self._scheme(weight.scheme)
-        whole = tuple(self._shapes[name])
-        cut = self._cuts.get(name)
+        whole = tuple(self._shapes[calls.name])
+        cut = self._cuts.get(calls.name)
         needed = whole if cut is None else cut.shape(whole)
-        matrix = self._matrix(
-            name, scheme, "read", lambda: scheme[0].read(weight), tuple(weight.shape)
-        )
+        read = functools.partial(calls.component.read, weight)
+        matrix = calls.matrix("read", read, tuple(weight.shape))
         if matrix.shape not in (whole, needed):
             raise ModelError(
-                f"model: weight {name!r} of {self._checkpoint!r} has shape {matrix.shape}, "
-                f"{self._model.context.config.architecture} needs {whole}"
+                f"model: weight {calls.name!r} of {self._checkpoint!r} has shape {matrix.shape} "
+                f"in {weight.scheme!r}, {self._model.context.config.architecture} needs {whole}"
             )
+        calls.check_numbers("read", matrix)
         if cut is None or matrix.shape == needed != whole:
             return matrix
-        if not stays and not _divides(matrix.alignment, cut, whole):
-            return DenseMatrix(cut.of(self._dequantize(name, matrix, weight.scheme)))
-        return self._matrix(name, scheme, "read", lambda: _part(matrix, cut), needed)
+        if not stays and not _divides(calls.unit(matrix), cut, whole):
+            return DenseMatrix(cut.of(calls.numbers(matrix)))
+        return calls.matrix("read", lambda: _part(matrix, cut), needed)
 
-    def _quantized(self, name: str, tensor: torch.Tensor) -> QuantizedMatrix:
-        assert self._use is not None
-        scheme, _ = self._use
+    def _quantized(self, calls: _Calls, tensor: torch.Tensor) -> QuantizedMatrix:
         weight = tensor.float()
         if not bool(weight.isfinite().all()):
             raise ModelError(
-                f"model: weight {name!r} of {self._checkpoint!r} has numbers that are not finite, "
-                f"which {self._config.use!r} cannot quantise"
+                f"model: weight {calls.name!r} of {self._checkpoint!r} has numbers that are not "
+                f"finite, which {self._config.use!r} cannot quantise"
             )
-        matrix = self._matrix(
-            name, self._use, "quantize", lambda: scheme.quantize(weight), tuple(weight.shape)
-        )
-        self._check_alignment(name, matrix)
+        quantize = functools.partial(calls.component.quantize, weight)
+        matrix = calls.matrix("quantize", quantize, tuple(weight.shape))
+        calls.check_numbers("quantize", matrix)
+        if calls.name in self._cuts:
+            self._check_groups(calls.name, calls.unit(matrix))
         return matrix
 
-    def _check_alignment(self, name: str, matrix: QuantizedMatrix) -> None:
+    def _check_groups(self, name: str, unit: int) -> None:
         """Check that a part that was quantised is a part of the quantised whole.
 
         Raises:
             ConfigError: it was cut within a group of columns.
         """
-        cut = self._cuts.get(name)
-        if cut is None:
-            return
-        unit, count = matrix.alignment, self._shapes[name][-1]
+        cut, count = self._cuts[name], self._shapes[name][-1]
         if not _divides(unit, cut, self._shapes[name]):
             raise ConfigError(
                 f"quantization.use: {self._config.use!r} has groups of {unit} columns, which do "
@@ -269,54 +340,147 @@ class QuantizedWeights:
                 f"that a rank has; expected a size of groups that divides {cut.stop - cut.start}"
             )
 
-    def _dequantize(self, name: str, matrix: QuantizedMatrix, scheme: str) -> torch.Tensor:
-        """Return the numbers of a matrix."""
-        found = self._scheme(scheme)
-        tensor = self._call(name, found, "dequantize", matrix.dequantize)
-        if (
-            not isinstance(tensor, torch.Tensor)
-            or tensor.dtype != torch.float32
-            or tensor.shape != matrix.shape
-        ):
-            raise _fault(found[1], "dequantize", tensor, f"torch.float32 {list(matrix.shape)}")
-        return tensor
 
-    def _matrix(
-        self,
-        name: str,
-        scheme: Scheme,
-        method: str,
-        function: Callable[[], QuantizedMatrix],
-        shape: tuple[int, ...],
-    ) -> QuantizedMatrix:
-        """Return the matrix of a shape that a scheme's method gives."""
-        matrix = self._call(name, scheme, method, function)
-        if not isinstance(matrix, QuantizedMatrix):
-            raise _fault(scheme[1], method, matrix, "a QuantizedMatrix")
-        if tuple(matrix.shape) != shape:
-            raise _fault(scheme[1], method, matrix.shape, f"a matrix of shape {shape}")
-        if not self._call(name, scheme, "is_finite", matrix.is_finite):
-            raise ModelError(
-                f"model: weight {name!r} of {self._checkpoint!r}: {scheme[0].name}: a scale or "
-                f"offset is not finite"
-            )
-        return matrix
+@dataclass(frozen=True)
+class _Calls:
+    """Calls a scheme and its matrices for one weight; what fails names the scheme."""
 
-    def _call(self, name: str, scheme: Scheme, method: str, function: Callable[[], T]) -> T:
-        """Return what a method of a scheme or of its matrices gives."""
+    name: str
+    checkpoint: str
+    component: Quantization
+    source: Source
+
+    def call(self, method: str, function: Callable[[], T], *, refuses: bool = True) -> T:
+        """Return what a method of the scheme or of its matrices gives.
+
+        Args:
+            method: its name.
+            function: calls it.
+            refuses: whether a ValueError says that the weight is wrong.
+
+        Raises:
+            ModelError: the weight is wrong.
+            PluginFaultError: the method raised something else.
+        """
         try:
             return function()
         except BaseException as cause:
             raise_unless_fault(cause)
             if is_out_of_memory(cause) or isinstance(cause, HardpointError):
                 raise
-            if isinstance(cause, ValueError):
-                raise ModelError(
-                    f"model: weight {name!r} of {self._checkpoint!r}: {scheme[0].name}: {cause}"
-                ) from cause
+            if refuses and isinstance(cause, ValueError):
+                raise self._wrong(str(cause)) from cause
             raise PluginFaultError(
-                f"{scheme[1]}: its {method}() failed for {name!r}: {describe(cause)}"
+                f"{self.source}: its {method}() failed for {self.name!r}: {describe(cause)}"
             ) from cause
+
+    def matrix(
+        self, method: str, function: Callable[[], QuantizedMatrix], shape: tuple[int, ...]
+    ) -> QuantizedMatrix:
+        """Return the matrix of a shape that a method gives."""
+        matrix = self.call(method, function)
+        if not isinstance(matrix, QuantizedMatrix):
+            raise self.fault(method, matrix, "a QuantizedMatrix")
+        if self.call("shape", lambda: tuple(matrix.shape)) != shape:
+            raise self.fault(method, matrix.shape, f"a matrix of shape {shape}")
+        return matrix
+
+    def check_numbers(self, method: str, matrix: QuantizedMatrix) -> None:
+        """Check that the numbers of a matrix are finite, and that its codes fit their bits."""
+        if isinstance(matrix, AffineCodes) and matrix.bits < 8 and matrix.codes.numel():
+            largest, limit = int(matrix.codes.max()), (1 << matrix.bits) - 1
+            if largest > limit:
+                expected = f"codes of {matrix.bits} bits, at most {limit}"
+                raise self.fault(method, largest, expected)
+        if not self.call("is_finite", matrix.is_finite):
+            raise self._wrong("a scale or offset is not finite")
+
+    def unit(self, matrix: QuantizedMatrix) -> int:
+        """Return the columns at which a matrix says that it can be cut."""
+        unit = self.call("alignment", lambda: matrix.alignment)
+        if type(unit) is not int or unit < 1:
+            raise self.fault("alignment", unit, _UNIT)
+        return unit
+
+    def numbers(self, matrix: QuantizedMatrix) -> torch.Tensor:
+        """Return the numbers of a matrix."""
+        tensor = self.call("dequantize", matrix.dequantize)
+        if (
+            not isinstance(tensor, torch.Tensor)
+            or tensor.dtype != torch.float32
+            or tensor.shape != matrix.shape
+        ):
+            raise self.fault("dequantize", tensor, f"torch.float32 {list(matrix.shape)}")
+        return tensor
+
+    def fault(self, method: str, got: object, expected: str) -> PluginFaultError:
+        """Return the error of a method that gave something else than it should."""
+        return _fault(self.source, method, got, f"{expected}, for {self.name!r}")
+
+    def _wrong(self, what: str) -> ModelError:
+        return ModelError(
+            f"model: weight {self.name!r} of {self.checkpoint!r}: {self.component.name}: {what}"
+        )
+
+
+class _CheckedMatrix(QuantizedMatrix):
+    """A matrix of a scheme's own class, whose numbers and products are checked."""
+
+    def __init__(self, matrix: QuantizedMatrix, calls: _Calls) -> None:
+        self._matrix, self._calls = matrix, calls
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return self._matrix.shape
+
+    @property
+    def alignment(self) -> int:
+        """Columns at whose multiples the matrix can be cut."""
+        return self._matrix.alignment
+
+    def rows(self, start: int, stop: int) -> QuantizedMatrix:
+        """Return some rows."""
+        shape = (stop - start, self.shape[1])
+        part = self._calls.matrix("rows", lambda: self._matrix.rows(start, stop), shape)
+        return _CheckedMatrix(part, self._calls)
+
+    def columns(self, start: int, stop: int) -> QuantizedMatrix:
+        """Return some columns."""
+        shape = (self.shape[0], stop - start)
+        part = self._calls.matrix("columns", lambda: self._matrix.columns(start, stop), shape)
+        return _CheckedMatrix(part, self._calls)
+
+    def dequantize(self) -> torch.Tensor:
+        """Return W in float32."""
+        return self._calls.numbers(self._matrix)
+
+    def linear(
+        self, bias: torch.Tensor | None, out_dtype: torch.dtype
+    ) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Return the scheme's function, checked; None if it has none."""
+        calls, count = self._calls, self.shape[0]
+        linear = functools.partial(self._matrix.linear, bias, out_dtype)
+        product = calls.call("linear", linear, refuses=False)
+        if product is None:
+            return None
+        if not callable(product):
+            raise calls.fault("linear", product, "a function, or None")
+
+        def multiply(x: torch.Tensor) -> torch.Tensor:
+            y = calls.call("linear", functools.partial(product, x), refuses=False)
+            if (
+                not isinstance(y, torch.Tensor)
+                or y.shape != (len(x), count)
+                or y.dtype != out_dtype
+                or y.device != x.device
+                or y.layout is not torch.strided
+            ):
+                expected = f"{out_dtype} {[len(x), count]} on {x.device}"
+                raise calls.fault("linear", y, expected)
+            return y.contiguous()
+
+        return multiply
 
 
 def _divides(unit: int, cut: Cut, shape: Sequence[int]) -> bool:
@@ -336,10 +500,7 @@ def _part(matrix: QuantizedMatrix, cut: Cut) -> QuantizedMatrix:
     try:
         parts = [part_of(part.start, part.stop) for part in cut.parts]
     except ValueError as cause:
-        raise ValueError(
-            f"{cause}, the part that a rank has; expected fewer ranks (parallel.tensor), or "
-            f"quantization.use = 'none', which dequantises"
-        ) from cause
+        raise ValueError(f"{cause}{_FEWER_RANKS}") from cause
     return parts[0] if not cut.more else parts[0].joined(parts, cut.dim)
 
 

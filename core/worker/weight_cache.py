@@ -1,6 +1,7 @@
 """The weight cache: files of packed weights, which later processes map instead of packing again.
 
-A file has a prefix, a JSON header and the tensors, each at a whole page:
+A file has a prefix, a JSON header and the tensors, each at a whole page; those that are the same
+memory, as a packed table that is embedding and head, are there once:
 
     magic | length of the header, its CRC-32, checksum of the tensors | header | tensors
 
@@ -53,6 +54,9 @@ _SYNCED = 1 << 26
 _DELAY_S = 2.0
 _PATIENCE_S = 5.0
 _ABANDONED_S = 3600.0
+
+
+_Memory = tuple[torch.device, int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 
 
 class _Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -197,7 +201,7 @@ class WeightCache:
         """Write the weights of a model that has loaded them, in a thread, a little later."""
         if self._folder is None or (tensors := model.packed_weights()) is None:
             return
-        size = sum(_pages(tensor.nbytes) for tensor in tensors.values())
+        size = sum(_pages(tensor.nbytes) for tensor in _unique(tensors.values()))
         if size * self._num_ranks > self._limit:  # or the ranks would remove each other's files
             ranks = f" in each of {self._num_ranks} ranks" if self._num_ranks > 1 else ""
             _log.info(
@@ -314,6 +318,22 @@ def _view(mapped: mmap.mmap, start: int, entry: _Tensor) -> torch.Tensor:
     return flat.view(entry.shape)
 
 
+def _memory(tensor: torch.Tensor) -> _Memory:
+    """Return what two tensors have in common that are the same memory, read the same way."""
+    return (
+        tensor.device,
+        tensor.data_ptr(),
+        tensor.dtype,
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+    )
+
+
+def _unique(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return those of some tensors that are no others' memory, in their order."""
+    return list({_memory(tensor): tensor for tensor in tensors}.values())
+
+
 def _pages(count: int) -> int:
     """Return a number of bytes, rounded up to whole pages."""
     return -(-count // _PAGE) * _PAGE
@@ -339,13 +359,22 @@ class _Writer:
     ) -> None:
         """Start; the tensors must not change."""
         self._file, self._limit = file, limit
-        entries, self._parts, self._size = [], list[memoryview](), 0
-        for name, tensor in tensors.items():
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            entries.append(_Tensor(name, dtype, list(tensor.shape), self._size))
+        self._parts, self._size = list[memoryview](), 0
+        starts: dict[_Memory, int] = {}
+        for tensor in _unique(tensors.values()):
+            starts[_memory(tensor)] = self._size
             data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
             self._parts.append(data.data)
             self._size += _pages(data.nbytes)
+        entries = [
+            _Tensor(
+                name,
+                str(tensor.dtype).removeprefix("torch."),
+                list(tensor.shape),
+                starts[_memory(tensor)],
+            )
+            for name, tensor in tensors.items()
+        ]
         self._header = msgspec.json.encode(_Header(key, self._size, entries))
         self._hurry, self._cancelled = threading.Event(), threading.Event()
         self._thread = threading.Thread(

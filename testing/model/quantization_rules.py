@@ -40,13 +40,17 @@ PARTS = Rule(
     "parts: rows and columns are those of the whole, and cuts elsewhere are a ValueError",
     "cut codes and scales alike; `alignment` says at which columns",
 )
+ALIGNMENT = Rule(
+    "alignment: the scheme says of a matrix, before it is made or read, where it can be cut",
+    "return what `alignment` of the matrix is, or None: ranks that cut elsewhere are refused early",
+)
 PART_OF_WEIGHT = Rule(
     "parts of weights: what is made of some rows and columns is that part of the whole's matrix",
     "let a scale depend on the weights of its group alone: ranks quantise only what they have",
 )
 LINEAR = Rule(
     "linear: the matrix's own product is that of the dequantised matrix",
-    "sum in float32 at least, add the bias, and round once to out_dtype",
+    "sum in float32 at least, add the bias, round once to out_dtype, and return contiguous rows",
 )
 ROWS = Rule(
     "rows: a row's result does not depend on the other rows",
@@ -138,6 +142,25 @@ def check_refused(matrix: QuantizedMatrix, start: int, stop: int) -> None:
     raise PARTS.violation(f"{what} raised nothing")
 
 
+def check_said(said: Any, matrix: QuantizedMatrix) -> None:
+    """Check what a scheme said of a matrix: the columns at which it can be cut."""
+    if said is None:
+        return
+    if type(said) is not int or said < 1:
+        raise ALIGNMENT.violation(
+            f"alignment gave {short_repr(said)}, expected a whole number >= 1, or None"
+        )
+    unit, columns = matrix.alignment, matrix.shape[1]
+    what = f"alignment of {tuple(matrix.shape)} is {said}, that of the matrix {unit}"
+    if said > unit < columns:
+        raise ALIGNMENT.violation(what)
+    if said < columns:
+        try:
+            matrix.columns(said, columns)
+        except ValueError as cause:
+            raise ALIGNMENT.violation(f"{what}, which cannot be cut there: {cause}") from cause
+
+
 def check_joined(matrix: QuantizedMatrix, numbers: torch.Tensor) -> None:
     """Check rows that are joined, which a matrix may refuse."""
     rows = matrix.shape[0]
@@ -148,6 +171,25 @@ def check_joined(matrix: QuantizedMatrix, numbers: torch.Tensor) -> None:
         check_message(cause, "joined")
         return
     check_part(found, torch.cat([numbers[slice(*bounds)] for bounds in ends]), "joined rows")
+
+
+def check_result(result: Any, x: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """Check what a matrix's own product returned for x, but for its numbers."""
+    if (
+        not isinstance(result, torch.Tensor)
+        or result.dtype != dtype
+        or tuple(result.shape) != tuple(shape)
+        or result.device != x.device
+    ):
+        raise LINEAR.violation(
+            f"linear returned {described(result)} for x {list(x.shape)}, expected {dtype} "
+            f"{list(shape)}"
+        )
+    if result.stride(1) != 1 and shape[1] > 1:
+        raise LINEAR.violation(
+            f"linear returned strides {result.stride()} for x {list(x.shape)}, expected numbers of "
+            f"a row one after the other"
+        )
 
 
 def damages(sample: QuantizedSample) -> dict[str, tuple[QuantizedWeight, str]]:

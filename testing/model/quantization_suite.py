@@ -21,6 +21,7 @@ from hardpoint.testing.snapshots import snapshot
 from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
 
 from .quantization_rules import (
+    ALIGNMENT,
     BYTES,
     CODES,
     DAMAGE,
@@ -41,6 +42,8 @@ from .quantization_rules import (
     check_message,
     check_part,
     check_refused,
+    check_result,
+    check_said,
     checked,
     damages,
     described,
@@ -122,6 +125,24 @@ class QuantizationSuite(ComponentSuite):
     def test_parts(self) -> None:
         """Rows and columns of matrices, and matrices of rows and columns."""
         self._check_matrices(PARTS, self._check_parts)
+
+    def test_alignment(self) -> None:
+        """Where matrices can be cut, if the scheme says it before they are made or read."""
+
+        def check_made(weight: torch.Tensor) -> None:
+            scheme, (rows, columns) = self._make(), weight.shape
+            check_said(scheme.alignment((rows, columns)), self._quantized(weight, scheme))
+
+        def check_read(stored: QuantizedWeight) -> None:
+            tensors = {name: tensor.to("meta") for name, tensor in stored.tensors.items()}
+            scheme = self._make()
+            said = scheme.alignment(stored.shape, replace(stored, tensors=tensors))
+            check_said(said, self._read(stored, scheme))
+
+        made = [] if self.max_error is None else self._weights()
+        checks = [functools.partial(check_made, weight) for weight in made]
+        checks += [functools.partial(check_read, sample.stored) for sample in self.samples()]
+        self._run_checks(ALIGNMENT.text, *checks)
 
     def test_parts_of_weights(self) -> None:
         """Matrices of rows and columns of a weight."""
@@ -360,21 +381,16 @@ class QuantizationSuite(ComponentSuite):
     ) -> None:
         kept = x.clone()
         result = multiply(x)
-        if (
-            not isinstance(result, torch.Tensor)
-            or result.dtype != dtype
-            or result.shape != expected.shape
-        ):
-            raise LINEAR.violation(
-                f"linear returned {described(result)} for x {list(x.shape)}, expected {dtype} "
-                f"{list(expected.shape)}"
-            )
+        check_result(result, x, expected.shape, dtype)
         if not torch.equal(x, kept):
             raise UNCHANGED.violation("linear changed x")
         result = result.clone()
         self._check_close(result, expected, LINEAR, "linear", x.dtype)
         for row in range(len(x)):
-            alone = multiply(x[row : row + 1])[0]
+            given = x[row : row + 1]
+            alone = multiply(given)
+            check_result(alone, given, expected[row : row + 1].shape, dtype)
+            alone = alone[0]
             if self.batch_invariant and not torch.equal(alone, result[row]):
                 raise ROWS.violation(
                     f"row {row} of {len(x)} differs from the same row alone by "

@@ -23,6 +23,7 @@ from hardpoint.core.worker.planning.planned_model import (
 )
 from hardpoint.plugins.model import WeightFormat
 from hardpoint.plugins.parallel import Parallel
+from hardpoint.plugins.quantization import QuantizedWeight
 from hardpoint.registry.plugin_set import resolve_plugins
 
 pytestmark = pytest.mark.usefixtures("folder")
@@ -41,6 +42,7 @@ TINY = {
 }
 WINDOWS = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
 MIB = 1 << 20
+Q9 = WeightFormat("q9", 4, is_quantized=True)
 
 
 @pytest.fixture
@@ -140,7 +142,18 @@ def test_the_longest_request_that_fits_is_the_longest(capsys, tiny, monkeypatch)
     [
         ({"architectures": ["GPT2LMHeadModel"]}, (), "'GPT2LMHeadModel' is not supported"),
         ({}, ("quantization.use=q4_0",), "'q4_0' does not quantise weights, and"),
-        ({}, ("quantization.use=int9",), "no component 'int9' is enabled"),
+        (
+            {},
+            ("quantization.use=int9",),
+            "quantization.use: no quantisation scheme 'int9' is enabled (did you mean 'int8'?); "
+            "expected auto, none, or one of ",
+        ),
+        ({}, ("quantization.use=off",), "q8_0 (from argument --set quantization.use)"),
+        (
+            {},
+            ("quantization.use=int8", "plugin.int8.group_size=96", "parallel.tensor=2"),
+            "'int8' has groups of 96 columns, which do not divide columns 0 to 64 of 128",
+        ),
         ({}, ("parallel.tensor=3",), "2, 4 would do"),
         ({}, ("max_model_len=5000",), "expected at most 4096"),
     ],
@@ -170,8 +183,29 @@ def test_wrong_arguments(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
-def test_a_loader_that_does_not_know_its_formats_is_named(capsys, tiny, monkeypatch):
-    monkeypatch.setattr(DummyLoader, "formats", lambda *_: {"x": "float32"})
+def test_lengths_above_max_model_len_are_said_to_be(capsys, tiny):
+    command = ["models", str(tiny), *settings_of("max_model_len=128"), "--context", "129"]
+    assert main([*command, "--context", "128"]) == 0
+    above, at = (line for line in capsys.readouterr().out.splitlines() if "a request of" in line)
+    assert above.endswith("; longer than max_model_len, 128")
+    assert at.endswith(" of them")
+
+
+def test_a_scheme_that_no_one_has_is_said_with_the_weight_and_the_loader(capsys, tiny, monkeypatch):
+    formats = {"model.norm.weight": WeightFormat("float32", 4), "lm_head.weight": Q9}
+    monkeypatch.setattr(DummyLoader, "formats", lambda *_: formats)
+    assert main(["models", str(tiny), *settings_of()]) == 2
+    error = capsys.readouterr().err
+    assert f"weight 'lm_head.weight' of '{tiny}': the loader 'dummy' says that it is st" in error
+    assert "stored in 'q9', which is no quantisation scheme that is enabled; enabled: " in error
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["float32", WeightFormat(8, 4), WeightFormat("q", 4, stored=QuantizedWeight(7, (1, 1), {}))],
+)
+def test_a_loader_that_does_not_know_its_formats_is_named(capsys, tiny, monkeypatch, wrong):
+    monkeypatch.setattr(DummyLoader, "formats", lambda *_: {"x": wrong})
     assert main(["models", str(tiny), *settings_of()]) == 2
     error = capsys.readouterr().err
     assert "plugin 'dummy'" in error

@@ -1,12 +1,17 @@
-"""`AffineCodes.dequantize` is the formula of its documentation, whatever its groups are."""
+"""`AffineCodes` are dequantised by the formula of their documentation, and cut, in any groups."""
 
 from __future__ import annotations
 
+import itertools
+import math
+from dataclasses import fields
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hardpoint.plugins.quantization import AffineCodes
+from hardpoint.plugins.quantization import AffineCodes, QuantizedMatrix
 
 
 @st.composite
@@ -55,3 +60,32 @@ def test_any_codes_are_dequantised_by_the_formula(matrix) -> None:
     if matrix.offsets is not None:
         expected += spread(matrix.offsets, matrix.outer_offsets, matrix.group, columns)
     assert torch.equal(matrix.dequantize(), expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(matrix=matrices())
+def test_any_codes_are_cut_at_their_alignment(matrix) -> None:
+    numbers, (_, columns) = matrix.dequantize(), matrix.shape
+    ends = [*range(0, columns, matrix.alignment), columns]
+    for start, stop in itertools.pairwise(ends):
+        assert torch.equal(matrix.columns(start, stop).dequantize(), numbers[:, start:stop])
+
+
+def test_codes_whose_groups_do_not_divide_outer_ones_are_cut_where_both_end() -> None:
+    outer = torch.ones(1, 4).half()
+    scales = torch.arange(11, dtype=torch.uint8).view(1, 11)
+    matrix = AffineCodes(torch.ones(1, 1024).byte(), 4, 96, scales, outer_scales=outer)
+    assert matrix.alignment == 768 == math.lcm(96, 256)
+    with pytest.raises(ValueError, match="256 to 1024 of 1024 cannot be cut from blocks of 768"):
+        matrix.columns(256, 1024)
+    last = matrix.columns(768, 1024)
+    assert torch.equal(last.dequantize(), matrix.dequantize()[:, 768:])
+
+
+def test_codes_that_multiply_themselves_are_refused_by_name() -> None:
+    members = {"linear": lambda self, bias, out_dtype: None}
+    with pytest.raises(TypeError, match=r"Own\.linear: .* derives from QuantizedMatrix"):
+        type("Own", (AffineCodes,), members)
+    derived = type("Derived", (AffineCodes,), {})
+    assert fields(derived) == fields(AffineCodes)
+    type("Free", (QuantizedMatrix,), members)

@@ -9,7 +9,7 @@ from support.broken.quantizations import Numbers
 from hardpoint.plugins import ModelConfig, ModelContext
 from hardpoint.plugins.models import Embedding, Linear, LMHead
 from hardpoint.plugins.parallel import Parallel
-from hardpoint.plugins.quantization import AffineCodes
+from hardpoint.plugins.quantization import AffineCodes, DenseMatrix
 from hardpoint.testing import load_ops, run_ranks
 from hardpoint.testing.model.code_matrices import FORMS
 
@@ -32,6 +32,10 @@ def codes(rows, form=0):
 
 def own(rows):
     return Numbers(codes(rows).dequantize())
+
+
+def dense(rows):
+    return DenseMatrix(codes(rows).dequantize())
 
 
 def tensor(rows):
@@ -74,19 +78,25 @@ def test_fused_products_of_mixed_matrices(ops, weights, bias):
     torch.testing.assert_close(
         layer(x), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max())
     )
-    is_kept = all(isinstance(weight, AffineCodes) for weight in weights)
+    is_kept = not any(isinstance(weight, Numbers) for weight in weights)
     assert (layer.packed() is not None) == is_kept
     if is_kept:
+        packed = layer.packed()
         again = Linear(parts, COLUMNS, made, bias=bias)
-        again.load_packed(layer.packed())
+        again.load_packed(packed)
         assert torch.equal(again(x), layer(x))
+        assert again.packed().keys() == packed.keys()
+        del packed["a.packed"]
+        with pytest.raises((KeyError, ValueError), match=r"a\.packed|rows 0 to 5 are in no matrix"):
+            again.load_packed(packed)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("make", [codes, own], ids=["codes", "own"])
+@pytest.mark.parametrize(
+    ("ranks", "vocab"), [(1, 7), (2, 7), (3, 7), (4, 9)], ids=["1", "2", "3", "4, one without rows"]
+)
+@pytest.mark.parametrize("make", [codes, own, dense], ids=["codes", "own", "dense"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_padded_vocabularies(ranks, make, tied):
-    vocab = 7  # no number of ranks divides it
+def test_padded_vocabularies(ranks, vocab, make, tied):
     whole = make(vocab)
     ids = torch.arange(vocab)
 
@@ -104,7 +114,12 @@ def test_padded_vocabularies(ranks, make, tied):
         else:
             head.load_quantized("head.weight", part)
         x = embedding(ids)
-        return x, head(x)
+        logits = head(x)
+        if not tied and make is not own:
+            again = LMHead("head", vocab, COLUMNS, made)
+            again.load_packed(head.packed())
+            assert torch.equal(again(x), logits)
+        return x, logits
 
     results = [run(None)] if ranks == 1 else run_ranks(ranks, run)
     table = whole.dequantize()
@@ -134,7 +149,8 @@ def test_a_part_that_is_missing_is_named():
         ({"outer_scales": torch.ones(4, 1).half()}, r"scales: expected torch.int8 or torch.uint8"),
         ({"outer_offsets": torch.ones(4, 1).half()}, "there are no offsets that they multiply"),
         ({"values": torch.zeros(8)}, r"values: expected torch.float32 \[16\], got .* \[8\]"),
-        ({"values": torch.full((16,), 0.1)}, "values: expected numbers that bfloat16 holds, got"),
+        ({"values": torch.full((16,), 0.1)}, "values: expected finite numbers that bfloat16 hol"),
+        ({"values": torch.full((16,), torch.inf)}, "values: expected finite .* holds, got .inf"),
     ],
 )  # fmt: skip
 def test_codes_of_wrong_shapes_and_dtypes_are_refused(changes, message):
@@ -143,3 +159,10 @@ def test_codes_of_wrong_shapes_and_dtypes_are_refused(changes, message):
     AffineCodes(**fields)
     with pytest.raises(ValueError, match=f"AffineCodes.*{message}"):
         AffineCodes(**{**fields, **changes})
+
+
+def test_a_table_that_was_not_loaded_cannot_be_tied():
+    made = context()
+    head = LMHead("head", 5, COLUMNS, made)
+    with pytest.raises(RuntimeError, match=r"weights were not loaded: embed\.weight"):
+        head.tie(Embedding("embed", 5, COLUMNS, made))

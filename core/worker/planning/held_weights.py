@@ -6,7 +6,11 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from hardpoint.core.worker.checked_model import CheckedModel, wrong_result
+from hardpoint.core.worker.checked_model import (
+    CheckedModel,
+    is_quantized_weight,
+    wrong_result,
+)
 from hardpoint.core.worker.memory import HeldWeight
 from hardpoint.core.worker.quantized_weights import QuantizedWeights
 from hardpoint.plugins import HardpointError, Model, Ops, WeightLoader
@@ -14,6 +18,7 @@ from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.model import WeightFormat
 from hardpoint.registry.blame import describe, raise_unless_fault
+from hardpoint.registry.tensor_checks import shown
 
 _READ = 4  # bytes of a number as it is read, before it is packed: float32
 _DEQUANTIZED = 9  # the same, with its code, and factors of its groups for each column
@@ -101,8 +106,22 @@ def _formats(
         if isinstance(cause, HardpointError):
             raise
         raise PluginFaultError(f"{source}: its formats() failed: {describe(cause)}") from cause
-    if not isinstance(formats, Mapping) or not all(
-        isinstance(found, WeightFormat) for found in formats.values()
-    ):
+    if not isinstance(formats, Mapping):
         raise wrong_result(source, "formats", formats, "a WeightFormat per name")
+    for name, found in formats.items():
+        if not _is_format(found):
+            raise PluginFaultError(
+                f"{source}: its formats() gave {shown(found)} for {shown(name)}, expected a "
+                f"WeightFormat with a name, a number of bytes, and what is stored, if at all, as a "
+                f"QuantizedWeight"
+            )
     return formats
+
+
+def _is_format(found: object) -> bool:
+    return (
+        isinstance(found, WeightFormat)
+        and isinstance(found.name, str)
+        and isinstance(found.num_bytes, int)
+        and (found.stored is None or is_quantized_weight(found.stored))
+    )

@@ -21,6 +21,7 @@ from hardpoint.plugins import (
     OpsContext,
     QuantizationContext,
 )
+from hardpoint.plugins.errors import PluginNotFoundError
 from hardpoint.plugins.parallel import Parallel
 
 from .held_weights import hold_weights
@@ -151,7 +152,14 @@ def _schemes(spec: WorkerSpec) -> Callable[[str], Scheme]:
 
     @functools.cache
     def scheme(name: str) -> Scheme:
-        entry = spec.plugins.get("quantizations", name)
+        entry = spec.plugins.find("quantizations", name)
+        if entry is None:  # quantization.use was checked
+            known = (item.name for item in spec.plugins.entries("quantizations"))
+            raise PluginNotFoundError(
+                f"the loader {spec.loader.name!r} says that it is stored in {name!r}, which is no "
+                f"quantisation scheme that is enabled{spec.plugins.hint(name, 'quantizations')}; "
+                f"enabled: {', '.join(sorted(known)) or 'none'}"
+            )
         is_its_own = name == spec.model_config.quantization and isinstance(described, Mapping)
         component = spec.plugins.create(
             entry,

@@ -10,6 +10,7 @@ from tiny import random_weights, write_model
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.plugins import ConfigError, QuantizationContext
+from hardpoint.plugins.quantization import QuantizedWeight
 
 PROMPTS = ["héllo", "a" * 30, "the same beginning, then one", "the same beginning, then two"]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -78,6 +79,16 @@ def test_what_is_not_kept_is_said(path, tmp_path, caplog):
     said = "15 in ternary, not kept in the weight cache, for they multiply themselves"
     assert said in caplog.text
     assert len(list(tmp_path.glob("*.weights"))) == 1
+
+
+def test_what_files_store_is_checked_before_it_is_read():
+    place = {"device": torch.device("cpu"), "dtype": torch.float32}
+    scheme = Ternary(QuantizationContext(name="ternary", options=None, **place))
+    packed = torch.empty(6, 64, dtype=torch.uint8, device="meta")
+    tensors = {"packed": packed, "scales": torch.empty(6, 4, device="meta")}
+    scheme.check(QuantizedWeight("ternary", (6, 256), tensors))
+    with pytest.raises(ValueError, match=r"'scales': expected torch.float32 \[6, 4\]"):
+        scheme.check(QuantizedWeight("ternary", (6, 256), tensors | {"scales": packed}))
 
 
 def test_options_are_checked(path):

@@ -11,6 +11,7 @@ from hardpoint import LLM, SamplingParams
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.plugins import KVSpec, ModelError
 from hardpoint.plugins.errors import EngineFaultError, PluginFaultError
+from hardpoint.plugins.quantization import QuantizedWeight
 from hardpoint.testing import HistoryAttention, ScriptedModel, scripted_config
 
 
@@ -82,13 +83,24 @@ def endless():
 WEIGHTS = "a name and a dense CPU tensor"
 
 
+def stored(**changes):
+    """Return weights: a stored matrix."""
+    fields = {"scheme": "q", "shape": (4, 64), "tensors": {"x": torch.zeros(4, 8).byte()}}
+    return [("a", QuantizedWeight(**(fields | changes)))]
+
+
 @pytest.mark.parametrize(
     ("method", "value", "message"),
     [
         ("config", {}, r"'loader' .*: its config\(\) gave \{\}, expected a ModelConfig"),
         ("config", KeyError("x"), "'loader' .*: KeyError: 'x'"),
         ("weights", 5, r"'loader' .*: its weights\(\) gave 5, expected weights one after"),
-        ("weights", [("a", [0.0])], rf"its weights\(\) gave \('a', \[0.0\]\), expected {WEIGHTS}"),
+        ("weights", [("a", [0.0])], rf"its weights\(\) gave \[0.0\] for 'a', expected {WEIGHTS}"),
+        ("weights", stored(scheme=7), rf"gave QuantizedWeight\(7, .* for 'a', expected {WEIGHTS}"),
+        ("weights", stored(shape=None), r"gave QuantizedWeight\('q', None, {'x': torch\.uint8 \[4"),
+        ("weights", stored(shape=(4,)), r"gave QuantizedWeight\('q', \(4,\), .* for 'a'"),
+        ("weights", stored(tensors=None), r"\('q', \(4, 64\), None\) for 'a', expected"),
+        ("weights", stored(tensors={"x": [1]}), r"\('q', \(4, 64\), {'x': \[1\]}\) for 'a', exp"),
         ("weights", [("a", torch.zeros(2, device="meta"))], f"expected {WEIGHTS}"),
         ("weights", [("a", torch.zeros(2).to_sparse())], f"expected {WEIGHTS}"),
         ("weights", endless(), r"'loader' .*: its weights\(\) gave 'unknown' twice"),

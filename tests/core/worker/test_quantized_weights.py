@@ -17,10 +17,11 @@ from hardpoint.plugins import (
     QuantizationContext,
     typed,
 )
-from hardpoint.plugins.errors import PluginFaultError
+from hardpoint.plugins.errors import PluginFaultError, PluginNotFoundError
 from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.model import WeightFormat
 from hardpoint.plugins.parallel import Cut, SingleRank
-from hardpoint.plugins.quantization import QuantizedWeight
+from hardpoint.plugins.quantization import AffineCodes, QuantizedWeight
 from hardpoint.testing import load_ops
 from hardpoint.testing.model.quantized_layers import build_layers
 
@@ -29,14 +30,14 @@ SAMPLE = schemes.SAMPLE
 SOURCE = Source(name="fake", value="acme:Fake", distribution="acme", version="1", origin="test")
 
 
-def stream(cls=schemes.Right, *, use="auto", skip=(), model=None, cuts=None):
+def stream(cls=schemes.Right, *, use="auto", skip=(), model=None, cuts=None, find=None):
     """Return a stream whose only scheme is `cls`, and the model that it loads."""
     model = model or build_layers(SHAPE, load_ops(torch.float32), SingleRank())
     place = {"device": torch.device("cpu"), "dtype": torch.float32}
     made = cls(QuantizationContext(name="fake", options=cls.Options(), **place))
     tree = {"model": "folder", "quantization": {"use": use, "skip": list(skip)}}
     config = typed.convert(tree, EngineConfig, path="")
-    return QuantizedWeights(config, model, cuts or {}, lambda _: (made, SOURCE)), model
+    return QuantizedWeights(config, model, cuts or {}, find or (lambda _: (made, SOURCE))), model
 
 
 def weights(stored=None):
@@ -185,7 +186,9 @@ def test_a_tensor_that_is_not_finite_is_not_quantised():
 def test_a_stored_matrix_of_another_shape_is_refused():
     wide = {"codes": torch.zeros(4, 128, dtype=torch.int8), "scales": torch.zeros(4, 4)}
     stored = QuantizedWeight("right", (4, 128), wide)
-    with pytest.raises(ModelError, match=r"has shape \(4, 128\), QuantizedLayers needs \(4, 64\)"):
+    with pytest.raises(
+        ModelError, match=r"has shape \(4, 128\) in 'right', QuantizedLayers needs \(4, 64\)"
+    ):
         load(stored=stored)
 
 
@@ -213,3 +216,188 @@ def test_a_rank_whose_columns_are_no_groups_is_refused():
 def test_weights_that_the_model_does_not_have_are_passed_over():
     passed, _ = stream()
     assert list(passed.pass_on([("absent.weight", SAMPLE)])) == []
+
+
+def raising(_self):
+    raise RuntimeError("broken")
+
+
+@pytest.mark.parametrize("more", [{"use": "fake"}, {"stored": SAMPLE}], ids=["made", "read"])
+def test_a_matrix_whose_shape_raises_names_the_plugin(more):
+    cls = schemes.own(shape=property(raising))
+    with pytest.raises(PluginFaultError, match=r"'fake' .*its shape\(\) failed for 'embed.weight'"):
+        load(cls, **more)
+
+
+@pytest.mark.parametrize(
+    ("alignment", "message"),
+    [
+        (property(raising), r"its alignment\(\) failed for 'down.weight': RuntimeError: broken"),
+        (0, r"its alignment\(\) gave 0, expected a whole number >= 1, for 'down.weight'"),
+    ],
+)
+@pytest.mark.parametrize("more", [{"use": "fake"}, {"use": "none", "stored": SAMPLE}])
+def test_a_wrong_alignment_of_a_matrix_names_the_plugin(alignment, message, more):
+    cls = schemes.own(alignment=alignment)
+    with pytest.raises(PluginFaultError, match=message):
+        load(cls, cuts={"down.weight": Cut(1, 0, 32)}, **more)
+
+
+def saying(given):
+    """Return a scheme that says before it reads where matrices can be cut."""
+    members = {"contract": 1, "alignment": lambda self, shape, stored=None: given(stored)}
+    return type("Saying", (schemes.Right,), members)
+
+
+def check(cls, *, stored=SAMPLE, **more):
+    """Check what files store, "down" alone."""
+    meta = replace(stored, tensors={n: t.to("meta") for n, t in stored.tensors.items()})
+    passed, _ = stream(cls, **more)
+    passed.check_stored({"down.weight": WeightFormat(stored.scheme, 9, True, meta)})
+
+
+def test_cuts_within_groups_are_refused_before_weights_are_read():
+    cls = saying(lambda stored: 32 if stored is None else 8 * stored.tensors["scales"].shape[1])
+    check(cls, cuts={"down.weight": Cut(1, 16, 48)})
+    check(cls, cuts={"down.weight": Cut(0, 1, 3)})
+    message = "'down.weight' of 'folder': right: columns 8 to 48 of 64 cannot be cut from blocks "
+    with pytest.raises(ModelError, match=f"{message}of 16 .*fewer ranks"):
+        check(cls, cuts={"down.weight": Cut(1, 8, 48)})
+    check(cls, cuts={"down.weight": Cut(1, 8, 48)}, use="none")  # dequantises
+    with pytest.raises(ConfigError, match="'fake' has groups of 32 columns, which do not divide c"):
+        check(cls, cuts={"down.weight": Cut(1, 16, 48)}, use="fake")
+    passed, _ = stream(cls, cuts={"down.weight": Cut(1, 16, 48)}, use="fake")
+    with pytest.raises(ConfigError, match="'fake' has groups of 32 columns"):
+        passed.check_stored({})  # not known
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (lambda _: 0, r"gave 0, expected a whole number >= 1, for 'down.weight'"),
+        (raising, r"failed for 'down.weight': RuntimeError: broken"),
+    ],
+)
+def test_a_scheme_that_says_a_wrong_alignment_is_named(given, message):
+    with pytest.raises(PluginFaultError, match=rf"'fake' .*its alignment\(\) {message}"):
+        check(saying(given), cuts={"down.weight": Cut(1, 0, 32)})
+
+
+def test_schemes_that_are_not_there_are_named_with_the_weight():
+    def absent(name):
+        raise PluginNotFoundError(f"the loader 'acme' says that it is stored in {name!r}")
+
+    passed, _ = stream(find=absent)
+    message = "model: weight 'down.weight' of 'folder': the loader 'acme' says that it .* 'right'"
+    formats = {"down.weight": WeightFormat("right", 9, True)}
+    with pytest.raises(ModelError, match=message):
+        passed.check_stored(formats)
+    with pytest.raises(ModelError, match=message):
+        list(passed.pass_on([("down.weight", SAMPLE)]))
+
+
+def test_a_norm_is_no_matrix_that_may_have_few_bits():
+    passed, _ = stream()
+    message = r"'first.bias' of 'folder' is stored in 'right', but it is no matrix .* shape \(4,\)"
+    with pytest.raises(ModelError, match=message):
+        list(passed.pass_on([("first.bias", SAMPLE)]))
+    with pytest.raises(ModelError, match=message):
+        passed.check_stored({"first.bias": WeightFormat("right", 9, True, SAMPLE)})
+
+
+def test_what_came_is_counted_not_what_was_said():
+    passed, _ = stream()
+    passed.check_stored({name: WeightFormat("q2_k", 9) for name, _ in weights()})
+    assert passed.describe() is None
+    list(passed.pass_on([("embed.weight", torch.zeros(SHAPE)), ("down.weight", SAMPLE)]))
+    assert passed.describe().startswith("1 in right")
+    assert passed.describe().endswith("1 in q2_k dequantised")
+
+
+def test_faults_show_no_numbers_of_tensors():
+    with pytest.raises(PluginFaultError) as caught:
+        load(reading(SAMPLE), stored=SAMPLE)
+    text = "QuantizedWeight('right', (4, 64), {'codes': torch.int8 [4, 64], 'scales': torch.float32"
+    assert f"its read() gave {text} [4, 2]}}), expected a QuantizedMatrix, for" in str(caught.value)
+
+
+def multiplying(product):
+    """Return a scheme whose matrices multiply themselves by a function of x and W."""
+
+    def linear(self, bias, out_dtype):
+        weight = self.weight
+        return lambda x: product(x, weight) if bias is None else product(x, weight) + bias
+
+    return schemes.own(linear=linear)
+
+
+def results(cls):
+    passed, model = stream(cls, use="fake")
+    model.load_weights(passed.pass_on(weights()))
+    return model.results()
+
+
+@pytest.mark.parametrize(
+    ("product", "message"),
+    [
+        (lambda x, w: (x @ w.T).double(), r"gave a torch.float64 .*expected torch.float32 \[4, 4"),
+        (lambda x, w: x[:, : len(w)].T[:1], r"gave .* \[1, 4\] .*expected torch.float32 \[4, 4\]"),
+        (lambda x, w: (x @ w.T).to("meta"), r"gave .* on meta\), expected .* on cpu, for 'down.w"),
+        (lambda x, w: None, r"gave None, expected torch.float32 \[4, 4\] on cpu, for 'down.weight"),
+        (lambda x, w: {}[3], r"failed for 'down.weight': KeyError: 3"),
+        (lambda x, w: x @ w, r"failed for 'down.weight': RuntimeError: mat1 and mat2"),
+    ],
+)  # fmt: skip
+def test_products_that_fail_or_give_something_else_name_the_scheme(product, message):
+    passed, model = stream(multiplying(product), use="fake", skip=["embed*", "first*", "second*"])
+    model.load_weights(passed.pass_on(weights()))
+    with pytest.raises(PluginFaultError, match=rf"fake.*: its linear\(\) {message}"):
+        model.results()
+
+
+def test_rows_of_products_are_made_contiguous():
+    class Transposed(schemes.Numbers):
+        def linear(self, bias, out_dtype):
+            weight, given = self.weight, 0 if bias is None else bias.unsqueeze(1)
+            return lambda x: (weight @ x.T + given).T
+
+    transposed = type("Other", (schemes.Own,), {"contract": 1, "matrix": Transposed})
+    passed, model = stream(transposed, use="fake")
+    taken = {}
+    model.load_quantized = taken.__setitem__
+    list(passed.pass_on(weights()))
+    multiply = taken["down.weight"].linear(None, torch.float32)
+    assert multiply(torch.ones(3, 64)).is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("linear", "message"),
+    [
+        (lambda self, bias, out_dtype: 7, "gave 7, expected a function, or None, for 'down.wei"),
+        (lambda self, bias, out_dtype: 1 / 0, "failed for 'down.weight': ZeroDivisionError"),
+        (lambda self, bias, out_dtype: int("x"), "failed for 'down.weight': ValueError"),
+    ],
+)
+def test_a_linear_that_fails_or_is_no_function_names_the_scheme(linear, message):
+    with pytest.raises(PluginFaultError, match=rf"fake.*: its linear\(\) {message}"):
+        results(schemes.own(linear=linear))
+
+
+def test_a_matrix_whose_linear_is_none_is_dequantised_and_checked():
+    found = results(schemes.own(linear=lambda self, bias, out_dtype: None))
+    for what, expected in results(schemes.Own).items():
+        torch.testing.assert_close(found[what], expected, rtol=1e-4, atol=1e-4)
+    message = r"its dequantize\(\) gave .*expected torch.float32 \[4, 64\], for 'embed.weight'"
+    with pytest.raises(PluginFaultError, match=message):
+        results(schemes.InHalf)
+
+
+@pytest.mark.parametrize("stored", [None, SAMPLE], ids=["quantize", "read"])
+def test_codes_that_do_not_fit_their_bits_name_the_plugin(stored):
+    codes = torch.zeros(SHAPE, dtype=torch.uint8)
+    codes[3, 63] = 16
+    cls = reading(AffineCodes(codes, 4, 32, torch.ones(4, 2)))
+    method = "quantize" if stored is None else "read"
+    message = rf"its {method}\(\) gave 16, expected codes of 4 bits, at most 15, for 'embed.weight'"
+    with pytest.raises(PluginFaultError, match=message):
+        load(cls, stored=stored, use="fake" if stored is None else "auto")

@@ -352,6 +352,30 @@ def write(cache, key, size=1000):
     cache.close()
 
 
+class TwoNames(Holder):
+    """A model that has one tensor under two names, and some of its numbers under a third one."""
+
+    def packed_weights(self):
+        whole = self.tensors["it"]
+        return {"table": whole, "head": whole.view(whole.shape), "part": whole[:500]}
+
+    def load_packed(self, tensors):
+        self.loaded = tensors
+
+
+def test_a_tensor_of_two_names_is_there_once(tmp_path):
+    model, cache = TwoNames(4096), open_cache(tmp_path, max_bytes=20_480)
+    cache.save(KEY, model)  # the limit does not count it twice either
+    cache.close()
+    assert cache.load(KEY, model)
+    loaded, packed = model.loaded, model.packed_weights()
+    assert {name: found.tolist() for name, found in loaded.items()} == {
+        name: found.tolist() for name, found in packed.items()
+    }
+    assert loaded["table"].data_ptr() == loaded["head"].data_ptr() != loaded["part"].data_ptr()
+    assert only_file(tmp_path).stat().st_size == 4096 + 16_384 + 4096
+
+
 def test_writers_at_the_same_time_leave_one_whole_file(tmp_path):
     caches = [open_cache(tmp_path) for _ in range(8)]
     threads = [threading.Thread(target=write, args=(c, "key", 1 << 20)) for c in caches]

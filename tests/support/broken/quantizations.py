@@ -150,6 +150,27 @@ class CountsBits(Right):
         return super().stored_bytes(shape) * 8
 
 
+class SaysWiderGroups(Right):
+    contract = 1
+
+    def alignment(self, shape, stored=None):
+        return 2 * GROUP
+
+
+class SaysHalfGroups(Right):
+    contract = 1
+
+    def alignment(self, shape, stored=None):
+        return None if stored is None else GROUP // 2
+
+
+class SaysNothing(Right):
+    contract = 1
+
+    def alignment(self, shape, stored=None):
+        return 0
+
+
 class SaysItReads(Right):
     """A worker does not quantise with it."""
 
@@ -278,6 +299,14 @@ ForgetsTheBias = named(
 IgnoresOutDtype = named(
     "IgnoresOutDtype",
     linear=_multiply_with(lambda multiply: lambda x: multiply(x).to(x.dtype)),
+)
+TransposesResults = named(
+    "TransposesResults",
+    linear=_multiply_with(lambda multiply: lambda x: multiply(x).T.contiguous().T),
+)
+FlattensSingleRows = named(
+    "FlattensSingleRows",
+    linear=_multiply_with(lambda multiply: lambda x: multiply(x) if len(x) > 1 else multiply(x)[0]),
 )
 EditsX = named("EditsX", linear=_multiply_with(_edits_x))
 ReadsContiguousRows = named(

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from hardpoint import plugins
 from hardpoint.plugins import Quantization
-from hardpoint.plugins.quantization import AffineCodes
+from hardpoint.plugins.quantization import AffineCodes, QuantizedWeight
 
 # Quantiles of the normal distribution, scaled to -1 to 1.
 _VALUES = torch.tensor([
@@ -43,6 +43,10 @@ class NF4(Quantization):
         codes = torch.bucketize(unit, limits, out_int32=True).to(torch.uint8)
         codes = codes.flatten(1)[:, :columns].contiguous()
         return AffineCodes(codes, 4, group, scales, values=_VALUES)
+
+    def alignment(self, shape: tuple[int, int], stored: QuantizedWeight | None = None) -> int:  # noqa: ARG002
+        """Return the size of the groups."""
+        return self.options.group
 
     def stored_bytes(self, shape: tuple[int, int]) -> int:
         """Return the bytes of codes and scales."""

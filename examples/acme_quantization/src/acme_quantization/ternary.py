@@ -106,17 +106,28 @@ class Ternary(Quantization):
         packed = (codes << _SHIFTS).sum(2, dtype=torch.uint8)
         return TernaryMatrix(packed, scales, columns)
 
+    def alignment(self, shape: tuple[int, int], stored: QuantizedWeight | None = None) -> int:  # noqa: ARG002
+        """Return the size of the groups."""
+        return GROUP
+
+    def check(self, stored: QuantizedWeight) -> None:
+        """Check dtypes and shapes, before weights are read if the loader says them."""
+        self._tensors(stored)
+
     def read(self, stored: QuantizedWeight) -> TernaryMatrix:
         """Return what a checkpoint stores: the tensors "packed" and "scales"."""
-        rows, columns = stored.shape
-        groups = -(-columns // GROUP)
-        packed = stored.tensor("packed", torch.uint8, (rows, groups * GROUP // 4))
-        scales = stored.tensor("scales", torch.float32, (rows, groups))
+        packed, scales = self._tensors(stored)
         if bool((packed & (packed >> 1) & 0b01010101).any()):
             raise ValueError("'packed': expected codes from 0 to 2, got 3")
-        return TernaryMatrix(packed, scales, columns)
+        return TernaryMatrix(packed, scales, stored.shape[1])
 
     def stored_bytes(self, shape: tuple[int, int]) -> int:
         """Return the bytes of signs and scales."""
         rows, columns = shape
         return rows * -(-columns // GROUP) * (GROUP // 4 + 4)
+
+    def _tensors(self, stored: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, columns = stored.shape
+        groups = -(-columns // GROUP)
+        packed = stored.tensor("packed", torch.uint8, (rows, groups * GROUP // 4))
+        return packed, stored.tensor("scales", torch.float32, (rows, groups))

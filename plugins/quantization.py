@@ -202,7 +202,8 @@ class AffineCodes(QuantizedMatrix):
 
     def contiguous(self) -> AffineCodes:
         """Return the matrix with contiguous tensors."""
-        return self._with(lambda tensor, _: tensor.contiguous())
+        values = None if self.values is None else self.values.contiguous()
+        return replace(self._with(lambda tensor, _: tensor.contiguous()), values=values)
 
     def padded(self, rows: int) -> AffineCodes:
         """Return the matrix with rows of zeros at its end, so that it has `rows`."""
@@ -290,8 +291,11 @@ def _check_codes(matrix: AffineCodes) -> None:
         raise ValueError(f"AffineCodes.bits: expected 4, 5, 6 or 8, got {bits}")
     if group != 16 and (group < 32 or group % 32):
         raise ValueError(f"AffineCodes.group: expected 16 or a multiple of 32, got {group}")
-    if matrix.codes.dim() != 2:
-        raise ValueError(f"AffineCodes.codes: expected [rows, columns], got {_of(matrix.codes)}")
+    if matrix.codes.dim() != 2 or not matrix.codes.shape[1]:
+        raise ValueError(
+            f"AffineCodes.codes: expected [rows, columns] with at least 1 column, got "
+            f"{_of(matrix.codes)}"
+        )
     rows, columns = matrix.shape
     groups, outer = (-(-columns // per) for per in (group, OUTER_COLUMNS))
     floats, bytes_ = (torch.float16, torch.float32), (torch.int8, torch.uint8)

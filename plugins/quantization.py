@@ -37,11 +37,13 @@ class QuantizedWeight:
         scheme: name of the `quantizations` component that reads it, "q4_k" for example.
         shape: rows and columns of the matrix that it stands for.
         tensors: what is stored, by the last part of its name, "qweight" for example.
+        name: of the weight, for schemes that differ by it; empty if the loader does not say.
     """
 
     scheme: str
     shape: tuple[int, int]
     tensors: Mapping[str, torch.Tensor]
+    name: str = ""
 
     def tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a stored tensor, which has to have a dtype and shape.

@@ -122,6 +122,8 @@ class GGUFLoader(WeightLoader):
             if offset and isinstance(weight, torch.Tensor) and name.endswith("norm.weight"):
                 weight = weight - offset
             yield name, weight
+            # Loaded by now: else the whole file would stay in memory beside the model.
+            self._file.give_back(tensor.data)
 
     def formats(self, shapes: Mapping[str, Sequence[int]]) -> Mapping[str, WeightFormat]:
         """Return how the file stores the weights in `shapes`: as a scheme or dtype, else as ggml's.

@@ -393,3 +393,29 @@ def test_every_early_cut_is_a_model_error(tmp_path: Path) -> None:
 def test_recognises_by_suffix(demo_gguf: Path, tmp_path: Path) -> None:
     assert GGUFLoader.recognises(ModelFiles("demo", demo_gguf))
     assert not GGUFLoader.recognises(ModelFiles("folder", tmp_path))
+
+
+def resident(path: Path) -> int:
+    """Return how many KiB of a mapped file are in memory of this process."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    starts = [i for i, line in enumerate(lines) if line.endswith(str(path))]
+    sizes = [line for i in starts for line in lines[i : i + 8] if line.startswith("Rss:")]
+    return sum(int(line.split()[1]) for line in sizes)
+
+
+def test_the_file_does_not_stay_in_memory_behind_its_weights(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    model = random_model("Llama", intermediate_size=4096, vocab_size=4096)
+    write_gguf(path, model, "llama", kinds=lambda _: "Q8_0")
+    loader = open_loader(GGUFLoader, path)
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    most, kept = 0, []
+    for _, weight in loader.weights(shapes):
+        kept.append(weight)
+        if not isinstance(weight, torch.Tensor):
+            weight.tensors["blocks"].sum()
+        most = max(most, resident(path))
+    assert most > 200  # KiB
+    assert resident(path) < most / 2
+    sums = [w.tensors["blocks"].sum() for w in kept if not isinstance(w, torch.Tensor)]
+    assert all(sums)  # they are read again

@@ -293,11 +293,8 @@ def _check_codes(matrix: AffineCodes) -> None:
         raise ValueError(f"AffineCodes.bits: expected 4, 5, 6 or 8, got {bits}")
     if group != 16 and (group < 32 or group % 32):
         raise ValueError(f"AffineCodes.group: expected 16 or a multiple of 32, got {group}")
-    if matrix.codes.dim() != 2 or not matrix.codes.shape[1]:
-        raise ValueError(
-            f"AffineCodes.codes: expected [rows, columns] with at least 1 column, got "
-            f"{_of(matrix.codes)}"
-        )
+    if matrix.codes.dim() != 2:
+        raise ValueError(f"AffineCodes.codes: expected [rows, columns], got {_of(matrix.codes)}")
     rows, columns = matrix.shape
     groups, outer = (-(-columns // per) for per in (group, OUTER_COLUMNS))
     floats, bytes_ = (torch.float16, torch.float32), (torch.int8, torch.uint8)

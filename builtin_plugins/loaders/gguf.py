@@ -122,7 +122,7 @@ class GGUFLoader(WeightLoader):
             if offset and isinstance(weight, torch.Tensor) and name.endswith("norm.weight"):
                 weight = weight - offset
             yield name, weight
-            # Loaded by now: else the whole file would stay in memory beside the model.
+            # Loaded by now: else the whole file would stay in memory next to the model.
             self._file.give_back(tensor.data)
 
     def formats(self, shapes: Mapping[str, Sequence[int]]) -> Mapping[str, WeightFormat]:
@@ -187,12 +187,15 @@ class GGUFLoader(WeightLoader):
             ModelError: there is some.
         """
         neutral = {**NEUTRAL, "attention.value_length": (head_size,)}
-        if _LONG_FACTORS in self._tensors:  # with which it is read
+        if (
+            _LONG_FACTORS in self._tensors and _SHORT_FACTORS in self._tensors
+        ):  # with which it is read
             del neutral["rope.scaling.attn_factor"]
-        for key in neutral.keys() - self._architecture.all_fields().keys():
+        known = self._architecture.all_fields()
+        for key, values in neutral.items():
             value = self._file.value(f"{self._name}.{key}")
-            if value is not None and value not in neutral[key]:
-                expected = " or ".join(map(str, neutral[key]))
+            if key not in known and value is not None and value not in values:
+                expected = " or ".join(map(str, values))
                 raise ModelError(
                     f"{self._source}: {self._name}.{key}: expected {expected}, which "
                     f"{self._architecture.name} computes, got {short(value)}"

@@ -176,7 +176,11 @@ class SafetensorsLoader(WeightLoader):
         for name, shape in shapes.items():
             module, _, last = name.rpartition(".")
             parts = [part for part in stored.get(module, ()) if _last(part) != "bias"]
-            if last == "weight" and len(shape) == 2 and (parts not in ([], [name]) or name in codes):
+            if (
+                last == "weight"
+                and len(shape) == 2
+                and (parts not in ([], [name]) or name in codes)
+            ):
                 quantized[name] = list(dict.fromkeys(parts))
         return quantized
 

@@ -78,7 +78,13 @@ class NativeOps(Ops):
         return packed
 
     def pack_codes(self, parts: Sequence[AffineCodes]) -> torch.Tensor:
-        """Return a copy of the codes, in blocks that fit the processor's registers."""
+        """Return a copy of the codes, in blocks that fit the processor's registers.
+
+        Raises:
+            ValueError: there are no columns.
+        """
+        if not parts[0].shape[1]:
+            raise ValueError(f"expected codes of at least 1 column, got {list(parts[0].shape)}")
         return cpu.pack_codes(
             self._library,
             [part.contiguous() for part in parts],

@@ -222,8 +222,8 @@ class CompressedTensors(StoredScheme):
         if len({weights.reading(columns) for weights in fitting}) > 1:
             targets = " and ".join(str(list(weights.targets)) for weights in fitting)
             raise ValueError(
-                f"it fits {len(fitting)} of the config_groups, which differ; expected targets that "
-                f"tell them apart, got {targets}"
+                f"it fits {len(fitting)} of the config_groups, which differ; expected targets of "
+                f"which one fits best, got {targets}"
             )
         return fitting[0]
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import math
 import dataclasses
+import math
 import random
 import weakref
 from pathlib import Path

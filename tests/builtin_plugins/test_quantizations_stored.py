@@ -207,7 +207,7 @@ def test_targets_choose_between_groups_that_differ(first, second):
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("Linear", "it fits 2 of the config_groups, which differ; expected targets that tell them"),
+        ("Linear", "it fits 2 of the config_groups, which differ; expected targets of which one"),
         ("re:(a|b", "targets of the config_groups: 're:.*' is no pattern: missing"),
         ("re:(a+)+x", "expected patterns with at most 4 repeats, none of them of a group, got 're"),
         ("re:" + ".*" * 5, "expected patterns with at most 4 repeats, none of them of a group"),

@@ -268,7 +268,7 @@ def test_damaged_headers_are_noticed(library):
     fields = [*range(4), *(start + i for start in (8, 40) for i in range(WORDS))]
     for field in fields:
         for change in (-1, 1, 2, 64, 1 << 40, 1 << 62, -(1 << 62)):
-            if (field, change) == (15, 1):  # offsets of int8 become those of uint8, of the same size
+            if (field, change) == (15, 1):  # int8 becomes uint8, of the same size
                 continue
             packed = whole.clone()
             packed.view(torch.int64)[field] += change
@@ -283,9 +283,7 @@ def test_damaged_headers_are_noticed(library):
 
 def test_operations_refuse_packed_codes_with_a_damaged_header(library, monkeypatch):
     monkeypatch.setenv(cpu.VARIABLE, library.path)
-    ops = NativeOps(
-        OpsContext(name="native", options=None, device=torch.device("cpu"), dtype=BF16)
-    )
+    ops = NativeOps(OpsContext(name="native", options=None, device=torch.device("cpu"), dtype=BF16))
     generator = torch.Generator().manual_seed(5)
     part = random_codes(Form(64, 4, 32, torch.float16, None, "codes"), 32, generator)
     codes = quantization.AffineCodes(part.codes, 4, 32, part.scales)
@@ -317,5 +315,10 @@ def test_tables_of_any_stride_are_packed(library, monkeypatch):
     assert torch.equal(ops.linear(ops.pack_codes([codes]), (16, 64))(x), codes.dequantize().T)
 
 
-def test_no_columns_are_planned_without_a_division_by_zero(library):
-    assert cpu.codes_size(library, [(16, 4, 32, 1, 0)], 0) >= 0
+def test_codes_without_columns_are_refused(library, monkeypatch):
+    assert cpu.codes_size(library, [(16, 4, 32, 1, 0)], 0) == 320  # the header
+    monkeypatch.setenv(cpu.VARIABLE, library.path)
+    ops = NativeOps(OpsContext(name="n", options=None, device=torch.device("cpu"), dtype=BF16))
+    codes, scales = torch.zeros(16, 0, dtype=torch.uint8), torch.zeros(16, 0).half()
+    with pytest.raises(ValueError, match=r"codes of at least 1 column, got \[16, 0\]"):
+        ops.pack_codes([quantization.AffineCodes(codes, 4, 32, scales)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -56,12 +55,6 @@ def test_any_codes_are_dequantised_by_the_formula(matrix) -> None:
     if matrix.offsets is not None:
         expected += spread(matrix.offsets, matrix.outer_offsets, matrix.group, columns)
     assert torch.equal(matrix.dequantize(), expected)
-
-
-def test_a_matrix_without_columns_is_refused() -> None:
-    codes, scales = torch.zeros(3, 0, dtype=torch.uint8), torch.zeros(3, 0).half()
-    with pytest.raises(ValueError, match=r"codes: expected .* at least 1 column, got .* \[3, 0\]"):
-        AffineCodes(codes, 4, 32, scales)
 
 
 def test_contiguous_makes_the_table_contiguous_too() -> None:

@@ -57,6 +57,7 @@ _ARGUMENTS = {
     "logits": "plpppllll",
     "codes_size": "pll",
     "pack_codes": "plllppppppp",
+    "check_codes": "plll",
     "linear_codes": "plpppllll",
     "logits_codes": "plpppllll",
     "gather_codes": "pplp",
@@ -97,7 +98,7 @@ _ARGUMENTS = {
     "broadcast_ring_read": "ppll",
 }
 _COUNTS = (
-    *("packed_size", "codes_size", "attention_block", "attention_plan"),
+    *("packed_size", "codes_size", "check_codes", "attention_block", "attention_plan"),
     *("shared_reason", "shared_dead_member"),
     *(name for name in _ARGUMENTS if name.startswith(("group_", "broadcast_ring_"))),
 )

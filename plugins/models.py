@@ -826,7 +826,8 @@ def _longrope(
 def _parameters(hf: Mapping[str, Any], fields: ConfigFields) -> dict[str, Any]:
     """Return the RoPE parameters, from `rope_parameters` or `rope_theta` with `rope_scaling`."""
     parameters = fields.table("rope_parameters") or fields.table("rope_scaling")
-    theta = parameters.get("rope_theta") or hf.get("rope_theta") or DEFAULT_THETA
+    stated = (values.get("rope_theta") for values in (parameters, hf))
+    theta = next((theta for theta in stated if theta is not None), DEFAULT_THETA)
     parameters["rope_theta"] = fields.positive("rope_theta", theta)
     parameters["rope_type"] = parameters.get("rope_type") or parameters.pop("type", "default")
     if hf.get("partial_rotary_factor") is not None:
@@ -850,6 +851,8 @@ def _scaled(
     if kind not in ROPE_INIT_FUNCTIONS:
         known = sorted({"default", *ROPE_INIT_FUNCTIONS} - set(_LENGTH_DEPENDENT))
         raise fields.error("rope_type", f"expected one of {', '.join(known)}, got {kind!r}")
+    if parameters.get("factor") is not None:
+        fields.positive("factor", parameters["factor"])
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -865,4 +868,8 @@ def _scaled(
         raise fields.error(
             "rope_parameters", f"{short(parameters)} does not work: {cause}"
         ) from cause
+    if not bool(frequencies.isfinite().all()) or not 0 < scale < math.inf:
+        raise fields.error(
+            "rope_parameters", f"{short(parameters)} give frequencies that are not finite"
+        )
     return frequencies.float(), float(scale)

@@ -37,11 +37,13 @@ class QuantizedWeight:
         scheme: name of the `quantizations` component that reads it, "q4_k" for example.
         shape: rows and columns of the matrix that it stands for.
         tensors: what is stored, by the last part of its name, "qweight" for example.
+        name: of the weight, for schemes that differ by it; empty if the loader does not say.
     """
 
     scheme: str
     shape: tuple[int, int]
     tensors: Mapping[str, torch.Tensor]
+    name: str = ""
 
     def __repr__(self) -> str:
         """Return text without the numbers of the tensors."""
@@ -230,7 +232,8 @@ class AffineCodes(QuantizedMatrix):
 
     def contiguous(self) -> AffineCodes:
         """Return the matrix with contiguous tensors."""
-        return self._with(lambda tensor, _: tensor.contiguous())
+        values = None if self.values is None else self.values.contiguous()
+        return replace(self._with(lambda tensor, _: tensor.contiguous()), values=values)
 
     def padded(self, rows: int) -> AffineCodes:
         """Return the matrix with rows of zeros at its end, so that it has `rows`."""

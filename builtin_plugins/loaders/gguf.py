@@ -25,6 +25,8 @@ from .gguf_architectures import (
     BLOCK,
     EMBEDDING,
     HEAD,
+    MOST_EXPERTS,
+    NEUTRAL,
     REQUIRED,
     Architecture,
     architecture_of,
@@ -78,6 +80,7 @@ class GGUFLoader(WeightLoader):
             "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
         }
         hf |= self._fields()
+        self._refuse_changes(hf["head_dim"])
         hf["use_sliding_window"] = "sliding_window" in hf
         hf |= architecture.derive(hf)
         hf["rope_parameters"] = self._rope(hf["head_dim"])
@@ -119,6 +122,8 @@ class GGUFLoader(WeightLoader):
             if offset and isinstance(weight, torch.Tensor) and name.endswith("norm.weight"):
                 weight = weight - offset
             yield name, weight
+            # Loaded by now: else the whole file would stay in memory next to the model.
+            self._file.give_back(tensor.data)
 
     def formats(self, shapes: Mapping[str, Sequence[int]]) -> Mapping[str, WeightFormat]:
         """Return how the file stores the weights in `shapes`: as a scheme or dtype, else as ggml's.
@@ -175,6 +180,27 @@ class GGUFLoader(WeightLoader):
                 raise ModelError(f"{self._source}: {self._name}.{key}: {reason}")
         return found
 
+    def _refuse_changes(self, head_size: int) -> None:
+        """Refuse metadata that says that the model is another one than would be computed.
+
+        Raises:
+            ModelError: there is some.
+        """
+        neutral = {**NEUTRAL, "attention.value_length": (head_size,)}
+        if (
+            _LONG_FACTORS in self._tensors and _SHORT_FACTORS in self._tensors
+        ):  # with which it is read
+            del neutral["rope.scaling.attn_factor"]
+        known = self._architecture.all_fields()
+        for key, values in neutral.items():
+            value = self._file.value(f"{self._name}.{key}")
+            if key not in known and value is not None and value not in values:
+                expected = " or ".join(map(str, values))
+                raise ModelError(
+                    f"{self._source}: {self._name}.{key}: expected {expected}, which "
+                    f"{self._architecture.name} computes, got {short(value)}"
+                )
+
     def _stored(self, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, StoredTensor]]:
         """Yield the tensors of the weights in `shapes`, by Hugging Face name."""
         for stored, tensor in self._tensors.items():
@@ -183,11 +209,25 @@ class GGUFLoader(WeightLoader):
                 continue
             parts = {name: tensor}
             if "*" in name:  # a matrix per expert
+                self._check_experts(tensor)
                 parts = {name.replace("*", str(i)): m for i, m in enumerate(tensor.split())}
             for own, part in parts.items():
                 if own in shapes:
                     is_row = len(part.shape) == 1 and len(shapes[own]) == 2  # stored as a vector
                     yield own, part.as_matrix() if is_row else part
+
+    def _check_experts(self, tensor: StoredTensor) -> None:
+        """Check the shape of a tensor of all experts of a block.
+
+        Raises:
+            ModelError: it has another number of dimensions, or of experts.
+        """
+        count = self._file.scalar(f"{self._name}.expert_count", int)
+        if len(tensor.shape) != 3 or tensor.shape[0] != count:
+            raise ModelError(
+                f"{tensor.label}: expected [{count}, rows, columns] ({self._name}.expert_count "
+                f"first), got {list(tensor.shape)}"
+            )
 
     def _fields(self) -> dict[str, Any]:
         """Return the config's fields that metadata has, and those that follow from them.
@@ -205,7 +245,8 @@ class GGUFLoader(WeightLoader):
                 continue
             found[name] = value
             if kind is int:
-                ConfigFields({key: value}, prefix).whole(key)
+                limits = {"at_most": MOST_EXPERTS} if key == "expert_count" else {}
+                ConfigFields({key: value}, prefix).whole(key, **limits)
         heads = found["num_attention_heads"]
         found.setdefault("num_key_value_heads", heads)
         found.setdefault("head_dim", max(found["hidden_size"] // heads, 1))
@@ -220,15 +261,23 @@ class GGUFLoader(WeightLoader):
     def _rope(self, head_size: int) -> dict[str, Any]:
         """Return Hugging Face's `rope_parameters`."""
         prefix = f"{self._name}.rope"
-        theta = self._file.scalar(f"{prefix}.freq_base", float)
-        rope: dict[str, Any] = {"rope_type": "default"}
-        rope["rope_theta"] = 10000.0 if theta is None else theta
+        theta = self._positive(f"{prefix}.freq_base") or 10000.0
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
         rope |= self._partial_rotation(head_size) | self._rope_scaling()
         if (window_theta := self._architecture.window_theta) is None:
             return rope
-        stated = self._file.scalar(f"{prefix}.freq_base_swa", float)
-        window = {"rope_type": "default", "rope_theta": stated or window_theta}
+        stated = self._positive(f"{prefix}.freq_base_swa") or window_theta
+        window = {"rope_type": "default", "rope_theta": stated}
         return {"full_attention": rope, "sliding_attention": window}
+
+    def _positive(self, key: str) -> float | None:
+        """Return a metadata field that is a number above 0; None if it is missing.
+
+        Raises:
+            ModelError: it is something else.
+        """
+        value = self._file.scalar(key, float)
+        return None if value is None else ConfigFields({}, self._source).positive(key, value)
 
     def _partial_rotation(self, head_size: int) -> dict[str, Any]:
         """Return the parameter of heads that are not rotated whole."""
@@ -257,18 +306,30 @@ class GGUFLoader(WeightLoader):
                 "rope_type": "longrope",
                 "long_factor": tensors[_LONG_FACTORS].numbers().tolist(),
                 "short_factor": tensors[_SHORT_FACTORS].numbers().tolist(),
-                "attention_factor": file.scalar(f"{prefix}.attn_factor", float),
+                "attention_factor": self._positive(f"{prefix}.attn_factor"),
                 **context,
             }
-        factor = file.scalar(f"{prefix}.factor", float)
-        kind = file.scalar(f"{prefix}.type", str) or ("linear" if factor else "none")
+        kind = file.scalar(f"{prefix}.type", str)
         if kind == "none":
             return {}
+        factor = self._positive(f"{prefix}.factor")
+        if not kind and factor is None:
+            return {}
+        kind = kind or "linear"
         if kind not in ("linear", "yarn"):
             raise ModelError(
                 f"{self._source}: {prefix}.type: expected none, linear or yarn, got {short(kind)}"
             )
-        return {"rope_type": kind, "factor": factor, **context}
+        if factor is None:
+            raise ModelError(f"{self._source}: {prefix}.factor: missing, {kind} has one")
+        return {"rope_type": kind, "factor": factor, **context, **self._yarn(prefix, kind)}
+
+    def _yarn(self, prefix: str, kind: str) -> dict[str, Any]:
+        """Return the limits of YaRN's ramp, where the file has some."""
+        limits = {
+            name: self._positive(f"{prefix}.yarn_{name}") for name in ("beta_fast", "beta_slow")
+        }
+        return {name: v for name, v in limits.items() if v is not None and kind == "yarn"}
 
     def _eos(self) -> list[int]:
         keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")

@@ -79,6 +79,35 @@ _EXPERT_FIELDS: dict[str, tuple[str, type]] = {
     "expert_feed_forward_length": ("moe_intermediate_size", int),
 }
 
+MOST_EXPERTS = 1024
+"""Of a block, each of which has matrices of its own; llama.cpp has room for 512."""
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.output_scale": (0, 1),
+    "attention.scale": (0,),
+    "attention.temperature_scale": (0,),
+    "attn_logit_softcapping": (0,),
+    "embedding_scale": (0, 1),
+    "expert_gating_func": (0, 1),
+    "expert_weights_scale": (0, 1),
+    "final_logit_softcapping": (0,),
+    "logit_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "rope.scaling.alpha": (0, 1),
+    "rope.scaling.attn_factor": (0, 1),
+    "rope.scaling.yarn_attn_factor": (0, 1),
+    "rope.scaling.yarn_ext_factor": (1, -1),
+    "rope.scaling.yarn_log_multiplier": (0,),
+    "router_logit_softcapping": (0,),
+    "use_parallel_residual": (False,),
+}
+"""Metadata that changes what models compute, and the values that change nothing, by key.
+
+Files with other values are refused, unless the key is one of the architecture's fields.
+"""
+
 Fields = dict[str, Any]
 """Of a Hugging Face config."""
 

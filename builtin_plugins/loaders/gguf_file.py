@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
+import mmap
 import struct
 import weakref
 from pathlib import Path
@@ -61,7 +62,15 @@ class GGUFFile(gguf.GGUFReader):  # type: ignore[misc]
 
     @data.setter
     def data(self, mapped: np.ndarray[Any, Any]) -> None:
+        self._mapping = mapped.base
         self._data = np.asarray(mapped)  # slices of the memory map itself are slow and large
+
+    def give_back(self, part: np.ndarray[Any, Any]) -> None:
+        """Give the system the memory of a part of the file; what is used again is read again."""
+        if isinstance(self._mapping, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            start = part.ctypes.data - self._data.ctypes.data
+            page = start // mmap.PAGESIZE * mmap.PAGESIZE
+            self._mapping.madvise(mmap.MADV_DONTNEED, page, start + part.nbytes - page)
 
     def value(self, key: str) -> Any:
         """Return a metadata field as plain Python data; None if it is missing.

@@ -48,6 +48,8 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 """The dtypes of safetensors that torch has had for long."""
+_NUMBERS = ("F64", "F32", "F16", "BF16")
+"""The dtypes of weights that need no scales."""
 
 
 class SafetensorsLoader(WeightLoader):
@@ -118,7 +120,7 @@ class SafetensorsLoader(WeightLoader):
                     if owner is None:
                         yield name, tensor
                     elif len(found[owner]) == len(quantized[owner]):
-                        yield owner, self._stored(shapes[owner], found.pop(owner))
+                        yield owner, self._stored(owner, shapes[owner], found.pop(owner))
 
     def formats(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, WeightFormat]:
         """Return how the shards store the weights in `shapes`, by their headers.
@@ -137,7 +139,7 @@ class SafetensorsLoader(WeightLoader):
         for name in shapes:
             if name in quantized:
                 parts = {_last(part): outlines[part] for part in quantized[name]}
-                stored = self._stored(shapes[name], parts)
+                stored = self._stored(name, shapes[name], parts)
                 size = sum(part.nbytes for part in parts.values())
                 formats[name] = WeightFormat(stored.scheme, size, True, stored)
             elif name in outlines:
@@ -157,20 +159,28 @@ class SafetensorsLoader(WeightLoader):
         """Return the names of the tensors of each quantised matrix.
 
         It has others than a weight and a bias, `q_proj.qweight` and `q_proj.scales` for example,
-        next to `q_proj.weight` or in its place.
+        next to `q_proj.weight` or in its place; or a weight of whole numbers, whose scheme says
+        what it lacks.
         """
         if self._quantization is None:
             return {}
         stored: dict[str, list[str]] = {}
+        codes: set[str] = set()
         for shard in self._shards():
             with _open(shard) as file:
                 for name in file.keys():  # noqa: SIM118 - it has no other way
                     stored.setdefault(name.rpartition(".")[0], []).append(name)
+                    if name in shapes and file.get_slice(name).get_dtype() not in _NUMBERS:
+                        codes.add(name)
         quantized: dict[str, list[str]] = {}
         for name, shape in shapes.items():
             module, _, last = name.rpartition(".")
             parts = [part for part in stored.get(module, ()) if _last(part) != "bias"]
-            if last == "weight" and len(shape) == 2 and parts not in ([], [name]):
+            if (
+                last == "weight"
+                and len(shape) == 2
+                and (parts not in ([], [name]) or name in codes)
+            ):
                 quantized[name] = list(dict.fromkeys(parts))
         return quantized
 
@@ -180,10 +190,12 @@ class SafetensorsLoader(WeightLoader):
         path = self.context.files.path
         return _scheme(_read_config(path / "config.json"), path.name)
 
-    def _stored(self, shape: Sequence[int], tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+    def _stored(
+        self, name: str, shape: Sequence[int], tensors: Mapping[str, torch.Tensor]
+    ) -> QuantizedWeight:
         assert self._quantization is not None
         rows, columns = shape
-        return QuantizedWeight(self._quantization, (rows, columns), tensors)
+        return QuantizedWeight(self._quantization, (rows, columns), tensors, name)
 
     def _shards(self) -> list[Path]:
         folder = self.context.files.path

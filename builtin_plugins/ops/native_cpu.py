@@ -17,8 +17,6 @@ from hardpoint.plugins.quantization import AffineCodes
 
 _MEMORY = 1 << 23  # bytes of memory that are allocated at once
 _ALIGNED = 64  # bytes of a line of memory
-_CODES_HEADER = 32  # bytes: four numbers
-_CODES_MAGIC = 0x317365646F637068  # of codes.h: the first word of packed codes
 _LONG_WORK = 1 << 26  # multiplications of a product that is worth releasing Python's lock
 
 
@@ -80,7 +78,13 @@ class NativeOps(Ops):
         return packed
 
     def pack_codes(self, parts: Sequence[AffineCodes]) -> torch.Tensor:
-        """Return a copy of the codes, in blocks that fit the processor's registers."""
+        """Return a copy of the codes, in blocks that fit the processor's registers.
+
+        Raises:
+            ValueError: there are no columns.
+        """
+        if not parts[0].shape[1]:
+            raise ValueError(f"expected codes of at least 1 column, got {list(parts[0].shape)}")
         return cpu.pack_codes(
             self._library,
             [part.contiguous() for part in parts],
@@ -93,11 +97,11 @@ class NativeOps(Ops):
         """Return ids -> rows, of packed codes.
 
         Raises:
-            ValueError: packed codes have another shape.
+            ValueError: packed codes have another shape, or their header is damaged.
         """
         if packed.dtype != torch.uint8:
             return None
-        _check_codes(packed, shape)
+        self._check_codes(packed, shape)
 
         def rows(ids: torch.Tensor) -> torch.Tensor:
             out = self._results.empty((len(ids), shape[1]), self.context.dtype)
@@ -119,7 +123,7 @@ class NativeOps(Ops):
         """Return x -> x W^T + b.
 
         Raises:
-            ValueError: a packed matrix of that shape has another size or dtype.
+            ValueError: a packed matrix of that shape has another size, dtype or header.
         """
         self._check_packed(packed, shape)
         dtype = self.context.dtype
@@ -127,12 +131,26 @@ class NativeOps(Ops):
 
     def _check_packed(self, packed: torch.Tensor, shape: tuple[int, int]) -> None:
         if packed.dtype == torch.uint8:
-            return _check_codes(packed, shape)
+            return self._check_codes(packed, shape)
         size = self._library.function("packed_size", self.context.dtype)(*shape)
         if packed.dtype != self.context.dtype or packed.shape != (size,):
             raise ValueError(
                 f"expected a packed matrix of {size} elements of {self.context.dtype}, "
                 f"got {packed.dtype} {list(packed.shape)}"
+            )
+
+    def _check_codes(self, packed: torch.Tensor, shape: tuple[int, int]) -> None:
+        """Check the header of packed codes, which kernels trust.
+
+        Raises:
+            ValueError: it is that of another shape, or contradicts itself or the size.
+        """
+        is_packed = packed.dim() == 1 and packed.is_contiguous()
+        check = self._library.function("check_codes", None)
+        if not is_packed or not check(packed.data_ptr(), packed.nbytes, *shape):
+            raise ValueError(
+                f"expected packed codes of a matrix {list(shape)}, got {packed.dtype} "
+                f"{list(packed.shape)} with the header of something else"
             )
 
     def experts(
@@ -144,14 +162,14 @@ class NativeOps(Ops):
         """Return (x, chosen, weights) -> the weighted sum of experts.
 
         Raises:
-            ValueError: a packed matrix has another size or dtype.
+            ValueError: a packed matrix has another size, dtype or header.
         """
+        if any(packed.dtype == torch.uint8 for packed in (*gate_up, *down)):
+            return super().experts(gate_up, down, shape)  # which checks them
         hidden, width = shape
         for enter, leave in zip(gate_up, down, strict=True):
             self._check_packed(enter, (2 * width, hidden))
             self._check_packed(leave, shape)
-        if any(packed.dtype == torch.uint8 for packed in (*gate_up, *down)):
-            return super().experts(gate_up, down, shape)
         return _Experts(self._library, self._results, gate_up, down, shape)
 
     def gather_rows(self, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -289,21 +307,6 @@ class NativeOps(Ops):
         y = self._results.empty((count, width), x.dtype)
         self._library.run(function, x.data_ptr(), x.stride(0), y.data_ptr(), width, count, width)
         return y
-
-
-def _check_codes(packed: torch.Tensor, shape: tuple[int, int]) -> None:
-    """Check the header of packed codes.
-
-    Raises:
-        ValueError: it is none, or that of another shape.
-    """
-    has_header = len(packed) >= _CODES_HEADER
-    magic, _, *found = packed[:_CODES_HEADER].view(torch.int64).tolist() if has_header else [0] * 4
-    if magic != _CODES_MAGIC or tuple(found) != tuple(shape):
-        raise ValueError(
-            f"expected packed codes of a matrix {list(shape)}, got {packed.dtype} "
-            f"{list(packed.shape)}, whose header says {found}"
-        )
 
 
 class _Memory:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ from .packed import (
 
 _FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")
 _INDICES = (torch.int32, torch.int64)
+_PATTERN = "re:"
+_REPEAT = r"[*+{]|(?<!\()\?"
+_MOST_REPEATS = 4
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class _Weights:
         strategy: "group", "channel" (a scale per row) or "tensor" (one for the matrix).
         group: columns that share a scale, of the strategy "group".
         reorders: whether `weight_g_idx` says which group a column has.
+        targets: which modules are stored so: their names, "re:" with a pattern, or their class.
     """
 
     bits: int
@@ -46,6 +51,22 @@ class _Weights:
     strategy: str
     group: int | None
     reorders: bool
+    targets: tuple[str, ...]
+
+    def reading(self, columns: int) -> tuple[int, int]:
+        """Return all that decides what tensors mean that pass `check`."""
+        return self.bits, min(self.group or columns, columns)
+
+    def rank(self, module: str) -> int:
+        """Return how well a module fits the targets, the best first: name, pattern, class.
+
+        Raises:
+            ValueError: one is a pattern that cannot be used.
+        """
+        for rank, fits in enumerate((_is_name, _is_match, _is_class)):
+            if any(fits(target, module) for target in self.targets):
+                return rank
+        return 3
 
     def check(self, stored: QuantizedWeight) -> None:
         """Check names, dtypes and shapes.
@@ -180,7 +201,10 @@ class CompressedTensors(StoredScheme):
 
     def stored_bytes(self, shape: tuple[int, int]) -> int | None:
         """Return the bytes of codes, scales and offsets; None if matrices differ in these."""
-        if not self.context.config or len(set(self._weights)) > 1 or self._weights[0].reorders:
+        if not self.context.config:
+            return None
+        forms = {replace(weights, targets=()) for weights in self._weights}
+        if len(forms) > 1 or self._weights[0].reorders:
             return None
         weights = self._weights[0]
         return stored_bytes(shape, weights.bits, weights.group, not weights.symmetric)
@@ -188,7 +212,8 @@ class CompressedTensors(StoredScheme):
     def _fitting(self, stored: QuantizedWeight) -> _Weights:
         """Return the group of the config that the tensors fit.
 
-        Its `targets` are names of modules; what was stored says as much.
+        Mostly what is stored says which one it is; if several would read it differently, their
+        `targets` do.
 
         Raises:
             ValueError: they fit none, or several that read them in different ways.
@@ -203,9 +228,43 @@ class CompressedTensors(StoredScheme):
                 errors.append(error)
         if not fitting:
             raise errors[0]
-        if len(fitting) > 1:
-            raise ValueError(f"it fits {len(fitting)} of the config_groups, which differ")
+        columns = stored.shape[1]
+        if len({weights.reading(columns) for weights in fitting}) > 1:
+            ranks = [weights.rank(stored.name.rpartition(".")[0]) for weights in fitting]
+            fitting = [w for w, rank in zip(fitting, ranks, strict=True) if rank == min(ranks)]
+        if len({weights.reading(columns) for weights in fitting}) > 1:
+            targets = " and ".join(str(list(weights.targets)) for weights in fitting)
+            raise ValueError(
+                f"it fits {len(fitting)} of the config_groups, which differ; expected targets of "
+                f"which one fits best, got {targets}"
+            )
         return fitting[0]
+
+
+def _is_name(target: str, module: str) -> bool:
+    return target == module
+
+
+def _is_match(target: str, module: str) -> bool:
+    if not target.startswith(_PATTERN):
+        return False
+    pattern = target.removeprefix(_PATTERN)
+    # What repeats a group, or repeats much, can take exponential time.
+    if re.search(r"\)[*+{]", pattern) or len(re.findall(_REPEAT, pattern)) > _MOST_REPEATS:
+        raise ValueError(
+            f"targets of the config_groups: expected patterns with at most {_MOST_REPEATS} "
+            f"repeats, none of them of a group, got {short(target)}"
+        )
+    try:
+        return re.match(pattern, module) is not None
+    except (re.error, RecursionError, OverflowError) as cause:
+        raise ValueError(
+            f"targets of the config_groups: {short(target)} is no pattern: {cause}"
+        ) from cause
+
+
+def _is_class(target: str, module: str) -> bool:  # noqa: ARG001 - all that are quantised have it
+    return target == "Linear"
 
 
 def _read_group(name: str, group: Any) -> _Weights:
@@ -223,10 +282,22 @@ def _read_group(name: str, group: Any) -> _Weights:
     weights = inner.table("weights")
     if not weights:
         raise inner.error("weights", f"expected a table, got {short(values.get('weights'))}")
-    return _read_weights(weights, f"{place}.weights")
+    return _read_weights(weights, f"{place}.weights", _read_targets(inner, values.get("targets")))
 
 
-def _read_weights(weights: Mapping[str, Any], source: str) -> _Weights:
+def _read_targets(fields: ConfigFields, targets: Any) -> tuple[str, ...]:
+    """Return the targets of a group.
+
+    Raises:
+        ModelError: they are no strings.
+    """
+    targets = [] if targets is None else targets
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise fields.error("targets", f"expected a list of strings, got {short(targets)}")
+    return tuple(targets)
+
+
+def _read_weights(weights: Mapping[str, Any], source: str, targets: tuple[str, ...]) -> _Weights:
     known = ("num_bits", "type", "symmetric", "strategy", "group_size", "actorder")
     neutral = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
     refuse_unknown(weights, (*known, *neutral), source)
@@ -244,4 +315,5 @@ def _read_weights(weights: Mapping[str, Any], source: str) -> _Weights:
         strategy=strategy,
         group=group_size(fields, "group_size", size) if strategy == "group" else None,
         reorders=order in ("group", "dynamic"),
+        targets=targets,
     )

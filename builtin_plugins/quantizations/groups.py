@@ -45,9 +45,11 @@ class _Groups(Quantization):
         Groups are quantised alone, so that parts of a weight give parts of the result.
 
         Raises:
-            ValueError: the weight has numbers that are too large.
+            ValueError: the weight has no columns, or numbers that are too large.
         """
         rows, columns = weight.shape
+        if not columns:
+            raise ValueError(f"expected a weight with at least 1 column, got {[rows, columns]}")
         if rows and max(map(abs, map(float, weight.aminmax()))) > _TOO_LARGE:
             raise ValueError(f"it has numbers above {_TOO_LARGE}, which are too large")
         step = max(1, _CHUNK // columns)

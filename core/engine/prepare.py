@@ -16,12 +16,14 @@ from hardpoint.plugins import (
     ModelConfig,
     ModelError,
     ModelFiles,
+    Quantization,
     WeightLoader,
     typed,
 )
 from hardpoint.plugins.component import Progress
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.errors import PluginFaultError, shown
+from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.plugins.scheduler import SchedulerLimits
 from hardpoint.registry.plugin_set import PluginSet
 
@@ -177,15 +179,24 @@ def _check_use(config: EngineConfig, plugins: PluginSet, config_sources: ConfigS
 def _check_quantization(config: EngineConfig, model: ModelConfig, plugins: PluginSet) -> None:
     """Check that there is a scheme that reads the weights."""
     name = model.quantization
-    if name is None or plugins.find("quantizations", name) is not None:
+    if name is None:
         return
-    known = sorted(entry.name for entry in plugins.entries("quantizations"))
+    entry = plugins.find("quantizations", name)
+    if entry is not None and _reads(plugins, entry):
+        return
+    known = sorted(e.name for e in plugins.entries("quantizations") if _reads(plugins, e))
     raise ModelError(
         f"model: {config.model!r} has weights that are quantised by {shown(name)}, which is not "
         f"supported{plugins.hint(name, 'quantizations')}; supported: {', '.join(known) or 'none'}, "
         f"and weights that are not quantised. A plugin of the kind quantizations adds one: "
         f"docs/write-a-quantization.md"
     )
+
+
+def _reads(plugins: PluginSet, entry: PluginEntry) -> bool:
+    """Return whether a scheme reads checkpoints; others make matrices of few bits from numbers."""
+    read: object = plugins.target(entry).read
+    return read is not Quantization.read
 
 
 def _max_model_len(

@@ -13,8 +13,10 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #include "parallel.h"
 #include "vector.h"
@@ -48,6 +50,16 @@ struct alignas(64) Segment {
   long groups(long padded) const { return (padded + group - 1) / group; }
   bool is_nested() const { return scales.is_nested() || offsets.is_nested(); }
 
+  // Repeat the first values where codes have fewer than 6 bits, and note whether they are affine.
+  void complete_values() {
+    long count = bits == 8 ? 64 : 1L << bits;
+    is_affine = true;
+    for (long i = 0; i < 64; i++) {
+      values[i] = values[i % count];
+      if (bits != 8)
+        is_affine = is_affine && to_float(values[i]) == to_float(values[0]) + (float)(i % count);
+    }
+  }
 };
 
 struct alignas(64) Matrix {
@@ -124,8 +136,8 @@ struct Form {
   int64_t rows, bits, group, scales, offsets;  // the last two: how they are stored
 };
 
-// Plan a matrix: return its size in bytes, and write segment `index` to `to`.
-inline long plan(const Form* forms, long count, long depth, long index = -1, Segment* to = nullptr) {
+// Plan a matrix: return its size in bytes, and write its segments, without values, to `to`.
+inline long plan(const Form* forms, long count, long depth, Segment* to = nullptr) {
   long padded = (depth + BLOCK - 1) / BLOCK * BLOCK;
   long size = (long)(sizeof(Matrix) + count * sizeof(Segment));
   auto reserve = [&](long bytes) {
@@ -138,7 +150,7 @@ inline long plan(const Form* forms, long count, long depth, long index = -1, Seg
     Segment segment{};
     segment.rows = form.rows;
     segment.bits = form.bits;
-    segment.group = form.group < depth ? form.group : padded;
+    segment.group = form.group < depth ? form.group : std::max(padded, BLOCK);
     segment.scales.storage = form.scales;
     segment.offsets.storage = form.offsets;
     long lines = segment.panels() * PANEL;
@@ -148,7 +160,7 @@ inline long plan(const Form* forms, long count, long depth, long index = -1, Seg
       factors->inner = reserve(lines * segment.groups(padded) * factors->item_size());
       if (factors->is_nested()) factors->outer = reserve(lines * outers(padded) * 2);
     }
-    if (i == index) *to = segment;
+    if (to) to[i] = segment;
   }
   return size;
 }
@@ -238,23 +250,51 @@ inline void pack_panel(const Segment& segment, const Source& source, long panel,
 // Pack segment `index` of a matrix, and write its part of the header.
 inline void pack(const Form* forms, long count, long depth, long index, const Source& source,
                  uint8_t* to) {
-  Segment segment;
-  plan(forms, count, depth, index, &segment);
-  segment.is_affine = true;
-  long values = segment.bits == 8 ? 0 : 1L << segment.bits;
-  for (long i = 0; i < 64 && values; i++) {
-    long code = i % values;
-    float value = source.values ? source.values[code] : (float)code;
-    float first = source.values ? source.values[0] : 0;
-    segment.values[i] = to_bf16(value);
-    segment.is_affine = segment.is_affine && value == first + (float)code;
-  }
+  std::vector<Segment> segments(count);
+  plan(forms, count, depth, segments.data());
+  Segment& segment = segments[index];
+  for (long code = 0; segment.bits != 8 && code < 1L << segment.bits; code++)
+    segment.values[code] = to_bf16(source.values ? source.values[code] : (float)code);
+  segment.complete_values();
   Matrix header{MAGIC, count, 0, depth};
   for (long i = 0; i < count; i++) header.rows += forms[i].rows;
   memcpy(to, &header, sizeof header);
   memcpy(to + sizeof header + index * sizeof segment, &segment, sizeof segment);
   for_each_item(segment.panels(),
                 [&](long panel) { pack_panel(segment, source, panel, depth, to); });
+}
+
+// Return whether `bytes` of memory have the header and the size of a packed matrix [rows, depth].
+// Kernels trust what it says; only the values of codes and the numbers behind it may be any.
+inline bool is_packed(const uint8_t* packed, long bytes, long rows, long depth) {
+  if (bytes < (long)sizeof(Matrix) || depth < 1) return false;
+  const Matrix& matrix = *(const Matrix*)packed;
+  if (matrix.magic != MAGIC || matrix.rows != rows || matrix.depth != depth) return false;
+  long most = (bytes - (long)sizeof(Matrix)) / (long)sizeof(Segment);
+  if (matrix.count < 1 || matrix.count > most) return false;
+  std::vector<Form> forms;
+  long total = 0;
+  for (long i = 0; i < matrix.count; i++) {
+    const Segment& found = matrix.segment(i);
+    int64_t bits = found.bits, scales = found.scales.storage, offsets = found.offsets.storage;
+    if (found.rows < 0 || found.rows > rows - total) return false;
+    if (bits != 4 && bits != 5 && bits != 6 && bits != 8) return false;
+    if (found.group != UNIT && (found.group < BLOCK || found.group % BLOCK)) return false;
+    if (scales < FLOAT16 || scales > UINT8 || offsets < NONE || offsets > UINT8) return false;
+    forms.push_back({found.rows, bits, found.group, scales, offsets});
+    total += found.rows;
+  }
+  std::vector<Segment> planned(matrix.count);
+  long size = plan(forms.data(), matrix.count, depth, planned.data());
+  if (total != rows || size != bytes) return false;
+  for (long i = 0; i < matrix.count; i++) {
+    const Segment& found = matrix.segment(i);
+    memcpy(planned[i].values, found.values, sizeof found.values);
+    planned[i].complete_values();
+    // What lies behind the values is padding.
+    if (memcmp(&planned[i], &found, offsetof(Segment, values) + sizeof found.values)) return false;
+  }
+  return true;
 }
 
 // to [depth] = row `row` of a segment, each element rounded once.

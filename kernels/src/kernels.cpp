@@ -184,6 +184,10 @@ void hp_pack_codes(const int64_t* forms, long count, long depth, long index, con
   codes::Source source{codes, scales, outer_scales, offsets, outer_offsets, values};
   codes::pack((const codes::Form*)forms, count, depth, index, source, to);
 }
+// Whether they are a packed matrix, by its header.
+long hp_check_codes(const uint8_t* packed, long bytes, long rows, long depth) {
+  return codes::is_packed(packed, bytes, rows, depth);
+}
 
 // out [count] = table[ids], of rows of any type.
 void hp_gather_rows(const char* table, long row_bytes, const int64_t* ids, long count, char* out) {

@@ -29,7 +29,7 @@ from hardpoint.builtin_plugins.models.phi3 import Phi3
 from hardpoint.builtin_plugins.models.qwen import Qwen2, Qwen3
 from hardpoint.builtin_plugins.models.qwen_moe import Qwen2Moe, Qwen3Moe
 from hardpoint.builtin_plugins.models.smollm3 import SmolLM3
-from hardpoint.plugins import ModelFiles, WeightFormat
+from hardpoint.plugins import ModelError, ModelFiles, WeightFormat
 
 
 def list_of(tensor: gguf.ReaderTensor) -> list:
@@ -205,6 +205,22 @@ GEMMA3_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
 }
 
+YARN_METADATA = {
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 4.0,
+    "rope.scaling.original_context_length": 32,
+    "rope.scaling.yarn_beta_fast": 16.0,
+    "rope.scaling.yarn_beta_slow": 2.0,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 16.0,
+    "beta_slow": 2.0,
+}
+
 
 @pytest.mark.parametrize(
     ("family", "changes", "expected"),
@@ -225,6 +241,9 @@ GEMMA3_ROPES = {
         ("qwen2", {"attention.head_count_kv": None}, {"num_key_value_heads": 4}),
         ("phi4", {}, {"rope_parameters": PARTIAL, "head_dim": 16, "use_sliding_window": False}),
         ("llama", {"rope.scaling.factor": 2.0}, {"rope_parameters": LINEAR}),
+        ("llama", {"rope.scaling.type": "none", "rope.scaling.factor": 0.0}, {"head_dim": 16}),
+        ("llama", {"logit_scale": 1.0, "embedding_scale": 0.0}, {"head_dim": 16}),
+        ("llama", YARN_METADATA, {"rope_parameters": YARN}),
     ],
 )
 def test_fields_follow_from_the_metadata(family, changes, expected, tmp_path: Path) -> None:
@@ -269,6 +288,20 @@ def test_what_an_architecture_does_not_have_is_refused(
         ({"context_length": 0}, "context_length: expected a whole number >= 1, got 0"),
         ({"rope.dimension_count": 8}, "dimension_count: expected the head size 16 .* got 8"),
         ({"rope.scaling.type": "longrope"}, "expected none, linear or yarn, got 'longrope'"),
+        ({"rope.scaling.factor": math.nan}, "llama.rope.scaling.factor: expected a number > 0, go"),
+        ({"rope.scaling.factor": 0.0}, "rope.scaling.factor: expected a number > 0, got 0.0"),
+        ({"rope.scaling.factor": -2.0}, "rope.scaling.factor: expected a number > 0, got -2.0"),
+        ({"rope.scaling.type": "yarn"}, "llama.rope.scaling.factor: missing, yarn has one"),
+        ({"rope.freq_base": 0.0}, "llama.rope.freq_base: expected a number > 0, got 0.0"),
+        ({"rope.freq_base": math.inf}, "llama.rope.freq_base: expected a number > 0, got inf"),
+        ({"attention.scale": 0.5}, "llama.attention.scale: expected 0, which LlamaForC.* got 0.5"),
+        ({"attention.clamp_kqv": 8.0}, "llama.attention.clamp_kqv: expected 0, .*got 8.0"),
+        ({"embedding_scale": 3.0}, "llama.embedding_scale: expected 0 or 1, .*got 3.0"),
+        ({"logit_scale": 7.0}, "llama.logit_scale: expected 0 or 1, .*got 7.0"),
+        ({"final_logit_softcapping": 1.0}, "final_logit_softcapping: expected 0, .*got 1.0"),
+        ({"rope.scaling.attn_factor": 3.0}, "attn_factor: expected 0 or 1, .*got 3.0"),
+        ({"rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor: expected 1 or -1, .*got 0.5"),
+        ({"attention.value_length": 8}, "llama.attention.value_length: expected 16, .*got 8"),
     ],
 )
 def test_wrong_metadata_is_refused(changes, message, tmp_path: Path) -> None:
@@ -282,6 +315,27 @@ def test_experts_of_an_architecture_that_has_none_are_refused(tmp_path: Path) ->
         open_loader(GGUFLoader, tmp_path / "m.gguf"),
         "m.gguf: qwen2.expert_count: mixtures of experts are not supported, got 8",
     )
+
+
+@pytest.mark.parametrize("shape", [(64,), (4, 64), (5, 2, 64), (4, 2, 2, 64), (3000, 1, 1)])
+def test_experts_of_another_shape_are_refused_with_their_tensor(shape, tmp_path: Path) -> None:
+    _, name, _, fields = FAMILIES["qwen3moe"]
+    extra = {"blk.9.ffn_gate_exps.weight": np.zeros(shape, np.float32)}
+    model = random_model(name, **fields)
+    write_gguf(tmp_path / "m.gguf", model, "qwen3moe", extra=extra)
+    loader = open_loader(GGUFLoader, tmp_path / "m.gguf")
+    words = r"m.gguf: tensor blk.9.ffn_gate_exps.weight: expected \[6, rows, columns\] .*, got \["
+    for call in (loader.formats, lambda shapes: list(loader.weights(shapes))):
+        with pytest.raises(ModelError, match=words):
+            call({"model.layers.9.mlp.experts.0.gate_proj.weight": (2, 64)})
+
+
+def test_so_many_experts_are_refused_before_the_model_is_built(tmp_path: Path) -> None:
+    _, name, _, fields = FAMILIES["qwen3moe"]
+    changes = {"expert_count": 2_000_000}
+    write_gguf(tmp_path / "m.gguf", random_model(name, **fields), "qwen3moe", changes=changes)
+    words = "qwen3moe: expert_count: expected at most 1024, got 2000000"
+    refused(open_loader(GGUFLoader, tmp_path / "m.gguf"), words)
 
 
 def test_unknown_architecture_names_the_known_ones(tmp_path: Path) -> None:
@@ -339,3 +393,29 @@ def test_every_early_cut_is_a_model_error(tmp_path: Path) -> None:
 def test_recognises_by_suffix(demo_gguf: Path, tmp_path: Path) -> None:
     assert GGUFLoader.recognises(ModelFiles("demo", demo_gguf))
     assert not GGUFLoader.recognises(ModelFiles("folder", tmp_path))
+
+
+def resident(path: Path) -> int:
+    """Return how many KiB of a mapped file are in memory of this process."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    starts = [i for i, line in enumerate(lines) if line.endswith(str(path))]
+    sizes = [line for i in starts for line in lines[i : i + 8] if line.startswith("Rss:")]
+    return sum(int(line.split()[1]) for line in sizes)
+
+
+def test_the_file_does_not_stay_in_memory_behind_its_weights(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    model = random_model("Llama", intermediate_size=4096, vocab_size=4096)
+    write_gguf(path, model, "llama", kinds=lambda _: "Q8_0")
+    loader = open_loader(GGUFLoader, path)
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    most, kept = 0, []
+    for _, weight in loader.weights(shapes):
+        kept.append(weight)
+        if not isinstance(weight, torch.Tensor):
+            weight.tensors["blocks"].sum()
+        most = max(most, resident(path))
+    assert most > 200  # KiB
+    assert resident(path) < most / 2
+    sums = [w.tensors["blocks"].sum() for w in kept if not isinstance(w, torch.Tensor)]
+    assert all(sums)  # they are read again

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import weakref
 from pathlib import Path
@@ -231,6 +232,12 @@ def test_missing_weights_are_named_when_the_model_runs(tmp_path: Path) -> None:
         ({"rms_norm_eps": "tiny"}, "rms_norm_eps: expected a number > 0, got 'tiny'"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings: expected true or false, got 1"),
         ({"rope_scaling": 4}, "rope_scaling: expected a table, got 4"),
+        ({"rope_theta": 0}, "rope_theta: expected a number > 0, got 0"),
+        ({"rope_parameters": LINEAR | {"rope_theta": 0.0}}, "rope_theta: expected a number > 0"),
+        ({"rope_parameters": LINEAR | {"factor": 0}}, "factor: expected a number > 0, got 0"),
+        ({"rope_parameters": LINEAR | {"factor": -2.0}}, "factor: expected a number > 0, got -2"),
+        ({"rope_parameters": YARN | {"factor": math.nan}}, "factor: expected a number > 0, got n"),
+        ({"rope_parameters": YARN | {"attention_factor": math.nan}}, "that are not finite"),
         ({"rope_theta": -1}, "rope_theta: expected a number > 0, got -1"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "'dynamic' depends on the running"),
         (

@@ -153,3 +153,9 @@ def test_it_only_quantises(kind):
     assert scheme.quantizes
     with pytest.raises(NotImplementedError, match="reads no checkpoints"):
         scheme.read(None)
+
+
+@pytest.mark.parametrize("kind", [Int8, Int4])
+def test_a_weight_without_columns_is_refused(kind):
+    with pytest.raises(ValueError, match=r"with at least 1 column, got \[3, 0\]"):
+        build_scheme(kind).quantize(torch.zeros(3, 0))

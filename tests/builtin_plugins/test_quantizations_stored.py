@@ -165,6 +165,62 @@ def test_several_groups_of_the_config_are_told_apart_by_what_they_store():
     assert scheme.stored_bytes((8, 64)) is None
 
 
+def test_groups_of_the_config_that_read_a_matrix_alike_are_one():
+    config = integers_config()
+    other = integers_config(symmetric=True)["config_groups"]["group_0"]
+    whole = integers_config(-1)["config_groups"]["group_0"]
+    config["config_groups"] |= {"group_1": other, "group_2": whole}
+    matrix = random_matrix(6, 32, group=32)  # of one group of columns
+    scheme = build_scheme(CompressedTensors, config)
+    check(scheme, matrix, checkpoints.packed_integers(matrix))
+
+
+def with_targets(first, second):
+    """Two groups that differ in the size of groups of columns, 64 and 96."""
+    config = integers_config(64)
+    other = integers_config(96)["config_groups"]["group_0"]
+    config["config_groups"]["group_0"]["targets"] = first
+    config["config_groups"]["group_1"] = other | {"targets": second}
+    return build_scheme(CompressedTensors, config)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (["Linear"], ["re:.*down_proj"]),
+        (["re:.*q_proj", "Linear"], ["re:.*layers\\.[0-9]+\\.(mlp|moe)\\..*"]),
+        (["re:.*_proj"], ["a.mlp.down_proj", "layers.0.mlp.down_proj"]),
+        (["re:.*q_proj"], ["Linear"]),
+    ],
+)
+def test_targets_choose_between_groups_that_differ(first, second):
+    matrix = random_matrix(6, 128, group=96)  # two groups of either size
+    tensors = checkpoints.packed_integers(matrix)
+    name = "layers.0.mlp.down_proj.weight"
+    weight = QuantizedWeight("any", matrix.shape, tensors, name)
+    found = with_targets(first, second).read(weight)
+    assert torch.equal(found.dequantize(), matrix.weight)
+    swapped = with_targets(second, first).read(weight)
+    assert not torch.equal(swapped.dequantize(), matrix.weight)
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("Linear", "it fits 2 of the config_groups, which differ; expected targets of which one"),
+        ("re:(a|b", "targets of the config_groups: 're:.*' is no pattern: missing"),
+        ("re:(a+)+x", "expected patterns with at most 4 repeats, none of them of a group, got 're"),
+        ("re:" + ".*" * 5, "expected patterns with at most 4 repeats, none of them of a group"),
+        ("re:" + "a?" * 9, "expected patterns with at most 4 repeats, none of them of a group"),
+    ],
+)
+def test_targets_that_do_not_choose_are_refused(target, words):
+    matrix = random_matrix(6, 128, group=96)
+    weight = QuantizedWeight("any", matrix.shape, checkpoints.packed_integers(matrix), "a.weight")
+    with pytest.raises(ValueError, match=words):
+        with_targets(["Linear"], [target]).check(weight)
+
+
 @pytest.mark.parametrize("group", [32, -1])
 def test_columns_are_cut_where_groups_end_or_anywhere_in_a_group_of_a_row(group):
     matrix = random_matrix(8, 128, group=group)
@@ -334,6 +390,11 @@ INTEGERS = integers_config()
         (CompressedTensors, changed(INTEGERS, group_size=-5), "group_size: expected a whole"),
         (CompressedTensors, changed(INTEGERS, actorder="x"), "actorder: expected none or weight"),
         (CompressedTensors, INTEGERS | {"config_groups": {}}, "config_groups: expected at least"),
+        (
+            CompressedTensors,
+            INTEGERS | {"config_groups": {"a": {"weights": {"num_bits": 8}, "targets": "Linear"}}},
+            "config_groups.a: targets: expected a list of strings, got 'Linear'",
+        ),
         (CompressedTensors, INTEGERS | {"config_groups": {"W4A16": ["Linear"]}}, "a table, got"),
         (CompressedTensors, INTEGERS | {"format": "float-quantized"}, "format: expected pack-quan"),
         (CompressedTensors, INTEGERS | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme: ex"),

@@ -100,13 +100,14 @@ def test_the_loader_yields_each_matrix_with_its_tensors_of_all_shards(written):
     loader = open_loader(SafetensorsLoader, folder)
     assert loader.config().quantization == scheme
     shapes = {name: tuple(tensor.shape) for name, tensor in dense.items()}
-    found = dict(loader.weights(shapes))
+    found, formats_of = dict(loader.weights(shapes)), loader.formats(shapes)
     assert found.keys() == dense.keys()
     for name, weight in found.items():
         is_quantized = "proj" in name
         assert isinstance(weight, QuantizedWeight) == is_quantized
         if is_quantized:
             assert (weight.scheme, weight.shape) == (scheme, shapes[name])
+            assert weight.name == name == formats_of[name].stored.name
         else:
             assert torch.equal(weight, dense[name])
     formats = loader.formats(shapes)
@@ -258,6 +259,10 @@ def test_wrong_tensors_are_refused_before_weights_are_read(folder, last, tensor,
             {"quant_method": "fp8"},
             "has weights that are quantised by 'fp8', which is not supp",
         ),
+        (
+            {"quant_method": "int8"},
+            "has weights that are quantised by 'int8', which is not supported; supported: awq, com",
+        ),
         ({"quant_method": "gptq"}, "quantization_config: zero_point: the field is not known"),
         ({"quant_method": None}, "quantised without a quant_method are not supported"),
     ],
@@ -265,6 +270,27 @@ def test_wrong_tensors_are_refused_before_weights_are_read(folder, last, tensor,
 def test_wrong_configs_are_refused_before_weights_are_read(folder, fields, words):
     describe(folder, **fields)
     assert words in error_of(folder)
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_schemes_that_read_no_checkpoints_are_not_named_as_supported(folder):
+    describe(folder, quant_method="int4")
+    supported = error_of(folder).partition("supported: ")[2].partition(", and")[0].split(", ")
+    assert {"awq", "gptq", "compressed_tensors", "q4_k"} <= set(supported)
+    assert not {"int4", "int8"} & set(supported)
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_whole_numbers_without_a_scale_are_refused_before_weights_are_read(tmp_path):
+    folder = tmp_path / "m"
+    write_checkpoint(folder, integers_config(bits=8), checkpoints.plain_integers, bits=8)
+
+    def change(tensors):
+        del tensors[f"{Q}.weight_scale"], tensors[f"{Q}.weight_zero_point"]
+
+    edit(folder, change)
+    words = "compressed_tensors: the tensor 'weight_scale' is missing; there are weight"
+    assert f"model: weight '{Q}.weight' of '{folder}': {words}" in error_of(folder)
 
 
 def test_a_scale_that_is_not_finite_is_refused(folder):

@@ -6,12 +6,14 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.searching import examples
 
+from hardpoint.builtin_plugins.ops.native_cpu import NativeOps
 from hardpoint.kernels import cpu
 from hardpoint.kernels.twins import AffineCodes, dequantize, linear_codes
+from hardpoint.plugins import OpsContext, quantization
 
 BF16, FLOAT = torch.bfloat16, torch.float32
 NESTED = (torch.int8, torch.uint8)
@@ -236,3 +238,87 @@ def test_products_are_recorded(library, name):
     library.function("replay", None)(calls.ctypes.data, len(calls))
     assert expected.any()
     assert torch.equal(out, expected)
+
+
+WORDS = 11  # of a segment, before its values: rows, bits, group, codes, scales, offsets, is_affine
+
+
+def is_packed(library, packed, rows, depth):
+    return bool(library.function("check_codes", None)(packed.data_ptr(), len(packed), rows, depth))
+
+
+@settings(max_examples=20, deadline=None)
+@given(parts=st.lists(forms, min_size=1, max_size=3), depth=st.integers(1, 300))
+def test_packed_codes_have_a_valid_header(library, parts, depth):
+    generator = torch.Generator().manual_seed(depth)
+    packed = cpu.pack_codes(library, [random_codes(form, depth, generator) for form in parts])
+    rows = sum(form.rows for form in parts)
+    assert is_packed(library, packed, rows, depth)
+    assert not is_packed(library, packed, rows, depth + 1)
+    assert not is_packed(library, packed[:-1], rows, depth)
+
+
+def test_damaged_headers_are_noticed(library):
+    generator = torch.Generator().manual_seed(4)
+    stored = [
+        Form(33, 4, 32, torch.float16, torch.int8, "table"),
+        Form(31, 8, 64, torch.float32, None, "codes"),
+    ]
+    whole = cpu.pack_codes(library, [random_codes(form, 256, generator) for form in stored])
+    fields = [*range(4), *(start + i for start in (8, 40) for i in range(WORDS))]
+    for field in fields:
+        for change in (-1, 1, 2, 64, 1 << 40, 1 << 62, -(1 << 62)):
+            if (field, change) == (15, 1):  # int8 becomes uint8, of the same size
+                continue
+            packed = whole.clone()
+            packed.view(torch.int64)[field] += change
+            assert not is_packed(library, packed, 64, 256), (field, change)
+    packed = whole.clone()
+    packed.view(torch.int16)[(8 + WORDS) * 4 + 17] += 1  # repeats the second value
+    assert not is_packed(library, packed, 64, 256)
+    for size in (0, 32, 64, 320, 576):
+        assert not is_packed(library, whole[:size].clone(), 64, 256)
+    assert is_packed(library, whole.clone(), 64, 256)
+
+
+def test_operations_refuse_packed_codes_with_a_damaged_header(library, monkeypatch):
+    monkeypatch.setenv(cpu.VARIABLE, library.path)
+    ops = NativeOps(OpsContext(name="native", options=None, device=torch.device("cpu"), dtype=BF16))
+    generator = torch.Generator().manual_seed(5)
+    part = random_codes(Form(64, 4, 32, torch.float16, None, "codes"), 32, generator)
+    codes = quantization.AffineCodes(part.codes, 4, 32, part.scales)
+    enter, leave = ops.pack_codes([codes]), ops.pack_codes([codes.rows(0, 32)])
+    good, damaged = ops.pack_codes([codes]), ops.pack_codes([codes])
+    damaged.view(torch.int64)[8 + 3] = 1 << 40  # where the codes start
+    for call in (
+        lambda: ops.linear(damaged, (64, 32)),
+        lambda: ops.embedding(damaged, (64, 32)),
+        lambda: ops.linear(good, (64, 64)),
+        lambda: ops.linear(good[:64], (64, 32)),
+        lambda: ops.experts([enter, damaged], [leave, leave], (32, 32)),
+    ):
+        with pytest.raises(ValueError, match=r"expected packed codes of a matrix \[64, "):
+            call()
+    ops.experts([enter], [leave], (32, 32))
+
+
+def test_tables_of_any_stride_are_packed(library, monkeypatch):
+    monkeypatch.setenv(cpu.VARIABLE, library.path)
+    ops = NativeOps(
+        OpsContext(name="native", options=None, device=torch.device("cpu"), dtype=FLOAT)
+    )
+    generator = torch.Generator().manual_seed(6)
+    part = random_codes(Form(16, 4, 32, torch.float16, None, "codes"), 64, generator)
+    table = torch.arange(32.0)[::2]
+    codes = quantization.AffineCodes(part.codes, 4, 32, part.scales, values=table)
+    x = torch.eye(64)
+    assert torch.equal(ops.linear(ops.pack_codes([codes]), (16, 64))(x), codes.dequantize().T)
+
+
+def test_codes_without_columns_are_refused(library, monkeypatch):
+    assert cpu.codes_size(library, [(16, 4, 32, 1, 0)], 0) == 320  # the header
+    monkeypatch.setenv(cpu.VARIABLE, library.path)
+    ops = NativeOps(OpsContext(name="n", options=None, device=torch.device("cpu"), dtype=BF16))
+    codes, scales = torch.zeros(16, 0, dtype=torch.uint8), torch.zeros(16, 0).half()
+    with pytest.raises(ValueError, match=r"codes of at least 1 column, got \[16, 0\]"):
+        ops.pack_codes([quantization.AffineCodes(codes, 4, 32, scales)])

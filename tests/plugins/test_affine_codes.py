@@ -89,3 +89,11 @@ def test_codes_that_multiply_themselves_are_refused_by_name() -> None:
     derived = type("Derived", (AffineCodes,), {})
     assert fields(derived) == fields(AffineCodes)
     type("Free", (QuantizedMatrix,), members)
+
+
+def test_contiguous_makes_the_table_contiguous_too() -> None:
+    codes, table = torch.zeros(3, 32, dtype=torch.uint8), torch.arange(32.0)[::2]
+    found = AffineCodes(codes, 4, 32, torch.ones(3, 1).half(), values=table).contiguous()
+    assert found.values is not None
+    assert found.values.is_contiguous()
+    assert torch.equal(found.values, table)

@@ -51,9 +51,7 @@ class Granite(Llama):
 
     def _too_small(self, what: str) -> ModelError:
         expected = f"expected a number {what} is finite in float32"
-        return self._fields.error(
-            "residual_multiplier", f"{expected}, got {self._multiplier()}"
-        )
+        return self._fields.error("residual_multiplier", f"{expected}, got {self._multiplier()}")
 
     def _multiplier(self) -> float:
         return self._fields.number("residual_multiplier", 1.0)

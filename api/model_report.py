@@ -53,17 +53,12 @@ def report_model(
     ops, backend = open_ops(spec), open_attention(spec)
     limit = _limit(spec)
     tensor, stages = FirstRank(config.parallel.tensor), config.parallel.pipeline
-    shares = [
-        plan_model(
-            spec,
-            ops,
-            backend,
-            Parallel(tensor, stage, stages, config.parallel.expert),
-            lambda: limit,
-        )
-        for stage in range(stages)
-    ]
+    shares = list[PlannedModel]()
     try:
+        for stage in range(stages):
+            parallel = Parallel(tensor, stage, stages, config.parallel.expert)
+            shares.append(plan_model(spec, ops, backend, parallel, lambda: limit))
+            shares[-1].quantized.close()
         return _report(spec, shares, lengths, (ops.describe(), backend.describe()))
     finally:
         close_all([*(share.model for share in shares), backend, ops])

@@ -388,7 +388,8 @@ class QuantizationConfig(Strict):
         use: "auto" multiplies the weights as the checkpoint stores them; "none" dequantises them;
             the name of a scheme that quantises, "int8" for example, stores the matrices of any
             checkpoint in that. A scheme that only reads can be named to require it.
-        skip: patterns of weights that no scheme quantises, such as `lm_head.*`.
+        skip: patterns of weights that have the model's dtype, such as `lm_head.*`, which names the
+            embedding's table where that is the head.
     """
 
     use: Name = "auto"

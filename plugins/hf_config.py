@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 _LARGEST = 2**31 - 1
-_LARGEST_FLOAT = 3e38  # of float32, in which models compute
+LARGEST_FLOAT = 3e38  # of float32, in which models compute
 _SHORT = reprlib.Repr()
 vars(_SHORT).update(maxstring=200, maxother=200, maxlong=200)
 
@@ -72,7 +72,7 @@ class ConfigFields:
             ModelError: it is none.
         """
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 < value <= _LARGEST_FLOAT:
+        if not is_number or not 0 < value <= LARGEST_FLOAT:
             raise self.error(name, f"expected a number > 0, got {short(value)}")
         return float(value)
 

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .component import Component, Context
 from .parallel import join
@@ -432,7 +432,15 @@ class Quantization(Component):
     """A scheme: makes matrices of few bits from numbers, or reads those of checkpoints.
 
     A class overrides `quantize`, `read` or both. A constructor raises ModelError if the
-    checkpoint's `config` says something that the scheme does not know.
+    checkpoint's `config` says something that the scheme does not know. It is closed once the
+    weights are loaded, and its matrices are used after that.
+    """
+
+    own_linear: ClassVar[bool] = False
+    """Whether its matrices are no `AffineCodes` and multiply themselves (`QuantizedMatrix.linear`).
+
+    Estimates of memory then count embeddings and experts in the model's dtype, for they are
+    dequantised, and the others as `stored_bytes` says with all operations.
     """
 
     context: QuantizationContext
@@ -502,6 +510,7 @@ class Quantization(Component):
     def stored_bytes(self, shape: tuple[int, int]) -> int | None:  # noqa: ARG002
         """Return how many bytes a matrix of a shape takes in memory, for estimates.
 
-        None, the default: as many as in the model's dtype.
+        None, the default: as many as in the model's dtype. A number is of `AffineCodes`, or of
+        matrices as `own_linear` says.
         """
         return None

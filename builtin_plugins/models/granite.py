@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from hardpoint.plugins import ModelError
+from hardpoint.plugins.hf_config import LARGEST_FLOAT
+
 from .llama import Llama
 
 
@@ -21,11 +24,17 @@ class Granite(Llama):
 
     def norm_eps(self) -> float:
         """Return the eps of the config, of hidden states divided by `residual_multiplier`."""
-        return super().norm_eps() / self._residual_multiplier**2
+        eps, multiplier = super().norm_eps(), self._multiplier()
+        if eps > LARGEST_FLOAT * multiplier * multiplier:
+            raise self._too_small(f"so that rms_norm_eps {eps} / residual_multiplier^2")
+        return eps / multiplier**2
 
     def embedding_scale(self) -> float:
         """Return `embedding_multiplier`, of hidden states divided by `residual_multiplier`."""
-        return self._fields.number("embedding_multiplier", 1.0) / self._residual_multiplier
+        scale, multiplier = self._fields.number("embedding_multiplier", 1.0), self._multiplier()
+        if scale > LARGEST_FLOAT * multiplier:
+            raise self._too_small(f"so that embedding_multiplier {scale} / residual_multiplier")
+        return scale / multiplier
 
     def attention_scale(self) -> float:
         """Return `attention_multiplier`."""
@@ -40,6 +49,9 @@ class Granite(Llama):
         self._logits_scaling = self._fields.number("logits_scaling", 1.0)
         self._attention_multiplier = self._fields.number("attention_multiplier", 1.0)
 
-    @property
-    def _residual_multiplier(self) -> float:
+    def _too_small(self, what: str) -> ModelError:
+        expected = f"expected a number {what} is finite in float32"
+        return self._fields.error("residual_multiplier", f"{expected}, got {self._multiplier()}")
+
+    def _multiplier(self) -> float:
         return self._fields.number("residual_multiplier", 1.0)

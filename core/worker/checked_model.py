@@ -60,6 +60,12 @@ class CheckedModel:
             name in shapes and _is_cut(cut, shapes[name]) for name, cut in cuts.items()
         ):
             raise self._wrong("weight_cuts", cuts, "a Cut inside of the shape of each name")
+        names = model.quantizable()
+        if not isinstance(names, Iterable) or isinstance(names, str):
+            raise self._wrong("quantizable", names, "names")
+        for name in names:
+            if not isinstance(name, str) or len(shapes.get(name, ())) != 2:
+                raise self._wrong("quantizable", name, "names of matrices in weight_shapes()")
         if not isinstance(specs, list) or not all(map(_is_spec, specs)):
             expected = (
                 "a list of KVSpec of whole numbers >= 1, a finite scale and a softcap > 0, where "

@@ -320,10 +320,19 @@ def _tiers(value: Mapping[str, KVTierStats] | None) -> dict[str, KVTierStats] | 
     )  # a copy, which later steps do not change
 
 
-def config_hash(config: ModelConfig, variant: str = "") -> str:
-    """Return a hash of the fields of a model's configuration, and of its `kv_variant`."""
+def config_hash(config: ModelConfig, variant: str = "", windows: Sequence[int | None] = ()) -> str:
+    """Return a hash of the fields of a model's configuration, and of what it has made of them.
+
+    Args:
+        config: of the model.
+        variant: its `kv_variant`.
+        windows: of its layers.
+    """
+    made: list[object] = [variant] if variant else []
+    if any(window is not None for window in windows):
+        made.append(windows)
     encoded = msgspec.json.encode(
-        (config.architecture, config.vocab_size, config.hf, *([variant] if variant else [])),
+        (config.architecture, config.vocab_size, config.hf, *made),
         enc_hook=repr,
         order="deterministic",
     )

@@ -252,10 +252,13 @@ def estimate_memory(
     size, vocab = context.dtype.itemsize, context.config.vocab_size
     width = max((w.shape[0] for w in weights.values() if not w.is_vocabulary), default=0)
     tokens = min(scheduler.max_num_batched_tokens, context.max_model_len)
-    rotary = max((spec.head_size for spec in model.kv_specs()), default=0)
-    # A few arrays of the widest layer, logits and their float32 copy, tables of all positions.
+    specs = model.kv_specs()
+    rotary = max((spec.head_size for spec in specs), default=0)
+    # Layers with a window may have angles of their own (Gemma 3).
+    rotary *= len({spec.window is None for spec in specs})
+    # A few arrays of the widest layer, logits and their float32 copy, angles of all positions.
     step = _ARRAYS * tokens * width * size + scheduler.max_num_seqs * vocab * 2 * _FLOAT
-    step += 2 * context.max_model_len * rotary * size
+    step += context.max_model_len * rotary * _FLOAT
     needs = BlockNeeds(groups, cache.block_size, max_step_tokens(config))
     request, share = RequestMemory(needs, bytes_per_block, context.max_model_len), 1.0
     is_configured = cache.num_blocks is not None or cache.memory_bytes is not None

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 
+from hardpoint.core.errors import close_all
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
@@ -43,12 +44,17 @@ _FEWER_RANKS = (
     ", the part that a rank has; expected fewer ranks (parallel.tensor), or quantization.use = "
     "'none', which dequantises"
 )
+_SHOWN = 4  # names in a message
+_HEAD = "lm_head.weight"
 
 
 class QuantizedWeights:
     """Gives a model its matrices of few bits, as the configuration says; passes other weights on.
 
-    `pass_on` does it; `describe` says afterwards what was done.
+    `pass_on` does it; `describe` says afterwards what was done. `close` closes the schemes.
+
+    Attributes:
+        whole_shapes: of the weights of all stages, by name.
     """
 
     def __init__(
@@ -57,6 +63,7 @@ class QuantizedWeights:
         model: Model,
         cuts: Mapping[str, Cut],
         scheme: Callable[[str], Scheme],
+        whole: Model | None = None,
     ) -> None:
         """Find the scheme that the configuration names.
 
@@ -64,7 +71,8 @@ class QuantizedWeights:
             config: the engine's.
             model: that loads the weights.
             cuts: of its weights, by name.
-            scheme: returns a scheme and its source by its name.
+            scheme: builds a scheme by its name; returns it and its source.
+            whole: all stages of the model, where `model` is one of several. It is not kept.
 
         Raises:
             ConfigError: the model cannot load what the configuration says.
@@ -74,22 +82,23 @@ class QuantizedWeights:
         self._model = model
         self._cuts = cuts
         self._shapes = model.weight_shapes()
-        self._scheme = scheme
-        skip = self._config.skip
-        self._quantizable = {
-            name
-            for name in model.quantizable()
-            if not any(fnmatch.fnmatchcase(name, pattern) for pattern in skip)
-        }
+        self._build = scheme
+        self._schemes: dict[str, Scheme] = {}
+        whole = whole or model
+        self.whole_shapes = self._shapes | whole.weight_shapes()
+        self._tied_table = _tied_table(self.whole_shapes, model.context.config.vocab_size)
+        self._check_skip(whole)
+        self._quantizable = self._not_skipped(model)
+        self._whole_quantizable = self._not_skipped(whole)
         self._use: Scheme | None = None
         if self._config.use not in ("auto", "none"):
-            self._use = scheme(self._config.use)
-            if not self._quantizable:
+            if not self._whole_quantizable:
                 raise ConfigError(
                     f"quantization.use: {self._config.use!r} has no weights to quantise: "
                     f"{model.context.config.architecture} has no matrices that may have few bits, "
                     f"or quantization.skip names them all"
                 )
+            self._use = self._scheme(self._config.use)
         self._quantizes = self._use is not None and self._use[0].quantizes
         self._counts: Counter[str] = Counter()
         self._dequantized: Counter[str] = Counter()
@@ -97,6 +106,11 @@ class QuantizedWeights:
         self._has_own = False
         self._by_loader: Counter[str] = Counter()  # what came dequantised
         self._said: dict[str, str] = {}  # what loaders dequantise, by name
+
+    def close(self) -> None:
+        """Close the schemes; the matrices that they made stay."""
+        schemes, self._schemes = self._schemes, {}
+        close_all(component for component, _ in schemes.values())
 
     def pass_on(self, weights: Iterable[tuple[str, torch.Tensor | QuantizedWeight]]) -> Weights:
         """Give the model its matrices of few bits; yield the other weights.
@@ -136,12 +150,20 @@ class QuantizedWeights:
             name: of the weight.
             stored: the scheme in which the files store it; None if they store numbers.
         """
+        return self._scheme_of(name, stored) if name in self._quantizable else None
+
+    def _scheme_of(self, name: str, stored: str | None) -> str | None:
+        """Return the same for a weight of any stage."""
         use = self._config.use
-        if name not in self._quantizable:
+        if name not in self._whole_quantizable:
             return None
         if stored is not None and (stored == use or not (self._quantizes or use == "none")):
             return stored
         return use if self._quantizes else None
+
+    def has_own_linear(self, scheme: str) -> bool:
+        """Return whether the matrices of a scheme multiply themselves."""
+        return self._scheme(scheme)[0].own_linear
 
     def stored_bytes(self, scheme: str, shape: tuple[int, ...]) -> int | None:
         """Return the bytes of a matrix in a scheme; None if it takes as many as numbers do.
@@ -183,7 +205,7 @@ class QuantizedWeights:
         """Check that schemes can read what files store, and that they have the required scheme.
 
         Args:
-            formats: of the weights, by name; empty if they are not known.
+            formats: of the weights of all stages, by name; empty if they are not known.
 
         Raises:
             ModelError: a scheme cannot read what is stored.
@@ -203,7 +225,7 @@ class QuantizedWeights:
         self._check_cuts(formats)
         named = [name for name, found in formats.items() if found.name == self._config.use]
         if formats and not self._quantizes:
-            self._require(any(self.scheme_of(name, self._config.use) for name in named))
+            self.check_used(any(self._scheme_of(name, self._config.use) for name in named))
 
     def _check_cuts(self, formats: Mapping[str, WeightFormat]) -> None:
         """Check that each cut of this rank is at a group of columns, where schemes say that.
@@ -261,21 +283,67 @@ class QuantizedWeights:
         except PluginNotFoundError as cause:
             raise ModelError(f"model: weight {name!r} of {self._checkpoint!r}: {cause}") from cause
 
-    def check_used(self) -> None:
-        """Check that the checkpoint had the scheme that the configuration requires.
+    @property
+    def is_used(self) -> bool:
+        """Whether a weight of this rank had the scheme that the configuration names."""
+        return self._config.use in self._counts.keys() | self._dequantized.keys()
+
+    def check_used(self, is_used: bool) -> None:
+        """Check that weights have the scheme that the configuration names, if it names one.
+
+        Args:
+            is_used: whether they have it in any rank.
 
         Raises:
-            ConfigError: it has no weights in it.
+            ConfigError: they have not.
         """
-        used = self._counts.keys() | self._dequantized.keys()
-        self._require(self._quantizes or self._config.use in used)
-
-    def _require(self, is_used: bool) -> None:
-        if self._use is not None and not is_used:
+        if self._use is None or is_used:
+            return
+        if self._quantizes:
             raise ConfigError(
-                f"quantization.use: {self._config.use!r} does not quantise weights, and "
-                f"{self._checkpoint!r} has none that are stored in it"
+                f"quantization.use: {self._config.use!r} has quantised no weight of "
+                f"{self._checkpoint!r}"
             )
+        raise ConfigError(
+            f"quantization.use: {self._config.use!r} does not quantise weights, and "
+            f"{self._checkpoint!r} has none that are stored in it"
+        )
+
+    def _check_skip(self, whole: Model) -> None:
+        """Check that each pattern of `quantization.skip` names a weight.
+
+        Raises:
+            ConfigError: one names none.
+        """
+        for pattern in self._config.skip:
+            if any(self._matches(name, pattern) for name in self.whole_shapes):
+                continue
+            names = list(whole.quantizable())
+            some = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+            raise ConfigError(
+                f"quantization.skip: {pattern!r} matches no weight of "
+                f"{whole.context.config.architecture}; those that may have few bits are "
+                f"{some or 'none'}"
+            )
+
+    def _not_skipped(self, model: Model) -> set[str]:
+        """Return the names of a model's matrices that may have few bits."""
+        return {
+            name
+            for name in model.quantizable()
+            if not any(self._matches(name, pattern) for pattern in self._config.skip)
+        }
+
+    def _matches(self, name: str, pattern: str) -> bool:
+        """Return whether a pattern names a weight; a head's names the table that is the head."""
+        names = (name, _HEAD) if name == self._tied_table else (name,)
+        return any(fnmatch.fnmatchcase(one, pattern) for one in names)
+
+    def _scheme(self, name: str) -> Scheme:
+        """Return a scheme, which is built once."""
+        if name not in self._schemes:
+            self._schemes[name] = self._build(name)
+        return self._schemes[name]
 
     def _calls(self, name: str, scheme: Scheme) -> _Calls:
         return _Calls(name, self._checkpoint, *scheme)
@@ -283,11 +351,27 @@ class QuantizedWeights:
     def _load(self, calls: _Calls, matrix: QuantizedMatrix, scheme: str) -> None:
         self._counts[scheme] += 1
         if not isinstance(matrix, AffineCodes):
+            self._check_estimate(matrix, scheme)
             self._has_own = True
             matrix = _CheckedMatrix(matrix, calls)
         elif matrix.bits not in self._model.context.ops.code_bits:
             self._without_kernel[scheme] += 1
         self._model.load_quantized(calls.name, matrix)
+
+    def _check_estimate(self, matrix: QuantizedMatrix, scheme: str) -> None:
+        """Check that the memory of a matrix that is no codes was not estimated as that of codes.
+
+        Raises:
+            PluginFaultError: it was.
+        """
+        component, source = self._scheme(scheme)
+        if component.own_linear or isinstance(matrix, DenseMatrix):
+            return
+        if self.stored_bytes(scheme, matrix.shape) is not None:
+            raise PluginFaultError(
+                f"{source}: its stored_bytes() is of codes, and its matrix is a "
+                f"{type(matrix).__name__}; expected AffineCodes, own_linear = True, or None"
+            )
 
     def _read(self, calls: _Calls, weight: QuantizedWeight, stays: bool) -> QuantizedMatrix:
         """Return what is stored, or the part of it that is needed.
@@ -481,6 +565,12 @@ class _CheckedMatrix(QuantizedMatrix):
             return y.contiguous()
 
         return multiply
+
+
+def _tied_table(shapes: Mapping[str, Sequence[int]], vocab_size: int) -> str | None:
+    """Return the name of the embedding's table if it is the head, too."""
+    tables = [name for name, shape in shapes.items() if tuple(shape[:1]) == (vocab_size,)]
+    return tables[0] if len(tables) == 1 and _HEAD not in shapes else None
 
 
 def _divides(unit: int, cut: Cut, shape: Sequence[int]) -> bool:

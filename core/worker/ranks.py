@@ -102,6 +102,14 @@ class Ranks:
                 # Read, since on a GPU the call itself does not wait.
                 group.all_reduce(torch.zeros(1, device=group.context.device)).item()
 
+    def any(self, said: bool) -> bool:
+        """Return whether a rank says so, once all ranks have called this."""
+        for group in (self._pipeline, self.parallel.tensor):
+            if group.size > 1:
+                count = torch.tensor([float(said)], device=group.context.device)
+                said = bool(group.all_reduce(count).item())
+        return said
+
     def receive_hidden(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Return the hidden states of the stage before, in `hidden`; None in the first stage."""
         if self.parallel.is_first:

@@ -69,11 +69,12 @@ class _Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is in a file; `key` says for whom."""
+    """What is in a file; `key` says for whom, and `quantized` which matrices have few bits."""
 
     key: str
     size: int
     tensors: list[_Tensor]
+    quantized: str | None = None
 
 
 class _UnusableError(Exception):
@@ -185,9 +186,10 @@ class WeightCache:
         file, began = _file(self._folder, key), time.perf_counter()
         try:
             _check_folder(self._folder)
-            tensors = _read(file, key)
-            if tensors is None:
+            found = _read(file, key)
+            if found is None:
                 return False
+            tensors, quantized = found
             model.load_packed(tensors)
         except (_UnusableError, OSError, KeyError, ValueError) as cause:
             _log.warning("weight cache: %s: %s; the weights are packed again", file, _why(cause))
@@ -195,10 +197,18 @@ class WeightCache:
                 self._folder = None
             return False
         _log.info("packed weights: mapped %s (%.2f s)", file, time.perf_counter() - began)
+        if quantized is not None:
+            _log.info("matrices of few bits: %s", quantized)
         return True
 
-    def save(self, key: str, model: Model) -> None:
-        """Write the weights of a model that has loaded them, in a thread, a little later."""
+    def save(self, key: str, model: Model, quantized: str | None = None) -> None:
+        """Write the weights of a model that has loaded them, in a thread, a little later.
+
+        Args:
+            key: of the weights.
+            model: that has them.
+            quantized: which matrices have few bits; later starts say it.
+        """
         if self._folder is None or (tensors := model.packed_weights()) is None:
             return
         size = sum(_pages(tensor.nbytes) for tensor in _unique(tensors.values()))
@@ -211,7 +221,7 @@ class WeightCache:
                 self._limit,
             )
             return
-        self._writer = _Writer(_file(self._folder, key), key, tensors, self._limit)
+        self._writer = _Writer(_file(self._folder, key), key, tensors, self._limit, quantized)
 
     def close(self) -> None:
         """Finish writing, or give up if that takes long."""
@@ -250,8 +260,8 @@ def _check_folder(folder: Path) -> None:
         )
 
 
-def _read(file: Path, key: str) -> dict[str, torch.Tensor] | None:
-    """Return the tensors of a file, mapped; None if there is no file.
+def _read(file: Path, key: str) -> tuple[dict[str, torch.Tensor], str | None] | None:
+    """Return the tensors of a file, mapped, and its `quantized`; None if there is no file.
 
     Raises:
         _UnusableError: it is foreign, damaged or of another key.
@@ -280,7 +290,8 @@ def _read(file: Path, key: str) -> dict[str, torch.Tensor] | None:
     finally:
         os.close(descriptor)
     header, start = _read_header(mapped, key)
-    return {tensor.name: _view(mapped, start, tensor) for tensor in header.tensors}
+    tensors = {tensor.name: _view(mapped, start, tensor) for tensor in header.tensors}
+    return tensors, header.quantized
 
 
 def _read_header(mapped: mmap.mmap, key: str) -> tuple[_Header, int]:
@@ -355,7 +366,12 @@ class _Writer:
     """Writes one file in a thread of its own."""
 
     def __init__(
-        self, file: Path, key: str, tensors: Mapping[str, torch.Tensor], limit: int
+        self,
+        file: Path,
+        key: str,
+        tensors: Mapping[str, torch.Tensor],
+        limit: int,
+        quantized: str | None,
     ) -> None:
         """Start; the tensors must not change."""
         self._file, self._limit = file, limit
@@ -375,7 +391,7 @@ class _Writer:
             )
             for name, tensor in tensors.items()
         ]
-        self._header = msgspec.json.encode(_Header(key, self._size, entries))
+        self._header = msgspec.json.encode(_Header(key, self._size, entries, quantized))
         self._hurry, self._cancelled = threading.Event(), threading.Event()
         self._thread = threading.Thread(
             target=self._run, name="hardpoint-weight-cache", daemon=True

@@ -141,12 +141,14 @@ class LocalWorker:
         model, checked, attention = share.model, share.checked, share.attention
         self._bytes_per_block = attention.bytes_per_block
         self._estimate = share.estimate
-        self._estimate.check(spec.config.model)
-        # Before the weights, so that a plugin that cannot start fails early.
-        stage = self._sampling(spec, ops) if ranks.is_output else None
-        ranks.wait_for_all()  # so that none allocates while another still measures the memory
+        with contextlib.closing(share.quantized):
+            self._estimate.check(spec.config.model)
+            # Before the weights, so that a plugin that cannot start fails early.
+            stage = self._sampling(spec, ops) if ranks.is_output else None
+            ranks.wait_for_all()  # so that none allocates while another still measures the memory
+            with torch.inference_mode():
+                self._load_weights(spec, ranks, share)
         with torch.inference_mode():
-            self._load_weights(spec, ranks, share)
             checked.run_trial(min(_TRIAL_TOKENS, spec.max_model_len), _TRIAL_TOKENS)
         self._kv_variant = checked.kv_variant
         self._components = [backend, model, ops]
@@ -196,16 +198,18 @@ class LocalWorker:
         cache = self._weight_cache = WeightCache(spec.config.weight_cache, ranks.num_local)
         key = _cache_key(spec, model) if cache.is_on else None
         if key is not None and cache.load(key, model):
+            ranks.any(True)  # the others may ask; what was not used would not have been kept
             return
         loader = spec.plugins.get("loaders", spec.loader.name)
         weights = checked_weights(spec.loader, loader.source, checked.shapes, checked.cuts)
         model.load_weights(quantized.pass_on(_checked(weights, checked.needed, spec)))
-        quantized.check_used()
-        if spec.rank == 0 and (said := quantized.describe()) is not None:
+        quantized.check_used(ranks.any(quantized.is_used))
+        said = quantized.describe()
+        if spec.rank == 0 and said is not None:
             _log.info("matrices of few bits: %s", said)
         trim_memory()
         if key is not None and _cache_key(spec, model) == key:  # the files are the same as before
-            cache.save(key, model)
+            cache.save(key, model, said)
 
     def set_max_model_len(self, max_model_len: int) -> None:
         """Set the length of the longest request that the KV cache has room for."""
@@ -310,8 +314,8 @@ class LocalWorker:
         """Return what the bytes of this rank's blocks depend on, besides tokens.
 
         Raises:
-            ConfigError: there is no KV cache, a layer has a sliding window, or the backend does not
-                name its layout.
+            ConfigError: there is no KV cache, one of its groups has a sliding window, or the
+                backend does not name its layout.
         """
         assert self._spec is not None
         spec, parallel, attention = self._spec, self._ranks.parallel, self.runner.attention
@@ -320,10 +324,13 @@ class LocalWorker:
                 f"kv_connector.use: {spec.config.kv_connector.use!r} moves blocks of the KV cache, "
                 f"and stage {parallel.stage} of {spec.model_config.architecture} has none"
             )
-        if any(layer.window is not None for layer in attention.specs):
+        windows = [group.window for group in attention.groups if group.window is not None]
+        if windows:
             raise ConfigError(
-                f"kv_connector.use: {spec.config.kv_connector.use!r} moves blocks of one kind, and "
-                f"{spec.model_config.architecture} has layers with a sliding window"
+                f"kv_connector.use: {spec.config.kv_connector.use!r} moves blocks that are kept, "
+                f"and {spec.model_config.architecture} has KV cache groups that release those "
+                f"which a sliding window of {windows[0]} tokens has passed; expected "
+                f"kv_cache.window_groups = false"
             )
         if not attention.kv_layout[0]:
             raise ConfigError(
@@ -333,7 +340,9 @@ class LocalWorker:
             )
         return BlockIdentity(
             weights=weights,
-            config=config_hash(spec.model_config, self._kv_variant),
+            config=config_hash(
+                spec.model_config, self._kv_variant, [layer.window for layer in attention.specs]
+            ),
             architecture=spec.model_config.architecture,
             dtype=str(spec.dtype),
             kv_layout=attention.kv_layout[0],

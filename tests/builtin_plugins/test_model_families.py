@@ -172,6 +172,19 @@ def test_bfloat16_stays_close(variant) -> None:
     assert (found - expected).norm() < 1.1 * (theirs - expected).norm()
 
 
+def test_the_original_context_of_phi3_is_4096_unless_the_config_says():
+    def variant(length, **fields):
+        hf = TINY | LONGROPE | {"max_position_embeddings": 8192} | fields
+        config = ModelConfig(architecture="Any", hf=hf, vocab_size=97, max_position_embeddings=8192)
+        return build_model(Phi3, config, dtype=torch.float32, max_model_len=length).kv_variant
+
+    original, scaling = "original_max_position_embeddings", LONGROPE["rope_scaling"]
+    assert [variant(n, **{original: None}) for n in (4096, 4097)] == ["short", "long"]
+    within = {original: None, "rope_scaling": scaling | {original: 8}}
+    assert [variant(n, **within) for n in (8, 9)] == ["short", "long"]
+    assert [variant(n, **{original: 16}) for n in (16, 17)] == ["short", "long"]
+
+
 def longrope(**fields) -> dict:
     """Return a config with other parameters of LongRoPE."""
     return LONGROPE | {"rope_scaling": LONGROPE["rope_scaling"] | fields}
@@ -184,6 +197,17 @@ def longrope(**fields) -> dict:
         (Granite, {"residual_multiplier": "1"}, "residual_multiplier: expected a number > 0"),
         (Granite, {"attention_multiplier": -1}, "attention_multiplier: expected a number > 0"),
         (Granite, {"logits_scaling": True}, "logits_scaling: expected a number > 0, got True"),
+        (
+            Granite,
+            {"residual_multiplier": 1e-200},
+            r"residual_multiplier: expected .* rms_norm_eps .* is finite in float32, got 1e-200",
+        ),
+        (Granite, {"residual_multiplier": 1e-30}, "residual_multiplier: expected .*, got 1e-30"),
+        (
+            Granite,
+            {"residual_multiplier": 1e-10, "embedding_multiplier": 1e38},
+            "residual_multiplier: expected .* embedding_multiplier .* is finite in float32",
+        ),
         (
             Phi3,
             LONGROPE | {"original_max_position_embeddings": 0},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from typing import ClassVar
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from hardpoint.builtin_plugins.models.llama import Llama
 from hardpoint.builtin_plugins.quantizations.awq import AWQ
 from hardpoint.core.worker.quantized_weights import QuantizedWeights
 from hardpoint.plugins import EngineConfig, typed
+from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.parallel import Communicator, Parallel
 from hardpoint.plugins.quantization import QuantizedWeight
@@ -162,6 +164,34 @@ def test_int8_of_plain_and_of_quantised_weights(folder, tmp_path, caplog):
             plugin={"int4": {"group_size": 64}},
         )
     assert "matrices of few bits: 14 in int4" in caplog.text
+
+
+class Closing(AWQ):
+    contract = 1
+    closed: ClassVar[list[AWQ]] = []
+
+    def close(self):
+        self.closed.append(self)
+
+
+CLOSING = {
+    "plugins": {"replace": {"awq": f"{__name__}:Closing"}},
+    "quantization": {"use": "awq"},
+}
+
+
+def test_schemes_are_closed_once_the_weights_are_loaded_or_not(folder, monkeypatch):
+    closed = []
+    monkeypatch.setattr(Closing, "closed", closed)
+    with LLM(str(folder), config={**SETTINGS, **CLOSING}, progress=False) as llm:
+        assert len(closed) == 1
+        llm.sleep(level=2)
+        llm.wake_up()
+        assert len(closed) == 2
+    monkeypatch.setattr(Closing, "read", lambda self, stored: 3)
+    with pytest.raises(PluginFaultError, match=r"its read\(\) gave 3"):
+        LLM(str(folder), config={**SETTINGS, **CLOSING}, progress=False)
+    assert len(set(map(id, closed))) == len(closed) == 3
 
 
 def read_model(loader, parallel=None, use="auto"):

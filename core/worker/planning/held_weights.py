@@ -23,6 +23,8 @@ from hardpoint.registry.tensor_checks import shown
 _READ = 4  # bytes of a number as it is read, before it is packed: float32
 _DEQUANTIZED = 9  # the same, with its code, and factors of its groups for each column
 _MADE = 9  # of one that is quantised while it is loaded: its numbers, and its codes
+_EXPERTS = ".experts."  # in Hugging Face names
+_HEAD = "lm_head."
 _CODES = 3  # of a matrix that stays in codes: those of the whole product, a byte each, and a copy
 
 
@@ -47,32 +49,43 @@ def hold_weights(
         ConfigError: they lack the scheme that the configuration requires.
         PluginFaultError: the loader's `formats` raised something else, or gave something else.
     """
-    formats = _formats(loader, source, checked.shapes)
+    formats = _formats(loader, source, quantized.whole_shapes)
     quantized.check_stored(formats)
-    context, size = model.context, model.context.dtype.itemsize
+    vocab, size = model.context.config.vocab_size, model.context.dtype.itemsize
     held = {}
     for name, shape in checked.needed.items():
         stored, count = formats.get(name), math.prod(shape)
         of = stored.name if stored is not None and stored.is_quantized else None
-        scheme = quantized.scheme_of(name, of)
+        scheme = wanted = quantized.scheme_of(name, of)
+        is_vocabulary = checked.shapes[name][:1] == (vocab,)
         num_bytes = None
-        if scheme is not None and context.ops.code_bits:
+        if scheme is not None and _is_multiplied(model, quantized, scheme, name, is_vocabulary):
             num_bytes = quantized.stored_bytes(scheme, shape)
         if num_bytes is None:
             scheme = None
         if scheme is not None:
             loading = _CODES if scheme == of else _MADE
         else:
-            loading = _READ if of is None else _DEQUANTIZED
+            loading = _READ if of is wanted is None else _DEQUANTIZED
         held[name] = HeldWeight(
             stored,
             scheme,
             tuple(shape),
             count * size if num_bytes is None else num_bytes,
             count * loading,
-            checked.shapes[name][:1] == (context.config.vocab_size,),
+            is_vocabulary,
         )
     return held | _copy_of_table(model, held)
+
+
+def _is_multiplied(
+    model: Model, quantized: QuantizedWeights, scheme: str, name: str, is_vocabulary: bool
+) -> bool:
+    """Return whether a matrix of a scheme is kept as it is, and not dequantised for its use."""
+    if not quantized.has_own_linear(scheme):
+        return bool(model.context.ops.code_bits)
+    is_table = is_vocabulary and not name.startswith(_HEAD)
+    return not is_table and _EXPERTS not in name
 
 
 def _copy_of_table(model: Model, held: Mapping[str, HeldWeight]) -> dict[str, HeldWeight]:

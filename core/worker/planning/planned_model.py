@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hardpoint.core.worker.attention.checked_attention import CheckedAttention
@@ -15,6 +15,7 @@ from hardpoint.core.worker.shares import build_share
 from hardpoint.plugins import (
     AttentionBackend,
     AttentionContext,
+    KVSpec,
     Model,
     ModelContext,
     Ops,
@@ -36,7 +37,7 @@ class PlannedModel:
         model: what the plugin built.
         checked: the same, checked.
         attention: the backend with the layers' specs and groups.
-        quantized: what is to give the model its matrices of few bits.
+        quantized: what is to give the model its matrices of few bits; to be closed.
         weights: how each weight is held in memory, by Hugging Face name.
         estimate: of the memory that all of it needs.
     """
@@ -109,48 +110,48 @@ def plan_model(
     )
     model: Model = build_share(lambda share: create(parallel=share), parallel)
     checked = CheckedModel(model, entry.source)
-    groups = _layer_groups(spec, checked, parallel, create)
-    source = spec.plugins.one("attention_backends").source
-    attention = CheckedAttention(backend, source, checked.specs, groups)
-    quantized = QuantizedWeights(spec.config, model, checked.cuts, _schemes(spec))
+    # What all stages have decides on the groups of the KV cache, and on what is quantised.
+    whole = model if parallel.num_stages == 1 else create(parallel=Parallel())
+    try:
+        specs = checked.specs if whole is model else CheckedModel(whole, entry.source).specs
+        groups = _layer_groups(spec, checked.specs, specs)
+        source = spec.plugins.one("attention_backends").source
+        attention = CheckedAttention(backend, source, checked.specs, groups)
+        quantized = QuantizedWeights(spec.config, model, checked.cuts, _schemes(spec), whole)
+    finally:
+        if whole is not model:
+            whole.close()
     loader = spec.plugins.get("loaders", spec.loader.name).source
-    weights = hold_weights(model, checked, spec.loader, loader, quantized)
-    estimate = estimate_memory(
-        model, spec.config, weights, attention.bytes_per_block, attention.groups, limit()
-    )
+    try:
+        weights = hold_weights(model, checked, spec.loader, loader, quantized)
+        estimate = estimate_memory(
+            model, spec.config, weights, attention.bytes_per_block, attention.groups, limit()
+        )
+    except BaseException:
+        quantized.close()
+        raise
     return PlannedModel(model, checked, attention, quantized, weights, estimate)
 
 
 def _layer_groups(
-    spec: WorkerSpec,
-    checked: CheckedModel,
-    parallel: Parallel,
-    create: Callable[..., Model],
+    spec: WorkerSpec, specs: Sequence[KVSpec], whole: Sequence[KVSpec]
 ) -> LayerGroups:
     """Return the KV cache groups of this rank's layers.
 
     Args:
         spec: of the worker.
-        checked: this rank's share of the model.
-        parallel: which share that is.
-        create: builds a share without weights.
+        specs: of this rank's layers.
+        whole: of those of all stages.
     """
     if not spec.config.kv_cache.window_groups:
-        return LayerGroups.single(len(checked.specs))
-    whole = checked.specs
-    if parallel.num_stages > 1:  # the tables of a plan are for the groups of all stages
-        model = create(parallel=Parallel())
-        whole = CheckedModel(model, spec.plugins.get("models", model.name).source).specs
-        model.close()
-    block_size = spec.config.kv_cache.block_size
-    return group_layers(checked.specs, whole, spec.max_model_len, block_size)
+        return LayerGroups.single(len(specs))
+    return group_layers(specs, whole, spec.max_model_len, spec.config.kv_cache.block_size)
 
 
 def _schemes(spec: WorkerSpec) -> Callable[[str], Scheme]:
-    """Return what builds the quantisation schemes of a checkpoint, each once."""
+    """Return what builds the quantisation schemes of a checkpoint."""
     described = spec.model_config.hf.get("quantization_config")
 
-    @functools.cache
     def scheme(name: str) -> Scheme:
         entry = spec.plugins.find("quantizations", name)
         if entry is None:  # quantization.use was checked

@@ -16,7 +16,8 @@ from hardpoint.builtin_plugins.kv_connectors.stores import StoresConnector
 from hardpoint.builtin_plugins.kv_stores.memory import MemoryStore
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.core.build import build_engine
-from hardpoint.plugins import EngineConfig, KVSpec, typed
+from hardpoint.core.worker.kv_connector import config_hash
+from hardpoint.plugins import EngineConfig, KVSpec, ModelConfig, typed
 from hardpoint.plugins.errors import PluginError, PluginFaultError
 from hardpoint.testing import HistoryAttention, ScriptedModel, scripted_engine
 
@@ -106,7 +107,7 @@ REFUSED = {
     "sliding_window": (
         table(model=SlidingModel),
         ConfigError,
-        ["kv_connector.use", NAME, "ScriptedForCausalLM has layers with a sliding window"],
+        ["kv_connector.use", NAME, "ScriptedForCausalLM has KV cache groups", "of 8 tokens has"],
     ),
     "no_cache": (
         table(model=BareModel),
@@ -161,6 +162,20 @@ def test_the_built_in_connector_by_its_fqcn_needs_stores_too(scripted):
 
 def hashing():
     return [t for t in threading.enumerate() if t.name == "WeightsHash" and t.is_alive()]
+
+
+@pytest.mark.parametrize("settings", [{"kv_cache": {"window_groups": False}}, {"max_model_len": 8}])
+def test_windows_that_release_no_blocks_do_not_matter(scripted, settings):
+    use(Script())
+    tree = {**table(model=SlidingModel), **settings, "model": str(scripted)}
+    build_engine(typed.convert(tree, EngineConfig, path="")).close()
+
+
+def test_windows_are_part_of_the_identity(scripted):
+    config = ModelConfig(architecture="Any", hf={}, vocab_size=9, max_position_embeddings=8)
+    hashes = [config_hash(config, "", windows) for windows in ([None, 4], [4, None], [4, 4], [])]
+    assert len(set(hashes)) == 4
+    assert config_hash(config, "", [None, None]) == config_hash(config)
 
 
 @pytest.mark.parametrize("case", REFUSED)

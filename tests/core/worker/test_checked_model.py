@@ -22,6 +22,7 @@ class Wrong:
     config: object = None
     weight_shapes: object = None
     kv_specs: object = None
+    quantizable: object = None
     bytes_per_block: object = None
     allocate: object = None
     attend: object = None
@@ -54,6 +55,9 @@ class Model(ScriptedModel):
 
     def kv_specs(self):
         return wrong("kv_specs", super().kv_specs())
+
+    def quantizable(self):
+        return wrong("quantizable", super().quantizable())
 
     def forward(self, batch):
         return wrong("forward", super().forward(batch))
@@ -115,6 +119,9 @@ def stored(**changes):
             {"a": (-5,)},
             r"its weight_shapes\(\) gave .*, expected a shape per name",
         ),
+        ("quantizable", 3, r"'Scripted.*: its quantizable\(\) gave 3, expected names$"),
+        ("quantizable", "a", r"its quantizable\(\) gave 'a', expected names$"),
+        ("quantizable", ["a"], r"its quantizable\(\) gave 'a', expected names of matrices in we"),
         ("kv_specs", 3, r"'Scripted.*: its kv_specs\(\) gave 3, expected a list of KVSpec"),
         ("kv_specs", [KVSpec(1, 1, -8, 1.0)], "expected a list of KVSpec of whole numbers >= 1"),
         ("kv_specs", [KVSpec(3, 2, 8, 1.0)], "where num_kv_heads divides num_heads$"),

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from support.broken.loaders import CutsByItself, write
+from support.broken.quantizations import Right
 from support.builtins.model_harness import Runner, open_loader
 
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
@@ -29,6 +30,7 @@ from hardpoint.plugins import (
     ModelContext,
     ModelError,
     OpsContext,
+    QuantizationContext,
     WeightLoader,
     Wrapper,
     typed,
@@ -254,6 +256,43 @@ def test_the_estimate_is_of_the_weights_of_the_rank(loader):
     stages = [estimate(loader, config, Parallel(stage=stage, num_stages=2)) for stage in (0, 1)]
     # One has the embedding, the other one the head.
     assert sum(stage.weights for stage in stages) == matrices + norms + table
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("own", [True, False])
+def test_the_estimate_of_matrices_that_multiply_themselves(loader, tied, own):
+    class Says(Right):
+        contract = 1
+        own_linear = own
+
+        def stored_bytes(self, shape):
+            return 1
+
+    config = dataclasses.replace(loader.config(), hf=TINY | {"tie_word_embeddings": tied})
+    model = build(config, Parallel())
+    checked = CheckedModel(model, SOURCE)
+    engine = typed.convert({"quantization": {"use": "says"}}, EngineConfig, path="")
+    scheme = Says(QuantizationContext(name="says", options=None, device=CPU, dtype=torch.float32))
+    quantized = QuantizedWeights(engine, model, {}, lambda _: (scheme, SOURCE))
+    held = hold_weights(model, checked, loader, SOURCE, quantized)
+    table, count = "model.embed_tokens.weight", 61 * 48
+    products = [weight.num_bytes for name, weight in held.items() if name.endswith("_proj.weight")]
+    # The operations here have no kernels: codes are dequantised, what multiplies itself is not.
+    assert set(products) == {1} if own else min(products) == 4 * 48 * 48
+    assert held[table].num_bytes == 4 * count * (1 + tied)
+    assert held[table].loading_bytes == 6 * count
+    if not tied:
+        assert held["lm_head.weight"].num_bytes == (1 if own else 4 * count)
+
+
+def test_layers_with_windows_may_have_angles_of_their_own(loader):
+    steps = []
+    for windows in ([None, None], [None, 8], [8, 8]):
+        config = dataclasses.replace(loader.config(), hf=TINY)
+        with mock.patch.object(Llama, "windows", lambda self, found=windows: found):
+            steps.append(estimate(loader, config, Parallel()).step)
+    length = build(loader.config(), Parallel()).context.max_model_len
+    assert [step - steps[0] for step in steps] == [0, 4 * length * 8, 0]
 
 
 class Rank(SingleRank):

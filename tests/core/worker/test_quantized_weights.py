@@ -30,14 +30,15 @@ SAMPLE = schemes.SAMPLE
 SOURCE = Source(name="fake", value="acme:Fake", distribution="acme", version="1", origin="test")
 
 
-def stream(cls=schemes.Right, *, use="auto", skip=(), model=None, cuts=None, find=None):
+def stream(cls=schemes.Right, *, use="auto", skip=(), model=None, cuts=None, find=None, whole=None):
     """Return a stream whose only scheme is `cls`, and the model that it loads."""
     model = model or build_layers(SHAPE, load_ops(torch.float32), SingleRank())
     place = {"device": torch.device("cpu"), "dtype": torch.float32}
     made = cls(QuantizationContext(name="fake", options=cls.Options(), **place))
     tree = {"model": "folder", "quantization": {"use": use, "skip": list(skip)}}
     config = typed.convert(tree, EngineConfig, path="")
-    return QuantizedWeights(config, model, cuts or {}, find or (lambda _: (made, SOURCE))), model
+    find = find or (lambda _: (made, SOURCE))
+    return QuantizedWeights(config, model, cuts or {}, find, whole), model
 
 
 def weights(stored=None):
@@ -54,7 +55,7 @@ def load(cls=schemes.Right, stored=None, **more):
     """Load a model; return what is said of it, and the names that came as tensors."""
     passed, _ = stream(cls, **more)
     given = dict(passed.pass_on(weights(stored)))
-    passed.check_used()
+    passed.check_used(passed.is_used)
     return passed.describe(), sorted(name for name in given if name.endswith("weight"))
 
 
@@ -128,6 +129,74 @@ def test_patterns_leave_weights_out():
 def test_a_model_without_such_matrices_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"quantization\.use: 'fake' has no weights to quantise"):
         stream(use="fake", skip=["*"])
+
+
+@pytest.mark.parametrize("use", ["auto", "fake"])
+def test_a_pattern_that_matches_nothing_is_refused(use):
+    message = r"quantization\.skip: 'frist\.\*' matches no weight of .*few bits are embed.weight, f"
+    with pytest.raises(ConfigError, match=message):
+        stream(use=use, skip=["embed.*", "frist.*"])
+
+
+def test_the_name_of_the_head_is_that_of_a_table_that_is_the_head():
+    model = build_layers(SHAPE, load_ops(torch.float32), SingleRank())
+    shapes = {name: (2, *shape[1:]) for name, shape in model.weight_shapes().items()}
+    for head, found in (({}, None), ({"lm_head.weight": SHAPE}, "fake")):
+        wide = {**shapes, "embed.weight": SHAPE, **head}
+        model.weight_shapes = lambda wide=wide: wide
+        passed, _ = stream(use="fake", skip=["lm_head.*"], model=model)
+        assert passed.scheme_of("embed.weight", None) == found
+        assert passed.scheme_of("first.weight", None) == "fake"
+
+
+def test_stages_decide_together():
+    whole = build_layers(SHAPE, load_ops(torch.float32), SingleRank())
+    stage = build_layers(SHAPE, load_ops(torch.float32), SingleRank())
+    shapes = {name: stage.weight_shapes()[name] for name in ("first.weight", "first.bias")}
+    stage.weight_shapes, stage.quantizable = lambda: shapes, lambda: ["first.weight"]
+    passed, _ = stream(ReadsOnly, use="fake", skip=["down.*"], model=stage, whole=whole)
+    assert passed.whole_shapes == whole.weight_shapes()
+    formats = {
+        "embed.weight": WeightFormat("fake", 1, replace(SAMPLE, scheme="fake")),
+        "first.weight": WeightFormat("float32", 1),
+    }
+    passed.check_stored(formats)
+    with pytest.raises(ConfigError, match="'fake' does not quantise weights, and 'folder' has n"):
+        passed.check_stored({name: WeightFormat("float32", 1) for name in formats})
+    shapes = {"first.bias": (4,)}
+    stage.quantizable = list
+    for cls in (ReadsOnly, schemes.Right):
+        passed, _ = stream(cls, use="fake", model=stage, whole=whole)
+        list(passed.pass_on([("first.bias", torch.zeros(4))]))
+        assert not passed.is_used
+        passed.check_used(True)
+
+
+def test_a_scheme_that_quantised_nothing_is_refused():
+    passed, _ = stream(use="fake")
+    with pytest.raises(ConfigError, match="'fake' has quantised no weight of 'folder'"):
+        passed.check_used(passed.is_used)
+
+
+def test_schemes_are_built_once_and_closed_once():
+    closed = []
+    cls = type(
+        "Closing", (schemes.Right,), {"contract": 1, "close": lambda self: closed.append(self)}
+    )
+    passed, _ = stream(cls, use="fake")
+    list(passed.pass_on(weights(replace(SAMPLE, scheme="fake"))))
+    assert closed == []
+    passed.close()
+    passed.close()
+    assert len(closed) == 1
+
+
+def test_bytes_of_codes_are_not_those_of_other_matrices():
+    says = {"contract": 1, "stored_bytes": lambda self, shape: 1}
+    with pytest.raises(PluginFaultError, match=r"its stored_bytes\(\) is of codes, and its"):
+        load(type("Says", (schemes.Own,), says), use="fake")
+    said, _ = load(type("Says", (schemes.Own,), says | {"own_linear": True}), use="fake")
+    assert said.startswith("4 in fake")
 
 
 def test_a_required_scheme_has_to_be_there():

@@ -86,6 +86,24 @@ def messages(caplog):
     ]
 
 
+def skip_without_kernels():
+    try:
+        cpu.load()
+    except cpu.KernelsUnavailableError as cause:
+        pytest.skip(str(cause))
+
+
+def test_a_later_start_says_which_matrices_have_few_bits(start, caplog):
+    skip_without_kernels()
+    said = []
+    for _ in range(2):
+        start(quantization={"use": "int8"}, ops={"use": "native_cpu"})
+        said.append([line for line in caplog.messages if line.startswith("matrices of few bits")])
+    assert said[0] == said[1]
+    assert "in int8" in said[0][0]
+    assert "packed weights: mapped" in caplog.text
+
+
 def only_file(cache):
     (file,) = cache.iterdir()
     return file
@@ -137,10 +155,7 @@ def add_head_norms(model):
 
 
 def test_the_demo_model_has_the_same_tokens_with_and_without(tmp_path, monkeypatch):
-    try:
-        cpu.load()
-    except cpu.KernelsUnavailableError as cause:
-        pytest.skip(str(cause))
+    skip_without_kernels()
     config = {"dtype": "bfloat16", "weight_cache": {"path": str(tmp_path)}, "max_model_len": 64}
     results = []
     for _ in range(2):

@@ -92,6 +92,7 @@ class Ternary(Quantization):
     """Two bits per weight, and a scale for each group of columns."""
 
     contract = 1
+    own_linear = True
 
     def quantize(self, weight: torch.Tensor) -> TernaryMatrix:
         """Return the signs of weights that are larger than half of the mean."""

@@ -11,6 +11,7 @@ from .model import ModelConfig
 from .params import SamplingParams
 
 __all__ = [
+    "LARGEST_FLOAT",
     "ConfigFields",
     "architecture",
     "default_sampling",
@@ -20,7 +21,8 @@ __all__ = [
 ]
 
 _LARGEST = 2**31 - 1
-LARGEST_FLOAT = 3e38  # of float32, in which models compute
+LARGEST_FLOAT = 3e38
+"""Of float32, in which models compute."""
 _SHORT = reprlib.Repr()
 vars(_SHORT).update(maxstring=200, maxother=200, maxlong=200)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from hardpoint.plugins.config import ConfigSources, EngineConfig, PluginUse
 from hardpoint.plugins.errors import ConfigError, PluginConflictError, PluginNotFoundError
-from hardpoint.plugins.kinds import KINDS, Kind, Number
+from hardpoint.plugins.kinds import KINDS, PLANNED, Kind, Number
 from hardpoint.plugins.manifest import NO_DISTRIBUTION, UNVERSIONED, Source
 from hardpoint.plugins.typed import suggest
 
@@ -242,9 +242,10 @@ class Selection:
         if not missing and offers is None:
             return
         what = f"{reference!r}: " if offers is None else f"{offers.label}: "
+        meant = suggest(missing, list(KINDS)) if missing and missing not in PLANNED else ""
         raise PluginNotFoundError(
             f"{path}: {what}{describe_unknown_kind(missing or (offers.kind if offers else ''))}"
-            f"{suggest(missing, list(KINDS)) if missing else ''}; kinds here: {', '.join(KINDS)} "
+            f"{meant}; kinds here: {', '.join(KINDS)} "
             f"(from {self._config_sources.of(path)})"
         )
 

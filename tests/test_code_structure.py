@@ -27,7 +27,6 @@ SMALL = 100
 SMALL_MODULES = {
     "hardpoint.builtin_plugins.executors.ray_worker": "what Ray sends to its nodes",
     "hardpoint.builtin_plugins.models.mixtral": "an architecture of its own",
-    "hardpoint.builtin_plugins.models.qwen": "two architectures of their own",
     "hardpoint.builtin_plugins.communicators.nccl": "one library of two; gloo has a module",
     "hardpoint.builtin_plugins.server.access.tls": "ssl and its errors, before a model loads",
     "hardpoint.completion": "argcomplete, which nothing but a shell's request imports",

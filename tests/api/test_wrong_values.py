@@ -32,6 +32,7 @@ LINES = {
     "plugins list": [],
     "plugins show": ["min_p"],
     "config show": [],
+    "models": [],
     "config schema": [],
     "completion": ["bash"],
 }

@@ -111,8 +111,8 @@ def test_a_second_use_needs_a_name(installed, refusal):
     ("name", "words"),
     [
         (
-            "quantizations/foo",
-            ": 'quantizations/foo': this Hardpoint has no quantizations yet; kinds here: logits_",
+            "speculators/foo",
+            ": 'speculators/foo': this Hardpoint has no speculators yet; kinds here: logits_",
         ),
         ("guess", "_guess:Thing): this Hardpoint has no speculators yet; kinds here: logits_"),
         ("beam", "_beam:Thing): this Hardpoint has no teleporters; kinds here: logits_"),

@@ -32,6 +32,8 @@ class NF4(Quantization):
 
         group: Annotated[int, Meta(ge=32, multiple_of=32)] = 64
 
+    options: Options
+
     def quantize(self, weight: torch.Tensor) -> AffineCodes:
         """Return the code of the nearest value for each weight."""
         rows, columns = weight.shape

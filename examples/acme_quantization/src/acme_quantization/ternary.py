@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -56,18 +56,11 @@ class TernaryMatrix(QuantizedMatrix):
         packed, scales = self.packed[:, first * per : end * per], self.scales[:, first:end]
         return TernaryMatrix(packed, scales, stop - start)
 
-    def joined(self, parts: Sequence[TernaryMatrix], dim: int) -> TernaryMatrix:
-        """Return parts of one matrix, one after the other."""
-        packed = torch.cat([part.packed for part in parts], dim)
-        scales = torch.cat([part.scales for part in parts], dim)
-        return TernaryMatrix(
-            packed, scales, sum(p.num_columns for p in parts) if dim else self.num_columns
-        )
-
     def dequantize(self) -> torch.Tensor:
         """Return W in float32."""
         signs = ((self.packed.unsqueeze(2) >> _SHIFTS) & 3).flatten(1).float() - 1
-        weight = signs.unflatten(1, (-1, GROUP)) * self.scales.unsqueeze(2)
+        groups = signs.view(*self.scales.shape, GROUP)
+        weight: torch.Tensor = groups * self.scales.unsqueeze(2)
         return weight.flatten(1)[:, : self.num_columns]
 
     def is_finite(self) -> bool:

@@ -3,9 +3,10 @@
     python benchmarks/quality.py [--positions 3000] [--folder FOLDER]
 
 Each text of the source tree is read at once, and the likeliest next token is compared at every
-position. The reference is transformers in float32, on the same weights: those of the demo model's
-GGUF file, of which Hardpoint also multiplies the blocks as they are. Perplexity is that of the
-texts' own tokens.
+position. The reference is transformers in float32, on the weights of the demo model's GGUF file,
+rounded to bfloat16. Hardpoint also multiplies the blocks of that file as they are, without rounding
+weights: the reference of these rows is the file in float32. Perplexity is that of the texts' own
+tokens.
 """
 
 from __future__ import annotations
@@ -91,6 +92,12 @@ def read_by_hardpoint(
     return Reading(choices, math.exp(sum(losses) / len(losses)))
 
 
+def add_row(table: Table, name: str, found: Reading, expected: Reading) -> None:
+    """Add a row: how many choices are the expected ones, and the perplexity."""
+    equal = sum(a == b for a, b in zip(found.choices, expected.choices, strict=True))
+    table.add_row(name, str(equal), f"{found.perplexity:.3f}")
+
+
 def main() -> None:
     """Parse arguments, compare, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -113,14 +120,19 @@ def main() -> None:
             ("Hardpoint, bfloat16", read_by_hardpoint(checkpoint, texts, "bfloat16")),
             ("Hardpoint, bfloat16, int8", read_by_hardpoint(checkpoint, texts, "bfloat16", "int8")),
             ("Hardpoint, bfloat16, int4", read_by_hardpoint(checkpoint, texts, "bfloat16", "int4")),
+        ):
+            add_row(table, name, found, expected)
+        expected = read_by_hardpoint(gguf, texts, "float32", "none")
+        table.add_row("Hardpoint, float32, GGUF dequantised", "", f"{expected.perplexity:.3f}")
+        for name, found in (
+            ("Hardpoint, float32, GGUF", read_by_hardpoint(gguf, texts, "float32")),
             ("Hardpoint, bfloat16, GGUF", read_by_hardpoint(gguf, texts, "bfloat16")),
             (
                 "Hardpoint, bfloat16, GGUF dequantised",
                 read_by_hardpoint(gguf, texts, "bfloat16", "none"),
             ),
         ):
-            equal = sum(a == b for a, b in zip(found.choices, expected.choices, strict=True))
-            table.add_row(name, str(equal), f"{found.perplexity:.3f}")
+            add_row(table, name, found, expected)
     Console(width=100).print(table)
 
 

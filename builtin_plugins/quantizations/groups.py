@@ -35,9 +35,23 @@ class _Groups(Quantization):
     """Common to both: rows are divided into groups of columns, of which the last may be shorter."""
 
     contract = 1
-    context: QuantizationContext
     bits: ClassVar[int]
-    group_size: int
+
+    class Options(plugins.Options):
+        """The groups.
+
+        Attributes:
+            group_size: columns that share a scale and an offset.
+        """
+
+        group_size: GroupSize = 32
+
+    options: Options
+
+    def __init__(self, context: QuantizationContext) -> None:
+        """Read the options."""
+        super().__init__(context)
+        self.group_size = self.options.group_size
 
     def quantize(self, weight: torch.Tensor) -> AffineCodes:
         """Return codes with a scale and an offset per group.
@@ -99,22 +113,6 @@ class Int8(_Groups):
     contract = 1
     bits = 8
 
-    class Options(plugins.Options):
-        """The groups.
-
-        Attributes:
-            group_size: columns that share a scale and an offset.
-        """
-
-        group_size: GroupSize = 32
-
-    options: Options
-
-    def __init__(self, context: QuantizationContext) -> None:
-        """Read the options."""
-        super().__init__(context)
-        self.group_size = self.options.group_size
-
     def quantize_groups(self, weight: torch.Tensor) -> Groups:
         """Return codes from -128, the smallest weight of a group, to 127, the largest one."""
         low, high = weight.aminmax(dim=1, keepdim=True)
@@ -133,22 +131,6 @@ class Int4(_Groups):
 
     contract = 1
     bits = 4
-
-    class Options(plugins.Options):
-        """The groups.
-
-        Attributes:
-            group_size: columns that share a scale and an offset.
-        """
-
-        group_size: GroupSize = 32
-
-    options: Options
-
-    def __init__(self, context: QuantizationContext) -> None:
-        """Read the options."""
-        super().__init__(context)
-        self.group_size = self.options.group_size
 
     def quantize_groups(self, weight: torch.Tensor) -> Groups:
         """Return codes from 0 to 15."""

@@ -7,6 +7,11 @@ import copy
 import pytest
 import torch
 from support.builtins.model_harness import Runner, build_model, load_model, open_loader
+from support.builtins.transformers_parity import (
+    TOKENS,
+    check_logits_and_greedy_tokens,
+    staged,
+)
 
 from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
 from hardpoint.builtin_plugins.models.granite import Granite
@@ -76,9 +81,6 @@ VARIANTS = {
         SLIDING | {"layer_types": ["sliding_attention", *["full_attention"] * 3]},
     ),
 }
-GENERATOR = torch.Generator().manual_seed(1)
-TOKENS = torch.randint(0, 97, (60,), generator=GENERATOR).tolist()
-OTHERS = torch.randint(0, 97, (40,), generator=GENERATOR).tolist()
 
 
 NIGHTLY = {"granite-biases", "smollm3-layer-types", "phi3-grouped"}
@@ -107,39 +109,8 @@ def variant(request, tmp_path_factory):
     return reference, kind, folder
 
 
-@torch.inference_mode()
 def test_logits_and_greedy_tokens_equal_transformers(variant) -> None:
-    reference, kind, folder = variant
-    model = load_model(kind, open_loader(SafetensorsLoader, folder), dtype=torch.float32)
-    expected = reference(torch.tensor([TOKENS])).logits[0]
-    others = reference(torch.tensor([OTHERS])).logits[0]
-    alone = Runner(model, dtype=torch.float32, block_size=4).logits([("a", TOKENS)])
-    assert (alone - expected).abs().max() < 1e-4
-    runner = Runner(model, dtype=torch.float32, block_size=4)
-    parts = [runner.logits([("a", TOKENS[:23])])]
-    mixed = runner.logits([("a", TOKENS[23:50]), ("b", OTHERS)])
-    parts += [mixed[:27], runner.logits([("a", TOKENS[50:])])]
-    assert (torch.cat(parts) - expected).abs().max() < 1e-4
-    assert (mixed[27:] - others).abs().max() < 1e-4
-    histories = [[*TOKENS, int(expected[-1].argmax())], [*OTHERS, int(others[-1].argmax())]]
-    for _ in range(8):
-        logits = runner.logits([(name, h[-1:]) for name, h in zip("ab", histories, strict=True)])
-        for history, token in zip(histories, logits.argmax(-1).tolist(), strict=True):
-            assert token == int(reference(torch.tensor([history])).logits[0, -1].argmax())
-            history.append(token)
-
-
-def staged(kind, loader, communicator: Communicator, *, stages: int) -> torch.Tensor:
-    """Return the logits of TOKENS of a model cut into ranks and stages."""
-    hidden = None
-    with torch.inference_mode():
-        for stage in range(stages):
-            parallel = Parallel(communicator, stage, stages)
-            model = build_model(kind, loader.config(), dtype=torch.float32, parallel=parallel)
-            model.load_weights(loader.cut_weights(model.weight_shapes(), model.weight_cuts()))
-            runner = Runner(model, dtype=torch.float32)
-            hidden = runner.hidden([("a", TOKENS)], hidden=hidden)
-        return model.compute_logits(hidden)
+    check_logits_and_greedy_tokens(variant)
 
 
 @pytest.mark.parametrize(

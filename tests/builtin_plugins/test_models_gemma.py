@@ -9,13 +9,17 @@ from typing import Any
 import pytest
 import torch
 from support.builtins.model_harness import Runner, build_model, load_model, open_loader
+from support.builtins.transformers_parity import (
+    TOKENS,
+    check_logits_and_greedy_tokens,
+    staged,
+)
 
 from hardpoint.builtin_plugins.attention.native_cpu import NativeAttention
 from hardpoint.builtin_plugins.attention.torch import TorchAttention
 from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
 from hardpoint.builtin_plugins.models.gemma import Gemma2, Gemma3
 from hardpoint.plugins import Model, ModelConfig, ModelError
-from hardpoint.plugins.parallel import Communicator, Parallel
 from hardpoint.testing.model.rank_threads import run_ranks
 
 TINY: dict[str, Any] = {
@@ -52,9 +56,6 @@ VARIANTS: dict[str, tuple[type[Model], dict[str, Any]]] = {
     "gemma3-cap": (Gemma3, {"final_logit_softcapping": 4.0, "sliding_window_pattern": 3}),
 }
 MISSING = object()  # of a field that a config leaves out
-GENERATOR = torch.Generator().manual_seed(1)
-TOKENS: list[int] = torch.randint(0, 97, (60,), generator=GENERATOR).tolist()
-OTHERS: list[int] = torch.randint(0, 97, (30,), generator=GENERATOR).tolist()
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -79,39 +80,8 @@ def variant(request: Any, tmp_path_factory: Any) -> tuple[Any, type[Model], Path
     return reference, kind, folder
 
 
-@torch.inference_mode()
 def test_logits_and_greedy_tokens_equal_transformers(variant) -> None:
-    reference, kind, folder = variant
-    model = load_model(kind, open_loader(SafetensorsLoader, folder), dtype=torch.float32)
-    expected = reference(torch.tensor([TOKENS])).logits[0]
-    others = reference(torch.tensor([OTHERS])).logits[0]
-    alone = Runner(model, dtype=torch.float32, block_size=4).logits([("a", TOKENS)])
-    assert (alone - expected).abs().max() < 1e-4
-    runner = Runner(model, dtype=torch.float32, block_size=4)
-    parts = [runner.logits([("a", TOKENS[:23])])]
-    mixed = runner.logits([("a", TOKENS[23:50]), ("b", OTHERS)])
-    parts += [mixed[:27], runner.logits([("a", TOKENS[50:])])]
-    assert (torch.cat(parts) - expected).abs().max() < 1e-4
-    assert (mixed[27:] - others).abs().max() < 1e-4
-    histories = [[*TOKENS, int(expected[-1].argmax())], [*OTHERS, int(others[-1].argmax())]]
-    for _ in range(8):
-        logits = runner.logits([(name, h[-1:]) for name, h in zip("ab", histories, strict=True)])
-        for history, token in zip(histories, logits.argmax(-1).tolist(), strict=True):
-            assert token == int(reference(torch.tensor([history])).logits[0, -1].argmax())
-            history.append(token)
-
-
-def staged(kind, loader, communicator: Communicator, *, stages: int) -> torch.Tensor:
-    """Return the logits of TOKENS of a model cut into ranks and stages."""
-    hidden = None
-    with torch.inference_mode():
-        for stage in range(stages):
-            parallel = Parallel(communicator, stage, stages)
-            model = build_model(kind, loader.config(), dtype=torch.float32, parallel=parallel)
-            model.load_weights(loader.cut_weights(model.weight_shapes(), model.weight_cuts()))
-            runner = Runner(model, dtype=torch.float32)
-            hidden = runner.hidden([("a", TOKENS)], hidden=hidden)
-        return model.compute_logits(hidden)
+    check_logits_and_greedy_tokens(variant)
 
 
 @pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (2, 2)])

@@ -27,6 +27,7 @@ MODULES = (
     "output_parser",
     "parallel",
     "quantization",
+    "rotary",
     "server",
     "structured",
     "typed",

@@ -20,7 +20,6 @@ from .hf_config import ConfigFields
 from .model import ModelContext
 from .parallel import Cut
 from .quantization import AffineCodes, QuantizedMatrix
-from .rotary import RotaryEmbedding
 
 __all__ = [
     "ConfigFields",
@@ -31,7 +30,6 @@ __all__ = [
     "PackedLayer",
     "QuantizableLayer",
     "RMSNorm",
-    "RotaryEmbedding",
     "load_packed",
     "load_weights",
     "packed_weights",

@@ -1,6 +1,6 @@
 """Rotary position embeddings (RoPE), with the variants that configs name.
 
-`models` takes up `RotaryEmbedding`. Importing this module loads torch.
+Importing this module loads torch, as `models` does.
 """
 
 from __future__ import annotations

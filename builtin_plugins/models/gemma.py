@@ -11,7 +11,8 @@ import torch
 
 from hardpoint.plugins import ModelContext
 from hardpoint.plugins.hf_config import short
-from hardpoint.plugins.models import RMSNorm, RotaryEmbedding
+from hardpoint.plugins.models import RMSNorm
+from hardpoint.plugins.rotary import RotaryEmbedding
 
 from .llama import FULL, SLIDING, DecoderLayer, Llama
 

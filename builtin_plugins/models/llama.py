@@ -22,7 +22,6 @@ from hardpoint.plugins.models import (
     PackedLayer,
     QuantizableLayer,
     RMSNorm,
-    RotaryEmbedding,
     load_packed,
     load_weights,
     packed_weights,
@@ -32,6 +31,7 @@ from hardpoint.plugins.models import (
 )
 from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import QuantizedMatrix
+from hardpoint.plugins.rotary import RotaryEmbedding
 
 # Above all models that are known; a config's larger number would be built before the files that
 # have no such layers are read.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from hardpoint.plugins.hf_config import short
-from hardpoint.plugins.models import RotaryEmbedding
+from hardpoint.plugins.rotary import RotaryEmbedding
 
 from .qwen import SlidingLayers
 

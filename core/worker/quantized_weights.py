@@ -31,8 +31,8 @@ from hardpoint.plugins.quantization import (
     QuantizedWeight,
 )
 from hardpoint.registry.blame import describe, raise_unless_fault
-from hardpoint.registry.tensor_checks import shown
 
+from .checked_model import wrong_result
 from .memory import is_out_of_memory
 
 T = TypeVar("T")
@@ -181,7 +181,7 @@ class QuantizedWeights:
                 f"{source}: its stored_bytes() failed: {describe(cause)}"
             ) from cause
         if found is not None and (type(found) is not int or found < 0):
-            raise _fault(source, "stored_bytes", found, "a number of bytes, or None")
+            raise wrong_result(source, "stored_bytes", found, "a number of bytes, or None")
         return found
 
     def describe(self) -> str | None:
@@ -499,7 +499,7 @@ class _Calls:
 
     def fault(self, method: str, got: object, expected: str) -> PluginFaultError:
         """Return the error of a method that gave something else than it should."""
-        return _fault(self.source, method, got, f"{expected}, for {self.name!r}")
+        return wrong_result(self.source, method, got, f"{expected}, for {self.name!r}")
 
     def _wrong(self, what: str) -> ModelError:
         return ModelError(
@@ -592,7 +592,3 @@ def _part(matrix: QuantizedMatrix, cut: Cut) -> QuantizedMatrix:
     except ValueError as cause:
         raise ValueError(f"{cause}{_FEWER_RANKS}") from cause
     return parts[0] if not cut.more else parts[0].joined(parts, cut.dim)
-
-
-def _fault(source: Source, method: str, got: object, expected: str) -> PluginFaultError:
-    return PluginFaultError(f"{source}: its {method}() gave {shown(got)}, expected {expected}")

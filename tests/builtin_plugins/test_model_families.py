@@ -10,7 +10,7 @@ from support.builtins.model_harness import Runner, build_model, load_model, open
 from support.builtins.transformers_parity import (
     TOKENS,
     check_logits_and_greedy_tokens,
-    staged,
+    check_parts,
 )
 
 from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
@@ -121,15 +121,8 @@ def test_logits_and_greedy_tokens_equal_transformers(variant) -> None:
         pytest.param(8, 1, marks=pytest.mark.nightly),
     ],
 )
-@torch.inference_mode()
 def test_parts_equal_transformers(variant, ranks: int, stages: int) -> None:
-    reference, kind, folder = variant
-    loader = open_loader(SafetensorsLoader, folder)
-    expected = reference(torch.tensor([TOKENS])).logits[0]
-    results = run_ranks(ranks, lambda rank: staged(kind, loader, rank, stages=stages))
-    for found in results:
-        assert torch.equal(found, results[0])
-        assert (found - expected).abs().max() < 1e-4
+    check_parts(variant, ranks, stages)
 
 
 @torch.inference_mode()

@@ -12,7 +12,7 @@ from support.builtins.model_harness import Runner, build_model, load_model, open
 from support.builtins.transformers_parity import (
     TOKENS,
     check_logits_and_greedy_tokens,
-    staged,
+    check_parts,
 )
 
 from hardpoint.builtin_plugins.attention.native_cpu import NativeAttention
@@ -20,7 +20,6 @@ from hardpoint.builtin_plugins.attention.torch import TorchAttention
 from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
 from hardpoint.builtin_plugins.models.gemma import Gemma2, Gemma3
 from hardpoint.plugins import Model, ModelConfig, ModelError
-from hardpoint.testing.model.rank_threads import run_ranks
 
 TINY: dict[str, Any] = {
     "vocab_size": 97,
@@ -85,15 +84,8 @@ def test_logits_and_greedy_tokens_equal_transformers(variant) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (2, 2)])
-@torch.inference_mode()
 def test_parts_equal_transformers(variant, ranks: int, stages: int) -> None:
-    reference, kind, folder = variant
-    loader = open_loader(SafetensorsLoader, folder)
-    expected = reference(torch.tensor([TOKENS])).logits[0]
-    results = run_ranks(ranks, lambda rank: staged(kind, loader, rank, stages=stages))
-    for found in results:
-        assert torch.equal(found, results[0])
-        assert (found - expected).abs().max() < 1e-4
+    check_parts(variant, ranks, stages)
 
 
 @pytest.mark.parametrize("backend", [TorchAttention, NativeAttention])

@@ -10,6 +10,7 @@ import torch
 from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
 from hardpoint.plugins import Model, WeightLoader
 from hardpoint.plugins.parallel import Communicator, Parallel
+from hardpoint.testing.model.rank_threads import run_ranks
 
 from .model_harness import Runner, build_model, load_model, open_loader
 
@@ -44,7 +45,7 @@ def check_logits_and_greedy_tokens(variant: Variant) -> None:
             history.append(token)
 
 
-def staged(
+def _staged(
     kind: type[Model], loader: WeightLoader, communicator: Communicator, *, stages: int
 ) -> torch.Tensor:
     """Return the logits of TOKENS of a model cut into ranks and stages."""
@@ -57,3 +58,15 @@ def staged(
             runner = Runner(model, dtype=torch.float32)
             hidden = runner.hidden([("a", TOKENS)], hidden=hidden)
         return model.compute_logits(hidden)
+
+
+@torch.inference_mode()
+def check_parts(variant: Variant, ranks: int, stages: int) -> None:
+    """Compare the logits of a model cut into ranks and stages."""
+    reference, kind, folder = variant
+    loader = open_loader(SafetensorsLoader, folder)
+    expected = reference(torch.tensor([TOKENS])).logits[0]
+    results = run_ranks(ranks, lambda rank: _staged(kind, loader, rank, stages=stages))
+    for found in results:
+        assert torch.equal(found, results[0])
+        assert (found - expected).abs().max() < 1e-4

@@ -28,6 +28,9 @@ class TritonOps(TorchOps):
         """
         super().__init__(context)
         self._is_interpreted = load_kernels(context, "ops.use")
+        from hardpoint.kernels.triton import layers  # noqa: PLC0415 - needs triton
+
+        self._layers = layers
 
     def describe(self) -> str:
         """Return the name, and whether kernels are interpreted."""
@@ -36,3 +39,33 @@ class TritonOps(TorchOps):
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
         """Return W itself."""
         return weight
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Return the normalised rows."""
+        return self._layers.rms_norm(x, weight, eps)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Add delta to x in place; return the normalised rows."""
+        return self._layers.add_rms_norm(x, delta, weight, eps)
+
+    def rotate(self, x: torch.Tensor, angles: torch.Tensor) -> None:
+        """Rotate heads in place."""
+        self._layers.rotate(x, angles)
+
+    def scale(self, x: torch.Tensor, factor: float) -> None:
+        """Multiply x by a number, in place."""
+        self._layers.scale(x, factor)
+
+    def add(self, x: torch.Tensor, delta: torch.Tensor) -> None:
+        """Add delta to x in place."""
+        self._layers.add(x, delta)
+
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """Return silu(gate) * up."""
+        return self._layers.silu_and_mul(x)
+
+    def gelu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """Return gelu(gate) * up."""
+        return self._layers.gelu_and_mul(x)

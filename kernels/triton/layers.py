@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .arithmetic import rounded
 from .launch import Variant, power_of_2
 
 __all__ = [
@@ -89,7 +90,7 @@ def _sum_of(x, delta, mask, ADDS: tl.constexpr):
     value = tl.load(x, mask, 0).to(tl.float32)
     if ADDS:
         value += tl.load(delta, mask, 0).to(tl.float32)
-        value = value.to(x.dtype.element_ty).to(tl.float32)
+        value = rounded(value, x.dtype.element_ty).to(tl.float32)
     return value
 
 
@@ -100,7 +101,7 @@ def _store_norm(x, weight, out, value, factor, at, is_column, is_row, ADDS: tl.c
     if ADDS:
         tl.store(x + at, value.to(x.dtype.element_ty), mask)
     weights = tl.load(weight + at, is_column, 0).to(tl.float32)
-    tl.store(out + at, (value * factor * weights).to(out.dtype.element_ty), mask)
+    tl.store(out + at, rounded(value * factor * weights, out.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -126,8 +127,8 @@ def _rotate_kernel(
     first = x + row * x_stride + head.to(tl.int64)[:, None] * head_stride + pair[None, :]
     a = tl.load(first, mask, 0).to(tl.float32)
     b = tl.load(first + half, mask, 0).to(tl.float32)
-    tl.store(first, (a * cos - b * sin).to(x.dtype.element_ty), mask)
-    tl.store(first + half, (b * cos + a * sin).to(x.dtype.element_ty), mask)
+    tl.store(first, rounded(a * cos - b * sin, x.dtype.element_ty), mask)
+    tl.store(first + half, rounded(b * cos + a * sin, x.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -160,7 +161,7 @@ def _gate_kernel(x, out, size, x_stride, IS_GELU: tl.constexpr, BLOCK: tl.conste
     gate = tl.load(x + column, mask, 0).to(tl.float32)
     up = tl.load(x + size + column, mask, 0).to(tl.float32)
     y = gelu_times(gate, up) if IS_GELU else silu_times(gate, up)
-    tl.store(out + row * size + column, y.to(out.dtype.element_ty), mask)
+    tl.store(out + row * size + column, rounded(y, out.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -168,7 +169,8 @@ def _scale_kernel(x, factor, size, x_stride, BLOCK: tl.constexpr):
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < size
     x += tl.program_id(0).to(tl.int64) * x_stride + column
-    tl.store(x, (tl.load(x, mask, 0).to(tl.float32) * factor).to(x.dtype.element_ty), mask)
+    value = tl.load(x, mask, 0).to(tl.float32) * factor
+    tl.store(x, rounded(value, x.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -179,7 +181,7 @@ def _add_kernel(x, delta, size, x_stride, delta_stride, BLOCK: tl.constexpr):
     x += row * x_stride + column
     delta += row * delta_stride + column
     value = tl.load(x, mask, 0).to(tl.float32) + tl.load(delta, mask, 0).to(tl.float32)
-    tl.store(x, value.to(x.dtype.element_ty), mask)
+    tl.store(x, rounded(value, x.dtype.element_ty), mask)
 
 
 def _norm_tile(size: int) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from hardpoint.builtin_plugins.gpu import load_kernels
@@ -28,9 +29,9 @@ class TritonOps(TorchOps):
         """
         super().__init__(context)
         self._is_interpreted = load_kernels(context, "ops.use")
-        from hardpoint.kernels.triton import layers  # noqa: PLC0415 - needs triton
+        from hardpoint.kernels.triton import experts, layers  # noqa: PLC0415 - needs triton
 
-        self._layers = layers
+        self._layers, self._experts = layers, experts
 
     def describe(self) -> str:
         """Return the name, and whether kernels are interpreted."""
@@ -69,3 +70,14 @@ class TritonOps(TorchOps):
     def gelu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         """Return gelu(gate) * up."""
         return self._layers.gelu_and_mul(x)
+
+    def experts(
+        self,
+        gate_up: Sequence[torch.Tensor],
+        down: Sequence[torch.Tensor],
+        shape: tuple[int, int],
+    ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+        """Return (x, chosen, weights) -> the weighted sum of experts."""
+        if any(matrix.dtype != self.context.dtype for matrix in (*gate_up, *down)):
+            return super().experts(gate_up, down, shape)  # some are codes
+        return self._experts.Experts(gate_up, down, shape)

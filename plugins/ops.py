@@ -61,8 +61,8 @@ class Recorded(Protocol):
 class Ops(Component):
     """The operations of models besides attention, and of samplers. One per device.
 
-    Those on logits, `scale` and `add` have an implementation in torch here, which says what is
-    right; write those that you can make faster.
+    Those on logits, `experts`, `add_lora`, `scale` and `add` have an implementation in torch here,
+    which says what is right; write those that you can make faster.
 
     Tensors have the context's dtype and device unless said otherwise. The last dimension is
     contiguous; rows may be parts of wider ones. A row's result must not depend on the other rows.
@@ -265,6 +265,37 @@ class Ops(Component):
             return total.to(x.dtype)
 
         return run
+
+    def add_lora(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        adapters: torch.Tensor,
+        scales: torch.Tensor,
+    ) -> None:
+        """Add what low-rank adapters change to y, in place (LoRA, arXiv:2106.09685).
+
+        A row of adapter i gets scales[i] * (x a[i]^T) b[i]^T, of which x a[i]^T is not rounded to
+        the context's dtype. Rows of a number that is not in 0..count - 1 have no adapter, and stay
+        as they are.
+
+        Args:
+            y: [rows, out], x W^T for example.
+            x: [rows, in].
+            a: [count, rank, in]; an adapter of a lower rank is filled up with zeros.
+            b: [count, out, rank].
+            adapters: int64 [rows].
+            scales: float32 [count].
+        """
+        # On a device, choosing rows would make the host wait.
+        numbers = adapters.unique().tolist() if y.device.type == "cpu" else range(len(a))
+        for number in numbers:
+            if 0 <= number < len(a):
+                inner = x.float() @ a[number].float().T
+                total = y + scales[number] * (inner @ b[number].float().T)
+                y.copy_(total.where((adapters == number).unsqueeze(1), y))
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """Return each row's most likely token, int64 [rows]; of equals, the lowest id.

@@ -29,9 +29,9 @@ class TritonOps(TorchOps):
         """
         super().__init__(context)
         self._is_interpreted = load_kernels(context, "ops.use")
-        from hardpoint.kernels.triton import experts, layers  # noqa: PLC0415 - needs triton
+        from hardpoint.kernels.triton import experts, layers, lora  # noqa: PLC0415 - needs triton
 
-        self._layers, self._experts = layers, experts
+        self._layers, self._experts, self._lora = layers, experts, lora
 
     def describe(self) -> str:
         """Return the name, and whether kernels are interpreted."""
@@ -81,3 +81,15 @@ class TritonOps(TorchOps):
         if any(matrix.dtype != self.context.dtype for matrix in (*gate_up, *down)):
             return super().experts(gate_up, down, shape)  # some are codes
         return self._experts.Experts(gate_up, down, shape)
+
+    def add_lora(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        adapters: torch.Tensor,
+        scales: torch.Tensor,
+    ) -> None:
+        """Add what low-rank adapters change to y, in place."""
+        self._lora.add_lora(y, x, a, b, adapters, scales)

@@ -466,14 +466,14 @@ class OpsSuite(ComponentSuite):
         for some in (slice(None), *(slice(row, row + 1) for row in range(rows))):
             result = wide[some].clone()
             ops.add_lora(result[:, :columns], x[some, :size], a, b, adapters[some], scales)
+            for name, argument in arguments.items():
+                self._check_kept(argument, kept[name], "add_lora", name)
             self._check_close(result[:, :columns], expected[some], "add_lora")
             none = ~is_here[some]
             self._check_kept(result[none], wide[some][none], "add_lora", "rows without an adapter")
             self._check_kept(
                 result[:, columns:], wide[some, columns:], "add_lora", "what is next to y"
             )
-        for name, argument in arguments.items():
-            self._check_kept(argument, kept[name], "add_lora", name)
 
     def _check_logits(self, check: Callable[[Ops, torch.Tensor], None]) -> None:
         """Run a check on logits of each size."""

@@ -52,8 +52,10 @@ _NONE = tl.constexpr(-0x8000000000000000)
 
 # Of splitmix64 and lowbias32, as in `Ops.draw`.
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
-_MIX_64 = tl.constexpr(0xBF58476D1CE4E5B9), tl.constexpr(0x94D049BB133111EB)
-_MIX_32 = tl.constexpr(0x7FEB352D), tl.constexpr(0x846CA68B)
+_MIX_64_A = tl.constexpr(0xBF58476D1CE4E5B9)
+_MIX_64_B = tl.constexpr(0x94D049BB133111EB)
+_MIX_32_A = tl.constexpr(0x7FEB352D)
+_MIX_32_B = tl.constexpr(0x846CA68B)
 _TOKENS = tl.constexpr(0x5BD1E995)
 
 
@@ -117,8 +119,8 @@ def _argmax_kernel(best_ptr, parts, tokens_ptr, PARTS: tl.constexpr):
 @triton.jit
 def _splitmix_64(value):
     value += _GOLDEN
-    value = (value ^ (value >> 30)) * _MIX_64[0]
-    value = (value ^ (value >> 27)) * _MIX_64[1]
+    value = (value ^ (value >> 30)) * _MIX_64_A
+    value = (value ^ (value >> 27)) * _MIX_64_B
     return value ^ (value >> 31)
 
 
@@ -126,12 +128,12 @@ def _splitmix_64(value):
 def _noise(token, key):
     """Return log(E) of tokens, float64."""
     bits = token.to(tl.uint32) ^ _TOKENS
-    bits = (bits ^ (bits >> 16)) * _MIX_32[0]
-    bits = (bits ^ (bits >> 15)) * _MIX_32[1]
+    bits = (bits ^ (bits >> 16)) * _MIX_32_A
+    bits = (bits ^ (bits >> 15)) * _MIX_32_B
     bits = bits ^ (bits >> 16)
-    bits = (bits ^ (key & 0xFFFFFFFF).to(tl.uint32)) * _MIX_32[0]
+    bits = (bits ^ (key & 0xFFFFFFFF).to(tl.uint32)) * _MIX_32_A
     bits = (bits ^ (bits >> 15)) ^ (key >> 32).to(tl.uint32)
-    bits = bits * _MIX_32[1]
+    bits = bits * _MIX_32_B
     bits = (bits ^ (bits >> 16)) & 0x7FFFFFFF
     # 1 - u is exact.
     return tl.log(-tl.log(1.0 - (bits.to(tl.float64) + 0.5) * (1.0 / 2147483648.0)))
@@ -261,3 +263,30 @@ def keep_min_p(logits: torch.Tensor, p: torch.Tensor) -> None:
         logits, logits.stride(0), logits.shape[1], best, p.float().log(), **constants, **joined,
         num_warps=num_warps,
     )  # fmt: skip
+
+
+def _variants() -> tuple[Variant, ...]:
+    """Return what is compiled for the vocabularies of Llama 3 and Qwen."""
+    read, num_warps = _READ
+    rows = {"logits_ptr": "*fp32", "row_stride": "i64:16", "vocab": "i32:16"}
+    best, parts = {"best_ptr": "*i64"}, {"parts": "i32"}
+    variants = []
+    for vocab in (128256, 151936):
+        joined = {"PARTS": power_of_2(triton.cdiv(vocab, read["BLOCK"]))}
+        columns = {"seeds_ptr": "*i64", "positions_ptr": "*i64", "greedy_ptr": "*u8"}
+        results = {"scores_ptr": "*i64", "winners_ptr": "*i32"}
+        variants += [
+            Variant(f"best logits, {vocab}", _best_kernel, rows | best, read, num_warps),
+            Variant(f"argmax, {vocab}", _argmax_kernel,
+                best | parts | {"tokens_ptr": "*i64"}, joined, _JOIN_WARPS),
+            Variant(f"race, {vocab}", _race_kernel, rows | best | columns | results,
+                read | joined, num_warps),
+            Variant(f"winner, {vocab}", _winner_kernel,
+                results | parts | {"tokens_ptr": "*i64"}, joined, _JOIN_WARPS),
+            Variant(f"min-p, {vocab}", _min_p_kernel, rows | best | {"log_p_ptr": "*fp32"},
+                read | joined, num_warps),
+        ]  # fmt: skip
+    return tuple(variants)
+
+
+VARIANTS = _variants()

@@ -23,22 +23,21 @@ from .launch import Variant, power_of_2
 
 __all__ = [
     "VARIANTS",
-    "add_to_tokens",
     "argmax",
     "divide",
     "draw",
     "keep_min_p",
-    "keep_places",
     "keep_tokens",
     "keep_top_k",
     "keep_top_p",
-    "set_tokens",
+    "put",
+    "put_only",
 ]
 
-# Logits per program and its warps: where each logit is read once, and where it is looked at in
-# parts of _CHUNK for each of the 2 ** _DIGIT values of the bits in question.
+# Logits per program and its warps: where each logit is looked at once, and where it is once for each
+# of the 2 ** DIGIT values of the bits in question.
 _READ = {"BLOCK": 2048}, 4
-_SELECT = {"BLOCK": 2048, "CHUNK": 512, "DIGIT": 4}, 8
+_SELECT = {"BLOCK": 2048, "DIGIT": 4}, 8
 _JOIN_WARPS = 4
 _EDITS = {"BLOCK": 256}, 4
 
@@ -190,6 +189,155 @@ def _min_p_kernel(
         _mask_below(logits_ptr, row_stride, vocab, row, part, _key(threshold), BLOCK)
 
 
+@triton.jit
+def _is_on(best, setting, vocab, WEIGHTED: tl.constexpr):
+    """Return whether a row is changed: its k or p asks for that, and its largest is finite."""
+    if WEIGHTED:
+        return _is_finite(best) & ((setting >= 1.0) == 0)
+    return _is_finite(best) & (setting >= 1) & (setting < vocab)
+
+
+@triton.jit
+def _found(
+    sums_ptr, found_ptr, goals_ptr, setting, row, parts, first,
+    PASS: tl.constexpr, WEIGHTED: tl.constexpr, DIGIT: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Return the threshold's bits that the passes before this one have found, in 0..2**32 - 1.
+
+    Those of the last pass are kept for the next one by one program of the row, the first.
+    """
+    if PASS == 0:
+        return tl.zeros([], tl.int64)
+    part, digit = tl.arange(0, PARTS)[:, None], tl.arange(0, 1 << DIGIT)
+    rows = tl.num_programs(0)
+    sums_ptr += ((PASS - 1) * rows + row) * parts << DIGIT
+    sums = tl.load(sums_ptr + (part << DIGIT) + digit[None, :], part < parts, other=0)
+    reached = tl.sum(sums, 0)
+    goal = setting
+    if WEIGHTED:
+        if PASS == 1:
+            total = tl.max(reached, 0)  # that of digit 0
+            share = (setting.to(tl.float64) - 1e-6) * total.to(tl.float64)
+            goal = tl.maximum(share.to(tl.int64), 1)
+            if first:
+                tl.store(goals_ptr + row, goal)
+        else:
+            goal = tl.load(goals_ptr + row)
+    # They descend; that of digit 0 is all that is at or above the bits found before.
+    last = tl.sum((reached >= goal).to(tl.int64), 0) - 1
+    found = last << (32 - PASS * DIGIT)
+    if PASS > 1:
+        found += tl.load(found_ptr + (PASS - 2) * rows + row)
+    if first:
+        tl.store(found_ptr + (PASS - 1) * rows + row, found)
+    return found
+
+
+@triton.jit
+def _select_kernel(
+    logits_ptr, row_stride, vocab, best_ptr, settings_ptr, sums_ptr, found_ptr, goals_ptr,
+    PASS: tl.constexpr, WEIGHTED: tl.constexpr, DIGIT: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """Write what is at or above the thresholds with each of the values of the next bits.
+
+    That is the number of a part's logits, or the sum of their weights.
+    """
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    parts = tl.num_programs(1)
+    best, _ = _best(best_ptr, row, parts, PARTS)
+    setting = tl.load(settings_ptr + row)
+    if _is_on(best, setting, vocab, WEIGHTED):
+        found = _found(
+            sums_ptr, found_ptr, goals_ptr, setting, row, parts, part == 0,
+            PASS, WEIGHTED, DIGIT, PARTS,
+        )  # fmt: skip
+        token = part * BLOCK + tl.arange(0, BLOCK)
+        pointers = logits_ptr + row * row_stride + token
+        logits = tl.load(pointers, token < vocab, other=-float("inf"))
+        if WEIGHTED:
+            weight = tl.exp((logits - _value(best)).to(tl.float64)) * 1099511627776.0
+            # To the nearest whole number, and to the even one of two.
+            weight = ((weight + 4503599627370496.0) - 4503599627370496.0).to(tl.int64)
+        else:
+            weight = (token < vocab).to(tl.int32)
+        key = _key(logits)
+        digit = tl.arange(0, 1 << DIGIT)
+        sums = tl.zeros([1 << DIGIT], tl.int64)
+        for value in range(1 << DIGIT):
+            threshold = found + (tl.cast(value, tl.int64) << (32 - (PASS + 1) * DIGIT)) - 0x80000000
+            reached = tl.sum(tl.where(key >= threshold.to(tl.int32), weight, 0), 0)
+            sums = tl.where(digit == value, reached, sums)
+        place = (PASS * tl.num_programs(0) + row) * parts + part
+        tl.store(sums_ptr + (place << DIGIT) + digit, sums)
+
+
+@triton.jit
+def _mask_kernel(
+    logits_ptr, row_stride, vocab, best_ptr, settings_ptr, sums_ptr, found_ptr, goals_ptr,
+    PASSES: tl.constexpr, WEIGHTED: tl.constexpr, DIGIT: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    parts = tl.num_programs(1)
+    best, _ = _best(best_ptr, row, parts, PARTS)
+    setting = tl.load(settings_ptr + row)
+    if _is_on(best, setting, vocab, WEIGHTED):
+        found = _found(
+            sums_ptr, found_ptr, goals_ptr, setting, row, parts, False,
+            PASSES, WEIGHTED, DIGIT, PARTS,
+        )  # fmt: skip
+        threshold = (found - 0x80000000).to(tl.int32)
+        _mask_below(logits_ptr, row_stride, vocab, row, part, threshold, BLOCK)
+
+
+@triton.jit
+def _keep_tokens_kernel(
+    logits_ptr, row_stride, vocab, rows_ptr, masks_ptr, mask_stride, BLOCK: tl.constexpr
+):
+    index = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + index)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    word = tl.load(masks_ptr + index * mask_stride + token // 32, token < vocab, other=-1)
+    is_masked = (word >> (token % 32)) & 1 == 0
+    tl.store(logits_ptr + row * row_stride + token, -float("inf"), (token < vocab) & is_masked)
+
+
+@triton.jit
+def _put_kernel(
+    logits_ptr, row_stride, vocab, places_ptr, values_ptr, count, TAKE: tl.constexpr,
+    ADD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add or set values; with TAKE, read what the logits are instead."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.load(places_ptr + index, index < count, other=0)
+    pointers = logits_ptr + place // vocab * row_stride + place % vocab
+    if TAKE:
+        tl.store(values_ptr + index, tl.load(pointers, index < count), index < count)
+    else:
+        value = tl.load(values_ptr + index, index < count)
+        if ADD:
+            value += tl.load(pointers, index < count)
+        tl.store(pointers, value, index < count)
+
+
+@triton.jit
+def _fill_kernel(logits_ptr, row_stride, vocab, rows_ptr, BLOCK: tl.constexpr):
+    row = tl.load(rows_ptr + tl.program_id(0))
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(logits_ptr + row * row_stride + token, -float("inf"), token < vocab)
+
+
+@triton.jit
+def _divide_kernel(logits_ptr, row_stride, vocab, divisors_ptr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    pointers = logits_ptr + row * row_stride + token
+    divisor = tl.load(divisors_ptr + row)
+    logits = tl.load(pointers, token < vocab, other=0.0)
+    tl.store(pointers, tl.div_rn(logits, tl.broadcast_to(divisor, [BLOCK])), token < vocab)
+
+
 def _parts(logits: torch.Tensor, block: int) -> tuple[int, dict[str, int]]:
     parts = triton.cdiv(logits.shape[1], block)
     return parts, {"PARTS": power_of_2(parts)}
@@ -242,9 +390,7 @@ def draw(
         positions.contiguous(), greedy.contiguous().view(torch.uint8), scores, winners,
         **constants, **joined, num_warps=num_warps,
     )  # fmt: skip
-    _winner_kernel[(len(logits),)](
-        scores, winners, parts, tokens, **joined, num_warps=_JOIN_WARPS
-    )
+    _winner_kernel[(len(logits),)](scores, winners, parts, tokens, **joined, num_warps=_JOIN_WARPS)
     return tokens
 
 
@@ -265,9 +411,121 @@ def keep_min_p(logits: torch.Tensor, p: torch.Tensor) -> None:
     )  # fmt: skip
 
 
+def keep_top_k(logits: torch.Tensor, k: torch.Tensor) -> None:
+    """Set the logits below each row's k-th largest one to -inf, in place.
+
+    Args:
+        k: int64 [rows, 1]; a row with another number than 1 to vocab - 1 stays as it is.
+    """
+    _keep_largest(logits, k.contiguous(), {"WEIGHTED": False})
+
+
+def keep_top_p(logits: torch.Tensor, p: torch.Tensor) -> None:
+    """Set the logits below each row's nucleus to -inf, in place.
+
+    Args:
+        p: float32 [rows, 1]; a row with 1 or more stays as it is.
+    """
+    _keep_largest(logits, p.float().contiguous(), {"WEIGHTED": True})
+
+
+def _keep_largest(logits: torch.Tensor, settings: torch.Tensor, kind: dict[str, bool]) -> None:
+    if not len(logits):
+        return
+    rows, vocab = logits.shape
+    best = _bests(logits)
+    select, num_warps = _SELECT
+    parts, joined = _parts(logits, select["BLOCK"])
+    assert parts == best.shape[1]
+    shape = _PASSES, rows, parts, 1 << select["DIGIT"]
+    sums = torch.empty(shape, dtype=torch.int64, device=logits.device)
+    found = torch.empty((_PASSES, rows), dtype=torch.int64, device=logits.device)
+    goals = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    arguments = logits, logits.stride(0), vocab, best, settings, sums, found, goals
+    constants = select | joined | kind
+    for step in range(_PASSES):
+        _select_kernel[(rows, parts)](*arguments, PASS=step, **constants, num_warps=num_warps)
+    _mask_kernel[(rows, parts)](*arguments, PASSES=_PASSES, **constants, num_warps=num_warps)
+
+
+def keep_tokens(logits: torch.Tensor, rows: torch.Tensor, bitmask: torch.Tensor) -> None:
+    """Set the logits of some rows to -inf, in place, but for the tokens of a bitmask.
+
+    Args:
+        rows: int64 [n], each once.
+        bitmask: int32 [n, ceil(vocab / 32)] with contiguous rows.
+    """
+    if len(rows):
+        constants, num_warps = _READ
+        parts, _ = _parts(logits, constants["BLOCK"])
+        _keep_tokens_kernel[(len(rows), parts)](
+            logits, logits.stride(0), logits.shape[1], rows.contiguous(), bitmask,
+            bitmask.stride(0), **constants, num_warps=num_warps,
+        )  # fmt: skip
+
+
+def put(logits: torch.Tensor, places: torch.Tensor, values: torch.Tensor, *, add: bool) -> None:
+    """Set some logits to values, or add these, in place.
+
+    Args:
+        places: int64 [n], row * vocab + token; each once.
+        values: float32 [n].
+    """
+    _put(logits, places.contiguous(), values.contiguous(), {"TAKE": False, "ADD": add})
+
+
+def put_only(logits: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
+    """Set the logits of some rows to -inf, in place, but for those of some places.
+
+    Args:
+        places: as for `put`.
+        rows: int64, those of the places.
+    """
+    if not len(rows):
+        return
+    places = places.contiguous()
+    kept = torch.empty(len(places), dtype=torch.float32, device=logits.device)
+    _put(logits, places, kept, {"TAKE": True, "ADD": False})
+    constants, num_warps = _READ
+    parts, _ = _parts(logits, constants["BLOCK"])
+    _fill_kernel[(len(rows), parts)](
+        logits, logits.stride(0), logits.shape[1], rows.contiguous(), **constants,
+        num_warps=num_warps,
+    )  # fmt: skip
+    _put(logits, places, kept, {"TAKE": False, "ADD": False})
+
+
+def _put(
+    logits: torch.Tensor, places: torch.Tensor, values: torch.Tensor, kind: dict[str, bool]
+) -> None:
+    constants, num_warps = _EDITS
+    if len(places):
+        _put_kernel[(triton.cdiv(len(places), constants["BLOCK"]),)](
+            logits, logits.stride(0), logits.shape[1], places, values, len(places), **kind,
+            **constants, num_warps=num_warps,
+        )  # fmt: skip
+
+
+def divide(logits: torch.Tensor, divisors: torch.Tensor) -> None:
+    """Divide each row by its number, in place.
+
+    Args:
+        divisors: float32 [rows, 1].
+    """
+    if len(logits):
+        constants, num_warps = _READ
+        parts, _ = _parts(logits, constants["BLOCK"])
+        _divide_kernel[(len(logits), parts)](
+            logits, logits.stride(0), logits.shape[1], divisors.contiguous(), **constants,
+            num_warps=num_warps,
+        )  # fmt: skip
+
+
 def _variants() -> tuple[Variant, ...]:
     """Return what is compiled for the vocabularies of Llama 3 and Qwen."""
     read, num_warps = _READ
+    select, warps = _SELECT
+    sums = {"sums_ptr": "*i64", "found_ptr": "*i64", "goals_ptr": "*i64"}
     rows = {"logits_ptr": "*fp32", "row_stride": "i64:16", "vocab": "i32:16"}
     best, parts = {"best_ptr": "*i64"}, {"parts": "i32"}
     variants = []
@@ -285,7 +543,23 @@ def _variants() -> tuple[Variant, ...]:
                 results | parts | {"tokens_ptr": "*i64"}, joined, _JOIN_WARPS),
             Variant(f"min-p, {vocab}", _min_p_kernel, rows | best | {"log_p_ptr": "*fp32"},
                 read | joined, num_warps),
+            Variant(f"top-k pass, {vocab}", _select_kernel, rows | best | {"settings_ptr": "*i64"}
+                | sums, select | joined | {"PASS": 2, "WEIGHTED": False}, warps),
+            Variant(f"top-p pass 1, {vocab}", _select_kernel, rows | best
+                | {"settings_ptr": "*fp32"} | sums,
+                select | joined | {"PASS": 1, "WEIGHTED": True}, warps),
+            Variant(f"top-p pass, {vocab}", _select_kernel, rows | best
+                | {"settings_ptr": "*fp32"} | sums,
+                select | joined | {"PASS": 2, "WEIGHTED": True}, warps),
+            Variant(f"top-p mask, {vocab}", _mask_kernel, rows | best | {"settings_ptr": "*fp32"}
+                | sums, select | joined | {"PASSES": _PASSES, "WEIGHTED": True}, warps),
         ]  # fmt: skip
+    variants.append(Variant("bitmask", _keep_tokens_kernel, rows | {"rows_ptr": "*i64", "masks_ptr": "*i32", "mask_stride": "i64"}, read, num_warps))
+    variants.append(Variant("divide", _divide_kernel, rows | {"divisors_ptr": "*fp32"}, read, num_warps))
+    variants.append(Variant("fill", _fill_kernel, rows | {"rows_ptr": "*i64"}, read, num_warps))
+    edits, w = _EDITS
+    for name, kind in {"take": (True,False), "set": (False,False), "add": (False,True)}.items():
+        variants.append(Variant(name, _put_kernel, rows | {"places_ptr": "*i64", "values_ptr": "*fp32", "count": "i32"}, edits | {"TAKE": kind[0], "ADD": kind[1]}, w))
     return tuple(variants)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.searching import examples
 
-from hardpoint.plugins import Ops
+from hardpoint.plugins import Op, Ops
 from hardpoint.testing import load_ops
 
 logits_kernels = pytest.importorskip("hardpoint.kernels.triton.logits")
@@ -42,18 +42,24 @@ def column(data, strategy, rows, dtype):
     return torch.tensor(values, dtype=dtype).unsqueeze(1)
 
 
+def assert_equal(result, expected):
+    """Compare bit for bit, but for the bits of NaN."""
+    differs = result.view(torch.int32) != expected.view(torch.int32)
+    assert not (differs & ~(result.isnan() & expected.isnan())).any()
+
+
 def check(name, logits, *arguments):
     """Compare a kernel's function with the method of `Ops` of that name."""
-    results = []
-    for function in (getattr(Ops, name).__get__(TORCH), getattr(logits_kernels, name)):
-        wide = torch.nn.functional.pad(logits, (0, 3))
-        given = wide[:, :-3]
-        result = function(given, *arguments[: 1 if name == "keep_top_k" and results else None])
-        assert not wide[:, -3:].any(), name
-        results.append(given.view(torch.int32) if result is None else result)
-        if result is not None:
-            assert torch.equal(given.view(torch.int32), logits.view(torch.int32)), name
-    assert torch.equal(*results), name
+    expected = logits.clone()
+    wanted = getattr(Ops, name)(TORCH, expected, *arguments)
+    wide = torch.nn.functional.pad(logits, (0, 3))
+    given = arguments[:1] if name == "keep_top_k" else arguments
+    result = getattr(logits_kernels, name)(wide[:, :-3], *given)
+    assert (result is None) == (wanted is None)
+    if wanted is not None:
+        assert torch.equal(result, wanted), name
+    assert_equal(wide[:, :-3], expected)
+    assert not wide[:, -3:].any(), name
 
 
 @examples(25)
@@ -68,7 +74,53 @@ def test_choices(logits, data):
 SHARES = st.floats(0, 1, width=32) | st.sampled_from([1e-7, 0.9, 0.999, 0.9999999, 1.0, 0.0])
 
 
+@examples(8)
+@given(logits=logits_of(), data=st.data())
+def test_shares(logits, data):
+    p = column(data, SHARES, len(logits), torch.float32)
+    check("keep_min_p", logits, p)
+    check("keep_top_p", logits, p)
+
+
+@examples(8)
+@given(logits=logits_of(), data=st.data())
+def test_top_k(logits, data):
+    rows, vocab = logits.shape
+    k = column(data, st.integers(-1, vocab + 2) | st.integers(1, 5), rows, torch.int64)
+    if in_use := [each for each in k.flatten().tolist() if 0 < each < vocab]:
+        check("keep_top_k", logits, k, max(in_use))
+
+
 @examples(15)
 @given(logits=logits_of(), data=st.data())
-def test_min_p(logits, data):
-    check("keep_min_p", logits, column(data, SHARES, len(logits), torch.float32))
+def test_masks_edits_and_divisors(logits, data):
+    rows, vocab = logits.shape
+    chosen = data.draw(st.lists(st.integers(0, rows - 1), unique=True, min_size=1))
+    columns = -(-vocab // 32)
+    patterns = st.sampled_from([0, 0, -1, 1, -(2**31), 0x5A5A0FF0])
+    bits = data.draw(st.lists(patterns, min_size=columns, max_size=columns))
+    bitmask = torch.tensor([bits[row:] + bits[:row] for row in chosen], dtype=torch.int32)
+    check("keep_tokens", logits, torch.tensor(chosen), bitmask)
+    divisors = column(
+        data,
+        st.floats(2.0**-20, 2.0**100, width=32) | st.sampled_from([0.7, 1e-5, 1e30]),
+        rows,
+        torch.float32,
+    )
+    check("divide", logits, divisors)
+
+
+@examples(10)
+@given(logits=logits_of(), data=st.data(), op=st.sampled_from(Op))
+def test_edits(logits, data, op):
+    spots = st.lists(st.integers(0, logits.numel() - 1), unique=True, min_size=1, max_size=300)
+    places = torch.tensor(data.draw(spots))
+    values = torch.randn(len(places), generator=torch.Generator().manual_seed(1)) * 9
+    rows = (places // logits.shape[1]).unique()
+    expected, result = logits.clone(), torch.nn.functional.pad(logits, (0, 3))[:, :-3]
+    Ops.edit(TORCH, expected, op, places, values, rows)
+    if op is Op.KEEP_ONLY:
+        logits_kernels.put_only(result, places, rows)
+    else:
+        logits_kernels.put(result, places, values, add=op is Op.ADD)
+    assert_equal(result, expected)

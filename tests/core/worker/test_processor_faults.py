@@ -253,7 +253,8 @@ def test_edits_keep_only_and_set():
     from hardpoint.testing import load_ops
 
     logits = torch.zeros(3, 4)
-    compile_edits(Edits([0, 0], [1, 2], (), Op.KEEP_ONLY), [2], logits, load_ops(torch.float32))(logits)
+    edits = Edits([0, 0], [1, 2], (), Op.KEEP_ONLY)
+    compile_edits(edits, [2], logits, load_ops(torch.float32))(logits)
     assert logits[2].tolist() == [-INF, 0, 0, -INF]
     assert logits[:2].tolist() == [[0] * 4] * 2
 

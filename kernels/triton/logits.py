@@ -263,11 +263,10 @@ def _select_kernel(
             weight = (token < vocab).to(tl.int32)
         key = _key(logits)
         digit = tl.arange(0, 1 << DIGIT)
-        sums = tl.zeros([1 << DIGIT], tl.int64)
-        for value in range(1 << DIGIT):
-            threshold = found + (tl.cast(value, tl.int64) << (32 - (PASS + 1) * DIGIT)) - 0x80000000
-            reached = tl.sum(tl.where(key >= threshold.to(tl.int32), weight, 0), 0)
-            sums = tl.where(digit == value, reached, sums)
+        threshold = found + (digit.to(tl.int64) << (32 - (PASS + 1) * DIGIT)) - 0x80000000
+        # With the logits in the last dimension, no two threads have the same one.
+        is_above = key[None, :] >= threshold.to(tl.int32)[:, None]
+        sums = tl.sum(tl.where(is_above, weight[None, :], 0), 1)
         place = (PASS * tl.num_programs(0) + row) * parts + part
         tl.store(sums_ptr + (place << DIGIT) + digit, sums)
 

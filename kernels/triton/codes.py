@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hardpoint.kernels.triton.launch import Variant, power_of_2
+from hardpoint.kernels.triton.launch import Variant, is_interpreted
 from hardpoint.kernels.triton.packed_codes import LAYOUT, Codes, Form, Part, pack, read
 
 __all__ = ["LAYOUT", "VARIANTS", "Codes", "gather_codes", "linear_codes", "pack"]
@@ -157,7 +157,7 @@ def _many_rows(
     x_stride, y_stride, split_stride, x_rows, columns, rows, group, row_bytes, split_units,
     BITS: tl.constexpr, UNIT: tl.constexpr, NESTED: tl.constexpr, OFFSETS: tl.constexpr,
     HAS_VALUES: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    UNITS: tl.constexpr,
+    UNITS: tl.constexpr, WIDEN: tl.constexpr,
 ):
     HALVES: tl.constexpr = 1 if BITS == 8 else 2
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -185,6 +185,8 @@ def _many_rows(
             at = _first_columns(start + place // UNIT, half, BITS, UNIT) + place % UNIT
             inside = m_inside[:, None] & (at < columns)[None, :]
             part = tl.load(x_at + at[None, :], mask=inside, other=0)
+            if WIDEN:  # the interpreter cannot multiply bfloat16, and cuts it in place of rounding
+                part = part.to(tl.float32)
             matrix = tl.reshape(weight.to(part.dtype), (BLOCK_N, UNITS * UNIT))
             total = tl.dot(part, tl.trans(matrix), total, input_precision="ieee")
     if HAS_BIAS:
@@ -342,7 +344,7 @@ class _Product:
             x, *tensors, target, x.stride(0), target.stride(-2), target.stride(0), len(x),
             self._columns, form.rows, form.group, self._row_bytes,
             triton.cdiv(steps, splits) * units, HAS_BIAS=self._has_bias and not is_split,
-            BLOCK_M=tile.x_rows, BLOCK_N=tile.rows, **constants,
+            BLOCK_M=tile.x_rows, BLOCK_N=tile.rows, **constants, WIDEN=is_interpreted(),
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         if is_split:
@@ -387,3 +389,61 @@ def _tensors(part: Part) -> tuple[torch.Tensor, ...]:
     optional = (part.highs, part.scales, part.outer_scales, part.offsets, part.outer_offsets)
     optional = (*optional, part.values)
     return (part.codes, *(part.codes if tensor is None else tensor for tensor in optional))
+
+
+_TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+_SCALES = {1: "fp16", 2: "fp32", 3: "i8", 4: "u8"}
+_BLOCKS = {
+    "int4, groups of 32": (4, 32, 1, 1),
+    "int4, groups of 128": (4, 128, 1, 1),
+    "int8": (8, 32, 1, 1),
+    "Q4_K": (4, 32, 4, 4),
+    "Q6_K": (6, 16, 3, 0),
+}
+
+
+def _variant(blocks: str, shape: tuple[int, int], x_rows: int, dtype: torch.dtype) -> Variant:
+    """Return how a product is compiled."""
+    bits, group, scales, offsets = _BLOCKS[blocks]
+    form = Form(shape[0], bits, group, scales, offsets, has_values=False)
+    tile = _tile(x_rows, shape[0], dtype)
+    name = f"{'one_row' if x_rows == 1 else 'many_rows'}, {blocks}, {_TYPES[dtype]}, {x_rows} x "
+    types = _code_types(form) | {
+        "x": f"*{_TYPES[dtype]}", "bias": f"*{_SCALES[scales]}", "y": f"*{_TYPES[dtype]}",
+        "columns": "i32:16", "rows": "i32:16", "group": "i32:16", "row_bytes": "i32:16",
+    }  # fmt: skip
+    constants = _constants(form, tile) | {"HAS_BIAS": False, "BLOCK_N": tile.rows}
+    kernel = _one_row
+    if x_rows > 1:
+        kernel = _many_rows
+        steps = triton.cdiv(shape[1] * min(bits, 8) // 8, tile.num_bytes)
+        if _splits(tile, shape[0], steps) > 1:
+            types["y"] = "*fp32"
+        numbers = ("x_stride", "y_stride", "split_stride", "x_rows", "split_units")
+        types |= dict.fromkeys(numbers, "i32:16")
+        constants |= {"BLOCK_M": tile.x_rows, "WIDEN": False}
+    return Variant(name + f"{shape[0]}x{shape[1]}", kernel, types, constants, tile.warps, tile.stages)
+
+
+def _code_types(form: Form) -> dict[str, str]:
+    """Return the types of what `_tensors` returns."""
+    codes = "*i8" if form.bits == 8 else "*u8"
+    scales, offsets = f"*{_SCALES[form.scales]}", f"*{_SCALES.get(form.offsets, codes[1:])}"
+    return {
+        "codes": codes,
+        "highs": codes,
+        "scales": scales,
+        "outer_scales": "*fp16" if form.scales > 2 else codes,
+        "offsets": offsets,
+        "outer_offsets": "*fp16" if form.offsets > 2 else codes,
+        "values": codes,
+    }
+
+
+_SHAPES = ((4096, 4096), (14336, 4096))
+VARIANTS = tuple(
+    _variant(blocks, shape, x_rows, torch.bfloat16)
+    for blocks in _BLOCKS
+    for shape in _SHAPES
+    for x_rows in (1, 16, 512)
+) + tuple(_variant("int4, groups of 32", _SHAPES[0], rows, torch.float32) for rows in (1, 16, 512))

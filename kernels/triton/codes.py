@@ -49,6 +49,8 @@ _ROWS = {
     2: ((16, Tile(16, 32, 64, 4, 3)), (64, Tile(64, 64, 64, 4, 3)), (0, Tile(128, 128, 32, 8, 3))),
     4: ((16, Tile(16, 32, 64, 4, 2)), (0, Tile(64, 64, 32, 4, 2))),
 }
+# The interpreter takes as long for a large step as for a small one.
+_INTERPRETED = (Tile(1, 64, 256, 4, 1), Tile(16, 64, 256, 4, 1))
 _GATHERED = Tile(1, 1, 512, 4, 1)
 _PROGRAMS = 512  # that keep a GPU's memory busy
 _LEAST_STEPS = 4  # of a program's loop, if columns are divided
@@ -355,6 +357,8 @@ class _Product:
 
 
 def _tile(x_rows: int, rows: int, dtype: torch.dtype) -> Tile:
+    if is_interpreted():
+        return _INTERPRETED[x_rows > 1]
     if x_rows == 1:
         return next(tile for least, tile in _ONE_ROW if rows >= least)
     return next(tile for most, tile in _ROWS[dtype.itemsize] if x_rows <= most or not most)

@@ -43,7 +43,11 @@ class Tile(NamedTuple):
 
 
 # For one row of x, by the least number of rows of W: few rows leave few programs to read it.
-_ONE_ROW = ((8192, Tile(1, 8, 512, 4, 2)), (2048, Tile(1, 4, 1024, 4, 2)), (0, Tile(1, 2, 1024, 4, 2)))
+_ONE_ROW = (
+    (8192, Tile(1, 8, 512, 4, 2)),
+    (2048, Tile(1, 4, 1024, 4, 2)),
+    (0, Tile(1, 2, 1024, 4, 2)),
+)
 # By the largest number of rows of x, in 2 bytes and in 4.
 _ROWS = {
     2: ((16, Tile(16, 32, 64, 4, 3)), (64, Tile(64, 64, 64, 4, 3)), (0, Tile(128, 128, 32, 8, 3))),
@@ -87,9 +91,7 @@ def _load_bytes(
 
 
 @triton.jit
-def _values_of(
-    low, high, values, HALF: tl.constexpr, BITS: tl.constexpr, HAS_VALUES: tl.constexpr
-):
+def _values_of(low, high, values, HALF: tl.constexpr, BITS: tl.constexpr, HAS_VALUES: tl.constexpr):
     """Return what the codes in the lower (0) or upper (1) bits of bytes stand for, float32."""
     if BITS == 8:
         codes = low
@@ -104,9 +106,7 @@ def _values_of(
 
 
 @triton.jit
-def _factors_of(
-    factors, outer, n, n_inside, columns_at, columns, group, NESTED: tl.constexpr
-):
+def _factors_of(factors, outer, n, n_inside, columns_at, columns, group, NESTED: tl.constexpr):
     """Return scales or offsets [n, units], float32; 0 beyond the columns."""
     inside = n_inside[:, None] & (columns_at < columns)[None, :]
     rows = n.to(tl.int64)[:, None]
@@ -121,10 +121,28 @@ def _factors_of(
 
 @triton.jit
 def _one_row(
-    x, codes, highs, scales, outer_scales, offsets, outer_offsets, values, bias, y,
-    columns, rows, group, row_bytes,
-    BITS: tl.constexpr, UNIT: tl.constexpr, NESTED: tl.constexpr, OFFSETS: tl.constexpr,
-    HAS_VALUES: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
+    x,
+    codes,
+    highs,
+    scales,
+    outer_scales,
+    offsets,
+    outer_offsets,
+    values,
+    bias,
+    y,
+    columns,
+    rows,
+    group,
+    row_bytes,
+    BITS: tl.constexpr,
+    UNIT: tl.constexpr,
+    NESTED: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    HAS_VALUES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UNITS: tl.constexpr,
 ):
     HALVES: tl.constexpr = 1 if BITS == 8 else 2
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -137,9 +155,7 @@ def _one_row(
             first = _first_columns(units, half, BITS, UNIT)
             at = first[None, :, None] + tl.arange(0, UNIT)[None, None, :]
             part = tl.load(x + at, mask=at < columns, other=0).to(tl.float32)
-            scale = _factors_of(
-                scales, outer_scales, n, n_inside, first, columns, group, NESTED
-            )
+            scale = _factors_of(scales, outer_scales, n, n_inside, first, columns, group, NESTED)
             code = _values_of(low, high, values, half, BITS, HAS_VALUES)
             total += tl.sum(code * part, 2) * scale
             if OFFSETS > 0:
@@ -155,11 +171,35 @@ def _one_row(
 
 @triton.jit
 def _many_rows(
-    x, codes, highs, scales, outer_scales, offsets, outer_offsets, values, bias, y,
-    x_stride, y_stride, split_stride, x_rows, columns, rows, group, row_bytes, split_units,
-    BITS: tl.constexpr, UNIT: tl.constexpr, NESTED: tl.constexpr, OFFSETS: tl.constexpr,
-    HAS_VALUES: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    UNITS: tl.constexpr, WIDEN: tl.constexpr,
+    x,
+    codes,
+    highs,
+    scales,
+    outer_scales,
+    offsets,
+    outer_offsets,
+    values,
+    bias,
+    y,
+    x_stride,
+    y_stride,
+    split_stride,
+    x_rows,
+    columns,
+    rows,
+    group,
+    row_bytes,
+    split_units,
+    BITS: tl.constexpr,
+    UNIT: tl.constexpr,
+    NESTED: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    HAS_VALUES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UNITS: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):
     HALVES: tl.constexpr = 1 if BITS == 8 else 2
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -174,9 +214,7 @@ def _many_rows(
         low, high = _load_bytes(codes, highs, n, units, n_inside, row_bytes, BITS, UNIT)
         for half in tl.static_range(HALVES):
             first = _first_columns(units, half, BITS, UNIT)
-            scale = _factors_of(
-                scales, outer_scales, n, n_inside, first, columns, group, NESTED
-            )
+            scale = _factors_of(scales, outer_scales, n, n_inside, first, columns, group, NESTED)
             weight = _values_of(low, high, values, half, BITS, HAS_VALUES) * scale[:, :, None]
             if OFFSETS > 0:
                 offset = _factors_of(
@@ -200,7 +238,14 @@ def _many_rows(
 
 @triton.jit
 def _sum_splits(
-    sums, bias, y, y_stride, x_rows, rows, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    sums,
+    bias,
+    y,
+    y_stride,
+    x_rows,
+    rows,
+    SPLITS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     m = tl.program_id(1).to(tl.int64)
@@ -216,10 +261,27 @@ def _sum_splits(
 
 @triton.jit
 def _gather(
-    ids, codes, highs, scales, outer_scales, offsets, outer_offsets, values, y,
-    first_row, y_stride, columns, rows, group, row_bytes,
-    BITS: tl.constexpr, UNIT: tl.constexpr, NESTED: tl.constexpr, OFFSETS: tl.constexpr,
-    HAS_VALUES: tl.constexpr, UNITS: tl.constexpr,
+    ids,
+    codes,
+    highs,
+    scales,
+    outer_scales,
+    offsets,
+    outer_offsets,
+    values,
+    y,
+    first_row,
+    y_stride,
+    columns,
+    rows,
+    group,
+    row_bytes,
+    BITS: tl.constexpr,
+    UNIT: tl.constexpr,
+    NESTED: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    HAS_VALUES: tl.constexpr,
+    UNITS: tl.constexpr,
 ):
     HALVES: tl.constexpr = 1 if BITS == 8 else 2
     index = tl.program_id(0)
@@ -333,7 +395,6 @@ class _Product:
     def _multiply_many(self, x: torch.Tensor, y: torch.Tensor, tile: Tile) -> None:
         form, *tensors = self._form, *self._tensors
         constants = _constants(form, tile)
-        unit, units = constants["UNIT"], constants["UNITS"]
         steps = triton.cdiv(self._row_bytes, tile.num_bytes)
         splits = _splits(tile, form.rows, steps)
         grid = (triton.cdiv(len(x), tile.x_rows), triton.cdiv(form.rows, tile.rows), splits)
@@ -345,7 +406,7 @@ class _Product:
         _many_rows[grid](
             x, *tensors, target, x.stride(0), target.stride(-2), target.stride(0), len(x),
             self._columns, form.rows, form.group, self._row_bytes,
-            triton.cdiv(steps, splits) * units, HAS_BIAS=self._has_bias and not is_split,
+            triton.cdiv(steps, splits) * constants["UNITS"], HAS_BIAS=self._has_bias and not is_split,
             BLOCK_M=tile.x_rows, BLOCK_N=tile.rows, **constants, WIDEN=is_interpreted(),
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
@@ -371,8 +432,8 @@ def _splits(tile: Tile, rows: int, steps: int) -> int:
     """
     if tile.x_rows > 16:
         return 1
-    wanted = min(_PROGRAMS // triton.cdiv(rows, tile.rows), steps // _LEAST_STEPS, 16)
-    return 1 << max(wanted, 1).bit_length() - 1
+    wanted = min(_PROGRAMS // -(-rows // tile.rows), steps // _LEAST_STEPS, 16)
+    return 1 << (max(wanted, 1).bit_length() - 1)
 
 
 def _constants(form: Form, tile: Tile) -> dict[str, Any]:
@@ -390,8 +451,8 @@ def _constants(form: Form, tile: Tile) -> dict[str, Any]:
 
 def _tensors(part: Part) -> tuple[torch.Tensor, ...]:
     """Return what kernels take; in the place of what there is not, what no kernel reads."""
-    optional = (part.highs, part.scales, part.outer_scales, part.offsets, part.outer_offsets)
-    optional = (*optional, part.values)
+    scales = (part.scales, part.outer_scales, part.offsets, part.outer_offsets)
+    optional = (part.highs, *scales, part.values)
     return (part.codes, *(part.codes if tensor is None else tensor for tensor in optional))
 
 
@@ -426,7 +487,9 @@ def _variant(blocks: str, shape: tuple[int, int], x_rows: int, dtype: torch.dtyp
         numbers = ("x_stride", "y_stride", "split_stride", "x_rows", "split_units")
         types |= dict.fromkeys(numbers, "i32:16")
         constants |= {"BLOCK_M": tile.x_rows, "WIDEN": False}
-    return Variant(name + f"{shape[0]}x{shape[1]}", kernel, types, constants, tile.warps, tile.stages)
+    return Variant(
+        name + f"{shape[0]}x{shape[1]}", kernel, types, constants, tile.warps, tile.stages
+    )
 
 
 def _code_types(form: Form) -> dict[str, str]:

@@ -13,7 +13,7 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ _MAGIC = int.from_bytes(b"gpucode1", "little")
 _FIXED = 6  # words: magic, bytes, rows, columns, parts, checksum of the header
 _PER_PART = 6  # words: rows, bits, group, scales, offsets, whether there are values
 _MOST_PARTS = 1 << 10
+_MOST = 2**31 - 1  # rows, and columns of a group: kernels have numbers of 32 bits
 _ALIGNED = 128  # bytes: a line of a GPU's cache
 _CHUNK = 64  # columns whose codes lie together
 _OUTER = 256  # columns that share an outer scale
@@ -94,9 +95,9 @@ class Form:
     def is_valid(self) -> bool:
         """Whether there are such matrices."""
         return (
-            self.rows > 0
+            0 < self.rows <= _MOST
             and self.bits in (4, 5, 6, 8)
-            and (self.group == 16 or (self.group >= 32 and self.group % 32 == 0))
+            and (self.group == 16 or (32 <= self.group <= _MOST and self.group % 32 == 0))
             and self.scales in _DTYPES
             and (self.offsets == 0 or self.offsets in _DTYPES)
             and not (self.has_values and self.bits == 8)
@@ -134,9 +135,7 @@ def pack(parts: Sequence[Codes], device: torch.device) -> torch.Tensor:
     """
     columns = parts[0].codes.shape[1]
     if not columns:
-        raise ValueError(
-            f"expected codes of at least 1 column, got {list(parts[0].codes.shape)}"
-        )
+        raise ValueError(f"expected codes of at least 1 column, got {list(parts[0].codes.shape)}")
     runs = _runs([part for part in parts if len(part.codes)])
     forms = [_form_of(run) for run in runs]
     size = _size(forms, columns)
@@ -179,9 +178,8 @@ def _forms(packed: torch.Tensor, shape: tuple[int, int]) -> list[Form] | None:
         return None
     words = _words(packed, _FIXED + _PER_PART * fixed[4])
     forms = [
-        Form(*words[at : at + 5], has_values=bool(words[at + 5]))
-        for at in range(_FIXED, len(words), _PER_PART)
-        if len(words) >= at + _PER_PART
+        _form(words[at : at + _PER_PART])
+        for at in range(_FIXED, len(words) + 1 - _PER_PART, _PER_PART)
     ]
     rows, columns = shape
     is_right = (
@@ -202,7 +200,12 @@ def _words(packed: torch.Tensor, count: int) -> list[int]:
     return words
 
 
-def _header(forms: Sequence[Form], columns: int, size: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _form(words: Sequence[int]) -> Form:
+    rows, bits, group, scales, offsets, has_values = words
+    return Form(rows, bits, group, scales, offsets, has_values=bool(has_values))
+
+
+def _header(forms: Sequence[Form], columns: int, size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     rows = sum(form.rows for form in forms)
     words = [_MAGIC, size, rows, columns, len(forms), 0]
     for form in forms:

@@ -50,7 +50,7 @@ _ONE_ROW = (
 )
 # By the largest number of rows of x, in 2 bytes and in 4.
 _ROWS = {
-    2: ((16, Tile(16, 32, 64, 4, 3)), (64, Tile(64, 64, 64, 4, 3)), (0, Tile(128, 128, 32, 8, 3))),
+    2: ((16, Tile(16, 32, 64, 4, 3)), (64, Tile(64, 64, 64, 4, 3)), (0, Tile(128, 64, 32, 8, 3))),
     4: ((16, Tile(16, 32, 64, 4, 2)), (0, Tile(64, 64, 32, 4, 2))),
 }
 # The interpreter takes as long for a large step as for a small one.
@@ -406,7 +406,8 @@ class _Product:
         _many_rows[grid](
             x, *tensors, target, x.stride(0), target.stride(-2), target.stride(0), len(x),
             self._columns, form.rows, form.group, self._row_bytes,
-            triton.cdiv(steps, splits) * constants["UNITS"], HAS_BIAS=self._has_bias and not is_split,
+            triton.cdiv(steps, splits) * constants["UNITS"],
+            HAS_BIAS=self._has_bias and not is_split,
             BLOCK_M=tile.x_rows, BLOCK_N=tile.rows, **constants, WIDEN=is_interpreted(),
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip

@@ -553,12 +553,30 @@ def _variants() -> tuple[Variant, ...]:
             Variant(f"top-p mask, {vocab}", _mask_kernel, rows | best | {"settings_ptr": "*fp32"}
                 | sums, select | joined | {"PASSES": _PASSES, "WEIGHTED": True}, warps),
         ]  # fmt: skip
-    variants.append(Variant("bitmask", _keep_tokens_kernel, rows | {"rows_ptr": "*i64", "masks_ptr": "*i32", "mask_stride": "i64"}, read, num_warps))
-    variants.append(Variant("divide", _divide_kernel, rows | {"divisors_ptr": "*fp32"}, read, num_warps))
+    variants.append(
+        Variant(
+            "bitmask",
+            _keep_tokens_kernel,
+            rows | {"rows_ptr": "*i64", "masks_ptr": "*i32", "mask_stride": "i64"},
+            read,
+            num_warps,
+        )
+    )
+    variants.append(
+        Variant("divide", _divide_kernel, rows | {"divisors_ptr": "*fp32"}, read, num_warps)
+    )
     variants.append(Variant("fill", _fill_kernel, rows | {"rows_ptr": "*i64"}, read, num_warps))
     edits, w = _EDITS
-    for name, kind in {"take": (True,False), "set": (False,False), "add": (False,True)}.items():
-        variants.append(Variant(name, _put_kernel, rows | {"places_ptr": "*i64", "values_ptr": "*fp32", "count": "i32"}, edits | {"TAKE": kind[0], "ADD": kind[1]}, w))
+    for name, kind in {"take": (True, False), "set": (False, False), "add": (False, True)}.items():
+        variants.append(
+            Variant(
+                name,
+                _put_kernel,
+                rows | {"places_ptr": "*i64", "values_ptr": "*fp32", "count": "i32"},
+                edits | {"TAKE": kind[0], "ADD": kind[1]},
+                w,
+            )
+        )
     return tuple(variants)
 
 

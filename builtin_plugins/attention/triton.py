@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from hardpoint.builtin_plugins.gpu import load_kernels
 from hardpoint.plugins import AttentionBackend, AttentionContext, AttentionStep, KVSpec, ModelError
 
 if TYPE_CHECKING:
     from hardpoint.kernels.triton.attention import PagedStep
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +44,14 @@ class TritonAttention(AttentionBackend[torch.Tensor, TritonPlan]):
             ModelError: they cannot run here, or there are none for the dtype.
         """
         super().__init__(context)
-        self._kernels = _load_kernels(context)
+        self._is_interpreted = load_kernels(context, "attention.use")
+        from hardpoint.kernels.triton import attention  # noqa: PLC0415 - few machines have triton
+
+        self._kernels = attention
+
+    def describe(self) -> str:
+        """Return the name, and whether kernels are interpreted."""
+        return f"{self.name} (interpreted)" if self._is_interpreted else self.name
 
     def bytes_per_block(self, spec: KVSpec) -> int:
         """Return the size in bytes of one block of one layer, keys and values.
@@ -122,33 +128,3 @@ class TritonAttention(AttentionBackend[torch.Tensor, TritonPlan]):
         kernels = self._kernels
         kernels.store(q, k, v, cache, plan.slots, angles)
         return kernels.attend(q, cache, plan.paged, spec.scale, spec.window, spec.softcap)
-
-
-def _load_kernels(context: AttentionContext) -> Any:
-    """Return the module of the kernels, which is imported where it is used alone.
-
-    Raises:
-        ModelError: they cannot run here, or there are none for the dtype.
-    """
-    if context.dtype not in _DTYPES:
-        raise ModelError(
-            f"attention.use: {context.name!r} computes in "
-            f"{', '.join(_name(dtype) for dtype in _DTYPES)}, the model's dtype is "
-            f"{_name(context.dtype)}"
-        )
-    try:
-        from hardpoint.kernels.triton import attention, launch  # noqa: PLC0415
-
-        launch.check_device(context.device)
-    except ImportError as cause:
-        raise ModelError(
-            f"attention.use: {context.name!r} cannot be used: triton is not installed; install "
-            "hardpoint[gpu]"
-        ) from cause
-    except launch.KernelsUnavailableError as cause:
-        raise ModelError(f"attention.use: {context.name!r} cannot be used: {cause}") from cause
-    return attention
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -13,6 +13,7 @@ from hardpoint.core.activity import PluginCalls
 from hardpoint.core.worker.sampling.grammar_mask import GrammarMask
 from hardpoint.core.worker.sampling.logprobs import gather_logprobs
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
+from hardpoint.core.worker.sampling.transfers import select_rows
 from hardpoint.plugins import (
     EngineCoreRequest,
     ForwardBatch,
@@ -29,6 +30,7 @@ from hardpoint.plugins import (
     typed,
 )
 from hardpoint.plugins.arguments import prepared_type
+from hardpoint.plugins.device import to_device
 from hardpoint.plugins.kinds import KINDS, Process
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.read_only import ReadOnlyDict, ReadOnlyList, read_only
@@ -347,9 +349,9 @@ class ModelRunner:
             if step.samples[index] and request.request_id not in output.faults
         ]
         if indices:
-            last = torch.from_numpy(step.query_starts[1:][indices] - 1)
+            last = to_device(step.query_starts[1:][indices] - 1, self._device)
             requests = [step.requests[index] for index in indices]
-            self._choose(hidden, last.to(self._device), requests, output, bitmask)
+            self._choose(hidden, last, requests, output, bitmask)
         if self._divides_logits:
             self._ranks.ask_for_logits(torch.empty(0, dtype=torch.int64, device=self._device))
         return output if self.connector is None else self._with_report(output, plan)
@@ -408,7 +410,7 @@ class ModelRunner:
         advancing = [requests[row] for row in rows]
         ids = sampled.device_ids
         output.faults |= pipeline.advance(
-            advancing, tokens, ids if len(rows) == len(requests) else ids[rows]
+            advancing, tokens, ids if len(rows) == len(requests) else select_rows(ids, rows)
         )
         if sampled.observed:
             seen = [row for row in rows if row in sampled.observed]
@@ -533,8 +535,8 @@ class ModelRunner:
                 begin = int(first) + offset
                 rows = torch.arange(begin, begin + len(part), device=self._device)
                 logits = self._logits(hidden, rows)
-                chosen = torch.tensor(part, device=self._device)
-                entries += gather_logprobs(logits, chosen, [count] * len(part))
+                chosen = to_device(part, self._device)
+                entries += gather_logprobs(logits, chosen, part, [count] * len(part))
             result[request.request_id] = entries
         return result
 

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICE = torch.device("cuda", 0)
 _ROOT = Path(__file__).resolve().parents[2]
-_HERE = str(Path(__file__).resolve())
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_HERE = Path(__file__).resolve()
 
 
 class StandIn(torch.Tensor):
@@ -30,14 +31,21 @@ class StandIn(torch.Tensor):
 
 @dataclass(frozen=True)
 class Wait:
-    """A place where the host waits for the device."""
+    """A place where the host waits for the device.
+
+    Attributes:
+        what: makes it wait.
+        place: file and function, the innermost of the sources.
+        line: of the file.
+    """
 
     what: str
-    where: str
+    place: tuple[str, str]
+    line: int
 
     def __str__(self) -> str:
-        """Return both for a message."""
-        return f"{self.where}: {self.what}"
+        """Return all for a message."""
+        return f"{self.place[0]}:{self.line} in {self.place[1]}: {self.what}"
 
 
 _WAITING = {
@@ -52,6 +60,7 @@ _WAITING = {
     "unique_dim_consecutive": "the size of the result depends on values",
     "bincount": "the size of the result depends on values",
     "equal": "a bool is read",
+    "allclose": "a bool is read",
     "multinomial": "the probabilities are checked",
 }
 """Operations of torch that wait for a CUDA device."""
@@ -72,20 +81,19 @@ class StandInDevice(TorchFunctionMode):
         super().__init__()
         self.waits: list[Wait] = []
         self._pinned: list[torch.Tensor] = []
-        Tensor = torch.Tensor
         self._special: dict[Any, Callable[..., Any]] = {
-            Tensor.to: self._to,
-            Tensor.cpu: lambda tensor: self._move(tensor, torch.device("cpu")),
-            Tensor.cuda: lambda tensor, *_, **options: self._move(tensor, DEVICE, **options),
-            Tensor.copy_: self._copy,
-            Tensor.pin_memory: lambda tensor, *_: self._pin(tensor.clone()),
-            Tensor.is_pinned: lambda tensor, *_: self._is_pinned(tensor),
-            Tensor.tolist: self._tolist,
-            Tensor.numpy: self._numpy,
-            Tensor.__array__: self._numpy,
-            Tensor.__getitem__: self._get,
-            Tensor.__setitem__: self._set,
-            Tensor.new_tensor: self._new_tensor,
+            torch.Tensor.to: self._to,
+            torch.Tensor.cpu: lambda tensor: self._move(tensor, torch.device("cpu")),
+            torch.Tensor.cuda: lambda tensor, *_, **options: self._move(tensor, DEVICE, **options),
+            torch.Tensor.copy_: self._copy,
+            torch.Tensor.pin_memory: lambda tensor, *_: self._pin(tensor.clone()),
+            torch.Tensor.is_pinned: lambda tensor, *_: self._is_pinned(tensor),
+            torch.Tensor.tolist: self._tolist,
+            torch.Tensor.numpy: self._numpy,
+            torch.Tensor.__array__: self._numpy,
+            torch.Tensor.__getitem__: self._get,
+            torch.Tensor.__setitem__: self._set,
+            torch.Tensor.new_tensor: self._new_tensor,
             torch.tensor: functools.partial(self._made, torch.tensor),
             torch.as_tensor: functools.partial(self._made, torch.as_tensor),
             torch.asarray: functools.partial(self._made, torch.asarray),
@@ -116,7 +124,7 @@ class StandInDevice(TorchFunctionMode):
 
     def note(self, what: str) -> None:
         """Note a wait of the code that called torch."""
-        self.waits.append(Wait(what, _caller()))
+        self.waits.append(Wait(what, *_caller()))
 
     def _to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         device, dtype = kwargs.pop("device", None), kwargs.pop("dtype", None)
@@ -197,25 +205,22 @@ class StandInDevice(TorchFunctionMode):
             return tensor[index].as_subclass(StandIn)
 
     def _set(self, tensor: torch.Tensor, index: Any, value: Any) -> None:
-        is_tensor = isinstance(value, torch.Tensor)
         there, here = isinstance(tensor, StandIn), isinstance(value, StandIn)
-        if is_tensor and there != here and value.dim():
+        if isinstance(value, torch.Tensor) and there != here and value.dim():
             self._crossing(None, there=there, non_blocking=False)
         if not there:
             tensor[index] = value
             return
-        self._note_index(index, fills=not is_tensor or value.numel() == 1)
+        self._note_index(index)
         with _Watch(self.note):
             tensor[index] = value
 
-    def _note_index(self, index: Any, *, fills: bool = False) -> None:
-        """Note the waits of an index; `fills`: one value is written, which masks nothing out."""
+    def _note_index(self, index: Any) -> None:
+        """Note the waits of an index that is on the host."""
         for part in index if isinstance(index, tuple) else (index,):
-            if isinstance(part, StandIn):
-                if part.dtype in (torch.bool, torch.uint8) and not fills:
-                    self.note("an index of bools")
-            elif isinstance(part, torch.Tensor) and part.dim():
-                self.note("an index that is on the host")
+            if isinstance(part, torch.Tensor):
+                if not isinstance(part, StandIn) and part.dim():
+                    self.note("an index that is on the host")
             elif hasattr(part, "__array_interface__") or isinstance(part, list | range):
                 self.note("an index that is a list")
 
@@ -252,9 +257,13 @@ class _Watch(TorchDispatchMode):
             self._note(f"{name}: {why}")
         elif name == "repeat_interleave" and (kwargs or {}).get("output_size") is None:
             self._note(f"{name} without output_size")
-        elif name in ("index", "index_put", "index_put_"):
-            if any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]):
+        elif name in ("index", "index_put", "index_put_") and any(map(_is_mask, args[1])):
+            if name == "index" or args[2].numel() != 1:  # one value is filled in, without a wait
                 self._note(f"{name}: an index of bools")
+        elif func.has_kernel_for_dispatch_key(_COMPOSITE):
+            # In inference mode it comes whole; what it consists of may wait.
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -278,19 +287,23 @@ def _stand_in(value: Any) -> Any:
     return value
 
 
+def _is_mask(index: torch.Tensor | None) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
 def _is_cuda(device: Any) -> bool:
     return device is not None and torch.device(device).type == "cuda"
 
 
-def _caller() -> str:
-    """Return the innermost line of the sources that runs."""
+def _caller() -> tuple[tuple[str, str], int]:
+    """Return the innermost place of the sources that runs, and its line."""
     frame = sys._getframe(1)
     while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if str(path.resolve()) != _HERE and path.resolve().is_relative_to(_ROOT):
-            return f"{path.resolve().relative_to(_ROOT)}:{frame.f_lineno} in {frame.f_code.co_name}"
+        path = Path(frame.f_code.co_filename).resolve()
+        if path != _HERE and path.is_relative_to(_ROOT):
+            return (str(path.relative_to(_ROOT)), frame.f_code.co_name), frame.f_lineno
         frame = frame.f_back
-    return "outside of the sources"
+    raise AssertionError("called by no code of the sources")
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hardpoint.plugins import Edits, Op
+from hardpoint.plugins.device import to_device
 
 CompiledEdits = Callable[[torch.Tensor], None]
 """Applies edits to logits [rows, vocab] in place."""
@@ -48,8 +49,8 @@ def compile_edits(edits: Edits, batch_rows: Sequence[int], logits: torch.Tensor)
 
 
 def _set(values: dict[int, float], logits: torch.Tensor) -> CompiledEdits:
-    index = torch.tensor(list(values), device=logits.device)
-    value = torch.tensor(list(values.values()), dtype=torch.float32, device=logits.device)
+    index = to_device(list(values), logits.device)
+    value = to_device(list(values.values()), logits.device, torch.float32)
 
     def put(logits: torch.Tensor) -> None:
         logits.put_(index, value)
@@ -58,8 +59,8 @@ def _set(values: dict[int, float], logits: torch.Tensor) -> CompiledEdits:
 
 
 def _add(indices: list[int], values: Sequence[float], logits: torch.Tensor) -> CompiledEdits:
-    index = torch.tensor(indices, device=logits.device)
-    value = torch.tensor(list(values), dtype=torch.float32, device=logits.device)
+    index = to_device(indices, logits.device)
+    value = to_device(values, logits.device, torch.float32)
     if len(set(indices)) < len(indices):  # put_ sums duplicates in no defined order
         row, token = index // logits.shape[1], index % logits.shape[1]
 
@@ -75,8 +76,8 @@ def _add(indices: list[int], values: Sequence[float], logits: torch.Tensor) -> C
 
 
 def _keep_only(indices: list[int], rows: set[int], logits: torch.Tensor) -> CompiledEdits:
-    index = torch.tensor(indices, device=logits.device)
-    row_index = torch.tensor(sorted(rows), device=logits.device)
+    index = to_device(indices, logits.device)
+    row_index = to_device(sorted(rows), logits.device)
     are_all_rows = len(rows) == len(logits)
 
     def keep(logits: torch.Tensor) -> None:

@@ -10,27 +10,17 @@ import torch
 
 from hardpoint.plugins.requests import TokenLogprobs
 
-from .transfers import fetch
-
-
-def gather_logprobs(
-    logits: torch.Tensor, chosen: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]
-) -> list[TokenLogprobs]:
-    """Return each row's log-probabilities: the chosen token, then the `counts[row]` most likely.
-
-    Args:
-        logits: float32 [rows, vocab].
-        chosen: int64 [rows].
-        tokens: the same on the host.
-        counts: per row, the number of most likely tokens; -1 is the whole vocabulary.
-    """
-    return token_logprobs(fetch(logprob_tensors(logits, chosen, counts)), tokens, counts)
-
 
 def logprob_tensors(
     logits: torch.Tensor, chosen: torch.Tensor, counts: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Return what `token_logprobs` needs on the host; the arguments as for `gather_logprobs`."""
+    """Return what `token_logprobs` needs of each row on the host.
+
+    Args:
+        logits: float32 [rows, vocab].
+        chosen: int64 [rows]; the tokens of which to return the log-probability.
+        counts: per row, the number of most likely tokens; -1 is the whole vocabulary.
+    """
     logprobs = logits.log_softmax(-1)
     picked = logprobs.gather(1, chosen.unsqueeze(1))
     ranks = (logprobs > picked).sum(1) + 1
@@ -42,7 +32,13 @@ def logprob_tensors(
 def token_logprobs(
     arrays: Sequence[np.ndarray[Any, Any]], tokens: Sequence[int], counts: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """Return each row's log-probabilities from what `logprob_tensors` returned for them."""
+    """Return each row's log-probabilities: the chosen token, then the `counts[row]` most likely.
+
+    Args:
+        arrays: what `logprob_tensors` returned for the rows.
+        tokens: the chosen ones.
+        counts: the same as for `logprob_tensors`.
+    """
     ranks, top_ids, picked, top_values = (array.tolist() for array in arrays)
     most = len(top_ids[0]) if top_ids else 0
     wanted = [_wanted(count, most) for count in counts]

@@ -332,12 +332,15 @@ class Ops(Component):
         import torch  # noqa: PLC0415 - the contract is imported without it
 
         vocab = logits.shape[1]
-        places = torch.arange(32, dtype=torch.int32, device=bitmask.device)
-        if logits.device.type != "cpu":  # a loop over rows would make the host wait for it
-            bits = ((bitmask.unsqueeze(2) >> places) & 1).flatten(1)[:, :vocab]
-            kept = logits.index_select(0, rows).masked_fill_(bits == 0, -math.inf)
-            logits.index_copy_(0, rows, kept)
+        if logits.device.type != "cpu":
+            # Reading the rows' numbers would make the host wait for the device.
+            places = torch.arange(8, dtype=torch.uint8, device=bitmask.device)
+            bits = (bitmask.contiguous().view(torch.uint8).unsqueeze(-1) >> places) & 1
+            masked = bits.flatten(1)[:, :vocab] == 0
+            part = logits.index_select(0, rows).masked_fill_(masked, -math.inf)
+            logits.index_copy_(0, rows, part)
             return
+        places = torch.arange(32, dtype=torch.int32, device=bitmask.device)
         for row, columns in zip(rows.tolist(), bitmask, strict=True):  # one by one: 32 bytes a word
             bits = ((columns.unsqueeze(1) >> places) & 1).flatten()[:vocab]
             logits[row].masked_fill_(bits == 0, -math.inf)

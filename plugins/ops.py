@@ -95,6 +95,19 @@ class Ops(Component):
         """
         return None
 
+    def record_sizes(self, max_num_seqs: int) -> Sequence[int]:  # noqa: ARG002
+        """Return the numbers of sequences of which decode steps are recorded, ascending.
+
+        Empty, the default: what `record` returns serves every step with as many tokens, whatever
+        their sequences. With sizes, it serves steps with one token per sequence alone, which are
+        padded to the next size (`AttentionStep`): a recording has the numbers that its kernels were
+        started with, as CUDA graphs do.
+
+        Args:
+            max_num_seqs: the most that a step has.
+        """
+        return ()
+
     @property
     def code_bits(self) -> tuple[int, ...]:
         """Bits of the codes that `pack_codes` keeps as codes; none by default."""

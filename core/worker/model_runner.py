@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.arguments import prepared_type
 from hardpoint.plugins.kinds import KINDS, Process
 from hardpoint.plugins.logits import LogitsPlugin
+from hardpoint.plugins.model import Attend
 from hardpoint.plugins.read_only import ReadOnlyDict, ReadOnlyList, read_only
 from hardpoint.plugins.requests import TokenLogprobs
 from hardpoint.plugins.stats import PluginMeter
@@ -153,15 +153,20 @@ class _Replay:
 
 _Pending = tuple[SchedulerOutput, StepInput, torch.Tensor, torch.Tensor | None]
 """Plan, tokens, hidden states and experts of a step whose tokens are not sampled yet."""
-_Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def _around_layers(attend: _Attend, connector: WorkerConnector) -> _Attend:
+def _around_layers(attend: Attend, connector: WorkerConnector) -> Attend:
     """Return `attend` with the connector's calls before and after each layer."""
 
-    def call(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def call(
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        angles: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         connector.wait_for_layer(layer)
-        out = attend(layer, q, k, v)
+        out = attend(layer, q, k, v, angles)
         connector.save_layer(layer)
         return out
 
@@ -281,10 +286,16 @@ class ModelRunner:
         attention, caches = self.attention, self._caches
         plans = attention.plans(step.attention)
 
-        def run(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return attention.attend(layer, caches[layer], plans[layer], (q, k, v))
+        def run(
+            layer: int,
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            angles: torch.Tensor | None = None,
+        ) -> torch.Tensor:
+            return attention.attend(layer, caches[layer], plans[layer], (q, k, v), angles)
 
-        attend: _Attend = run
+        attend: Attend = run
         if wants_layers:
             assert connector is not None
             attend = _around_layers(run, connector)

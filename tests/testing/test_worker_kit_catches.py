@@ -142,6 +142,8 @@ ATTENTION = [
     (attention.ReadsWholeBlocks, "blocks", "blocks", DIFFERS),
     (attention.MixesSequences, "sequences", "sequences", DIFFERS),
     (attention.TableOfTheFirst, "sequences", "sequences|exceptions", f"{DIFFERS}|IndexError"),
+    (attention.RotatesQueriesOnly, "rotates", "rotates", DIFFERS),
+    (attention.RotatesPairs, "rotates", "rotates", DIFFERS),
     (attention.KeepsTheLastPlan, "groups", "groups", DIFFERS),
     (attention.CachesTheMask, "layers", "layers", "the output is that of "),
     (attention.InFloat8, "dtypes", "layers", DIFFERS),

@@ -201,6 +201,15 @@ class Runner:
         return self.model.compute_logits(self.hidden(batch)[ends]).float()
 
     def _attend(
-        self, plan: object, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self,
+        plan: object,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        angles: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if angles is not None:
+            for x in (q, k):
+                self.model.context.ops.rotate(x[..., : angles.shape[1]], angles)
         return self.backend.attend(self.specs[layer], self.caches[layer], plan, q, k, v)

@@ -172,9 +172,10 @@ class LocalWorker:
         )
         ranks.wait_for_all()
         if (graphs := self._runner.graphs) is not None:
-            scheduler, block_size = spec.config.scheduler, spec.config.kv_cache.block_size
-            size, groups = min(graphs.sizes[-1], scheduler.max_num_seqs), len(attention.groups)
-            shape = DecodeShape(size, spec.max_model_len, block_size, groups)
+            block_size = spec.config.kv_cache.block_size
+            shape = DecodeShape(
+                graphs.sizes[-1], spec.max_model_len, block_size, len(attention.groups)
+            )
             graphs.reserve = graph_reserve(checked, graphs.sizes, shape, spec.device)
             self._estimate = self._estimate.with_graphs(graphs.reserve)
         info = _measured(checked, spec, ranks, attention, self._estimate)

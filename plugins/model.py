@@ -311,7 +311,8 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
     rotates: ClassVar[bool] = False
     """Whether it has `rotate_and_attend`; otherwise `Ops.rotate` runs before `attend`."""
     pads: ClassVar[bool] = False
-    """Whether steps of the sizes of `Ops.record_sizes` can be recorded, if it is `replayable`."""
+    """Whether, if it is `replayable`, it is in steps of `Ops.record_sizes`, with their padding;
+    otherwise it is in the others."""
 
     context: AttentionContext
 

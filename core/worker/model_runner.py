@@ -127,10 +127,11 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         can_record = is_replayable(ops) and model.is_replayable and attention.is_replayable
         if can_record and not (ranks.are_many or enforce_eager):
-            if not (sizes := ops.record_sizes(max_num_seqs)):
-                self._repeats = RepeatedSteps(model, ops)
-            elif attention.pads:
+            sizes = ops.record_sizes(max_num_seqs)
+            if sizes and attention.pads:
                 self.graphs = DecodeGraphs(model, ops, sizes, self._attend, device)
+            elif not sizes and not attention.pads:
+                self._repeats = RepeatedSteps(model, ops)
         self._allocated: InputBatch | None = None
         self._argument_types = {name: prepared_type(cls) for name, cls in processors.items()}
         self._sampler_key, self._no_arguments = "", None

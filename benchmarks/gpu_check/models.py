@@ -83,11 +83,13 @@ class Sizes:
         new_tokens: of each prompt, at most.
         forced_texts: of the demo model in bf16; None is all.
         forced_positions: of these texts, at least.
+        quantizations: with which the texts are read.
         lengths: of random prompts, in tokens.
         max_model_len: of random models.
         small_pool: configuration in which requests of the demo model have to give way.
         graph_tokens: of each prompt, with CUDA graphs and without.
-        graph_rounds: how often.
+        running: fields of the model that runs on with them; None is the demo model.
+        running_lengths: of its prompts, in tokens.
         steps_before: that run before the host's waits of one are counted.
         cache_bytes: of other KV caches.
         tests: whether all tests of kernels run, or the first of each file.
@@ -100,11 +102,13 @@ class Sizes:
     new_tokens: int
     forced_texts: int | None
     forced_positions: int
+    quantizations: Sequence[str]
     lengths: Sequence[int]
     max_model_len: int
     small_pool: Mapping[str, Any]
     graph_tokens: int
-    graph_rounds: int
+    running: Mapping[str, Any] | None
+    running_lengths: Sequence[int]
     steps_before: int
     cache_bytes: int
     all_tests: bool
@@ -118,6 +122,7 @@ REAL = Sizes(
     new_tokens=24,
     forced_texts=None,
     forced_positions=256,
+    quantizations=("none", "auto"),
     lengths=(1, 5, 16, 17, 130, 700, 3000),
     max_model_len=4096,
     small_pool={
@@ -125,7 +130,8 @@ REAL = Sizes(
         "kv_cache": {"num_blocks": 17, "watermark": 0.0},
     },
     graph_tokens=40,
-    graph_rounds=3,
+    running=None,
+    running_lengths=(3, 8, 48, 9, 17, 2, 33, 64, 5, 6, 7),
     steps_before=30,
     cache_bytes=2 << 30,
     all_tests=True,
@@ -139,14 +145,16 @@ DRY = Sizes(
     new_tokens=2,
     forced_texts=1,
     forced_positions=1,
+    quantizations=("none",),
     lengths=(1, 5, 17),
     max_model_len=64,
     small_pool={
         "max_model_len": 12,
         "kv_cache": {"num_blocks": 4, "block_size": 4, "watermark": 0.0},
     },
-    graph_tokens=3,
-    graph_rounds=1,
+    graph_tokens=9,
+    running={**LLAMA_8B, **_TINY},
+    running_lengths=(3, 5, 9),
     steps_before=2,
     cache_bytes=64 << 20,
     all_tests=False,

@@ -89,7 +89,7 @@ def _limits(
     """Return what the run could not show."""
     lines = [f"the part {part} did not run" for part in parts if part not in seconds]
     lines += [
-        f"{check.name}: {check.detail}"
+        f"{check.name}: {check.faked or check.detail}"
         for check in checks
         if check.status in (Status.SKIPPED, Status.FAKED)
     ]
@@ -98,7 +98,10 @@ def _limits(
     if any(check.status is Status.FAILED for check in checks):
         lines.append("what failed checks would have compared after they failed")
     lines.append("several GPUs, GPUs of other kinds, and models with trained weights but SmolLM2")
-    return ["What this run does not show", *(t for l in lines for t in _wrapped("  - ", l))]
+    return [
+        "What this run does not show",
+        *(text for line in lines for text in _wrapped("  - ", line)),
+    ]
 
 
 def _wrapped(first: str, text: str) -> list[str]:

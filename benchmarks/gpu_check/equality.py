@@ -48,10 +48,12 @@ def check_demo_model(recorder: Recorder, device: Device, sizes: Sizes) -> None:
     counts = [len(each.tokens) for each in references]
     limits = {"max_model_len": 512, "kv_cache": {"memory_bytes": sizes.cache_bytes}}
     numbers = {**limits, "quantization": {"use": "none"}}
-    with recorder.check("SmolLM2, float32: torch's operations and attention, as transformers") as c:
-        with engine(SMOLLM2, device, "torch", dtype="float32", **numbers) as llm:
-            compare_greedy(llm, references, c)
-            torch_found = continued(llm, prompts, counts)
+    with (
+        recorder.check("SmolLM2, float32: torch's operations, as transformers") as check,
+        engine(SMOLLM2, device, "torch", dtype="float32", **numbers) as llm,
+    ):
+        compare_greedy(llm, references, check)
+        torch_found = continued(llm, prompts, counts)
     with engine(SMOLLM2, device, dtype="float32", **numbers) as llm:
         with recorder.check("SmolLM2, float32: in one batch, as transformers") as check:
             compare_greedy(llm, references, check)

@@ -92,7 +92,10 @@ class Sizes:
         running_lengths: of its prompts, in tokens.
         steps_before: that run before the host's waits of one are counted.
         cache_bytes: of other KV caches.
-        tests: whether all tests of kernels run, or the first of each file.
+        loads: of the benchmark: names, prompts, tokens of each, and tokens that follow.
+        rounds: of the benchmark.
+        num_seqs, step_tokens: limits of its steps.
+        all_tests: whether all tests of kernels run, or the first of each file.
     """
 
     qwen: Mapping[str, Any]
@@ -111,6 +114,10 @@ class Sizes:
     running_lengths: Sequence[int]
     steps_before: int
     cache_bytes: int
+    loads: Sequence[tuple[str, int, int, int]]
+    rounds: int
+    num_seqs: int
+    step_tokens: int
     all_tests: bool
 
 
@@ -134,6 +141,10 @@ REAL = Sizes(
     running_lengths=(3, 8, 48, 9, 17, 2, 33, 64, 5, 6, 7),
     steps_before=30,
     cache_bytes=2 << 30,
+    loads=(("decode_1", 1, 128, 64), ("decode_64", 64, 128, 64), ("prefill", 8, 2048, 1)),
+    rounds=3,
+    num_seqs=64,
+    step_tokens=8192,
     all_tests=True,
 )
 
@@ -150,13 +161,17 @@ DRY = Sizes(
     max_model_len=64,
     small_pool={
         "max_model_len": 12,
-        "kv_cache": {"num_blocks": 4, "block_size": 4, "watermark": 0.0},
+        "kv_cache": {"num_blocks": 3, "block_size": 4, "watermark": 0.0},
     },
     graph_tokens=9,
     running={**LLAMA_8B, **_TINY},
     running_lengths=(3, 5, 9),
     steps_before=2,
     cache_bytes=64 << 20,
+    loads=(("decode_1", 1, 3, 2), ("decode_2", 2, 3, 2), ("prefill", 2, 9, 1)),
+    rounds=1,
+    num_seqs=2,
+    step_tokens=32,
     all_tests=False,
 )
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+
+import torch
 
 from hardpoint.builtin_plugins.gpu import load_kernels
-from hardpoint.plugins import OpsContext
+from hardpoint.plugins import OpsContext, Recorded
+from hardpoint.plugins.quantization import AffineCodes
 
+from .cuda_graphs import CudaGraphs, RepeatedRun, decode_sizes
 from .torch import TorchOps
-
-if TYPE_CHECKING:
-    import torch
 
 
 class TritonOps(TorchOps):
@@ -29,17 +29,80 @@ class TritonOps(TorchOps):
         """
         super().__init__(context)
         self._is_interpreted = load_kernels(context, "ops.use")
-        from hardpoint.kernels.triton import experts, layers, lora  # noqa: PLC0415 - needs triton
+        from hardpoint.kernels.triton import (  # noqa: PLC0415 - needs triton
+            codes,
+            experts,
+            layers,
+            lora,
+        )
 
-        self._layers, self._experts, self._lora = layers, experts, lora
+        self._codes, self._experts, self._layers, self._lora = codes, experts, layers, lora
+        self._graphs = CudaGraphs(context.device)
 
     def describe(self) -> str:
         """Return the name, and whether kernels are interpreted."""
-        return f"{self.name} (interpreted)" if self._is_interpreted else self.name
+        if not self._is_interpreted:
+            return self.name
+        return f"{self.name} (interpreted; CUDA graphs are replaced by repeating Python)"
+
+    def record(self, run: Callable[[], torch.Tensor]) -> Recorded:
+        """Record a CUDA graph, or what stands for one where kernels are interpreted."""
+        return RepeatedRun(run) if self._is_interpreted else self._graphs.record(run)
+
+    def record_sizes(self, max_num_seqs: int) -> Sequence[int]:
+        """Return 1, 2, 4, multiples of 8 up to 256, and `max_num_seqs` if it is less."""
+        return decode_sizes(max_num_seqs)
+
+    @property
+    def code_bits(self) -> tuple[int, ...]:
+        """All that `AffineCodes` may have."""
+        return 4, 5, 6, 8
+
+    @property
+    def layout(self) -> str:
+        """That of packed codes, with its version; other matrices are packed as they are."""
+        return self._codes.LAYOUT
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return W itself."""
-        return weight
+        """Return W itself, contiguous."""
+        return weight.contiguous()
+
+    def pack_codes(self, parts: Sequence[AffineCodes]) -> torch.Tensor:
+        """Return a copy of the codes, as few bits as they are.
+
+        Raises:
+            ValueError: there are no columns.
+        """
+        return self._codes.pack(parts, self.context.device)
+
+    def embedding(
+        self, packed: torch.Tensor, shape: tuple[int, int]
+    ) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Return ids -> rows, of packed codes.
+
+        Raises:
+            ValueError: packed codes have another shape, or their header is damaged.
+        """
+        if packed.dtype != torch.uint8:
+            return None
+        return self._codes.gather_codes(packed, shape, self.context.dtype)
+
+    def linear(
+        self,
+        packed: torch.Tensor,
+        shape: tuple[int, int],
+        bias: torch.Tensor | None = None,
+        *,
+        out_dtype: torch.dtype | None = None,
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return x -> x W^T + b.
+
+        Raises:
+            ValueError: packed codes have another shape, or their header is damaged.
+        """
+        if packed.dtype != torch.uint8:
+            return super().linear(packed, shape, bias, out_dtype=out_dtype)
+        return self._codes.linear_codes(packed, shape, bias, out_dtype or self.context.dtype)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Return the normalised rows."""

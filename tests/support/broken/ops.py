@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from hardpoint.plugins import Ops
+from hardpoint.plugins import Op, Ops
 
 
 class Plain(Ops):
@@ -471,6 +471,51 @@ class ClearsTheBitmask(Plain):
     def keep_tokens(self, logits, rows, bitmask):
         super().keep_tokens(logits, rows, bitmask)
         bitmask.zero_()
+
+
+class EditsByRow(Plain):
+    contract = 1
+
+    def edit(self, logits, op, places, values=None, rows=None):
+        super().edit(logits, op, places % logits.shape[1], values, rows)
+
+
+class AddsForSet(Plain):
+    contract = 1
+
+    def edit(self, logits, op, places, values=None, rows=None):
+        super().edit(logits, Op.ADD if op is Op.SET else op, places, values, rows)
+
+
+class KeepsOnlyInAllRows(Plain):
+    contract = 1
+
+    def edit(self, logits, op, places, values=None, rows=None):
+        every = rows if rows is None else torch.arange(len(logits))
+        super().edit(logits, op, places, values, every)
+
+
+class EditsAndEmptiesValues(Plain):
+    contract = 1
+
+    def edit(self, logits, op, places, values=None, rows=None):
+        super().edit(logits, op, places, values, rows)
+        if values is not None:
+            values.zero_()
+
+
+class DividesByTheFirst(Plain):
+    contract = 1
+
+    def divide(self, logits, divisors):
+        super().divide(logits, divisors[:1])
+
+
+class MultipliesByTheInverse(Plain):
+    contract = 1
+
+    def divide(self, logits, divisors):
+        logits.mul_(1 / divisors)
 
 
 class GivesExpertsEqualWeights(Plain):

@@ -7,7 +7,15 @@ from typing import Annotated, Any
 import torch
 
 from hardpoint import plugins
-from hardpoint.plugins import LogitsContext, LogitsProcessor, Meta, Phase, PrepareContext, Reads, Rows
+from hardpoint.plugins import (
+    LogitsContext,
+    LogitsProcessor,
+    Meta,
+    Phase,
+    PrepareContext,
+    Reads,
+    Rows,
+)
 
 # Logits divided by more than this are equal in float32; a larger divisor could become infinite,
 # and -inf / inf is NaN.

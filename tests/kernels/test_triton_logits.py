@@ -16,13 +16,15 @@ from hardpoint.testing import load_ops
 logits_kernels = pytest.importorskip("hardpoint.kernels.triton.logits")
 
 TORCH = load_ops(torch.float32)
+# NumPy, which the interpreter computes with, warns of what other numbers may overflow to.
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
 VALUES = st.sampled_from([-math.inf, math.inf, math.nan, 0.0, -0.0, 1e-45, -1e-39, 3e38, -3e38])
 
 
 @st.composite
-def logits_of(draw):
+def logits_of(draw, most_rows=3):
     """Rows of wider ones, of the kinds that sampling meets and of those that it should not."""
-    rows = draw(st.integers(1, 3))
+    rows = draw(st.integers(1, most_rows))
     # The interpreter takes its time for the parts of a row: few have some.
     is_wide = draw(st.integers(0, 9)) == 9
     vocab = draw(st.integers(2040, 5000) if is_wide else st.integers(1, 140))
@@ -65,7 +67,10 @@ def check(name, logits, *arguments):
     assert not wide[:, -3:].any(), name
 
 
-@examples(25)
+SHARES = st.floats(0, 1, width=32) | st.sampled_from([1e-7, 0.9, 0.999, 0.9999999, 1.0, 0.0])
+
+
+@examples(20)
 @given(logits=logits_of(), data=st.data())
 def test_choices(logits, data):
     check("argmax", logits)
@@ -74,21 +79,13 @@ def test_choices(logits, data):
     check("draw", logits, seeds, seeds.abs() % 9999, greedy)
 
 
-SHARES = st.floats(0, 1, width=32) | st.sampled_from([1e-7, 0.9, 0.999, 0.9999999, 1.0, 0.0])
-
-
-@examples(8)
-@given(logits=logits_of(), data=st.data())
-def test_shares(logits, data):
-    p = column(data, SHARES, len(logits), torch.float32)
-    check("keep_min_p", logits, p)
-    check("keep_top_p", logits, p)
-
-
-@examples(8)
-@given(logits=logits_of(), data=st.data())
-def test_top_k(logits, data):
+@examples(12)
+@given(logits=logits_of(most_rows=2), data=st.data(), name=st.sampled_from(["top_k", "top_p"]))
+def test_selections(logits, data, name):
     rows, vocab = logits.shape
+    if name == "top_p":
+        check("keep_top_p", logits, column(data, SHARES, rows, torch.float32))
+        return
     k = column(data, st.integers(-1, vocab + 2) | st.integers(1, 5), rows, torch.int64)
     if in_use := [each for each in k.flatten().tolist() if 0 < each < vocab]:
         check("keep_top_k", logits, k, max(in_use))
@@ -96,30 +93,26 @@ def test_top_k(logits, data):
 
 @examples(15)
 @given(logits=logits_of(), data=st.data())
-def test_masks_edits_and_divisors(logits, data):
+def test_masks(logits, data):
     rows, vocab = logits.shape
+    check("keep_min_p", logits, column(data, SHARES, rows, torch.float32))
     chosen = data.draw(st.lists(st.integers(0, rows - 1), unique=True, min_size=1))
     columns = -(-vocab // 32)
     patterns = st.sampled_from([0, 0, -1, 1, -(2**31), 0x5A5A0FF0])
     bits = data.draw(st.lists(patterns, min_size=columns, max_size=columns))
     bitmask = torch.tensor([bits[row:] + bits[:row] for row in chosen], dtype=torch.int32)
     check("keep_tokens", logits, torch.tensor(chosen), bitmask)
-    divisors = column(
-        data,
-        st.floats(2.0**-20, 2.0**100, width=32) | st.sampled_from([0.7, 1e-5, 1e30]),
-        rows,
-        torch.float32,
-    )
-    check("divide", logits, divisors)
 
 
-@examples(10)
+@examples(15)
 @given(logits=logits_of(), data=st.data(), op=st.sampled_from(Op))
-def test_edits(logits, data, op):
+def test_edits_and_divisors(logits, data, op):
+    divisors = st.floats(2.0**-20, 2.0**100, width=32) | st.sampled_from([0.7, 1e-5, 1e30])
+    check("divide", logits, column(data, divisors, len(logits), torch.float32))
     spots = st.lists(st.integers(0, logits.numel() - 1), unique=True, min_size=1, max_size=300)
     places = torch.tensor(data.draw(spots))
     values = torch.randn(len(places), generator=torch.Generator().manual_seed(1)) * 9
-    rows = (places // logits.shape[1]).unique()
+    rows = torch.unique(places // logits.shape[1])
     expected, result = logits.clone(), torch.nn.functional.pad(logits, (0, 3))[:, :-3]
     Ops.edit(TORCH, expected, op, places, values, rows)
     if op is Op.KEEP_ONLY:
@@ -127,3 +120,27 @@ def test_edits(logits, data, op):
     else:
         logits_kernels.put(result, places, values, add=op is Op.ADD)
     assert_equal(result, expected)
+
+
+def test_rows_of_several_parts():
+    logits = torch.randn(2, 4500, generator=torch.Generator().manual_seed(0)) * 3
+    logits[1] = logits[1].round()
+    logits[:, 4499] = 8.0  # in the last part, and in the second row one of equals
+    check("argmax", logits)
+    check("draw", logits, torch.tensor([3, 4]), torch.tensor([0, 9]), torch.tensor([False, False]))
+    check("keep_top_k", logits, torch.tensor([[2500], [40]]), 2500)
+    check("keep_top_p", logits, torch.tensor([[0.999], [0.5]]))
+    check("keep_min_p", logits, torch.tensor([[0.001], [1.0]]))
+
+
+def test_no_rows():
+    logits, none = torch.empty(0, 9), torch.empty(0, dtype=torch.int64)
+    assert logits_kernels.argmax(logits).shape == (0,)
+    assert logits_kernels.draw(logits, none, none, none.bool()).dtype == torch.int64
+    for name in ("keep_top_k", "keep_top_p", "keep_min_p", "divide"):
+        getattr(logits_kernels, name)(logits, torch.empty(0, 1))
+    kept = torch.ones(2, 9)
+    logits_kernels.keep_tokens(kept, none, torch.empty(0, 1, dtype=torch.int32))
+    logits_kernels.put(kept, none, torch.empty(0), add=True)
+    logits_kernels.put_only(kept, none, none)
+    assert kept.tolist() == [[1.0] * 9] * 2

@@ -74,8 +74,8 @@ class Op(Enum):
 class Ops(Component):
     """The operations of models besides attention, and of samplers. One per device.
 
-    Those on logits, `scale` and `add` have an implementation in torch here, which says what is
-    right; write those that you can make faster.
+    Those on logits, `experts`, `add_lora`, `scale` and `add` have an implementation in torch here,
+    which says what is right; write those that you can make faster.
 
     Tensors have the context's dtype and device unless said otherwise. The last dimension is
     contiguous; rows may be parts of wider ones. A row's result must not depend on the other rows.
@@ -279,6 +279,37 @@ class Ops(Component):
 
         return run
 
+    def add_lora(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        adapters: torch.Tensor,
+        scales: torch.Tensor,
+    ) -> None:
+        """Add what low-rank adapters change to y, in place (LoRA, arXiv:2106.09685).
+
+        A row of adapter i gets scales[i] * (x a[i]^T) b[i]^T, of which x a[i]^T is not rounded to
+        the context's dtype. Rows of a number that is not in 0..count - 1 have no adapter, and stay
+        as they are.
+
+        Args:
+            y: [rows, out], x W^T for example.
+            x: [rows, in].
+            a: [count, rank, in]; an adapter of a lower rank is filled up with zeros.
+            b: [count, out, rank].
+            adapters: int64 [rows].
+            scales: float32 [count].
+        """
+        # On a device, choosing rows would make the host wait.
+        numbers = adapters.unique().tolist() if y.device.type == "cpu" else range(len(a))
+        for number in numbers:
+            if 0 <= number < len(a):
+                inner = x.float() @ a[number].float().T
+                total = y + scales[number] * (inner @ b[number].float().T)
+                y.copy_(total.where((adapters == number).unsqueeze(1), y))
+
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """Return each row's most likely token, int64 [rows]; of equals, the lowest id.
 
@@ -301,12 +332,15 @@ class Ops(Component):
         import torch  # noqa: PLC0415 - the contract is imported without it
 
         vocab = logits.shape[1]
-        places = torch.arange(32, dtype=torch.int32, device=bitmask.device)
-        if logits.device.type != "cpu":  # a loop over rows would make the host wait for it
-            bits = ((bitmask.unsqueeze(2) >> places) & 1).flatten(1)[:, :vocab]
-            kept = logits.index_select(0, rows).masked_fill_(bits == 0, -math.inf)
-            logits.index_copy_(0, rows, kept)
+        if logits.device.type != "cpu":
+            # Reading the rows' numbers would make the host wait for the device.
+            places = torch.arange(8, dtype=torch.uint8, device=bitmask.device)
+            bits = (bitmask.contiguous().view(torch.uint8).unsqueeze(-1) >> places) & 1
+            masked = bits.flatten(1)[:, :vocab] == 0
+            part = logits.index_select(0, rows).masked_fill_(masked, -math.inf)
+            logits.index_copy_(0, rows, part)
             return
+        places = torch.arange(32, dtype=torch.int32, device=bitmask.device)
         for row, columns in zip(rows.tolist(), bitmask, strict=True):  # one by one: 32 bytes a word
             bits = ((columns.unsqueeze(1) >> places) & 1).flatten()[:vocab]
             logits[row].masked_fill_(bits == 0, -math.inf)

@@ -20,6 +20,7 @@ from hardpoint.plugins import (
     Moved,
     SamplingParams,
 )
+from hardpoint.plugins.device import to_device
 from hardpoint.plugins.kv_cache import BlockIds
 from hardpoint.plugins.plan import SampledTokens
 from hardpoint.plugins.read_only import ReadOnlyDict
@@ -300,9 +301,9 @@ class InputBatch:
         width = -(-int(seq_lens.max()) // self._block_size)
         # Backends read rows of elements side by side; numpy may give the groups side by side.
         blocks = self._tables[..., row_of, columns].astype(np.int64, order="C")
-        slots = torch.from_numpy(blocks * self._block_size + offsets).to(device)
+        slots = to_device(blocks * self._block_size + offsets, device)
         held = self._tables[..., rows, :width].astype(np.int64, order="C")
-        tables = torch.from_numpy(held).to(device)
+        tables = to_device(held, device)
         is_one = self._num_groups == 1
         layouts = [(tables, slots)] if is_one else zip(tables.unbind(), slots.unbind(), strict=True)
         attention = [
@@ -320,8 +321,8 @@ class InputBatch:
         self._num_computed[rows] = seq_lens
         return StepInput(
             requests=[self._requests[row] for row in rows],
-            token_ids=torch.from_numpy(token_ids).to(device),
-            positions=torch.from_numpy(positions).to(device),
+            token_ids=to_device(token_ids, device),
+            positions=to_device(positions, device),
             attention=attention,
             query_starts=query_starts,
             starts=starts,

@@ -412,8 +412,8 @@ def keep_min_p(logits: torch.Tensor, p: torch.Tensor) -> None:
     best = _bests(logits)
     parts, joined = _parts(logits, constants["BLOCK"])
     _min_p_kernel[(len(logits), parts)](
-        logits, logits.stride(0), logits.shape[1], best, p.float().contiguous().log(), **constants, **joined,
-        num_warps=num_warps,
+        logits, logits.stride(0), logits.shape[1], best, p.float().contiguous().log(),
+        **constants, **joined, num_warps=num_warps,
     )  # fmt: skip
 
 

@@ -35,7 +35,8 @@ ROWS = Rule(
     "compute each row with the same sums in the same order, however many there are",
 )
 IN_PLACE = Rule(
-    "in place: add_rms_norm, rotate, scale and add change their first argument, and nothing else",
+    "in place: add_rms_norm, rotate, scale, add and add_lora change their first argument, and "
+    "nothing else",
     "add delta to x itself, rotate the heads of x itself, and write results to new memory",
 )
 KEPT = Rule(
@@ -142,6 +143,10 @@ class OpsSuite(ComponentSuite):
     def test_experts(self) -> None:
         """Mixtures of experts, of which rows choose some, none, or some that are elsewhere."""
         self._check_all("experts", self._check_experts)
+
+    def test_lora(self) -> None:
+        """What adapters change, of rows with one, none, or one that is not there."""
+        self._check_all("add_lora", self._check_lora)
 
     def test_argmax(self) -> None:
         """The most likely tokens, of equals the first, and NaN before all."""
@@ -473,6 +478,31 @@ class OpsSuite(ComponentSuite):
                 return apply(joined[:, :size], ids.long(), factors.float())
 
             self._compare(run, joined, expected, dtype, "experts")
+
+    def _check_lora(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
+        count, rank, columns = 3, 5, size + 1
+        a, b = (self._draw(count, *shape, dtype=dtype) for shape in ((rank, size), (columns, rank)))
+        x, wide = (self._draw(rows, width + 3, dtype=dtype) for width in (size, columns))
+        scales = (torch.rand(count) + 0.5).to(x.device)
+        adapters = (torch.randint(count + 2, (rows,)) - 1).to(x.device)
+        is_here = (adapters >= 0) & (adapters < count)
+        mine = adapters.clamp(0, count - 1)
+        inner = torch.einsum("rd,rkd->rk", x[:, :size].double(), a.double()[mine])
+        delta = torch.einsum("rk,rck->rc", inner, b.double()[mine]) * scales.double()[mine, None]
+        expected = wide[:, :columns].double() + delta * is_here.unsqueeze(1)
+        arguments = {"x": x, "a": a, "b": b, "adapters": adapters, "scales": scales}
+        kept = {name: argument.clone() for name, argument in arguments.items()}
+        for some in (slice(None), *(slice(row, row + 1) for row in range(rows))):
+            result = wide[some].clone()
+            ops.add_lora(result[:, :columns], x[some, :size], a, b, adapters[some], scales)
+            for name, argument in arguments.items():
+                self._check_kept(argument, kept[name], "add_lora", name)
+            self._check_close(result[:, :columns], expected[some], "add_lora")
+            none = ~is_here[some]
+            self._check_kept(result[none], wide[some][none], "add_lora", "rows without an adapter")
+            self._check_kept(
+                result[:, columns:], wide[some, columns:], "add_lora", "what is next to y"
+            )
 
     def _check_logits(self, check: Callable[[Ops, torch.Tensor], None]) -> None:
         """Run a check on logits of each size."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hardpoint.plugins import Edits, Op, Ops
+from hardpoint.plugins.device import to_device
 
 CompiledEdits = Callable[[torch.Tensor], None]
 """Applies edits to logits [rows, vocab] in place."""
@@ -45,12 +46,12 @@ def compile_edits(
     places = [batch_rows[r] * vocab + t for r, t in zip(edits.row, edits.token, strict=True)]
     device = logits.device
     if edits.op is Op.KEEP_ONLY:
-        rows = torch.tensor(sorted({batch_rows[r] for r in edits.row}), device=device)
-        index = torch.tensor(list(dict.fromkeys(places)), device=device)
+        rows = to_device(sorted({batch_rows[r] for r in edits.row}), device)
+        index = to_device(list(dict.fromkeys(places)), device)
         return lambda logits: ops.edit(logits, Op.KEEP_ONLY, index, rows=rows)
     values = _values(places, edits)
-    index = torch.tensor(list(values), device=device)
-    value = torch.tensor(list(values.values()), dtype=torch.float32, device=device)
+    index = to_device(list(values), device)
+    value = to_device(list(values.values()), device, torch.float32)
     return lambda logits: ops.edit(logits, edits.op, index, value)
 
 

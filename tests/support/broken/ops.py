@@ -532,3 +532,33 @@ class TakesTheLastExpertForNone(Plain):
     def experts(self, gate_up, down, shape):
         apply = super().experts(gate_up, down, shape)
         return lambda x, chosen, weights: apply(x, chosen.clamp(0, len(down) - 1), weights)
+
+
+class GivesAllRowsTheFirstAdapter(Plain):
+    contract = 1
+
+    def add_lora(self, y, x, a, b, adapters, scales):
+        super().add_lora(y, x, a, b, adapters.clamp(max=0), scales)
+
+
+class TakesTheFirstAdapterForNone(Plain):
+    contract = 1
+
+    def add_lora(self, y, x, a, b, adapters, scales):
+        super().add_lora(y, x, a, b, adapters.clamp(min=0), scales)
+
+
+class SpoilsTheInputs(Plain):
+    contract = 1
+
+    def add_lora(self, y, x, a, b, adapters, scales):
+        super().add_lora(y, x, a, b, adapters, scales)
+        x *= 2
+
+
+class WritesWiderRows(Plain):
+    contract = 1
+
+    def add_lora(self, y, x, a, b, adapters, scales):
+        super().add_lora(y, x, a, b, adapters, scales)
+        torch.as_strided(y, (len(y), y.stride(0)), y.stride())[:, y.shape[1] :] = 0

@@ -105,6 +105,8 @@ class Ops(Component):
 
         The operations of `run` are those of this object, of an attention backend and views. They
         are repeated on the same tensors, whose elements may have changed: those that `run` read.
+        With `record_sizes`, `run` may be called more than once, for its step is of padding alone;
+        an error is logged, and no more steps are recorded.
         """
         return None
 

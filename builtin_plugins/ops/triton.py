@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hardpoint.builtin_plugins.gpu import load_kernels
-from hardpoint.plugins import Op, OpsContext
+from hardpoint.plugins import Op, OpsContext, Recorded
 from hardpoint.plugins.quantization import AffineCodes
 
+from .cuda_graphs import CudaGraphs, RepeatedRun, decode_sizes
 from .torch import TorchOps
 
 
@@ -38,10 +39,21 @@ class TritonOps(TorchOps):
 
         self._codes, self._experts, self._layers, self._lora = codes, experts, layers, lora
         self._logits = logits
+        self._graphs = CudaGraphs(context.device)
 
     def describe(self) -> str:
         """Return the name, and whether kernels are interpreted."""
-        return f"{self.name} (interpreted)" if self._is_interpreted else self.name
+        if not self._is_interpreted:
+            return self.name
+        return f"{self.name} (interpreted; CUDA graphs are replaced by repeating Python)"
+
+    def record(self, run: Callable[[], torch.Tensor]) -> Recorded:
+        """Record a CUDA graph, or what stands for one where kernels are interpreted."""
+        return RepeatedRun(run) if self._is_interpreted else self._graphs.record(run)
+
+    def record_sizes(self, max_num_seqs: int) -> Sequence[int]:
+        """Return 1, 2, 4, multiples of 8 up to 256, and `max_num_seqs` if it is less."""
+        return decode_sizes(max_num_seqs)
 
     @property
     def code_bits(self) -> tuple[int, ...]:

@@ -6,16 +6,17 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.searching import examples
+from support.searching import searches_long
+from support.triton import kernel_device
 
+from hardpoint.kernels.triton import logits as logits_kernels
 from hardpoint.plugins import Op, Ops
 from hardpoint.testing import load_ops
 
-logits_kernels = pytest.importorskip("hardpoint.kernels.triton.logits")
-
 TORCH = load_ops(torch.float32)
+DEVICE = kernel_device()
 # NumPy, which the interpreter computes with, warns of what other numbers may overflow to.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
 VALUES = st.sampled_from([-math.inf, math.inf, math.nan, 0.0, -0.0, 1e-45, -1e-39, 3e38, -3e38])
@@ -53,24 +54,31 @@ def assert_equal(result, expected):
     assert not (differs & ~(result.isnan() & expected.isnan())).any()
 
 
+def run(function, logits, *arguments, **options):
+    """Call a kernel's function on parts of wider rows; return its result and the logits after."""
+    wide = torch.nn.functional.pad(logits, (0, 3)).to(DEVICE)
+    given = (x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in arguments)
+    result = function(wide[:, :-3], *given, **options)
+    assert not wide[:, -3:].any()
+    return result if result is None else result.cpu(), wide[:, :-3].cpu()
+
+
 def check(name, logits, *arguments):
-    """Compare a kernel's function with the method of `Ops` of that name."""
+    """Compare a kernel's function with the method of `Ops` of that name, on the CPU."""
     expected = logits.clone()
     wanted = getattr(Ops, name)(TORCH, expected, *arguments)
-    wide = torch.nn.functional.pad(logits, (0, 3))
     given = arguments[:1] if name == "keep_top_k" else arguments
-    result = getattr(logits_kernels, name)(wide[:, :-3], *given)
+    result, after = run(getattr(logits_kernels, name), logits, *given)
     assert (result is None) == (wanted is None)
     if wanted is not None:
         assert torch.equal(result, wanted), name
-    assert_equal(wide[:, :-3], expected)
-    assert not wide[:, -3:].any(), name
+    assert_equal(after, expected)
 
 
 SHARES = st.floats(0, 1, width=32) | st.sampled_from([1e-7, 0.9, 0.999, 0.9999999, 1.0, 0.0])
 
 
-@examples(20)
+@settings(max_examples=150 if searches_long() else 20)
 @given(logits=logits_of(), data=st.data())
 def test_choices(logits, data):
     check("argmax", logits)
@@ -79,7 +87,7 @@ def test_choices(logits, data):
     check("draw", logits, seeds, seeds.abs() % 9999, greedy)
 
 
-@examples(12)
+@settings(max_examples=150 if searches_long() else 12)
 @given(logits=logits_of(most_rows=2), data=st.data(), name=st.sampled_from(["top_k", "top_p"]))
 def test_selections(logits, data, name):
     rows, vocab = logits.shape
@@ -91,7 +99,7 @@ def test_selections(logits, data, name):
         check("keep_top_k", logits, k, max(in_use))
 
 
-@examples(15)
+@settings(max_examples=150 if searches_long() else 15)
 @given(logits=logits_of(), data=st.data())
 def test_masks(logits, data):
     rows, vocab = logits.shape
@@ -104,7 +112,7 @@ def test_masks(logits, data):
     check("keep_tokens", logits, torch.tensor(chosen), bitmask)
 
 
-@examples(15)
+@settings(max_examples=150 if searches_long() else 15)
 @given(logits=logits_of(), data=st.data(), op=st.sampled_from(Op))
 def test_edits_and_divisors(logits, data, op):
     divisors = st.floats(2.0**-20, 2.0**100, width=32) | st.sampled_from([0.7, 1e-5, 1e30])
@@ -113,12 +121,12 @@ def test_edits_and_divisors(logits, data, op):
     places = torch.tensor(data.draw(spots))
     values = torch.randn(len(places), generator=torch.Generator().manual_seed(1)) * 9
     rows = torch.unique(places // logits.shape[1])
-    expected, result = logits.clone(), torch.nn.functional.pad(logits, (0, 3))[:, :-3]
+    expected = logits.clone()
     Ops.edit(TORCH, expected, op, places, values, rows)
     if op is Op.KEEP_ONLY:
-        logits_kernels.put_only(result, places, rows)
+        _, result = run(logits_kernels.put_only, logits, places, rows)
     else:
-        logits_kernels.put(result, places, values, add=op is Op.ADD)
+        _, result = run(logits_kernels.put, logits, places, values, add=op is Op.ADD)
     assert_equal(result, expected)
 
 
@@ -135,12 +143,12 @@ def test_rows_of_several_parts():
 
 def test_no_rows():
     logits, none = torch.empty(0, 9), torch.empty(0, dtype=torch.int64)
-    assert logits_kernels.argmax(logits).shape == (0,)
-    assert logits_kernels.draw(logits, none, none, none.bool()).dtype == torch.int64
+    assert run(logits_kernels.argmax, logits)[0].shape == (0,)
+    assert run(logits_kernels.draw, logits, none, none, none.bool())[0].dtype == torch.int64
     for name in ("keep_top_k", "keep_top_p", "keep_min_p", "divide"):
-        getattr(logits_kernels, name)(logits, torch.empty(0, 1))
+        run(getattr(logits_kernels, name), logits, torch.empty(0, 1))
     kept = torch.ones(2, 9)
-    logits_kernels.keep_tokens(kept, none, torch.empty(0, 1, dtype=torch.int32))
-    logits_kernels.put(kept, none, torch.empty(0), add=True)
-    logits_kernels.put_only(kept, none, none)
-    assert kept.tolist() == [[1.0] * 9] * 2
+    empty = torch.empty(0, 1, dtype=torch.int32)
+    assert run(logits_kernels.keep_tokens, kept, none, empty)[1].equal(kept)
+    assert run(logits_kernels.put, kept, none, torch.empty(0), add=True)[1].equal(kept)
+    assert run(logits_kernels.put_only, kept, none, none)[1].equal(kept)

@@ -152,3 +152,28 @@ def test_no_rows():
     assert run(logits_kernels.keep_tokens, kept, none, empty)[1].equal(kept)
     assert run(logits_kernels.put, kept, none, torch.empty(0), add=True)[1].equal(kept)
     assert run(logits_kernels.put_only, kept, none, none)[1].equal(kept)
+
+
+def test_logits_that_do_not_lie_in_one_piece():
+    ops = load_ops(torch.float32, torch.device(DEVICE), "triton")
+    logits = torch.randn(50, 3, generator=torch.Generator().manual_seed(1)).to(DEVICE).t()
+    expected = logits.cpu().contiguous()
+    places, rows = torch.tensor([7, 120, 121]), torch.tensor([0, 2])
+    bitmask = torch.randint(-999, 999, (2, 2)).int().t()
+    shares = torch.full((3, 1), 0.5)
+    steps = [
+        ("divide", shares),
+        ("edit", Op.ADD, places, torch.ones(3)),
+        ("keep_min_p", shares / 50),
+        ("keep_tokens", rows, bitmask),
+        ("keep_top_p", shares),
+        ("keep_top_k", torch.tensor([[2], [3], [0]]), 3),
+        ("edit", Op.KEEP_ONLY, places, None, rows),
+        ("argmax",),
+    ]
+    for name, *arguments in steps:
+        wanted = getattr(Ops, name)(TORCH, expected, *arguments)
+        given = (x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in arguments)
+        result = getattr(ops, name)(logits, *given)
+        assert_equal(logits.cpu().contiguous(), expected)
+    assert torch.equal(result.cpu(), wanted)

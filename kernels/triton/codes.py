@@ -31,92 +31,112 @@ class Tile(NamedTuple):
     Attributes:
         x_rows: of x, for a program.
         rows: of W, for a program.
-        num_bytes: of a row's codes, for a step of its loop.
+        lines: of words of a row of W, for a step of its loop.
         warps, stages: as for the launch.
     """
 
     x_rows: int
     rows: int
-    num_bytes: int
+    lines: int
     warps: int
     stages: int
 
 
-# For one row of x, by the least number of rows of W: few rows leave few programs to read it.
+# For one row of x, by the least number of rows of W: few rows leave few programs to read it, which
+# have more warps. 16 rows, and 8 words for each thread: loads of x and of scales are so few next to
+# those of codes that Triton lets each thread load what it multiplies, without shared memory.
 _ONE_ROW = (
-    (8192, Tile(1, 8, 512, 4, 2)),
-    (2048, Tile(1, 4, 1024, 4, 2)),
-    (0, Tile(1, 2, 1024, 4, 2)),
+    (8192, Tile(1, 16, 4, 4, 2)),
+    (2048, Tile(1, 16, 8, 8, 2)),
+    (0, Tile(1, 16, 16, 16, 2)),
 )
 # By the largest number of rows of x, in 2 bytes and in 4.
 _ROWS = {
-    2: ((16, Tile(16, 32, 64, 4, 3)), (64, Tile(64, 64, 64, 4, 3)), (0, Tile(128, 64, 32, 8, 3))),
-    4: ((16, Tile(16, 32, 64, 4, 2)), (0, Tile(64, 64, 32, 4, 2))),
+    2: ((16, Tile(16, 32, 2, 4, 3)), (64, Tile(64, 64, 2, 4, 3)), (0, Tile(128, 64, 2, 8, 3))),
+    4: ((16, Tile(16, 32, 2, 4, 2)), (0, Tile(64, 64, 1, 4, 2))),
 }
 # The interpreter takes as long for a large step as for a small one.
-_INTERPRETED = (Tile(1, 64, 256, 4, 1), Tile(16, 64, 256, 4, 1))
-_GATHERED = Tile(1, 1, 512, 4, 1)
+_INTERPRETED = (Tile(1, 64, 8, 4, 1), Tile(16, 64, 8, 4, 1))
+_GATHERED = Tile(1, 1, 16, 4, 1)
 _PROGRAMS = 512  # that keep a GPU's memory busy
 _LEAST_STEPS = 4  # of a program's loop, if columns are divided
-_CHUNK = 64
+_LINE = 16  # words
 
 
 @triton.jit
-def _first_columns(units, HALF: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr):
-    """Return the first columns of units of bytes, whose lower (0) or upper (1) bits are used."""
-    at = units * UNIT
-    if BITS == 8:
-        return at
-    return at // 32 * 64 + at % 32 + 32 * HALF
+def _first_columns(lines, PIECE: tl.constexpr, BITS: tl.constexpr):
+    """Return the first columns of a piece, 16 columns, of lines of words."""
+    return lines * (32 if BITS == 8 else 64) + PIECE * 16
 
 
 @triton.jit
-def _load_bytes(
-    codes, highs, n, units, n_inside, row_bytes, BITS: tl.constexpr, UNIT: tl.constexpr
-):
-    """Return bytes [n, units, UNIT], and what has their fifth and sixth bits at the bottom."""
-    inside = n_inside[:, None, None] & (units * UNIT < row_bytes)[None, :, None]
-    at = (units * UNIT)[None, :, None] + tl.arange(0, UNIT)[None, None, :]
-    rows = n.to(tl.int64)[:, None, None]
-    low = tl.load(codes + rows * row_bytes + at, mask=inside, other=0)
-    if BITS == 5 or BITS == 6:
-        WIDTH: tl.constexpr = 8 * (BITS - 4)  # bytes of 64 columns
-        place = at % 32
-        high_at = at // 32 * WIDTH + place % WIDTH
-        high = tl.load(highs + rows * (row_bytes // 32 * WIDTH) + high_at, mask=inside, other=0)
-        high = high.to(tl.int32) >> (place // WIDTH * (2 * (BITS - 4)))
-    else:
-        high = low
+def _load_words(codes, highs, n, lines, n_inside, num_lines, BITS: tl.constexpr):
+    """Return words [n, lines, 16], and what has their fifth and sixth bits at the bottom."""
+    inside = n_inside[:, None, None] & (lines < num_lines)[None, :, None]
+    rows, line = n.to(tl.int64)[:, None, None], lines[None, :, None]
+    j = tl.arange(0, 16)[None, None, :]
+    low = tl.load(codes + rows * (num_lines * 16) + (line * 16 + j), mask=inside, other=0)
+    high = low
+    if BITS == 6:
+        at = rows * (num_lines * 8) + (line * 8 + j % 8)
+        high = tl.load(highs + at, mask=inside, other=0).to(tl.int32) >> (j // 8 * 8)
+    if BITS == 5:
+        at = rows * ((num_lines + 1) // 2 * 8) + (line // 2 * 8 + j % 8)
+        shift = j // 8 * 4 + line % 2 * 8
+        high = tl.load(highs + at, mask=inside, other=0).to(tl.int32) >> shift
     return low, high
 
 
 @triton.jit
-def _values_of(low, high, values, HALF: tl.constexpr, BITS: tl.constexpr, HAS_VALUES: tl.constexpr):
-    """Return what the codes in the lower (0) or upper (1) bits of bytes stand for, float32."""
+def _values_of(
+    low, high, values, PIECE: tl.constexpr, BITS: tl.constexpr, HAS_VALUES: tl.constexpr
+):
+    """Return what the codes of a piece stand for, float32."""
     if BITS == 8:
-        codes = low
+        if PIECE == 0:
+            codes = low.to(tl.int8)
+        else:
+            codes = low >> 8
     else:
-        codes = (low >> (4 * HALF)) & 15
+        codes = (low >> (4 * PIECE)) & 15
         if BITS > 4:
             MORE: tl.constexpr = BITS - 4
-            codes = codes.to(tl.int32) | (((high >> (MORE * HALF)) & ((1 << MORE) - 1)) << 4)
+            codes = codes.to(tl.int32) | (((high >> (MORE * PIECE)) & ((1 << MORE) - 1)) << 4)
     if HAS_VALUES:
         return tl.load(values + codes.to(tl.int32))
     return codes.to(tl.float32)
 
 
 @triton.jit
-def _factors_of(factors, outer, n, n_inside, columns_at, columns, group, NESTED: tl.constexpr):
-    """Return scales or offsets [n, units], float32; 0 beyond the columns."""
+def _load_factors(
+    factors, outer, n, n_inside, columns_at, columns, group, NESTED: tl.constexpr
+):
+    """Return scales or offsets [n, lines, 1], float32; 0 beyond the columns."""
     inside = n_inside[:, None] & (columns_at < columns)[None, :]
     rows = n.to(tl.int64)[:, None]
-    per_row = (columns + group - 1) // group
-    at = rows * per_row + (columns_at // group)[None, :]
+    at = rows * ((columns + group - 1) // group) + (columns_at // group)[None, :]
     result = tl.load(factors + at, mask=inside, other=0).to(tl.float32)
     if NESTED:
         outer_at = rows * ((columns + 255) // 256) + (columns_at // 256)[None, :]
         result *= tl.load(outer + outer_at, mask=inside, other=0).to(tl.float32)
-    return result
+    return result[:, :, None]
+
+
+@triton.jit
+def _factors_of(
+    scales, outer_scales, offsets, outer_offsets, n, n_inside, columns_at, columns, group,
+    NESTED: tl.constexpr, OFFSETS: tl.constexpr,
+):  # fmt: skip
+    """Return scales and offsets; scales again if there are no offsets."""
+    scale = _load_factors(
+        scales, outer_scales, n, n_inside, columns_at, columns, group, NESTED
+    )
+    offset = scale
+    if OFFSETS > 0:
+        offset = _load_factors(
+            offsets, outer_offsets, n, n_inside, columns_at, columns, group, OFFSETS == 2
+        )
+    return scale, offset
 
 
 @triton.jit
@@ -134,36 +154,37 @@ def _one_row(
     columns,
     rows,
     group,
-    row_bytes,
+    num_lines,
     BITS: tl.constexpr,
-    UNIT: tl.constexpr,
+    PAIRED: tl.constexpr,
     NESTED: tl.constexpr,
     OFFSETS: tl.constexpr,
     HAS_VALUES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    UNITS: tl.constexpr,
+    LINES: tl.constexpr,
 ):
-    HALVES: tl.constexpr = 1 if BITS == 8 else 2
+    PIECES: tl.constexpr = 2 if BITS == 8 else 4
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_inside = n < rows
-    total = tl.zeros((BLOCK_N, UNITS), tl.float32)
-    for start in range(0, row_bytes // UNIT, UNITS):
-        units = start + tl.arange(0, UNITS)
-        low, high = _load_bytes(codes, highs, n, units, n_inside, row_bytes, BITS, UNIT)
-        for half in tl.static_range(HALVES):
-            first = _first_columns(units, half, BITS, UNIT)
-            at = first[None, :, None] + tl.arange(0, UNIT)[None, None, :]
+    total = tl.zeros((BLOCK_N, LINES, 16), tl.float32)
+    for start in tl.range(0, num_lines, LINES, loop_unroll_factor=2):
+        lines = start + tl.arange(0, LINES)
+        low, high = _load_words(codes, highs, n, lines, n_inside, num_lines, BITS)
+        for piece in tl.static_range(PIECES):
+            first = _first_columns(lines, piece, BITS)
+            if piece % 2 == 0 or not PAIRED:
+                scale, offset = _factors_of(
+                    scales, outer_scales, offsets, outer_offsets, n, n_inside, first, columns,
+                    group, NESTED, OFFSETS,
+                )  # fmt: skip
+            at = first[None, :, None] + tl.arange(0, 16)[None, None, :]
             part = tl.load(x + at, mask=at < columns, other=0).to(tl.float32)
-            scale = _factors_of(scales, outer_scales, n, n_inside, first, columns, group, NESTED)
-            code = _values_of(low, high, values, half, BITS, HAS_VALUES)
-            total += tl.sum(code * part, 2) * scale
+            weight = _values_of(low, high, values, piece, BITS, HAS_VALUES) * scale
             if OFFSETS > 0:
-                offset = _factors_of(
-                    offsets, outer_offsets, n, n_inside, first, columns, group, OFFSETS == 2
-                )
-                total += tl.sum(part, 2) * offset
-    result = tl.sum(total, 1)
+                weight += offset
+            total += weight * part
+    result = tl.sum(tl.sum(total, 2), 1)
     if HAS_BIAS:
         result += tl.load(bias + n, mask=n_inside, other=0).to(tl.float32)
     tl.store(y + n, result, mask=n_inside)
@@ -188,46 +209,47 @@ def _many_rows(
     columns,
     rows,
     group,
-    row_bytes,
-    split_units,
+    num_lines,
+    split_lines,
     BITS: tl.constexpr,
-    UNIT: tl.constexpr,
+    PAIRED: tl.constexpr,
     NESTED: tl.constexpr,
     OFFSETS: tl.constexpr,
     HAS_VALUES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    UNITS: tl.constexpr,
+    LINES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    HALVES: tl.constexpr = 1 if BITS == 8 else 2
+    PIECES: tl.constexpr = 2 if BITS == 8 else 4
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(2)
     m_inside, n_inside = m < x_rows, n < rows
     x_at = x + m.to(tl.int64)[:, None] * x_stride
+    k = tl.arange(0, LINES * 16)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    last = tl.minimum((split + 1) * split_units, row_bytes // UNIT)
-    for start in range(split * split_units, last, UNITS):
-        units = start + tl.arange(0, UNITS)
-        low, high = _load_bytes(codes, highs, n, units, n_inside, row_bytes, BITS, UNIT)
-        for half in tl.static_range(HALVES):
-            first = _first_columns(units, half, BITS, UNIT)
-            scale = _factors_of(scales, outer_scales, n, n_inside, first, columns, group, NESTED)
-            weight = _values_of(low, high, values, half, BITS, HAS_VALUES) * scale[:, :, None]
+    last = tl.minimum((split + 1) * split_lines, num_lines)
+    for start in range(split * split_lines, last, LINES):
+        lines = start + tl.arange(0, LINES)
+        low, high = _load_words(codes, highs, n, lines, n_inside, num_lines, BITS)
+        for piece in tl.static_range(PIECES):
+            first = _first_columns(lines, piece, BITS)
+            if piece % 2 == 0 or not PAIRED:
+                scale, offset = _factors_of(
+                    scales, outer_scales, offsets, outer_offsets, n, n_inside, first, columns,
+                    group, NESTED, OFFSETS,
+                )  # fmt: skip
+            weight = _values_of(low, high, values, piece, BITS, HAS_VALUES) * scale
             if OFFSETS > 0:
-                offset = _factors_of(
-                    offsets, outer_offsets, n, n_inside, first, columns, group, OFFSETS == 2
-                )
-                weight += offset[:, :, None]
-            place = tl.arange(0, UNITS * UNIT)
-            at = _first_columns(start + place // UNIT, half, BITS, UNIT) + place % UNIT
+                weight += offset
+            at = _first_columns(start + k // 16, piece, BITS) + k % 16
             inside = m_inside[:, None] & (at < columns)[None, :]
             part = tl.load(x_at + at[None, :], mask=inside, other=0)
             if WIDEN:  # the interpreter cannot multiply bfloat16, and cuts it in place of rounding
                 part = part.to(tl.float32)
-            matrix = tl.reshape(weight.to(part.dtype), (BLOCK_N, UNITS * UNIT))
+            matrix = tl.reshape(weight.to(part.dtype), (BLOCK_N, LINES * 16))
             total = tl.dot(part, tl.trans(matrix), total, input_precision="ieee")
     if HAS_BIAS:
         total += tl.load(bias + n, mask=n_inside, other=0).to(tl.float32)[None, :]
@@ -275,30 +297,31 @@ def _gather(
     columns,
     rows,
     group,
-    row_bytes,
+    num_lines,
     BITS: tl.constexpr,
-    UNIT: tl.constexpr,
+    PAIRED: tl.constexpr,
     NESTED: tl.constexpr,
     OFFSETS: tl.constexpr,
     HAS_VALUES: tl.constexpr,
-    UNITS: tl.constexpr,
+    LINES: tl.constexpr,
 ):
-    HALVES: tl.constexpr = 1 if BITS == 8 else 2
+    PIECES: tl.constexpr = 2 if BITS == 8 else 4
     index = tl.program_id(0)
     n = tl.load(ids + index) - first_row + tl.zeros((1,), tl.int64)
     n_inside = (n >= 0) & (n < rows)  # others are rows of other parts
-    units = tl.program_id(1) * UNITS + tl.arange(0, UNITS)
-    low, high = _load_bytes(codes, highs, n, units, n_inside, row_bytes, BITS, UNIT)
-    for half in tl.static_range(HALVES):
-        first = _first_columns(units, half, BITS, UNIT)
-        scale = _factors_of(scales, outer_scales, n, n_inside, first, columns, group, NESTED)
-        weight = _values_of(low, high, values, half, BITS, HAS_VALUES) * scale[:, :, None]
+    lines = tl.program_id(1) * LINES + tl.arange(0, LINES)
+    low, high = _load_words(codes, highs, n, lines, n_inside, num_lines, BITS)
+    for piece in tl.static_range(PIECES):
+        first = _first_columns(lines, piece, BITS)
+        if piece % 2 == 0 or not PAIRED:
+            scale, offset = _factors_of(
+                scales, outer_scales, offsets, outer_offsets, n, n_inside, first, columns, group,
+                NESTED, OFFSETS,
+            )  # fmt: skip
+        weight = _values_of(low, high, values, piece, BITS, HAS_VALUES) * scale
         if OFFSETS > 0:
-            offset = _factors_of(
-                offsets, outer_offsets, n, n_inside, first, columns, group, OFFSETS == 2
-            )
-            weight += offset[:, :, None]
-        at = first[None, :, None] + tl.arange(0, UNIT)[None, None, :]
+            weight += offset
+        at = first[None, :, None] + tl.arange(0, 16)[None, None, :]
         inside = n_inside[:, None, None] & (at < columns)
         tl.store(y + index.to(tl.int64) * y_stride + at, weight, mask=inside)
 
@@ -357,13 +380,13 @@ def gather_codes(
         y = torch.empty((len(ids), columns), dtype=dtype, device=ids.device)
         ids, first = ids.contiguous(), 0
         for part in parts:
-            form, row_bytes = part.form, part.codes.shape[1]
+            form, num_lines = part.form, part.codes.shape[1] // _LINE
             constants = _constants(form, _GATHERED)
-            grid = (len(ids), triton.cdiv(row_bytes, _GATHERED.num_bytes))
+            grid = (len(ids), triton.cdiv(num_lines, _GATHERED.lines))
             if len(ids):
                 _gather[grid](
                     ids, *_tensors(part), y, first, columns, columns, form.rows, form.group,
-                    row_bytes, **constants, num_warps=_GATHERED.warps,
+                    num_lines, **constants, num_warps=_GATHERED.warps,
                 )  # fmt: skip
             first += form.rows
         return y
@@ -376,7 +399,7 @@ class _Product:
 
     def __init__(self, part: Part, columns: int, bias: torch.Tensor | None) -> None:
         self._form, self._columns = part.form, columns
-        self._row_bytes = part.codes.shape[1]
+        self._num_lines = part.codes.shape[1] // _LINE
         self._tensors = (*_tensors(part), part.scales if bias is None else bias)
         self._has_bias = bias is not None
 
@@ -385,7 +408,7 @@ class _Product:
         tile = _tile(len(x), form.rows, x.dtype)
         if tile.x_rows == 1:
             _one_row[(triton.cdiv(form.rows, tile.rows),)](
-                x, *self._tensors, y, self._columns, form.rows, form.group, self._row_bytes,
+                x, *self._tensors, y, self._columns, form.rows, form.group, self._num_lines,
                 HAS_BIAS=self._has_bias, BLOCK_N=tile.rows, **_constants(form, tile),
                 num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
@@ -395,7 +418,7 @@ class _Product:
     def _multiply_many(self, x: torch.Tensor, y: torch.Tensor, tile: Tile) -> None:
         form, *tensors = self._form, *self._tensors
         constants = _constants(form, tile)
-        steps = triton.cdiv(self._row_bytes, tile.num_bytes)
+        steps = triton.cdiv(self._num_lines, tile.lines)
         splits = _splits(tile, form.rows, steps)
         grid = (triton.cdiv(len(x), tile.x_rows), triton.cdiv(form.rows, tile.rows), splits)
         is_split = splits > 1
@@ -405,8 +428,8 @@ class _Product:
             target = torch.empty(size, dtype=torch.float32, device=x.device)
         _many_rows[grid](
             x, *tensors, target, x.stride(0), target.stride(-2), target.stride(0), len(x),
-            self._columns, form.rows, form.group, self._row_bytes,
-            triton.cdiv(steps, splits) * constants["UNITS"],
+            self._columns, form.rows, form.group, self._num_lines,
+            triton.cdiv(steps, splits) * tile.lines,
             HAS_BIAS=self._has_bias and not is_split,
             BLOCK_M=tile.x_rows, BLOCK_N=tile.rows, **constants, WIDEN=is_interpreted(),
             num_warps=tile.warps, num_stages=tile.stages,
@@ -439,11 +462,10 @@ def _splits(tile: Tile, rows: int, steps: int) -> int:
 
 def _constants(form: Form, tile: Tile) -> dict[str, Any]:
     """Return those of a form, by which kernels differ."""
-    unit = 16 if form.group == 16 else 32
     return {
         "BITS": form.bits,
-        "UNIT": unit,
-        "UNITS": tile.num_bytes // unit,
+        "LINES": tile.lines,
+        "PAIRED": form.group > 16,  # pieces have the scales of their neighbours
         "NESTED": form.scales > 2,
         "OFFSETS": (form.offsets > 0) + (form.offsets > 2),
         "HAS_VALUES": form.has_values,
@@ -476,16 +498,16 @@ def _variant(blocks: str, shape: tuple[int, int], x_rows: int, dtype: torch.dtyp
     name = f"{'one_row' if x_rows == 1 else 'many_rows'}, {blocks}, {_TYPES[dtype]}, {x_rows} x "
     types = _code_types(form) | {
         "x": f"*{_TYPES[dtype]}", "bias": f"*{_SCALES[scales]}", "y": f"*{_TYPES[dtype]}",
-        "columns": "i32:16", "rows": "i32:16", "group": "i32:16", "row_bytes": "i32:16",
+        "columns": "i32:16", "rows": "i32:16", "group": "i32:16", "num_lines": "i32:16",
     }  # fmt: skip
     constants = _constants(form, tile) | {"HAS_BIAS": False, "BLOCK_N": tile.rows}
     kernel = _one_row
     if x_rows > 1:
         kernel = _many_rows
-        steps = triton.cdiv(shape[1] * min(bits, 8) // 8, tile.num_bytes)
+        steps = triton.cdiv(shape[1] // (32 if bits == 8 else 64), tile.lines)
         if _splits(tile, shape[0], steps) > 1:
             types["y"] = "*fp32"
-        numbers = ("x_stride", "y_stride", "split_stride", "x_rows", "split_units")
+        numbers = ("x_stride", "y_stride", "split_stride", "x_rows", "split_lines")
         types |= dict.fromkeys(numbers, "i32:16")
         constants |= {"BLOCK_M": tile.x_rows, "WIDEN": False}
     return Variant(
@@ -495,8 +517,8 @@ def _variant(blocks: str, shape: tuple[int, int], x_rows: int, dtype: torch.dtyp
 
 def _code_types(form: Form) -> dict[str, str]:
     """Return the types of what `_tensors` returns."""
-    codes = "*i8" if form.bits == 8 else "*u8"
-    scales, offsets = f"*{_SCALES[form.scales]}", f"*{_SCALES.get(form.offsets, codes[1:])}"
+    codes = "*i16"
+    scales, offsets = f"*{_SCALES[form.scales]}", f"*{_SCALES.get(form.offsets, 'i16')}"
     return {
         "codes": codes,
         "highs": codes,

@@ -52,8 +52,8 @@ _ONE_ROW = (
 )
 # By the largest number of rows of x, in 2 bytes and in 4.
 _ROWS = {
-    2: ((16, Tile(16, 32, 2, 4, 3)), (64, Tile(64, 64, 2, 4, 3)), (0, Tile(128, 64, 2, 8, 3))),
-    4: ((16, Tile(16, 32, 2, 4, 2)), (0, Tile(64, 64, 1, 4, 2))),
+    2: ((16, Tile(16, 32, 2, 4, 3)), (64, Tile(64, 64, 2, 4, 3)), (0, Tile(128, 64, 1, 8, 3))),
+    4: ((16, Tile(16, 32, 2, 4, 2)), (0, Tile(64, 64, 1, 8, 2))),
 }
 # The interpreter takes as long for a large step as for a small one.
 _INTERPRETED = (Tile(1, 64, 8, 4, 1), Tile(16, 64, 8, 4, 1))
@@ -108,9 +108,7 @@ def _values_of(
 
 
 @triton.jit
-def _load_factors(
-    factors, outer, n, n_inside, columns_at, columns, group, NESTED: tl.constexpr
-):
+def _load_factors(factors, outer, n, n_inside, columns_at, columns, group, NESTED: tl.constexpr):
     """Return scales or offsets [n, lines, 1], float32; 0 beyond the columns."""
     inside = n_inside[:, None] & (columns_at < columns)[None, :]
     rows = n.to(tl.int64)[:, None]
@@ -128,9 +126,7 @@ def _factors_of(
     NESTED: tl.constexpr, OFFSETS: tl.constexpr,
 ):  # fmt: skip
     """Return scales and offsets; scales again if there are no offsets."""
-    scale = _load_factors(
-        scales, outer_scales, n, n_inside, columns_at, columns, group, NESTED
-    )
+    scale = _load_factors(scales, outer_scales, n, n_inside, columns_at, columns, group, NESTED)
     offset = scale
     if OFFSETS > 0:
         offset = _load_factors(
@@ -480,60 +476,73 @@ def _tensors(part: Part) -> tuple[torch.Tensor, ...]:
 
 
 _TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-_SCALES = {1: "fp16", 2: "fp32", 3: "i8", 4: "u8"}
-_BLOCKS = {
-    "int4, groups of 32": (4, 32, 1, 1),
-    "int4, groups of 128": (4, 128, 1, 1),
+_STORED = {0: "i16", 1: "fp16", 2: "fp32", 3: "i8", 4: "u8"}  # 0: the codes are passed instead
+_BLOCKS = {  # bits, group, dtypes of scales and offsets
+    "int4": (4, 32, 1, 1),
     "int8": (8, 32, 1, 1),
     "Q4_K": (4, 32, 4, 4),
     "Q6_K": (6, 16, 3, 0),
 }
+_NUMBERS = ("columns", "rows", "group", "num_lines")
 
 
-def _variant(blocks: str, shape: tuple[int, int], x_rows: int, dtype: torch.dtype) -> Variant:
-    """Return how a product is compiled."""
+def _form(blocks: str, rows: int) -> Form:
     bits, group, scales, offsets = _BLOCKS[blocks]
-    form = Form(shape[0], bits, group, scales, offsets, has_values=False)
+    return Form(rows, bits, group, scales, offsets, has_values=False)
+
+
+def _types(form: Form, dtype: torch.dtype) -> dict[str, str]:
+    """Return the types of what all kernels of codes take."""
+    names = ("codes", "highs", "outer_scales", "outer_offsets", "values")
+    types = dict.fromkeys(names, "*i16") | dict.fromkeys(_NUMBERS, "i32:16")
+    types |= {"scales": f"*{_STORED[form.scales]}", "offsets": f"*{_STORED[form.offsets]}"}
+    for name, stored in (("outer_scales", form.scales), ("outer_offsets", form.offsets)):
+        if stored > 2:
+            types[name] = "*fp16"
+    return types | {"y": f"*{_TYPES[dtype]}"}
+
+
+def _product(blocks: str, shape: tuple[int, int], x_rows: int, dtype: torch.dtype) -> Variant:
+    form = _form(blocks, shape[0])
     tile = _tile(x_rows, shape[0], dtype)
-    name = f"{'one_row' if x_rows == 1 else 'many_rows'}, {blocks}, {_TYPES[dtype]}, {x_rows} x "
-    types = _code_types(form) | {
-        "x": f"*{_TYPES[dtype]}", "bias": f"*{_SCALES[scales]}", "y": f"*{_TYPES[dtype]}",
-        "columns": "i32:16", "rows": "i32:16", "group": "i32:16", "num_lines": "i32:16",
-    }  # fmt: skip
+    types = _types(form, dtype) | {"x": f"*{_TYPES[dtype]}", "bias": f"*{_STORED[form.scales]}"}
     constants = _constants(form, tile) | {"HAS_BIAS": False, "BLOCK_N": tile.rows}
-    kernel = _one_row
+    kernel, name = _one_row, "one_row"
     if x_rows > 1:
-        kernel = _many_rows
-        steps = triton.cdiv(shape[1] // (32 if bits == 8 else 64), tile.lines)
-        if _splits(tile, shape[0], steps) > 1:
+        kernel, name = _many_rows, "many_rows"
+        lines = shape[1] // (32 if form.bits == 8 else 64)
+        if _splits(tile, shape[0], lines // tile.lines) > 1:
             types["y"] = "*fp32"
         numbers = ("x_stride", "y_stride", "split_stride", "x_rows", "split_lines")
         types |= dict.fromkeys(numbers, "i32:16")
         constants |= {"BLOCK_M": tile.x_rows, "WIDEN": False}
-    return Variant(
-        name + f"{shape[0]}x{shape[1]}", kernel, types, constants, tile.warps, tile.stages
-    )
+    name = f"{name}, {blocks}, {_TYPES[dtype]}, {x_rows} x {shape[0]}x{shape[1]}"
+    return Variant(name, kernel, types, constants, tile.warps, tile.stages)
 
 
-def _code_types(form: Form) -> dict[str, str]:
-    """Return the types of what `_tensors` returns."""
-    codes = "*i16"
-    scales, offsets = f"*{_SCALES[form.scales]}", f"*{_SCALES.get(form.offsets, 'i16')}"
-    return {
-        "codes": codes,
-        "highs": codes,
-        "scales": scales,
-        "outer_scales": "*fp16" if form.scales > 2 else codes,
-        "offsets": offsets,
-        "outer_offsets": "*fp16" if form.offsets > 2 else codes,
-        "values": codes,
-    }
+def _gathered(blocks: str) -> Variant:
+    form = _form(blocks, 128256)
+    types = _types(form, torch.bfloat16) | {"ids": "*i64", "first_row": "i32", "y_stride": "i32:16"}
+    name, constants = f"gather, {blocks}, bf16", _constants(form, _GATHERED)
+    return Variant(name, _gather, types, constants, _GATHERED.warps, _GATHERED.stages)
 
 
-_SHAPES = ((4096, 4096), (14336, 4096))
-VARIANTS = tuple(
-    _variant(blocks, shape, x_rows, torch.bfloat16)
-    for blocks in _BLOCKS
-    for shape in _SHAPES
-    for x_rows in (1, 16, 512)
-) + tuple(_variant("int4, groups of 32", _SHAPES[0], rows, torch.float32) for rows in (1, 16, 512))
+_SUMMED = Variant(
+    "sum_splits, bf16, of 4",
+    _sum_splits,
+    {"sums": "*fp32", "bias": "*bf16", "y": "*bf16"}
+    | dict.fromkeys(("y_stride", "x_rows", "rows"), "i32:16"),
+    {"SPLITS": 4, "HAS_BIAS": False, "BLOCK": 256},
+)
+VARIANTS = (
+    *(
+        _product(blocks, (4096, 4096), n, torch.bfloat16)
+        for blocks in _BLOCKS
+        for n in (1, 16, 512)
+    ),
+    *(_product(blocks, (14336, 4096), 1, torch.bfloat16) for blocks in _BLOCKS),
+    _product("Q4_K", (14336, 4096), 16, torch.bfloat16),
+    *(_product("int4", (4096, 4096), n, torch.float32) for n in (1, 16, 512)),
+    *(_gathered(blocks) for blocks in ("Q4_K", "Q6_K")),
+    _SUMMED,
+)

@@ -1,12 +1,12 @@
 """How matrices of few bits lie in the memory of a GPU: one tensor of bytes, with a header.
 
 A matrix has parts, its rows one part after the other, each with codes, scales and offsets of a form
-of its own. A row of codes is made of lines of 16 words of 16 bits. Word j of a line has, from the
-lowest bits on, the lower four bits of the codes of columns j, j + 16, j + 32 and j + 48 of 64; codes
-of 8 bits are whole, those of columns j and j + 16 of 32. The upper bits of codes of 5 and 6 bits are
-in a plane of their own: of 6 bits, 8 words for each line, of which word j has those of word j of the
-line in its lower byte, and those of word j + 8 in its upper one; of 5 bits, 8 words for two lines,
-the first line's in the lower byte. Scales and offsets are stored as they are.
+of its own. Scales and offsets are stored as they are. A row of codes is made of lines of 16 words
+of 16 bits. Word j of a line has, from the lowest bits on, the lower four bits of the codes of
+columns j, j + 16, j + 32 and j + 48 of 64; codes of 8 bits are whole, those of columns j and j + 16
+of 32. The upper bits of codes of 5 and 6 bits are in a plane of their own. Of 6 bits, it has 8 words
+for a line: the lower byte of word j belongs to word j of the line, the upper one to word j + 8. Of 5
+bits, it has 8 words for two lines, the lower bytes for the first one.
 """
 
 from __future__ import annotations

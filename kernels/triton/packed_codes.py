@@ -4,9 +4,9 @@ A matrix has parts, its rows one part after the other, each with codes, scales a
 of its own. Scales and offsets are stored as they are. A row of codes is made of lines of 16 words
 of 16 bits. Word j of a line has, from the lowest bits on, the lower four bits of the codes of
 columns j, j + 16, j + 32 and j + 48 of 64; codes of 8 bits are whole, those of columns j and j + 16
-of 32. The upper bits of codes of 5 and 6 bits are in a plane of their own. Of 6 bits, it has 8 words
-for a line: the lower byte of word j belongs to word j of the line, the upper one to word j + 8. Of 5
-bits, it has 8 words for two lines, the lower bytes for the first one.
+of 32. The upper bits of codes of 5 and 6 bits are in a plane of their own. Of 6 bits, it has 8
+words for a line: the lower byte of word j belongs to word j of the line, the upper one to word
+j + 8. Of 5 bits, it has 8 words for two lines, the lower bytes for the first one.
 """
 
 from __future__ import annotations

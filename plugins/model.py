@@ -5,8 +5,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol
 
 from .component import Component, Context
 from .ops import Ops
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "Attend",
     "AttentionBackend",
     "AttentionContext",
     "AttentionStep",
@@ -230,6 +232,12 @@ class AttentionStep:
     one of these for each group, which differ in `block_table`, `slots` and `group` alone. Blocks
     that the group's window has passed are no longer the sequence's: they may have been written to.
 
+    A step that `Ops.record` records for later ones, of the sizes in `Ops.record_sizes`, has one
+    query per sequence. Its `seq_lens` are the most that such steps may have; its tensors stay where
+    they are, and have the values of the step that runs. Some of its sequences may be padding, of
+    length 0 in `lens`: their slot is -1, where nothing is written, and their result is not read.
+    Its `block_table` has room for the longest sequence; unused entries are any blocks.
+
     Attributes:
         query_starts: int [seqs + 1]; tokens of sequence i are query_starts[i]:query_starts[i+1].
         seq_lens: int [seqs]; length of each sequence, the step's tokens included.
@@ -238,6 +246,7 @@ class AttentionStep:
         slots: int64 [tokens]; cache position of each token's K and V, block * block_size + offset.
         block_size: tokens per block.
         group: index of the group.
+        on_device: `starts` and `lens`; None: they are copied when they are needed.
     """
 
     query_starts: np.ndarray[Any, np.dtype[np.int64]]
@@ -247,6 +256,27 @@ class AttentionStep:
     slots: torch.Tensor
     block_size: int
     group: int = 0
+    on_device: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, repr=False)
+
+    @property
+    def starts(self) -> torch.Tensor:
+        """`query_starts` on the device, int64."""
+        return self._tensors[0]
+
+    @property
+    def lens(self) -> torch.Tensor:
+        """`seq_lens` on the device, int64."""
+        return self._tensors[1]
+
+    @cached_property
+    def _tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.on_device is not None:
+            return self.on_device
+        import torch  # noqa: PLC0415 - the contract is imported without it
+
+        device = self.block_table.device
+        starts, lens = (torch.from_numpy(a).to(device) for a in (self.query_starts, self.seq_lens))
+        return starts, lens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,6 +308,11 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
     """Device types that it runs on."""
     softcaps: ClassVar[bool] = False
     """Whether `attend` computes `KVSpec.softcap`; otherwise models that have it are refused."""
+    rotates: ClassVar[bool] = False
+    """Whether it has `rotate_and_attend`; otherwise `Ops.rotate` runs before `attend`."""
+    pads: ClassVar[bool] = False
+    """Whether, if it is `replayable`, it is in steps of `Ops.record_sizes`, with their padding;
+    otherwise it is in the others."""
 
     context: AttentionContext
 
@@ -290,7 +325,9 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
         """Whether `Ops.record` can record `attend`.
 
         Repeated, it reads the plan that `plan` returned last for the same group, and the same
-        cache. It holds for the class that says so, not for those derived from it.
+        cache. With `pads`, in steps of one of the sizes in `Ops.record_sizes`, it reads the tensors
+        of the step that was recorded (`AttentionStep`). It holds for the class that says so, not
+        for those derived from it.
         """
         return False
 
@@ -354,6 +391,53 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
             [tokens, num_heads, head_size].
         """
 
+    def rotate_and_attend(
+        self,
+        spec: KVSpec,
+        cache: CacheT,
+        plan: PlanT,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        angles: torch.Tensor,
+    ) -> torch.Tensor:
+        """Rotate the heads of q and k as `Ops.rotate` does, then `attend`; called if `rotates`.
+
+        Args:
+            spec: the layer.
+            cache: as for `attend`, as those that follow.
+            plan: of this step.
+            q: may be changed.
+            k: may be changed.
+            v: like k.
+            angles: float32 [tokens, size]; of each token, cosines, then sines, for the first
+                `size` elements of its heads.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no rotate_and_attend")
+
+
+class Attend(Protocol):
+    """Attention of a layer, as `ForwardBatch.attend`."""
+
+    def __call__(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        angles: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return what attention gives for q [tokens, num_heads, head_size], as q.
+
+        Args:
+            layer: index in `Model.kv_specs`.
+            q: queries.
+            k: keys [tokens, num_kv_heads, head_size].
+            v: values, like k.
+            angles: float32 [tokens, size], as for `Ops.rotate`. With them, the first `size`
+                elements of the heads of q and k are rotated first, perhaps in place.
+        """
+
 
 @dataclass(frozen=True, eq=False)
 class ForwardBatch:
@@ -364,8 +448,8 @@ class ForwardBatch:
         positions: int64 [tokens]; position of each token in its own sequence.
         hidden: [tokens, hidden_size], what `forward` of the stage before returned; None in the
             first stage.
-        attend: `attend(layer, q, k, v)` with q [tokens, num_heads, head_size], k and v
-            [tokens, num_kv_heads, head_size]; returns [tokens, num_heads, head_size].
+        attend: attention of a layer: `attend(layer, q, k, v)`, or with `angles` after them, which
+            rotate q and k.
         routed_experts: int32 [tokens, layers, experts per token], of the size that
             `Model.routed_experts` says: if a request asks for them, a mixture of experts writes
             the experts of each token here, in the layers of its stage. None if no request does.
@@ -373,9 +457,7 @@ class ForwardBatch:
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    attend: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = field(
-        repr=False
-    )
+    attend: Attend = field(repr=False)
     hidden: torch.Tensor | None = None
     routed_experts: torch.Tensor | None = None
 

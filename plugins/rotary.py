@@ -63,9 +63,7 @@ class RotaryEmbedding:
         self._context = context
         self._table = torch.empty(0)
         self._gather_rows = context.ops.gather_rows
-        self._rotate = context.ops.rotate
         self.size = 2 * len(self._frequencies)
-        self._is_partial = self.size < head_size
 
     def allocate(self) -> None:
         """Compute the table for positions 0 to max_model_len - 1."""
@@ -79,12 +77,8 @@ class RotaryEmbedding:
             self._table[start:end, half:] = angles.sin() * self._scale
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return the angles for `rotate`, float32 [tokens, size]: cosines, then sines."""
+        """Return the angles for `ForwardBatch.attend`, float32 [tokens, size]."""
         return self._gather_rows(self._table, positions)
-
-    def rotate(self, x: torch.Tensor, angles: torch.Tensor) -> None:
-        """Rotate heads x [tokens, heads, head_size] in place, by what `at` returned."""
-        self._rotate(x[..., : self.size] if self._is_partial else x, angles)
 
 
 def _frequencies(

@@ -69,6 +69,7 @@ class NativeAttention(AttentionBackend[torch.Tensor, NativePlan]):
     )
     devices = ("cpu",)
     softcaps = True
+    rotates = True
     replayable = True
 
     def __init__(self, context: AttentionContext) -> None:
@@ -82,6 +83,7 @@ class NativeAttention(AttentionBackend[torch.Tensor, NativePlan]):
         dtype = context.dtype
         self._results = Results(library)
         self._make_plan = library.function("attention_plan", None)
+        self._rotate = library.function("rotate", dtype)
         self._short = library.function("attend", dtype)
         self._long = library.function("attend", dtype, releases=True)
         # Where the kernels find the plan of a layer: recorded calls keep its place.
@@ -132,6 +134,32 @@ class NativeAttention(AttentionBackend[torch.Tensor, NativePlan]):
             place_at, spec.head_size, float(spec.scale), float(spec.softcap or 0.0),
         )  # fmt: skip
         return out
+
+    def rotate_and_attend(
+        self,
+        spec: KVSpec,
+        cache: torch.Tensor,
+        plan: NativePlan,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        angles: torch.Tensor,
+    ) -> torch.Tensor:
+        """Rotate q and k in place, in one call where they are parts of one tensor; then attend."""
+        heads = q.shape[1]
+        size = heads * q.stride(1) * q.element_size()
+        if k.data_ptr() == q.data_ptr() + size and k.stride() == q.stride():
+            self._turn(q, heads + k.shape[1], angles)
+        else:
+            self._turn(q, heads, angles)
+            self._turn(k, k.shape[1], angles)
+        return self.attend(spec, cache, plan, q, k, v)
+
+    def _turn(self, x: torch.Tensor, heads: int, angles: torch.Tensor) -> None:
+        self._library.run(
+            self._rotate, x.data_ptr(), x.stride(0), x.stride(1), angles.data_ptr(), len(x), heads,
+            angles.shape[1],
+        )  # fmt: skip
 
     def _place(self, spec: KVSpec, group: int) -> tuple[ctypes.c_void_p, int]:
         """Return where the kernels find the plan of a group's layer, and the address of that."""

@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -255,9 +254,9 @@ class Llama(Model):
         angles = {rope: rope.at(batch.positions) for rope in self._my_ropes()}
         for index, layer in enumerate(self._decoder_layers):
             rope = self._ropes[self._my_layers[index]]
-            turned = None if rope is None else partial(rope.rotate, angles=angles[rope])
-            q, k, v = self._project(layer, self._add(layer.input_norm, x, delta), turned)
-            delta = layer.output(batch.attend(index, q, k, v).flatten(1))
+            q, k, v = self._project(layer, self._add(layer.input_norm, x, delta))
+            turns = None if rope is None else angles[rope]
+            delta = layer.output(batch.attend(index, q, k, v, turns).flatten(1))
             if layer.attention_output_norm is not None:
                 delta = layer.attention_output_norm(delta)
             delta = self.run_mlp(index, self._add(layer.mlp_norm, x, delta), batch)
@@ -308,10 +307,7 @@ class Llama(Model):
         return x
 
     def _project(
-        self,
-        layer: DecoderLayer,
-        h: torch.Tensor,
-        rotate: Callable[[torch.Tensor], None] | None,
+        self, layer: DecoderLayer, h: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return q [tokens, heads, head_size], k and v [tokens, kv_heads, ...], for attention."""
         heads, kv_heads = len(self._my_heads), len(self._my_kv_heads)
@@ -319,12 +315,6 @@ class Llama(Model):
         q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], 1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self.normalise_heads(layer.q_norm, layer.k_norm, q, k)
-            rotated = [q, k]
-        else:
-            rotated = [qkv[:, : heads + kv_heads]]
-        if rotate is not None:
-            for part in rotated:
-                rotate(part)
         return q, k, v
 
     def _layers(self) -> list[PackedLayer]:

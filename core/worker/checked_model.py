@@ -189,7 +189,14 @@ class _TrialAttention:
         self._positions = positions
         self._called: set[int] = set()
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        angles: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Return zeros of the shape of q.
 
         Raises:
@@ -218,7 +225,24 @@ class _TrialAttention:
                     f"called attend for layer {layer} with {name} = {shown(tensor)}, expected a "
                     f"{self._dtype} tensor {list(shape)} on {device}, as kv_specs() says"
                 )
+        if angles is not None and not self._are_angles(angles, spec):
+            raise self._wrong(
+                f"called attend for layer {layer} with angles = {shown(angles)}, expected a "
+                f"torch.float32 tensor [{len(self._positions)}, an even size of at most "
+                f"{spec.head_size}] on {device}"
+            )
         return torch.zeros_like(q)
+
+    def _are_angles(self, angles: Any, spec: KVSpec) -> bool:
+        return (
+            isinstance(angles, torch.Tensor)
+            and angles.dim() == 2
+            and len(angles) == len(self._positions)
+            and 0 < angles.shape[1] <= spec.head_size
+            and angles.shape[1] % 2 == 0
+            and angles.dtype == torch.float32
+            and angles.device == self._positions.device
+        )
 
     def check_complete(self) -> None:
         """Check that every layer was called.

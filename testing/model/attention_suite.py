@@ -65,6 +65,11 @@ LAYERS = Rule(
     "keep nothing of a layer in the backend or in the plan, which the step's layers share",
 )
 
+ROTATES = Rule(
+    "rotates: rotate_and_attend rotates q and k, then attends as attend does",
+    "turn the first angles.shape[1] elements of each head of q and k as Ops.rotate does, in "
+    "float32, and cache the rotated keys; or leave the class attribute `rotates` False",
+)
 GROUPS = Rule(
     "groups: layers of several windows share a cache, each with the blocks of its group",
     "keep what a step needs in its plan, of which there is one for each group; blocks that the "
@@ -231,6 +236,20 @@ class AttentionBackendSuite(ComponentSuite):
             layers=2,
         )
 
+    def test_rotates(self) -> None:
+        """Queries and keys that the backend rotates, all or some elements of a head."""
+        if not self._make(self.block_sizes[0]).rotates:
+            pytest.skip("`rotates` of the backend is False")
+        for dtype in self.dtypes:
+            self._compare(
+                ROTATES,
+                heads=self.heads,
+                windows=self.windows,
+                names="ab",
+                steps=3,
+                dtype=dtype,
+            )
+
     def test_groups(self) -> None:
         """Layers with blocks of their own, which are handed out again when a window passes them."""
         self._compare(
@@ -357,8 +376,13 @@ class AttentionBackendSuite(ComponentSuite):
             tokens = sum(count for _, count in counts)
             for layer, (cache, history) in enumerate(zip(caches, histories, strict=True)):
                 q, k, v = self._inputs(generator, history.spec, tokens, backend.context.dtype)
-                tensors = q.clone(), k.clone(), v.clone()
-                out = backend.attend(history.spec, cache, plans[group_of[layer]], *tensors)
+                spec, plan, tensors = history.spec, plans[group_of[layer]], (q.clone(), k.clone())
+                if rule is ROTATES:
+                    angles = self._angles(generator, spec, tokens)
+                    out = backend.rotate_and_attend(spec, cache, plan, *tensors, v.clone(), angles)
+                    q, k = _rotated(q, angles), _rotated(k, angles)
+                else:
+                    out = backend.attend(spec, cache, plan, *tensors, v.clone())
                 history.append(counts, k, v)
                 self._check_output(rule, out, q, history, counts)
             if index < len(case.ends):
@@ -374,6 +398,12 @@ class AttentionBackendSuite(ComponentSuite):
             self.draw(generator, (tokens, heads, spec.head_size)).to(self._device(), dtype)
             for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         ]
+
+    def _angles(self, generator: torch.Generator, spec: KVSpec, tokens: int) -> torch.Tensor:
+        """Return angles for the first elements of heads, or for all, float32 [tokens, size]."""
+        half = int(torch.randint(1, spec.head_size // 2 + 1, (1,), generator=generator))
+        turns = torch.rand(tokens, half, generator=generator) * 6
+        return torch.cat((turns.cos(), turns.sin()), 1).to(self._device())
 
     def _check_output(
         self,
@@ -512,6 +542,15 @@ def _tensors(cache: Any) -> Iterator[torch.Tensor]:
     elif isinstance(cache, Mapping | list | tuple):
         for part in cache.values() if isinstance(cache, Mapping) else cache:
             yield from _tensors(part)
+
+
+def _rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """Return heads x [tokens, heads, head_size], rotated as `Ops.rotate` does."""
+    size = angles.shape[1]
+    cos, sin = angles.unsqueeze(1).chunk(2, -1)
+    a, b = x[..., :size].float().chunk(2, -1)
+    turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+    return torch.cat((turned, x[..., size:]), -1)
 
 
 def _num_bytes(cache: Any) -> int:

@@ -707,8 +707,17 @@ class _Sequences:
             flat += range(start, start + count)
         called: set[int] = set()
 
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def attend(
+            layer: int,
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            angles: torch.Tensor | None = None,
+        ) -> torch.Tensor:
             self._check_call(called, layer, {"q": q, "k": k, "v": v}, len(flat))
+            if angles is not None:
+                for x in (q, k):
+                    self._model.context.ops.rotate(x[..., : angles.shape[1]], angles)
             history = self._histories[layer]
             history.append(counts, k, v)
             self.keys.append(k.clone())

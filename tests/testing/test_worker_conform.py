@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import save_file
 from support.builtins.checkpoint_harness import write_gguf
 from support.kit_suites import assert_tests_builtins
-from support.searching import kit_examples
+from support.searching import kit_examples, searches_long
 
 from hardpoint.builtin_plugins.attention.native_cpu import NativeAttention
 from hardpoint.builtin_plugins.attention.torch import TorchAttention
+from hardpoint.builtin_plugins.attention.triton import TritonAttention
 from hardpoint.builtin_plugins.auto import AutoAttention, AutoOps
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.builtin_plugins.loaders.gguf import GGUFLoader
@@ -29,6 +30,7 @@ from hardpoint.builtin_plugins.models.qwen_moe import Qwen2Moe, Qwen3Moe
 from hardpoint.builtin_plugins.models.smollm3 import SmolLM3
 from hardpoint.builtin_plugins.ops.native_cpu import NativeOps
 from hardpoint.builtin_plugins.ops.torch import TorchOps
+from hardpoint.builtin_plugins.ops.triton import TritonOps
 from hardpoint.builtin_plugins.sampler import DefaultSampler
 from hardpoint.plugins import ModelConfig
 from hardpoint.testing import (
@@ -65,6 +67,16 @@ class TestNativeOps(OpsSuite):
     batch_invariant = True
 
 
+class TestTritonOps(OpsSuite):
+    """Interpreted, where there is no GPU."""
+
+    ops = TritonOps
+    if not searches_long():
+        sizes = (2, 50)
+        rows = (1, 3)
+        vocab_sizes = (1, 17, 999)
+
+
 class TestAutoOps(OpsSuite):
     ops = AutoOps
     name = "auto"
@@ -79,6 +91,13 @@ class TestNativeAttention(AttentionBackendSuite):
     examples = kit_examples()
     backend = NativeAttention
     head_sizes = (8, 17)
+
+
+class TestTritonAttention(AttentionBackendSuite):
+    """Interpreted, where there is no GPU."""
+
+    examples = kit_examples(0.1)
+    backend = TritonAttention
 
 
 def hash_of_history(spec, query, keys, values):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from hardpoint.core.worker.checked_model import wrong_result
-from hardpoint.plugins import AttentionBackend, AttentionStep, KVSpec, is_replayable
+from hardpoint.plugins import AttentionBackend, AttentionStep, KVSpec, Wrapper, is_replayable
 from hardpoint.plugins.errors import ConfigError, ModelError, PluginFaultError
 from hardpoint.plugins.manifest import Source
 
@@ -26,6 +26,7 @@ class CheckedAttention:
         bytes_per_block: of all caches.
         kv_layout: name and version of the layout.
         is_replayable: whether the backend's class says so.
+        pads: whether it runs steps with padding, which are recorded.
     """
 
     def __init__(
@@ -34,8 +35,16 @@ class CheckedAttention:
         source: Source,
         specs: Sequence[KVSpec],
         groups: LayerGroups,
+        rotate: Callable[[torch.Tensor, torch.Tensor], None],
     ) -> None:
         """Ask the backend for the sizes of blocks.
+
+        Args:
+            backend: of all layers.
+            source: of the backend.
+            specs: one per attention layer.
+            groups: of the layers.
+            rotate: rotates heads for a backend that does not, as `Ops.rotate`.
 
         Raises:
             ModelError: the backend cannot compute such layers.
@@ -50,6 +59,7 @@ class CheckedAttention:
             )
         self._backend = backend
         self._source = source
+        self._rotate = None if _rotates(backend) else rotate
         self.specs = specs
         self.groups = groups.groups
         self._group_of, self._cache_of = groups.group_of, groups.cache_of
@@ -69,6 +79,7 @@ class CheckedAttention:
                 )
         self.bytes_per_block = sum(self._sizes[layer] for layer in self._layer_of.values())
         self.is_replayable = is_replayable(backend)
+        self.pads = backend.pads
 
     def plans(self, steps: Sequence[AttentionStep]) -> list[Any]:
         """Return the plan of each layer.
@@ -134,6 +145,7 @@ class CheckedAttention:
         cache: Any,
         plan: Any,
         qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        angles: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the attention of a layer, [tokens, num_heads, head_size].
 
@@ -142,12 +154,22 @@ class CheckedAttention:
             cache: of the layer.
             plan: of the step.
             qkv: as in `AttentionBackend.attend`.
+            angles: by which q and k are rotated first; None leaves them as they are.
 
         Raises:
             PluginFaultError: the backend returned something else.
         """
-        out = self._backend.attend(self.specs[layer], cache, plan, *qkv)
-        q = qkv[0]
+        q, spec, method = qkv[0], self.specs[layer], "attend"
+        if angles is None:
+            out = self._backend.attend(spec, cache, plan, *qkv)
+        elif self._rotate is None:
+            method = "rotate_and_attend"
+            out = self._backend.rotate_and_attend(spec, cache, plan, *qkv, angles)
+        else:
+            size = angles.shape[1]
+            for x in qkv[:2]:
+                self._rotate(x if size == spec.head_size else x[..., :size], angles)
+            out = self._backend.attend(spec, cache, plan, *qkv)
         if not (
             isinstance(out, torch.Tensor)
             and out.shape == q.shape
@@ -155,8 +177,24 @@ class CheckedAttention:
             and out.device == q.device
         ):
             expected = f"a {q.dtype} tensor {list(q.shape)} on {q.device}"
-            raise wrong_result(self._source, "attend", out, expected)
+            raise wrong_result(self._source, method, out, expected)
         return out
+
+
+def _rotates(backend: AttentionBackend) -> bool:
+    """Return whether `rotate_and_attend` is to be called.
+
+    A class that overrides `attend` alone, of a backend or wrapper that rotates, changes attention
+    in a way that the inherited `rotate_and_attend` does not: its `attend` is called.
+    """
+    classes = type(backend).__mro__
+    rotating, attending = (
+        next(index for index, cls in enumerate(classes) if name in vars(cls))
+        for name in ("rotate_and_attend", "attend")
+    )
+    if isinstance(backend, Wrapper) and Wrapper in classes[rotating].__bases__:  # it forwards
+        return rotating <= attending and _rotates(backend.wrapped)
+    return backend.rotates and rotating <= attending
 
 
 def _are_block_views(views: Sequence[Any], size: int) -> bool:

@@ -247,7 +247,8 @@ class ActiveRows:
         if edits is not self.last_edits or self.compiled is None:
             if not isinstance(edits, Edits):
                 raise TypeError(f"expected Edits or None, got {type(edits).__name__}")
-            self.compiled = compile_edits(edits, self.batch_rows, logits)
+            ops = self.runner.processor.context.ops
+            self.compiled = compile_edits(edits, self.batch_rows, logits, ops)
             self.last_edits = edits
         self.compiled(logits)
 

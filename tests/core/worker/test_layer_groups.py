@@ -17,6 +17,7 @@ from hardpoint.plugins import AttentionContext, KVSpec
 from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.kv_cache import BlockNeeds, KVCacheGroup
 from hardpoint.plugins.manifest import Source
+from hardpoint.testing import load_ops
 
 SPEC = KVSpec(4, 2, 8, 0.3)
 LENGTH, BLOCK = 1024, 16
@@ -142,7 +143,7 @@ def checked(kind, given, groups):
         dtype=torch.float32,
         block_size=BLOCK,
     )
-    return CheckedAttention(kind(context), SOURCE, given, groups)
+    return CheckedAttention(kind(context), SOURCE, given, groups, load_ops(torch.float32).rotate)
 
 
 def test_groups_share_caches():

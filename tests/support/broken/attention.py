@@ -379,6 +379,33 @@ class OneView(Viewed):
         return torch.cat(super().block_views(cache), 1)
 
 
+class RotatesQueriesOnly(Plain):
+    contract = 1
+    rotates = True
+
+    def rotate_and_attend(self, spec, cache, plan, q, k, v, angles):
+        return self.attend(spec, cache, plan, rotated(q, angles), k, v)
+
+
+class RotatesPairs(Plain):
+    """Rotates neighbours, not halves."""
+
+    contract = 1
+    rotates = True
+
+    def rotate_and_attend(self, spec, cache, plan, q, k, v, angles):
+        q, k = (torch.stack(x.unflatten(-1, (-1, 2)).unbind(-1), -2).flatten(-2) for x in (q, k))
+        return self.attend(spec, cache, plan, rotated(q, angles), rotated(k, angles), v)
+
+
+def rotated(x, angles):
+    half, x = angles.shape[1] // 2, x.clone()
+    cos, sin = (part.unsqueeze(1) for part in (angles[:, :half], angles[:, half:]))
+    a, b = x[..., :half].clone(), x[..., half : 2 * half].clone()
+    x[..., :half], x[..., half : 2 * half] = a * cos - b * sin, b * cos + a * sin
+    return x
+
+
 class MarksBlocks(Viewed):
     """Remembers beside the cache which slots were written."""
 

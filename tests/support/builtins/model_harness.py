@@ -13,7 +13,7 @@ import torch
 from hardpoint import EngineConfig
 from hardpoint.builtin_plugins.attention.torch import TorchAttention
 from hardpoint.builtin_plugins.quantizations import gguf as gguf_schemes
-from hardpoint.core.worker.quantized_weights import QuantizedWeights
+from hardpoint.core.worker.quantization.quantized_weights import QuantizedWeights
 from hardpoint.plugins import (
     AttentionBackend,
     AttentionContext,
@@ -201,6 +201,15 @@ class Runner:
         return self.model.compute_logits(self.hidden(batch)[ends]).float()
 
     def _attend(
-        self, plan: object, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self,
+        plan: object,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        angles: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if angles is not None:
+            for x in (q, k):
+                self.model.context.ops.rotate(x[..., : angles.shape[1]], angles)
         return self.backend.attend(self.specs[layer], self.caches[layer], plan, q, k, v)

@@ -10,6 +10,8 @@ from support.core import graphs
 from support.core.graphs import GraphedOps, graphed_script
 from support.driving import alone, run, varied_jobs
 
+from support.internals import core_of, engine_of
+
 from hardpoint import LLM, SamplingParams
 from hardpoint.testing import scripted_engine, write_scripted_model
 
@@ -52,7 +54,7 @@ def generate(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps({**config, **model}))
         settings = {
             "load": {"use": "dummy"},
-            "ops": {"use": ops if "." in ops else f"{graphs.__name__}:{ops}"},
+            "ops": {"use": ops if ops == "torch" else f"{graphs.__name__}:{ops}"},
             "attention": {"use": f"{graphs.__name__}:PaddedAttention"},
             **extra,
         }
@@ -139,15 +141,17 @@ def test_inputs_are_read_when_a_step_is_repeated(generate, caplog):
 
 def test_a_sleep_forgets_what_was_recorded(generate):
     def sleep(llm):
-        seen.append(len(GraphedOps.recorded))
         llm.sleep(1)
+        assert not core_of(engine_of(llm)).record_ahead()
         llm.wake_up()
+        replays.append(GraphedOps.replays)
+        ahead(llm)
 
-    seen = []
+    replays = []
     expected = generate(**EAGER)
     assert same(generate(between=sleep), expected)
-    assert len(set(GraphedOps.recorded)) < len(GraphedOps.recorded)
-    assert GraphedOps.replays > 8
+    assert GraphedOps.recorded.count(8) == 3  # in the second round, and after it and the third
+    assert replays[0] < replays[1] < replays[2]
 
 
 class TestWhen:
@@ -158,13 +162,16 @@ class TestWhen:
         assert seen[1]
 
     def test_a_size_is_recorded_once_several_steps_needed_it(self, generate):
-        generate(tokens=5, between=lambda llm: seen.append(list(GraphedOps.recorded)), ops="Few")
+        seen = []
+        generate(tokens=5, between=lambda llm: seen.append(list(GraphedOps.recorded)))
+        # Requests of the second round end after 5, 8, 11, 14 and 17 tokens: four steps need 8.
+        assert seen[1] == [4, 2, 1]
 
     def test_nothing_is_recorded_with_enforce_eager(self, generate):
         generate(**EAGER, between=lambda llm: ahead(llm))
         assert GraphedOps.recorded == []
 
-    @pytest.mark.parametrize("other", [{"attention": {"use": "torch"}}, {"ops": {"use": "torch"}}])
+    @pytest.mark.parametrize("other", [{"attention": {"use": "torch"}}, {"ops": "torch"}])
     def test_nothing_is_recorded_without_both_that_can(self, generate, other):
         generate(**other)
         assert GraphedOps.recorded == []
@@ -173,7 +180,7 @@ class TestWhen:
 def ahead(llm):
     """Record all that is missing, as an idle engine does; return how often it was asked."""
     calls = 1
-    while any(llm.collective_rpc("record_decode_step")):
+    while core_of(engine_of(llm)).record_ahead():
         calls += 1
     return calls
 

@@ -54,9 +54,7 @@ class DecodeInputs:
         size, groups = shape.max_num_seqs, shape.num_groups
         self._shape = shape
         # As in PackedStep.rows.
-        self._rows = torch.zeros(
-            _OTHER_ROWS + groups, even(size), dtype=torch.int64, device=device
-        )
+        self._rows = torch.zeros(_OTHER_ROWS + groups, even(size), dtype=torch.int64, device=device)
         self._rows[2 : 2 + groups].fill_(_PADDED_SLOT)
         self._padding = self._rows[:, :1].clone()
         self._tables = torch.zeros(

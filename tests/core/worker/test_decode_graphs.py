@@ -9,7 +9,6 @@ import pytest
 from support.core import graphs
 from support.core.graphs import GraphedOps, graphed_script
 from support.driving import alone, run, varied_jobs
-
 from support.internals import core_of, engine_of
 
 from hardpoint import LLM, SamplingParams

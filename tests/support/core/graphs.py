@@ -68,7 +68,7 @@ class GraphedOps(TorchOps):
     contract = 1
     replayable = True
     sizes = (1, 2, 4, 8)
-    recorded: list[int] = []  # noqa: RUF012 - of the class
+    recorded: list[int] = []
     replays = 0
     fails = False
     graph_bytes = 0

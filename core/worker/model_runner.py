@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,8 +10,9 @@ import torch
 
 from hardpoint.core.activity import PluginCalls
 from hardpoint.core.worker.sampling.grammar_mask import GrammarMask
-from hardpoint.core.worker.sampling.logprobs import gather_logprobs
+from hardpoint.core.worker.sampling.prompt_logprobs import prompt_logprobs
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
+from hardpoint.core.worker.sampling.transfers import select_rows
 from hardpoint.plugins import (
     AttentionStep,
     EngineCoreRequest,
@@ -27,11 +29,11 @@ from hardpoint.plugins import (
     typed,
 )
 from hardpoint.plugins.arguments import prepared_type
+from hardpoint.plugins.device import to_device
 from hardpoint.plugins.kinds import KINDS, Process
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.model import Attend
 from hardpoint.plugins.read_only import ReadOnlyDict, ReadOnlyList, read_only
-from hardpoint.plugins.requests import TokenLogprobs
 from hardpoint.plugins.stats import PluginMeter
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.request_arguments import argument_key
@@ -50,8 +52,6 @@ _ELSEWHERE = {
     if kind.takes_arguments and Process.WORKER not in kind.processes
 }
 """Kinds whose components take arguments in other processes."""
-
-_PROMPT_ROWS = 256  # rows of logits held at once for prompt log-probabilities
 
 
 _Pending = tuple[SchedulerOutput, StepInput, torch.Tensor, torch.Tensor | None]
@@ -304,7 +304,11 @@ class ModelRunner:
         if self._sampling is None:
             self._help_to_sample(hidden)
             return None if self.connector is None else self._with_report(ModelRunnerOutput(), plan)
-        output = ModelRunnerOutput(prompt_logprobs=self._prompt_logprobs(step, hidden))
+        output = ModelRunnerOutput(
+            prompt_logprobs=prompt_logprobs(
+                step, self._device, functools.partial(self._logits, hidden)
+            )
+        )
         output.faults, self._broken = self._broken, {}
         if routed is not None:
             output.routed_experts = _experts_by_request(step, routed)
@@ -314,9 +318,9 @@ class ModelRunner:
             if step.samples[index] and request.request_id not in output.faults
         ]
         if indices:
-            last = torch.from_numpy(step.query_starts[1:][indices] - 1)
+            last = to_device(step.query_starts[1:][indices] - 1, self._device)
             requests = [step.requests[index] for index in indices]
-            self._choose(hidden, last.to(self._device), requests, output, bitmask)
+            self._choose(hidden, last, requests, output, bitmask)
         if self._divides_logits:
             self._ranks.ask_for_logits(torch.empty(0, dtype=torch.int64, device=self._device))
         return output if self.connector is None else self._with_report(output, plan)
@@ -375,7 +379,7 @@ class ModelRunner:
         advancing = [requests[row] for row in rows]
         ids = sampled.device_ids
         output.faults |= pipeline.advance(
-            advancing, tokens, ids if len(rows) == len(requests) else ids[rows]
+            advancing, tokens, ids if len(rows) == len(requests) else select_rows(ids, rows)
         )
         if sampled.observed:
             seen = [row for row in rows if row in sampled.observed]
@@ -480,30 +484,6 @@ class ModelRunner:
         if len(chosen) < len(hidden):
             hidden = hidden[chosen]
         return self._calls.run("compute_logits", self._model.compute_logits, hidden)
-
-    def _prompt_logprobs(
-        self, step: StepInput, hidden: torch.Tensor
-    ) -> dict[str, list[TokenLogprobs | None]]:
-        """Return the log-probabilities of the prompt tokens that this step predicts."""
-        result: dict[str, list[TokenLogprobs | None]] = {}
-        for index, request in enumerate(step.requests):
-            count = request.params.prompt_logprobs
-            start = int(step.starts[index])
-            prompt = request.prompt_token_ids
-            if count is None or start >= len(prompt):
-                continue
-            first, end = step.query_starts[index : index + 2]
-            targets = prompt[start + 1 : start + 1 + int(end - first)]
-            entries: list[TokenLogprobs | None] = [] if start else [None]
-            for offset in range(0, len(targets), _PROMPT_ROWS):
-                part = targets[offset : offset + _PROMPT_ROWS]
-                begin = int(first) + offset
-                rows = torch.arange(begin, begin + len(part), device=self._device)
-                logits = self._logits(hidden, rows)
-                chosen = torch.tensor(part, device=self._device)
-                entries += gather_logprobs(logits, chosen, [count] * len(part))
-            result[request.request_id] = entries
-        return result
 
 
 def _experts_by_request(step: StepInput, routed: torch.Tensor) -> dict[str, Any]:

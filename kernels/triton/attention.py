@@ -404,7 +404,9 @@ def combine_kernel(
     if count <= 1:  # it is written
         return
     every = tl.arange(0, MAX_SPLITS)
-    sums = tl.load(split_sums + target * num_splits + every, mask=every < count, other=-float("inf"))
+    sums = tl.load(
+        split_sums + target * num_splits + every, mask=every < count, other=-float("inf")
+    )
     top = tl.max(sums, 0)
     total = tl.sum(tl.exp2(sums - top), 0)
     column = tl.arange(0, BLOCK_D)

@@ -27,7 +27,7 @@ from hardpoint.core.faults import FaultReporter
 from hardpoint.core.kv_cache import BlockManager, BlockMetadata, Eviction
 from hardpoint.core.worker.checked_model import cut_weights as cut_weights
 from hardpoint.core.worker.input_batch import InputBatch
-from hardpoint.core.worker.quantized_weights import QuantizedWeights
+from hardpoint.core.worker.quantization.quantized_weights import QuantizedWeights
 from hardpoint.core.worker.sampling.drafts import with_drafts
 from hardpoint.core.worker.sampling.fault_isolation import FaultIsolation
 from hardpoint.core.worker.sampling.pipeline import LogitsPipeline

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+
+import torch
 
 from hardpoint.builtin_plugins.gpu import load_kernels
-from hardpoint.plugins import OpsContext
+from hardpoint.plugins import OpsContext, Recorded
+from hardpoint.plugins.quantization import AffineCodes
 
+from .cuda_graphs import CudaGraphs, RepeatedRun, decode_sizes
 from .torch import TorchOps
-
-if TYPE_CHECKING:
-    import torch
 
 
 class TritonOps(TorchOps):
@@ -28,11 +29,130 @@ class TritonOps(TorchOps):
         """
         super().__init__(context)
         self._is_interpreted = load_kernels(context, "ops.use")
+        from hardpoint.kernels.triton import (  # noqa: PLC0415 - needs triton
+            codes,
+            experts,
+            layers,
+            lora,
+        )
+
+        self._codes, self._experts, self._layers, self._lora = codes, experts, layers, lora
+        self._graphs = CudaGraphs(context.device)
 
     def describe(self) -> str:
         """Return the name, and whether kernels are interpreted."""
-        return f"{self.name} (interpreted)" if self._is_interpreted else self.name
+        if not self._is_interpreted:
+            return self.name
+        return f"{self.name} (interpreted; CUDA graphs are replaced by repeating Python)"
+
+    def record(self, run: Callable[[], torch.Tensor]) -> Recorded:
+        """Record a CUDA graph, or what stands for one where kernels are interpreted."""
+        return RepeatedRun(run) if self._is_interpreted else self._graphs.record(run)
+
+    def record_sizes(self, max_num_seqs: int) -> Sequence[int]:
+        """Return 1, 2, 4, multiples of 8 up to 256, and `max_num_seqs` if it is less."""
+        return decode_sizes(max_num_seqs)
+
+    @property
+    def code_bits(self) -> tuple[int, ...]:
+        """All that `AffineCodes` may have."""
+        return 4, 5, 6, 8
+
+    @property
+    def layout(self) -> str:
+        """That of packed codes, with its version; other matrices are packed as they are."""
+        return self._codes.LAYOUT
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return W itself."""
-        return weight
+        """Return W itself, contiguous."""
+        return weight.contiguous()
+
+    def pack_codes(self, parts: Sequence[AffineCodes]) -> torch.Tensor:
+        """Return a copy of the codes, as few bits as they are.
+
+        Raises:
+            ValueError: there are no columns.
+        """
+        return self._codes.pack(parts, self.context.device)
+
+    def embedding(
+        self, packed: torch.Tensor, shape: tuple[int, int]
+    ) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Return ids -> rows, of packed codes.
+
+        Raises:
+            ValueError: packed codes have another shape, or their header is damaged.
+        """
+        if packed.dtype != torch.uint8:
+            return None
+        return self._codes.gather_codes(packed, shape, self.context.dtype)
+
+    def linear(
+        self,
+        packed: torch.Tensor,
+        shape: tuple[int, int],
+        bias: torch.Tensor | None = None,
+        *,
+        out_dtype: torch.dtype | None = None,
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return x -> x W^T + b.
+
+        Raises:
+            ValueError: packed codes have another shape, or their header is damaged.
+        """
+        if packed.dtype != torch.uint8:
+            return super().linear(packed, shape, bias, out_dtype=out_dtype)
+        return self._codes.linear_codes(packed, shape, bias, out_dtype or self.context.dtype)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Return the normalised rows."""
+        return self._layers.rms_norm(x, weight, eps)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Add delta to x in place; return the normalised rows."""
+        return self._layers.add_rms_norm(x, delta, weight, eps)
+
+    def rotate(self, x: torch.Tensor, angles: torch.Tensor) -> None:
+        """Rotate heads in place."""
+        self._layers.rotate(x, angles)
+
+    def scale(self, x: torch.Tensor, factor: float) -> None:
+        """Multiply x by a number, in place."""
+        self._layers.scale(x, factor)
+
+    def add(self, x: torch.Tensor, delta: torch.Tensor) -> None:
+        """Add delta to x in place."""
+        self._layers.add(x, delta)
+
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """Return silu(gate) * up."""
+        return self._layers.silu_and_mul(x)
+
+    def gelu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """Return gelu(gate) * up."""
+        return self._layers.gelu_and_mul(x)
+
+    def experts(
+        self,
+        gate_up: Sequence[torch.Tensor],
+        down: Sequence[torch.Tensor],
+        shape: tuple[int, int],
+    ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+        """Return (x, chosen, weights) -> the weighted sum of experts."""
+        if any(matrix.dtype != self.context.dtype for matrix in (*gate_up, *down)):
+            return super().experts(gate_up, down, shape)  # some are codes
+        return self._experts.Experts(gate_up, down, shape)
+
+    def add_lora(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        adapters: torch.Tensor,
+        scales: torch.Tensor,
+    ) -> None:
+        """Add what low-rank adapters change to y, in place."""
+        self._lora.add_lora(y, x, a, b, adapters, scales)

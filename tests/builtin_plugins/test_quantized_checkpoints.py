@@ -25,7 +25,7 @@ from hardpoint import LLM, ConfigError, ModelError, SamplingParams
 from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
 from hardpoint.builtin_plugins.models.llama import Llama
 from hardpoint.builtin_plugins.quantizations.awq import AWQ
-from hardpoint.core.worker.quantized_weights import QuantizedWeights
+from hardpoint.core.worker.quantization.quantized_weights import QuantizedWeights
 from hardpoint.plugins import EngineConfig, typed
 from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.manifest import Source

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from support.builtins.checkpoint_harness import write_gguf
 from support.kit_suites import assert_tests_builtins
-from support.searching import kit_examples
+from support.searching import kit_examples, searches_long
 
 from hardpoint.builtin_plugins.attention.native_cpu import NativeAttention
 from hardpoint.builtin_plugins.attention.torch import TorchAttention
@@ -71,9 +71,10 @@ class TestTritonOps(OpsSuite):
     """Interpreted, where there is no GPU."""
 
     ops = TritonOps
-    sizes = (2, 50)
-    rows = (1, 3)
-    vocab_sizes = (1, 17, 999)
+    if not searches_long():
+        sizes = (2, 50)
+        rows = (1, 3)
+        vocab_sizes = (1, 17, 999)
 
 
 class TestAutoOps(OpsSuite):

@@ -10,7 +10,8 @@ from hardpoint.core.worker.attention.checked_attention import CheckedAttention
 from hardpoint.core.worker.attention.layer_groups import LayerGroups, group_layers
 from hardpoint.core.worker.checked_model import CheckedModel
 from hardpoint.core.worker.memory import HeldWeight, MemoryEstimate, MemoryLimit, estimate_memory
-from hardpoint.core.worker.quantized_weights import QuantizedWeights, Scheme
+from hardpoint.core.worker.quantization.held_weights import hold_weights
+from hardpoint.core.worker.quantization.quantized_weights import QuantizedWeights, Scheme
 from hardpoint.core.worker.shares import build_share
 from hardpoint.plugins import (
     AttentionBackend,
@@ -25,7 +26,6 @@ from hardpoint.plugins import (
 from hardpoint.plugins.errors import PluginNotFoundError
 from hardpoint.plugins.parallel import Parallel
 
-from .held_weights import hold_weights
 from .worker_spec import WorkerSpec
 
 

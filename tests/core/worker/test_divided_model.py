@@ -20,8 +20,8 @@ from hardpoint.builtin_plugins.ops.torch import TorchOps
 from hardpoint.core.worker import shares
 from hardpoint.core.worker.checked_model import CheckedModel, checked_weights
 from hardpoint.core.worker.memory import MemoryLimit, estimate_memory
-from hardpoint.core.worker.planning.held_weights import hold_weights
-from hardpoint.core.worker.quantized_weights import QuantizedWeights
+from hardpoint.core.worker.quantization.held_weights import hold_weights
+from hardpoint.core.worker.quantization.quantized_weights import QuantizedWeights
 from hardpoint.core.worker.shares import build_share
 from hardpoint.core.worker.weight_cache import WeightCache, cache_key
 from hardpoint.plugins import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.broken import quantizations as schemes
 
-from hardpoint.core.worker.quantized_weights import QuantizedWeights
+from hardpoint.core.worker.quantization.quantized_weights import QuantizedWeights
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,

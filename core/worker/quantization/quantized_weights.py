@@ -6,16 +6,14 @@ import fnmatch
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 
 from hardpoint.core.errors import close_all
+from hardpoint.core.worker.checked_model import wrong_result
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
-    HardpointError,
     Model,
     ModelError,
 )
@@ -32,14 +30,11 @@ from hardpoint.plugins.quantization import (
 )
 from hardpoint.registry.blame import describe, raise_unless_fault
 
-from .checked_model import wrong_result
-from .memory import is_out_of_memory
+from .checked_schemes import CheckedMatrix, SchemeCalls
 
-T = TypeVar("T")
 Weights = Iterator[tuple[str, torch.Tensor]]
 Scheme = tuple[Quantization, Source]
 
-_UNIT = "a whole number >= 1"
 _FEWER_RANKS = (
     ", the part that a rank has; expected fewer ranks (parallel.tensor), or quantization.use = "
     "'none', which dequantises"
@@ -246,8 +241,7 @@ class QuantizedWeights:
             unit = calls.call("alignment", say)
             if unit is None:
                 continue
-            if type(unit) is not int or unit < 1:
-                raise calls.fault("alignment", unit, _UNIT)
+            unit = calls.checked_unit(unit)
             if use != of:
                 self._check_groups(name, unit)
             elif not _divides(unit, cut, (rows, columns)):
@@ -345,15 +339,15 @@ class QuantizedWeights:
             self._schemes[name] = self._build(name)
         return self._schemes[name]
 
-    def _calls(self, name: str, scheme: Scheme) -> _Calls:
-        return _Calls(name, self._checkpoint, *scheme)
+    def _calls(self, name: str, scheme: Scheme) -> SchemeCalls:
+        return SchemeCalls(name, self._checkpoint, *scheme)
 
-    def _load(self, calls: _Calls, matrix: QuantizedMatrix, scheme: str) -> None:
+    def _load(self, calls: SchemeCalls, matrix: QuantizedMatrix, scheme: str) -> None:
         self._counts[scheme] += 1
         if not isinstance(matrix, AffineCodes):
             self._check_estimate(matrix, scheme)
             self._has_own = True
-            matrix = _CheckedMatrix(matrix, calls)
+            matrix = CheckedMatrix(matrix, calls)
         elif matrix.bits not in self._model.context.ops.code_bits:
             self._without_kernel[scheme] += 1
         self._model.load_quantized(calls.name, matrix)
@@ -373,7 +367,7 @@ class QuantizedWeights:
                 f"{type(matrix).__name__}; expected AffineCodes, own_linear = True, or None"
             )
 
-    def _read(self, calls: _Calls, weight: QuantizedWeight, stays: bool) -> QuantizedMatrix:
+    def _read(self, calls: SchemeCalls, weight: QuantizedWeight, stays: bool) -> QuantizedMatrix:
         """Return what is stored, or the part of it that is needed.
 
         Raises:
@@ -396,7 +390,7 @@ class QuantizedWeights:
             return DenseMatrix(cut.of(calls.numbers(matrix)))
         return calls.matrix("read", lambda: _part(matrix, cut), needed)
 
-    def _quantized(self, calls: _Calls, tensor: torch.Tensor) -> QuantizedMatrix:
+    def _quantized(self, calls: SchemeCalls, tensor: torch.Tensor) -> QuantizedMatrix:
         weight = tensor.float()
         if not bool(weight.isfinite().all()):
             raise ModelError(
@@ -423,148 +417,6 @@ class QuantizedWeights:
                 f"not divide columns {cut.start} to {cut.stop} of {count}, the part of {name!r} "
                 f"that a rank has; expected a size of groups that divides {cut.stop - cut.start}"
             )
-
-
-@dataclass(frozen=True)
-class _Calls:
-    """Calls a scheme and its matrices for one weight; what fails names the scheme."""
-
-    name: str
-    checkpoint: str
-    component: Quantization
-    source: Source
-
-    def call(self, method: str, function: Callable[[], T], *, refuses: bool = True) -> T:
-        """Return what a method of the scheme or of its matrices gives.
-
-        Args:
-            method: its name.
-            function: calls it.
-            refuses: whether a ValueError says that the weight is wrong.
-
-        Raises:
-            ModelError: the weight is wrong.
-            PluginFaultError: the method raised something else.
-        """
-        try:
-            return function()
-        except BaseException as cause:
-            raise_unless_fault(cause)
-            if is_out_of_memory(cause) or isinstance(cause, HardpointError):
-                raise
-            if refuses and isinstance(cause, ValueError):
-                raise self._wrong(str(cause)) from cause
-            raise PluginFaultError(
-                f"{self.source}: its {method}() failed for {self.name!r}: {describe(cause)}"
-            ) from cause
-
-    def matrix(
-        self, method: str, function: Callable[[], QuantizedMatrix], shape: tuple[int, ...]
-    ) -> QuantizedMatrix:
-        """Return the matrix of a shape that a method gives."""
-        matrix = self.call(method, function)
-        if not isinstance(matrix, QuantizedMatrix):
-            raise self.fault(method, matrix, "a QuantizedMatrix")
-        if self.call("shape", lambda: tuple(matrix.shape)) != shape:
-            raise self.fault(method, matrix.shape, f"a matrix of shape {shape}")
-        return matrix
-
-    def check_numbers(self, method: str, matrix: QuantizedMatrix) -> None:
-        """Check that the numbers of a matrix are finite, and that its codes fit their bits."""
-        if isinstance(matrix, AffineCodes) and matrix.bits < 8 and matrix.codes.numel():
-            largest, limit = int(matrix.codes.max()), (1 << matrix.bits) - 1
-            if largest > limit:
-                expected = f"codes of {matrix.bits} bits, at most {limit}"
-                raise self.fault(method, largest, expected)
-        if not self.call("is_finite", matrix.is_finite):
-            raise self._wrong("a scale or offset is not finite")
-
-    def unit(self, matrix: QuantizedMatrix) -> int:
-        """Return the columns at which a matrix says that it can be cut."""
-        unit = self.call("alignment", lambda: matrix.alignment)
-        if type(unit) is not int or unit < 1:
-            raise self.fault("alignment", unit, _UNIT)
-        return unit
-
-    def numbers(self, matrix: QuantizedMatrix) -> torch.Tensor:
-        """Return the numbers of a matrix."""
-        tensor = self.call("dequantize", matrix.dequantize)
-        if (
-            not isinstance(tensor, torch.Tensor)
-            or tensor.dtype != torch.float32
-            or tensor.shape != matrix.shape
-        ):
-            raise self.fault("dequantize", tensor, f"torch.float32 {list(matrix.shape)}")
-        return tensor
-
-    def fault(self, method: str, got: object, expected: str) -> PluginFaultError:
-        """Return the error of a method that gave something else than it should."""
-        return wrong_result(self.source, method, got, f"{expected}, for {self.name!r}")
-
-    def _wrong(self, what: str) -> ModelError:
-        return ModelError(
-            f"model: weight {self.name!r} of {self.checkpoint!r}: {self.component.name}: {what}"
-        )
-
-
-class _CheckedMatrix(QuantizedMatrix):
-    """A matrix of a scheme's own class, whose numbers and products are checked."""
-
-    def __init__(self, matrix: QuantizedMatrix, calls: _Calls) -> None:
-        self._matrix, self._calls = matrix, calls
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
-        return self._matrix.shape
-
-    @property
-    def alignment(self) -> int:
-        """Columns at whose multiples the matrix can be cut."""
-        return self._matrix.alignment
-
-    def rows(self, start: int, stop: int) -> QuantizedMatrix:
-        """Return some rows."""
-        shape = (stop - start, self.shape[1])
-        part = self._calls.matrix("rows", lambda: self._matrix.rows(start, stop), shape)
-        return _CheckedMatrix(part, self._calls)
-
-    def columns(self, start: int, stop: int) -> QuantizedMatrix:
-        """Return some columns."""
-        shape = (self.shape[0], stop - start)
-        part = self._calls.matrix("columns", lambda: self._matrix.columns(start, stop), shape)
-        return _CheckedMatrix(part, self._calls)
-
-    def dequantize(self) -> torch.Tensor:
-        """Return W in float32."""
-        return self._calls.numbers(self._matrix)
-
-    def linear(
-        self, bias: torch.Tensor | None, out_dtype: torch.dtype
-    ) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Return the scheme's function, checked; None if it has none."""
-        calls, count = self._calls, self.shape[0]
-        linear = functools.partial(self._matrix.linear, bias, out_dtype)
-        product = calls.call("linear", linear, refuses=False)
-        if product is None:
-            return None
-        if not callable(product):
-            raise calls.fault("linear", product, "a function, or None")
-
-        def multiply(x: torch.Tensor) -> torch.Tensor:
-            y = calls.call("linear", functools.partial(product, x), refuses=False)
-            if (
-                not isinstance(y, torch.Tensor)
-                or y.shape != (len(x), count)
-                or y.dtype != out_dtype
-                or y.device != x.device
-                or y.layout is not torch.strided
-            ):
-                expected = f"{out_dtype} {[len(x), count]} on {x.device}"
-                raise calls.fault("linear", y, expected)
-            return y.contiguous()
-
-        return multiply
 
 
 def _tied_table(shapes: Mapping[str, Sequence[int]], vocab_size: int) -> str | None:

@@ -12,7 +12,7 @@ from hardpoint.core.worker.checked_model import (
     wrong_result,
 )
 from hardpoint.core.worker.memory import HeldWeight
-from hardpoint.core.worker.quantized_weights import QuantizedWeights
+from hardpoint.core.worker.quantization.quantized_weights import QuantizedWeights
 from hardpoint.plugins import HardpointError, Model, Ops, WeightLoader
 from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.manifest import Source

@@ -1,0 +1,671 @@
+"""Paged attention, with rotary embedding where keys and values are written.
+
+What it computes for one sequence, whose last queries are at `positions` = length - queries + i:
+
+    k, q = rotate(k, angles), rotate(q, angles); cache[slots] = k, v
+    keys, values = (side[block_table].flatten(0, 1)[:length] for side in cache)
+    scores = softcap * tanh(q @ keys.T * scale / softcap)
+    hidden = (key > position) | (key <= position - window)
+    out = scores.masked_fill(hidden, -inf).softmax(-1) @ values
+
+The softmax is computed online, over tiles of keys. The query heads that share a key head are rows
+of one tile. Sequences with a single query are split over their keys, and the parts are combined;
+where, depends on a sequence's own length alone, so that what others do changes no bit of a result.
+
+The cache is one tensor [blocks, 2, kv_heads, block_size, head_size], of keys and of values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import Variant, is_interpreted, power_of_2
+
+__all__ = ["MAX_HEAD_SIZE", "VARIANTS", "PagedStep", "attend", "store"]
+
+MAX_HEAD_SIZE = 256
+_LOG2_E = math.log2(math.e)
+
+_SPLIT_TOKENS = 256  # keys of a split at least
+_SPLIT_PROGRAMS = 256  # a sequence's, at most: splits * kv_heads
+_MAX_SPLITS = (16, 128)  # of a sequence, least and most that are allowed by this
+_PACKED_HEADS = 64  # of one key head that are rows of a tile, at most
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """Launch parameters.
+
+    Attributes:
+        rows: query heads times queries of a tile; of single queries they depend on the heads.
+        keys: of a tile.
+    """
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+# By bytes of a padded head, at most.
+_CHUNK_TILES = {
+    128: _Tiles(128, 64, 4, 3),
+    256: _Tiles(128, 64, 8, 3),
+    512: _Tiles(64, 32, 4, 2),
+    1024: _Tiles(32, 16, 4, 2),
+}
+_SINGLE_TILES = {
+    128: _Tiles(16, 64, 4, 3),
+    256: _Tiles(16, 64, 4, 3),
+    512: _Tiles(16, 32, 4, 3),
+    1024: _Tiles(16, 16, 4, 3),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class PagedStep:
+    """The sequences of a step; those with a single query come first.
+
+    Attributes:
+        starts: int64 [seqs + 1] on the device; tokens of sequence i are starts[i]:starts[i + 1].
+        lens: int64 [seqs] on the device; length of each, the step's tokens included. 0 is padding,
+            whose result is 0.
+        block_table: int64 [seqs, blocks] on the device.
+        num_single: sequences with one query.
+        longest_single: length that none of these exceeds.
+    """
+
+    starts: torch.Tensor
+    lens: torch.Tensor
+    block_table: torch.Tensor
+    num_single: int
+    longest_single: int
+
+
+@triton.jit
+def _rotate_heads(
+    source, target, head, is_head, source_stride, target_stride, cos, sin,
+    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
+    """Rotate rows of a source to a target, which may be the same."""
+    column = tl.arange(0, BLOCK_HALF)
+    inside = is_head[:, None] & (column < HALF)[None, :]
+    source_at = source + head[:, None] * source_stride + column[None, :]
+    target_at = target + head[:, None] * target_stride + column[None, :]
+    # A thread reads what it writes alone, so that no other one is in its way.
+    a = tl.load(source_at, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(source_at + HALF, mask=inside, other=0.0).to(tl.float32)
+    element = target.dtype.element_ty
+    tl.store(target_at, (a * cos[None, :] - b * sin[None, :]).to(element), mask=inside)
+    tl.store(target_at + HALF, (b * cos[None, :] + a * sin[None, :]).to(element), mask=inside)
+
+
+@triton.jit
+def _copy_heads(
+    source, target, head, is_head, source_stride, target_stride,
+    FIRST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy the elements of rows from one on."""
+    column = FIRST + tl.arange(0, BLOCK)
+    inside = is_head[:, None] & (column < SIZE)[None, :]
+    x = tl.load(source + head[:, None] * source_stride + column[None, :], mask=inside)
+    tl.store(target + head[:, None] * target_stride + column[None, :], x, mask=inside)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def store_kernel(
+    q, k, v, cache, slots, angles, q_stride, k_stride, v_stride, angle_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+):  # fmt: skip
+    """Rotate some query heads of a token, or rotate and write some of its key heads."""
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    cos = tl.zeros([BLOCK_HALF], tl.float32)
+    sin = cos
+    Q_PARTS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS if HALF > 0 else 0
+    if HALF > 0:
+        column = tl.arange(0, BLOCK_HALF)
+        angle_at = angles + token * angle_stride + column
+        cos = tl.load(angle_at, mask=column < HALF, other=0.0)
+        sin = tl.load(angle_at + HALF, mask=column < HALF, other=0.0)
+    if part < Q_PARTS:
+        head = part * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+        row = q + token * q_stride
+        _rotate_heads(
+            row, row, head, head < HEADS, HEAD_SIZE, HEAD_SIZE, cos, sin, HALF, BLOCK_HALF
+        )
+    else:
+        head = (part - Q_PARTS) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+        slot = tl.load(slots + token)
+        is_head = (head < KV_HEADS) & (slot >= 0)
+        SIDE: tl.constexpr = KV_HEADS * BLOCK_SIZE * HEAD_SIZE
+        STRIDE: tl.constexpr = BLOCK_SIZE * HEAD_SIZE
+        keys = cache + slot // BLOCK_SIZE * (2 * SIDE) + slot % BLOCK_SIZE * HEAD_SIZE
+        row = k + token * k_stride
+        if HALF > 0:
+            _rotate_heads(row, keys, head, is_head, HEAD_SIZE, STRIDE, cos, sin, HALF, BLOCK_HALF)
+        if 2 * HALF < HEAD_SIZE:
+            _copy_heads(
+                row, keys, head, is_head, HEAD_SIZE, STRIDE, 2 * HALF, HEAD_SIZE, BLOCK_REST
+            )
+        row = v + token * v_stride
+        _copy_heads(row, keys + SIDE, head, is_head, HEAD_SIZE, STRIDE, 0, HEAD_SIZE, BLOCK_D)
+
+
+@triton.jit
+def _attend_tiles(
+    q, top, total, values, keys_at, table, first, last, lowest, position, window, scale, cap,
+    KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    WIDEN: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Attend to the keys from `first` to `last`, a multiple of BLOCK_N after `first` or the end.
+
+    Args:
+        q: [rows, BLOCK_D].
+        top, total, values: of what was attended to before: largest score (base 2), sum of
+            2**(score - top), and weighted sum of values; returned with these keys added.
+        keys_at: the key head in block 0.
+        lowest: first key that any row sees; what lies before may be of others.
+        position: of each row.
+        scale, cap: of the scores, in base 2; see `_score_factors`.
+        WIDEN: whether products are of float32, since Triton's interpreter has none of bfloat16.
+        MASKED: whether some rows do not see all keys.
+    """
+    column = tl.arange(0, BLOCK_D)
+    is_column = (column < HEAD_SIZE)[None, :]
+    SIDE: tl.constexpr = KV_HEADS * BLOCK_SIZE * HEAD_SIZE
+    for start in range(first, last, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        is_key = (key >= lowest) & (key < last)
+        if MASKED:
+            block = tl.load(table + key // BLOCK_SIZE, mask=is_key, other=0)
+        else:
+            block = tl.load(table + key // BLOCK_SIZE)
+        row = block * (2 * SIDE) + key % BLOCK_SIZE * HEAD_SIZE
+        at = keys_at + row[:, None] + column[None, :]
+        # Values that nobody sees have weight 0, and 0 * NaN is NaN.
+        if MASKED:
+            k = tl.load(at, mask=is_key[:, None] & is_column, other=0.0)
+            v = tl.load(at + SIDE, mask=is_key[:, None] & is_column, other=0.0)
+        elif BLOCK_D != HEAD_SIZE:
+            k = tl.load(at, mask=is_column, other=0.0)
+            v = tl.load(at + SIDE, mask=is_column, other=0.0)
+        else:
+            k = tl.load(at)
+            v = tl.load(at + SIDE)
+        if WIDEN:
+            k = k.to(tl.float32)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if CAPPED:
+            score = cap - 2.0 * cap / (1.0 + tl.exp2(score))  # cap * tanh, by exp(2x)
+        if MASKED:
+            seen = key[None, :] <= position[:, None]
+            if WINDOWED:
+                seen = seen & (key[None, :] > position[:, None] - window)
+            new_top = tl.maximum(top, tl.max(tl.where(seen, score, -float("inf")), 1))
+            weight = tl.exp2(tl.where(seen, score - new_top[:, None], -float("inf")))
+        else:
+            new_top = tl.maximum(top, tl.max(score, 1))
+            weight = tl.exp2(score - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        top = new_top
+        total = total * shrink + tl.sum(weight, 1)
+        values *= shrink[:, None]
+        if WIDEN:
+            rounded = weight.to(v.dtype).to(tl.float32)
+            values = tl.dot(rounded, v.to(tl.float32), values, input_precision="ieee")
+        else:
+            values = tl.dot(weight.to(v.dtype), v, values, input_precision="ieee")
+    return top, total, values
+
+
+@triton.jit
+def _find_sequence(starts, first, num_seqs, tile, BLOCK_Q: tl.constexpr):
+    """Return the sequence of a tile of queries, and the number of the tile in it.
+
+    Sequence i has the tiles from starts[i] // BLOCK_Q + i on, which suffices for its queries.
+    """
+    offset = tl.load(starts + first)
+    low = 0
+    high = num_seqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        if (tl.load(starts + first + middle) - offset) // BLOCK_Q + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    return low, tile - ((tl.load(starts + first + low) - offset) // BLOCK_Q + low)
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "first", "num_seqs"],
+    do_not_specialize_on_alignment=["table", "starts", "lens"],
+)
+def chunks_kernel(
+    q, cache, table, starts, lens, out, q_stride, table_stride, first, num_seqs, window, scale, cap,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, PACK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Attend for some queries of one sequence, and query heads that share a key head."""
+    BLOCK_Q: tl.constexpr = BLOCK_M // PACK
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    PACKS: tl.constexpr = (GROUP + PACK - 1) // PACK
+    # Last queries, which see most keys, are begun with.
+    sequence, tile = _find_sequence(
+        starts, first, num_seqs, tl.num_programs(0) - 1 - tl.program_id(0), BLOCK_Q
+    )
+    sequence += first
+    begin = tl.load(starts + sequence)
+    count = (tl.load(starts + sequence + 1) - begin).to(tl.int32)
+    query = tile.to(tl.int32) * BLOCK_Q
+    if query >= count:
+        return
+    length = tl.load(lens + sequence).to(tl.int32)
+    row = tl.arange(0, BLOCK_M)
+    packed = tl.program_id(1) % PACKS * PACK + row % PACK
+    kv_head = (tl.program_id(1) // PACKS).to(tl.int64)
+    is_row = (query + row // PACK < count) & (packed < GROUP) & (row < BLOCK_Q * PACK)
+    token = begin + query + row // PACK
+    head = kv_head * GROUP + packed
+    column = tl.arange(0, BLOCK_D)
+    inside = is_row[:, None] & (column < HEAD_SIZE)[None, :]
+    q_at = q + (token * q_stride + head * HEAD_SIZE)[:, None] + column[None, :]
+    queries = tl.load(q_at, mask=inside, other=0.0)
+    if WIDEN:
+        queries = queries.to(tl.float32)
+
+    first_position = length - count + query
+    last_position = tl.minimum(first_position + BLOCK_Q, length) - 1
+    position = first_position + row // PACK
+    lowest = tl.maximum(first_position - window + 1, 0) if WINDOWED else 0
+    # Whole tiles that all queries see need no mask.
+    whole_last = tl.maximum(first_position + 1, 0) // BLOCK_N * BLOCK_N
+    whole_first = 0
+    top = tl.full([BLOCK_M], -1e30, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    values = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    keys_at = cache + kv_head * BLOCK_SIZE * HEAD_SIZE
+    table += sequence.to(tl.int64) * table_stride
+    if WINDOWED:
+        whole_first = tl.maximum(last_position - window + 1, 0)
+        whole_first = (whole_first + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+        top, total, values = _attend_tiles(
+            queries, top, total, values, keys_at, table, lowest // BLOCK_N * BLOCK_N,
+            tl.minimum(whole_first, last_position + 1), lowest, position, window, scale, cap,
+            KV_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, BLOCK_D, CAPPED, WINDOWED, WIDEN, True,
+        )  # fmt: skip
+    top, total, values = _attend_tiles(
+        queries, top, total, values, keys_at, table, whole_first, whole_last, lowest, position,
+        window, scale, cap,
+        KV_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, BLOCK_D, CAPPED, WINDOWED, WIDEN, False,
+    )  # fmt: skip
+    top, total, values = _attend_tiles(
+        queries, top, total, values, keys_at, table, tl.maximum(whole_first, whole_last),
+        last_position + 1, lowest, position, window, scale, cap,
+        KV_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, BLOCK_D, CAPPED, WINDOWED, WIDEN, True,
+    )  # fmt: skip
+    result = values / tl.where(total > 0.0, total, 1.0)[:, None]
+    out_at = out + (token * HEADS + head)[:, None] * HEAD_SIZE + column[None, :]
+    tl.store(out_at, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _splits(
+    length, window, BLOCK_N: tl.constexpr, SPLIT_TOKENS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """Return the first key of a single query's splits, the keys of each, and their number."""
+    first = 0
+    if WINDOWED:
+        first = tl.maximum(length - window, 0) // BLOCK_N * BLOCK_N
+    span = length - first
+    size = (span + MAX_SPLITS * BLOCK_N - 1) // (MAX_SPLITS * BLOCK_N) * BLOCK_N
+    size = tl.maximum(size, SPLIT_TOKENS)
+    return first, size, (span + size - 1) // size
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "num_splits"],
+    do_not_specialize_on_alignment=["table", "lens"],
+)
+def singles_kernel(
+    q, cache, table, lens, out, split_sums, split_values, q_stride, table_stride, num_splits,
+    window, scale, cap,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, PACK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Attend for the only query of a sequence, query heads that share a key head, to a split."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    PACKS: tl.constexpr = (GROUP + PACK - 1) // PACK
+    sequence = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(2)
+    length = tl.load(lens + sequence).to(tl.int32)
+    first, size, count = _splits(length, window, BLOCK_N, SPLIT_TOKENS, MAX_SPLITS, WINDOWED)
+    if split >= tl.maximum(count, 1):
+        return
+    row = tl.arange(0, BLOCK_M)
+    packed = tl.program_id(1) % PACKS * PACK + row
+    kv_head = (tl.program_id(1) // PACKS).to(tl.int64)
+    head = kv_head * GROUP + packed
+    column = tl.arange(0, BLOCK_D)
+    is_row = (row < PACK) & (packed < GROUP)
+    inside = is_row[:, None] & (column < HEAD_SIZE)[None, :]
+    q_at = q + sequence * q_stride + head[:, None] * HEAD_SIZE + column[None, :]
+    queries = tl.load(q_at, mask=inside, other=0.0)
+    if WIDEN:
+        queries = queries.to(tl.float32)
+    lowest = tl.maximum(length - window, 0) if WINDOWED else 0
+    first += split * size
+    # Only what is loaded needs a mask: a split's keys are seen by all rows.
+    top, total, values = _attend_tiles(
+        queries, tl.full([BLOCK_M], -1e30, tl.float32), tl.zeros([BLOCK_M], tl.float32),
+        tl.zeros([BLOCK_M, BLOCK_D], tl.float32), cache + kv_head * BLOCK_SIZE * HEAD_SIZE,
+        table + sequence * table_stride, first, tl.minimum(first + size, length), lowest,
+        tl.full([BLOCK_M], 0, tl.int32) + length - 1, window, scale, cap,
+        KV_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, BLOCK_D, CAPPED, WINDOWED, WIDEN, True,
+    )  # fmt: skip
+    total = tl.where(total > 0.0, total, 1.0)
+    result = values / total[:, None]
+    target = sequence * HEADS + head
+    if count <= 1:
+        out_at = out + target[:, None] * HEAD_SIZE + column[None, :]
+        tl.store(out_at, result.to(out.dtype.element_ty), mask=inside)
+    else:
+        target = target * num_splits + split
+        tl.store(split_sums + target, top + tl.log2(total), mask=is_row)
+        tl.store(split_values + target[:, None] * HEAD_SIZE + column[None, :], result, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["lens"])
+def combine_kernel(
+    split_sums, split_values, lens, out, num_splits, window,
+    HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr, SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """Combine the splits of one query head."""
+    sequence = tl.program_id(0).to(tl.int64)
+    target = sequence * HEADS + tl.program_id(1)
+    length = tl.load(lens + sequence).to(tl.int32)
+    _, _, count = _splits(length, window, BLOCK_N, SPLIT_TOKENS, MAX_SPLITS, WINDOWED)
+    if count <= 1:  # it is written
+        return
+    every = tl.arange(0, MAX_SPLITS)
+    sums = tl.load(
+        split_sums + target * num_splits + every, mask=every < count, other=-float("inf")
+    )
+    top = tl.max(sums, 0)
+    total = tl.sum(tl.exp2(sums - top), 0)
+    column = tl.arange(0, BLOCK_D)
+    result = tl.zeros([BLOCK_D], tl.float32)
+    for start in range(0, count, BLOCK_SPLITS):
+        split = start + tl.arange(0, BLOCK_SPLITS)
+        at = target * num_splits + split
+        share = tl.exp2(tl.load(split_sums + at, mask=split < count, other=-float("inf")) - top)
+        inside = (split < count)[:, None] & (column < HEAD_SIZE)[None, :]
+        part = tl.load(
+            split_values + at[:, None] * HEAD_SIZE + column[None, :], mask=inside, other=0.0
+        )
+        result += tl.sum(part * share[:, None], 0)
+    out_at = out + target * HEAD_SIZE + column
+    tl.store(out_at, (result / total).to(out.dtype.element_ty), mask=column < HEAD_SIZE)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What kernels are compiled for.
+
+    Attributes:
+        heads: query heads.
+        kv_heads: key heads.
+        head_size: elements of a head.
+        block_size: tokens per block.
+        itemsize: bytes of an element.
+    """
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    block_size: int
+    itemsize: int
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Constants of the cache's shape."""
+        return {
+            "HEADS": self.heads,
+            "KV_HEADS": self.kv_heads,
+            "HEAD_SIZE": self.head_size,
+            "BLOCK_SIZE": self.block_size,
+        }
+
+    @property
+    def block_d(self) -> int:
+        """Width of a tile; tensor cores want 16 at least."""
+        return max(power_of_2(self.head_size), 16)
+
+    @property
+    def pack(self) -> int:
+        """Query heads that share a tile."""
+        return min(self.heads // self.kv_heads, _PACKED_HEADS)
+
+    @property
+    def packs(self) -> int:
+        """Tiles that all query heads need."""
+        return self.kv_heads * -(-self.heads // self.kv_heads // self.pack)
+
+    def store(self, half: int) -> tuple[dict[str, int], int]:
+        """Return the constants of `store_kernel`, and its programs for a token."""
+        block_d = power_of_2(self.head_size)
+        block_heads = min(max(1024 // block_d, 1), power_of_2(self.heads))
+        constants = self.shape | {
+            "HALF": half,
+            "BLOCK_HALF": power_of_2(max(half, 1)),
+            "BLOCK_REST": power_of_2(max(self.head_size - 2 * half, 1)),
+            "BLOCK_D": block_d,
+            "BLOCK_HEADS": block_heads,
+        }
+        programs = -(-self.kv_heads // block_heads)
+        return constants, programs + (-(-self.heads // block_heads) if half else 0)
+
+    def _tiles(self, table: Mapping[int, _Tiles]) -> _Tiles:
+        width = self.block_d * self.itemsize
+        return next(tiles for most, tiles in table.items() if width <= most)
+
+    def chunks(self) -> tuple[dict[str, Any], _Tiles]:
+        """Return the constants of `chunks_kernel`, but for CAPPED and WINDOWED."""
+        tiles = self._tiles(_CHUNK_TILES)
+        rows = max(tiles.rows, power_of_2(self.pack))
+        return self._attention(rows, tiles), tiles
+
+    def singles(self) -> tuple[dict[str, Any], _Tiles]:
+        """Return the constants of `singles_kernel`, but for CAPPED and WINDOWED."""
+        tiles = self._tiles(_SINGLE_TILES)
+        rows = max(tiles.rows, power_of_2(self.pack))
+        return self._attention(rows, tiles) | self.splits(tiles), tiles
+
+    def _attention(self, rows: int, tiles: _Tiles) -> dict[str, Any]:
+        return self.shape | {
+            "PACK": self.pack,
+            "BLOCK_M": rows,
+            "BLOCK_N": tiles.keys,
+            "BLOCK_D": self.block_d,
+            "WIDEN": is_interpreted(),
+        }
+
+    def splits(self, tiles: _Tiles) -> dict[str, int]:
+        """Return where sequences are split; the same whatever else is in a step."""
+        least, most = _MAX_SPLITS
+        allowed = power_of_2(_SPLIT_PROGRAMS // self.packs) if self.packs <= _SPLIT_PROGRAMS else 1
+        return {"SPLIT_TOKENS": _SPLIT_TOKENS, "MAX_SPLITS": min(max(allowed, least), most)}
+
+    def combine(self) -> dict[str, Any]:
+        """Return the constants of `combine_kernel`, but for WINDOWED."""
+        tiles = self._tiles(_SINGLE_TILES)
+        return self.splits(tiles) | {
+            "HEADS": self.heads,
+            "HEAD_SIZE": self.head_size,
+            "BLOCK_N": tiles.keys,
+            "BLOCK_D": self.block_d,
+            "BLOCK_SPLITS": 16,
+        }
+
+
+def _layer(q: torch.Tensor, cache: torch.Tensor) -> _Layer:
+    _, _, kv_heads, block_size, head_size = cache.shape
+    return _Layer(q.shape[1], kv_heads, head_size, block_size, q.element_size())
+
+
+def store(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    angles: torch.Tensor | None = None,
+) -> None:
+    """Write keys and values to the cache; with angles, queries (in place) and keys are rotated.
+
+    Args:
+        q: [tokens, heads, head_size]; tokens need not be contiguous, heads are, as in k and v.
+        k: [tokens, kv_heads, head_size].
+        v: like k.
+        cache: [blocks, 2, kv_heads, block_size, head_size].
+        slots: int64 [tokens]; block * block_size + offset, or -1: the token is not written.
+        angles: float32 [tokens, size]; cosines, then sines, for the first elements of each head.
+    """
+    layer, tokens = _layer(q, cache), q.shape[0]
+    constants, programs = layer.store(0 if angles is None else angles.shape[1] // 2)
+    turns, stride = (cache, 0) if angles is None else (angles, angles.stride(0))
+    if tokens:
+        store_kernel[tokens, programs](
+            q, k, v, cache, slots, turns, q.stride(0), k.stride(0), v.stride(0), stride,
+            **constants, num_warps=4,
+        )  # fmt: skip
+
+
+def attend(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    step: PagedStep,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Return causal attention to the cache, [tokens, heads, head_size].
+
+    Args:
+        q: rotated queries [tokens, heads, head_size]; heads are contiguous.
+        cache: as `store` left it.
+        step: the sequences.
+        scale: multiplies the scores.
+        window: sliding window in tokens, the token itself included; None is unlimited.
+        softcap: a scaled score s becomes softcap * tanh(s / softcap); None leaves it.
+    """
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    factors = (scale * _LOG2_E, 0.0)
+    if softcap is not None:
+        factors = (2 * _LOG2_E * scale / softcap, softcap * _LOG2_E)
+    limits = (window or 0, *factors)
+    layer = _layer(q, cache)
+    options = {"CAPPED": softcap is not None, "WINDOWED": window is not None}
+    if step.num_single:
+        _attend_singles(q, cache, step, out, layer, limits, options)
+    chunks = step.lens.shape[0] - step.num_single
+    if chunks:
+        constants, tiles = layer.chunks()
+        queries = constants["BLOCK_M"] // constants["PACK"]
+        programs = (q.shape[0] - step.num_single) // queries + chunks
+        chunks_kernel[programs, layer.packs](
+            q, cache, step.block_table, step.starts, step.lens, out, q.stride(0),
+            step.block_table.stride(0), step.num_single, chunks, *limits,
+            **constants, **options, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        )  # fmt: skip
+    return out
+
+
+def _attend_singles(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    step: PagedStep,
+    out: torch.Tensor,
+    layer: _Layer,
+    limits: tuple[int, float, float],
+    options: Mapping[str, bool],
+) -> None:
+    """Attend for the sequences with a single query, and write their rows of `out`."""
+    constants, tiles = layer.singles()
+    longest = step.longest_single
+    if options["WINDOWED"]:
+        longest = min(longest, limits[0] + tiles.keys - 1)
+    splits = min(-(-longest // _SPLIT_TOKENS), constants["MAX_SPLITS"])
+    # A sequence of one split has its result written to `out` at once.
+    rows = step.num_single * layer.heads * splits if splits > 1 else 0
+    sums = torch.empty(rows, dtype=torch.float32, device=q.device)
+    values = torch.empty(rows, layer.head_size, dtype=torch.float32, device=q.device)
+    singles_kernel[step.num_single, layer.packs, max(splits, 1)](
+        q, cache, step.block_table, step.lens, out, sums, values, q.stride(0),
+        step.block_table.stride(0), splits, *limits,
+        **constants, **options, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
+    if splits > 1:
+        combine_kernel[step.num_single, layer.heads](
+            sums, values, step.lens, out, splits, limits[0],
+            **layer.combine(), WINDOWED=options["WINDOWED"], num_warps=4,
+        )  # fmt: skip
+
+
+_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def _store_variant(layer: _Layer, size: int, dtype: str) -> Variant:
+    constants, _ = layer.store(size // 2)
+    pointers = dict.fromkeys(("q", "k", "v", "cache"), f"*{dtype}")
+    strides = dict.fromkeys(("q_stride", "k_stride", "v_stride", "angle_stride"), "i32:16")
+    types = {**pointers, "slots": "*i64", "angles": "*fp32", **strides}
+    return Variant("", store_kernel, types, constants, 4)
+
+
+_SCORES = {"window": "i32", "scale": "fp32", "cap": "fp32"}
+
+
+def _chunks_variant(layer: _Layer, dtype: str, options: Mapping[str, bool]) -> Variant:
+    constants, tiles = layer.chunks()
+    pointers = {"q": f"*{dtype}", "cache": f"*{dtype}", "table": "*i64"}
+    sequences = {"starts": "*i64", "lens": "*i64", "out": f"*{dtype}", "q_stride": "i32:16"}
+    numbers = dict.fromkeys(("table_stride", "first", "num_seqs"), "i32")
+    types = {**pointers, **sequences, **numbers, **_SCORES}
+    return Variant(
+        "", chunks_kernel, types, {**constants, **options}, tiles.num_warps, tiles.num_stages
+    )
+
+
+def _singles_variant(layer: _Layer, dtype: str, options: Mapping[str, bool]) -> Variant:
+    constants, tiles = layer.singles()
+    pointers = {"q": f"*{dtype}", "cache": f"*{dtype}", "table": "*i64", "lens": "*i64"}
+    results = {"out": f"*{dtype}", "split_sums": "*fp32", "split_values": "*fp32"}
+    numbers = {"q_stride": "i32:16", "table_stride": "i32", "num_splits": "i32"}
+    types = {**pointers, **results, **numbers, **_SCORES}
+    return Variant(
+        "", singles_kernel, types, {**constants, **options}, tiles.num_warps, tiles.num_stages
+    )
+
+
+def _combine_variant(layer: _Layer, dtype: str, options: Mapping[str, bool]) -> Variant:
+    pointers = {"split_sums": "*fp32", "split_values": "*fp32", "lens": "*i64", "out": f"*{dtype}"}
+    types = {**pointers, "num_splits": "i32", "window": "i32"}
+    constants = layer.combine() | {"WINDOWED": options["WINDOWED"]}
+    return Variant("", combine_kernel, types, constants, 4)

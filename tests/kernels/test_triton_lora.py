@@ -6,13 +6,15 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.searching import searches_long
+from support.triton import kernel_device
 
 from hardpoint.kernels.triton import lora
 from hardpoint.plugins import Ops
 from hardpoint.testing import load_ops
 
+DEVICE = kernel_device()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-TORCH = {dtype: load_ops(dtype, use="torch") for dtype in DTYPES}
+TORCH = {dtype: load_ops(dtype, torch.device(DEVICE), "torch") for dtype in DTYPES}
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.01, torch.float16: 0.002}
 
 
@@ -32,12 +34,12 @@ def test_any_rows(rows, depth, columns, count, rank, dtype, seed):
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape):
-        return torch.randn(shape, generator=generator).to(dtype)
+        return torch.randn(shape, generator=generator).to(DEVICE, dtype)
 
     wide, x = draw(rows, columns + 3), draw(rows, depth + 2)[:, 1 : 1 + depth]
     a, b = draw(count, rank + 1, depth)[:, :rank], draw(count, columns + 1, rank)[:, 1:]
-    scales = torch.rand(count, generator=generator)
-    adapters = torch.randint(-1, count + 1, (rows,), generator=generator)
+    scales = torch.rand(count, generator=generator).to(DEVICE)
+    adapters = torch.randint(-1, count + 1, (rows,), generator=generator).to(DEVICE)
     arguments = x, a, b, adapters, scales
     kept = [argument.clone() for argument in arguments]
 
@@ -54,10 +56,11 @@ def test_any_rows(rows, depth, columns, count, rank, dtype, seed):
 
 def test_other_adapters_are_not_read():
     """An adapter of NaN spoils its own rows alone."""
-    a, b = torch.ones(2, 3, 4), torch.ones(2, 5, 3)
+    a, b = torch.ones(2, 3, 4, device=DEVICE), torch.ones(2, 5, 3, device=DEVICE)
     a[0], b[0] = torch.nan, torch.nan
-    y = torch.zeros(3, 5)
-    lora.add_lora(y, torch.ones(3, 4), a, b, torch.tensor([1, 0, -1]), torch.ones(2))
-    assert torch.equal(y[0], torch.full((5,), 12.0))
+    y = torch.zeros(3, 5, device=DEVICE)
+    x, scales = torch.ones(3, 4, device=DEVICE), torch.ones(2, device=DEVICE)
+    lora.add_lora(y, x, a, b, torch.tensor([1, 0, -1], device=DEVICE), scales)
+    assert torch.equal(y[0], torch.full((5,), 12.0, device=DEVICE))
     assert y[1].isnan().all()
     assert not y[2].any()

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from support.builtins.checkpoint_harness import write_gguf
 from support.kit_suites import assert_tests_builtins
 from support.searching import kit_examples, searches_long
+from support.triton import kernel_device
 
 from hardpoint.builtin_plugins.attention.native_cpu import NativeAttention
 from hardpoint.builtin_plugins.attention.torch import TorchAttention
@@ -71,6 +72,7 @@ class TestTritonOps(OpsSuite):
     """Interpreted, where there is no GPU."""
 
     ops = TritonOps
+    device = kernel_device()
     if not searches_long():
         sizes = (2, 50)
         rows = (3,)  # each is run alone, too
@@ -98,6 +100,7 @@ class TestTritonAttention(AttentionBackendSuite):
 
     examples = kit_examples(0.1)
     backend = TritonAttention
+    device = kernel_device()
 
 
 def hash_of_history(spec, query, keys, values):

@@ -7,9 +7,9 @@ import mmap
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.searching import examples
+from support.searching import searches_long
 
 pytest.importorskip("triton")
 
@@ -101,7 +101,7 @@ def check_product(parts, x, bias, out_dtype) -> None:
     assert (error <= limit + rounded).all(), (error - limit - rounded).max()
 
 
-@examples(12)
+@settings(max_examples=100 if searches_long() else 5)
 @given(
     parts=st.lists(forms, min_size=1, max_size=3),
     columns=st.sampled_from([1, 31, 32, 50, 160, 257, 576, 1100]),
@@ -150,7 +150,7 @@ def test_small_numbers_come_out_exactly(kind):
 
 def test_columns_are_divided_among_programs(monkeypatch):
     """Which sums are of few rows of W, added up in one order."""
-    monkeypatch.setattr(code_tiles, "_INTERPRETED", (SMALL, SMALL))
+    monkeypatch.setattr(code_tiles, "INTERPRETED", (SMALL, SMALL))
     part = drawn(FORMS[0], 5, 600)
     assert code_tiles.splits_of(SMALL, 5, -(-600 // (2 * 32))) == 2
     generator = torch.Generator().manual_seed(1)
@@ -166,7 +166,7 @@ SMALL = code_tiles.Tile(16, 32, 2, 4, 1)
 @pytest.mark.parametrize("kind", [FORMS[5], FORMS[8]], ids=lambda kind: kind.name)
 def test_small_tiles_give_the_same(monkeypatch, kind, tile):
     """Those of GPUs: several programs, each with several steps, of which the last is not whole."""
-    monkeypatch.setattr(code_tiles, "_INTERPRETED", (tile, tile))
+    monkeypatch.setattr(code_tiles, "INTERPRETED", (tile, tile))
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(1 if tile.x_rows == 1 else 19, 300, generator=generator)
     check_product([drawn(kind, 37, 300)], x, None, FLOAT)
@@ -241,14 +241,14 @@ def test_damaged_headers_are_refused():
 def test_headers_with_a_right_checksum_are_checked_too():
     """Nothing that a header says makes a kernel read beyond the tensor."""
     good = packed_codes.Form(5, 4, 32, 1, 0, has_values=False)
-    size = packed_codes._size([good], 70)
+    size = packed_codes.size_of([good], 70)
     packed = torch.zeros(size, dtype=torch.uint8)
     changes = [{}, {"bits": 8, "has_values": True}]
     changes += [{"bits": 3}, {"bits": 5}, {"group": 48}, {"group": 1 << 62}]
     changes += [{"scales": 5}, {"offsets": -1}, {"rows": 0}, {"rows": -5}]
     for change in changes:
         form = dataclasses.replace(good, **change)
-        header = packed_codes._header([form], 70, size)
+        header = packed_codes.header_of([form], 70, size)
         packed[: header.nbytes] = torch.from_numpy(header.view("u1"))
         assert refused(packed, (form.rows, 70)) == (form != good), change
 
@@ -282,7 +282,7 @@ def test_operations_refuse_what_is_no_matrix_of_codes():
         ops.pack_codes([empty])
 
 
-@examples(4)
+@settings(max_examples=40 if searches_long() else 3)
 @given(
     kinds=st.lists(st.sampled_from(FORMS), min_size=2, max_size=2),
     rows=st.sampled_from([1, 3, 40]),

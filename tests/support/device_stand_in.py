@@ -80,7 +80,7 @@ class StandInDevice(TorchFunctionMode):
         """Start without waits."""
         super().__init__()
         self.waits: list[Wait] = []
-        self._pinned: list[torch.Tensor] = []
+        self._pinned: dict[int, torch.Tensor] = {}  # by address; kept, so that it is used once
         self._special: dict[Any, Callable[..., Any]] = {
             torch.Tensor.to: self._to,
             torch.Tensor.cpu: lambda tensor: self._move(tensor, torch.device("cpu")),
@@ -178,14 +178,11 @@ class StandInDevice(TorchFunctionMode):
         return target.copy_(source)
 
     def _pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._pinned.append(tensor)
+        self._pinned[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     def _is_pinned(self, tensor: torch.Tensor) -> bool:
-        return any(
-            pinned.data_ptr() <= tensor.data_ptr() <= pinned.data_ptr() + pinned.nbytes
-            for pinned in self._pinned
-        )
+        return tensor.untyped_storage().data_ptr() in self._pinned
 
     def _tolist(self, tensor: torch.Tensor) -> Any:
         if isinstance(tensor, StandIn):
@@ -249,14 +246,19 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self._note = note
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # it would be imported for that
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = func._schema.name.removeprefix("aten::")
         if why := _WAITING.get(name):
             self._note(f"{name}: {why}")
-        elif name == "repeat_interleave" and (kwargs or {}).get("output_size") is None:
-            self._note(f"{name} without output_size")
+        elif func is torch.ops.aten.repeat_interleave.Tensor:
+            if (kwargs or {}).get("output_size") is None:
+                self._note("repeat_interleave without output_size")
         elif name in ("index", "index_put", "index_put_") and any(map(_is_mask, args[1])):
             if name == "index" or args[2].numel() != 1:  # one value is filled in, without a wait
                 self._note(f"{name}: an index of bools")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hardpoint.builtin_plugins.gpu import load_kernels
-from hardpoint.plugins import OpsContext, Recorded
+from hardpoint.plugins import Op, OpsContext, Recorded
 from hardpoint.plugins.quantization import AffineCodes
 
 from .cuda_graphs import CudaGraphs, RepeatedRun, decode_sizes
@@ -33,10 +33,12 @@ class TritonOps(TorchOps):
             codes,
             experts,
             layers,
+            logits,
             lora,
         )
 
         self._codes, self._experts, self._layers, self._lora = codes, experts, layers, lora
+        self._logits = logits
         self._graphs = CudaGraphs(context.device)
 
     def describe(self) -> str:
@@ -156,3 +158,66 @@ class TritonOps(TorchOps):
     ) -> None:
         """Add what low-rank adapters change to y, in place."""
         self._lora.add_lora(y, x, a, b, adapters, scales)
+
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return each row's most likely token."""
+        return self._logits.argmax(_with_contiguous_rows(logits))
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        seeds: torch.Tensor,
+        positions: torch.Tensor,
+        greedy: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return a token of each row, drawn with the probabilities of its logits."""
+        return self._logits.draw(_with_contiguous_rows(logits), seeds, positions, greedy)
+
+    def keep_tokens(self, logits: torch.Tensor, rows: torch.Tensor, bitmask: torch.Tensor) -> None:
+        """Set the logits of some rows to -inf, in place, but for the tokens of a bitmask."""
+        masks = _with_contiguous_rows(bitmask)
+        _change(logits, lambda lines: self._logits.keep_tokens(lines, rows, masks))
+
+    def edit(
+        self,
+        logits: torch.Tensor,
+        op: Op,
+        places: torch.Tensor,
+        values: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
+    ) -> None:
+        """Edit the logits of some tokens in place."""
+        if op is Op.KEEP_ONLY:
+            _change(logits, lambda lines: self._logits.put_only(lines, places, rows))
+        else:
+            add = op is Op.ADD
+            _change(logits, lambda lines: self._logits.put(lines, places, values, add=add))
+
+    def divide(self, logits: torch.Tensor, divisors: torch.Tensor) -> None:
+        """Divide each row by its number, in place."""
+        _change(logits, lambda lines: self._logits.divide(lines, divisors))
+
+    def keep_top_k(self, logits: torch.Tensor, k: torch.Tensor, largest_k: int) -> None:  # noqa: ARG002
+        """Set the logits below each row's k-th largest one to -inf, in place."""
+        _change(logits, lambda lines: self._logits.keep_top_k(lines, k))
+
+    def keep_top_p(self, logits: torch.Tensor, p: torch.Tensor) -> None:
+        """Set the logits below each row's nucleus to -inf, in place."""
+        _change(logits, lambda lines: self._logits.keep_top_p(lines, p))
+
+    def keep_min_p(self, logits: torch.Tensor, p: torch.Tensor) -> None:
+        """Set logits below each row's largest one + log(p) to -inf, in place."""
+        _change(logits, lambda lines: self._logits.keep_min_p(lines, p))
+
+
+def _with_contiguous_rows(matrix: torch.Tensor) -> torch.Tensor:
+    """Return a matrix, or a copy: a processor may return logits that lie in memory in any way."""
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+def _change(logits: torch.Tensor, change: Callable[[torch.Tensor], None]) -> None:
+    """Apply a function to logits, or to a copy and write that back."""
+    lines = _with_contiguous_rows(logits)
+    change(lines)
+    if lines is not logits:
+        logits.copy_(lines)

@@ -15,6 +15,9 @@ depend on no order.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -34,12 +37,16 @@ __all__ = [
     "put_only",
 ]
 
-# Logits per program and its warps: where each logit is looked at once, and where it is once for each
+# Logits of a program and its warps: where a logit is looked at once, and where it is once for each
 # of the 2 ** DIGIT values of the bits in question.
 _READ = {"BLOCK": 2048}, 4
 _SELECT = {"BLOCK": 2048, "DIGIT": 4}, 8
 _JOIN_WARPS = 4
 _EDITS = {"BLOCK": 256}, 4
+
+_TAKE = {"TAKE": True, "ADD": False}
+_SET = {"TAKE": False, "ADD": False}
+_ADD = {"TAKE": False, "ADD": True}
 
 _PASSES = 32 // _SELECT[0]["DIGIT"]
 
@@ -405,8 +412,8 @@ def keep_min_p(logits: torch.Tensor, p: torch.Tensor) -> None:
     best = _bests(logits)
     parts, joined = _parts(logits, constants["BLOCK"])
     _min_p_kernel[(len(logits), parts)](
-        logits, logits.stride(0), logits.shape[1], best, p.float().log(), **constants, **joined,
-        num_warps=num_warps,
+        logits, logits.stride(0), logits.shape[1], best, p.float().contiguous().log(),
+        **constants, **joined, num_warps=num_warps,
     )  # fmt: skip
 
 
@@ -470,7 +477,7 @@ def put(logits: torch.Tensor, places: torch.Tensor, values: torch.Tensor, *, add
         places: int64 [n], row * vocab + token; each once.
         values: float32 [n].
     """
-    _put(logits, places.contiguous(), values.contiguous(), {"TAKE": False, "ADD": add})
+    _put(logits, places.contiguous(), values.contiguous(), _ADD if add else _SET)
 
 
 def put_only(logits: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
@@ -484,14 +491,14 @@ def put_only(logits: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> 
         return
     places = places.contiguous()
     kept = torch.empty(len(places), dtype=torch.float32, device=logits.device)
-    _put(logits, places, kept, {"TAKE": True, "ADD": False})
+    _put(logits, places, kept, _TAKE)
     constants, num_warps = _READ
     parts, _ = _parts(logits, constants["BLOCK"])
     _fill_kernel[(len(rows), parts)](
         logits, logits.stride(0), logits.shape[1], rows.contiguous(), **constants,
         num_warps=num_warps,
     )  # fmt: skip
-    _put(logits, places, kept, {"TAKE": False, "ADD": False})
+    _put(logits, places, kept, _SET)
 
 
 def _put(
@@ -520,64 +527,44 @@ def divide(logits: torch.Tensor, divisors: torch.Tensor) -> None:
         )  # fmt: skip
 
 
-def _variants() -> tuple[Variant, ...]:
-    """Return what is compiled for the vocabularies of Llama 3 and Qwen."""
-    read, num_warps = _READ
-    select, warps = _SELECT
-    sums = {"sums_ptr": "*i64", "found_ptr": "*i64", "goals_ptr": "*i64"}
+def _variants() -> Iterator[Variant]:
+    """Yield what is compiled for the vocabularies of Llama 3 and Qwen."""
     rows = {"logits_ptr": "*fp32", "row_stride": "i64:16", "vocab": "i32:16"}
-    best, parts = {"best_ptr": "*i64"}, {"parts": "i32"}
-    variants = []
+    best = {"best_ptr": "*i64"}
+    join = {"parts": "i32", "tokens_ptr": "*i64"}
+    scores = {"scores_ptr": "*i64", "winners_ptr": "*i32"}
+    race = {"seeds_ptr": "*i64", "positions_ptr": "*i64", "greedy_ptr": "*u8"} | scores
+    state = {"sums_ptr": "*i64", "found_ptr": "*i64", "goals_ptr": "*i64"}
+    top_k = rows | best | {"settings_ptr": "*i64"} | state, {"WEIGHTED": False}
+    top_p = rows | best | {"settings_ptr": "*fp32"} | state, {"WEIGHTED": True}
+
+    def variant(
+        name: str, kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], warps: int
+    ) -> Variant:
+        return Variant(f"{name}, {vocab} logits", kernel, types, constants, warps)
+
     for vocab in (128256, 151936):
-        joined = {"PARTS": power_of_2(triton.cdiv(vocab, read["BLOCK"]))}
-        columns = {"seeds_ptr": "*i64", "positions_ptr": "*i64", "greedy_ptr": "*u8"}
-        results = {"scores_ptr": "*i64", "winners_ptr": "*i32"}
-        variants += [
-            Variant(f"best logits, {vocab}", _best_kernel, rows | best, read, num_warps),
-            Variant(f"argmax, {vocab}", _argmax_kernel,
-                best | parts | {"tokens_ptr": "*i64"}, joined, _JOIN_WARPS),
-            Variant(f"race, {vocab}", _race_kernel, rows | best | columns | results,
-                read | joined, num_warps),
-            Variant(f"winner, {vocab}", _winner_kernel,
-                results | parts | {"tokens_ptr": "*i64"}, joined, _JOIN_WARPS),
-            Variant(f"min-p, {vocab}", _min_p_kernel, rows | best | {"log_p_ptr": "*fp32"},
-                read | joined, num_warps),
-            Variant(f"top-k pass, {vocab}", _select_kernel, rows | best | {"settings_ptr": "*i64"}
-                | sums, select | joined | {"PASS": 2, "WEIGHTED": False}, warps),
-            Variant(f"top-p pass 1, {vocab}", _select_kernel, rows | best
-                | {"settings_ptr": "*fp32"} | sums,
-                select | joined | {"PASS": 1, "WEIGHTED": True}, warps),
-            Variant(f"top-p pass, {vocab}", _select_kernel, rows | best
-                | {"settings_ptr": "*fp32"} | sums,
-                select | joined | {"PASS": 2, "WEIGHTED": True}, warps),
-            Variant(f"top-p mask, {vocab}", _mask_kernel, rows | best | {"settings_ptr": "*fp32"}
-                | sums, select | joined | {"PASSES": _PASSES, "WEIGHTED": True}, warps),
-        ]  # fmt: skip
-    variants.append(
-        Variant(
-            "bitmask",
-            _keep_tokens_kernel,
-            rows | {"rows_ptr": "*i64", "masks_ptr": "*i32", "mask_stride": "i64"},
-            read,
-            num_warps,
-        )
-    )
-    variants.append(
-        Variant("divide", _divide_kernel, rows | {"divisors_ptr": "*fp32"}, read, num_warps)
-    )
-    variants.append(Variant("fill", _fill_kernel, rows | {"rows_ptr": "*i64"}, read, num_warps))
-    edits, w = _EDITS
-    for name, kind in {"take": (True, False), "set": (False, False), "add": (False, True)}.items():
-        variants.append(
-            Variant(
-                name,
-                _put_kernel,
-                rows | {"places_ptr": "*i64", "values_ptr": "*fp32", "count": "i32"},
-                edits | {"TAKE": kind[0], "ADD": kind[1]},
-                w,
-            )
-        )
-    return tuple(variants)
+        parts = {"PARTS": power_of_2(triton.cdiv(vocab, _READ[0]["BLOCK"]))}
+        read, num_warps = _READ[0] | parts, _READ[1]
+        select, select_warps = _SELECT[0] | parts, _SELECT[1]
+        yield variant("best", _best_kernel, rows | best, _READ[0], num_warps)
+        yield variant("argmax", _argmax_kernel, best | join, parts, _JOIN_WARPS)
+        yield variant("race", _race_kernel, rows | best | race, read, num_warps)
+        yield variant("winner", _winner_kernel, scores | join, parts, _JOIN_WARPS)
+        yield variant("min-p", _min_p_kernel, rows | best | {"log_p_ptr": "*fp32"}, read, num_warps)
+        for name, (types, kind) in {"top-k": top_k, "top-p": top_p}.items():
+            for step in (0, 1, _PASSES - 1):
+                constants = select | kind | {"PASS": step}
+                yield variant(f"{name}, {step}", _select_kernel, types, constants, select_warps)
+            constants = select | kind | {"PASSES": _PASSES}
+            yield variant(f"{name}, mask", _mask_kernel, types, constants, select_warps)
+    mask = {"rows_ptr": "*i64", "masks_ptr": "*i32", "mask_stride": "i64"}
+    yield Variant("bitmask", _keep_tokens_kernel, rows | mask, *_READ)
+    yield Variant("divide", _divide_kernel, rows | {"divisors_ptr": "*fp32"}, *_READ)
+    yield Variant("fill", _fill_kernel, rows | {"rows_ptr": "*i64"}, *_READ)
+    edits = rows | {"places_ptr": "*i64", "values_ptr": "*fp32", "count": "i32"}
+    for name, kind in {"take": _TAKE, "set": _SET, "add": _ADD}.items():
+        yield Variant(name, _put_kernel, edits, _EDITS[0] | kind, _EDITS[1])
 
 
-VARIANTS = _variants()
+VARIANTS = tuple(_variants())

@@ -1,10 +1,12 @@
 """How matrices of few bits lie in the memory of a GPU: one tensor of bytes, with a header.
 
 A matrix has parts, its rows one part after the other, each with codes, scales and offsets of a form
-of its own. Of 64 columns, byte j < 32 of a row has the code of column j in its lower four bits and
-that of column j + 32 in the upper ones. The bits of 5 and 6 that are left are in a plane of their
-own: with h of them, byte j < 8 h of 64 columns has, from bit 2 h s on, those of the columns
-8 h s + j and 32 + 8 h s + j. Codes of 8 bits are bytes. Scales and offsets are stored as they are.
+of its own. Scales and offsets are stored as they are. A row of codes is made of lines of 16 words
+of 16 bits. Word j of a line has, from the lowest bits on, the lower four bits of the codes of
+columns j, j + 16, j + 32 and j + 48 of 64; codes of 8 bits are whole, those of columns j and j + 16
+of 32. The upper bits of codes of 5 and 6 bits are in a plane of their own. Of 6 bits, it has 8
+words for a line: the lower byte of word j belongs to word j of the line, the upper one to word
+j + 8. Of 5 bits, it has 8 words for two lines, the lower bytes for the first one.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _PER_PART = 6  # words: rows, bits, group, scales, offsets, whether there are va
 _MOST_PARTS = 1 << 10
 _MOST = 2**31 - 1  # rows, and columns of a group: kernels have numbers of 32 bits
 _ALIGNED = 128  # bytes: a line of a GPU's cache
-_CHUNK = 64  # columns whose codes lie together
+_LINE = 16  # words
 _OUTER = 256  # columns that share an outer scale
 _AT_ONCE = 1 << 24  # codes that are packed at a time, each of which takes several bytes meanwhile
 
@@ -110,8 +112,8 @@ class Part:
 
     Attributes:
         form: how they are stored.
-        codes: uint8 [rows, bytes], of 8 bits int8.
-        highs: uint8 [rows, bytes], the fifth and sixth bits.
+        codes: int16 [rows, words].
+        highs: int16 [rows, words], the fifth and sixth bits.
         scales, offsets, outer_scales, outer_offsets, values: as in `Codes`.
     """
 
@@ -250,14 +252,12 @@ _Plane = tuple[str, torch.dtype, tuple[int, ...]]
 def _planes(form: Form, columns: int) -> list[_Plane]:
     """Return names, dtypes and shapes of the tensors of a part."""
     rows, bits = form.rows, form.bits
-    chunks = -(-columns // _CHUNK)
+    lines = -(-columns // _columns_of_line(bits))
     groups, outers = -(-columns // form.group), -(-columns // _OUTER)
-    if bits == 8:
-        planes: list[_Plane] = [("codes", torch.int8, (rows, -(-columns // 32) * 32))]
-    else:
-        planes = [("codes", torch.uint8, (rows, chunks * _CHUNK // 2))]
+    planes: list[_Plane] = [("codes", torch.int16, (rows, lines * _LINE))]
     if bits in (5, 6):
-        planes.append(("highs", torch.uint8, (rows, chunks * 8 * (bits - 4))))
+        halves = lines if bits == 6 else -(-lines // 2)
+        planes.append(("highs", torch.int16, (rows, halves * _LINE // 2)))
     for name, stored in (("scales", form.scales), ("offsets", form.offsets)):
         if stored:
             planes.append((name, _DTYPES[stored], (rows, groups)))
@@ -266,6 +266,10 @@ def _planes(form: Form, columns: int) -> list[_Plane]:
     if form.has_values:
         planes.append(("values", torch.float32, (1 << bits,)))
     return planes
+
+
+def _columns_of_line(bits: int) -> int:
+    return 32 if bits == 8 else 64
 
 
 def _after(start: int, plane: _Plane) -> int:
@@ -319,21 +323,32 @@ def _write(piece: Codes, part: Part, rows: slice) -> None:
 
 def _write_codes(codes: torch.Tensor, part: Part, rows: slice) -> None:
     bits, (count, columns) = part.form.bits, codes.shape
-    if bits == 8:
-        part.codes[rows, :columns] = codes
-        return
-    chunks = -(-columns // _CHUNK)
-    padded = codes.new_zeros(count, chunks * _CHUNK)
+    per_line = _columns_of_line(bits)
+    lines = -(-columns // per_line)
+    padded = codes.new_zeros(count, lines * per_line)
     padded[:, :columns] = codes
-    low, high = padded.view(count, chunks, 2, 32).unbind(2)
-    part.codes[rows] = ((low & 15) | (high << 4)).view(count, -1)
+    pieces = padded.view(count, lines, -1, _LINE).unbind(2)
+    if bits == 8:
+        part.codes[rows] = _words_of(*pieces)
+        return
+    low = [piece & 15 for piece in pieces]
+    part.codes[rows] = _words_of(low[0] | (low[1] << 4), low[2] | (low[3] << 4))
     if part.highs is None:
         return
     more = bits - 4
     mask = (1 << more) - 1
-    pairs = ((low >> 4) & mask) | (((high >> 4) & mask) << more)
-    pairs = pairs.view(count, chunks, 4 // more, 8 * more)
-    result = pairs[:, :, 0].clone()
-    for index in range(1, 4 // more):
-        result |= pairs[:, :, index] << (2 * more * index)
-    part.highs[rows] = result.view(count, -1)
+    high = (pieces[0] >> 4) & mask
+    for index in range(1, 4):
+        high |= ((pieces[index] >> 4) & mask) << (more * index)
+    first, second = high[..., :8], high[..., 8:]
+    if bits == 5:
+        both = first | (second << 4)
+        if lines % 2:
+            both = torch.cat([both, torch.zeros_like(both[:, :1])], 1)
+        first, second = both[:, ::2], both[:, 1::2]
+    part.highs[rows] = _words_of(first, second)
+
+
+def _words_of(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """Return words of lower and upper bytes, [rows, words]."""
+    return torch.stack([low, high], -1).flatten(1).view(torch.int16)

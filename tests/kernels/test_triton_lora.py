@@ -16,7 +16,7 @@ TORCH = {dtype: load_ops(dtype, use="torch") for dtype in DTYPES}
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.01, torch.float16: 0.002}
 
 
-@settings(max_examples=60 if searches_long() else 8)
+@settings(max_examples=60 if searches_long() else 5)
 @given(
     rows=st.integers(0, 9) | st.integers(60, 150),
     depth=st.integers(1, 300),
@@ -55,7 +55,7 @@ def test_any_rows(rows, depth, columns, count, rank, dtype, seed):
 def test_other_adapters_are_not_read():
     """An adapter of NaN spoils its own rows alone."""
     a, b = torch.ones(2, 3, 4), torch.ones(2, 5, 3)
-    a[0], b[0] = torch.nan, torch.inf
+    a[0], b[0] = torch.nan, torch.nan
     y = torch.zeros(3, 5)
     lora.add_lora(y, torch.ones(3, 4), a, b, torch.tensor([1, 0, -1]), torch.ones(2))
     assert torch.equal(y[0], torch.full((5,), 12.0))

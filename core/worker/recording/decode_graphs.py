@@ -168,6 +168,13 @@ class DecodeGraphs:
             return None
         self._num_bytes += recorded.num_bytes
         graph = self._graphs[size] = _Graph(recorded, batch)
+        if len(self._graphs) == len(self.sizes):
+            _log.info(
+                "decode graphs: recorded for up to %d sequences, in %d sizes, %s",
+                self.sizes[-1],
+                len(self.sizes),
+                size_text(self._num_bytes),
+            )
         return graph
 
     def _checked(self, graph: _Graph, hidden: torch.Tensor) -> torch.Tensor:

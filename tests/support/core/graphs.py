@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -9,15 +10,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hardpoint.builtin_plugins.attention.torch import TorchAttention
+from hardpoint.builtin_plugins.ops.cuda_graphs import RepeatedRun
 from hardpoint.builtin_plugins.ops.torch import TorchOps
 from hardpoint.plugins import AttentionStep
+from hardpoint.testing import HistoryAttention, ScriptedModel, history_hash
+
+SIZES_FILE = "HARDPOINT_TEST_RECORDED_SIZES"
+"""Environment variable: the file that gets the sizes that a process has recorded."""
 
 
 class Graph:
     """Kernels with the tensors that they were started with; no Python of models runs again."""
 
-    def __init__(self, run: Callable[[], torch.Tensor], num_bytes: int) -> None:
-        self.num_bytes = num_bytes
+    def __init__(self, run: Callable[[], torch.Tensor]) -> None:
         self._calls: list[tuple[Any, Any, Any, Any]] = []
         with _Capture(self._calls):
             self._result = run()
@@ -63,7 +68,7 @@ class GraphedOps(TorchOps):
     contract = 1
     replayable = True
     sizes = (1, 2, 4, 8)
-    recorded: list[int] = []  # noqa: RUF012 - of the class
+    recorded: list[int] = []
     replays = 0
     fails = False
     graph_bytes = 0
@@ -79,33 +84,42 @@ class GraphedOps(TorchOps):
     def record(self, run):
         if GraphedOps.fails:
             raise RuntimeError("CUDA error: out of memory")
-        warm = run()
-        GraphedOps.recorded.append(len(warm))
-        graph = Graph(run, GraphedOps.graph_bytes)
+        GraphedOps.recorded.append(len(run()))
+        if name := os.environ.get(SIZES_FILE):
+            with open(name, "a") as file:
+                print(GraphedOps.recorded[-1], file=file)
+        graph = self.graph(run)
 
         def replay():
             GraphedOps.replays += 1
             return graph()
 
-        replay.num_bytes = graph.num_bytes
+        replay.num_bytes = GraphedOps.graph_bytes
         return replay
 
+    def graph(self, run):
+        return Graph(run)
 
-class CopyingOps(GraphedOps):
-    """Keeps what the inputs were when it recorded, as no graph does."""
+
+class RepeatingOps(GraphedOps):
+    """Repeats Python, as `ops.triton` does where kernels are interpreted."""
 
     contract = 1
     replayable = True
 
-    def record(self, run):
+    def graph(self, run):
+        return RepeatedRun(run)
+
+
+class CopyingOps(GraphedOps):
+    """Gives what the inputs gave when it recorded, as no graph does."""
+
+    contract = 1
+    replayable = True
+
+    def graph(self, run):
         first = run().clone()
-
-        def replay():
-            GraphedOps.replays += 1
-            return first
-
-        replay.num_bytes = 0
-        return replay
+        return lambda: first
 
 
 class PaddedAttention(TorchAttention):
@@ -143,3 +157,41 @@ class PaddedAttention(TorchAttention):
         scores = scores.masked_fill(hidden[:, None, None], -1e30)
         out = (scores.softmax(-1) @ read[1]).squeeze(2).to(q.dtype)
         return torch.where(lens[..., None] > 0, out, 0)
+
+
+class PaddedHistory(HistoryAttention):
+    """The attention of the scripted model, of steps with padding, too."""
+
+    contract = 1
+    replayable = True
+    pads = True
+
+    def attend(self, spec, cache, plan, q, k, v):
+        if plan.num_single < len(plan.seq_lens):
+            return super().attend(spec, cache, plan, q, k, v)
+        result = torch.zeros_like(q)
+        lens, slots = plan.lens.tolist(), plan.slots.tolist()
+        for index, (length, slot) in enumerate(zip(lens, slots, strict=True)):
+            assert (slot < 0) == (length == 0)
+            if length:
+                cache.view(-1)[slot] = k[index, 0, 0].long()
+                blocks = plan.block_table[index, : -(-length // plan.block_size)]
+                value = history_hash(cache[blocks].view(-1)[:length].tolist())
+                result[index, 0, 0], result[index, 0, 1] = value >> 16, value & 0xFFFF
+        return result
+
+
+class ReplayableScript(ScriptedModel):
+    """The scripted model, whose steps may be recorded."""
+
+    contract = 1
+    replayable = True
+
+
+def graphed_script(extra=None):
+    """Return configuration of the scripted model that lets its decode steps be recorded."""
+    return {
+        "ops": {"use": f"{__name__}:RepeatingOps"},
+        "attention": {"use": f"{__name__}:PaddedHistory"},
+        **(extra or {}),
+    }

@@ -74,6 +74,7 @@ class TestTritonOps(OpsSuite):
     ops = TritonOps
     device = kernel_device()
     if not searches_long():
+        dtypes = (torch.bfloat16,)
         sizes = (2, 50)
         rows = (3,)  # each is run alone, too
         vocab_sizes = (999,)

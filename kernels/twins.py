@@ -6,8 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
-__all__ = ["AffineCodes", "PagedSequences", "dequantize", "linear_codes", "paged_attention"]
+__all__ = [
+    "AffineCodes",
+    "PagedSequences",
+    "dequantize",
+    "gated",
+    "linear_codes",
+    "paged_attention",
+    "rms_norm",
+    "rotated",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,3 +141,29 @@ def linear_codes(
     """Return x W^T + b in float32, for W of parts one below the other."""
     y = x.float() @ torch.cat([dequantize(part) for part in parts]).T
     return y if bias is None else y + bias.float()
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension, in the dtype of x."""
+    wide = x.double()
+    wide = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (wide * weight.double()).to(x.dtype)
+
+
+def rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """Return rotated heads, as x [rows, heads, size]; angles are cosines, then sines."""
+    cos, sin = angles.double().unsqueeze(1).chunk(2, -1)
+    a, b = x.double().chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+def gated(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return activation(gate) * up for x [rows, 2 * size], in the dtype of x.
+
+    Args:
+        x: the gate before up.
+        activation: "silu", or "gelu" for its tanh form.
+    """
+    gate, up = x.double().chunk(2, -1)
+    gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return (gate * up).to(x.dtype)

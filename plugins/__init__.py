@@ -48,7 +48,6 @@ from .logits import (
     LogitsRequest,
     Move,
     Moved,
-    Op,
     Phase,
     Reads,
     RowMap,
@@ -71,7 +70,7 @@ from .model import (
     WeightFormat,
     WeightLoader,
 )
-from .ops import Ops, OpsContext, Recorded
+from .ops import Op, Ops, OpsContext, Recorded
 from .output_parser import OutputParser, OutputParserContext, ParserRequest
 from .parallel import Communicator, CommunicatorContext
 from .params import RepetitionDetection, RequestOutputKind, SamplingParams

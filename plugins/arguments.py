@@ -87,7 +87,9 @@ def argument_column(arguments: Sequence[Any], name: str, device: torch.device) -
     """
     import torch  # noqa: PLC0415 - the contract itself loads without it
 
+    from .device import to_device  # noqa: PLC0415 - which loads it
+
     values = [getattr(own, name) for own in arguments]
     is_integral = all(isinstance(value, int) for value in values)
     dtype = torch.int64 if is_integral else torch.float32
-    return torch.tensor(values, dtype=dtype).unsqueeze(1).to(device, non_blocking=True)
+    return to_device(values, device, dtype).unsqueeze(1)

@@ -88,6 +88,8 @@ class WorkerInfo:
         sleep_levels: levels of `Worker.sleep` that the worker supports.
         windows: sliding window in tokens of each KV cache group, None is unlimited; plans have a
             block table for each. All ranks have the same.
+        records_decode_steps: whether `Worker.record_decode_step` is to be called while the engine
+            has nothing to do.
     """
 
     bytes_per_block: int
@@ -95,6 +97,7 @@ class WorkerInfo:
     cache_share: float = 0.4
     sleep_levels: tuple[int, ...] = (1, 2)
     windows: tuple[int | None, ...] = (None,)
+    records_decode_steps: bool = False
 
 
 class Worker(Protocol):
@@ -149,6 +152,16 @@ class Worker(Protocol):
 
     def execute_dummy_batch(self) -> None:
         """Run a step of one token that no request has, so that no other rank waits for this one."""
+
+    def record_decode_step(self) -> bool:
+        """Record one decode step ahead, so that later ones take less time.
+
+        Called between steps if `WorkerInfo.records_decode_steps` says so, while the engine has
+        nothing to do; a request that comes waits until it returns.
+
+        Returns:
+            Whether it can be called again at once, for more are left.
+        """
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """Return the drafts of the last step, once; None if it made none.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 from . import typed
 from .arguments import ComponentWithArguments
 from .component import Context
-from .ops import Ops
+from .ops import Op, Ops
 from .params import SamplingParams
 from .type_variables import ArgumentsT_co, StateT_co
 
@@ -30,7 +30,6 @@ __all__ = [
     "LogitsRequest",
     "Move",
     "Moved",
-    "Op",
     "Phase",
     "Reads",
     "RowMap",
@@ -405,18 +404,6 @@ class LogitsProcessor(LogitsPlugin):
         Returns:
             float32 [rows, vocab]: `logits` itself or a new tensor.
         """
-
-
-class Op(Enum):
-    """Effect of an edit on its logit."""
-
-    ADD = "add"
-    """Add the value. A token at -inf stays there."""
-    SET = "set"
-    """Replace by the value."""
-    KEEP_ONLY = "keep_only"
-    """Set all other tokens of the row to -inf; values are unused. A kept token keeps its logit,
-    also -inf."""
 
 
 @dataclass(frozen=True, eq=False)

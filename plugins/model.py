@@ -236,6 +236,7 @@ class AttentionStep:
     query per sequence. Its `seq_lens` are the most that such steps may have; its tensors stay where
     they are, and have the values of the step that runs. Some of its sequences may be padding, of
     length 0 in `lens`: their slot is -1, where nothing is written, and their result is not read.
+    Its `block_table` has room for the longest sequence; unused entries are any blocks.
 
     Attributes:
         query_starts: int [seqs + 1]; tokens of sequence i are query_starts[i]:query_starts[i+1].
@@ -309,6 +310,8 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
     """Whether `attend` computes `KVSpec.softcap`; otherwise models that have it are refused."""
     rotates: ClassVar[bool] = False
     """Whether it has `rotate_and_attend`; otherwise `Ops.rotate` runs before `attend`."""
+    pads: ClassVar[bool] = False
+    """Whether it is `replayable` in steps of the sizes of `Ops.record_sizes`, and not in others."""
 
     context: AttentionContext
 
@@ -321,7 +324,9 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
         """Whether `Ops.record` can record `attend`.
 
         Repeated, it reads the plan that `plan` returned last for the same group, and the same
-        cache. It holds for the class that says so, not for those derived from it.
+        cache. With `pads`, in steps of one of the sizes in `Ops.record_sizes`, it reads the tensors
+        of the step that was recorded (`AttentionStep`). It holds for the class that says so, not
+        for those derived from it.
         """
         return False
 

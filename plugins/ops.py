@@ -6,6 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from .component import Component, Context
@@ -14,7 +15,7 @@ from .quantization import AffineCodes
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Ops", "OpsContext", "Recorded"]
+__all__ = ["Op", "Ops", "OpsContext", "Recorded"]
 
 # Multipliers of splitmix64 (Steele, Lea, Flood, OOPSLA 2014) and of lowbias32 (Wellons, "hash
 # prospector"), as the signed numbers that torch's integers hold.
@@ -58,11 +59,23 @@ class Recorded(Protocol):
         """Repeat the operations; return the tensor with the result, always the same one."""
 
 
+class Op(Enum):
+    """Effect of an edit on its logit."""
+
+    ADD = "add"
+    """Add the value. A token at -inf stays there. Values for one token are summed first."""
+    SET = "set"
+    """Replace by the value; of several for one token, by the last."""
+    KEEP_ONLY = "keep_only"
+    """Set all other tokens of the row to -inf; values are unused. A kept token keeps its logit,
+    also -inf."""
+
+
 class Ops(Component):
     """The operations of models besides attention, and of samplers. One per device.
 
-    Those on logits, `scale` and `add` have an implementation in torch here, which says what is
-    right; write those that you can make faster.
+    Those on logits, `experts`, `add_lora`, `scale` and `add` have an implementation in torch here,
+    which says what is right; write those that you can make faster.
 
     Tensors have the context's dtype and device unless said otherwise. The last dimension is
     contiguous; rows may be parts of wider ones. A row's result must not depend on the other rows.
@@ -92,6 +105,8 @@ class Ops(Component):
 
         The operations of `run` are those of this object, of an attention backend and views. They
         are repeated on the same tensors, whose elements may have changed: those that `run` read.
+        With `record_sizes`, `run` may be called more than once, for its step is of padding alone;
+        an error is logged, and no more steps are recorded.
         """
         return None
 
@@ -266,6 +281,38 @@ class Ops(Component):
 
         return run
 
+    def add_lora(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        adapters: torch.Tensor,
+        scales: torch.Tensor,
+    ) -> None:
+        """Add what low-rank adapters change to y, in place (LoRA, arXiv:2106.09685).
+
+        A row of adapter i gets scales[i] * (x a[i]^T) b[i]^T, of which x a[i]^T is not rounded to
+        the context's dtype. Rows of a number that is not in 0..count - 1 have no adapter, and stay
+        as they are.
+
+        Args:
+            y: [rows, out], x W^T for example.
+            x: [rows, in].
+            a: [count, rank, in]; an adapter of a lower rank is filled up with zeros.
+            b: [count, out, rank].
+            adapters: int64 [rows].
+            scales: float32 [count].
+        """
+        import torch  # noqa: PLC0415 - the contract is imported without it
+
+        # On a device, finding out which there are would make the host wait.
+        for number in torch.unique(adapters).tolist() if y.device.type == "cpu" else range(len(a)):
+            if 0 <= number < len(a):
+                inner = x.float() @ a[number].float().T
+                total = y + scales[number] * (inner @ b[number].float().T)
+                y.copy_(total.where((adapters == number).unsqueeze(1), y))
+
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """Return each row's most likely token, int64 [rows]; of equals, the lowest id.
 
@@ -287,10 +334,57 @@ class Ops(Component):
         """
         import torch  # noqa: PLC0415 - the contract is imported without it
 
+        vocab = logits.shape[1]
+        if logits.device.type != "cpu":
+            # Reading the rows' numbers would make the host wait for the device.
+            places = torch.arange(8, dtype=torch.uint8, device=bitmask.device)
+            bits = (bitmask.contiguous().view(torch.uint8).unsqueeze(-1) >> places) & 1
+            masked = bits.flatten(1)[:, :vocab] == 0
+            part = logits.index_select(0, rows).masked_fill_(masked, -math.inf)
+            logits.index_copy_(0, rows, part)
+            return
         places = torch.arange(32, dtype=torch.int32, device=bitmask.device)
         for row, columns in zip(rows.tolist(), bitmask, strict=True):  # one by one: 32 bytes a word
-            bits = ((columns.unsqueeze(1) >> places) & 1).flatten()[: logits.shape[1]]
+            bits = ((columns.unsqueeze(1) >> places) & 1).flatten()[:vocab]
             logits[row].masked_fill_(bits == 0, -math.inf)
+
+    def edit(
+        self,
+        logits: torch.Tensor,
+        op: Op,
+        places: torch.Tensor,
+        values: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
+    ) -> None:
+        """Edit the logits of some tokens in place, as `Op` says.
+
+        Args:
+            logits: to change.
+            op: what is done with each of the tokens.
+            places: int64 [n], row * vocab + token; each once.
+            values: float32 [n], to add or to set; of no use to KEEP_ONLY.
+            rows: int64, the rows of the places, each once; of use to KEEP_ONLY alone.
+        """
+        if op is Op.KEEP_ONLY:
+            assert rows is not None
+            kept = logits.take(places)
+            if len(rows) == len(logits):
+                logits.fill_(-math.inf)
+            else:
+                logits.index_fill_(0, rows, -math.inf)
+            logits.put_(places, kept)
+        else:
+            assert values is not None
+            logits.put_(places, values, accumulate=op is Op.ADD)
+
+    def divide(self, logits: torch.Tensor, divisors: torch.Tensor) -> None:
+        """Divide each row by its number, in place; rounded as IEEE 754 says.
+
+        Args:
+            logits: to change.
+            divisors: float32 [rows, 1].
+        """
+        logits.div_(divisors)
 
     def keep_top_k(self, logits: torch.Tensor, k: torch.Tensor, largest_k: int) -> None:
         """Set the logits below each row's k-th largest one to -inf, in place.

@@ -97,6 +97,12 @@ def acme_quantization(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def acme_attention(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the wheel of examples/acme_attention is installed."""
+    return once(tmp_path_factory, "acme_attention", install_wheel) / "site"
+
+
+@pytest.fixture(scope="session")
 def acme_wrapping(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which the wheel of examples/acme_wrapping is installed."""
     return once(tmp_path_factory, "acme_wrapping", install_wheel) / "site"

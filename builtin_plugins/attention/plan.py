@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from hardpoint.plugins import AttentionStep
+from hardpoint.plugins.device import to_device
 
 # A further group costs some calls per layer; it saves time from about this many padded tokens on.
 _SPLIT_TOKENS = 2048
@@ -326,7 +327,7 @@ class AttentionPlan:
         return self._tensor(rows)
 
     def _tensor(self, array: IntArray) -> torch.Tensor:
-        return torch.from_numpy(np.require(array, requirements=("C", "W"))).to(self._device)
+        return to_device(np.require(array, requirements=("C", "W")), self._device)
 
 
 def _ranges(starts: IntArray, counts: IntArray) -> IntArray:

@@ -36,6 +36,7 @@ class TritonAttention(AttentionBackend[torch.Tensor, TritonPlan]):
     softcaps = True
     rotates = True
     replayable = True
+    pads = True
 
     def __init__(self, context: AttentionContext) -> None:
         """Load the kernels.

@@ -12,6 +12,7 @@ import torch
 
 from hardpoint import plugins
 from hardpoint.plugins import LogitsProcessor, LogitsRequest, Meta, Phase, PrepareContext, Rows
+from hardpoint.plugins.device import to_device
 
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
@@ -113,10 +114,10 @@ class Penalties(LogitsProcessor):
         rows_of = np.repeat(np.arange(len(states)), lengths)
         token = np.concatenate([state.tokens for state in states])
         device = logits.device
-        row = torch.from_numpy(rows_of).to(device)
+        row = to_device(rows_of, device)
         # An index into the flattened logits: half as much work as a pair of indices.
-        index = torch.from_numpy(rows_of * logits.shape[1] + token).to(device)
-        count = torch.from_numpy(np.concatenate([state.counts for state in states])).to(device)
+        index = to_device(rows_of * logits.shape[1] + token, device)
+        count = to_device(np.concatenate([state.counts for state in states]), device)
         repetition, frequency, presence = (
             rows.tensor(name).squeeze(1).index_select(0, row)
             for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")

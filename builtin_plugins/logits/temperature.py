@@ -7,7 +7,15 @@ from typing import Annotated, Any
 import torch
 
 from hardpoint import plugins
-from hardpoint.plugins import LogitsProcessor, Meta, Phase, PrepareContext, Reads, Rows
+from hardpoint.plugins import (
+    LogitsContext,
+    LogitsProcessor,
+    Meta,
+    Phase,
+    PrepareContext,
+    Reads,
+    Rows,
+)
 
 # Logits divided by more than this are equal in float32; a larger divisor could become infinite,
 # and -inf / inf is NaN.
@@ -31,6 +39,8 @@ class Temperature(LogitsProcessor):
 
         temperature: Annotated[float, Meta(ge=0)] = 1.0
 
+    context: LogitsContext
+
     @classmethod
     def prepare(cls, arguments: Any, context: PrepareContext) -> Any:
         """Raise ValueError for a temperature other than SamplingParams has."""
@@ -44,4 +54,5 @@ class Temperature(LogitsProcessor):
 
     def apply(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
         """Divide each row of [rows, vocab] by its temperature, in place."""
-        return logits.div_(rows.tensor("temperature").clamp(max=_LARGEST))
+        self.context.ops.divide(logits, rows.tensor("temperature").clamp(max=_LARGEST))
+        return logits

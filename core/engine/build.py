@@ -163,6 +163,7 @@ def build_core(
             grammars=grammars,
             step_log=StepLog() if config.engine.log_steps else None,
             sleep_levels=info.sleep_levels,
+            records_decode_steps=info.records_decode_steps,
             activity=activity,
         )
         undo.pop_all()
@@ -344,7 +345,11 @@ def _tightest(infos: Sequence[WorkerInfo], spec: WorkerSpec) -> WorkerInfo:
         infos, key=lambda info: (limit or info.available_bytes) / max(info.bytes_per_block, 1)
     )
     levels = set.intersection(*(set(info.sleep_levels) for info in infos))
-    return dataclasses.replace(tightest, sleep_levels=tuple(sorted(levels)))
+    return dataclasses.replace(
+        tightest,
+        sleep_levels=tuple(sorted(levels)),
+        records_decode_steps=all(info.records_decode_steps for info in infos),
+    )
 
 
 def _without_cache(spec: WorkerSpec) -> EngineConfig:

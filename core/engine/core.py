@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from hardpoint.core.errors import close_all
 from hardpoint.plugins import (
     EngineCoreRequest,
+    HardpointError,
     RequestError,
 )
 from hardpoint.plugins.errors import PluginFaultError
@@ -138,6 +139,27 @@ class EngineCore(EngineUtilities):
     def went_idle(self) -> None:
         """Complete the pauses that wait for the engine to be idle."""
         self._pause.went_idle()
+
+    def record_ahead(self) -> bool:
+        """Let workers record one decode step ahead; return whether they have more to record.
+
+        Called while no work is left.
+
+        Raises:
+            PluginFaultError: the executor failed.
+        """
+        if not self._parts.records_decode_steps or self._pause.is_paused:
+            return False
+        try:
+            return any(self._executor.collective_rpc("record_decode_step"))
+        except HardpointError:
+            raise
+        except BaseException as cause:
+            raise_unless_fault(cause)
+            label = self._parts.executor_label
+            raise PluginFaultError(
+                f"{label}: its collective_rpc failed: {describe(cause)}"
+            ) from cause
 
     def flush(self) -> list[Outputs]:
         """Complete all steps that are under way; return the outputs that are not sent yet."""

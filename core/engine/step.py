@@ -63,6 +63,7 @@ class EngineCoreParts:
         grammars: of structured output, the same that the scheduler has.
         step_log: logs every step.
         sleep_levels: levels that the workers support, in addition to 0.
+        records_decode_steps: whether workers record decode steps while nothing else is to do.
         activity: records the requests of each step.
     """
 
@@ -82,6 +83,7 @@ class EngineCoreParts:
     grammars: GrammarManager | None = None
     step_log: StepLog | None = None
     sleep_levels: tuple[int, ...] = (1, 2)
+    records_decode_steps: bool = False
     activity: Activity = field(default_factory=Activity)
 
     def scheduler_stats(self) -> SchedulerStats:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ from hardpoint.plugins import (
 from hardpoint.plugins.kv_cache import BlockIds
 from hardpoint.plugins.plan import SampledTokens
 from hardpoint.plugins.read_only import ReadOnlyDict
+
+from .recording.packed_step import PackedStep
 
 
 class BatchUpdateBuilder:
@@ -123,6 +125,7 @@ class StepInput:
         query_starts: as in each of `attention`.
         starts: int [seqs]; tokens of each sequence that were computed before.
         samples: bool [seqs]; whether the step reaches the sequence's last known token.
+        packed: the tensors in one; None if the batch does not pack them.
     """
 
     requests: Sequence[LogitsRequest]
@@ -132,13 +135,26 @@ class StepInput:
     query_starts: IntArray
     starts: IntArray
     samples: np.ndarray[Any, np.dtype[np.bool_]]
+    packed: PackedStep | None = None
 
 
 class InputBatch:
-    """The persistent batch. Between `settle` and the next removal, rows 0 to n-1 are in use."""
+    """The persistent batch. Between `settle` and the next removal, rows 0 to n-1 are in use.
+
+    Attributes:
+        max_model_len: tokens of a row.
+        block_size: tokens per block.
+        num_groups: KV cache groups.
+    """
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int = 1
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        num_groups: int = 1,
+        *,
+        packs: bool = False,
     ) -> None:
         """Allocate the arrays; their memory is touched as rows fill.
 
@@ -147,12 +163,14 @@ class InputBatch:
             max_model_len: tokens of a row.
             block_size: tokens per block.
             num_groups: KV cache groups, each of which has a block table for each row.
+            packs: whether a step's tensors are parts of one, which one copy takes to a device.
         """
-        self._block_size = block_size
+        self.max_model_len, self.block_size = max_model_len, block_size
+        self._packs = packs
         self._token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
         width = -(-max_model_len // block_size)
         self._blocks = np.zeros((num_groups, max_num_seqs, width), dtype=np.int32)
-        self._num_groups = num_groups
+        self.num_groups = num_groups
         # The same memory: numpy takes longer to look up in three dimensions.
         self._tables = self._blocks if num_groups > 1 else self._blocks[0]
         self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
@@ -296,15 +314,20 @@ class InputBatch:
             row_of = rows[seq_of]
         token_ids = self._token_ids[row_of, positions].astype(np.int64)
         seq_lens = starts + counts
-        columns, offsets = positions // self._block_size, positions % self._block_size
-        width = -(-int(seq_lens.max()) // self._block_size)
+        columns, offsets = positions // self.block_size, positions % self.block_size
+        width = -(-int(seq_lens.max()) // self.block_size)
         # Backends read rows of elements side by side; numpy may give the groups side by side.
         blocks = self._tables[..., row_of, columns].astype(np.int64, order="C")
-        slots = torch.from_numpy(blocks * self._block_size + offsets).to(device)
-        held = self._tables[..., rows, :width].astype(np.int64, order="C")
-        tables = torch.from_numpy(held).to(device)
-        is_one = self._num_groups == 1
-        layouts = [(tables, slots)] if is_one else zip(tables.unbind(), slots.unbind(), strict=True)
+        slots = blocks * self.block_size + offsets
+        tables = self._tables[..., rows, :width].astype(np.int64, order="C")
+        self._num_computed[rows] = seq_lens
+        groups = self.num_groups
+        packed: PackedStep | None = None
+        if self._packs or device.type != "cpu":
+            grouped = slots.reshape(groups, -1), tables.reshape(groups, -1, width)
+            packed = PackedStep(
+                token_ids, positions, grouped[0], seq_lens, query_starts, grouped[1], device
+            )
         attention = [
             AttentionStep(
                 query_starts=query_starts,
@@ -312,20 +335,21 @@ class InputBatch:
                 num_single=num_single,
                 block_table=group_table,
                 slots=group_slots,
-                block_size=self._block_size,
+                block_size=self.block_size,
                 group=group,
+                on_device=None if packed is None else (packed.starts, packed.lens),
             )
-            for group, (group_table, group_slots) in enumerate(layouts)
+            for group, (group_table, group_slots) in enumerate(_by_group(packed, tables, slots))
         ]
-        self._num_computed[rows] = seq_lens
         return StepInput(
             requests=[self._requests[row] for row in rows],
-            token_ids=torch.from_numpy(token_ids).to(device),
-            positions=torch.from_numpy(positions).to(device),
+            token_ids=torch.from_numpy(token_ids) if packed is None else packed.token_ids,
+            positions=torch.from_numpy(positions) if packed is None else packed.positions,
             attention=attention,
             query_starts=query_starts,
             starts=starts,
             samples=seq_lens == self._num_tokens[rows],
+            packed=packed,
         )
 
     def _move(self, source: int, target: int) -> None:
@@ -339,3 +363,13 @@ class InputBatch:
         self._requests[target], self._requests[source] = request, _FREE_ROW
         self._outputs[target] = self._outputs[source]
         self._place(request, target)
+
+
+def _by_group(
+    packed: PackedStep | None, tables: IntArray, slots: IntArray
+) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    """Return block tables and slots by group, on the device."""
+    if packed is not None:
+        return zip(packed.tables, packed.slots, strict=True)
+    both = torch.from_numpy(tables), torch.from_numpy(slots)
+    return [both] if slots.ndim == 1 else zip(*(one.unbind() for one in both), strict=True)

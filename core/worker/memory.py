@@ -171,6 +171,7 @@ class MemoryEstimate:
         share: of what weights and step leave, at most, that the cache takes.
         request: what requests need of the cache.
         is_configured: whether the size of the cache is.
+        graphs: what is kept free for recorded decode steps, once that is known.
     """
 
     weights: int
@@ -181,6 +182,7 @@ class MemoryEstimate:
     share: float
     request: RequestMemory
     is_configured: bool = False
+    graphs: int = 0
 
     @property
     def room(self) -> int:
@@ -199,14 +201,19 @@ class MemoryEstimate:
     def __str__(self) -> str:
         """Return the figures for a message."""
         working = max(self.loading, self.step)
+        graphs = f", decode graphs {size_text(self.graphs)}" if self.graphs else ""
         return (
             f"weights {size_text(self.weights)}, KV cache {size_text(self.cache)}, working memory "
-            f"{size_text(working)}; this process may use {self.limit}"
+            f"{size_text(working)}{graphs}; this process may use {self.limit}"
         )
 
     def with_cache(self, cache: int) -> MemoryEstimate:
         """Return the estimate for a KV cache whose size is known."""
         return dataclasses.replace(self, cache=cache)
+
+    def with_graphs(self, graphs: int) -> MemoryEstimate:
+        """Return the estimate for recorded decode steps whose memory is known."""
+        return dataclasses.replace(self, graphs=graphs)
 
     def check(self, model: str) -> None:
         """Raise unless the model fits.

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from hardpoint.core.activity import PluginCalls
 from hardpoint.core.worker.sampling.grammar_mask import GrammarMask
-from hardpoint.core.worker.sampling.logprobs import gather_logprobs
+from hardpoint.core.worker.sampling.prompt_logprobs import prompt_logprobs
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
+from hardpoint.core.worker.sampling.transfers import select_rows
 from hardpoint.plugins import (
+    AttentionStep,
     EngineCoreRequest,
     ForwardBatch,
     GrammarBitmask,
@@ -21,18 +23,17 @@ from hardpoint.plugins import (
     ModelRunnerOutput,
     NewRequest,
     Ops,
-    Recorded,
     RequestFault,
     SchedulerOutput,
     is_replayable,
     typed,
 )
 from hardpoint.plugins.arguments import prepared_type
+from hardpoint.plugins.device import to_device
 from hardpoint.plugins.kinds import KINDS, Process
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.model import Attend
 from hardpoint.plugins.read_only import ReadOnlyDict, ReadOnlyList, read_only
-from hardpoint.plugins.requests import TokenLogprobs
 from hardpoint.plugins.stats import PluginMeter
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.request_arguments import argument_key
@@ -42,8 +43,8 @@ from .checked_model import CheckedModel
 from .input_batch import InputBatch, StepInput
 from .kv_connector import WorkerConnector
 from .ranks import Ranks
-
-_log = logging.getLogger("hardpoint")
+from .recording.decode_graphs import DecodeGraphs
+from .recording.repeated_steps import RepeatedSteps
 
 _ELSEWHERE = {
     kind.name
@@ -51,104 +52,6 @@ _ELSEWHERE = {
     if kind.takes_arguments and Process.WORKER not in kind.processes
 }
 """Kinds whose components take arguments in other processes."""
-
-RECORDED_BYTES = 64 << 20
-"""What recorded steps may keep; the one that was used longest ago goes first."""
-
-_RECORDED_TOKENS = 64  # of a step; with more, running Python takes a small part of it
-_UNRECORDED_STEPS = 3  # of each number of tokens: what it costs to record comes back slowly
-_CHECKED_STEPS = 4  # that are compared with what the model computes, of different numbers of tokens
-
-_PROMPT_ROWS = 256  # rows of logits held at once for prompt log-probabilities
-
-
-class _Replays:
-    """Runs the model; steps of few tokens are recorded, and repeated without running Python."""
-
-    def __init__(self, model: CheckedModel, ops: Ops, *, can_record: bool) -> None:
-        self._model = model
-        self._ops = ops
-        self._longest = _RECORDED_TOKENS if can_record else 0  # of the steps to record, in tokens
-        self._checks = _CHECKED_STEPS
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget what was recorded, for the caches are others."""
-        self._seen: Counter[int] = Counter()  # steps by number of tokens
-        self._recorded: dict[int, _Replay] = {}
-        self._num_bytes = 0
-
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Return hidden states; those of a repeated step are overwritten by the next one."""
-        count = len(batch.token_ids)
-        if count > self._longest:
-            return self._model.forward(batch)
-        replay = self._recorded.pop(count, None)
-        if replay is None:
-            self._seen[count] += 1
-            if self._seen[count] <= _UNRECORDED_STEPS + count // 2:
-                return self._model.forward(batch)
-            return self._record(batch)
-        self._recorded[count] = replay  # the one that was used last is the last
-        hidden = replay.run(batch)
-        if replay.is_checked or not self._checks:
-            return hidden
-        # Should a plugin have promised what does not hold, no request gets wrong tokens.
-        self._checks -= 1
-        replay.is_checked = True
-        expected = self._model.forward(batch)
-        if not torch.equal(hidden, expected):
-            self._longest = 0
-            self.clear()
-            _log.warning(
-                "steps are not repeated without running Python: a repeated step gave other hidden "
-                "states than forward(), though the model says that it is replayable"
-            )
-        return expected
-
-    def _record(self, batch: ForwardBatch) -> torch.Tensor:
-        """Run a step and record it."""
-        inputs = ForwardBatch(batch.token_ids.clone(), batch.positions.clone(), batch.attend)
-        hidden: list[torch.Tensor] = []
-
-        def run() -> torch.Tensor:
-            hidden.append(self._model.forward(inputs))
-            return hidden[0]
-
-        recorded, count = self._ops.record(run), len(inputs.token_ids)
-        if recorded is None:
-            self._longest = 0
-        elif recorded.num_bytes > RECORDED_BYTES:
-            self._longest = count - 1
-        else:
-            self._num_bytes += recorded.num_bytes
-            while self._num_bytes > RECORDED_BYTES:
-                oldest = next(iter(self._recorded))
-                self._num_bytes -= self._recorded.pop(oldest).num_bytes
-                self._seen[oldest] = 0
-            self._recorded[count] = _Replay(recorded, inputs)
-        return hidden[0].clone()
-
-
-class _Replay:
-    """A step that was recorded.
-
-    Attributes:
-        num_bytes: of the tensors that it keeps.
-        is_checked: whether it was compared with what the model computes.
-    """
-
-    def __init__(self, recorded: Recorded, inputs: ForwardBatch) -> None:
-        self._recorded = recorded
-        self._inputs = inputs
-        self.num_bytes = recorded.num_bytes
-        self.is_checked = False
-
-    def run(self, batch: ForwardBatch) -> torch.Tensor:
-        """Return the hidden states of another step with as many tokens."""
-        self._inputs.token_ids.copy_(batch.token_ids)
-        self._inputs.positions.copy_(batch.positions)
-        return self._recorded()
 
 
 _Pending = tuple[SchedulerOutput, StepInput, torch.Tensor, torch.Tensor | None]
@@ -179,6 +82,7 @@ class ModelRunner:
     Attributes:
         attention: backend of the model's layers.
         connector: the KV connector of this rank; None if there is none.
+        graphs: decode steps that are recorded in few sizes; None if none are.
     """
 
     def __init__(  # noqa: PLR0913 - it owns them all
@@ -192,6 +96,7 @@ class ModelRunner:
         processors: dict[str, type[LogitsPlugin]],
         device: torch.device,
         *,
+        max_num_seqs: int,
         enforce_eager: bool,
     ) -> None:
         """Create a runner that has no cache yet.
@@ -205,6 +110,7 @@ class ModelRunner:
             ranks: that share the model.
             processors: the logits processors' classes by name, for their arguments.
             device: of the model.
+            max_num_seqs: the most that a step has.
             enforce_eager: run the model's Python in every step.
         """
         self._model = model
@@ -217,9 +123,15 @@ class ModelRunner:
         self._divides_logits = ranks.parallel.tensor.size > 1
         self._has_experts = model.routed_experts is not None
         self._ops = ops
+        self._repeats: RepeatedSteps | None = None
+        self.graphs: DecodeGraphs | None = None
         can_record = is_replayable(ops) and model.is_replayable and attention.is_replayable
-        can_record = can_record and not ranks.are_many
-        self._replays = _Replays(model, ops, can_record=can_record and not enforce_eager)
+        if can_record and not (ranks.are_many or enforce_eager):
+            sizes = ops.record_sizes(max_num_seqs)
+            if sizes and attention.pads:
+                self.graphs = DecodeGraphs(model, ops, sizes, self._attend, device)
+            elif not sizes and not attention.pads:
+                self._repeats = RepeatedSteps(model, ops)
         self._allocated: InputBatch | None = None
         self._argument_types = {name: prepared_type(cls) for name, cls in processors.items()}
         self._sampler_key, self._no_arguments = "", None
@@ -242,23 +154,38 @@ class ModelRunner:
 
     def allocate(self, num_blocks: int, batch: InputBatch) -> None:
         """Allocate the KV cache of every layer, and use `batch`, whose block tables refer to it."""
-        self.restore_cache(num_blocks)
         self._allocated = batch
+        self.restore_cache(num_blocks)
 
     def release_cache(self) -> None:
         """Release the KV cache. No step can run until `restore_cache`."""
         if self.connector is not None:
             self.connector.release()
+        self._forget_steps()
         self._caches, self._kept_logits = [], torch.empty(0)
-        self._replays.clear()
 
     def restore_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache of every layer, without content."""
-        self._replays.clear()
+        self._forget_steps()
         self._caches = self.attention.allocate(num_blocks)
+        if self.graphs is not None:
+            self.graphs.start(self._batch)
         if self.connector is not None:
             views = self.attention.block_views(self._caches, self.connector.name)
             self.connector.register_again(views)
+
+    def _forget_steps(self) -> None:
+        """Forget recorded steps, which refer to caches that are no longer there."""
+        for steps in (self._repeats, self.graphs):
+            if steps is not None:
+                steps.clear()
+
+    @torch.inference_mode()
+    def record_decode_step(self) -> bool:
+        """Record a decode step, of the next size; return whether more can be recorded now."""
+        if self.graphs is None:
+            return False
+        return self._calls.run("forward", self.graphs.record_ahead)
 
     @property
     def has_batch(self) -> bool:
@@ -275,6 +202,8 @@ class ModelRunner:
         """Run the model; return None if `sample` has to follow."""
         batch, connector = self._batch, self.connector
         self._apply(plan, batch)
+        if plan.finished_request_ids and self.graphs is not None:
+            self.graphs.request_finished()
         wants_layers = False
         if connector is not None:
             connector.begin(plan)
@@ -283,8 +212,54 @@ class ModelRunner:
             output = ModelRunnerOutput()
             return output if connector is None else self._with_report(output, plan)
         step = batch.prepare(plan.num_scheduled_tokens, self._device)
+        before = None
+        if self._are_many:
+            before = self._ranks.receive_hidden(self._model.empty_hidden(len(step.token_ids)))
+        routed = self._receive_experts(step) if self._has_experts else None
+        hidden = self._forward(step, before, routed, wants_layers=wants_layers)
+        if connector is not None:
+            connector.wait_for_save()
+        if not self._is_last:
+            self._ranks.send_hidden(hidden)
+            if routed is not None:
+                self._ranks.send_hidden(routed)
+        self._pending = (plan, step, hidden, routed)
+        return None
+
+    def _forward(
+        self,
+        step: StepInput,
+        before: torch.Tensor | None,
+        routed: torch.Tensor | None,
+        *,
+        wants_layers: bool,
+    ) -> torch.Tensor:
+        """Return the hidden states of a step; those of a repeated one are overwritten by the next.
+
+        Args:
+            step: to compute.
+            before: hidden states of the stage before.
+            routed: gets the experts of the tokens.
+            wants_layers: whether the KV connector is called for each layer.
+        """
+        can_repeat = routed is None and not wants_layers
+        if can_repeat and self.graphs is not None:
+            hidden = self._calls.run("forward", self.graphs.forward, step)
+            if hidden is not None:
+                return hidden
+        attend = self._attend(step.attention)
+        if wants_layers:
+            assert self.connector is not None
+            attend = _around_layers(attend, self.connector)
+        inputs = ForwardBatch(step.token_ids, step.positions, attend, before, routed)
+        repeats = self._repeats if can_repeat else None
+        forward = self._model.forward if repeats is None else repeats.forward
+        return self._calls.run("forward", forward, inputs)
+
+    def _attend(self, steps: Sequence[AttentionStep]) -> Attend:
+        """Return the attention of a step, of its layouts by group."""
         attention, caches = self.attention, self._caches
-        plans = attention.plans(step.attention)
+        plans = attention.plans(steps)
 
         def run(
             layer: int,
@@ -295,26 +270,7 @@ class ModelRunner:
         ) -> torch.Tensor:
             return attention.attend(layer, caches[layer], plans[layer], (q, k, v), angles)
 
-        attend: Attend = run
-        if wants_layers:
-            assert connector is not None
-            attend = _around_layers(run, connector)
-        before = None
-        if self._are_many:
-            before = self._ranks.receive_hidden(self._model.empty_hidden(len(step.token_ids)))
-        routed = self._receive_experts(step) if self._has_experts else None
-        inputs = ForwardBatch(step.token_ids, step.positions, attend, before, routed)
-        can_replay = routed is None and not wants_layers
-        forward = self._replays.forward if can_replay else self._model.forward
-        hidden = self._calls.run("forward", forward, inputs)
-        if connector is not None:
-            connector.wait_for_save()
-        if not self._is_last:
-            self._ranks.send_hidden(hidden)
-            if routed is not None:
-                self._ranks.send_hidden(routed)
-        self._pending = (plan, step, hidden, routed)
-        return None
+        return run
 
     def _with_report(self, output: ModelRunnerOutput, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Add what the KV connector reports to the result of a plan."""
@@ -348,7 +304,11 @@ class ModelRunner:
         if self._sampling is None:
             self._help_to_sample(hidden)
             return None if self.connector is None else self._with_report(ModelRunnerOutput(), plan)
-        output = ModelRunnerOutput(prompt_logprobs=self._prompt_logprobs(step, hidden))
+        output = ModelRunnerOutput(
+            prompt_logprobs=prompt_logprobs(
+                step, self._device, functools.partial(self._logits, hidden)
+            )
+        )
         output.faults, self._broken = self._broken, {}
         if routed is not None:
             output.routed_experts = _experts_by_request(step, routed)
@@ -358,9 +318,9 @@ class ModelRunner:
             if step.samples[index] and request.request_id not in output.faults
         ]
         if indices:
-            last = torch.from_numpy(step.query_starts[1:][indices] - 1)
+            last = to_device(step.query_starts[1:][indices] - 1, self._device)
             requests = [step.requests[index] for index in indices]
-            self._choose(hidden, last.to(self._device), requests, output, bitmask)
+            self._choose(hidden, last, requests, output, bitmask)
         if self._divides_logits:
             self._ranks.ask_for_logits(torch.empty(0, dtype=torch.int64, device=self._device))
         return output if self.connector is None else self._with_report(output, plan)
@@ -419,7 +379,7 @@ class ModelRunner:
         advancing = [requests[row] for row in rows]
         ids = sampled.device_ids
         output.faults |= pipeline.advance(
-            advancing, tokens, ids if len(rows) == len(requests) else ids[rows]
+            advancing, tokens, ids if len(rows) == len(requests) else select_rows(ids, rows)
         )
         if sampled.observed:
             seen = [row for row in rows if row in sampled.observed]
@@ -524,30 +484,6 @@ class ModelRunner:
         if len(chosen) < len(hidden):
             hidden = hidden[chosen]
         return self._calls.run("compute_logits", self._model.compute_logits, hidden)
-
-    def _prompt_logprobs(
-        self, step: StepInput, hidden: torch.Tensor
-    ) -> dict[str, list[TokenLogprobs | None]]:
-        """Return the log-probabilities of the prompt tokens that this step predicts."""
-        result: dict[str, list[TokenLogprobs | None]] = {}
-        for index, request in enumerate(step.requests):
-            count = request.params.prompt_logprobs
-            start = int(step.starts[index])
-            prompt = request.prompt_token_ids
-            if count is None or start >= len(prompt):
-                continue
-            first, end = step.query_starts[index : index + 2]
-            targets = prompt[start + 1 : start + 1 + int(end - first)]
-            entries: list[TokenLogprobs | None] = [] if start else [None]
-            for offset in range(0, len(targets), _PROMPT_ROWS):
-                part = targets[offset : offset + _PROMPT_ROWS]
-                begin = int(first) + offset
-                rows = torch.arange(begin, begin + len(part), device=self._device)
-                logits = self._logits(hidden, rows)
-                chosen = torch.tensor(part, device=self._device)
-                entries += gather_logprobs(logits, chosen, [count] * len(part))
-            result[request.request_id] = entries
-        return result
 
 
 def _experts_by_request(step: StepInput, routed: torch.Tensor) -> dict[str, Any]:

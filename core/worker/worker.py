@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 from collections.abc import Iterable, Iterator, Sequence
@@ -63,6 +64,8 @@ from .planning.worker_spec import WorkerSpec
 from .profiling import Profiling
 from .rank_store import served_store
 from .ranks import Ranks
+from .recording.decode_inputs import DecodeShape
+from .recording.graph_memory import graph_reserve
 from .shares import check_parallelism
 from .threads import ComputeThreads, crowding
 from .weight_cache import WeightCache, cache_key
@@ -164,10 +167,19 @@ class LocalWorker:
             ranks,
             {entry.name: cls for entry, cls in spec.plugins.logits_processors()},
             spec.device,
+            max_num_seqs=spec.config.scheduler.max_num_seqs,
             enforce_eager=spec.config.executor.enforce_eager,
         )
         ranks.wait_for_all()
-        return _measured(checked, spec, ranks, attention, self._estimate)
+        if (graphs := self._runner.graphs) is not None:
+            block_size = spec.config.kv_cache.block_size
+            shape = DecodeShape(
+                graphs.sizes[-1], spec.max_model_len, block_size, len(attention.groups)
+            )
+            graphs.reserve = graph_reserve(checked, graphs.sizes, shape, spec.device)
+            self._estimate = self._estimate.with_graphs(graphs.reserve)
+        info = _measured(checked, spec, ranks, attention, self._estimate)
+        return dataclasses.replace(info, records_decode_steps=graphs is not None)
 
     def _meet(self, spec: WorkerSpec) -> None:
         """Meet the other ranks."""
@@ -230,6 +242,7 @@ class LocalWorker:
                 self._max_model_len,
                 config.kv_cache.block_size,
                 len(self.runner.attention.groups),
+                packs=self.runner.graphs is not None,
             )
             self.runner.allocate(num_blocks, batch)
         self._num_blocks = num_blocks
@@ -407,6 +420,13 @@ class LocalWorker:
         """Run the model on one token, without a cache."""
         self._use_device()
         self.runner.run_dummy()
+
+    def record_decode_step(self) -> bool:
+        """Record a decode step ahead, of the next size; return whether more can be recorded now."""
+        if self._runner is None:
+            return False
+        self._use_device()
+        return self._runner.record_decode_step()
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """Refuse: this worker has no speculator."""
@@ -675,7 +695,7 @@ def _measured(
     bytes_per_block = attention.bytes_per_block
     windows = tuple(group.window for group in attention.groups)
     if spec.device.type != "cuda":
-        available = _share_of_memory(spec, ranks).available - estimate.step
+        available = _share_of_memory(spec, ranks).available - estimate.step - estimate.graphs
         return WorkerInfo(bytes_per_block, max(available, 0), windows=windows)
     before = torch.cuda.memory_allocated(spec.device)
     torch.cuda.reset_peak_memory_stats(spec.device)
@@ -687,5 +707,5 @@ def _measured(
     free = int(torch.cuda.mem_get_info(spec.device)[0])
     # Level 1 would have to move weights to CPU memory, which is not done.
     share = cache_share(spec.device)
-    available = max(free - peak, 0)
+    available = max(free - peak - estimate.graphs, 0)
     return WorkerInfo(bytes_per_block, available, share, sleep_levels=(2,), windows=windows)

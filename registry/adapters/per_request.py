@@ -323,11 +323,13 @@ def _called(processor: RequestProcessor, outputs: list[int], row: torch.Tensor) 
     """Return the checked result [vocab], or [1, vocab] in transformers' form."""
     import torch  # noqa: PLC0415 - the contract imports no torch until it is used
 
+    from hardpoint.plugins.device import to_device  # noqa: PLC0415 - it imports torch
+
     assert processor.call is not None
     arguments: tuple[Any, ...] = (outputs,)
     given = row
     if processor.form is CallSignature.TRANSFORMERS:
-        ids = torch.tensor(processor.prompt + outputs, dtype=torch.int64, device=row.device)
+        ids = to_device(processor.prompt + outputs, row.device, torch.int64)
         arguments, given = (ids.unsqueeze(0),), row.unsqueeze(0)
     elif processor.form is CallSignature.PROMPT_AND_OUTPUT:
         arguments = (processor.prompt, outputs)

@@ -6,11 +6,11 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
-from hardpoint.plugins import Ops, OpsContext
+from hardpoint.plugins import Op, Ops, OpsContext
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.quantization import AffineCodes
 from hardpoint.testing.component_suite import ComponentSuite, first_device
@@ -35,7 +35,8 @@ ROWS = Rule(
     "compute each row with the same sums in the same order, however many there are",
 )
 IN_PLACE = Rule(
-    "in place: add_rms_norm, rotate, scale and add change their first argument, and nothing else",
+    "in place: add_rms_norm, rotate, scale, add and add_lora change their first argument, and "
+    "nothing else",
     "add delta to x itself, rotate the heads of x itself, and write results to new memory",
 )
 KEPT = Rule(
@@ -143,6 +144,10 @@ class OpsSuite(ComponentSuite):
         """Mixtures of experts, of which rows choose some, none, or some that are elsewhere."""
         self._check_all("experts", self._check_experts)
 
+    def test_lora(self) -> None:
+        """What adapters change, of rows with one, none, or one that is not there."""
+        self._check_all("add_lora", self._check_lora)
+
     def test_argmax(self) -> None:
         """The most likely tokens, of equals the first, and NaN before all."""
         self._check_logits(lambda ops, logits: self._check_choice(ops, logits, "argmax"))
@@ -194,8 +199,37 @@ class OpsSuite(ComponentSuite):
             masks = torch.randint(-(2**31), 2**31, (len(logits), columns), generator=generator)
             masks[::4, ::2], masks[1::4, 1::2] = 0, -1  # all of 32 tokens at once
             rows = torch.randperm(len(logits), generator=generator)[: len(logits) // 2 + 1]
-            bitmask = masks.to(torch.int32)[: len(rows)].to(logits.device)
-            self._check_bitmask(ops, logits, rows.to(logits.device), bitmask)
+            bitmask = masks.to(torch.int32)[: len(rows)]
+            what = f"in rows {rows.tolist()}"
+            self._check_in_place(ops, logits, "keep_tokens", what, rows, bitmask)
+
+        self._check_logits(check)
+
+    def test_edit(self) -> None:
+        """Edits of some tokens, in some of the rows and in all."""
+
+        def check(op: Op, every: int, ops: Ops, logits: torch.Tensor) -> None:
+            vocab = logits.shape[1]
+            generator = torch.Generator().manual_seed(vocab)
+            places = torch.randperm(logits.numel(), generator=generator)[: 3 * len(logits)]
+            places = places[places // vocab % every == 0]
+            values = torch.randn(len(places), generator=generator) * 9
+            values[::5] = -math.inf
+            rows = torch.unique(places // vocab)
+            given = (places, None, rows) if op is Op.KEEP_ONLY else (places, values)
+            what = f"with {op} of rows {rows.tolist()}"
+            self._check_in_place(ops, logits, "edit", what, op, *given)
+
+        for op, every in itertools.product(Op, (1, 2)):
+            self._check_logits(functools.partial(check, op, every))
+
+    def test_divide(self) -> None:
+        """Each row is divided by its own number."""
+
+        def check(ops: Ops, logits: torch.Tensor) -> None:
+            numbers = [(0.7, 1.0, 1e30, 1e-5, 3.0)[row % 5] for row in range(len(logits))]
+            what = f"by {numbers}"
+            self._check_in_place(ops, logits, "divide", what, torch.tensor(numbers).unsqueeze(1))
 
         self._check_logits(check)
 
@@ -445,6 +479,31 @@ class OpsSuite(ComponentSuite):
 
             self._compare(run, joined, expected, dtype, "experts")
 
+    def _check_lora(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
+        count, rank, columns = 3, 5, size + 1
+        a, b = (self._draw(count, *shape, dtype=dtype) for shape in ((rank, size), (columns, rank)))
+        x, wide = (self._draw(rows, width + 3, dtype=dtype) for width in (size, columns))
+        scales = (torch.rand(count) + 0.5).to(x.device)
+        adapters = (torch.randint(count + 2, (rows,)) - 1).to(x.device)
+        is_here = (adapters >= 0) & (adapters < count)
+        mine = adapters.clamp(0, count - 1)
+        inner = torch.einsum("rd,rkd->rk", x[:, :size].double(), a.double()[mine])
+        delta = torch.einsum("rk,rck->rc", inner, b.double()[mine]) * scales.double()[mine, None]
+        expected = wide[:, :columns].double() + delta * is_here.unsqueeze(1)
+        arguments = {"x": x, "a": a, "b": b, "adapters": adapters, "scales": scales}
+        kept = {name: argument.clone() for name, argument in arguments.items()}
+        for some in (slice(None), *(slice(row, row + 1) for row in range(rows))):
+            result = wide[some].clone()
+            ops.add_lora(result[:, :columns], x[some, :size], a, b, adapters[some], scales)
+            for name, argument in arguments.items():
+                self._check_kept(argument, kept[name], "add_lora", name)
+            self._check_close(result[:, :columns], expected[some], "add_lora")
+            none = ~is_here[some]
+            self._check_kept(result[none], wide[some][none], "add_lora", "rows without an adapter")
+            self._check_kept(
+                result[:, columns:], wide[some, columns:], "add_lora", "what is next to y"
+            )
+
     def _check_logits(self, check: Callable[[Ops, torch.Tensor], None]) -> None:
         """Run a check on logits of each size."""
 
@@ -537,26 +596,38 @@ class OpsSuite(ComponentSuite):
             if bool(wide[:, -2:].any()):
                 raise IN_PLACE.violation(f"{name} changed what is next to the logits")
 
-    def _check_bitmask(
-        self, ops: Ops, logits: torch.Tensor, rows: torch.Tensor, bitmask: torch.Tensor
+    def _check_in_place(
+        self, ops: Ops, logits: torch.Tensor, name: str, what: str, *arguments: Any
     ) -> None:
-        """Check the logits that `keep_tokens` leaves, and its arguments."""
-        expected, kept_rows, kept_bitmask = logits.clone(), rows.clone(), bitmask.clone()
-        Ops.keep_tokens(ops, expected, rows, bitmask)
+        """Check the logits that a method leaves, and that it leaves its other arguments alone.
+
+        Args:
+            ops: under test.
+            logits: to change.
+            name: of the method.
+            what: it does, after its name in messages.
+            arguments: the other ones; tensors are moved to the device.
+        """
+        device = logits.device
+        given = [x.to(device, copy=True) if isinstance(x, torch.Tensor) else x for x in arguments]
+        expected = logits.clone()
+        getattr(Ops, name)(ops, expected, *given)
         wide = torch.nn.functional.pad(logits, (0, 2))
         result = wide[:, :-2]
-        ops.keep_tokens(result, rows, bitmask)
-        wrong = (result.view(torch.int32) != expected.view(torch.int32)).nonzero()
+        getattr(ops, name)(result, *given)
+        differs = result.view(torch.int32) != expected.view(torch.int32)
+        wrong = (differs & ~(result.isnan() & expected.isnan())).nonzero()
         if len(wrong):
             row, token = wrong[0].tolist()
             raise TOKENS.violation(
-                f"keep_tokens in rows {rows.tolist()} left {result[row, token]:.6g} of token "
-                f"{token} in {_row_of(logits, row)}, expected {expected[row, token]:.6g}"
+                f"{name} {what} left {result[row, token]:.6g} of token {token} in "
+                f"{_row_of(logits, row)}, expected {expected[row, token]:.6g}"
             )
         if bool(wide[:, -2:].any()):
-            raise IN_PLACE.violation("keep_tokens changed what is next to the logits")
-        if not (torch.equal(rows, kept_rows) and torch.equal(bitmask, kept_bitmask)):
-            raise IN_PLACE.violation("keep_tokens changed its rows or its bitmask")
+            raise IN_PLACE.violation(f"{name} changed what is next to the logits")
+        for now, before in zip(given, arguments, strict=True):
+            if isinstance(before, torch.Tensor) and not torch.equal(now, before.to(device)):
+                raise IN_PLACE.violation(f"{name} changed another argument than the logits")
 
     def _compare(
         self,

@@ -247,6 +247,11 @@ class ScriptedWorker:
         with self._called("execute_dummy_batch"):
             pass
 
+    def record_decode_step(self) -> bool:
+        """Note it; no more are left."""
+        with self._called("record_decode_step"):
+            return False
+
     def take_draft_token_ids(self) -> None:
         """Refuse."""
         raise NotImplementedError("the worker makes no drafts")

@@ -14,6 +14,7 @@ from hardpoint.plugins.kinds import KINDS
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = (
     "commands",
+    "device",
     "errors",
     "executor",
     "grammars",

@@ -97,6 +97,10 @@ OPS = [
     (ops.WritesToX, "gates", "in place", "silu_and_mul changed x"),
     (ops.GivesExpertsEqualWeights, "experts", "values", "experts differs by"),
     (ops.TakesTheLastExpertForNone, "experts", "values", "experts differs by"),
+    (ops.GivesAllRowsTheFirstAdapter, "lora", "values", "add_lora differs by"),
+    (ops.TakesTheFirstAdapterForNone, "lora", "values", "add_lora differs by"),
+    (ops.SpoilsTheInputs, "lora", "in place", "add_lora changed x"),
+    (ops.WritesWiderRows, "lora", "in place", "add_lora changed what is next to y"),
     (ops.ArgmaxTakesTheLast, "argmax", "tokens", r"argmax returned token \d+ for row 0 of 1, in"),
     (ops.ArgmaxPassesOverNaN, "argmax", "tokens", r"argmax returned token \d+ for row"),
     (ops.ArgmaxInInt32, "argmax", "result", r"argmax returned torch.int32 .* torch.int64 \[1\]"),
@@ -112,7 +116,13 @@ OPS = [
     (ops.KeepsInTheFirstRows, "keep_tokens", "tokens", r"keep_tokens in rows \[.* of token"),
     (ops.KeepsWholeColumns, "keep_tokens", "tokens", r"keep_tokens in rows .* expected -inf"),
     (ops.KeepsByAdding, "keep_tokens", "tokens", r"keep_tokens in rows .* expected -inf"),
-    (ops.ClearsTheBitmask, "keep_tokens", "in place", "keep_tokens changed its rows or its bit"),
+    (ops.ClearsTheBitmask, "keep_tokens", "in place", "keep_tokens changed another argument"),
+    (ops.EditsByRow, "edit", "tokens", r"edit with Op.ADD of rows \[.* left"),
+    (ops.AddsForSet, "edit", "tokens", r"edit with Op.SET of rows \[.* left"),
+    (ops.KeepsOnlyInAllRows, "edit", "tokens", r"edit with Op.KEEP_ONLY of rows .* left -inf of"),
+    (ops.EditsAndEmptiesValues, "edit", "in place", "edit changed another argument"),
+    (ops.DividesByTheFirst, "divide", "tokens", r"divide by \[0.7, 1.0, .* left .* row 1"),
+    (ops.MultipliesByTheInverse, "divide", "tokens", r"divide by \[0.7\] left"),
 ]
 
 DIFFERS = r"the output of query \d+ of '.' differs from plain attention by"

@@ -26,6 +26,7 @@ class CheckedAttention:
         bytes_per_block: of all caches.
         kv_layout: name and version of the layout.
         is_replayable: whether the backend's class says so.
+        pads: whether it runs steps with padding, which are recorded.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class CheckedAttention:
                 )
         self.bytes_per_block = sum(self._sizes[layer] for layer in self._layer_of.values())
         self.is_replayable = is_replayable(backend)
+        self.pads = backend.pads
 
     def plans(self, steps: Sequence[AttentionStep]) -> list[Any]:
         """Return the plan of each layer.

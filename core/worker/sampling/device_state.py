@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from hardpoint.plugins import BatchUpdate, LogitsRequest, Move, TensorSpec
+from hardpoint.plugins.device import to_device
 from hardpoint.plugins.errors import PluginContractError
 from hardpoint.plugins.logits import LogitsPlugin
 
@@ -74,7 +75,7 @@ class DeviceState:
             tensor.index_copy_(0, target, tensor.index_select(0, source))
 
     def _index(self, requests: Sequence[LogitsRequest]) -> torch.Tensor:
-        return torch.tensor([request.row for request in requests], device=self._device)
+        return to_device([request.row for request in requests], self._device)
 
     def _empty(self, spec: TensorSpec, rows: int) -> torch.Tensor:
         dtype = getattr(torch, spec.dtype, None)

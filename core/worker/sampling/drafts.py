@@ -10,6 +10,7 @@ from itertools import accumulate
 import torch
 
 from hardpoint.plugins import LogitsRequest, RequestFault
+from hardpoint.plugins.device import to_device
 
 from .fault_isolation import Recompute
 from .grammar_mask import GrammarMask
@@ -98,7 +99,7 @@ def verify_in_turn(
     depth = 0
     while views:
         at = [starts[index] + depth for index in views]
-        rows = torch.tensor(at, device=logits.device)
+        rows = to_device(at, logits.device)
         again = functools.partial(_some_rows, recompute, rows)
         part = None if mask is None else mask.rows(at)
         sampled = stage.run(logits[rows], list(views.values()), again, part)

@@ -1,4 +1,4 @@
-"""Sparse edits of logits: checked and turned into tensors once, then applied in place."""
+"""Sparse edits of logits: checked and turned into tensors once, then applied by `Ops.edit`."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hardpoint.plugins import Edits, Op
+from hardpoint.plugins import Edits, Op, Ops
+from hardpoint.plugins.device import to_device
 
 CompiledEdits = Callable[[torch.Tensor], None]
 """Applies edits to logits [rows, vocab] in place."""
 
 
-def compile_edits(edits: Edits, batch_rows: Sequence[int], logits: torch.Tensor) -> CompiledEdits:
+def compile_edits(
+    edits: Edits, batch_rows: Sequence[int], logits: torch.Tensor, ops: Ops
+) -> CompiledEdits:
     """Check edits and return a function that applies them.
 
     Args:
         edits: with rows counted within the processor's own rows.
         batch_rows: for each of the processor's rows, its row in `logits`.
         logits: [rows, vocab]; read for its size and device.
+        ops: apply them.
 
     Raises:
         TypeError: their `op` is no Op.
@@ -39,55 +43,26 @@ def compile_edits(edits: Edits, batch_rows: Sequence[int], logits: torch.Tensor)
     if min(edits.token) < 0 or max(edits.token) >= vocab:
         raise ValueError(f"edits name tokens outside 0..{vocab - 1}")
     # Flat indices: one index tensor is half as much work as a pair.
-    indices = [batch_rows[r] * vocab + t for r, t in zip(edits.row, edits.token, strict=True)]
+    places = [batch_rows[r] * vocab + t for r, t in zip(edits.row, edits.token, strict=True)]
+    device = logits.device
     if edits.op is Op.KEEP_ONLY:
-        return _keep_only(indices, {batch_rows[r] for r in edits.row}, logits)
-    if edits.op is Op.SET:
-        return _set(dict(zip(indices, edits.value, strict=True)), logits)
-    return _add(indices, edits.value, logits)
+        rows = to_device(sorted({batch_rows[r] for r in edits.row}), device)
+        index = to_device(list(dict.fromkeys(places)), device)
+        return lambda logits: ops.edit(logits, Op.KEEP_ONLY, index, rows=rows)
+    values = _values(places, edits)
+    index = to_device(list(values), device)
+    value = to_device(list(values.values()), device, torch.float32)
+    return lambda logits: ops.edit(logits, edits.op, index, value)
 
 
-def _set(values: dict[int, float], logits: torch.Tensor) -> CompiledEdits:
-    index = torch.tensor(list(values), device=logits.device)
-    value = torch.tensor(list(values.values()), dtype=torch.float32, device=logits.device)
-
-    def put(logits: torch.Tensor) -> None:
-        logits.put_(index, value)
-
-    return put
-
-
-def _add(indices: list[int], values: Sequence[float], logits: torch.Tensor) -> CompiledEdits:
-    index = torch.tensor(indices, device=logits.device)
-    value = torch.tensor(list(values), dtype=torch.float32, device=logits.device)
-    if len(set(indices)) < len(indices):  # put_ sums duplicates in no defined order
-        row, token = index // logits.shape[1], index % logits.shape[1]
-
-        def add_in_order(logits: torch.Tensor) -> None:
-            logits.index_put_((row, token), value, accumulate=True)
-
-        return add_in_order
-
-    def add(logits: torch.Tensor) -> None:
-        logits.put_(index, value, accumulate=True)
-
-    return add
-
-
-def _keep_only(indices: list[int], rows: set[int], logits: torch.Tensor) -> CompiledEdits:
-    index = torch.tensor(indices, device=logits.device)
-    row_index = torch.tensor(sorted(rows), device=logits.device)
-    are_all_rows = len(rows) == len(logits)
-
-    def keep(logits: torch.Tensor) -> None:
-        kept = logits.take(index)
-        if are_all_rows:
-            logits.fill_(-torch.inf)
-        else:
-            logits.index_fill_(0, row_index, -torch.inf)
-        logits.put_(index, kept)
-
-    return keep
+def _values(places: Sequence[int], edits: Edits) -> dict[int, float]:
+    """Return the value of each place: the last of several to set, the sum of those to add."""
+    values = dict(zip(places, edits.value, strict=True))
+    if edits.op is Op.ADD and len(values) < len(places):
+        values = dict.fromkeys(places, 0.0)
+        for place, value in zip(places, edits.value, strict=True):
+            values[place] += value
+    return values
 
 
 def _nothing(logits: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from hardpoint.plugins import GrammarBitmask, LogitsRequest, Ops
+from hardpoint.plugins.device import to_device
 
 
 class GrammarMask:
@@ -58,9 +59,9 @@ class GrammarMask:
             logits: float32 [rows, vocab].
         """
         if self._mask_rows:
-            rows = torch.tensor(list(self._mask_rows), device=logits.device)
-            masks = torch.from_numpy(self._masks[list(self._mask_rows.values())])
-            self._ops.keep_tokens(logits, rows, masks.to(logits.device))
+            rows = to_device(list(self._mask_rows), logits.device)
+            masks = to_device(self._masks[list(self._mask_rows.values())], logits.device)
+            self._ops.keep_tokens(logits, rows, masks)
         return logits
 
     def forbidden(self, tokens: Sequence[int]) -> list[int]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hardpoint.plugins import BatchLogitsProcessor, BatchUpdate, LogitsRequest, RequestFault
+from hardpoint.plugins.device import to_device
 from hardpoint.plugins.errors import PluginContractError
 from hardpoint.plugins.read_only import ReadOnlyDict, ReadOnlyList
 from hardpoint.plugins.stats import PluginMeter
@@ -16,6 +17,7 @@ from hardpoint.registry.blame import raise_unless_fault
 from .observed_states import ObservedStates
 from .processor_runner import ActiveRows, ProcessorRunner
 from .rows import ProcessorRows
+from .transfers import select_rows
 
 Faults = dict[str, RequestFault]
 """Requests that cannot go on, by id."""
@@ -261,7 +263,7 @@ class LogitsPipeline:
                 continue
             for source, view, token in forks:
                 runner.device_state.copy_to_scratch([(source, view)])
-                self._advance_device(runner, [view], torch.tensor([token], device=self._device))
+                self._advance_device(runner, [view], to_device([token], self._device))
 
     def _end_step(self) -> None:
         for runner in self._timed:
@@ -292,7 +294,7 @@ class LogitsPipeline:
         if not indices:
             return {}
         users = [requests[index] for index in indices]
-        tokens = device_ids[torch.tensor(indices, device=self._device)]
+        tokens = select_rows(device_ids, indices)
         self._version += 1
         rows = ProcessorRows(runner.name, users, self._version, self._device, runner.device_state)
         try:

@@ -23,6 +23,7 @@ from hardpoint.plugins import (
     RequestFault,
     SparseLogitsProcessor,
 )
+from hardpoint.plugins.device import to_device
 from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.manifest import Source
@@ -178,7 +179,7 @@ class ProcessorRunner:
             self.name, [requests[row] for row in rows], version, self.device, self.device_state
         )
         is_all = len(rows) == len(requests)
-        index = None if is_all else torch.tensor(rows, device=self.device)
+        index = None if is_all else to_device(rows, self.device)
         return ActiveRows(self, processor_rows, rows, index)
 
 
@@ -246,7 +247,8 @@ class ActiveRows:
         if edits is not self.last_edits or self.compiled is None:
             if not isinstance(edits, Edits):
                 raise TypeError(f"expected Edits or None, got {type(edits).__name__}")
-            self.compiled = compile_edits(edits, self.batch_rows, logits)
+            ops = self.runner.processor.context.ops
+            self.compiled = compile_edits(edits, self.batch_rows, logits, ops)
             self.last_edits = edits
         self.compiled(logits)
 
@@ -259,8 +261,8 @@ class ActiveRows:
         """
         for layer in _layers(self.rows.requests):
             requests = [self.rows.requests[index] for index in layer]
-            source = torch.tensor([self.batch_rows[index] for index in layer], device=logits.device)
-            target = torch.tensor([_row_in_batch(r) for r in requests], device=logits.device)
+            source = to_device([self.batch_rows[index] for index in layer], logits.device)
+            target = to_device([_row_in_batch(r) for r in requests], logits.device)
             batch = logits.new_zeros(batch_size, logits.shape[1])
             batch.index_copy_(0, target, logits.index_select(0, source))
             handed_over = HandedOver(batch)

@@ -5,21 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from hardpoint.core.activity import PluginCalls
-from hardpoint.plugins import LogitsRequest, Phase, RequestFault, Sampler, SamplingRows
+from hardpoint.plugins import LogitsRequest, Phase, RequestFault, Sampler
 from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.requests import TokenLogprobs
 from hardpoint.registry.tensor_checks import shown
 
 from .fault_isolation import FaultIsolation, Recompute
 from .grammar_mask import GrammarMask
-from .logprobs import gather_logprobs
+from .logprobs import logprob_tensors, token_logprobs
 from .pipeline import Faults, LogitsPipeline
 from .processor_runner import ProcessorError
+from .step_rows import StepRows
+from .transfers import fetch, select_rows
 
 
 @dataclass
@@ -46,16 +48,18 @@ class _Choice(NamedTuple):
     """The sampler's choice in one pass.
 
     Attributes:
-        logits: float32 [rows, vocab], processed.
         device_ids: int64 [rows].
         tokens: the same on the host.
         bad_rows: rows whose chosen logit is not finite, those of requests with a fault left out.
+        observed: as in `Sampled`.
+        logprobs: the same.
     """
 
-    logits: torch.Tensor
     device_ids: torch.Tensor
     tokens: list[int]
     bad_rows: list[int]
+    observed: dict[int, float]
+    logprobs: dict[int, TokenLogprobs]
 
 
 class SamplingStage:
@@ -96,13 +100,8 @@ class SamplingStage:
         self.sampler = sampler
         self._device = device
         self._processed_logprobs = processed_logprobs
-        # Of the step's rows, derived again when those change.
-        self._requests: list[LogitsRequest] = []
-        self._all_greedy = self._any_greedy = False
-        self._arguments: list[Any] = []
-        self._columns: dict[str, torch.Tensor] = {}
-        self._greedy = torch.empty(0, dtype=torch.bool, device=device)
-        self._seeds = torch.empty(0, dtype=torch.int64, device=device)
+        self._rows = StepRows((), device)
+        self._raw: torch.Tensor | None = None  # of the step's rows with log-probabilities
 
     def run(
         self,
@@ -122,9 +121,23 @@ class SamplingStage:
         Raises:
             PluginFaultError: the sampler failed, or a plugin whose faults end the engine.
         """
-        with_logprobs = [row for row, r in enumerate(requests) if r.params.logprobs is not None]
-        keep_raw = with_logprobs and not self._processed_logprobs
-        raw = logits[with_logprobs] if keep_raw else None  # a copy
+        if not self._rows.are_of(requests):
+            self._rows = StepRows(requests, self._device)
+        if self._rows.with_logprobs and not self._processed_logprobs:
+            part = self._rows.of_logprobs(logits)
+            self._raw = part.clone() if part is logits else part
+        try:
+            return self._run(logits, requests, recompute, mask)
+        finally:
+            self._raw = None
+
+    def _run(
+        self,
+        logits: torch.Tensor,
+        requests: list[LogitsRequest],
+        recompute: Recompute,
+        mask: GrammarMask | None,
+    ) -> Sampled:
         isolation: FaultIsolation | None = None
         if mask is not None:
             mask.apply(logits)
@@ -138,22 +151,16 @@ class SamplingStage:
             if isolation is None:
                 isolation = FaultIsolation(self.pipeline, requests, recompute, mask)
             choice = self._check_pass(choice, requests, isolation)
-        result = Sampled(choice.tokens, choice.device_ids)
-        if isolation is not None:
-            result.faults = isolation.faults
+        result = Sampled(
+            choice.tokens,
+            choice.device_ids,
+            choice.logprobs,
+            choice.observed,
+            {} if isolation is None else isolation.faults,
+        )
         for row in () if mask is None else mask.forbidden(choice.tokens):
             fault = self._forced(requests[row], choice.tokens[row])
             result.faults.setdefault(requests[row].request_id, fault)
-        if observing := self.pipeline.observing_rows(requests):
-            rows = choice.logits[observing].log_softmax(-1)
-            chosen = choice.device_ids[observing].unsqueeze(1)
-            logprobs = rows.gather(1, chosen).squeeze(1).tolist()
-            result.observed = dict(zip(observing, logprobs, strict=True))
-        if with_logprobs:
-            source = choice.logits[with_logprobs] if raw is None else raw
-            counts = [requests[row].params.logprobs or 0 for row in with_logprobs]
-            entries = gather_logprobs(source, choice.device_ids[with_logprobs], counts)
-            result.logprobs = dict(zip(with_logprobs, entries, strict=True))
         return result
 
     def _forced(self, request: LogitsRequest, token: int) -> RequestFault:
@@ -208,35 +215,55 @@ class SamplingStage:
         requests: Sequence[LogitsRequest],
         faults: Collection[str] = (),
     ) -> _Choice:
-        """Let the sampler choose from processed logits, and check its result."""
-        chosen = self._sample(logits, self._sampling_rows(requests))
+        """Let the sampler choose from processed logits, and check its result.
+
+        All that the host gets of a step travels together, so that it waits once for the device.
+        """
+        chosen, picked = self._sampled(logits, len(requests))
+        rows, observing = self._rows, self.pipeline.observing_rows(requests)
+        wanted = [chosen, picked]
+        if observing:
+            logprobs = select_rows(logits, observing).log_softmax(-1)
+            ids = select_rows(chosen, observing).unsqueeze(1)
+            wanted.append(logprobs.gather(1, ids).squeeze(1))
+        if rows.with_logprobs:
+            source = rows.of_logprobs(logits) if self._raw is None else self._raw
+            wanted += logprob_tensors(source, rows.of_logprobs(chosen), rows.logprob_counts)
+        tokens, logit_of, *more = fetch(wanted)
+        bad_rows = [
+            row
+            for row, logit in enumerate(logit_of)
+            if not math.isfinite(logit) and requests[row].request_id not in faults
+        ]
+        choice = _Choice(chosen, tokens, bad_rows, {}, {})
+        if observing:
+            choice.observed.update(zip(observing, more.pop(0), strict=True))
+        if rows.with_logprobs:
+            chosen_there = [tokens[row] for row in rows.with_logprobs]
+            entries = token_logprobs(more, chosen_there, rows.logprob_counts)
+            choice.logprobs.update(zip(rows.with_logprobs, entries, strict=True))
+        return choice
+
+    def _sampled(self, logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the token that the sampler chooses of each row, and its logit."""
+        chosen = self._sample(logits, self._rows.for_sampler())
         if not (
             isinstance(chosen, torch.Tensor)
             and chosen.dtype == torch.int64
-            and chosen.shape == (len(requests),)
+            and chosen.shape == (count,)
             and chosen.device == logits.device
         ):
             raise PluginFaultError(
-                f"sampler {self.sampler.name!r}: expected token ids int64 [{len(requests)}] on "
+                f"sampler {self.sampler.name!r}: expected token ids int64 [{count}] on "
                 f"{logits.device}, got {shown(chosen)}"
             )
         # NaN and +inf win every maximum, and -inf is chosen only where no other token is left; so
         # the chosen logit shows whether its row is finite.
         try:
-            picked = logits.gather(1, chosen.unsqueeze(1)).squeeze(1)
+            return chosen, logits.gather(1, chosen.unsqueeze(1)).squeeze(1)
         except RuntimeError:
             self._check_vocabulary(chosen, logits.shape[1])
             raise
-        if self._device.type == "cpu":
-            tokens, flags = chosen.tolist(), [math.isfinite(logit) for logit in picked.tolist()]
-        else:  # in one transfer
-            tokens, flags = torch.stack((chosen, picked.isfinite().to(chosen.dtype))).tolist()
-        bad_rows = [
-            row
-            for row, flag in enumerate(flags)
-            if not flag and requests[row].request_id not in faults
-        ]
-        return _Choice(logits, chosen, tokens, bad_rows)
 
     def _check_vocabulary(self, chosen: torch.Tensor, size: int) -> None:
         """Check that a sampler chose tokens of the vocabulary.
@@ -250,32 +277,3 @@ class SamplingStage:
                 f"sampler {self.sampler.name!r}: expected token ids in 0..{size - 1}, "
                 f"got {wrong[0]}"
             )
-
-    def _sampling_rows(self, requests: Sequence[LogitsRequest]) -> SamplingRows:
-        if requests != self._requests:
-            self._requests = list(requests)
-            self._arguments = [r.sampler_arguments for r in requests]
-            self._columns = {}
-            greedy = [r.params.greedy for r in requests]
-            self._all_greedy, self._any_greedy = all(greedy), any(greedy)
-            self._greedy = torch.tensor(greedy, device=self._device)
-            self._seeds = torch.tensor([mixed_seed(r) for r in requests], device=self._device)
-        positions = torch.tensor([len(r.output_token_ids) for r in requests], device=self._device)
-        return SamplingRows(
-            self._greedy,
-            self._all_greedy,
-            self._any_greedy,
-            self._seeds,
-            positions,
-            self._arguments,
-            self._columns,
-        )
-
-
-_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the completions of one seed
-
-
-def mixed_seed(request: LogitsRequest) -> int:
-    """Return a request's seed as a signed 64-bit int; each of its completions gets another."""
-    mixed = ((request.params.seed or 0) + request.child_index * _GOLDEN) & (2**64 - 1)
-    return mixed - 2**64 if mixed >= 2**63 else mixed

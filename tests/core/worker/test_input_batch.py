@@ -26,7 +26,8 @@ def add(batch: InputBatch, request_id: str, prompt: list[int], outputs: list[int
 def test_rows_follow_their_requests(data):
     """After any mix of joins, leaves and steps, each request's tokens, places and blocks hold."""
     groups = data.draw(st.integers(1, 3))
-    batch = InputBatch(max_num_seqs=6, max_model_len=40, block_size=BLOCK, num_groups=groups)
+    packs = data.draw(st.booleans())
+    batch = InputBatch(6, max_model_len=40, block_size=BLOCK, num_groups=groups, packs=packs)
     oracle: dict[str, dict] = {}
     names = iter(f"r{i}" for i in range(10_000))
     blocks = iter(range(1, 10_000))
@@ -90,6 +91,8 @@ def check(step, scheduled, oracle):
     for each in step.attention:
         assert each.query_starts is starts
         assert each.num_single == sum(n == 1 for n in lengths)
+        assert each.starts.tolist() == starts.tolist()
+        assert each.lens.tolist() == each.seq_lens.tolist()
         for tensor in (each.block_table, each.slots):
             assert tensor.dtype is torch.int64
             assert tensor.is_contiguous()

@@ -250,9 +250,11 @@ def test_edits_keep_only_and_set():
     import torch
 
     from hardpoint.core.worker.sampling.edits import compile_edits
+    from hardpoint.testing import load_ops
 
     logits = torch.zeros(3, 4)
-    compile_edits(Edits([0, 0], [1, 2], (), Op.KEEP_ONLY), [2], logits)(logits)
+    edits = Edits([0, 0], [1, 2], (), Op.KEEP_ONLY)
+    compile_edits(edits, [2], logits, load_ops(torch.float32))(logits)
     assert logits[2].tolist() == [-INF, 0, 0, -INF]
     assert logits[:2].tolist() == [[0] * 4] * 2
 

@@ -16,7 +16,7 @@ from hardpoint.builtin_plugins.models.llama import Llama
 from hardpoint.builtin_plugins.models.olmo2 import Olmo2
 from hardpoint.builtin_plugins.models.phi3 import Phi3
 from hardpoint.builtin_plugins.models.smollm3 import SmolLM3
-from hardpoint.core.worker import model_runner
+from hardpoint.core.worker.recording import repeated_steps
 from hardpoint.kernels import cpu
 from hardpoint.testing import write_scripted_model
 
@@ -183,7 +183,7 @@ def test_recorded_steps_make_room_for_others(run, monkeypatch, limit):
     def alone(llm):
         llm.generate(PROMPTS[:1], SamplingParams(max_tokens=24, ignore_eos=True))
 
-    monkeypatch.setattr(model_runner, "RECORDED_BYTES", limit)
+    monkeypatch.setattr(repeated_steps, "RECORDED_BYTES", limit)
     few = {"prompts": PROMPTS[:2], "between": alone}
     expected, all_steps = run(Counting, executor={"enforce_eager": True}, **few)
     results, steps = run(Counting, **few)

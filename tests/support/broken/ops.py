@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from hardpoint.plugins import Ops
+from hardpoint.plugins import Op, Ops
 
 
 class Plain(Ops):
@@ -473,6 +473,51 @@ class ClearsTheBitmask(Plain):
         bitmask.zero_()
 
 
+class EditsByRow(Plain):
+    contract = 1
+
+    def edit(self, logits, op, places, values=None, rows=None):
+        super().edit(logits, op, places % logits.shape[1], values, rows)
+
+
+class AddsForSet(Plain):
+    contract = 1
+
+    def edit(self, logits, op, places, values=None, rows=None):
+        super().edit(logits, Op.ADD if op is Op.SET else op, places, values, rows)
+
+
+class KeepsOnlyInAllRows(Plain):
+    contract = 1
+
+    def edit(self, logits, op, places, values=None, rows=None):
+        every = rows if rows is None else torch.arange(len(logits))
+        super().edit(logits, op, places, values, every)
+
+
+class EditsAndEmptiesValues(Plain):
+    contract = 1
+
+    def edit(self, logits, op, places, values=None, rows=None):
+        super().edit(logits, op, places, values, rows)
+        if values is not None:
+            values.zero_()
+
+
+class DividesByTheFirst(Plain):
+    contract = 1
+
+    def divide(self, logits, divisors):
+        super().divide(logits, divisors[:1])
+
+
+class MultipliesByTheInverse(Plain):
+    contract = 1
+
+    def divide(self, logits, divisors):
+        logits.mul_(1 / divisors)
+
+
 class GivesExpertsEqualWeights(Plain):
     contract = 1
 
@@ -487,3 +532,33 @@ class TakesTheLastExpertForNone(Plain):
     def experts(self, gate_up, down, shape):
         apply = super().experts(gate_up, down, shape)
         return lambda x, chosen, weights: apply(x, chosen.clamp(0, len(down) - 1), weights)
+
+
+class GivesAllRowsTheFirstAdapter(Plain):
+    contract = 1
+
+    def add_lora(self, y, x, a, b, adapters, scales):
+        super().add_lora(y, x, a, b, adapters.clamp(max=0), scales)
+
+
+class TakesTheFirstAdapterForNone(Plain):
+    contract = 1
+
+    def add_lora(self, y, x, a, b, adapters, scales):
+        super().add_lora(y, x, a, b, adapters.clamp(min=0), scales)
+
+
+class SpoilsTheInputs(Plain):
+    contract = 1
+
+    def add_lora(self, y, x, a, b, adapters, scales):
+        super().add_lora(y, x, a, b, adapters, scales)
+        x *= 2
+
+
+class WritesWiderRows(Plain):
+    contract = 1
+
+    def add_lora(self, y, x, a, b, adapters, scales):
+        super().add_lora(y, x, a, b, adapters, scales)
+        torch.as_strided(y, (len(y), y.stride(0)), y.stride())[:, y.shape[1] :] = 0

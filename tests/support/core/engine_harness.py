@@ -225,6 +225,7 @@ class Rig:
         step_log=None,
         log_stats=False,
         sleep_levels=(1, 2),
+        records_decode_steps=False,
         config=None,
         **limits,
     ):
@@ -264,6 +265,7 @@ class Rig:
                 config=config,
                 log_stats=log_stats,
                 sleep_levels=sleep_levels,
+                records_decode_steps=records_decode_steps,
             )
         )
         self.tokens = {}

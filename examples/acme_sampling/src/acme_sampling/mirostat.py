@@ -9,6 +9,7 @@ import torch
 
 from hardpoint import plugins
 from hardpoint.plugins import Annotated, LogitsProcessor, LogitsRequest, Meta, Phase, Rows
+from hardpoint.plugins.device import to_device
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,7 +56,7 @@ class Mirostat(LogitsProcessor):
     def apply(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
         """Set the logits of tokens that are too surprising to -inf. `logits` is [rows, vocab]."""
         states: Sequence[Mirostat.State] = rows.states()
-        limit = torch.tensor([[-state.mu * LN_2] for state in states]).to(logits.device)
+        limit = to_device([[-state.mu * LN_2] for state in states], logits.device)
         logprobs = logits.log_softmax(-1)
         # The likeliest token stays, whatever its surprise is.
         limit = torch.minimum(limit, logprobs.amax(-1, keepdim=True))

@@ -12,6 +12,7 @@ import torch
 
 from hardpoint import plugins
 from hardpoint.plugins import LogitsProcessor, LogitsRequest, Meta, Phase, PrepareContext, Rows
+from hardpoint.plugins.device import to_device
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,7 +81,7 @@ class Xtc(LogitsProcessor):
         ]
         if chosen:
             arguments = rows.arguments()
-            index = torch.tensor(chosen, device=logits.device)
+            index = to_device(chosen, logits.device)
             logits[index] = exclude_top_choices(
                 logits[index],
                 rows.tensor("threshold")[index],
@@ -120,8 +121,8 @@ def exclude_top_choices(
     masked = probs > least  # none where no token reaches the threshold
     row = [row for row, tokens in enumerate(protected) for _ in tokens]
     token = [token for tokens in protected for token in tokens]
-    unchanged = torch.zeros_like(threshold, dtype=torch.bool)
     if token:
-        index = torch.tensor([row, token], device=logits.device)
-        unchanged[index[0][masked[index[0], index[1]]]] = True
-    return logits.masked_fill(masked & ~unchanged, -math.inf)
+        rows, tokens = to_device([row, token], logits.device)
+        hits = torch.zeros_like(threshold).index_add_(0, rows, masked[rows, tokens, None].float())
+        masked &= hits == 0
+    return logits.masked_fill(masked, -math.inf)

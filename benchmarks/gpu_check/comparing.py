@@ -1,0 +1,198 @@
+"""Tokens and log-probabilities of an engine, beside those of a reference."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hardpoint import LLM, SamplingParams
+
+from .recorder import Check
+
+TIE = 1e-4
+"""Two logits that are closer may change places with the order of sums, in float32."""
+
+LOGPROB = 1e-3
+"""How far log-probabilities of float32 may be apart."""
+
+REFERENCE = Path(__file__).parents[2] / "tests" / "support" / "demo_reference.json"
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A prompt's greedy continuation.
+
+    Attributes:
+        prompt: token ids.
+        tokens: that follow it.
+        logprobs: of each.
+        gaps: between the two best logits, at each.
+    """
+
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+    gaps: list[float]
+
+    def first(self, count: int) -> Continuation:
+        """Return the continuation by at most `count` tokens."""
+        parts = self.tokens[:count], self.logprobs[:count], self.gaps[:count]
+        return Continuation(self.prompt, *parts)
+
+
+@dataclass(frozen=True)
+class Forced:
+    """A text, and what a reference chooses after each of its tokens.
+
+    Attributes:
+        tokens: of the text.
+        best: after each token but the last, in float32.
+        bf16_equal: how many of these transformers chooses in bf16.
+    """
+
+    tokens: list[int]
+    best: list[int]
+    bf16_equal: int
+
+
+def demo_references(count: int | None, new_tokens: int) -> list[Continuation]:
+    """Return what transformers computed with the demo model in float32."""
+    found = _reference()["greedy"][:count]
+    return [
+        Continuation(e["prompt_ids"], e["tokens"], e["logprobs"], e["gaps"]).first(
+            new_tokens - index % 7 if new_tokens > 7 else new_tokens
+        )
+        for index, e in enumerate(found)
+    ]
+
+
+def demo_texts(count: int | None) -> list[Forced]:
+    """Return the texts of which transformers computed each position, in float32 and bf16."""
+    found = [each for each in _reference()["greedy"] if each.get("best")][:count]
+    return [Forced(e["prompt_ids"] + e["tokens"], e["best"][:-1], e["bf16_equal"]) for e in found]
+
+
+def _reference() -> dict[str, Any]:
+    found: dict[str, Any] = msgspec.json.decode(REFERENCE.read_bytes())
+    return found
+
+
+def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[list[int]]:
+    """Return prompts of random tokens."""
+    rng = random.Random(seed)
+    return [[rng.randrange(3, vocab_size) for _ in range(length)] for length in lengths]
+
+
+def continued(llm: LLM, prompts: list[list[int]], counts: Sequence[int]) -> list[Continuation]:
+    """Return the greedy continuation of each prompt by so many tokens, all in one batch."""
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, logprobs=2, detokenize=False)
+        for n in counts
+    ]
+    found = []
+    for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
+        completion = output.outputs[0]
+        entries = list(zip(completion.token_ids, completion.logprobs or [], strict=True))
+        best = [sorted((e.logprob for e in known.values()), reverse=True) for _, known in entries]
+        found.append(
+            Continuation(
+                prompt,
+                [token for token, _ in entries],
+                [known[token].logprob for token, known in entries],
+                [values[0] - values[1] for values in best],
+            )
+        )
+    return found
+
+
+def compare_greedy(llm: LLM, references: Sequence[Continuation], check: Check) -> None:
+    """Check that an engine continues prompts as the references, in float32.
+
+    Where the reference's two best logits are a tie and the engine chooses another token, the
+    reference's one is appended, and the comparison goes on behind it.
+    """
+    pending = [(each, 0) for each in references]
+    ties, compared, largest = 0, 0, 0.0
+    while pending:
+        prompts = [each.prompt + each.tokens[:start] for each, start in pending]
+        counts = [len(each.tokens) - start for each, start in pending]
+        found, again = continued(llm, prompts, counts), list[tuple[Continuation, int]]()
+        for (each, start), ours in zip(pending, found, strict=True):
+            equal = _num_equal(ours.tokens, each.tokens[start:])
+            compared += equal
+            pairs = zip(ours.logprobs[:equal], each.logprobs[start:], strict=False)
+            largest = max([largest, *(abs(a - b) for a, b in pairs)])
+            place = start + equal
+            if place == len(each.tokens):
+                continue
+            compared += 1
+            if each.gaps[place] >= TIE:
+                check.problems.append(
+                    f"prompt of {len(each.prompt)} tokens, output token {place}: got "
+                    f"{ours.tokens[equal]}, the reference has {each.tokens[place]}, whose logit is "
+                    f"{each.gaps[place]:.1e} larger than the next one"
+                )
+                continue
+            ties += 1
+            if place + 1 < len(each.tokens):
+                again.append((each, place + 1))
+        pending = again
+    check.expect(
+        largest <= LOGPROB,
+        f"log-probabilities are {largest:.1e} apart, expected at most {LOGPROB:.0e}",
+    )
+    facts = check.facts
+    facts["tokens"] = facts.get("tokens", 0) + compared
+    facts["ties"] = facts.get("ties", 0) + ties
+    facts["largest_difference"] = max(facts.get("largest_difference", 0.0), largest)
+    check.say(
+        f"{facts['tokens']} tokens, {facts['ties']} of them ties that were taken from the "
+        f"reference; log-probabilities at most {facts['largest_difference']:.1e} apart"
+    )
+
+
+def _num_equal(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """Return how many tokens are the same, from the first."""
+    pairs = zip(ours, theirs, strict=True)
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), len(ours))
+
+
+def read(llm: LLM, texts: list[list[int]]) -> tuple[list[int], list[float]]:
+    """Return the likeliest token after each token but the last, and the logprobs of the texts."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+    outputs = llm.generate(texts, params)
+    choices, logprobs = [], []
+    for text, output in zip(texts, outputs, strict=True):
+        for token, entries in zip(text[1:], (output.prompt_logprobs or [])[1:], strict=True):
+            assert entries is not None
+            choices.append(next(t for t, entry in entries.items() if entry.rank == 1))
+            logprobs.append(entries[token].logprob)
+    return choices, logprobs
+
+
+def compare_forced(llm: LLM, texts: Sequence[Forced], positions: int, check: Check) -> None:
+    """Check that an engine in bf16 chooses float32's tokens as often as transformers in bf16."""
+    choices, _ = read(llm, [each.tokens for each in texts])
+    expected = [token for each in texts for token in each.best]
+    ours = sum(a == b for a, b in zip(choices, expected, strict=True))
+    theirs = sum(each.bf16_equal for each in texts)
+    check.facts |= {"positions": len(expected), "equal": ours, "transformers_equal": theirs}
+    check.expect(len(expected) >= positions, f"{len(expected)} positions, expected {positions}")
+    check.expect(
+        ours >= theirs - 2,
+        f"{ours} of {len(expected)} choices are those of float32, transformers has {theirs}",
+    )
+    check.detail = (
+        f"{ours} of {len(expected)} choices are those of float32, transformers' in bf16 {theirs}"
+    )
+
+
+def distance(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
+    """Return the mean and the largest difference of log-probabilities."""
+    differences = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
+    return sum(differences) / len(differences), max(differences)

@@ -1,0 +1,147 @@
+"""Tokens of engines with Triton's kernels, beside transformers' and those of torch."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .comparing import (
+    compare_forced,
+    compare_greedy,
+    continued,
+    demo_references,
+    demo_texts,
+    distance,
+    random_prompts,
+    read,
+)
+from .device import Device
+from .models import SMOLLM2, Sizes, engine, write_model
+from .recorder import Recorder
+
+_ALONE = 5  # every so many-th prompt runs alone
+_WORSE = 1.5  # times as far from float32 as torch in bf16
+_BF16_MEAN, _BF16_LARGEST = 0.05, 0.5  # of log-probabilities, between two orders of sums in bf16
+
+
+def check_equality(recorder: Recorder, device: Device, sizes: Sizes) -> None:
+    """Check the demo model, then two shapes with random weights."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    check_demo_model(recorder, device, sizes)
+    with tempfile.TemporaryDirectory() as folder:
+        few = {**sizes.llama, "num_hidden_layers": sizes.few_layers}
+        _check_shape(recorder, device, sizes, "Qwen3-0.6B", sizes.qwen, Path(folder) / "qwen")
+        name = f"Llama-3-8B, {sizes.few_layers} layers"
+        _check_shape(recorder, device, sizes, name, few, Path(folder) / "few")
+        _check_bf16(recorder, device, sizes, Path(folder) / "llama")
+
+
+def check_demo_model(recorder: Recorder, device: Device, sizes: Sizes) -> None:
+    """Check SmolLM2 in float32 and bf16, its matrices as numbers, then as its file's codes."""
+    references = demo_references(sizes.reference_prompts, sizes.new_tokens)
+    prompts = [each.prompt for each in references]
+    counts = [len(each.tokens) for each in references]
+    limits = {"max_model_len": 512, "kv_cache": {"memory_bytes": sizes.cache_bytes}}
+    numbers = {**limits, "quantization": {"use": "none"}}
+    with (
+        recorder.check("SmolLM2, float32: torch's operations, as transformers") as check,
+        engine(SMOLLM2, device, "torch", dtype="float32", **numbers) as llm,
+    ):
+        compare_greedy(llm, references, check)
+        torch_found = continued(llm, prompts, counts)
+    with engine(SMOLLM2, device, dtype="float32", **numbers) as llm:
+        with recorder.check("SmolLM2, float32: in one batch, as transformers") as check:
+            compare_greedy(llm, references, check)
+        with recorder.check("SmolLM2, float32: alone, as transformers") as check:
+            for each in references[::_ALONE]:
+                compare_greedy(llm, [each], check)
+        with recorder.check("SmolLM2, float32: as torch's operations and attention") as check:
+            compare_greedy(llm, torch_found, check)
+    with recorder.check("SmolLM2, float32: preempted, as transformers") as check:
+        small = {**sizes.small_pool, "quantization": {"use": "none"}}
+        with engine(SMOLLM2, device, dtype="float32", **small) as llm:
+            compare_greedy(llm, references, check)
+            preemptions = llm.scheduler_stats().num_preemptions
+        check.facts["preemptions"] = preemptions
+        check.expect(preemptions > 0, "no request was preempted: nothing was shown")
+        check.say(f"{check.detail}; {preemptions} preemptions")
+    for quantization in sizes.quantizations:
+        held = "as codes" if quantization == "auto" else "as numbers"
+        config = {**limits, "quantization": {"use": quantization}}
+        with (
+            recorder.check(f"SmolLM2, bf16, {held}: choices of float32, text by text") as check,
+            engine(SMOLLM2, device, dtype="bfloat16", **config) as llm,
+        ):
+            compare_forced(llm, demo_texts(sizes.forced_texts), sizes.forced_positions, check)
+
+
+def _check_shape(
+    recorder: Recorder,
+    device: Device,
+    sizes: Sizes,
+    name: str,
+    fields: Mapping[str, Any],
+    folder: Path,
+) -> None:
+    """Check a shape with random weights: float32 against torch, bf16 against float32."""
+    model = write_model(folder, fields)
+    prompts = random_prompts(sizes.lengths, fields["vocab_size"])
+    counts = [sizes.new_tokens] * len(prompts)
+    limits = _limits(sizes)
+    logprobs: dict[tuple[str, str], list[float]] = {}
+    with recorder.check(f"{name}, float32: as torch, mixed lengths") as check:
+        with engine(model, device, "torch", dtype="float32", **limits) as llm:
+            references = continued(llm, prompts, counts)
+            logprobs["torch", "float32"] = read(llm, prompts)[1]
+        with engine(model, device, dtype="float32", **limits) as llm:
+            compare_greedy(llm, references, check)
+            for each in references[::_ALONE]:
+                compare_greedy(llm, [each], check)
+    with recorder.check(f"{name}, bf16: as near to float32 as torch") as check:
+        for kernels in ("torch", "triton"):
+            with engine(model, device, kernels, dtype="bfloat16", **limits) as llm:
+                logprobs[kernels, "bfloat16"] = read(llm, prompts)[1]
+        exact = logprobs["torch", "float32"]
+        theirs, ours = (
+            distance(logprobs[kernels, "bfloat16"], exact)[0] for kernels in ("torch", "triton")
+        )
+        check.facts |= {"mean_distance": ours, "torch_mean_distance": theirs}
+        check.detail = (
+            f"log-probabilities are off by {ours:.1e} on average, torch's by {theirs:.1e}"
+        )
+        check.expect(ours <= _WORSE * theirs + 1e-4, check.detail)
+
+
+def _check_bf16(recorder: Recorder, device: Device, sizes: Sizes, folder: Path) -> None:
+    """Check the whole 8B shape in bf16 against torch, prompts and the tokens after them."""
+    model = write_model(folder, sizes.llama)
+    prompts = random_prompts(sizes.lengths, sizes.llama["vocab_size"], seed=1)
+    limits = _limits(sizes)
+    with recorder.check("Llama-3-8B, bf16: as torch, within rounding") as check:
+        with engine(model, device, dtype="bfloat16", **limits) as llm:
+            found = continued(llm, prompts, [sizes.new_tokens] * len(prompts))
+        # What Triton computed token by token, torch computes at once.
+        with engine(model, device, "torch", dtype="bfloat16", **limits) as llm:
+            theirs = [read(llm, [each.prompt + each.tokens])[1] for each in found]
+        ours = [value for each in found for value in each.logprobs]
+        last = [
+            value
+            for each, values in zip(found, theirs, strict=True)
+            for value in values[-len(each.tokens) :]
+        ]
+        mean, largest = distance(ours, last)
+        check.facts |= {"mean_difference": mean, "largest_difference": largest}
+        check.detail = f"log-probabilities differ by {mean:.1e} on average, at most {largest:.1e}"
+        check.expect(mean <= _BF16_MEAN and largest <= _BF16_LARGEST, check.detail)
+
+
+def _limits(sizes: Sizes) -> dict[str, Any]:
+    return {
+        "max_model_len": sizes.max_model_len,
+        "kv_cache": {"memory_bytes": sizes.cache_bytes, "prefix_caching": False},
+    }

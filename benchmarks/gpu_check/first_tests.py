@@ -1,0 +1,16 @@
+"""A plugin of pytest that keeps the first test of each class and module."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the first ones, and report the others as deselected."""
+    firsts: dict[str, pytest.Item] = {}
+    for item in items:
+        if item.get_closest_marker("skip") is None:
+            firsts.setdefault(item.nodeid.rpartition("::")[0], item)
+    kept = set(firsts.values())
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = firsts.values()

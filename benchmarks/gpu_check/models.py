@@ -1,0 +1,211 @@
+"""The models that are checked, and engines for them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hardpoint import LLM
+from hardpoint.testing import write_scripted_model
+
+from .device import Device
+
+SMOLLM2 = "smollm2"
+
+QWEN3_06B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40_960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "initializer_range": 0.02,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "initializer_range": 0.02,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+_TINY: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is done.
+
+    Attributes:
+        qwen, llama: fields of config.json.
+        few_layers: of `llama` in float32.
+        reference_prompts: of the demo model; None is all that the reference file has.
+        new_tokens: of each prompt, at most.
+        forced_texts: of the demo model in bf16; None is all.
+        forced_positions: of these texts, at least.
+        quantizations: with which the texts are read.
+        lengths: of random prompts, in tokens.
+        max_model_len: of random models.
+        small_pool: configuration in which requests of the demo model have to give way.
+        graph_tokens: of each prompt, with CUDA graphs and without.
+        running: fields of the model that runs on with them; None is the demo model.
+        running_lengths: of its prompts, in tokens.
+        steps_before: that run before the host's waits of one are counted.
+        cache_bytes: of other KV caches.
+        loads: of the benchmark: names, prompts, tokens of each, and tokens that follow.
+        rounds: of the benchmark.
+        num_seqs, step_tokens: limits of its steps.
+        all_tests: whether all tests of kernels run, or the first of each file.
+    """
+
+    qwen: Mapping[str, Any]
+    llama: Mapping[str, Any]
+    few_layers: int
+    reference_prompts: int | None
+    new_tokens: int
+    forced_texts: int | None
+    forced_positions: int
+    quantizations: Sequence[str]
+    lengths: Sequence[int]
+    max_model_len: int
+    small_pool: Mapping[str, Any]
+    graph_tokens: int
+    running: Mapping[str, Any] | None
+    running_lengths: Sequence[int]
+    steps_before: int
+    cache_bytes: int
+    loads: Sequence[tuple[str, int, int, int]]
+    rounds: int
+    num_seqs: int
+    step_tokens: int
+    all_tests: bool
+
+
+REAL = Sizes(
+    qwen=QWEN3_06B,
+    llama=LLAMA_8B,
+    few_layers=4,
+    reference_prompts=None,
+    new_tokens=24,
+    forced_texts=None,
+    forced_positions=256,
+    quantizations=("none", "auto"),
+    lengths=(1, 5, 16, 17, 130, 700, 3000),
+    max_model_len=4096,
+    small_pool={
+        "max_model_len": 96,
+        "kv_cache": {"num_blocks": 17, "watermark": 0.0},
+    },
+    graph_tokens=40,
+    running=None,
+    running_lengths=(3, 8, 48, 9, 17, 2, 33, 64, 5, 6, 7),
+    steps_before=30,
+    cache_bytes=2 << 30,
+    loads=(("decode_1", 1, 128, 64), ("decode_64", 64, 128, 64), ("prefill", 8, 2048, 1)),
+    rounds=3,
+    num_seqs=64,
+    step_tokens=8192,
+    all_tests=True,
+)
+
+DRY = Sizes(
+    qwen={**QWEN3_06B, **_TINY},
+    llama={**LLAMA_8B, **_TINY},
+    few_layers=1,
+    reference_prompts=2,
+    new_tokens=2,
+    forced_texts=1,
+    forced_positions=1,
+    quantizations=("none",),
+    lengths=(1, 5, 17),
+    max_model_len=64,
+    small_pool={
+        "max_model_len": 12,
+        "kv_cache": {"num_blocks": 3, "block_size": 4, "watermark": 0.0},
+    },
+    graph_tokens=9,
+    running={**LLAMA_8B, **_TINY},
+    running_lengths=(3, 5, 9),
+    steps_before=2,
+    cache_bytes=64 << 20,
+    loads=(("decode_1", 1, 3, 2), ("decode_2", 2, 3, 2), ("prefill", 2, 9, 1)),
+    rounds=1,
+    num_seqs=2,
+    step_tokens=32,
+    all_tests=False,
+)
+
+
+def write_model(folder: Path, fields: Mapping[str, Any]) -> Path:
+    """Write config.json of a model with random weights, and a tokenizer that nothing asks."""
+    write_scripted_model(folder)
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
+@contextlib.contextmanager
+def engine(
+    model: str | Path, device: Device, kernels: str = "triton", **config: Any
+) -> Iterator[LLM]:
+    """Open an engine in this process for the body, and free its memory.
+
+    Args:
+        model: an alias, or a folder of `write_model`.
+        device: where it runs.
+        kernels: its operations and its attention, "triton" for example.
+        config: further configuration.
+    """
+    if isinstance(model, Path):
+        config = {"load": {"use": "dummy"}, **config}
+    tables = {"device": device.name, "ops": {"use": kernels}, "attention": {"use": kernels}}
+    with LLM(str(model), config={**tables, **config}, progress=False) as llm:
+        yield llm
+    del llm
+    gc.collect()
+    device.free_bytes()
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Return a dtype by the name that the configuration has for it."""
+    found: torch.dtype = getattr(torch, name)
+    return found

@@ -1,0 +1,104 @@
+"""Operations recorded as CUDA graphs, and what stands for them where kernels are interpreted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+_SMALL_SIZES = (1, 2, 4)
+_STEP, _LARGEST = 8, 256
+
+
+def decode_sizes(max_num_seqs: int) -> Sequence[int]:
+    """Return the sizes of recorded decode steps: 1, 2, 4, multiples of 8 up to 256, and the most.
+
+    Args:
+        max_num_seqs: the most sequences that a step has.
+    """
+    most = min(max_num_seqs, _LARGEST)
+    sizes = {size for size in (*_SMALL_SIZES, *range(_STEP, most + 1, _STEP)) if size <= most}
+    return sorted(sizes | {most})
+
+
+class CudaGraph:
+    """A CUDA graph, and the tensor with its result.
+
+    Attributes:
+        num_bytes: of device memory that it takes, the driver's included.
+    """
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, result: torch.Tensor, num_bytes: int) -> None:
+        """Keep them."""
+        self._graph = graph
+        self._result = result
+        self.num_bytes = num_bytes
+
+    def __call__(self) -> torch.Tensor:
+        """Replay the graph on the current stream; return its result."""
+        self._graph.replay()
+        return self._result
+
+
+class CudaGraphs:
+    """Records operations as CUDA graphs of one memory pool; one of them runs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Record nothing yet; nothing of CUDA is touched."""
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None  # a handle, whose type has no public name
+
+    def record(self, run: Callable[[], torch.Tensor]) -> CudaGraph:
+        """Run operations, then capture them.
+
+        They run on the stream that captures, so that kernels are compiled and loaded and libraries
+        have their workspaces before it does.
+
+        Raises:
+            RuntimeError: an operation cannot be captured, or memory is short.
+        """
+        cuda, device = torch.cuda, self._device
+        with cuda.device(device):
+            if self._stream is None:
+                self._stream = cuda.Stream(device)  # type: ignore[no-untyped-call]
+                self._pool = cuda.graph_pool_handle()
+            stream, current = self._stream, cuda.current_stream(device)
+            stream.wait_stream(current)
+            with cuda.stream(stream):
+                run()
+            current.wait_stream(stream)
+            cuda.synchronize(device)
+            cuda.empty_cache()  # as `graph` does, which would look like memory that it frees
+            free, reserved = cuda.mem_get_info(device)[0], cuda.memory_reserved(device)
+            graph = cuda.CUDAGraph()
+            try:
+                # Other threads may call CUDA meanwhile.
+                with cuda.graph(
+                    graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
+                ):
+                    result = run()
+            finally:
+                cuda.set_stream(current)  # `graph` leaves its own where a capture fails
+            taken = free - cuda.mem_get_info(device)[0]
+            num_bytes = max(taken, cuda.memory_reserved(device) - reserved, 0)
+        return CudaGraph(graph, result, num_bytes)
+
+
+class RepeatedRun:
+    """Repeats operations by running Python, for devices without CUDA graphs.
+
+    Attributes:
+        num_bytes: of the result.
+    """
+
+    def __init__(self, run: Callable[[], torch.Tensor]) -> None:
+        """Run the operations."""
+        self._run = run
+        self._result = run()
+        self.num_bytes = self._result.nbytes
+
+    def __call__(self) -> torch.Tensor:
+        """Run the operations; return their result, in the same tensor."""
+        return self._result.copy_(self._run())

@@ -1,0 +1,1 @@
+"""Steps whose operations are recorded, and repeated without running Python."""

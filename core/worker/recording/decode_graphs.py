@@ -1,0 +1,193 @@
+"""Steps of one token per sequence that are recorded in few sizes, as CUDA graphs."""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hardpoint.core.worker.checked_model import CheckedModel
+from hardpoint.core.worker.input_batch import InputBatch, StepInput
+from hardpoint.core.worker.memory import size_text
+from hardpoint.plugins import AttentionStep, ForwardBatch, Ops, Recorded
+from hardpoint.plugins.model import Attend
+from hardpoint.registry.blame import describe
+
+from .decode_inputs import DecodeInputs, DecodeShape
+
+_log = logging.getLogger("hardpoint")
+
+_EAGER_STEPS = 4  # that need a size before it is recorded in a step
+_CHECKED_GRAPHS = 4  # whose first steps are compared with what the model computes
+
+
+@dataclass(eq=False)
+class _Graph:
+    """A recorded step.
+
+    Attributes:
+        recorded: repeats it.
+        batch: its inputs.
+        is_checked: whether it was compared with what the model computes.
+    """
+
+    recorded: Recorded
+    batch: ForwardBatch
+    is_checked: bool = False
+
+
+class DecodeGraphs:
+    """Repeats decode steps without running Python, padded to the next size (`Ops.record_sizes`).
+
+    Nothing is recorded until a request has ended, so that the first answer waits for no recording.
+    Then each call of `record_ahead` records the largest size that is missing, so that smaller ones
+    find memory in the pool; and a step records its own size, if others before needed it as well.
+
+    Attributes:
+        sizes: numbers of sequences, ascending.
+        reserve: bytes that inputs and recorded steps may take.
+    """
+
+    def __init__(
+        self,
+        model: CheckedModel,
+        ops: Ops,
+        sizes: Sequence[int],
+        attend: Callable[[Sequence[AttentionStep]], Attend],
+        device: torch.device,
+    ) -> None:
+        """Record nothing yet.
+
+        Args:
+            model: whose weights are loaded.
+            ops: operations of its layers, which can be recorded.
+            sizes: numbers of sequences, ascending.
+            attend: returns the attention of a step, of its layouts by group.
+            device: of the model.
+        """
+        self._model = model
+        self._ops = ops
+        self.sizes = tuple(sizes)
+        self._attend = attend
+        self._device = device
+        self.reserve = 0
+        self._checks = _CHECKED_GRAPHS
+        self._has_failed = False
+        self._has_answered = False
+        self._shape: DecodeShape | None = None
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was recorded, and release the inputs: the caches are no longer there."""
+        self._shape = None
+        self._inputs: DecodeInputs | None = None
+        self._graphs: dict[int, _Graph] = {}
+        self._seen: Counter[int] = Counter()  # eager steps by size
+        self._num_bytes, self._is_full = 0, False
+
+    def start(self, batch: InputBatch) -> None:
+        """Allow to record steps of a batch, whose caches are there."""
+        self.clear()
+        shape = batch.max_model_len, batch.block_size, batch.num_groups
+        self._shape = DecodeShape(self.sizes[-1], *shape)
+
+    def request_finished(self) -> None:
+        """Allow to record, for a request has got its answer."""
+        self._has_answered = True
+
+    @property
+    def can_record(self) -> bool:
+        """Whether a step may be recorded now."""
+        may = self._has_answered and self._shape is not None
+        return may and not (self._has_failed or self._is_full)
+
+    def forward(self, step: StepInput) -> torch.Tensor | None:
+        """Return the hidden states of a step; None if no recorded one can repeat it.
+
+        The next step overwrites them.
+        """
+        count, packed = len(step.requests), step.packed
+        if packed is None or step.attention[0].num_single < count or count > self.sizes[-1]:
+            return None
+        size = self.sizes[bisect.bisect_left(self.sizes, count)]
+        graph = self._graphs.get(size)
+        if graph is None:
+            if not self.can_record:
+                return None
+            self._seen[size] += 1
+            if self._seen[size] <= _EAGER_STEPS or (graph := self._record(size)) is None:
+                return None
+        assert self._inputs is not None
+        self._inputs.fill(packed)
+        hidden = graph.recorded()[:count]
+        if graph.is_checked or not self._checks:
+            return hidden
+        return self._checked(graph, hidden)
+
+    def record_ahead(self) -> bool:
+        """Record the largest size that is missing; return whether more are."""
+        missing = [size for size in self.sizes if size not in self._graphs]
+        if not missing or not self.can_record:
+            return False
+        self._record(missing[-1])
+        return len(missing) > 1 and self.can_record
+
+    def _record(self, size: int) -> _Graph | None:
+        """Record a size, of padding alone; return None if that is not possible."""
+        assert self._shape is not None
+        if self._inputs is None:
+            self._num_bytes += self._shape.num_bytes
+        if self._num_bytes >= self.reserve:
+            self._is_full = True
+            _log.info(
+                "decode graphs: the memory reserved for them, %s, is used; sizes %s are recorded",
+                size_text(self.reserve),
+                sorted(self._graphs) or "none",
+            )
+            return None
+        try:
+            inputs = self._inputs = self._inputs or DecodeInputs(self._shape, self._device)
+            inputs.clear()
+            token_ids, positions = inputs.tokens(size)
+            batch = ForwardBatch(token_ids, positions, self._attend(inputs.attention(size)))
+            recorded = self._ops.record(lambda: self._model.forward(batch))
+        except Exception as error:  # without recorded steps, all goes on
+            self._has_failed = True
+            _log.warning(
+                "decode steps of %d sequences cannot be recorded, nor will others be: %s",
+                size,
+                describe(error),
+            )
+            return None
+        if recorded is None:
+            self._has_failed = True
+            return None
+        self._num_bytes += recorded.num_bytes
+        graph = self._graphs[size] = _Graph(recorded, batch)
+        if len(self._graphs) == len(self.sizes):
+            _log.info(
+                "decode graphs: recorded for up to %d sequences, in %d sizes, %s",
+                self.sizes[-1],
+                len(self.sizes),
+                size_text(self._num_bytes),
+            )
+        return graph
+
+    def _checked(self, graph: _Graph, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what the model computes, and forget what was recorded if it is not the same."""
+        # Should a plugin have promised what does not hold, no request gets wrong tokens.
+        self._checks -= 1
+        graph.is_checked = True
+        expected = self._model.forward(graph.batch)[: len(hidden)]
+        if not torch.equal(hidden, expected):
+            self._has_failed = True
+            self._graphs.clear()
+            _log.warning(
+                "decode steps are not recorded: a recorded step gave other hidden states than "
+                "forward(), though the model says that it is replayable"
+            )
+        return expected

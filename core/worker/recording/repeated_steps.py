@@ -1,0 +1,118 @@
+"""Steps of few tokens that are recorded, and repeated without running Python."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+import torch
+
+from hardpoint.core.worker.checked_model import CheckedModel
+from hardpoint.plugins import ForwardBatch, Ops, Recorded
+
+_log = logging.getLogger("hardpoint")
+
+RECORDED_BYTES = 64 << 20
+"""What recorded steps may keep; the one that was used longest ago goes first."""
+
+_RECORDED_TOKENS = 64  # of a step; with more, running Python takes a small part of it
+_UNRECORDED_STEPS = 3  # of each number of tokens: what it costs to record comes back slowly
+_CHECKED_STEPS = 4  # that are compared with what the model computes, of different numbers of tokens
+
+
+class RepeatedSteps:
+    """Runs the model; steps of few tokens are recorded, and repeated without running Python.
+
+    They are told apart by their number of tokens alone (`Ops.record` without sizes).
+    """
+
+    def __init__(self, model: CheckedModel, ops: Ops) -> None:
+        """Record nothing yet.
+
+        Args:
+            model: whose weights are loaded.
+            ops: operations of its layers, which can be recorded.
+        """
+        self._model = model
+        self._ops = ops
+        self._longest = _RECORDED_TOKENS  # of the steps to record, in tokens
+        self._checks = _CHECKED_STEPS
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was recorded, for the caches are others."""
+        self._seen: Counter[int] = Counter()  # steps by number of tokens
+        self._recorded: dict[int, _Replay] = {}
+        self._num_bytes = 0
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Return hidden states; those of a repeated step are overwritten by the next one."""
+        count = len(batch.token_ids)
+        if count > self._longest:
+            return self._model.forward(batch)
+        replay = self._recorded.pop(count, None)
+        if replay is None:
+            self._seen[count] += 1
+            if self._seen[count] <= _UNRECORDED_STEPS + count // 2:
+                return self._model.forward(batch)
+            return self._record(batch)
+        self._recorded[count] = replay  # the one that was used last is the last
+        hidden = replay.run(batch)
+        if replay.is_checked or not self._checks:
+            return hidden
+        # Should a plugin have promised what does not hold, no request gets wrong tokens.
+        self._checks -= 1
+        replay.is_checked = True
+        expected = self._model.forward(batch)
+        if not torch.equal(hidden, expected):
+            self._longest = 0
+            self.clear()
+            _log.warning(
+                "steps are not repeated without running Python: a repeated step gave other hidden "
+                "states than forward(), though the model says that it is replayable"
+            )
+        return expected
+
+    def _record(self, batch: ForwardBatch) -> torch.Tensor:
+        """Run a step and record it."""
+        inputs = ForwardBatch(batch.token_ids.clone(), batch.positions.clone(), batch.attend)
+        hidden: list[torch.Tensor] = []
+
+        def run() -> torch.Tensor:
+            hidden.append(self._model.forward(inputs))
+            return hidden[0]
+
+        recorded, count = self._ops.record(run), len(inputs.token_ids)
+        if recorded is None:
+            self._longest = 0
+        elif recorded.num_bytes > RECORDED_BYTES:
+            self._longest = count - 1
+        else:
+            self._num_bytes += recorded.num_bytes
+            while self._num_bytes > RECORDED_BYTES:
+                oldest = next(iter(self._recorded))
+                self._num_bytes -= self._recorded.pop(oldest).num_bytes
+                self._seen[oldest] = 0
+            self._recorded[count] = _Replay(recorded, inputs)
+        return hidden[0].clone()
+
+
+class _Replay:
+    """A step that was recorded.
+
+    Attributes:
+        num_bytes: of the tensors that it keeps.
+        is_checked: whether it was compared with what the model computes.
+    """
+
+    def __init__(self, recorded: Recorded, inputs: ForwardBatch) -> None:
+        self._recorded = recorded
+        self._inputs = inputs
+        self.num_bytes = recorded.num_bytes
+        self.is_checked = False
+
+    def run(self, batch: ForwardBatch) -> torch.Tensor:
+        """Return the hidden states of another step with as many tokens."""
+        self._inputs.token_ids.copy_(batch.token_ids)
+        self._inputs.positions.copy_(batch.positions)
+        return self._recorded()

@@ -1,0 +1,1 @@
+"""An attention backend from a third party."""

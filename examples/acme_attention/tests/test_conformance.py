@@ -1,0 +1,11 @@
+"""The package keeps every rule of the engine for its kind: the conformance kit says so."""
+
+from acme_attention.by_sequence import BySequence
+
+from hardpoint.testing import AttentionBackendSuite
+
+pytest_plugins = ["hardpoint.testing"]
+
+
+class TestBySequence(AttentionBackendSuite):
+    backend = BySequence

@@ -1,0 +1,134 @@
+"""CUDA graphs: sizes, and the order in which torch is called; of a fake, without a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hardpoint.builtin_plugins.ops import cuda_graphs
+from hardpoint.builtin_plugins.ops.cuda_graphs import CudaGraphs, RepeatedRun, decode_sizes
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [
+        (1, [1]),
+        (3, [1, 2, 3]),
+        (4, [1, 2, 4]),
+        (8, [1, 2, 4, 8]),
+        (20, [1, 2, 4, 8, 16, 20]),
+        (256, [1, 2, 4, *range(8, 257, 8)]),
+        (1000, [1, 2, 4, *range(8, 257, 8)]),
+    ],
+)
+def test_sizes_are_few_and_end_with_the_most(most, sizes):
+    assert decode_sizes(most) == sizes
+
+
+class Cuda:
+    """Notes what it is called for."""
+
+    def __init__(self):
+        self.calls, self.stream_now = [], "default"
+        self.free, self.reserved = 1000, 0
+
+    def stream(self, stream):
+        return self._during(f"stream {stream.name}", stream.name)
+
+    def graph(self, graph, *, pool, stream, capture_error_mode):
+        mode = f"capture in {pool} on {stream.name} ({capture_error_mode})"
+        return self._during(mode, stream.name, keeps=True)
+
+    @contextlib.contextmanager
+    def _during(self, what, name, *, keeps=False):
+        self.calls.append(what)
+        before, self.stream_now = self.stream_now, name
+        yield
+        if keeps:  # as torch does, a failed capture leaves its stream
+            self.free, self.reserved = self.free - 30, self.reserved + 20
+        self.stream_now = before
+
+    def set_stream(self, stream):
+        self.stream_now = stream.name
+
+    def current_stream(self, device):
+        return self._stream(self.stream_now)
+
+    def _stream(self, name):
+        wait = self.calls.append
+        return SimpleNamespace(
+            name=name, wait_stream=lambda other: wait(f"{name} waits for {other.name}")
+        )
+
+    def namespace(self):
+        return SimpleNamespace(
+            device=lambda device: contextlib.nullcontext(),
+            Stream=lambda device: self._stream("side"),
+            graph_pool_handle=lambda: "pool",
+            current_stream=self.current_stream,
+            set_stream=self.set_stream,
+            stream=self.stream,
+            graph=self.graph,
+            synchronize=lambda device: self.calls.append("synchronize"),
+            empty_cache=lambda: None,
+            mem_get_info=lambda device: (self.free, 2000),
+            memory_reserved=lambda device: self.reserved,
+            CUDAGraph=lambda: SimpleNamespace(replay=lambda: self.calls.append("replay")),
+        )
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    fake = Cuda()
+    monkeypatch.setattr(cuda_graphs, "torch", SimpleNamespace(cuda=fake.namespace()))
+    return fake
+
+
+def test_operations_run_once_before_they_are_captured_on_the_same_stream(cuda):
+    result = torch.zeros(2)
+
+    def run():
+        cuda.calls.append(f"run on {cuda.stream_now}")
+        return result
+
+    recorded = CudaGraphs(torch.device("cpu")).record(run)
+    assert cuda.calls == [
+        "side waits for default",
+        "stream side",
+        "run on side",
+        "default waits for side",
+        "synchronize",
+        "capture in pool on side (thread_local)",
+        "run on side",
+    ]
+    assert recorded.num_bytes == 30  # the driver's too, which torch does not count
+    assert recorded() is result
+    assert cuda.calls[-1] == "replay"
+    assert cuda.stream_now == "default"
+
+
+def test_a_capture_that_fails_leaves_no_stream(cuda):
+    runs = []
+
+    def run():
+        runs.append(1)
+        if len(runs) == 2:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return torch.zeros(2)
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        CudaGraphs(torch.device("cpu")).record(run)
+    assert cuda.stream_now == "default"
+
+
+def test_repeated_python_gives_its_result_in_the_same_tensor():
+    x = torch.ones(3)
+    repeated = RepeatedRun(lambda: x * 2)
+    first = repeated()
+    x.fill_(5)
+    assert repeated() is first
+    assert first.tolist() == [10, 10, 10]
+    assert repeated.num_bytes == 12

@@ -1,0 +1,241 @@
+"""Decode steps that are recorded in few sizes give what running the model gives."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+from support.core import graphs
+from support.core.graphs import GraphedOps, graphed_script
+from support.driving import alone, run, varied_jobs
+from support.internals import core_of, engine_of
+
+from hardpoint import LLM, SamplingParams
+from hardpoint.builtin_plugins.ops.cuda_graphs import RepeatedRun
+from hardpoint.testing import scripted_engine, write_scripted_model
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 257,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
+GEMMA = LLAMA | {
+    "architectures": ["Gemma3ForCausalLM"],
+    "head_dim": 8,
+    "sliding_window": 6,
+    "sliding_window_pattern": 2,
+    "query_pre_attn_scalar": 8,
+}
+PROMPTS = [{"prompt_token_ids": list(range(1, 2 + count))} for count in (3, 9, 20, 1, 33)]
+EAGER = {"executor": {"enforce_eager": True}}
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    GraphedOps.reset()
+    yield
+    GraphedOps.reset()
+
+
+@pytest.fixture
+def generate(tmp_path):
+    """Return a function that gives tokens and log-probabilities of three rounds of requests."""
+    write_scripted_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+
+    def generate(
+        model=LLAMA,
+        ops="GraphedOps",
+        between=lambda llm: None,
+        tokens=12,
+        rounds=(PROMPTS[:3], PROMPTS, PROMPTS[2:4]),
+        **extra,
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **model}))
+        settings = {
+            "load": {"use": "dummy"},
+            "ops": {"use": ops if ops.islower() else f"{graphs.__name__}:{ops}"},
+            "attention": {"use": f"{graphs.__name__}:PaddedAttention"},
+            **extra,
+        }
+        with LLM(str(tmp_path), dtype="float32", config=settings, progress=False) as llm:
+            outputs = []
+            for prompts in rounds:
+                params = [
+                    SamplingParams(
+                        max_tokens=tokens + 3 * index, ignore_eos=True, logprobs=1, seed=index
+                    )
+                    for index in range(len(prompts))
+                ]
+                outputs += llm.generate(prompts, params)
+                between(llm)
+        return [output.outputs[0] for output in outputs]
+
+    return generate
+
+
+def same(results, expected):
+    """Whether tokens are the same, and log-probabilities but for rounding."""
+    assert [r.token_ids for r in results] == [r.token_ids for r in expected]
+    for result, other in zip(results, expected, strict=True):
+        for token, mine, theirs in zip(
+            result.token_ids, result.logprobs, other.logprobs, strict=True
+        ):
+            assert mine[token].logprob == pytest.approx(theirs[token].logprob, abs=1e-4)
+    return True
+
+
+SMALL_POOL = {"kv_cache": {"num_blocks": 9}, "max_model_len": 128}
+STACKS = {
+    "defaults": (LLAMA, {}),
+    "chunks": (LLAMA, {"scheduler": {"max_num_batched_tokens": 16}}),
+    "preempting": (LLAMA, SMALL_POOL),
+    "no-prefix-cache": (LLAMA, {"kv_cache": {"prefix_caching": False, "block_size": 4}}),
+    "more-than-the-largest-size": (LLAMA, {"scheduler": {"max_num_seqs": 64}}),
+    "window-groups": (GEMMA, {"kv_cache": {"block_size": 4}}),
+    "steps-under-way": (LLAMA, {"executor": {"use": "support.plugins.observing:TwoBatches"}}),
+}
+
+
+@pytest.mark.parametrize(("model", "extra"), STACKS.values(), ids=STACKS)
+def test_recorded_steps_give_the_same(generate, caplog, monkeypatch, model, extra):
+    if extra.get("scheduler", {}).get("max_num_seqs"):
+        monkeypatch.setattr(GraphedOps, "sizes", (2,))
+    eager = extra | {"executor": extra.get("executor", {}) | EAGER["executor"]}
+    expected = generate(model, **eager)
+    assert not GraphedOps.recorded
+    results = generate(model, **extra)
+    assert same(results, expected)
+    assert GraphedOps.replays > 8
+    assert "recorded step gave other" not in caplog.text
+
+
+def test_the_scripted_model_gives_the_same_tokens_bit_for_bit(tmp_path):
+    folder = write_scripted_model(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    reference = scripted_engine(folder)
+    expected = alone(reference, varied_jobs(25))
+    reference.close()
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Replayable"]}))
+    enable = [{"use": f"{graphs.__name__}:ReplayableScript", "name": "Replayable"}]
+    small = {"block_size": 8, "num_blocks": 40}
+    engine = scripted_engine(
+        folder,
+        graphed_script({"plugins": {"enable": enable}, "kv_cache": small, "max_model_len": 128}),
+    )
+    assert run(engine, varied_jobs(25), 2) == expected
+    assert run(engine, varied_jobs(25)) == expected
+    assert {1, 4, 8} <= set(GraphedOps.recorded)
+    assert GraphedOps.replays > 30
+    engine.close()
+
+
+def test_inputs_are_read_when_a_step_is_repeated(generate, caplog):
+    """What keeps the inputs of its recording is found out, and gives no wrong tokens."""
+    expected = generate(**EAGER)
+    with caplog.at_level(logging.WARNING, "hardpoint"):
+        assert same(generate(ops="CopyingOps"), expected)
+    assert GraphedOps.replays == 1
+    assert caplog.text.count("a recorded step gave other hidden states than forward()") == 1
+
+
+def test_a_sleep_forgets_what_was_recorded(generate):
+    def sleep(llm):
+        llm.sleep(1)
+        assert not core_of(engine_of(llm)).record_ahead()
+        llm.wake_up()
+        replays.append(GraphedOps.replays)
+        ahead(llm)
+
+    replays = []
+    expected = generate(**EAGER)
+    assert same(generate(between=sleep), expected)
+    assert GraphedOps.recorded.count(8) == 3  # in the second round, and after it and the third
+    assert replays[0] < replays[1] < replays[2]
+
+
+class TestWhen:
+    def test_nothing_is_recorded_before_the_first_answer(self, generate):
+        seen = []
+        generate(between=lambda llm: seen.append(list(GraphedOps.recorded)))
+        assert seen[0] == []
+        assert seen[1]
+
+    def test_a_size_is_recorded_once_several_steps_needed_it(self, generate):
+        seen = []
+        generate(tokens=5, between=lambda llm: seen.append(list(GraphedOps.recorded)))
+        # Requests of the second round end after 5, 8, 11, 14 and 17 tokens: four steps need 8.
+        assert seen[1] == [4, 2, 1]
+
+    def test_nothing_is_recorded_with_enforce_eager(self, generate):
+        generate(**EAGER, between=ahead)
+        assert GraphedOps.recorded == []
+
+    @pytest.mark.parametrize("other", [{"attention": {"use": "torch"}}, {"ops": "torch"}])
+    def test_nothing_is_recorded_without_both_that_can(self, generate, other):
+        generate(**other)
+        assert GraphedOps.recorded == []
+
+
+def ahead(llm):
+    """Record all that is missing, as an idle engine does; return how often it was asked."""
+    calls = 1
+    while core_of(engine_of(llm)).record_ahead():
+        calls += 1
+    return calls
+
+
+class TestAhead:
+    def test_the_largest_size_comes_first(self, generate):
+        generate(between=ahead, tokens=2)
+        assert GraphedOps.recorded == [8, 4, 2, 1]
+
+    def test_a_loop_is_told_when_no_more_are_left(self, generate):
+        calls = []
+        generate(between=lambda llm: calls.append(ahead(llm)), tokens=2)
+        # The worker hears of the first answers with the plan that follows them.
+        assert calls == [1, 4, 1] or calls == [4, 1, 1]
+
+    def test_what_was_reserved_is_not_exceeded(self, generate, caplog):
+        GraphedOps.graph_bytes = 20 << 20
+        with caplog.at_level(logging.INFO, "hardpoint"):
+            generate(between=ahead, tokens=8)
+        assert GraphedOps.recorded == [8, 4]  # 4 times 8 MiB are reserved
+        assert caplog.text.count("the memory reserved for them, 32 MiB, is used") == 1
+        assert "sizes [4, 8] are recorded" in caplog.text
+        assert ", decode graphs 32 MiB; this process may use" in caplog.text
+
+    def test_a_recording_that_fails_is_told_once(self, generate, caplog):
+        expected = generate(**EAGER)
+        GraphedOps.fails = True
+        with caplog.at_level(logging.WARNING, "hardpoint"):
+            assert same(generate(between=ahead), expected)
+        (line,) = [r.message for r in caplog.records if "cannot be recorded" in r.message]
+        assert line == (
+            "decode steps of 8 sequences cannot be recorded, nor will others be: RuntimeError: "
+            "CUDA error: out of memory"
+        )
+
+
+@pytest.mark.nightly
+def test_steps_of_triton_are_repeated_where_it_is_interpreted(generate, monkeypatch):
+    """The stand-in for CUDA graphs, and the attention kernels on padding."""
+    pytest.importorskip("triton")
+    replays = []
+    call = RepeatedRun.__call__
+    monkeypatch.setattr(RepeatedRun, "__call__", lambda run: replays.append(1) or call(run))
+    triton = {"attention": {"use": "triton"}, "scheduler": {"max_num_seqs": 3}}
+    model = LLAMA | {"num_hidden_layers": 1, "max_position_embeddings": 48}
+    rounds = {"model": model, "ops": "triton", "tokens": 2, "rounds": [PROMPTS[3:4]] * 2}
+    rounds["rounds"].append(PROMPTS[2:4])
+    expected = generate(**rounds, **triton, **EAGER)
+    assert not replays
+    assert same(generate(**rounds, between=ahead, **triton), expected)
+    assert replays

@@ -1,0 +1,126 @@
+"""Mixtures of experts in Triton give what `Ops.experts` gives, whatever rows choose."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from support.searching import searches_long
+
+from hardpoint.kernels.triton import experts
+from hardpoint.plugins import Ops
+from hardpoint.testing import load_ops
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TORCH = {dtype: load_ops(dtype, use="torch") for dtype in DTYPES}
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.01, torch.float16: 0.002}
+
+
+def choices(generator, rows, count, per_row, missing):
+    """Return experts of rows, of which some are numbers that are none."""
+    scores = torch.rand(rows, count + per_row, generator=generator)
+    scores[:, count:] -= 1 - missing
+    chosen = scores.topk(per_row).indices
+    return torch.where(chosen < count, chosen, torch.where(chosen % 2 == 0, -chosen, chosen * 9))
+
+
+def matrices(generator, count, rows, columns, dtype):
+    drawn = torch.randn(count, rows, columns, generator=generator) / columns**0.5
+    return list(drawn.to(dtype).unbind())
+
+
+@settings(max_examples=60 if searches_long() else 3)
+@given(
+    rows=st.integers(0, 9) | st.integers(60, 90),
+    hidden=st.integers(1, 90),
+    width=st.integers(1, 90),
+    count=st.integers(1, 6),
+    per_row=st.integers(1, 4),
+    missing=st.sampled_from([0.0, 0.3, 0.9, 2.0]),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 2**31),
+)
+@example(140, 130, 70, 2, 2, 0.2, torch.bfloat16, 1)
+@example(140, 33, 64, 2, 1, 0.2, torch.float32, 1)
+def test_any_choice(rows, hidden, width, count, per_row, missing, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    per_row = min(per_row, count)
+    gate_up = matrices(generator, count, 2 * width, hidden, dtype)
+    down = matrices(generator, count, hidden, width, dtype)
+    x = torch.randn(rows, hidden + 3, generator=generator).to(dtype)[:, 1 : 1 + hidden]
+    chosen = choices(generator, rows, count, per_row, missing)
+    weights = torch.rand(rows, per_row, generator=generator)
+    kept = [part.clone() for part in (x, chosen, weights)]
+
+    result = experts.Experts(gate_up, down, (hidden, width))(x, chosen, weights)
+    expected = Ops.experts(TORCH[dtype], gate_up, down, (hidden, width))(x, chosen, weights)
+    assert result.dtype == dtype
+    limit = TOLERANCES[dtype] * max(float(expected.abs().max()), 1e-3) if rows else 0
+    torch.testing.assert_close(result, expected, rtol=0, atol=limit)
+    has_none = ~((chosen >= 0) & (chosen < count)).any(1)
+    assert not result[has_none].any()
+    for part, before in zip((x, chosen, weights), kept, strict=True):
+        assert torch.equal(part, before)
+
+
+@settings(max_examples=60 if searches_long() else 5)
+@example(40, 130, 3, 0.2, 16, 0)
+@given(
+    rows=st.integers(0, 40) | st.integers(1000, 1500),
+    count=st.integers(1, 20),
+    per_row=st.integers(1, 4),
+    missing=st.sampled_from([0.0, 0.9, 2.0]),
+    tile_rows=st.sampled_from([16, 64]),
+    seed=st.integers(0, 2**31),
+)
+def test_lists_of_pairs(rows, count, per_row, missing, tile_rows, seed):
+    generator = torch.Generator().manual_seed(seed)
+    chosen = choices(generator, rows, count, min(per_row, count), missing).contiguous()
+    tiles = experts.list_tiles(chosen, count, tile_rows)
+    number = int(tiles.table[0, 0]) if chosen.numel() else 0
+    assert number <= tiles.bound
+    listed = []
+    for expert, first, end in tiles.table[1 : 1 + number].tolist():
+        assert first == len(listed)
+        assert 0 < end - first <= tile_rows
+        listed += [(expert, pair) for pair in tiles.order[first:end].tolist()]
+    flat = chosen.flatten().tolist()
+    assert listed == sorted((e, pair) for pair, e in enumerate(flat) if 0 <= e < count)
+
+
+def test_sums_are_in_the_order_of_experts():
+    """Numbers of which the sum depends on the order, chosen in another one."""
+    parts = torch.tensor([[2.0**24], [-(2.0**24)], [1.0], [7.0]]).repeat(1, 3)
+    for chosen in ([3, 4, 5, -1], [3, 5, 4, 9], [4, 5, 3, -1], [5, 3, 4, 6]):
+        y = torch.empty(1, 3)
+        experts.sum_pairs(parts, torch.tensor([chosen]), 6, y)
+        order = sorted(range(3), key=lambda place: chosen[place])
+        expected = torch.zeros(3)
+        for place in order:
+            expected += parts[place]
+        assert torch.equal(y[0], expected), chosen
+
+
+def test_columns_in_parts(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    gate_up = matrices(generator, 2, 6, 1030, torch.float32)
+    down = matrices(generator, 2, 1030, 3, torch.float32)
+    layer = experts.Experts(gate_up, down, (1030, 3))
+    x, chosen = torch.randn(3, 1030, generator=generator), torch.tensor([[0, 1], [1, 5], [1, 0]])
+    weights = torch.rand(3, 2, generator=generator)
+    whole = layer(x, chosen, weights)
+    monkeypatch.setattr(experts, "_BUFFER", 1)
+    assert torch.equal(layer(x, chosen, weights), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_matrices_that_are_parts_of_others(dtype):
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(40, 7, generator=generator).to(dtype)
+    gate_up, down = [whole[1:11], whole[11:21]], [whole.T[:, 30:35], whole.T[:, 31:36]]
+    x, chosen = whole[:4], torch.tensor([[0, 1], [1, 5], [1, 0], [-1, -1]])
+    weights = torch.rand(4, 2, generator=generator)
+    result = experts.Experts(gate_up, down, (7, 5))(x, chosen, weights)
+    expected = Ops.experts(TORCH[dtype], gate_up, down, (7, 5))(x, chosen, weights)
+    torch.testing.assert_close(result, expected, rtol=0.01, atol=0.05)

@@ -1,0 +1,63 @@
+"""Low-rank adapters in Triton give what `Ops.add_lora` gives, whichever rows have one."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from support.searching import searches_long
+
+from hardpoint.kernels.triton import lora
+from hardpoint.plugins import Ops
+from hardpoint.testing import load_ops
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TORCH = {dtype: load_ops(dtype, use="torch") for dtype in DTYPES}
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.01, torch.float16: 0.002}
+
+
+@settings(max_examples=60 if searches_long() else 5)
+@given(
+    rows=st.integers(0, 9) | st.integers(60, 150),
+    depth=st.integers(1, 300),
+    columns=st.integers(1, 140),
+    count=st.integers(0, 9),
+    rank=st.integers(1, 70),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 2**31),
+)
+@example(70, 2100, 20, 1, 16, torch.bfloat16, 1)
+@example(5, 70, 20, 2, 80, torch.float32, 1)
+def test_any_rows(rows, depth, columns, count, rank, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    wide, x = draw(rows, columns + 3), draw(rows, depth + 2)[:, 1 : 1 + depth]
+    a, b = draw(count, rank + 1, depth)[:, :rank], draw(count, columns + 1, rank)[:, 1:]
+    scales = torch.rand(count, generator=generator)
+    adapters = torch.randint(-1, count + 1, (rows,), generator=generator)
+    arguments = x, a, b, adapters, scales
+    kept = [argument.clone() for argument in arguments]
+
+    result, expected = wide.clone(), wide.clone()
+    lora.add_lora(result[:, 1 : 1 + columns], *arguments)
+    Ops.add_lora(TORCH[dtype], expected[:, 1 : 1 + columns], *arguments)
+    limit = TOLERANCES[dtype] * float(expected.abs().max()) if rows else 0
+    torch.testing.assert_close(result, expected, rtol=0, atol=limit)
+    is_none = (adapters < 0) | (adapters >= count)
+    assert torch.equal(result[is_none], wide[is_none])
+    for argument, before in zip(arguments, kept, strict=True):
+        assert torch.equal(argument, before)
+
+
+def test_other_adapters_are_not_read():
+    """An adapter of NaN spoils its own rows alone."""
+    a, b = torch.ones(2, 3, 4), torch.ones(2, 5, 3)
+    a[0], b[0] = torch.nan, torch.nan
+    y = torch.zeros(3, 5)
+    lora.add_lora(y, torch.ones(3, 4), a, b, torch.tensor([1, 0, -1]), torch.ones(2))
+    assert torch.equal(y[0], torch.full((5,), 12.0))
+    assert y[1].isnan().all()
+    assert not y[2].any()

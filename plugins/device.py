@@ -32,7 +32,10 @@ def to_device(
         dtype: of the result; None is that of the values, and for numbers the one that torch.tensor
             chooses.
     """
-    if isinstance(values, np.ndarray):
+    # Lists first: looking up whether something is a tensor takes a good part of a short step.
+    if isinstance(values, list):
+        host = torch.tensor(values, dtype=dtype)
+    elif isinstance(values, np.ndarray):
         host = torch.from_numpy(values)
         host = host if dtype is None else host.to(dtype)
     elif isinstance(values, torch.Tensor):

@@ -18,9 +18,9 @@ def decode_sizes(max_num_seqs: int) -> Sequence[int]:
     Args:
         max_num_seqs: the most sequences that a step has.
     """
-    most = min(max_num_seqs, _LARGEST)
-    sizes = {size for size in (*_SMALL_SIZES, *range(_STEP, most + 1, _STEP)) if size <= most}
-    return sorted(sizes | {most})
+    limit = min(max_num_seqs, _LARGEST)
+    sizes = {size for size in (*_SMALL_SIZES, *range(_STEP, limit + 1, _STEP)) if size <= limit}
+    return sorted(sizes | {limit})
 
 
 class CudaGraph:
@@ -77,7 +77,7 @@ class CudaGraphs:
             free, reserved = cuda.mem_get_info(device)[0], cuda.memory_reserved(device)
             graph = cuda.CUDAGraph()
             try:
-                # Other threads may call CUDA meanwhile.
+                # Other threads may call CUDA in the meantime.
                 with cuda.graph(
                     graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
                 ):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from hardpoint.plugins.requests import TokenLogprobs
@@ -30,16 +29,16 @@ def logprob_tensors(
 
 
 def token_logprobs(
-    arrays: Sequence[np.ndarray[Any, Any]], tokens: Sequence[int], counts: Sequence[int]
+    lists: Sequence[Any], tokens: Sequence[int], counts: Sequence[int]
 ) -> list[TokenLogprobs]:
     """Return each row's log-probabilities: the chosen token, then the `counts[row]` most likely.
 
     Args:
-        arrays: what `logprob_tensors` returned for the rows.
+        lists: the numbers of what `logprob_tensors` returned for the rows.
         tokens: the chosen ones.
         counts: the same as for `logprob_tensors`.
     """
-    ranks, top_ids, picked, top_values = (array.tolist() for array in arrays)
+    ranks, top_ids, picked, top_values = lists
     most = len(top_ids[0]) if top_ids else 0
     wanted = [_wanted(count, most) for count in counts]
     rows = zip(tokens, picked, ranks, top_ids, top_values, wanted, strict=True)

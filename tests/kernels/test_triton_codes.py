@@ -14,8 +14,8 @@ from support.searching import examples
 pytest.importorskip("triton")
 
 from hardpoint.builtin_plugins.ops.triton import TritonOps
-from hardpoint.kernels.triton import code_tiles, launch, packed_codes
 from hardpoint.kernels.triton import codes as kernels
+from hardpoint.kernels.triton import code_tiles, launch, packed_codes
 from hardpoint.kernels.twins import AffineCodes, dequantize, linear_codes
 from hardpoint.plugins import OpsContext, quantization
 from hardpoint.testing.model.code_matrices import FORMS

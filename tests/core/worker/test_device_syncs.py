@@ -9,6 +9,7 @@ import torch
 from support.core.graphs import GraphedOps
 from support.device_stand_in import DEVICE, StandIn, fake_cuda
 from support.driving import FINAL, summary, varied_jobs
+from torch._C import DisableTorchFunction
 
 from hardpoint import SamplingParams, plugins
 from hardpoint.plugins import (
@@ -146,7 +147,7 @@ class Graphs(GraphedOps):
         graph = super().record(run)
 
         def replay():
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 return graph().as_subclass(StandIn)
 
         replay.num_bytes = graph.num_bytes

@@ -150,7 +150,7 @@ def compare_greedy(llm: LLM, references: Sequence[Continuation], check: Check) -
     facts["tokens"] = facts.get("tokens", 0) + compared
     facts["ties"] = facts.get("ties", 0) + ties
     facts["largest_difference"] = max(facts.get("largest_difference", 0.0), largest)
-    check.detail = (
+    check.say(
         f"{facts['tokens']} tokens, {facts['ties']} of them ties that were taken from the "
         f"reference; log-probabilities at most {facts['largest_difference']:.1e} apart"
     )

@@ -42,33 +42,42 @@ def check_equality(recorder: Recorder, device: Device, sizes: Sizes) -> None:
 
 
 def check_demo_model(recorder: Recorder, device: Device, sizes: Sizes) -> None:
-    """Check SmolLM2 in float32 and bf16."""
+    """Check SmolLM2 in float32 and bf16, its matrices as numbers, then as its file's codes."""
     references = demo_references(sizes.reference_prompts, sizes.new_tokens)
-    limits = {"max_model_len": 512, "kv_cache": {"memory_bytes": sizes.cache_bytes}}
     prompts = [each.prompt for each in references]
     counts = [len(each.tokens) for each in references]
-    with engine(SMOLLM2, device, dtype="float32", **limits) as llm:
+    limits = {"max_model_len": 512, "kv_cache": {"memory_bytes": sizes.cache_bytes}}
+    numbers = {**limits, "quantization": {"use": "none"}}
+    with (
+        recorder.check("SmolLM2, float32: torch's operations, as transformers") as check,
+        engine(SMOLLM2, device, "torch", dtype="float32", **numbers) as llm,
+    ):
+        compare_greedy(llm, references, check)
+        torch_found = continued(llm, prompts, counts)
+    with engine(SMOLLM2, device, dtype="float32", **numbers) as llm:
         with recorder.check("SmolLM2, float32: in one batch, as transformers") as check:
             compare_greedy(llm, references, check)
         with recorder.check("SmolLM2, float32: alone, as transformers") as check:
             for each in references[::_ALONE]:
                 compare_greedy(llm, [each], check)
-    with recorder.check("SmolLM2, float32: as torch's operations and attention") as check:
-        with engine(SMOLLM2, device, "torch", dtype="float32", **limits) as llm:
-            torch_found = continued(llm, prompts, counts)
-        with engine(SMOLLM2, device, dtype="float32", **limits) as llm:
+        with recorder.check("SmolLM2, float32: as torch's operations and attention") as check:
             compare_greedy(llm, torch_found, check)
     with recorder.check("SmolLM2, float32: preempted, as transformers") as check:
-        with engine(SMOLLM2, device, dtype="float32", **sizes.small_pool) as llm:
+        small = {**sizes.small_pool, "quantization": {"use": "none"}}
+        with engine(SMOLLM2, device, dtype="float32", **small) as llm:
             compare_greedy(llm, references, check)
             preemptions = llm.scheduler_stats().num_preemptions
         check.facts["preemptions"] = preemptions
         check.expect(preemptions > 0, "no request was preempted: nothing was shown")
-        check.detail += f"; {preemptions} preemptions"
-    with recorder.check("SmolLM2, bf16: choices of float32, text by text") as check:
-        with engine(SMOLLM2, device, dtype="bfloat16", **limits) as llm:
-            texts = demo_texts(sizes.forced_texts)
-            compare_forced(llm, texts, sizes.forced_positions, check)
+        check.say(f"{check.detail}; {preemptions} preemptions")
+    for quantization in sizes.quantizations:
+        held = "as codes" if quantization == "auto" else "as numbers"
+        config = {**limits, "quantization": {"use": quantization}}
+        with (
+            recorder.check(f"SmolLM2, bf16, {held}: choices of float32, text by text") as check,
+            engine(SMOLLM2, device, dtype="bfloat16", **config) as llm,
+        ):
+            compare_forced(llm, demo_texts(sizes.forced_texts), sizes.forced_positions, check)
 
 
 def _check_shape(

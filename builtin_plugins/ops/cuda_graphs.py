@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -47,7 +48,7 @@ class CudaGraphs:
         """Record nothing yet; nothing of CUDA is touched."""
         self._device = device
         self._stream: torch.cuda.Stream | None = None
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None  # a handle, whose type has no public name
 
     def record(self, run: Callable[[], torch.Tensor]) -> CudaGraph:
         """Run operations, then capture them.
@@ -60,8 +61,9 @@ class CudaGraphs:
         """
         cuda, device = torch.cuda, self._device
         with cuda.device(device):
-            if self._stream is None or self._pool is None:
-                self._stream, self._pool = cuda.Stream(device), cuda.graph_pool_handle()
+            if self._stream is None:
+                self._stream = cuda.Stream(device)  # type: ignore[no-untyped-call]
+                self._pool = cuda.graph_pool_handle()
             stream, current = self._stream, cuda.current_stream(device)
             stream.wait_stream(current)
             with cuda.stream(stream):

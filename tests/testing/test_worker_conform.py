@@ -72,6 +72,7 @@ class TestTritonOps(OpsSuite):
 
     ops = TritonOps
     if not searches_long():
+        dtypes = (torch.bfloat16,)
         sizes = (2, 50)
         rows = (3,)  # each is run alone, too
         vocab_sizes = (999,)

@@ -83,7 +83,8 @@ class DecodeGraphs:
 
     def clear(self) -> None:
         """Forget what was recorded, and release the inputs: the caches are no longer there."""
-        self._shape, self._inputs = None, None
+        self._shape = None
+        self._inputs: DecodeInputs | None = None
         self._graphs: dict[int, _Graph] = {}
         self._seen: Counter[int] = Counter()  # eager steps by size
         self._num_bytes, self._is_full = 0, False
@@ -149,11 +150,10 @@ class DecodeGraphs:
             )
             return None
         try:
-            if self._inputs is None:
-                self._inputs = DecodeInputs(self._shape, self._device)
-            self._inputs.clear()
-            attend = self._attend(self._inputs.attention(size))
-            batch = ForwardBatch(*self._inputs.tokens(size), attend)
+            inputs = self._inputs = self._inputs or DecodeInputs(self._shape, self._device)
+            inputs.clear()
+            token_ids, positions = inputs.tokens(size)
+            batch = ForwardBatch(token_ids, positions, self._attend(inputs.attention(size)))
             recorded = self._ops.record(lambda: self._model.forward(batch))
         except Exception as error:  # without recorded steps, all goes on
             self._has_failed = True

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from support.builtins.checkpoint_harness import write_gguf
 from support.kit_suites import assert_tests_builtins
 from support.searching import kit_examples, searches_long
+from support.triton import kernel_device
 
 from hardpoint.builtin_plugins.attention.native_cpu import NativeAttention
 from hardpoint.builtin_plugins.attention.torch import TorchAttention
@@ -71,6 +72,7 @@ class TestTritonOps(OpsSuite):
     """Interpreted, where there is no GPU."""
 
     ops = TritonOps
+    device = kernel_device()
     if not searches_long():
         dtypes = (torch.bfloat16,)
         sizes = (2, 50)
@@ -103,6 +105,7 @@ class TestTritonAttention(AttentionBackendSuite):
     head_sizes = (8, 17)
     block_sizes = (4, 16)
     softcaps = (2.0,)
+    device = kernel_device()
 
 
 def hash_of_history(spec, query, keys, values):

@@ -163,7 +163,7 @@ def test_any_step_equals_the_twin(
     size = int(head_size * rotated) // 2 * 2
     layer = Layer(*heads, head_size, block_size, *limits, dtype, size)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "_SPLIT_TOKENS", 64)
+        patch.setattr(attention, "LEAST_SPLIT", 64)
         Step(layer, [*given_parts, *[(1, 0)] * padding]).check()
 
 
@@ -181,8 +181,8 @@ def test_large_and_many_heads_equal_the_twin(layer) -> None:
 
 @pytest.mark.parametrize("window", [None, 290])
 def test_long_sequences_are_split(window, monkeypatch) -> None:
-    monkeypatch.setattr(attention, "_SPLIT_TOKENS", 64)
-    monkeypatch.setattr(attention, "_MAX_SPLITS", (16, 16))
+    monkeypatch.setattr(attention, "LEAST_SPLIT", 64)
+    monkeypatch.setattr(attention, "MOST_SPLITS", (16, 16))
     layer = Layer(4, 2, 16, 16, window)
     # One split, one that is just full, some, and as many as there may be, which are longer then.
     Step(layer, [(1, 3), (1, 64), (1, 65), (1, 500), (1, 1100)]).check()
@@ -190,7 +190,7 @@ def test_long_sequences_are_split(window, monkeypatch) -> None:
 
 @pytest.mark.parametrize("window", [None, 150])
 def test_what_others_do_changes_no_bit_of_a_single_query(window, monkeypatch) -> None:
-    monkeypatch.setattr(attention, "_SPLIT_TOKENS", 64)
+    monkeypatch.setattr(attention, "LEAST_SPLIT", 64)
     layer = Layer(4, 2, 16, 16, window)
     alone = Step(layer, [(1, 333)])
     others = Step(layer, [(1, 333), (1, 0), (1, 30), (1, 500), (5, 40)], longest=1500)

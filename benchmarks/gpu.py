@@ -1,4 +1,4 @@
-"""Speed on a GPU: decode and prefill beside transformers, shares of the bounds, and the start.
+"""Speed on a GPU: decode and prefill next to transformers, shares of the bounds, and the start.
 
     python benchmarks/gpu.py [--json result.json]
     TRITON_INTERPRET=1 python benchmarks/gpu.py --dry-run    # on a CPU: runs, and measures nothing
@@ -79,13 +79,13 @@ Runner = Callable[[list[list[int]], int], None]
 
 
 def check_benchmark(recorder: Recorder, device: Device, sizes: Sizes) -> None:
-    """Measure the device, both shapes beside transformers, and the start."""
+    """Measure the device, both shapes next to transformers, and the start."""
     rates = _measure_device(recorder, device)
     with tempfile.TemporaryDirectory() as folder:
         for name, fields in (("Llama-3-8B", sizes.llama), ("Qwen3-0.6B", sizes.qwen)):
             model = write_model(Path(folder) / name, fields)
             has_aims = name.startswith("Llama")
-            with recorder.check(f"{name}, bf16: beside transformers") as check:
+            with recorder.check(f"{name}, bf16: next to transformers") as check:
                 check.fake("speeds")
                 _compare(model, fields, device, sizes, rates, check, has_aims=has_aims)
         _check_start(recorder, device, sizes, Path(folder))
@@ -160,7 +160,7 @@ def _hardpoint(llm: LLM) -> Runner:
             temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False
         )
         outputs = llm.generate(prompts, params)
-        assert all(len(each.outputs[0].token_ids) == output for each in outputs)
+        assert all(len(output_.outputs[0].token_ids) == output for output_ in outputs)
 
     return run
 
@@ -353,7 +353,7 @@ def main() -> None:
     about = device.describe()
     print(about["gpu"] or "no GPU: nothing was measured")
     print(*show_figures(lines.checks), *show_aims(lines.checks), sep="\n")
-    problems = [f"{each.name}: {text}" for each in lines.checks for text in each.problems]
+    problems = [f"{check.name}: {text}" for check in lines.checks for text in check.problems]
     print(*problems, sep="\n", file=sys.stderr)
     if options.json:
         result = {**about, "checks": [asdict(check) for check in lines.checks]}

@@ -32,7 +32,7 @@ class Check:
         name: what is checked.
         status: how it ended.
         seconds: that it took.
-        detail: in words.
+        detail: what was found.
         faked: what stood in for what only a GPU has.
         problems: why it failed.
         facts: counts and names.

@@ -66,7 +66,7 @@ def show_figures(checks: list[Check]) -> list[str]:
     for check in checks:
         if check.figures:
             lines.append(f"  {check.name}")
-        lines += [f"    {name:<44} {_shown(n):>14}" for name, n in check.figures.items()]
+        lines += [f"    {name:<44} {_figure_text(n):>14}" for name, n in check.figures.items()]
     return ["Figures", *lines, ""] if lines else []
 
 
@@ -75,8 +75,8 @@ def show_aims(checks: list[Check]) -> list[str]:
     lines = []
     for aim in (aim for check in checks for aim in check.aims):
         said = {True: "reached", False: "NOT reached", None: _NOT_MEASURED}[aim["reached"]]
-        value = "" if aim["value"] is None else f" ({_shown(aim['value'])})"
-        lines.append(f"  {aim['name']}, at least {_shown(aim['at_least'])}: {said}{value}")
+        value = "" if aim["value"] is None else f" ({_figure_text(aim['value'])})"
+        lines.append(f"  {aim['name']}, at least {_figure_text(aim['at_least'])}: {said}{value}")
     return ["Aims", *lines, ""] if lines else []
 
 
@@ -111,7 +111,7 @@ def _wrapped(first: str, text: str) -> list[str]:
     ]
 
 
-def _shown(value: float | None) -> str:
+def _figure_text(value: float | None) -> str:
     """Return a figure with three significant digits."""
     if value is None:
         return _NOT_MEASURED

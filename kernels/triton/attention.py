@@ -154,8 +154,7 @@ def _attend_tiles(
         total = total * shrink + tl.sum(weight, 1)
         values *= shrink[:, None]
         if WIDEN:
-            rounded = weight.to(v.dtype).to(tl.float32)
-            values = tl.dot(rounded, v.to(tl.float32), values, input_precision="ieee")
+            values = tl.dot(weight, v.to(tl.float32), values, input_precision="ieee")
         else:
             values = tl.dot(weight.to(v.dtype), v, values, input_precision="ieee")
     return top, total, values

@@ -311,8 +311,7 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
     rotates: ClassVar[bool] = False
     """Whether it has `rotate_and_attend`; otherwise `Ops.rotate` runs before `attend`."""
     pads: ClassVar[bool] = False
-    """Whether, if it is `replayable`, it is in steps of `Ops.record_sizes`, with their padding;
-    otherwise it is in the others."""
+    """Whether it is `replayable` in steps of the sizes of `Ops.record_sizes`, and not in others."""
 
     context: AttentionContext
 

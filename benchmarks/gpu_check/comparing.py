@@ -1,4 +1,4 @@
-"""Tokens and log-probabilities of an engine, beside those of a reference."""
+"""Tokens and log-probabilities of an engine, and those of a reference."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Forced:
 
     Attributes:
         tokens: of the text.
-        best: after each token but the last, in float32.
+        best: after item token but the last, in float32.
         bf16_equal: how many of these transformers chooses in bf16.
     """
 
@@ -73,7 +73,7 @@ def demo_references(count: int | None, new_tokens: int) -> list[Continuation]:
 
 def demo_texts(count: int | None) -> list[Forced]:
     """Return the texts of which transformers computed each position, in float32 and bf16."""
-    found = [each for each in _reference()["greedy"] if each.get("best")][:count]
+    found = [item for item in _reference()["greedy"] if item.get("best")][:count]
     return [Forced(e["prompt_ids"] + e["tokens"], e["best"][:-1], e["bf16_equal"]) for e in found]
 
 
@@ -116,31 +116,31 @@ def compare_greedy(llm: LLM, references: Sequence[Continuation], check: Check) -
     Where the reference's two best logits are a tie and the engine chooses another token, the
     reference's one is appended, and the comparison goes on behind it.
     """
-    pending = [(each, 0) for each in references]
+    pending = [(item, 0) for item in references]
     ties, compared, largest = 0, 0, 0.0
     while pending:
-        prompts = [each.prompt + each.tokens[:start] for each, start in pending]
-        counts = [len(each.tokens) - start for each, start in pending]
+        prompts = [item.prompt + item.tokens[:start] for item, start in pending]
+        counts = [len(item.tokens) - start for item, start in pending]
         found, again = continued(llm, prompts, counts), list[tuple[Continuation, int]]()
-        for (each, start), ours in zip(pending, found, strict=True):
-            equal = _num_equal(ours.tokens, each.tokens[start:])
+        for (item, start), ours in zip(pending, found, strict=True):
+            equal = _num_equal(ours.tokens, item.tokens[start:])
             compared += equal
-            pairs = zip(ours.logprobs[:equal], each.logprobs[start:], strict=False)
+            pairs = zip(ours.logprobs[:equal], item.logprobs[start:], strict=False)
             largest = max([largest, *(abs(a - b) for a, b in pairs)])
             place = start + equal
-            if place == len(each.tokens):
+            if place == len(item.tokens):
                 continue
             compared += 1
-            if each.gaps[place] >= TIE:
+            if item.gaps[place] >= TIE:
                 check.problems.append(
-                    f"prompt of {len(each.prompt)} tokens, output token {place}: got "
-                    f"{ours.tokens[equal]}, the reference has {each.tokens[place]}, whose logit is "
-                    f"{each.gaps[place]:.1e} larger than the next one"
+                    f"prompt of {len(item.prompt)} tokens, output token {place}: got "
+                    f"{ours.tokens[equal]}, the reference has {item.tokens[place]}, whose logit is "
+                    f"{item.gaps[place]:.1e} larger than the next one"
                 )
                 continue
             ties += 1
-            if place + 1 < len(each.tokens):
-                again.append((each, place + 1))
+            if place + 1 < len(item.tokens):
+                again.append((item, place + 1))
         pending = again
     check.expect(
         largest <= LOGPROB,
@@ -150,7 +150,7 @@ def compare_greedy(llm: LLM, references: Sequence[Continuation], check: Check) -
     facts["tokens"] = facts.get("tokens", 0) + compared
     facts["ties"] = facts.get("ties", 0) + ties
     facts["largest_difference"] = max(facts.get("largest_difference", 0.0), largest)
-    check.detail = (
+    check.say(
         f"{facts['tokens']} tokens, {facts['ties']} of them ties that were taken from the "
         f"reference; log-probabilities at most {facts['largest_difference']:.1e} apart"
     )
@@ -177,10 +177,10 @@ def read(llm: LLM, texts: list[list[int]]) -> tuple[list[int], list[float]]:
 
 def compare_forced(llm: LLM, texts: Sequence[Forced], positions: int, check: Check) -> None:
     """Check that an engine in bf16 chooses float32's tokens as often as transformers in bf16."""
-    choices, _ = read(llm, [each.tokens for each in texts])
-    expected = [token for each in texts for token in each.best]
+    choices, _ = read(llm, [item.tokens for item in texts])
+    expected = [token for item in texts for token in item.best]
     ours = sum(a == b for a, b in zip(choices, expected, strict=True))
-    theirs = sum(each.bf16_equal for each in texts)
+    theirs = sum(item.bf16_equal for item in texts)
     check.facts |= {"positions": len(expected), "equal": ours, "transformers_equal": theirs}
     check.expect(len(expected) >= positions, f"{len(expected)} positions, expected {positions}")
     check.expect(

@@ -1,84 +1,97 @@
-"""Operations that count what is recorded, and repeat it in Python where there are no graphs."""
+"""Operations that write down what is recorded and repeated."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import ClassVar
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from hardpoint.plugins import Ops, Recorded, Wrapper
-
-USE = f"{__name__}:CountedOps"
+from hardpoint.plugins import Ops, OpsContext, Recorded, Wrapper
 
 
 class CountedOps(Wrapper[Ops], Ops):
-    """Does what the wrapped operations do.
-
-    Attributes:
-        recorded: bytes of each step that was recorded, since it was cleared.
-        repeated: number of steps that were repeated.
-    """
+    """Does what the wrapped operations do, and appends lines to a file."""
 
     contract = 1
     devices = ("cpu", "cuda")
-    recorded: ClassVar[list[int]] = []
-    repeated: ClassVar[list[int]] = []
 
     class Options(Wrapper.Options):
         """What is wrapped.
 
         Attributes:
             wraps: the operations.
-            fake: repeat recorded steps by Python, as no CPU has graphs.
+            file: to append to.
         """
 
         wraps: str = "triton"
-        fake: bool = False
+        file: str
+
+    def __init__(self, context: OpsContext) -> None:
+        """Open the wrapped operations."""
+        super().__init__(context)
+        self._file = Path(context.options.file)
 
     @property
     def replayable(self) -> bool:
         """Whether `record` works."""
         return True
 
-    def record_sizes(self, max_num_seqs: int) -> Sequence[int]:
-        """Return the sizes of recorded steps; those of the fake are few."""
-        if self.context.options.fake:
-            return [size for size in (1, 2, 4) if size <= max_num_seqs]
-        sizes: Sequence[int] = self.wrapped.record_sizes(max_num_seqs)
-        return sizes
-
     def record(self, run: Callable[[], torch.Tensor]) -> Recorded | None:
-        """Record, and count."""
-        is_fake = self.context.options.fake
-        recorded = _Repeated(run) if is_fake else self.wrapped.record(run)
+        """Record, and write that down."""
+        recorded: Recorded | None = self.wrapped.record(run)
         if recorded is None:
             return None
-        self.recorded.append(recorded.num_bytes)
-        return _Counted(recorded, self.repeated)
+        self._write({"bytes": recorded.num_bytes, "at": time.time()})
+        return _Counted(recorded, lambda: self._write({}))
 
-
-class _Repeated:
-    """Operations that are repeated by Python."""
-
-    num_bytes = 0
-
-    def __init__(self, run: Callable[[], torch.Tensor]) -> None:
-        self._run = run
-        self._result = run()
-
-    def __call__(self) -> torch.Tensor:
-        return self._result.copy_(self._run())
+    def _write(self, line: dict[str, float]) -> None:
+        with self._file.open("a") as file:
+            print(json.dumps(line), file=file)
 
 
 class _Counted:
-    """Recorded operations whose calls are counted."""
+    """Recorded operations whose calls are written down."""
 
-    def __init__(self, recorded: Recorded, calls: list[int]) -> None:
+    def __init__(self, recorded: Recorded, call: Callable[[], None]) -> None:
         self._recorded = recorded
-        self._calls = calls
+        self._call = call
         self.num_bytes = recorded.num_bytes
 
     def __call__(self) -> torch.Tensor:
-        self._calls.append(1)
+        self._call()
         return self._recorded()
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a file says.
+
+    Attributes:
+        num_bytes: of each recorded step.
+        times: at which they were recorded.
+        repeated: number of repeated steps.
+    """
+
+    num_bytes: list[int]
+    times: list[float]
+    repeated: int
+
+    @classmethod
+    def read(cls, file: Path) -> Counts:
+        """Read a file."""
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        recorded = [line for line in lines if line]
+        times = [line["at"] for line in recorded]
+        return cls([line["bytes"] for line in recorded], times, len(lines) - len(recorded))
+
+
+def counted(file: Path) -> dict[str, Any]:
+    """Return the configuration of engines that count into a new file."""
+    file.write_text("")
+    use = f"{CountedOps.__module__}:{CountedOps.__qualname__}"
+    return {"ops": {"use": use}, "plugin": {"counted_ops": {"file": str(file)}}}

@@ -98,9 +98,9 @@ class Gpu:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         places += [
-            f"{each.filename}:{each.lineno}"
-            for each in seen
-            if "synchronizing CUDA operation" in str(each.message)
+            f"{warning.filename}:{warning.lineno}"
+            for warning in seen
+            if "synchronizing CUDA operation" in str(warning.message)
         ]
 
     def copy_rate(self) -> float:
@@ -121,7 +121,7 @@ class Gpu:
             call()
         best, end = float("inf"), time.perf_counter() + _MEASURED_SECONDS
         while time.perf_counter() < end:
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
             events[0].record()
             call()
             events[1].record()

@@ -31,8 +31,9 @@ def check_environment(recorder: Recorder, device: Device, sizes: Sizes) -> None:
     with recorder.check("the start line names triton") as check:
         kernels = "triton" if device.is_fake else "auto"
         with _start_lines() as lines:
-            limits = {"kv_cache": {"memory_bytes": sizes.cache_bytes}, "max_model_len": 64}
-            with engine(SMOLLM2, device, kernels, dtype="bfloat16", **limits):
+            config = {"max_model_len": 64, "quantization": {"use": "none"}}
+            config["kv_cache"] = {"memory_bytes": sizes.cache_bytes}
+            with engine(SMOLLM2, device, kernels, dtype="bfloat16", **config):
                 pass
         line = lines[-1] if lines else ""
         check.detail = line

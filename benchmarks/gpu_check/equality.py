@@ -1,4 +1,4 @@
-"""Tokens of engines with Triton's kernels, beside transformers' and those of torch."""
+"""Tokens of engines with Triton's kernels, next to transformers' and those of torch."""
 
 from __future__ import annotations
 
@@ -42,33 +42,42 @@ def check_equality(recorder: Recorder, device: Device, sizes: Sizes) -> None:
 
 
 def check_demo_model(recorder: Recorder, device: Device, sizes: Sizes) -> None:
-    """Check SmolLM2 in float32 and bf16."""
+    """Check SmolLM2 in float32 and bf16, its matrices as numbers, then as its file's codes."""
     references = demo_references(sizes.reference_prompts, sizes.new_tokens)
-    limits = {"max_model_len": 512, "kv_cache": {"memory_bytes": sizes.cache_bytes}}
-    prompts = [each.prompt for each in references]
-    counts = [len(each.tokens) for each in references]
-    with engine(SMOLLM2, device, dtype="float32", **limits) as llm:
+    prompts = [item.prompt for item in references]
+    counts = [len(item.tokens) for item in references]
+    limits: dict[str, Any] = {"max_model_len": 512, "kv_cache": {"memory_bytes": sizes.cache_bytes}}
+    numbers = {**limits, "quantization": {"use": "none"}}
+    with (
+        recorder.check("SmolLM2, float32: torch's operations, as transformers") as check,
+        engine(SMOLLM2, device, "torch", dtype="float32", **numbers) as llm,
+    ):
+        compare_greedy(llm, references, check)
+        torch_found = continued(llm, prompts, counts)
+    with engine(SMOLLM2, device, dtype="float32", **numbers) as llm:
         with recorder.check("SmolLM2, float32: in one batch, as transformers") as check:
             compare_greedy(llm, references, check)
         with recorder.check("SmolLM2, float32: alone, as transformers") as check:
-            for each in references[::_ALONE]:
-                compare_greedy(llm, [each], check)
-    with recorder.check("SmolLM2, float32: as torch's operations and attention") as check:
-        with engine(SMOLLM2, device, "torch", dtype="float32", **limits) as llm:
-            torch_found = continued(llm, prompts, counts)
-        with engine(SMOLLM2, device, dtype="float32", **limits) as llm:
+            for item in references[::_ALONE]:
+                compare_greedy(llm, [item], check)
+        with recorder.check("SmolLM2, float32: as torch's operations and attention") as check:
             compare_greedy(llm, torch_found, check)
     with recorder.check("SmolLM2, float32: preempted, as transformers") as check:
-        with engine(SMOLLM2, device, dtype="float32", **sizes.small_pool) as llm:
+        small = {**sizes.small_pool, "quantization": {"use": "none"}}
+        with engine(SMOLLM2, device, dtype="float32", **small) as llm:
             compare_greedy(llm, references, check)
             preemptions = llm.scheduler_stats().num_preemptions
         check.facts["preemptions"] = preemptions
         check.expect(preemptions > 0, "no request was preempted: nothing was shown")
-        check.detail += f"; {preemptions} preemptions"
-    with recorder.check("SmolLM2, bf16: choices of float32, text by text") as check:
-        with engine(SMOLLM2, device, dtype="bfloat16", **limits) as llm:
-            texts = demo_texts(sizes.forced_texts)
-            compare_forced(llm, texts, sizes.forced_positions, check)
+        check.say(f"{check.detail}; {preemptions} preemptions")
+    for quantization in sizes.quantizations:
+        held = "as codes" if quantization == "auto" else "as numbers"
+        config = {**limits, "quantization": {"use": quantization}}
+        with (
+            recorder.check(f"SmolLM2, bf16, {held}: choices of float32, text by text") as check,
+            engine(SMOLLM2, device, dtype="bfloat16", **config) as llm,
+        ):
+            compare_forced(llm, demo_texts(sizes.forced_texts), sizes.forced_positions, check)
 
 
 def _check_shape(
@@ -91,8 +100,8 @@ def _check_shape(
             logprobs["torch", "float32"] = read(llm, prompts)[1]
         with engine(model, device, dtype="float32", **limits) as llm:
             compare_greedy(llm, references, check)
-            for each in references[::_ALONE]:
-                compare_greedy(llm, [each], check)
+            for item in references[::_ALONE]:
+                compare_greedy(llm, [item], check)
     with recorder.check(f"{name}, bf16: as near to float32 as torch") as check:
         for kernels in ("torch", "triton"):
             with engine(model, device, kernels, dtype="bfloat16", **limits) as llm:
@@ -118,12 +127,12 @@ def _check_bf16(recorder: Recorder, device: Device, sizes: Sizes, folder: Path) 
             found = continued(llm, prompts, [sizes.new_tokens] * len(prompts))
         # What Triton computed token by token, torch computes at once.
         with engine(model, device, "torch", dtype="bfloat16", **limits) as llm:
-            theirs = [read(llm, [each.prompt + each.tokens])[1] for each in found]
-        ours = [value for each in found for value in each.logprobs]
+            theirs = [read(llm, [item.prompt + item.tokens])[1] for item in found]
+        ours = [value for item in found for value in item.logprobs]
         last = [
             value
-            for each, values in zip(found, theirs, strict=True)
-            for value in values[-len(each.tokens) :]
+            for item, values in zip(found, theirs, strict=True)
+            for value in values[-len(item.tokens) :]
         ]
         mean, largest = distance(ours, last)
         check.facts |= {"mean_difference": mean, "largest_difference": largest}

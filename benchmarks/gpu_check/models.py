@@ -83,14 +83,19 @@ class Sizes:
         new_tokens: of each prompt, at most.
         forced_texts: of the demo model in bf16; None is all.
         forced_positions: of these texts, at least.
+        quantizations: with which the texts are read.
         lengths: of random prompts, in tokens.
         max_model_len: of random models.
         small_pool: configuration in which requests of the demo model have to give way.
         graph_tokens: of each prompt, with CUDA graphs and without.
-        graph_rounds: how often.
+        running: fields of the model that runs on with them; None is the demo model.
+        running_lengths: of its prompts, in tokens.
         steps_before: that run before the host's waits of one are counted.
         cache_bytes: of other KV caches.
-        tests: whether all tests of kernels run, or the first of each file.
+        loads: of the benchmark: names, prompts, tokens of each, and tokens that follow.
+        rounds: of the benchmark.
+        num_seqs, step_tokens: limits of its steps.
+        all_tests: whether all tests of kernels run, or the first of each file.
     """
 
     qwen: Mapping[str, Any]
@@ -100,13 +105,19 @@ class Sizes:
     new_tokens: int
     forced_texts: int | None
     forced_positions: int
+    quantizations: Sequence[str]
     lengths: Sequence[int]
     max_model_len: int
     small_pool: Mapping[str, Any]
     graph_tokens: int
-    graph_rounds: int
+    running: Mapping[str, Any] | None
+    running_lengths: Sequence[int]
     steps_before: int
     cache_bytes: int
+    loads: Sequence[tuple[str, int, int, int]]
+    rounds: int
+    num_seqs: int
+    step_tokens: int
     all_tests: bool
 
 
@@ -118,6 +129,7 @@ REAL = Sizes(
     new_tokens=24,
     forced_texts=None,
     forced_positions=256,
+    quantizations=("none", "auto"),
     lengths=(1, 5, 16, 17, 130, 700, 3000),
     max_model_len=4096,
     small_pool={
@@ -125,9 +137,14 @@ REAL = Sizes(
         "kv_cache": {"num_blocks": 17, "watermark": 0.0},
     },
     graph_tokens=40,
-    graph_rounds=3,
+    running=None,
+    running_lengths=(3, 8, 48, 9, 17, 2, 33, 64, 5, 6, 7),
     steps_before=30,
     cache_bytes=2 << 30,
+    loads=(("decode_1", 1, 128, 64), ("decode_64", 64, 128, 64), ("prefill", 8, 2048, 1)),
+    rounds=3,
+    num_seqs=64,
+    step_tokens=8192,
     all_tests=True,
 )
 
@@ -139,16 +156,22 @@ DRY = Sizes(
     new_tokens=2,
     forced_texts=1,
     forced_positions=1,
+    quantizations=("none",),
     lengths=(1, 5, 17),
     max_model_len=64,
     small_pool={
         "max_model_len": 12,
-        "kv_cache": {"num_blocks": 4, "block_size": 4, "watermark": 0.0},
+        "kv_cache": {"num_blocks": 3, "block_size": 4, "watermark": 0.0},
     },
-    graph_tokens=3,
-    graph_rounds=1,
+    graph_tokens=9,
+    running={**LLAMA_8B, **_TINY},
+    running_lengths=(3, 5, 9),
     steps_before=2,
     cache_bytes=64 << 20,
+    loads=(("decode_1", 1, 3, 2), ("decode_2", 2, 3, 2), ("prefill", 2, 9, 1)),
+    rounds=1,
+    num_seqs=2,
+    step_tokens=32,
     all_tests=False,
 )
 

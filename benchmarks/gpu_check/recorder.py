@@ -32,7 +32,8 @@ class Check:
         name: what is checked.
         status: how it ended.
         seconds: that it took.
-        detail: in words.
+        detail: what was found.
+        faked: what stood in for what only a GPU has.
         problems: why it failed.
         facts: counts and names.
         figures: what was measured, with units in the names; None is not measured.
@@ -44,6 +45,7 @@ class Check:
     status: Status = Status.PASSED
     seconds: float = 0.0
     detail: str = ""
+    faked: str = ""
     problems: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     figures: dict[str, float | None] = field(default_factory=dict)
@@ -54,6 +56,10 @@ class Check:
         """Let the check fail with `problem` unless the condition holds."""
         if not condition:
             self.problems.append(problem)
+
+    def say(self, detail: str) -> None:
+        """Replace the detail, but for what stands in for a GPU."""
+        self.detail = "; ".join(filter(None, [self.faked, detail]))
 
     def measured(self, **figures: float) -> None:
         """Add figures; in a dry run, that they were not measured."""
@@ -72,7 +78,8 @@ class Check:
         """In a dry run, say what stands in for what only a GPU has."""
         if self.is_dry:
             self.status = Status.FAKED
-            self.detail = f"{what} replaced by a fake"
+            self.faked = f"{what} replaced by a fake"
+            self.say("")
 
 
 class Recorder:

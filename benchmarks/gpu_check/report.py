@@ -24,7 +24,7 @@ def page(about: dict[str, Any], parts: dict[str, list[Check]], seconds: dict[str
     lines = [*_head(about, checks), ""]
     for part, found in parts.items():
         lines += _part(part, found, seconds.get(part))
-    lines += _figures(checks) + _aims(checks) + _limits(about, checks, parts, seconds)
+    lines += show_figures(checks) + show_aims(checks) + _limits(about, checks, parts, seconds)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -60,23 +60,23 @@ def _part(part: str, checks: list[Check], seconds: float | None) -> list[str]:
     return [*lines, ""]
 
 
-def _figures(checks: list[Check]) -> list[str]:
-    """Return what was measured."""
-    lines = [
-        f"  {name:<44} {_shown(value):>14}"
-        for check in checks
-        for name, value in check.figures.items()
-    ]
+def show_figures(checks: list[Check]) -> list[str]:
+    """Return what was measured, by check."""
+    lines = []
+    for check in checks:
+        if check.figures:
+            lines.append(f"  {check.name}")
+        lines += [f"    {name:<44} {_figure_text(n):>14}" for name, n in check.figures.items()]
     return ["Figures", *lines, ""] if lines else []
 
 
-def _aims(checks: list[Check]) -> list[str]:
+def show_aims(checks: list[Check]) -> list[str]:
     """Return the aims, and whether they were reached."""
     lines = []
     for aim in (aim for check in checks for aim in check.aims):
         said = {True: "reached", False: "NOT reached", None: _NOT_MEASURED}[aim["reached"]]
-        value = "" if aim["value"] is None else f" ({_shown(aim['value'])})"
-        lines.append(f"  {aim['name']}, at least {_shown(aim['at_least'])}: {said}{value}")
+        value = "" if aim["value"] is None else f" ({_figure_text(aim['value'])})"
+        lines.append(f"  {aim['name']}, at least {_figure_text(aim['at_least'])}: {said}{value}")
     return ["Aims", *lines, ""] if lines else []
 
 
@@ -89,7 +89,7 @@ def _limits(
     """Return what the run could not show."""
     lines = [f"the part {part} did not run" for part in parts if part not in seconds]
     lines += [
-        f"{check.name}: {check.detail}"
+        f"{check.name}: {check.faked or check.detail}"
         for check in checks
         if check.status in (Status.SKIPPED, Status.FAKED)
     ]
@@ -98,7 +98,10 @@ def _limits(
     if any(check.status is Status.FAILED for check in checks):
         lines.append("what failed checks would have compared after they failed")
     lines.append("several GPUs, GPUs of other kinds, and models with trained weights but SmolLM2")
-    return ["What this run does not show", *(t for l in lines for t in _wrapped("  - ", l))]
+    return [
+        "What this run does not show",
+        *(text for line in lines for text in _wrapped("  - ", line)),
+    ]
 
 
 def _wrapped(first: str, text: str) -> list[str]:
@@ -108,7 +111,7 @@ def _wrapped(first: str, text: str) -> list[str]:
     ]
 
 
-def _shown(value: float | None) -> str:
+def _figure_text(value: float | None) -> str:
     """Return a figure with three significant digits."""
     if value is None:
         return _NOT_MEASURED

@@ -46,9 +46,9 @@ class TritonAttention(AttentionBackend[torch.Tensor, TritonPlan]):
         """
         super().__init__(context)
         self._is_interpreted = load_kernels(context, "attention.use")
-        from hardpoint.kernels.triton import attention  # noqa: PLC0415 - few machines have triton
+        from hardpoint.kernels.triton import attention, kv_cache  # noqa: PLC0415 - few have triton
 
-        self._kernels = attention
+        self._kernels, self._store = attention, kv_cache.store
 
     def describe(self) -> str:
         """Return the name, and whether kernels are interpreted."""
@@ -126,6 +126,5 @@ class TritonAttention(AttentionBackend[torch.Tensor, TritonPlan]):
         v: torch.Tensor,
         angles: torch.Tensor | None,
     ) -> torch.Tensor:
-        kernels = self._kernels
-        kernels.store(q, k, v, cache, plan.slots, angles)
-        return kernels.attend(q, cache, plan.paged, spec.scale, spec.window, spec.softcap)
+        self._store(q, k, v, cache, plan.slots, angles)
+        return self._kernels.attend(q, cache, plan.paged, spec.scale, spec.window, spec.softcap)

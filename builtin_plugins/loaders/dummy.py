@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -62,14 +64,25 @@ class DummyLoader(WeightLoader):
         """Yield float32 weights: norms 1, biases 0, matrices normal with `initializer_range`."""
         fields = ConfigFields(self.config().hf, "config.json")
         std = fields.number("initializer_range", 0.02)
-        for name, shape in shapes.items():
-            if name.endswith("norm.weight"):
-                yield name, torch.ones(*shape)
-            elif name.endswith(".bias"):
-                yield name, torch.zeros(*shape)
-            else:
-                generator = torch.Generator().manual_seed(self._seed(name))
-                yield name, torch.empty(*shape).normal_(0.0, std, generator=generator)
+        # A generator fills a tensor in one thread.
+        threads = torch.get_num_threads()
+        with ThreadPoolExecutor(threads) as pool:
+            ahead: deque[tuple[str, Future[torch.Tensor]]] = deque()
+            for name, shape in shapes.items():
+                ahead.append((name, pool.submit(self._weight, name, shape, std)))
+                if len(ahead) > threads:
+                    name, weight = ahead.popleft()
+                    yield name, weight.result()
+            for name, weight in ahead:
+                yield name, weight.result()
+
+    def _weight(self, name: str, shape: Sequence[int], std: float) -> torch.Tensor:
+        if name.endswith("norm.weight"):
+            return torch.ones(*shape)
+        if name.endswith(".bias"):
+            return torch.zeros(*shape)
+        generator = torch.Generator().manual_seed(self._seed(name))
+        return torch.empty(*shape).normal_(0.0, std, generator=generator)
 
     def _seed(self, name: str) -> int:
         return zlib.crc32(f"{self.options.seed}:{name}".encode())

@@ -30,6 +30,7 @@ class TritonOps(TorchOps):
         super().__init__(context)
         self._is_interpreted = load_kernels(context, "ops.use")
         from hardpoint.kernels.triton import (  # noqa: PLC0415 - needs triton
+            code_experts,
             codes,
             experts,
             layers,
@@ -38,6 +39,7 @@ class TritonOps(TorchOps):
         )
 
         self._codes, self._experts, self._layers, self._lora = codes, experts, layers, lora
+        self._code_experts = code_experts
         self._logits = logits
         self._graphs = CudaGraphs(context.device)
 
@@ -142,10 +144,19 @@ class TritonOps(TorchOps):
         down: Sequence[torch.Tensor],
         shape: tuple[int, int],
     ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-        """Return (x, chosen, weights) -> the weighted sum of experts."""
-        if any(matrix.dtype != self.context.dtype for matrix in (*gate_up, *down)):
-            return super().experts(gate_up, down, shape)  # some are codes
-        return self._experts.Experts(gate_up, down, shape)
+        """Return (x, chosen, weights) -> the weighted sum of experts.
+
+        Raises:
+            ValueError: packed codes have another shape, or their header is damaged.
+        """
+        are_codes = {matrix.dtype == torch.uint8 for matrix in (*gate_up, *down)}
+        run = None
+        if are_codes == {True}:
+            silu_and_mul = self._layers.silu_and_mul
+            run = self._code_experts.code_experts(gate_up, down, shape, silu_and_mul)
+        elif are_codes == {False}:
+            run = self._experts.Experts(gate_up, down, shape)
+        return run or super().experts(gate_up, down, shape)  # one after the other, if they differ
 
     def add_lora(
         self,

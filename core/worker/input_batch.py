@@ -370,6 +370,6 @@ def _by_group(
 ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
     """Return block tables and slots by group, on the device."""
     if packed is not None:
-        return zip(packed.tables.unbind(), packed.slots.unbind(), strict=True)
+        return zip(packed.tables, packed.slots, strict=True)
     both = torch.from_numpy(tables), torch.from_numpy(slots)
     return [both] if slots.ndim == 1 else zip(*(one.unbind() for one in both), strict=True)

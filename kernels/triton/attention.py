@@ -1,9 +1,8 @@
-"""Paged attention, with rotary embedding where keys and values are written.
+"""Paged attention.
 
-What it computes for one sequence, whose last queries are at `positions` = length - queries + i:
+What it computes for one sequence, whose queries are those of its last tokens:
 
-    k, q = rotate(k, angles), rotate(q, angles); cache[slots] = k, v
-    keys, values = (side[block_table].flatten(0, 1)[:length] for side in cache)
+    keys, values = cache[block_table].transpose(2, 3).transpose(0, 1).flatten(1, 2)[:, :length]
     scores = softcap * tanh(q @ keys.T * scale / softcap)
     hidden = (key > position) | (key <= position - window)
     out = scores.masked_fill(hidden, -inf).softmax(-1) @ values
@@ -12,13 +11,13 @@ The softmax is computed online, over tiles of keys. The query heads that share a
 of one tile. Sequences with a single query are split over their keys, and the parts are combined;
 where, depends on a sequence's own length alone, so that what others do changes no bit of a result.
 
-The cache is one tensor [blocks, 2, kv_heads, block_size, head_size], of keys and of values.
+The cache is one tensor [blocks, 2 (keys, values), kv_heads, block_size, head_size].
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +27,7 @@ import triton.language as tl
 
 from .launch import Variant, is_interpreted, power_of_2
 
-__all__ = ["MAX_HEAD_SIZE", "VARIANTS", "PagedStep", "attend", "store"]
+__all__ = ["MAX_HEAD_SIZE", "VARIANTS", "PagedStep", "attend"]
 
 MAX_HEAD_SIZE = 256
 _LOG2_E = math.log2(math.e)
@@ -36,6 +35,7 @@ _LOG2_E = math.log2(math.e)
 _SPLIT_TOKENS = 256  # keys of a split at least
 _SPLIT_PROGRAMS = 256  # a sequence's, at most: splits * kv_heads
 _MAX_SPLITS = (16, 128)  # of a sequence, least and most that are allowed by this
+_COMBINE_WARPS = 4
 _PACKED_HEADS = 64  # of one key head that are rows of a tile, at most
 
 
@@ -54,18 +54,18 @@ class _Tiles:
     num_stages: int
 
 
-# By bytes of a padded head, at most.
+# By bytes of an element and the size of a head, at most. Wider ones take more registers and memory.
 _CHUNK_TILES = {
-    128: _Tiles(128, 64, 4, 3),
-    256: _Tiles(128, 64, 8, 3),
-    512: _Tiles(64, 32, 4, 2),
-    1024: _Tiles(32, 16, 4, 2),
+    (2, 128): _Tiles(128, 64, 8, 2),
+    (2, 256): _Tiles(64, 32, 8, 2),
+    (4, 64): _Tiles(32, 32, 4, 2),
+    (4, 256): _Tiles(16, 16, 4, 2),
 }
 _SINGLE_TILES = {
-    128: _Tiles(16, 64, 4, 3),
-    256: _Tiles(16, 64, 4, 3),
-    512: _Tiles(16, 32, 4, 3),
-    1024: _Tiles(16, 16, 4, 3),
+    (2, 128): _Tiles(16, 64, 4, 3),
+    (2, 256): _Tiles(16, 32, 4, 3),
+    (4, 64): _Tiles(16, 32, 4, 3),
+    (4, 256): _Tiles(16, 16, 4, 3),
 }
 
 
@@ -90,75 +90,15 @@ class PagedStep:
 
 
 @triton.jit
-def _rotate_heads(
-    source, target, head, is_head, source_stride, target_stride, cos, sin,
-    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
-):  # fmt: skip
-    """Rotate rows of a source to a target, which may be the same."""
-    column = tl.arange(0, BLOCK_HALF)
-    inside = is_head[:, None] & (column < HALF)[None, :]
-    source_at = source + head[:, None] * source_stride + column[None, :]
-    target_at = target + head[:, None] * target_stride + column[None, :]
-    # A thread reads what it writes alone, so that no other one is in its way.
-    a = tl.load(source_at, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(source_at + HALF, mask=inside, other=0.0).to(tl.float32)
-    element = target.dtype.element_ty
-    tl.store(target_at, (a * cos[None, :] - b * sin[None, :]).to(element), mask=inside)
-    tl.store(target_at + HALF, (b * cos[None, :] + a * sin[None, :]).to(element), mask=inside)
-
-
-@triton.jit
-def _copy_heads(
-    source, target, head, is_head, source_stride, target_stride,
-    FIRST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Copy the elements of rows from one on."""
-    column = FIRST + tl.arange(0, BLOCK)
-    inside = is_head[:, None] & (column < SIZE)[None, :]
-    x = tl.load(source + head[:, None] * source_stride + column[None, :], mask=inside)
-    tl.store(target + head[:, None] * target_stride + column[None, :], x, mask=inside)
-
-
-@triton.jit(do_not_specialize_on_alignment=["slots"])
-def store_kernel(
-    q, k, v, cache, slots, angles, q_stride, k_stride, v_stride, angle_stride,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
-    BLOCK_REST: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_HEADS: tl.constexpr,
-):  # fmt: skip
-    """Rotate some query heads of a token, or rotate and write some of its key heads."""
-    token = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    cos = tl.zeros([BLOCK_HALF], tl.float32)
-    sin = cos
-    Q_PARTS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS if HALF > 0 else 0
-    if HALF > 0:
-        column = tl.arange(0, BLOCK_HALF)
-        angle_at = angles + token * angle_stride + column
-        cos = tl.load(angle_at, mask=column < HALF, other=0.0)
-        sin = tl.load(angle_at + HALF, mask=column < HALF, other=0.0)
-    if part < Q_PARTS:
-        head = part * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-        row = q + token * q_stride
-        _rotate_heads(
-            row, row, head, head < HEADS, HEAD_SIZE, HEAD_SIZE, cos, sin, HALF, BLOCK_HALF
-        )
+def _load_rows(at, is_key, is_column, MASKED: tl.constexpr, PADDED: tl.constexpr):
+    """Load keys or values; 0 for what nobody sees: its weight is 0, and 0 * NaN is NaN."""
+    if MASKED:
+        rows = tl.load(at, mask=is_key[:, None] & is_column, other=0.0)
+    elif PADDED:
+        rows = tl.load(at, mask=is_column, other=0.0)
     else:
-        head = (part - Q_PARTS) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-        slot = tl.load(slots + token)
-        is_head = (head < KV_HEADS) & (slot >= 0)
-        SIDE: tl.constexpr = KV_HEADS * BLOCK_SIZE * HEAD_SIZE
-        STRIDE: tl.constexpr = BLOCK_SIZE * HEAD_SIZE
-        keys = cache + slot // BLOCK_SIZE * (2 * SIDE) + slot % BLOCK_SIZE * HEAD_SIZE
-        row = k + token * k_stride
-        if HALF > 0:
-            _rotate_heads(row, keys, head, is_head, HEAD_SIZE, STRIDE, cos, sin, HALF, BLOCK_HALF)
-        if 2 * HALF < HEAD_SIZE:
-            _copy_heads(
-                row, keys, head, is_head, HEAD_SIZE, STRIDE, 2 * HALF, HEAD_SIZE, BLOCK_REST
-            )
-        row = v + token * v_stride
-        _copy_heads(row, keys + SIDE, head, is_head, HEAD_SIZE, STRIDE, 0, HEAD_SIZE, BLOCK_D)
+        rows = tl.load(at)
+    return rows
 
 
 @triton.jit
@@ -193,16 +133,8 @@ def _attend_tiles(
             block = tl.load(table + key // BLOCK_SIZE)
         row = block * (2 * SIDE) + key % BLOCK_SIZE * HEAD_SIZE
         at = keys_at + row[:, None] + column[None, :]
-        # Values that nobody sees have weight 0, and 0 * NaN is NaN.
-        if MASKED:
-            k = tl.load(at, mask=is_key[:, None] & is_column, other=0.0)
-            v = tl.load(at + SIDE, mask=is_key[:, None] & is_column, other=0.0)
-        elif BLOCK_D != HEAD_SIZE:
-            k = tl.load(at, mask=is_column, other=0.0)
-            v = tl.load(at + SIDE, mask=is_column, other=0.0)
-        else:
-            k = tl.load(at)
-            v = tl.load(at + SIDE)
+        k = _load_rows(at, is_key, is_column, MASKED, BLOCK_D != HEAD_SIZE)
+        v = _load_rows(at + SIDE, is_key, is_column, MASKED, BLOCK_D != HEAD_SIZE)
         if WIDEN:
             k = k.to(tl.float32)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -222,8 +154,7 @@ def _attend_tiles(
         total = total * shrink + tl.sum(weight, 1)
         values *= shrink[:, None]
         if WIDEN:
-            rounded = weight.to(v.dtype).to(tl.float32)
-            values = tl.dot(rounded, v.to(tl.float32), values, input_precision="ieee")
+            values = tl.dot(weight, v.to(tl.float32), values, input_precision="ieee")
         else:
             values = tl.dot(weight.to(v.dtype), v, values, input_precision="ieee")
     return top, total, values
@@ -288,31 +219,27 @@ def chunks_kernel(
     first_position = length - count + query
     last_position = tl.minimum(first_position + BLOCK_Q, length) - 1
     position = first_position + row // PACK
-    lowest = tl.maximum(first_position - window + 1, 0) if WINDOWED else 0
-    # Whole tiles that all queries see need no mask.
-    whole_last = tl.maximum(first_position + 1, 0) // BLOCK_N * BLOCK_N
-    whole_first = 0
     top = tl.full([BLOCK_M], -1e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     values = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     keys_at = cache + kv_head * BLOCK_SIZE * HEAD_SIZE
     table += sequence.to(tl.int64) * table_stride
+    lowest = 0
+    masked_first = 0
     if WINDOWED:
-        whole_first = tl.maximum(last_position - window + 1, 0)
-        whole_first = (whole_first + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+        lowest = tl.maximum(first_position - window + 1, 0)
+        masked_first = lowest // BLOCK_N * BLOCK_N
+    else:
+        # Tiles that all queries see need no mask.
+        masked_first = tl.maximum(first_position + 1, 0) // BLOCK_N * BLOCK_N
         top, total, values = _attend_tiles(
-            queries, top, total, values, keys_at, table, lowest // BLOCK_N * BLOCK_N,
-            tl.minimum(whole_first, last_position + 1), lowest, position, window, scale, cap,
-            KV_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, BLOCK_D, CAPPED, WINDOWED, WIDEN, True,
+            queries, top, total, values, keys_at, table, 0, masked_first, 0, position, window,
+            scale, cap,
+            KV_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, BLOCK_D, CAPPED, WINDOWED, WIDEN, False,
         )  # fmt: skip
     top, total, values = _attend_tiles(
-        queries, top, total, values, keys_at, table, whole_first, whole_last, lowest, position,
-        window, scale, cap,
-        KV_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, BLOCK_D, CAPPED, WINDOWED, WIDEN, False,
-    )  # fmt: skip
-    top, total, values = _attend_tiles(
-        queries, top, total, values, keys_at, table, tl.maximum(whole_first, whole_last),
-        last_position + 1, lowest, position, window, scale, cap,
+        queries, top, total, values, keys_at, table, masked_first, last_position + 1, lowest,
+        position, window, scale, cap,
         KV_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, BLOCK_D, CAPPED, WINDOWED, WIDEN, True,
     )  # fmt: skip
     result = values / tl.where(total > 0.0, total, 1.0)[:, None]
@@ -404,21 +331,18 @@ def combine_kernel(
     if count <= 1:  # it is written
         return
     every = tl.arange(0, MAX_SPLITS)
-    sums = tl.load(
-        split_sums + target * num_splits + every, mask=every < count, other=-float("inf")
-    )
+    sums_at = split_sums + target * num_splits
+    sums = tl.load(sums_at + every, mask=every < count, other=-float("inf"))
     top = tl.max(sums, 0)
     total = tl.sum(tl.exp2(sums - top), 0)
     column = tl.arange(0, BLOCK_D)
     result = tl.zeros([BLOCK_D], tl.float32)
     for start in range(0, count, BLOCK_SPLITS):
         split = start + tl.arange(0, BLOCK_SPLITS)
-        at = target * num_splits + split
-        share = tl.exp2(tl.load(split_sums + at, mask=split < count, other=-float("inf")) - top)
+        share = tl.exp2(tl.load(sums_at + split, mask=split < count, other=-float("inf")) - top)
         inside = (split < count)[:, None] & (column < HEAD_SIZE)[None, :]
-        part = tl.load(
-            split_values + at[:, None] * HEAD_SIZE + column[None, :], mask=inside, other=0.0
-        )
+        at = split_values + (target * num_splits + split)[:, None] * HEAD_SIZE + column[None, :]
+        part = tl.load(at, mask=inside, other=0.0)
         result += tl.sum(part * share[:, None], 0)
     out_at = out + target * HEAD_SIZE + column
     tl.store(out_at, (result / total).to(out.dtype.element_ty), mask=column < HEAD_SIZE)
@@ -467,23 +391,12 @@ class _Layer:
         """Tiles that all query heads need."""
         return self.kv_heads * -(-self.heads // self.kv_heads // self.pack)
 
-    def store(self, half: int) -> tuple[dict[str, int], int]:
-        """Return the constants of `store_kernel`, and its programs for a token."""
-        block_d = power_of_2(self.head_size)
-        block_heads = min(max(1024 // block_d, 1), power_of_2(self.heads))
-        constants = self.shape | {
-            "HALF": half,
-            "BLOCK_HALF": power_of_2(max(half, 1)),
-            "BLOCK_REST": power_of_2(max(self.head_size - 2 * half, 1)),
-            "BLOCK_D": block_d,
-            "BLOCK_HEADS": block_heads,
-        }
-        programs = -(-self.kv_heads // block_heads)
-        return constants, programs + (-(-self.heads // block_heads) if half else 0)
-
-    def _tiles(self, table: Mapping[int, _Tiles]) -> _Tiles:
-        width = self.block_d * self.itemsize
-        return next(tiles for most, tiles in table.items() if width <= most)
+    def _tiles(self, table: Mapping[tuple[int, int], _Tiles]) -> _Tiles:
+        return next(
+            tiles
+            for (itemsize, most), tiles in table.items()
+            if itemsize == self.itemsize and self.head_size <= most
+        )
 
     def chunks(self) -> tuple[dict[str, Any], _Tiles]:
         """Return the constants of `chunks_kernel`, but for CAPPED and WINDOWED."""
@@ -495,7 +408,7 @@ class _Layer:
         """Return the constants of `singles_kernel`, but for CAPPED and WINDOWED."""
         tiles = self._tiles(_SINGLE_TILES)
         rows = max(tiles.rows, power_of_2(self.pack))
-        return self._attention(rows, tiles) | self.splits(tiles), tiles
+        return self._attention(rows, tiles) | self.splits(), tiles
 
     def _attention(self, rows: int, tiles: _Tiles) -> dict[str, Any]:
         return self.shape | {
@@ -506,7 +419,7 @@ class _Layer:
             "WIDEN": is_interpreted(),
         }
 
-    def splits(self, tiles: _Tiles) -> dict[str, int]:
+    def splits(self) -> dict[str, int]:
         """Return where sequences are split; the same whatever else is in a step."""
         least, most = _MAX_SPLITS
         allowed = power_of_2(_SPLIT_PROGRAMS // self.packs) if self.packs <= _SPLIT_PROGRAMS else 1
@@ -515,7 +428,7 @@ class _Layer:
     def combine(self) -> dict[str, Any]:
         """Return the constants of `combine_kernel`, but for WINDOWED."""
         tiles = self._tiles(_SINGLE_TILES)
-        return self.splits(tiles) | {
+        return self.splits() | {
             "HEADS": self.heads,
             "HEAD_SIZE": self.head_size,
             "BLOCK_N": tiles.keys,
@@ -527,34 +440,6 @@ class _Layer:
 def _layer(q: torch.Tensor, cache: torch.Tensor) -> _Layer:
     _, _, kv_heads, block_size, head_size = cache.shape
     return _Layer(q.shape[1], kv_heads, head_size, block_size, q.element_size())
-
-
-def store(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cache: torch.Tensor,
-    slots: torch.Tensor,
-    angles: torch.Tensor | None = None,
-) -> None:
-    """Write keys and values to the cache; with angles, queries (in place) and keys are rotated.
-
-    Args:
-        q: [tokens, heads, head_size]; tokens need not be contiguous, heads are, as in k and v.
-        k: [tokens, kv_heads, head_size].
-        v: like k.
-        cache: [blocks, 2, kv_heads, block_size, head_size].
-        slots: int64 [tokens]; block * block_size + offset, or -1: the token is not written.
-        angles: float32 [tokens, size]; cosines, then sines, for the first elements of each head.
-    """
-    layer, tokens = _layer(q, cache), q.shape[0]
-    constants, programs = layer.store(0 if angles is None else angles.shape[1] // 2)
-    turns, stride = (cache, 0) if angles is None else (angles, angles.stride(0))
-    if tokens:
-        store_kernel[tokens, programs](
-            q, k, v, cache, slots, turns, q.stride(0), k.stride(0), v.stride(0), stride,
-            **constants, num_warps=4,
-        )  # fmt: skip
 
 
 def attend(
@@ -624,48 +509,46 @@ def _attend_singles(
     if splits > 1:
         combine_kernel[step.num_single, layer.heads](
             sums, values, step.lens, out, splits, limits[0],
-            **layer.combine(), WINDOWED=options["WINDOWED"], num_warps=4,
+            **layer.combine(), WINDOWED=options["WINDOWED"], num_warps=_COMBINE_WARPS,
         )  # fmt: skip
 
 
-_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_TYPES = {
+    **dict.fromkeys(("q", "cache", "out"), "*{}"),
+    **dict.fromkeys(("table", "starts", "lens"), "*i64"),
+    **dict.fromkeys(("split_sums", "split_values"), "*fp32"),
+    "q_stride": "i32:16",
+    **dict.fromkeys(("table_stride", "first", "num_seqs", "num_splits", "window"), "i32"),
+    **dict.fromkeys(("scale", "cap"), "fp32"),
+}
 
 
-def _store_variant(layer: _Layer, size: int, dtype: str) -> Variant:
-    constants, _ = layer.store(size // 2)
-    pointers = dict.fromkeys(("q", "k", "v", "cache"), f"*{dtype}")
-    strides = dict.fromkeys(("q_stride", "k_stride", "v_stride", "angle_stride"), "i32:16")
-    types = {**pointers, "slots": "*i64", "angles": "*fp32", **strides}
-    return Variant("", store_kernel, types, constants, 4)
+def _variants(
+    dtype: str, heads: int, kv_heads: int, head_size: int, limits: str = ""
+) -> Iterator[Variant]:
+    """Yield the kernels of a layer, of which `limits` names what it has."""
+    layer = _Layer(heads, kv_heads, head_size, 16, 4 if dtype == "fp32" else 2)
+    options = {"CAPPED": "soft cap" in limits, "WINDOWED": "window" in limits}
+    combined = _Tiles(0, 0, _COMBINE_WARPS, 2)
+    for kernel, (constants, tiles) in (
+        (chunks_kernel, layer.chunks()),
+        (singles_kernel, layer.singles()),
+        (combine_kernel, (layer.combine(), combined)),
+    ):
+        kind = kernel.__name__.removesuffix("_kernel")
+        name = f"{kind}, {dtype}, heads {heads}/{kv_heads} of {head_size}{limits}"
+        names = kernel.arg_names
+        types = {arg: _TYPES[arg].format(dtype) for arg in names if arg in _TYPES}
+        given = {key: value for key, value in {**constants, **options}.items() if key in names}
+        yield Variant(name, kernel, types, given, tiles.num_warps, tiles.num_stages)
 
 
-_SCORES = {"window": "i32", "scale": "fp32", "cap": "fp32"}
-
-
-def _chunks_variant(layer: _Layer, dtype: str, options: Mapping[str, bool]) -> Variant:
-    constants, tiles = layer.chunks()
-    pointers = {"q": f"*{dtype}", "cache": f"*{dtype}", "table": "*i64"}
-    sequences = {"starts": "*i64", "lens": "*i64", "out": f"*{dtype}", "q_stride": "i32:16"}
-    numbers = dict.fromkeys(("table_stride", "first", "num_seqs"), "i32")
-    types = {**pointers, **sequences, **numbers, **_SCORES}
-    return Variant(
-        "", chunks_kernel, types, {**constants, **options}, tiles.num_warps, tiles.num_stages
-    )
-
-
-def _singles_variant(layer: _Layer, dtype: str, options: Mapping[str, bool]) -> Variant:
-    constants, tiles = layer.singles()
-    pointers = {"q": f"*{dtype}", "cache": f"*{dtype}", "table": "*i64", "lens": "*i64"}
-    results = {"out": f"*{dtype}", "split_sums": "*fp32", "split_values": "*fp32"}
-    numbers = {"q_stride": "i32:16", "table_stride": "i32", "num_splits": "i32"}
-    types = {**pointers, **results, **numbers, **_SCORES}
-    return Variant(
-        "", singles_kernel, types, {**constants, **options}, tiles.num_warps, tiles.num_stages
-    )
-
-
-def _combine_variant(layer: _Layer, dtype: str, options: Mapping[str, bool]) -> Variant:
-    pointers = {"split_sums": "*fp32", "split_values": "*fp32", "lens": "*i64", "out": f"*{dtype}"}
-    types = {**pointers, "num_splits": "i32", "window": "i32"}
-    constants = layer.combine() | {"WINDOWED": options["WINDOWED"]}
-    return Variant("", combine_kernel, types, constants, 4)
+VARIANTS = (
+    *_variants("bf16", 32, 8, 64),
+    *_variants("bf16", 32, 8, 128),  # Llama-8B
+    *_variants("bf16", 16, 8, 128),  # Qwen3-0.6B
+    *_variants("bf16", 32, 8, 128, ", window"),
+    *_variants("bf16", 16, 8, 256, ", window, soft cap"),
+    *_variants("bf16", 16, 8, 256),
+    *_variants("fp32", 32, 8, 128),
+)

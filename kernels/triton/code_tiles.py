@@ -18,8 +18,8 @@ from .launch import is_interpreted
 from .packed_codes import Form, Part
 
 __all__ = [
-    "GATHERED", "LINE", "Tile", "code_constants", "code_tensors", "factors_of", "first_columns",
-    "load_words", "multiply_tile", "product_tile", "splits_of", "values_of",
+    "GATHERED", "INTERPRETED", "LINE", "Tile", "code_constants", "code_tensors", "factors_of",
+    "first_columns", "load_words", "multiply_tile", "product_tile", "splits_of", "values_of",
 ]  # fmt: skip
 
 
@@ -54,7 +54,7 @@ _ROWS = {
     4: ((16, Tile(16, 32, 2, 4, 2)), (0, Tile(64, 64, 1, 8, 2))),
 }
 # The interpreter takes as long for a large step as for a small one.
-_INTERPRETED = (Tile(1, 64, 8, 4, 1), Tile(16, 64, 8, 4, 1))
+INTERPRETED = (Tile(1, 64, 8, 4, 1), Tile(16, 64, 8, 4, 1))
 GATHERED = Tile(1, 1, 16, 4, 1)
 _PROGRAMS = 512  # that keep a GPU's memory busy
 _LEAST_STEPS = 4  # of a program's loop, if columns are divided
@@ -168,7 +168,7 @@ def multiply_tile(
 
 def product_tile(x_rows: int, rows: int, dtype: torch.dtype) -> Tile:
     if is_interpreted():
-        return _INTERPRETED[x_rows > 1]
+        return INTERPRETED[x_rows > 1]
     if x_rows == 1:
         return next(tile for least, tile in _ONE_ROW if rows >= least)
     return next(tile for most, tile in _ROWS[dtype.itemsize] if x_rows <= most or not most)

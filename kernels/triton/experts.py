@@ -26,9 +26,12 @@ from .layers import silu_times
 
 __all__ = ["VARIANTS", "Experts", "Tiles", "list_tiles", "product_tile", "sum_pairs"]
 
-# Of products, by the average number of pairs per expert up to which they are taken:
-# (average, rows, columns, bytes of a row at a time, warps, stages).
-_PRODUCTS = ((16, 16, 32, 256, 4, 3), (64, 64, 64, 128, 4, 3), (None, 128, 64, 128, 8, 3))
+# Of products, by the bytes of a number, then by the average number of pairs per expert up to which
+# they are taken: (average, rows, columns, numbers of a row at a time, warps, stages).
+_PRODUCTS = {
+    2: ((16, 16, 32, 128, 4, 3), (64, 64, 64, 64, 4, 3), (None, 128, 64, 64, 8, 3)),
+    4: ((16, 16, 32, 64, 4, 3), (None, 64, 32, 32, 4, 3)),
+}
 
 _GROUP = 8  # tiles that are computed with the same columns before others, which share a cache
 _LISTED = (128, 2048)  # pairs that a program lists at a time, if there are so few, and else
@@ -239,13 +242,11 @@ def _list_tile(pairs: int, experts: int, rows: int) -> dict[str, int]:
 def product_tile(pairs: int, experts: int, itemsize: int) -> dict[str, int]:
     """Return the launch parameters of products of so many pairs with numbers of `itemsize`."""
     average = pairs // experts
-    if itemsize == 4:  # more rows would not fit into registers
-        average = min(average, 64)
-    _, rows, columns, size, warps, stages = next(
-        entry for entry in _PRODUCTS if entry[0] is None or average <= entry[0]
+    _, rows, columns, depth, warps, stages = next(
+        entry for entry in _PRODUCTS[itemsize] if entry[0] is None or average <= entry[0]
     )
     return {
-        "ROWS": rows, "COLUMNS": columns, "DEPTH": size // itemsize, "GROUP": _GROUP,
+        "ROWS": rows, "COLUMNS": columns, "DEPTH": depth, "GROUP": _GROUP,
         "num_warps": warps, "num_stages": stages,
     }  # fmt: skip
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-__all__ = ["LAYOUT", "Codes", "Form", "Part", "pack", "read"]
+__all__ = ["LAYOUT", "Codes", "Form", "Part", "header_of", "pack", "read", "size_of"]
 
 LAYOUT = "codes-1"
 """Name of the layout; another one has another name."""
@@ -140,9 +140,9 @@ def pack(parts: Sequence[Codes], device: torch.device) -> torch.Tensor:
         raise ValueError(f"expected codes of at least 1 column, got {list(parts[0].codes.shape)}")
     runs = _runs([part for part in parts if len(part.codes)])
     forms = [_form_of(run) for run in runs]
-    size = _size(forms, columns)
+    size = size_of(forms, columns)
     packed = torch.zeros(size, dtype=torch.uint8, device=device)
-    header = _header(forms, columns, size)
+    header = header_of(forms, columns, size)
     packed[: header.nbytes] = torch.from_numpy(header.view(np.uint8)).to(device)
     for run, part in zip(runs, _views(packed, forms, columns), strict=True):
         first = 0
@@ -189,8 +189,8 @@ def _forms(packed: torch.Tensor, shape: tuple[int, int]) -> list[Form] | None:
         and all(form.is_valid for form in forms)
         and columns > 0
         and sum(form.rows for form in forms) == rows
-        and _size(forms, columns) == len(packed)
-        and words == _header(forms, columns, len(packed)).tolist()
+        and size_of(forms, columns) == len(packed)
+        and words == header_of(forms, columns, len(packed)).tolist()
     )
     return forms if is_right else None
 
@@ -207,7 +207,10 @@ def _form(words: Sequence[int]) -> Form:
     return Form(rows, bits, group, scales, offsets, has_values=bool(has_values))
 
 
-def _header(forms: Sequence[Form], columns: int, size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+def header_of(
+    forms: Sequence[Form], columns: int, size: int
+) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return the words with which a packed matrix of so many bytes begins."""
     rows = sum(form.rows for form in forms)
     words = [_MAGIC, size, rows, columns, len(forms), 0]
     for form in forms:
@@ -282,7 +285,8 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
 
 
-def _size(forms: Sequence[Form], columns: int) -> int:
+def size_of(forms: Sequence[Form], columns: int) -> int:
+    """Return the bytes of a packed matrix."""
     at = _aligned((_FIXED + _PER_PART * len(forms)) * 8)
     for form in forms:
         for plane in _planes(form, columns):

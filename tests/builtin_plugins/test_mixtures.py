@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hardpoint.builtin_plugins.models.qwen_moe import Qwen2Moe, Qwen3Moe
 from hardpoint.plugins import Model, ModelError
 from hardpoint.plugins.models import load_weights, weight_shapes
 from hardpoint.plugins.parallel import Communicator, Cut, Parallel
+from hardpoint.testing import load_ops
 from hardpoint.testing.model.rank_threads import run_ranks
 
 TINY = {
@@ -89,6 +91,20 @@ def test_logits_and_greedy_tokens_equal_transformers(variant) -> None:
         assert token == int(reference(torch.tensor([history])).logits[0, -1].argmax())
         history = [*history, token]
         token = int(runner.last([("b", [token])]).argmax())
+
+
+@pytest.mark.nightly
+@torch.inference_mode()
+def test_triton_gives_the_logits_of_transformers(variant, monkeypatch) -> None:
+    reference, kind, folder = variant
+    with_triton = functools.partial(load_ops, use="triton")
+    monkeypatch.setattr("support.builtins.model_harness.load_ops", with_triton)
+    model = load_model(kind, open_loader(SafetensorsLoader, folder), dtype=torch.float32)
+    assert model.context.ops.name == "triton"
+    runner = Runner(model, dtype=torch.float32, block_size=4)
+    parts = [runner.logits([("a", TOKENS[:19])]), runner.logits([("a", TOKENS[19:20])])]
+    expected = reference(torch.tensor([TOKENS[:20]])).logits[0]
+    assert (torch.cat(parts) - expected).abs().max() < 1e-4
 
 
 @torch.inference_mode()

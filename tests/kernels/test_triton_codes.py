@@ -7,15 +7,15 @@ import mmap
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.searching import examples
+from support.searching import searches_long
 
 pytest.importorskip("triton")
 
 from hardpoint.builtin_plugins.ops.triton import TritonOps
-from hardpoint.kernels.triton import codes as kernels
 from hardpoint.kernels.triton import code_tiles, launch, packed_codes
+from hardpoint.kernels.triton import codes as kernels
 from hardpoint.kernels.twins import AffineCodes, dequantize, linear_codes
 from hardpoint.plugins import OpsContext, quantization
 from hardpoint.testing.model.code_matrices import FORMS
@@ -101,7 +101,7 @@ def check_product(parts, x, bias, out_dtype) -> None:
     assert (error <= limit + rounded).all(), (error - limit - rounded).max()
 
 
-@examples(12)
+@settings(max_examples=100 if searches_long() else 5)
 @given(
     parts=st.lists(forms, min_size=1, max_size=3),
     columns=st.sampled_from([1, 31, 32, 50, 160, 257, 576, 1100]),
@@ -150,7 +150,7 @@ def test_small_numbers_come_out_exactly(kind):
 
 def test_columns_are_divided_among_programs(monkeypatch):
     """Which sums are of few rows of W, added up in one order."""
-    monkeypatch.setattr(code_tiles, "_INTERPRETED", (SMALL, SMALL))
+    monkeypatch.setattr(code_tiles, "INTERPRETED", (SMALL, SMALL))
     part = drawn(FORMS[0], 5, 600)
     assert code_tiles.splits_of(SMALL, 5, -(-600 // (2 * 32))) == 2
     generator = torch.Generator().manual_seed(1)
@@ -166,7 +166,7 @@ SMALL = code_tiles.Tile(16, 32, 2, 4, 1)
 @pytest.mark.parametrize("kind", [FORMS[5], FORMS[8]], ids=lambda kind: kind.name)
 def test_small_tiles_give_the_same(monkeypatch, kind, tile):
     """Those of GPUs: several programs, each with several steps, of which the last is not whole."""
-    monkeypatch.setattr(code_tiles, "_INTERPRETED", (tile, tile))
+    monkeypatch.setattr(code_tiles, "INTERPRETED", (tile, tile))
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(1 if tile.x_rows == 1 else 19, 300, generator=generator)
     check_product([drawn(kind, 37, 300)], x, None, FLOAT)
@@ -241,14 +241,14 @@ def test_damaged_headers_are_refused():
 def test_headers_with_a_right_checksum_are_checked_too():
     """Nothing that a header says makes a kernel read beyond the tensor."""
     good = packed_codes.Form(5, 4, 32, 1, 0, has_values=False)
-    size = packed_codes._size([good], 70)
+    size = packed_codes.size_of([good], 70)
     packed = torch.zeros(size, dtype=torch.uint8)
     changes = [{}, {"bits": 8, "has_values": True}]
     changes += [{"bits": 3}, {"bits": 5}, {"group": 48}, {"group": 1 << 62}]
     changes += [{"scales": 5}, {"offsets": -1}, {"rows": 0}, {"rows": -5}]
     for change in changes:
         form = dataclasses.replace(good, **change)
-        header = packed_codes._header([form], 70, size)
+        header = packed_codes.header_of([form], 70, size)
         packed[: header.nbytes] = torch.from_numpy(header.view("u1"))
         assert refused(packed, (form.rows, 70)) == (form != good), change
 
@@ -280,3 +280,62 @@ def test_operations_refuse_what_is_no_matrix_of_codes():
     )
     with pytest.raises(ValueError, match=r"codes of at least 1 column, got \[6, 0\]"):
         ops.pack_codes([empty])
+
+
+@settings(max_examples=40 if searches_long() else 3)
+@given(
+    kinds=st.lists(st.sampled_from(FORMS), min_size=2, max_size=2),
+    rows=st.sampled_from([1, 3, 40]),
+    per_row=st.sampled_from([1, 3]),
+    dtype=st.sampled_from([FLOAT, BF16]),
+    is_stacked=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_experts_of_codes(kinds, rows, per_row, dtype, is_stacked, seed):
+    """Experts are multiplied together, though chosen by none or elsewhere."""
+    hidden, width, experts = 50, 35, 4
+    generator = torch.Generator().manual_seed(seed)
+    ops = TritonOps(OpsContext(name="triton", options=None, device=DEVICE, dtype=dtype))
+    packed, numbers = [], []
+    for kind, columns, sizes in (
+        (kinds[0], hidden, (width, width)),
+        (kinds[1], width, (hidden - 9, 9)),
+    ):
+        second = FORMS[2] if is_stacked else kind
+        parts = [
+            [k.draw(n, columns, generator) for k, n in zip((kind, second), sizes, strict=True)]
+            for _ in range(experts)
+        ]
+        packed.append([ops.pack_codes(part) for part in parts])
+        dense = [torch.cat([one.dequantize() for one in part]) for part in parts]
+        numbers.append([matrix.to(DEVICE) for matrix in dense])
+    x = torch.randn(rows, hidden + 3, generator=generator).to(DEVICE, dtype)[:, :hidden]
+    chosen = torch.stack([torch.randperm(6, generator=generator)[:per_row] for _ in range(rows)])
+    chosen = (chosen - 1).to(DEVICE)  # -1 and 4 are none
+    weights = torch.rand(rows, per_row, generator=generator).to(DEVICE)
+    y = ops.experts(packed[0], packed[1], (hidden, width))(x, chosen, weights)
+    expected = torch.zeros(rows, hidden, device=DEVICE)
+    scale = torch.zeros(rows, 1, device=DEVICE)
+    for row in range(rows):
+        for expert, weight in zip(chosen[row].tolist(), weights[row], strict=True):
+            if 0 <= expert < experts:
+                gate, up = (x[row].float() @ numbers[0][expert].T).chunk(2)
+                inner = torch.nn.functional.silu(gate) * up
+                expected[row] += weight * (numbers[1][expert] @ inner)
+                scale[row] += gate.norm() * up.norm() * numbers[1][expert].norm()
+    assert y.dtype == dtype
+    assert ((y.float() - expected).abs() <= ROUNDING[dtype] * (scale + 1e-3)).all()
+
+
+def test_experts_of_different_forms_are_multiplied_one_by_one():
+    generator = torch.Generator().manual_seed(4)
+    ops = TritonOps(OpsContext(name="triton", options=None, device=DEVICE, dtype=FLOAT))
+    gate_up = [kind.draw(32, 16, generator) for kind in FORMS[:2]]
+    down = [kind.draw(16, 16, generator) for kind in FORMS[:2]]
+    packed = ([ops.pack_codes([one]) for one in side] for side in (gate_up, down))
+    dense = ([ops.pack(one.dequantize().to(DEVICE)) for one in side] for side in (gate_up, down))
+    x = torch.randn(2, 16, generator=generator).to(DEVICE)
+    chosen = torch.tensor([[0, 1], [1, 0]], device=DEVICE)
+    weights = torch.rand(2, 2, generator=generator).to(DEVICE)
+    got, expected = (ops.experts(*side, (16, 16))(x, chosen, weights) for side in (packed, dense))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))

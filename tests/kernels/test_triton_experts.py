@@ -7,11 +7,13 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.searching import searches_long
+from support.triton import kernel_device
 
 from hardpoint.kernels.triton import experts
 from hardpoint.plugins import Ops
 from hardpoint.testing import load_ops
 
+DEVICE = kernel_device()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TORCH = {dtype: load_ops(dtype, use="torch") for dtype in DTYPES}
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.01, torch.float16: 0.002}
@@ -28,6 +30,10 @@ def choices(generator, rows, count, per_row, missing):
 def matrices(generator, count, rows, columns, dtype):
     drawn = torch.randn(count, rows, columns, generator=generator) / columns**0.5
     return list(drawn.to(dtype).unbind())
+
+
+def there(side):
+    return [matrix.to(DEVICE) for matrix in side]
 
 
 @settings(max_examples=60 if searches_long() else 3)
@@ -48,18 +54,20 @@ def test_any_choice(rows, hidden, width, count, per_row, missing, dtype, seed):
     per_row = min(per_row, count)
     gate_up = matrices(generator, count, 2 * width, hidden, dtype)
     down = matrices(generator, count, hidden, width, dtype)
-    x = torch.randn(rows, hidden + 3, generator=generator).to(dtype)[:, 1 : 1 + hidden]
-    chosen = choices(generator, rows, count, per_row, missing)
-    weights = torch.rand(rows, per_row, generator=generator)
+    wide = torch.randn(rows, hidden + 3, generator=generator).to(dtype)
+    x = wide.to(DEVICE)[:, 1 : 1 + hidden]
+    chosen = choices(generator, rows, count, per_row, missing).to(DEVICE)
+    weights = torch.rand(rows, per_row, generator=generator).to(DEVICE)
     kept = [part.clone() for part in (x, chosen, weights)]
 
-    result = experts.Experts(gate_up, down, (hidden, width))(x, chosen, weights)
-    expected = Ops.experts(TORCH[dtype], gate_up, down, (hidden, width))(x, chosen, weights)
+    result = experts.Experts(there(gate_up), there(down), (hidden, width))(x, chosen, weights).cpu()
+    reference = Ops.experts(TORCH[dtype], gate_up, down, (hidden, width))
+    expected = reference(x.cpu(), chosen.cpu(), weights.cpu())
     assert result.dtype == dtype
     limit = TOLERANCES[dtype] * max(float(expected.abs().max()), 1e-3) if rows else 0
     torch.testing.assert_close(result, expected, rtol=0, atol=limit)
     has_none = ~((chosen >= 0) & (chosen < count)).any(1)
-    assert not result[has_none].any()
+    assert not result[has_none.cpu()].any()
     for part, before in zip((x, chosen, weights), kept, strict=True):
         assert torch.equal(part, before)
 
@@ -77,6 +85,7 @@ def test_any_choice(rows, hidden, width, count, per_row, missing, dtype, seed):
 def test_lists_of_pairs(rows, count, per_row, missing, tile_rows, seed):
     generator = torch.Generator().manual_seed(seed)
     chosen = choices(generator, rows, count, min(per_row, count), missing).contiguous()
+    chosen = chosen.to(DEVICE)
     tiles = experts.list_tiles(chosen, count, tile_rows)
     number = int(tiles.table[0, 0]) if chosen.numel() else 0
     assert number <= tiles.bound
@@ -91,12 +100,12 @@ def test_lists_of_pairs(rows, count, per_row, missing, tile_rows, seed):
 
 def test_sums_are_in_the_order_of_experts():
     """Numbers of which the sum depends on the order, chosen in another one."""
-    parts = torch.tensor([[2.0**24], [-(2.0**24)], [1.0], [7.0]]).repeat(1, 3)
+    parts = torch.tensor([[2.0**24], [-(2.0**24)], [1.0], [7.0]]).repeat(1, 3).to(DEVICE)
     for chosen in ([3, 4, 5, -1], [3, 5, 4, 9], [4, 5, 3, -1], [5, 3, 4, 6]):
-        y = torch.empty(1, 3)
-        experts.sum_pairs(parts, torch.tensor([chosen]), 6, y)
+        y = torch.empty(1, 3, device=DEVICE)
+        experts.sum_pairs(parts, torch.tensor([chosen], device=DEVICE), 6, y)
         order = sorted(range(3), key=lambda place: chosen[place])
-        expected = torch.zeros(3)
+        expected = torch.zeros(3, device=DEVICE)
         for place in order:
             expected += parts[place]
         assert torch.equal(y[0], expected), chosen
@@ -106,9 +115,10 @@ def test_columns_in_parts(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     gate_up = matrices(generator, 2, 6, 1030, torch.float32)
     down = matrices(generator, 2, 1030, 3, torch.float32)
-    layer = experts.Experts(gate_up, down, (1030, 3))
-    x, chosen = torch.randn(3, 1030, generator=generator), torch.tensor([[0, 1], [1, 5], [1, 0]])
-    weights = torch.rand(3, 2, generator=generator)
+    layer = experts.Experts(there(gate_up), there(down), (1030, 3))
+    x = torch.randn(3, 1030, generator=generator).to(DEVICE)
+    chosen = torch.tensor([[0, 1], [1, 5], [1, 0]], device=DEVICE)
+    weights = torch.rand(3, 2, generator=generator).to(DEVICE)
     whole = layer(x, chosen, weights)
     monkeypatch.setattr(experts, "_BUFFER", 1)
     assert torch.equal(layer(x, chosen, weights), whole)
@@ -117,10 +127,10 @@ def test_columns_in_parts(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_matrices_that_are_parts_of_others(dtype):
     generator = torch.Generator().manual_seed(0)
-    whole = torch.randn(40, 7, generator=generator).to(dtype)
+    whole = torch.randn(40, 7, generator=generator).to(DEVICE, dtype)
     gate_up, down = [whole[1:11], whole[11:21]], [whole.T[:, 30:35], whole.T[:, 31:36]]
-    x, chosen = whole[:4], torch.tensor([[0, 1], [1, 5], [1, 0], [-1, -1]])
-    weights = torch.rand(4, 2, generator=generator)
+    x, chosen = whole[:4], torch.tensor([[0, 1], [1, 5], [1, 0], [-1, -1]], device=DEVICE)
+    weights = torch.rand(4, 2, generator=generator).to(DEVICE)
     result = experts.Experts(gate_up, down, (7, 5))(x, chosen, weights)
     expected = Ops.experts(TORCH[dtype], gate_up, down, (7, 5))(x, chosen, weights)
     torch.testing.assert_close(result, expected, rtol=0.01, atol=0.05)

@@ -7,10 +7,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.searching import searches_long
+from support.triton import kernel_device
 
 from hardpoint.kernels import twins
 from hardpoint.kernels.triton import layers
 
+DEVICE = kernel_device()
 EPS = 1e-5
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.01, torch.float16: 0.002}
@@ -23,7 +25,7 @@ seeds = st.integers(0, 2**31)
 
 def draw(seed, *shape, dtype, scale=1.0):
     generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(shape, generator=generator) * scale).to(dtype)
+    return (torch.randn(shape, generator=generator) * scale).to(DEVICE, dtype)
 
 
 def check(result, expected, dtype):
@@ -66,7 +68,8 @@ def test_norms_of_heads(rows, heads, size, dtype, seed):
 
 def test_norms_of_extreme_rows():
     x = torch.tensor([[0.0] * 8, [1e-30] * 8, [1e18] + [0] * 7], dtype=torch.bfloat16)
-    weight = torch.ones(8, dtype=torch.bfloat16)
+    x = x.to(DEVICE)
+    weight = torch.ones(8, dtype=torch.bfloat16, device=DEVICE)
     result = layers.rms_norm(x, weight, EPS)
     assert torch.equal(result[0], x[0])
     assert result.isfinite().all()
@@ -120,7 +123,7 @@ def test_gates(activation, rows, size, gap, dtype, scale, seed):
 def test_gates_do_not_overflow(activation):
     large = torch.finfo(torch.bfloat16).max
     gate = torch.tensor([-large, -1e20, -100, -88, 88, 100, 1e20, large])
-    x = torch.cat((gate, torch.ones(8))).bfloat16().unsqueeze(0)
+    x = torch.cat((gate, torch.ones(8))).to(DEVICE, torch.bfloat16).unsqueeze(0)
     result = getattr(layers, f"{activation}_and_mul")(x)
     assert torch.equal(result[0, 4:], x[0, 4:8])
     assert result[0, :4].abs().max() < 1e-30

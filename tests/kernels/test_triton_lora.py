@@ -6,11 +6,13 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.searching import searches_long
+from support.triton import kernel_device
 
 from hardpoint.kernels.triton import lora
 from hardpoint.plugins import Ops
 from hardpoint.testing import load_ops
 
+DEVICE = kernel_device()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TORCH = {dtype: load_ops(dtype, use="torch") for dtype in DTYPES}
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.01, torch.float16: 0.002}
@@ -32,20 +34,21 @@ def test_any_rows(rows, depth, columns, count, rank, dtype, seed):
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape):
-        return torch.randn(shape, generator=generator).to(dtype)
+        return torch.randn(shape, generator=generator).to(DEVICE, dtype)
 
     wide, x = draw(rows, columns + 3), draw(rows, depth + 2)[:, 1 : 1 + depth]
     a, b = draw(count, rank + 1, depth)[:, :rank], draw(count, columns + 1, rank)[:, 1:]
-    scales = torch.rand(count, generator=generator)
-    adapters = torch.randint(-1, count + 1, (rows,), generator=generator)
+    scales = torch.rand(count, generator=generator).to(DEVICE)
+    adapters = torch.randint(-1, count + 1, (rows,), generator=generator).to(DEVICE)
     arguments = x, a, b, adapters, scales
     kept = [argument.clone() for argument in arguments]
 
-    result, expected = wide.clone(), wide.clone()
+    result, expected = wide.clone(), wide.cpu().clone()
     lora.add_lora(result[:, 1 : 1 + columns], *arguments)
-    Ops.add_lora(TORCH[dtype], expected[:, 1 : 1 + columns], *arguments)
+    on_cpu = [argument.cpu() for argument in arguments]
+    Ops.add_lora(TORCH[dtype], expected[:, 1 : 1 + columns], *on_cpu)
     limit = TOLERANCES[dtype] * float(expected.abs().max()) if rows else 0
-    torch.testing.assert_close(result, expected, rtol=0, atol=limit)
+    torch.testing.assert_close(result.cpu(), expected, rtol=0, atol=limit)
     is_none = (adapters < 0) | (adapters >= count)
     assert torch.equal(result[is_none], wide[is_none])
     for argument, before in zip(arguments, kept, strict=True):
@@ -54,10 +57,15 @@ def test_any_rows(rows, depth, columns, count, rank, dtype, seed):
 
 def test_other_adapters_are_not_read():
     """An adapter of NaN spoils its own rows alone."""
-    a, b = torch.ones(2, 3, 4), torch.ones(2, 5, 3)
+    a, b = torch.ones(2, 3, 4, device=DEVICE), torch.ones(2, 5, 3, device=DEVICE)
     a[0], b[0] = torch.nan, torch.nan
-    y = torch.zeros(3, 5)
-    lora.add_lora(y, torch.ones(3, 4), a, b, torch.tensor([1, 0, -1]), torch.ones(2))
+    y, x, scales = (
+        torch.zeros(3, 5).to(DEVICE),
+        torch.ones(3, 4).to(DEVICE),
+        torch.ones(2).to(DEVICE),
+    )
+    lora.add_lora(y, x, a, b, torch.tensor([1, 0, -1], device=DEVICE), scales)
+    y = y.cpu()
     assert torch.equal(y[0], torch.full((5,), 12.0))
     assert y[1].isnan().all()
     assert not y[2].any()

@@ -1,4 +1,4 @@
-"""The operations on logits that `Ops` has in torch: on a device, they do not make the host wait."""
+"""The operations that `Ops` has in torch: on a device, they do not make the host wait."""
 
 from __future__ import annotations
 
@@ -25,6 +25,13 @@ CASES = {
     "keep_top_p": (COLUMN,),
     "keep_min_p": (COLUMN,),
     "divide": (COLUMN,),
+    "add_lora": (
+        torch.ones(3, 4),
+        torch.ones(2, 5, 4),
+        torch.ones(2, 70, 5),
+        torch.tensor([1, -1, 0]),
+        torch.tensor([0.5, 2.0]),
+    ),
     "edit add": (Op.ADD, PLACES, torch.ones(4)),
     "edit set": (Op.SET, PLACES, torch.tensor([1.0, 2.0, -math.inf, 3.0])),
     "edit keep only": (Op.KEEP_ONLY, PLACES, None, torch.tensor([0, 1])),

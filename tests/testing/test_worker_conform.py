@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from support.builtins.checkpoint_harness import write_gguf
 from support.kit_suites import assert_tests_builtins
 from support.searching import kit_examples, searches_long
+from support.triton import kernel_device
 
 from hardpoint.builtin_plugins.attention.native_cpu import NativeAttention
 from hardpoint.builtin_plugins.attention.torch import TorchAttention
@@ -71,7 +72,9 @@ class TestTritonOps(OpsSuite):
     """Interpreted, where there is no GPU."""
 
     ops = TritonOps
+    device = kernel_device()
     if not searches_long():
+        dtypes = (torch.bfloat16,)
         sizes = (2, 50)
         rows = (3,)  # each is run alone, too
         vocab_sizes = (999,)
@@ -96,8 +99,13 @@ class TestNativeAttention(AttentionBackendSuite):
 class TestTritonAttention(AttentionBackendSuite):
     """Interpreted, where there is no GPU."""
 
-    examples = kit_examples(0.1)
+    examples = kit_examples(0.04) if searches_long() else 0.03
     backend = TritonAttention
+    heads = ((4, 4), (6, 2))
+    head_sizes = (8, 17)
+    block_sizes = (4, 16)
+    softcaps = (2.0,)
+    device = kernel_device()
 
 
 def hash_of_history(spec, query, keys, values):

@@ -57,9 +57,10 @@ class DecodeInputs:
         self._rows = torch.zeros(_OTHER_ROWS + groups, even(size), dtype=torch.int64, device=device)
         self._rows[2 : 2 + groups].fill_(_PADDED_SLOT)
         self._padding = self._rows[:, :1].clone()
-        self._tables = torch.zeros(
-            groups, size, shape.num_columns, dtype=torch.int64, device=device
-        )
+        shape_of_table = size, shape.num_columns
+        self._tables = [
+            torch.zeros(shape_of_table, dtype=torch.int64, device=device) for _ in range(groups)
+        ]
         self._starts = torch.arange(size + 1, device=device)
         self._filled = 0  # sequences that are no padding, or were none before the last `fill`
 
@@ -75,7 +76,7 @@ class DecodeInputs:
                 query_starts=np.arange(size + 1),
                 seq_lens=np.full(size, shape.max_model_len),
                 num_single=size,
-                block_table=self._tables[group, :size],
+                block_table=self._tables[group][:size],
                 slots=self._rows[2 + group, :size],
                 block_size=shape.block_size,
                 group=group,
@@ -86,10 +87,11 @@ class DecodeInputs:
 
     def fill(self, packed: PackedStep) -> None:
         """Set them to those of a step; the rest is padding."""
-        rows, tables = packed.rows, packed.tables
+        rows = packed.rows
         count = rows.shape[1]
         self._rows[:, :count].copy_(rows)
-        self._tables[:, :count, : tables.shape[2]].copy_(tables)
+        for persistent, table in zip(self._tables, packed.tables, strict=True):
+            persistent[:count, : table.shape[1]].copy_(table)
         self._pad(count)
 
     def clear(self) -> None:

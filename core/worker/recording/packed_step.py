@@ -16,7 +16,7 @@ IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 def even(count: int) -> int:
     """Return the next even number: kernels are compiled for pointers divisible by 16."""
-    return count + count % 2
+    return count + (count & 1)
 
 
 class PackedStep:
@@ -25,10 +25,10 @@ class PackedStep:
     Attributes:
         token_ids: [tokens].
         positions: [tokens].
-        slots: [groups, tokens].
+        slots: of each group, [tokens].
         lens: [seqs].
         starts: [seqs + 1].
-        tables: [groups, seqs, blocks].
+        tables: of each group, [seqs, blocks].
     """
 
     def __init__(
@@ -41,22 +41,42 @@ class PackedStep:
         tables: IntArray,
         device: torch.device,
     ) -> None:
-        """Copy the arrays, of the shapes above, to a device; the host does not wait for it."""
-        parts = [token_ids, positions, *slots, lens, starts, tables]
-        offsets = np.cumsum([0, *(even(part.size) for part in parts)])
-        packed = np.zeros(offsets[-1], dtype=np.int64)
-        for offset, part in zip(offsets, parts, strict=False):
-            packed[offset : offset + part.size] = part.reshape(-1)
-        flat = self._flat = to_device(packed, device)
+        """Copy the arrays to a device; the host does not wait for it.
+
+        Args:
+            token_ids: as the attributes, those that follow as well.
+            positions: of the tokens.
+            slots: [groups, tokens].
+            lens: of the sequences.
+            starts: of the sequences.
+            tables: [groups, seqs, blocks].
+            device: to copy to.
+        """
         self._num_tokens = count = len(token_ids)
         self._num_groups = groups = len(slots)
         self._stride = stride = even(count)
-        self.token_ids, self.positions = flat[:count], flat[stride : stride + count]
-        self.slots = flat[2 * stride : (2 + groups) * stride].view(groups, stride)[:, :count]
-        lens_at, starts_at, tables_at = map(int, offsets[-4:-1])
-        self.lens = flat[lens_at : lens_at + len(lens)]
-        self.starts = flat[starts_at : starts_at + len(starts)]
-        self.tables = flat[tables_at : tables_at + tables.size].view(tables.shape)
+        seqs, table = len(lens), even(tables[0].size)
+        lens_at = (2 + groups) * stride
+        starts_at = lens_at + even(seqs)
+        tables_at = starts_at + even(seqs + 1)
+        packed = np.empty(tables_at + groups * table, dtype=np.int64)
+        by_token = packed[:lens_at].reshape(2 + groups, stride)
+        by_token[0, :count], by_token[1, :count], by_token[2:, :count] = token_ids, positions, slots
+        packed[lens_at : lens_at + seqs] = lens
+        packed[starts_at : starts_at + seqs + 1] = starts
+        packed[tables_at:].reshape(groups, table)[:, : tables[0].size] = tables.reshape(groups, -1)
+        flat = self._flat = to_device(packed, device)
+
+        def view(at: int, size: int) -> torch.Tensor:
+            return flat.as_strided((size,), (1,), at)
+
+        self.token_ids, self.positions = view(0, count), view(stride, count)
+        self.lens, self.starts = view(lens_at, seqs), view(starts_at, seqs + 1)
+        shape, strides = tables.shape[1:], (tables.shape[2], 1)
+        self.slots = [view((2 + group) * stride, count) for group in range(groups)]
+        self.tables = [
+            flat.as_strided(shape, strides, tables_at + group * table) for group in range(groups)
+        ]
 
     @property
     def rows(self) -> torch.Tensor:
@@ -64,5 +84,5 @@ class PackedStep:
 
         For a step with one token per sequence.
         """
-        count = 3 + self._num_groups
-        return self._flat[: count * self._stride].view(count, -1)[:, : self._num_tokens]
+        shape = 3 + self._num_groups, self._num_tokens
+        return self._flat.as_strided(shape, (self._stride, 1), 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from hardpoint.plugins.requests import TokenLogprobs
@@ -30,18 +29,18 @@ def logprob_tensors(
 
 
 def token_logprobs(
-    arrays: Sequence[np.ndarray[Any, Any]], tokens: Sequence[int], counts: Sequence[int]
+    lists: Sequence[Any], tokens: Sequence[int], counts: Sequence[int]
 ) -> list[TokenLogprobs]:
     """Return each row's log-probabilities: the chosen token, then the `counts[row]` most likely.
 
     Args:
-        arrays: what `logprob_tensors` returned for the rows.
+        lists: the numbers of what `logprob_tensors` returned for the rows.
         tokens: the chosen ones.
         counts: the same as for `logprob_tensors`.
     """
-    ranks, top_ids, picked, top_values = (array.tolist() for array in arrays)
-    most = len(top_ids[0]) if top_ids else 0
-    wanted = [_wanted(count, most) for count in counts]
+    ranks, top_ids, picked, top_values = lists
+    limit = len(top_ids[0]) if top_ids else 0
+    wanted = [_wanted(count, limit) for count in counts]
     rows = zip(tokens, picked, ranks, top_ids, top_values, wanted, strict=True)
     return [
         TokenLogprobs([token, *ids[:count]], [logprob, *values[:count]], rank)
@@ -49,5 +48,5 @@ def token_logprobs(
     ]
 
 
-def _wanted(count: int, most: int) -> int:
-    return most if count == -1 else min(count, most)
+def _wanted(count: int, limit: int) -> int:
+    return limit if count == -1 else min(count, limit)

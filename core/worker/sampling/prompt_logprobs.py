@@ -45,10 +45,10 @@ def prompt_logprobs(
     result: dict[str, Entries] = {}
     held: list[_Part] = []
     for index, request in enumerate(step.requests):
-        count = request.params.prompt_logprobs
-        start = int(step.starts[index])
-        prompt = request.prompt_token_ids
-        if count is None or start >= len(prompt):
+        if (count := request.params.prompt_logprobs) is None:
+            continue
+        start, prompt = int(step.starts[index]), request.prompt_token_ids
+        if start >= len(prompt):
             continue
         first, end = map(int, step.query_starts[index : index + 2])
         targets = list(prompt[start + 1 : start + 1 + end - first])
@@ -60,17 +60,17 @@ def prompt_logprobs(
             counts = [count] * len(part)
             tensors = logprob_tensors(logits, to_device(part, device), counts)
             held.append(_Part(entries, tensors, part, counts))
-            if sum(tensor.nbytes for each in held for tensor in each.tensors) > _HELD_BYTES:
-                _take(held)
+            if sum(tensor.nbytes for waiting in held for tensor in waiting.tensors) > _HELD_BYTES:
+                _read(held)
     if held:
-        _take(held)
+        _read(held)
     return result
 
 
-def _take(held: list[_Part]) -> None:
+def _read(held: list[_Part]) -> None:
     """Fetch what the device holds, and append it to the entries."""
-    arrays = iter(fetch([tensor for part in held for tensor in part.tensors]))
+    lists = iter(fetch([tensor for part in held for tensor in part.tensors]))
     for part in held:
-        own = [next(arrays) for _ in part.tensors]
+        own = [next(lists) for _ in part.tensors]
         part.entries.extend(token_logprobs(own, part.tokens, part.counts))
     held.clear()

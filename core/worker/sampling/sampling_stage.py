@@ -229,19 +229,18 @@ class SamplingStage:
         if rows.with_logprobs:
             source = rows.of_logprobs(logits) if self._raw is None else self._raw
             wanted += logprob_tensors(source, rows.of_logprobs(chosen), rows.logprob_counts)
-        arrays = iter(fetch(wanted))
-        tokens: list[int] = next(arrays).tolist()
+        tokens, logit_of, *more = fetch(wanted)
         bad_rows = [
             row
-            for row, logit in enumerate(next(arrays).tolist())
+            for row, logit in enumerate(logit_of)
             if not math.isfinite(logit) and requests[row].request_id not in faults
         ]
         choice = _Choice(chosen, tokens, bad_rows, {}, {})
         if observing:
-            choice.observed.update(zip(observing, next(arrays).tolist(), strict=True))
+            choice.observed.update(zip(observing, more.pop(0), strict=True))
         if rows.with_logprobs:
             chosen_there = [tokens[row] for row in rows.with_logprobs]
-            entries = token_logprobs(list(arrays), chosen_there, rows.logprob_counts)
+            entries = token_logprobs(more, chosen_there, rows.logprob_counts)
             choice.logprobs.update(zip(rows.with_logprobs, entries, strict=True))
         return choice
 

@@ -16,23 +16,23 @@ _DTYPES: dict[torch.dtype, np.dtype[Any]] = {
 }
 
 
-def fetch(tensors: Sequence[torch.Tensor]) -> list[np.ndarray[Any, Any]]:
-    """Return tensors of one device as arrays, after a single wait for the device.
+def fetch(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """Return tensors of one device as lists of numbers, after a single wait for the device.
 
     Args:
-        tensors: int64 or float32, of any shapes; on a CPU the arrays share their memory.
+        tensors: int64 or float32, of any shapes.
     """
     if tensors[0].device.type == "cpu":
-        return [tensor.numpy() for tensor in tensors]
+        return [tensor.tolist() for tensor in tensors]
     packed = torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors]).cpu().numpy()
-    arrays = []
+    lists = []
     start = 0
     for tensor in tensors:
         dtype = _DTYPES[tensor.dtype]
         end = start + tensor.numel() * dtype.itemsize
-        arrays.append(packed[start:end].view(dtype).reshape(tensor.shape))
+        lists.append(packed[start:end].view(dtype).reshape(tensor.shape).tolist())
         start = end
-    return arrays
+    return lists
 
 
 def select_rows(tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:

@@ -12,6 +12,7 @@ from support.driving import alone, run, varied_jobs
 from support.internals import core_of, engine_of
 
 from hardpoint import LLM, SamplingParams
+from hardpoint.builtin_plugins.ops.cuda_graphs import RepeatedRun
 from hardpoint.testing import scripted_engine, write_scripted_model
 
 LLAMA = {
@@ -49,17 +50,24 @@ def generate(tmp_path):
     write_scripted_model(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
 
-    def generate(model=LLAMA, ops="GraphedOps", between=lambda llm: None, tokens=12, **extra):
+    def generate(
+        model=LLAMA,
+        ops="GraphedOps",
+        between=lambda llm: None,
+        tokens=12,
+        rounds=(PROMPTS[:3], PROMPTS, PROMPTS[2:4]),
+        **extra,
+    ):
         (tmp_path / "config.json").write_text(json.dumps({**config, **model}))
         settings = {
             "load": {"use": "dummy"},
-            "ops": {"use": ops if ops == "torch" else f"{graphs.__name__}:{ops}"},
+            "ops": {"use": ops if ops.islower() else f"{graphs.__name__}:{ops}"},
             "attention": {"use": f"{graphs.__name__}:PaddedAttention"},
             **extra,
         }
         with LLM(str(tmp_path), dtype="float32", config=settings, progress=False) as llm:
             outputs = []
-            for prompts in (PROMPTS[:3], PROMPTS, PROMPTS[2:4]):
+            for prompts in rounds:
                 params = [
                     SamplingParams(
                         max_tokens=tokens + 3 * index, ignore_eos=True, logprobs=1, seed=index
@@ -167,7 +175,7 @@ class TestWhen:
         assert seen[1] == [4, 2, 1]
 
     def test_nothing_is_recorded_with_enforce_eager(self, generate):
-        generate(**EAGER, between=lambda llm: ahead(llm))
+        generate(**EAGER, between=ahead)
         assert GraphedOps.recorded == []
 
     @pytest.mark.parametrize("other", [{"attention": {"use": "torch"}}, {"ops": "torch"}])
@@ -186,7 +194,7 @@ def ahead(llm):
 
 class TestAhead:
     def test_the_largest_size_comes_first(self, generate):
-        generate(between=lambda llm: ahead(llm), tokens=2)
+        generate(between=ahead, tokens=2)
         assert GraphedOps.recorded == [8, 4, 2, 1]
 
     def test_a_loop_is_told_when_no_more_are_left(self, generate):
@@ -198,7 +206,7 @@ class TestAhead:
     def test_what_was_reserved_is_not_exceeded(self, generate, caplog):
         GraphedOps.graph_bytes = 20 << 20
         with caplog.at_level(logging.INFO, "hardpoint"):
-            generate(between=lambda llm: ahead(llm), tokens=8)
+            generate(between=ahead, tokens=8)
         assert GraphedOps.recorded == [8, 4]  # 4 times 8 MiB are reserved
         assert caplog.text.count("the memory reserved for them, 32 MiB, is used") == 1
         assert "sizes [4, 8] are recorded" in caplog.text
@@ -208,9 +216,26 @@ class TestAhead:
         expected = generate(**EAGER)
         GraphedOps.fails = True
         with caplog.at_level(logging.WARNING, "hardpoint"):
-            assert same(generate(between=lambda llm: ahead(llm)), expected)
+            assert same(generate(between=ahead), expected)
         (line,) = [r.message for r in caplog.records if "cannot be recorded" in r.message]
         assert line == (
             "decode steps of 8 sequences cannot be recorded, nor will others be: RuntimeError: "
             "CUDA error: out of memory"
         )
+
+
+@pytest.mark.nightly
+def test_steps_of_triton_are_repeated_where_it_is_interpreted(generate, monkeypatch):
+    """The stand-in for CUDA graphs, and the attention kernels on padding."""
+    pytest.importorskip("triton")
+    replays = []
+    call = RepeatedRun.__call__
+    monkeypatch.setattr(RepeatedRun, "__call__", lambda run: replays.append(1) or call(run))
+    triton = {"attention": {"use": "triton"}, "scheduler": {"max_num_seqs": 3}}
+    model = LLAMA | {"num_hidden_layers": 1, "max_position_embeddings": 48}
+    rounds = {"model": model, "ops": "triton", "tokens": 2, "rounds": [PROMPTS[3:4]] * 2}
+    rounds["rounds"].append(PROMPTS[2:4])
+    expected = generate(**rounds, **triton, **EAGER)
+    assert not replays
+    assert same(generate(**rounds, between=ahead, **triton), expected)
+    assert replays

@@ -1,0 +1,213 @@
+"""scripts/gpu-check: what it says and how it ends, without a GPU; with --all, a whole dry run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+from support.processes import ROOT
+
+SCRIPT = str(ROOT / "scripts" / "gpu-check")
+LIMIT = 180  # seconds of a dry run
+
+
+def run(folder, *arguments, **environment):
+    variables = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, SCRIPT, *arguments],
+        cwd=folder,
+        env=variables | {"CUDA_VISIBLE_DEVICES": ""} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """The modules of the checks."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from gpu_check import comparing, recorder, report
+
+    return SimpleNamespace(comparing=comparing, recorder=recorder, report=report)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--only", "kernel"], "invalid choice: 'kernel' (choose from 'environment', 'kernels'"),
+        (["--only", "kernels", "--skip", "sleep"], "expected --only or --skip, got both"),
+        (["--minutes", "0"], "--minutes: expected a number above 0, got 0.0"),
+    ],
+)
+def test_wrong_arguments(tmp_path, arguments, error):
+    done = run(tmp_path, *arguments)
+    assert done.returncode == 2
+    assert error in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_gpu(tmp_path):
+    done = run(tmp_path)
+    assert done.returncode == 2
+    assert "sees no GPU (torch.cuda.is_available() is False); --dry-run runs" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_part_that_takes_too_long_fails(tmp_path):
+    done = run(tmp_path, "--dry-run", "--only", "environment", "--minutes", "0.17", "--out", "out")
+    assert done.returncode == 1, done.stderr
+    result = json.loads((tmp_path / "out" / "gpu-check.json").read_text())
+    (check,) = [c for c in result["parts"]["environment"]["checks"] if c["status"] == "failed"]
+    assert check["name"] == "deadline"
+    assert result["summary"]["failed"] == 1
+    text = (tmp_path / "out" / "gpu-check.txt").read_text()
+    assert text == done.stdout
+    assert text.startswith("gpu-check: FAILED")
+    assert "deadline" in text
+    assert "took longer than its" in text
+
+
+def write_checks(parts, file, *, is_dry=False):
+    """Write checks of all kinds to a file, and return them as the script reads them."""
+    recorder = parts.recorder.Recorder("sleep", file, is_dry=is_dry)
+    with recorder.check("level 2") as check:
+        check.expect(1 > 2, "level 2 returned 0.10 GiB of 2.00 GiB")
+        check.expect(2 > 1, "never said")
+    with recorder.check("broken"):
+        raise RuntimeError("CUDA error: an illegal memory access")
+    with recorder.check("speed") as check:
+        check.fake("speeds")
+        check.measured(share=0.71, tokens=2412.4)
+        check.aim("decode, share of the bandwidth", "share", 0.7)
+        check.aim("tokens per second", "tokens", 2500)
+        check.say("3 rounds")
+    recorder.skip("level 1", "weights stay on the device")
+    recorder.end()
+    lines = parts.recorder.Lines()
+    lines.read(file.read_text().splitlines())
+    assert lines.has_ended
+    return lines.checks
+
+
+ABOUT = {"gpu": "NVIDIA H100 80GB HBM3", "torch": "2.13.0", "commit": "abc", "date": "today"}
+
+
+def test_the_page(parts, tmp_path, capsys):
+    checks = write_checks(parts, tmp_path / "lines")
+    page = parts.report.page(ABOUT, {"sleep": checks, "graphs": []}, {"sleep": 12.3})
+    assert page.startswith("gpu-check: FAILED; 1 passed, 2 failed, 1 skipped\nNVIDIA H100")
+    for line in (
+        "sleep (12 s)",
+        "  failed  level 2",
+        "          ! level 2 returned 0.10 GiB of 2.00 GiB",
+        "          ! RuntimeError: CUDA error: an illegal memory access",
+        "  passed  speed: 3 rounds",
+        "  skipped level 1: weights stay on the device",
+        "graphs: not run",
+        "  decode, share of the bandwidth, at least 0.7: reached (0.71)",
+        "  tokens per second, at least 2500: NOT reached (2412)",
+        "  - the part graphs did not run",
+        "  - level 1: weights stay on the device",
+    ):
+        assert line in page.splitlines(), line
+    assert "never said" not in page
+    assert "no GPU" not in page
+    assert "illegal memory access" in capsys.readouterr().err
+
+
+def test_a_dry_run_shows_no_figure(parts, tmp_path, capsys):
+    checks = write_checks(parts, tmp_path / "lines", is_dry=True)
+    page = parts.report.page({"date": "today"}, {"sleep": checks}, {"sleep": 1.0})
+    for line in (
+        "  faked   speed: speeds replaced by a fake; 3 rounds",
+        "  decode, share of the bandwidth, at least 0.7: not measured",
+        "  - speed: speeds replaced by a fake",
+        "  - any speed, and whether kernels are right where a GPU runs them: no GPU",
+    ):
+        assert line in page.splitlines(), line
+    assert "0.71" not in page
+    assert "2412" not in page
+    (speed,) = (check for check in checks if check.name == "speed")
+    assert speed.figures == {"share": None, "tokens": None}
+
+
+class Engine:
+    """Continues prompts of one token with tokens of a table, and says their log-probabilities."""
+
+    def __init__(self, tokens, logprob=-0.5):
+        self.tokens = tokens
+        self.logprob = logprob
+
+    def generate(self, prompts, params):
+        outputs = []
+        for prompt, each in zip(prompts, params, strict=True):
+            tokens = self.tokens[len(prompt) - 1 :][: each.max_tokens]
+            best = SimpleNamespace(logprob=self.logprob), SimpleNamespace(logprob=-2.0)
+            logprobs = [{token: best[0], token + 1: best[1]} for token in tokens]
+            completion = SimpleNamespace(token_ids=tokens, logprobs=logprobs)
+            outputs.append(SimpleNamespace(outputs=[completion]))
+        return outputs
+
+
+@pytest.mark.parametrize(
+    ("tokens", "logprob", "gap", "ties", "problem"),
+    [
+        ([5, 6, 7, 8], -0.5, 1.0, 0, None),
+        ([5, 9, 7, 8], -0.5, 5e-5, 1, None),
+        ([5, 6, 7, 9], -0.5, 5e-5, 1, None),
+        ([5, 9, 7, 8], -0.5, 2e-4, 0, "output token 1: got 9, the reference has 6, whose logit is"),
+        ([5, 6, 7, 8], -0.502, 1.0, 0, "log-probabilities are 2.0e-03 apart, expected at most"),
+    ],
+)
+def test_greedy_tokens_but_for_ties(parts, tokens, logprob, gap, ties, problem):
+    reference = parts.comparing.Continuation([1], [5, 6, 7, 8], [-0.5] * 4, [gap] * 4)
+    check = parts.recorder.Check("equality", "greedy")
+    parts.comparing.compare_greedy(Engine(tokens, logprob), [reference], check)
+    assert check.facts["ties"] == ties
+    assert len(check.problems) == (problem is not None)
+    assert problem is None or problem in check.problems[0]
+    assert check.facts["tokens"] == (4 if problem is None or "apart" in problem else 2)
+
+
+@pytest.mark.nightly
+def test_a_dry_run(tmp_path):
+    start = time.monotonic()
+    done = run(tmp_path, "--dry-run", "--out", "out")
+    seconds = time.monotonic() - start
+    assert done.returncode == 0, done.stdout + done.stderr
+    print(f"{seconds:.0f} s")
+    assert seconds < LIMIT
+    result = json.loads((tmp_path / "out" / "gpu-check.json").read_text())
+    assert result["dry_run"]
+    assert result["gpu"] is None
+    assert result["summary"]["failed"] == 0
+    for part, found in result["parts"].items():
+        assert found["seconds"] > 0, part
+        assert found["checks"], part
+        for check in found["checks"]:
+            assert check["status"] in ("passed", "faked"), check
+            assert not any(check["figures"].values()), check
+            assert all(aim["reached"] is None for aim in check["aims"])
+    fakes = {c["faked"] for found in result["parts"].values() for c in found["checks"]} - {""}
+    assert fakes == {
+        f"{what} replaced by a fake"
+        for what in (
+            "CUDA graphs",
+            "torch.cuda.set_sync_debug_mode",
+            "the free memory of the device",
+            "rates of copies and products",
+            "speeds",
+        )
+    }
+    text = (tmp_path / "out" / "gpu-check.txt").read_text()
+    assert text.startswith("gpu-check: passed;")
+    assert "no GPU: a dry run on the CPU, kernels interpreted, sizes tiny" in text
+    assert "decode at batch 1, share of the bandwidth, at least 0.7: not measured" in text
+    assert all(f"{what}" in " ".join(text.split()) for what in fakes)

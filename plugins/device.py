@@ -46,7 +46,7 @@ def to_device(
         return host
     if device.type != "cuda":
         return host.to(device)
-    # New for each call, so that nobody changes it before it is copied: when it is released, torch's
-    # allocator of pinned memory keeps it until the stream has read it.
+    # New for each call, so that no caller changes it before it is copied: torch's allocator keeps
+    # pinned memory that is released until the stream has read it.
     pinned = torch.empty(host.shape, dtype=host.dtype, pin_memory=True)
     return pinned.copy_(host).to(device, non_blocking=True)

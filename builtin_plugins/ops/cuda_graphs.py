@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,9 +18,9 @@ def decode_sizes(max_num_seqs: int) -> Sequence[int]:
     Args:
         max_num_seqs: the most sequences that a step has.
     """
-    most = min(max_num_seqs, _LARGEST)
-    sizes = {size for size in (*_SMALL_SIZES, *range(_STEP, most + 1, _STEP)) if size <= most}
-    return sorted(sizes | {most})
+    limit = min(max_num_seqs, _LARGEST)
+    sizes = {size for size in (*_SMALL_SIZES, *range(_STEP, limit + 1, _STEP)) if size <= limit}
+    return sorted(sizes | {limit})
 
 
 class CudaGraph:
@@ -49,6 +50,7 @@ class CudaGraphs:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None  # a handle, whose type has no public name
+        self._alive: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
 
     def record(self, run: Callable[[], torch.Tensor]) -> CudaGraph:
         """Run operations, then capture them.
@@ -63,6 +65,7 @@ class CudaGraphs:
         with cuda.device(device):
             if self._stream is None:
                 self._stream = cuda.Stream(device)  # type: ignore[no-untyped-call]
+            if not self._alive:  # a pool ends with its last graph
                 self._pool = cuda.graph_pool_handle()
             stream, current = self._stream, cuda.current_stream(device)
             stream.wait_stream(current)
@@ -74,7 +77,7 @@ class CudaGraphs:
             free, reserved = cuda.mem_get_info(device)[0], cuda.memory_reserved(device)
             graph = cuda.CUDAGraph()
             try:
-                # Other threads may call CUDA meanwhile.
+                # Other threads may call CUDA in the meantime.
                 with cuda.graph(
                     graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
                 ):
@@ -83,7 +86,9 @@ class CudaGraphs:
                 cuda.set_stream(current)  # `graph` leaves its own where a capture fails
             taken = free - cuda.mem_get_info(device)[0]
             num_bytes = max(taken, cuda.memory_reserved(device) - reserved, 0)
-        return CudaGraph(graph, result, num_bytes)
+        recorded = CudaGraph(graph, result, num_bytes)
+        self._alive.add(recorded)
+        return recorded
 
 
 class RepeatedRun:

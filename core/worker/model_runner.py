@@ -169,7 +169,8 @@ class ModelRunner:
         self._forget_steps()
         self._caches = self.attention.allocate(num_blocks)
         if self.graphs is not None:
-            self.graphs.start(self._batch)
+            batch = self._batch
+            self.graphs.start(batch.max_model_len, batch.block_size, batch.num_groups)
         if self.connector is not None:
             views = self.attention.block_views(self._caches, self.connector.name)
             self.connector.register_again(views)
@@ -243,8 +244,8 @@ class ModelRunner:
             wants_layers: whether the KV connector is called for each layer.
         """
         can_repeat = routed is None and not wants_layers
-        if can_repeat and self.graphs is not None:
-            hidden = self._calls.run("forward", self.graphs.forward, step)
+        if can_repeat and self.graphs is not None and step.packed is not None:
+            hidden = self._calls.run("forward", self.graphs.forward, step.packed)
             if hidden is not None:
                 return hidden
         attend = self._attend(step.attention)

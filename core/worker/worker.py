@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 import torch
@@ -59,6 +59,7 @@ from .memory import (
     trim_memory,
 )
 from .model_runner import ModelRunner
+from .moved_weights import MovedWeights
 from .planning.planned_model import PlannedModel, open_attention, open_ops, plan_model
 from .planning.worker_spec import WorkerSpec
 from .profiling import Profiling
@@ -81,6 +82,7 @@ class LocalWorker:
 
     Attributes:
         observed_states: of logits processors, kept when the model is released.
+        movable_weights: those that level 1 of sleep moves to CPU memory; None if it moves none.
     """
 
     def __init__(self, spec: WorkerSpec, activity: Activity | None = None) -> None:
@@ -103,6 +105,8 @@ class LocalWorker:
         self._threads: ComputeThreads | None = None
         self._weight_cache: WeightCache | None = None
         self._has_connector = False
+        self.movable_weights: Mapping[str, torch.Tensor] | None = None
+        self._moved: MovedWeights | None = None
         self._ranks = Ranks(spec.config.parallel, spec.rank, spec.placement)
         self._profiling = Profiling(
             spec.config.engine.profile_dir,
@@ -154,6 +158,7 @@ class LocalWorker:
         with torch.inference_mode():
             checked.run_trial(min(_TRIAL_TOKENS, spec.max_model_len), _TRIAL_TOKENS)
         self._kv_variant = checked.kv_variant
+        self.movable_weights = model.packed_weights() if spec.device.type == "cuda" else None
         self._components = [backend, model, ops]
         if stage is not None:
             processors = [runner.processor for runner in stage.pipeline.runners]
@@ -179,6 +184,10 @@ class LocalWorker:
             graphs.reserve = graph_reserve(checked, graphs.sizes, shape, spec.device)
             self._estimate = self._estimate.with_graphs(graphs.reserve)
         info = _measured(checked, spec, ranks, attention, self._estimate)
+        if (
+            spec.device.type == "cuda" and self.movable_weights is None
+        ):  # level 1 could not move them
+            info = dataclasses.replace(info, sleep_levels=(2,))
         return dataclasses.replace(info, records_decode_steps=graphs is not None)
 
     def _meet(self, spec: WorkerSpec) -> None:
@@ -439,12 +448,15 @@ class LocalWorker:
     def sleep(self, level: int) -> None:
         """Release memory.
 
-        Level 1 releases the KV cache; the weights stay where they are, in CPU memory. Level 2
-        releases the model as well, and `wake_up` loads it again.
+        Level 1 releases the KV cache; the weights move to CPU memory, if they are not there. Level
+        2 releases the model as well, and `wake_up` loads it again.
         """
         assert self._spec is not None
         self._use_device()
         if level == 1:
+            if self.movable_weights is not None:
+                with self._naming_memory():
+                    self._moved = MovedWeights(self.movable_weights.values())
             self.runner.release_cache()
         else:
             self._end_connector()
@@ -466,15 +478,23 @@ class LocalWorker:
         """Reallocate memory released by `sleep`: "weights", "kv_cache" or both.
 
         Raises:
-            HardpointError: the KV cache is requested before weights that were released.
+            HardpointError: the KV cache is requested before weights that were released or moved.
         """
         self._use_device()
-        if "weights" in tags and self._runner is None:
-            self.load_model()
+        if "weights" in tags:
+            if self._runner is None:
+                self.load_model()
+            elif self._moved is not None:
+                with self._naming_memory():
+                    self._moved.move_back()
+                self._moved = None
         if "kv_cache" not in tags:
             return
-        if self._runner is None:
-            raise HardpointError("tags: expected weights before kv_cache, or both, after level 2")
+        if self._runner is None or self._moved is not None:
+            level = 2 if self._runner is None else 1
+            raise HardpointError(
+                f"tags: expected weights before kv_cache, or both, after level {level}"
+            )
         if self._runner.has_batch:
             self._runner.restore_cache(self._num_blocks)
         else:
@@ -550,6 +570,7 @@ class LocalWorker:
     def _release(self) -> None:
         if self._weight_cache is not None:
             self._weight_cache.close()
+        self.movable_weights, self._moved = None, None
         components, self._components = self._components, []
         runner, self._runner = self._runner, None
         try:
@@ -705,7 +726,6 @@ def _measured(
     peak = torch.cuda.max_memory_allocated(spec.device) - before
     torch.cuda.empty_cache()
     free = int(torch.cuda.mem_get_info(spec.device)[0])
-    # Level 1 would have to move weights to CPU memory, which is not done.
     share = cache_share(spec.device)
     available = max(free - peak - estimate.graphs, 0)
-    return WorkerInfo(bytes_per_block, available, share, sleep_levels=(2,), windows=windows)
+    return WorkerInfo(bytes_per_block, available, share, windows=windows)

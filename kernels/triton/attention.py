@@ -32,9 +32,9 @@ __all__ = ["MAX_HEAD_SIZE", "VARIANTS", "PagedStep", "attend"]
 MAX_HEAD_SIZE = 256
 _LOG2_E = math.log2(math.e)
 
-_SPLIT_TOKENS = 256  # keys of a split at least
+LEAST_SPLIT = 256  # keys of a split at least
 _SPLIT_PROGRAMS = 256  # a sequence's, at most: splits * kv_heads
-_MAX_SPLITS = (16, 128)  # of a sequence, least and most that are allowed by this
+MOST_SPLITS = (16, 128)  # of a sequence, least and most that are allowed by this
 _COMBINE_WARPS = 4
 _PACKED_HEADS = 64  # of one key head that are rows of a tile, at most
 
@@ -154,8 +154,7 @@ def _attend_tiles(
         total = total * shrink + tl.sum(weight, 1)
         values *= shrink[:, None]
         if WIDEN:
-            rounded = weight.to(v.dtype).to(tl.float32)
-            values = tl.dot(rounded, v.to(tl.float32), values, input_precision="ieee")
+            values = tl.dot(weight, v.to(tl.float32), values, input_precision="ieee")
         else:
             values = tl.dot(weight.to(v.dtype), v, values, input_precision="ieee")
     return top, total, values
@@ -422,9 +421,9 @@ class _Layer:
 
     def splits(self) -> dict[str, int]:
         """Return where sequences are split; the same whatever else is in a step."""
-        least, most = _MAX_SPLITS
+        least, most = MOST_SPLITS
         allowed = power_of_2(_SPLIT_PROGRAMS // self.packs) if self.packs <= _SPLIT_PROGRAMS else 1
-        return {"SPLIT_TOKENS": _SPLIT_TOKENS, "MAX_SPLITS": min(max(allowed, least), most)}
+        return {"SPLIT_TOKENS": LEAST_SPLIT, "MAX_SPLITS": min(max(allowed, least), most)}
 
     def combine(self) -> dict[str, Any]:
         """Return the constants of `combine_kernel`, but for WINDOWED."""
@@ -497,7 +496,7 @@ def _attend_singles(
     longest = step.longest_single
     if options["WINDOWED"]:
         longest = min(longest, limits[0] + tiles.keys - 1)
-    splits = min(-(-longest // _SPLIT_TOKENS), constants["MAX_SPLITS"])
+    splits = min(-(-longest // LEAST_SPLIT), constants["MAX_SPLITS"])
     # A sequence of one split has its result written to `out` at once.
     rows = step.num_single * layer.heads * splits if splits > 1 else 0
     sums = torch.empty(rows, dtype=torch.float32, device=q.device)

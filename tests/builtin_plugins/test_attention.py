@@ -11,7 +11,8 @@ from support.builtins.model_harness import Blocks, build_backend
 from support.searching import examples
 
 from hardpoint.builtin_plugins.attention.plan import AttentionPlan, _groups, _shared_prefixes
-from hardpoint.plugins import AttentionStep, KVSpec
+from hardpoint.builtin_plugins.attention.triton import TritonAttention
+from hardpoint.plugins import AttentionStep, KVSpec, ModelError
 
 NUM_BLOCKS = 96
 
@@ -325,3 +326,34 @@ def allocating(sizes: list[int]):
         return torch.zeros(size, dtype=torch.uint8)
 
     return allocate
+
+
+def test_triton_refuses_heads_that_are_too_large() -> None:
+    pytest.importorskip("triton")
+    backend = build_backend(torch.float32, 16, TritonAttention)
+    spec = KVSpec(4, 2, 288, 0.1)
+    message = "attention.use: 'triton' has kernels for heads of at most 256 .* the model's have 288"
+    with pytest.raises(ModelError, match=message):
+        backend.bytes_per_block(spec)
+    with pytest.raises(ModelError, match=message):
+        backend.allocate(spec, 1)
+
+
+def test_triton_rotates_where_it_writes() -> None:
+    pytest.importorskip("triton")
+    backend, blocks = build_backend(torch.float32, 4, TritonAttention), Blocks(NUM_BLOCKS, 4)
+    spec = KVSpec(4, 2, 8, 0.3)
+    step, _ = blocks.step([("a", 1), ("b", 6)])
+    q, k, v = (torch.randn(7, heads, 8) for heads in (4, 2, 2))
+    turns = torch.rand(7, 2)
+    angles = torch.cat((turns.cos(), turns.sin()), 1)
+    a, b = torch.cat((q, k), 1)[..., :4].chunk(2, -1)
+    cos, sin = angles[:, None].chunk(2, -1)
+    turned = torch.cat((q, k), 1)
+    turned[..., :4] = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    rotated = turned.split([4, 2], 1)
+    plan, caches = backend.plan(step), [backend.allocate(spec, NUM_BLOCKS) for _ in range(2)]
+    expected = backend.attend(spec, caches[0], plan, *(x.clone() for x in rotated), v)
+    got = backend.rotate_and_attend(spec, caches[1], plan, q, k, v, angles)
+    assert torch.allclose(got, expected, 1e-5, 1e-6)
+    assert torch.allclose(*caches, 1e-5, 1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -34,6 +35,7 @@ class Cuda:
     def __init__(self):
         self.calls, self.stream_now = [], "default"
         self.free, self.reserved = 1000, 0
+        self.pools = itertools.count(1)
 
     def stream(self, stream):
         return self._during(f"stream {stream.name}", stream.name)
@@ -67,7 +69,7 @@ class Cuda:
         return SimpleNamespace(
             device=lambda device: contextlib.nullcontext(),
             Stream=lambda device: self._stream("side"),
-            graph_pool_handle=lambda: "pool",
+            graph_pool_handle=lambda: f"pool {next(self.pools)}",
             current_stream=self.current_stream,
             set_stream=self.set_stream,
             stream=self.stream,
@@ -101,13 +103,25 @@ def test_operations_run_once_before_they_are_captured_on_the_same_stream(cuda):
         "run on side",
         "default waits for side",
         "synchronize",
-        "capture in pool on side (thread_local)",
+        "capture in pool 1 on side (thread_local)",
         "run on side",
     ]
     assert recorded.num_bytes == 30  # the driver's too, which torch does not count
     assert recorded() is result
     assert cuda.calls[-1] == "replay"
     assert cuda.stream_now == "default"
+
+
+def test_graphs_share_a_pool_while_one_of_them_is_there(cuda):
+    graphs = CudaGraphs(torch.device("cpu"))
+    first = graphs.record(lambda: torch.zeros(2))
+    second = graphs.record(lambda: torch.zeros(2))
+    del first
+    third = graphs.record(lambda: torch.zeros(2))
+    del second, third
+    graphs.record(lambda: torch.zeros(2))
+    pools = [call.split()[3] for call in cuda.calls if call.startswith("capture")]
+    assert pools == ["1", "1", "1", "2"]
 
 
 def test_a_capture_that_fails_leaves_no_stream(cuda):

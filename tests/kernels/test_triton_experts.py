@@ -15,13 +15,13 @@ from hardpoint.testing import load_ops
 
 DEVICE = kernel_device()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-TORCH = {dtype: load_ops(dtype, torch.device(DEVICE), "torch") for dtype in DTYPES}
+TORCH = {dtype: load_ops(dtype, use="torch") for dtype in DTYPES}
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.01, torch.float16: 0.002}
 
 
 def choices(generator, rows, count, per_row, missing):
     """Return experts of rows, of which some are numbers that are none."""
-    scores = torch.rand(rows, count + per_row, generator=generator).to(DEVICE)
+    scores = torch.rand(rows, count + per_row, generator=generator)
     scores[:, count:] -= 1 - missing
     chosen = scores.topk(per_row).indices
     return torch.where(chosen < count, chosen, torch.where(chosen % 2 == 0, -chosen, chosen * 9))
@@ -29,7 +29,11 @@ def choices(generator, rows, count, per_row, missing):
 
 def matrices(generator, count, rows, columns, dtype):
     drawn = torch.randn(count, rows, columns, generator=generator) / columns**0.5
-    return list(drawn.to(DEVICE, dtype).unbind())
+    return list(drawn.to(dtype).unbind())
+
+
+def there(side):
+    return [matrix.to(DEVICE) for matrix in side]
 
 
 @settings(max_examples=60 if searches_long() else 3)
@@ -50,18 +54,20 @@ def test_any_choice(rows, hidden, width, count, per_row, missing, dtype, seed):
     per_row = min(per_row, count)
     gate_up = matrices(generator, count, 2 * width, hidden, dtype)
     down = matrices(generator, count, hidden, width, dtype)
-    x = torch.randn(rows, hidden + 3, generator=generator).to(DEVICE, dtype)[:, 1 : 1 + hidden]
-    chosen = choices(generator, rows, count, per_row, missing)
+    wide = torch.randn(rows, hidden + 3, generator=generator).to(dtype)
+    x = wide.to(DEVICE)[:, 1 : 1 + hidden]
+    chosen = choices(generator, rows, count, per_row, missing).to(DEVICE)
     weights = torch.rand(rows, per_row, generator=generator).to(DEVICE)
     kept = [part.clone() for part in (x, chosen, weights)]
 
-    result = experts.Experts(gate_up, down, (hidden, width))(x, chosen, weights)
-    expected = Ops.experts(TORCH[dtype], gate_up, down, (hidden, width))(x, chosen, weights)
+    result = experts.Experts(there(gate_up), there(down), (hidden, width))(x, chosen, weights).cpu()
+    reference = Ops.experts(TORCH[dtype], gate_up, down, (hidden, width))
+    expected = reference(x.cpu(), chosen.cpu(), weights.cpu())
     assert result.dtype == dtype
     limit = TOLERANCES[dtype] * max(float(expected.abs().max()), 1e-3) if rows else 0
     torch.testing.assert_close(result, expected, rtol=0, atol=limit)
     has_none = ~((chosen >= 0) & (chosen < count)).any(1)
-    assert not result[has_none].any()
+    assert not result[has_none.cpu()].any()
     for part, before in zip((x, chosen, weights), kept, strict=True):
         assert torch.equal(part, before)
 
@@ -79,6 +85,7 @@ def test_any_choice(rows, hidden, width, count, per_row, missing, dtype, seed):
 def test_lists_of_pairs(rows, count, per_row, missing, tile_rows, seed):
     generator = torch.Generator().manual_seed(seed)
     chosen = choices(generator, rows, count, min(per_row, count), missing).contiguous()
+    chosen = chosen.to(DEVICE)
     tiles = experts.list_tiles(chosen, count, tile_rows)
     number = int(tiles.table[0, 0]) if chosen.numel() else 0
     assert number <= tiles.bound
@@ -93,7 +100,7 @@ def test_lists_of_pairs(rows, count, per_row, missing, tile_rows, seed):
 
 def test_sums_are_in_the_order_of_experts():
     """Numbers of which the sum depends on the order, chosen in another one."""
-    parts = torch.tensor([[2.0**24], [-(2.0**24)], [1.0], [7.0]], device=DEVICE).repeat(1, 3)
+    parts = torch.tensor([[2.0**24], [-(2.0**24)], [1.0], [7.0]]).repeat(1, 3).to(DEVICE)
     for chosen in ([3, 4, 5, -1], [3, 5, 4, 9], [4, 5, 3, -1], [5, 3, 4, 6]):
         y = torch.empty(1, 3, device=DEVICE)
         experts.sum_pairs(parts, torch.tensor([chosen], device=DEVICE), 6, y)
@@ -108,7 +115,7 @@ def test_columns_in_parts(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     gate_up = matrices(generator, 2, 6, 1030, torch.float32)
     down = matrices(generator, 2, 1030, 3, torch.float32)
-    layer = experts.Experts(gate_up, down, (1030, 3))
+    layer = experts.Experts(there(gate_up), there(down), (1030, 3))
     x = torch.randn(3, 1030, generator=generator).to(DEVICE)
     chosen = torch.tensor([[0, 1], [1, 5], [1, 0]], device=DEVICE)
     weights = torch.rand(3, 2, generator=generator).to(DEVICE)

@@ -12,8 +12,8 @@ from support.triton import kernel_device
 from hardpoint.kernels import twins
 from hardpoint.kernels.triton import layers
 
-EPS = 1e-5
 DEVICE = kernel_device()
+EPS = 1e-5
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.01, torch.float16: 0.002}
 
@@ -67,9 +67,8 @@ def test_norms_of_heads(rows, heads, size, dtype, seed):
 
 
 def test_norms_of_extreme_rows():
-    x = torch.tensor(
-        [[0.0] * 8, [1e-30] * 8, [1e18] + [0] * 7], dtype=torch.bfloat16, device=DEVICE
-    )
+    x = torch.tensor([[0.0] * 8, [1e-30] * 8, [1e18] + [0] * 7], dtype=torch.bfloat16)
+    x = x.to(DEVICE)
     weight = torch.ones(8, dtype=torch.bfloat16, device=DEVICE)
     result = layers.rms_norm(x, weight, EPS)
     assert torch.equal(result[0], x[0])
@@ -123,8 +122,8 @@ def test_gates(activation, rows, size, gap, dtype, scale, seed):
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 def test_gates_do_not_overflow(activation):
     large = torch.finfo(torch.bfloat16).max
-    gate = torch.tensor([-large, -1e20, -100, -88, 88, 100, 1e20, large], device=DEVICE)
-    x = torch.cat((gate, torch.ones(8, device=DEVICE))).bfloat16().unsqueeze(0)
+    gate = torch.tensor([-large, -1e20, -100, -88, 88, 100, 1e20, large])
+    x = torch.cat((gate, torch.ones(8))).to(DEVICE, torch.bfloat16).unsqueeze(0)
     result = getattr(layers, f"{activation}_and_mul")(x)
     assert torch.equal(result[0, 4:], x[0, 4:8])
     assert result[0, :4].abs().max() < 1e-30

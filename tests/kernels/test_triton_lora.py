@@ -14,7 +14,7 @@ from hardpoint.testing import load_ops
 
 DEVICE = kernel_device()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-TORCH = {dtype: load_ops(dtype, torch.device(DEVICE), "torch") for dtype in DTYPES}
+TORCH = {dtype: load_ops(dtype, use="torch") for dtype in DTYPES}
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.01, torch.float16: 0.002}
 
 
@@ -43,11 +43,12 @@ def test_any_rows(rows, depth, columns, count, rank, dtype, seed):
     arguments = x, a, b, adapters, scales
     kept = [argument.clone() for argument in arguments]
 
-    result, expected = wide.clone(), wide.clone()
+    result, expected = wide.clone(), wide.cpu().clone()
     lora.add_lora(result[:, 1 : 1 + columns], *arguments)
-    Ops.add_lora(TORCH[dtype], expected[:, 1 : 1 + columns], *arguments)
+    on_cpu = [argument.cpu() for argument in arguments]
+    Ops.add_lora(TORCH[dtype], expected[:, 1 : 1 + columns], *on_cpu)
     limit = TOLERANCES[dtype] * float(expected.abs().max()) if rows else 0
-    torch.testing.assert_close(result, expected, rtol=0, atol=limit)
+    torch.testing.assert_close(result.cpu(), expected, rtol=0, atol=limit)
     is_none = (adapters < 0) | (adapters >= count)
     assert torch.equal(result[is_none], wide[is_none])
     for argument, before in zip(arguments, kept, strict=True):
@@ -58,9 +59,13 @@ def test_other_adapters_are_not_read():
     """An adapter of NaN spoils its own rows alone."""
     a, b = torch.ones(2, 3, 4, device=DEVICE), torch.ones(2, 5, 3, device=DEVICE)
     a[0], b[0] = torch.nan, torch.nan
-    y = torch.zeros(3, 5, device=DEVICE)
-    x, scales = torch.ones(3, 4, device=DEVICE), torch.ones(2, device=DEVICE)
+    y, x, scales = (
+        torch.zeros(3, 5).to(DEVICE),
+        torch.ones(3, 4).to(DEVICE),
+        torch.ones(2).to(DEVICE),
+    )
     lora.add_lora(y, x, a, b, torch.tensor([1, 0, -1], device=DEVICE), scales)
-    assert torch.equal(y[0], torch.full((5,), 12.0, device=DEVICE))
+    y = y.cpu()
+    assert torch.equal(y[0], torch.full((5,), 12.0))
     assert y[1].isnan().all()
     assert not y[2].any()

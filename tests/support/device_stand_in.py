@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import sys
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,19 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C import DispatchKey, _disabled_torch_function_impl
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICE = torch.device("cuda", 0)
 _ROOT = Path(__file__).resolve().parents[2]
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_COMPOSITE = DispatchKey.CompositeImplicitAutograd
 _HERE = Path(__file__).resolve()
 
 
 class StandIn(torch.Tensor):
     """A tensor in CPU memory that says it is on a CUDA device."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = _disabled_torch_function_impl
     device = property(lambda self: DEVICE)  # type: ignore[assignment]
     is_cuda = property(lambda self: True)  # type: ignore[assignment]
     is_cpu = property(lambda self: False)  # type: ignore[assignment]
@@ -253,7 +254,7 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = func._schema.name.removeprefix("aten::")
+        name = func.overloadpacket.__name__
         if why := _WAITING.get(name):
             self._note(f"{name}: {why}")
         elif func is torch.ops.aten.repeat_interleave.Tensor:
@@ -299,7 +300,7 @@ def _is_cuda(device: Any) -> bool:
 
 def _caller() -> tuple[tuple[str, str], int]:
     """Return the innermost place of the sources that runs, and its line."""
-    frame = sys._getframe(1)
+    frame = inspect.currentframe()
     while frame is not None:
         path = Path(frame.f_code.co_filename).resolve()
         if path != _HERE and path.is_relative_to(_ROOT):

@@ -99,8 +99,12 @@ class TestNativeAttention(AttentionBackendSuite):
 class TestTritonAttention(AttentionBackendSuite):
     """Interpreted, where there is no GPU."""
 
-    examples = kit_examples(0.1)
+    examples = kit_examples(0.04) if searches_long() else 0.03
     backend = TritonAttention
+    heads = ((4, 4), (6, 2))
+    head_sizes = (8, 17)
+    block_sizes = (4, 16)
+    softcaps = (2.0,)
     device = kernel_device()
 
 

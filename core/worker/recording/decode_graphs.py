@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 
 from hardpoint.core.worker.checked_model import CheckedModel
-from hardpoint.core.worker.input_batch import InputBatch, StepInput
 from hardpoint.core.worker.memory import size_text
 from hardpoint.plugins import AttentionStep, ForwardBatch, Ops, Recorded
 from hardpoint.plugins.model import Attend
 from hardpoint.registry.blame import describe
 
 from .decode_inputs import DecodeInputs, DecodeShape
+from .packed_step import PackedStep
 
 _log = logging.getLogger("hardpoint")
 
@@ -89,11 +89,10 @@ class DecodeGraphs:
         self._seen: Counter[int] = Counter()  # eager steps by size
         self._num_bytes, self._is_full = 0, False
 
-    def start(self, batch: InputBatch) -> None:
-        """Allow to record steps of a batch, whose caches are there."""
+    def start(self, max_model_len: int, block_size: int, num_groups: int) -> None:
+        """Allow to record, for caches are there; the arguments are those of `DecodeShape`."""
         self.clear()
-        shape = batch.max_model_len, batch.block_size, batch.num_groups
-        self._shape = DecodeShape(self.sizes[-1], *shape)
+        self._shape = DecodeShape(self.sizes[-1], max_model_len, block_size, num_groups)
 
     def request_finished(self) -> None:
         """Allow to record, for a request has got its answer."""
@@ -105,13 +104,13 @@ class DecodeGraphs:
         may = self._has_answered and self._shape is not None
         return may and not (self._has_failed or self._is_full)
 
-    def forward(self, step: StepInput) -> torch.Tensor | None:
+    def forward(self, step: PackedStep) -> torch.Tensor | None:
         """Return the hidden states of a step; None if no recorded one can repeat it.
 
         The next step overwrites them.
         """
-        count, packed = len(step.requests), step.packed
-        if packed is None or step.attention[0].num_single < count or count > self.sizes[-1]:
+        count = len(step.lens)
+        if len(step.token_ids) > count or count > self.sizes[-1]:
             return None
         size = self.sizes[bisect.bisect_left(self.sizes, count)]
         graph = self._graphs.get(size)
@@ -122,7 +121,7 @@ class DecodeGraphs:
             if self._seen[size] <= _EAGER_STEPS or (graph := self._record(size)) is None:
                 return None
         assert self._inputs is not None
-        self._inputs.fill(packed)
+        self._inputs.fill(step)
         hidden = graph.recorded()[:count]
         if graph.is_checked or not self._checks:
             return hidden

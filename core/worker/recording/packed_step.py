@@ -31,7 +31,7 @@ class PackedStep:
         tables: of each group, [seqs, blocks].
     """
 
-    def __init__(  # noqa: PLR0913 - it is made of these
+    def __init__(
         self,
         token_ids: IntArray,
         positions: IntArray,

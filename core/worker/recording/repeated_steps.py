@@ -23,7 +23,7 @@ _CHECKED_STEPS = 4  # that are compared with what the model computes, of differe
 class RepeatedSteps:
     """Runs the model; steps of few tokens are recorded, and repeated without running Python.
 
-    They are told apart by their number of tokens alone (`Ops.record` without sizes).
+    They differ in their number of tokens alone (`Ops.record` without sizes).
     """
 
     def __init__(self, model: CheckedModel, ops: Ops) -> None:

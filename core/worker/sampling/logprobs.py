@@ -39,8 +39,8 @@ def token_logprobs(
         counts: the same as for `logprob_tensors`.
     """
     ranks, top_ids, picked, top_values = lists
-    most = len(top_ids[0]) if top_ids else 0
-    wanted = [_wanted(count, most) for count in counts]
+    limit = len(top_ids[0]) if top_ids else 0
+    wanted = [_wanted(count, limit) for count in counts]
     rows = zip(tokens, picked, ranks, top_ids, top_values, wanted, strict=True)
     return [
         TokenLogprobs([token, *ids[:count]], [logprob, *values[:count]], rank)
@@ -48,5 +48,5 @@ def token_logprobs(
     ]
 
 
-def _wanted(count: int, most: int) -> int:
-    return most if count == -1 else min(count, most)
+def _wanted(count: int, limit: int) -> int:
+    return limit if count == -1 else min(count, limit)

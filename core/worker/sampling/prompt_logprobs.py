@@ -60,14 +60,14 @@ def prompt_logprobs(
             counts = [count] * len(part)
             tensors = logprob_tensors(logits, to_device(part, device), counts)
             held.append(_Part(entries, tensors, part, counts))
-            if sum(tensor.nbytes for each in held for tensor in each.tensors) > _HELD_BYTES:
-                _take(held)
+            if sum(tensor.nbytes for waiting in held for tensor in waiting.tensors) > _HELD_BYTES:
+                _read(held)
     if held:
-        _take(held)
+        _read(held)
     return result
 
 
-def _take(held: list[_Part]) -> None:
+def _read(held: list[_Part]) -> None:
     """Fetch what the device holds, and append it to the entries."""
     lists = iter(fetch([tensor for part in held for tensor in part.tensors]))
     for part in held:

@@ -6,8 +6,10 @@ import json
 
 import pytest
 import torch
+from support.core.graphs import GraphedOps
 from support.device_stand_in import DEVICE, StandIn, fake_cuda
 from support.driving import FINAL, summary, varied_jobs
+from torch._C import DisableTorchFunction
 
 from hardpoint import SamplingParams, plugins
 from hardpoint.plugins import (
@@ -135,6 +137,23 @@ FEATURES = [
 """Of requests; those of `varied_jobs` have other ones."""
 
 
+class Graphs(GraphedOps):
+    """Records steps of stand-ins: what is repeated is no call of torch."""
+
+    contract = 1
+    replayable = True
+
+    def record(self, run):
+        graph = super().record(run)
+
+        def replay():
+            with DisableTorchFunction():
+                return graph().as_subclass(StandIn)
+
+        replay.num_bytes = graph.num_bytes
+        return replay
+
+
 def jobs(count):
     own = [
         (f"f{index}", list(range(1, 9 + index)), SamplingParams(max_tokens=8, **fields, **FINAL))
@@ -233,6 +252,25 @@ def test_a_step_waits_once_for_its_tokens(folder, fields, extra, count, device):
     assert not any(c[3] == "error" for one in results.values() for c in one)
     engine = scripted_engine(folder, {**settings(extra), "device": "cpu"})
     assert tokens_of(run(engine, jobs(count))) == tokens_of(results)
+    engine.close()
+
+
+def test_a_recorded_step_waits_once_but_for_the_first_checks(folder, device):
+    GraphedOps.reset()
+    recorded = {
+        "ops": {"use": f"{__name__}:Graphs"},
+        "attention": {"use": "support.core.graphs:PaddedAttention"},
+    }
+    steps, results = waits_of_steps(folder, recorded, jobs(4), device)
+    assert GraphedOps.replays > len(steps) / 4
+    checks = [wait for step in steps for wait in step if wait.place != FETCH]
+    assert {wait.place for wait in checks} == {
+        ("core/worker/recording/decode_graphs.py", "_checked")
+    }
+    assert len(checks) <= 4
+    assert sum(map(len, steps)) <= len(steps) + len(checks)
+    engine = scripted_engine(folder, settings({}))
+    assert tokens_of(run(engine, jobs(4))) == tokens_of(results)
     engine.close()
 
 

@@ -150,7 +150,7 @@ class PaddedAttention(TorchAttention):
             rows = side[plan.block_table].flatten(1, 2).transpose(1, 2)
             read.append(rows.repeat_interleave(heads, 1).float())
         scores = (q.float().unsqueeze(2) @ read[0].transpose(2, 3)) * spec.scale
-        places, lens = torch.arange(scores.shape[-1]), plan.lens[:, None]
+        places, lens = torch.arange(scores.shape[-1], device=q.device), plan.lens[:, None]
         hidden = places >= lens
         if spec.window is not None:
             hidden = hidden | (places < lens - spec.window)

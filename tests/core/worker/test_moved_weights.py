@@ -1,0 +1,62 @@
+"""Weights that are moved to other memory and back, as at level 1 of sleep on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.internals import core_of, worker_of
+
+from hardpoint import HardpointError, SamplingParams
+from hardpoint.core.worker.moved_weights import MovedWeights
+from hardpoint.testing import scripted_engine
+
+
+def test_tensors_have_no_memory_until_they_are_moved_back():
+    with torch.inference_mode():
+        whole, other = torch.arange(12.0).view(3, 4), torch.ones(5, dtype=torch.bfloat16)
+        part, empty = whole[1:], torch.empty(0)
+        held = MovedWeights([whole, part, other, empty])
+        assert whole.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0
+        assert whole.shape == (3, 4)
+        held.move_back()
+        assert whole.tolist() == torch.arange(12.0).view(3, 4).tolist()
+        assert part.data_ptr() == whole[1:].data_ptr()
+        assert other.tolist() == [1] * 5
+
+
+def test_nothing_is_moved_if_memory_is_short(monkeypatch):
+    tensors = [torch.ones(3), torch.ones(4)]
+    copied = torch.Tensor.copy_
+
+    def copy(self, source):
+        if len(source) == 16:
+            raise MemoryError("no more")
+        return copied(self, source)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy)
+    with pytest.raises(MemoryError):
+        MovedWeights(tensors)
+    assert [tensor.tolist() for tensor in tensors] == [[1] * 3, [1] * 4]
+
+
+def test_a_worker_moves_them_at_level_1(scripted):
+    """As on a GPU; here the scripted model is given weights to move."""
+    engine = scripted_engine(scripted)
+    core, worker = core_of(engine), worker_of(engine)
+    weight = torch.arange(6.0)
+    worker.movable_weights = {"weight": weight}
+    core.sleep(1).result(0)
+    assert weight.untyped_storage().nbytes() == 0
+    with pytest.raises(
+        HardpointError, match="expected weights before kv_cache, or both, after level 1"
+    ):
+        core.wake_up(["kv_cache"])
+    core.wake_up(["weights"])
+    assert weight.tolist() == list(range(6))
+    core.wake_up(["kv_cache"])
+    assert not core.is_sleeping()
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+    engine.add_request("a", [1, 2], params)
+    while engine.has_unfinished_requests():
+        engine.step()
+    engine.close()

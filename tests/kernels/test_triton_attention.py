@@ -1,0 +1,220 @@
+"""Paged attention in Triton equals its twin, and a sequence's result does not depend on others."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.searching import searches_long
+from support.triton import kernel_device
+
+from hardpoint.kernels.twins import PagedSequences, paged_attention
+
+attention = pytest.importorskip("hardpoint.kernels.triton.attention")
+kv_cache = pytest.importorskip("hardpoint.kernels.triton.kv_cache")
+
+DEVICE = torch.device(kernel_device())
+LIMITS = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@dataclass(frozen=True)
+class Layer:
+    heads: int
+    kv_heads: int
+    head_size: int
+    block_size: int
+    window: int | None = None
+    softcap: float | None = None
+    dtype: torch.dtype = torch.float32
+    rotated: int = 0
+    """Elements of a head; 0: there are no angles."""
+
+    @property
+    def scale(self) -> float:
+        return self.head_size**-0.5
+
+
+Part = tuple[int, int]
+"""Queries of a sequence, and its length; (1, 0) is padding."""
+
+
+class Step:
+    """Sequences in shuffled blocks; what none of them may see is NaN."""
+
+    def __init__(self, layer: Layer, parts: list[Part], seed: int = 0, longest: int = 0) -> None:
+        self.layer = layer
+        self.parts = sorted(parts, key=lambda part: part[0] != 1)
+        self.generator = torch.Generator().manual_seed(seed)
+        size = layer.block_size
+        wanted = [-(-length // size) for _, length in self.parts]
+        ids = random.Random(seed).sample(range(sum(wanted) + 3), sum(wanted) + 3)
+        self.blocks = [[ids.pop() for _ in range(count)] for count in wanted]
+        shape = (sum(wanted) + 3, 2, layer.kv_heads, size, layer.head_size)
+        self.cache = torch.full(shape, torch.nan, dtype=layer.dtype)
+        for blocks, (count, length) in zip(self.blocks, self.parts, strict=True):
+            oldest = max(length - count + 1 - (layer.window or length), 0)
+            for position in range(oldest, length):
+                place = self.cache[blocks[position // size], :, :, position % size]
+                place.copy_(self.randn(*place.shape))
+        self.slots = torch.tensor([slot for row in range(len(parts)) for slot in self._slots(row)])
+        self.table = torch.zeros(len(parts), max(wanted) + 1, dtype=torch.int64)
+        for row, blocks in enumerate(self.blocks):
+            self.table[row, : len(blocks)] = torch.tensor(blocks)
+        heads = (layer.heads, layer.kv_heads, layer.kv_heads)
+        tokens = len(self.slots)
+        self.qkv = self.randn(tokens, sum(heads), layer.head_size).split(heads, 1)
+        turns = torch.rand(tokens, layer.rotated // 2, generator=self.generator) * 6
+        self.angles = torch.cat((turns.cos(), turns.sin()), 1) if layer.rotated else None
+        single = [length for count, length in self.parts if count == 1]
+        starts = np.cumsum([0, *(count for count, _ in self.parts)])
+        self.paged = attention.PagedStep(
+            torch.tensor(starts).to(DEVICE),
+            torch.tensor([length for _, length in self.parts]).to(DEVICE),
+            self.table.to(DEVICE),
+            len(single),
+            max(single, default=0) + longest,
+        )
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator).to(self.layer.dtype)
+
+    def _slots(self, row: int) -> list[int]:
+        (count, length), blocks, size = self.parts[row], self.blocks[row], self.layer.block_size
+        positions = range(length - count, length)
+        return [blocks[p // size] * size + p % size if length else -1 for p in positions]
+
+    def run(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the kernels compute, and the cache."""
+        layer = self.layer
+        cache = self.cache.clone().to(DEVICE)
+        packed = torch.cat(self.qkv, 1).to(DEVICE)  # q, k and v are parts of wider rows
+        q, k, v = packed.split([part.shape[1] for part in self.qkv], 1)
+        angles = None if self.angles is None else self.angles.to(DEVICE)
+        kv_cache.store(q, k, v, cache, self.slots.to(DEVICE), angles)
+        out = attention.attend(q, cache, self.paged, layer.scale, layer.window, layer.softcap)
+        return out.cpu(), cache.cpu()
+
+    def twin(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what is right, of the sequences that are no padding, and the cache."""
+        layer, cache = self.layer, self.cache.clone()
+        real = self.slots >= 0
+        q, k, v = (part[real] for part in self.qkv)
+        if self.angles is not None:
+            q, k = (rotate(part, self.angles[real]) for part in (q, k))
+        given_parts = [
+            (*part, blocks) for part, blocks in zip(self.parts, self.blocks, strict=True) if part[1]
+        ]
+        counts, lengths, blocks = zip(*given_parts, strict=True)
+        sides = (cache[:, 0].transpose(1, 2), cache[:, 1].transpose(1, 2))
+        sequences = PagedSequences(counts, lengths, blocks)
+        expected = paged_attention(
+            (q, k, v), sides, sequences, layer.scale, layer.window, layer.softcap
+        )
+        return expected, cache
+
+    def check(self) -> None:
+        out, cache = self.run()
+        expected, written = self.twin()
+        real, limit = self.slots >= 0, LIMITS[self.layer.dtype]
+        assert out.dtype == self.layer.dtype
+        # The interpreter cuts bfloat16 off, where a GPU rounds.
+        assert torch.allclose(out[real].float(), expected, limit, limit)
+        assert not out[~real].any()
+        eps = torch.finfo(self.layer.dtype).eps
+        assert torch.allclose(cache.float(), written.float(), eps, eps, equal_nan=True)
+
+
+def rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    size = angles.shape[1]
+    a, b = x[..., :size].float().chunk(2, -1)
+    cos, sin = angles.unsqueeze(1).chunk(2, -1)
+    turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    return torch.cat((turned.to(x.dtype), x[..., size:]), -1)
+
+
+def parts() -> st.SearchStrategy[list[Part]]:
+    old = st.sampled_from([0, 1, 15, 70, 150])
+    chunk = st.tuples(st.sampled_from([1, 1, 2, 9, 40]), old).map(lambda p: (p[0], sum(p)))
+    return st.lists(chunk, min_size=1, max_size=3)
+
+
+# An interpreted step takes a third of a second.
+@settings(max_examples=80 if searches_long() else 5)
+@given(
+    heads=st.sampled_from([(1, 1), (6, 2), (3, 3), (7, 1)]),
+    head_size=st.sampled_from([1, 2, 16, 24, 40, 96]),
+    block_size=st.sampled_from([1, 3, 16, 32]),
+    limits=st.tuples(
+        st.sampled_from([None, None, 1, 7, 64, 90]), st.sampled_from([None, None, 0.5, 30.0])
+    ),
+    dtype=st.sampled_from(list(LIMITS)),
+    rotated=st.sampled_from([0.0, 0.5, 1.0]),
+    given_parts=parts(),
+    padding=st.integers(0, 2),
+)
+def test_any_step_equals_the_twin(
+    heads, head_size, block_size, limits, dtype, rotated, given_parts, padding
+) -> None:
+    size = int(head_size * rotated) // 2 * 2
+    layer = Layer(*heads, head_size, block_size, *limits, dtype, size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "LEAST_SPLIT", 64)
+        Step(layer, [*given_parts, *[(1, 0)] * padding]).check()
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        Layer(4, 2, 256, 16, dtype=torch.bfloat16, rotated=256),
+        Layer(71, 1, 64, 16),  # more query heads than a tile has rows
+        Layer(65, 1, 16, 16, 20, 2.0),
+    ],
+)
+def test_large_and_many_heads_equal_the_twin(layer) -> None:
+    Step(layer, [(1, 20), (1, 1), (6, 30)]).check()
+
+
+@pytest.mark.parametrize("window", [None, 290])
+def test_long_sequences_are_split(window, monkeypatch) -> None:
+    monkeypatch.setattr(attention, "LEAST_SPLIT", 64)
+    monkeypatch.setattr(attention, "MOST_SPLITS", (16, 16))
+    layer = Layer(4, 2, 16, 16, window)
+    # One split, one that is just full, some, and as many as there may be, which are longer then.
+    Step(layer, [(1, 3), (1, 64), (1, 65), (1, 500), (1, 1100)]).check()
+
+
+@pytest.mark.parametrize("window", [None, 150])
+def test_what_others_do_changes_no_bit_of_a_single_query(window, monkeypatch) -> None:
+    monkeypatch.setattr(attention, "LEAST_SPLIT", 64)
+    layer = Layer(4, 2, 16, 16, window)
+    alone = Step(layer, [(1, 333)])
+    others = Step(layer, [(1, 333), (1, 0), (1, 30), (1, 500), (5, 40)], longest=1500)
+    # The same sequence, in the blocks that it has in the other step.
+    for old, new in zip(alone.blocks[0], others.blocks[0], strict=True):
+        others.cache[new] = alone.cache[old]
+    for mine, its in zip(others.qkv, alone.qkv, strict=True):
+        mine[0] = its[0]
+    assert torch.equal(others.run()[0][0], alone.run()[0][0])
+
+
+def test_tensors_say_what_runs_and_the_host_only_the_most() -> None:
+    """A recorded step has upper bounds, and runs with what its tensors hold later."""
+    layer = Layer(4, 2, 16, 16)
+    step = Step(layer, [(1, 40), (1, 300), (1, 7)], longest=1000)
+    expected = step.twin()[0]
+    paged = step.paged
+    step.paged = replace(paged, lens=torch.zeros_like(paged.lens))
+    assert not step.run()[0].any()
+    step.paged.lens.copy_(paged.lens)
+    assert (step.run()[0] - expected).abs().max() < 2e-5
+
+
+def test_variants_have_the_arguments_of_their_kernels() -> None:
+    for module in (attention, kv_cache):
+        for variant in module.VARIANTS:
+            assert {*variant.types, *variant.constants} == {*variant.kernel.arg_names}, variant.name

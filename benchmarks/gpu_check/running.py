@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +13,21 @@ from hardpoint import LLM, SamplingParams
 from .comparing import compare_greedy, continued, random_prompts
 from .counted_ops import Counts, counted
 from .device import Device
-from .models import SMOLLM2, Sizes, engine, write_model
+from .models import SMALLEST_VOCABULARY, Sizes, engine, running_model
 from .recorder import Check, Recorder
 
 _RETURNED, _GROWN = 0.8, 0.1  # of the memory that an engine takes, by level 2 and wake-up
-_SMALLEST_VOCABULARY = 500
 _ENDLESS: dict[str, Any] = {"max_tokens": 64, "ignore_eos": True, "detokenize": False}
-
-
-@contextlib.contextmanager
-def _model(sizes: Sizes) -> Iterator[str | Path]:
-    """Give the demo model, or in a dry run one with fewer layers."""
-    if sizes.running is None:
-        yield SMOLLM2
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        yield write_model(Path(folder), sizes.running)
 
 
 def check_graphs(recorder: Recorder, device: Device, sizes: Sizes) -> None:
     """Check that decode steps that are repeated from CUDA graphs give the same tokens."""
-    prompts = random_prompts(sizes.running_lengths, _SMALLEST_VOCABULARY)
+    prompts = random_prompts(sizes.running_lengths, SMALLEST_VOCABULARY)
     counts = [sizes.graph_tokens - index % 3 for index in range(len(prompts))]
     limits = _limits(sizes)
     with (
         recorder.check("tokens with and without CUDA graphs, float32") as check,
-        _model(sizes) as model,
+        running_model(sizes) as model,
         tempfile.NamedTemporaryFile() as file,
     ):
         check.fake("CUDA graphs")
@@ -78,7 +65,7 @@ def check_syncs(recorder: Recorder, device: Device, sizes: Sizes) -> None:
             **_ENDLESS,
         ),
     }
-    with _model(sizes) as model:
+    with running_model(sizes) as model:
         for is_eager in (True, False):
             path = "without graphs" if is_eager else "with graphs"
             limits = {**_limits(sizes), "executor": {"enforce_eager": is_eager}}
@@ -117,13 +104,13 @@ def _count_syncs(
 
 def check_sleep(recorder: Recorder, device: Device, sizes: Sizes) -> None:
     """Check that sleep gives memory back, and that the same tokens follow."""
-    prompts = random_prompts(sizes.running_lengths, _SMALLEST_VOCABULARY)
+    prompts = random_prompts(sizes.running_lengths, SMALLEST_VOCABULARY)
     config = {"max_model_len": 128, "kv_cache": {"num_blocks": sizes.sleep_blocks}}
     with recorder.check("sleep levels 0 and 2, and the same tokens after") as check:
         check.fake("the free memory of the device")
         torch.ones(64, 64, device=device.name).mm(torch.ones(64, 64, device=device.name))
         before = device.free_bytes()
-        with _model(sizes) as model, engine(model, device, dtype="float32", **config) as llm:
+        with running_model(sizes) as model, engine(model, device, dtype="float32", **config) as llm:
             references = continued(llm, prompts, [sizes.new_tokens] * len(prompts))
             awake = device.free_bytes()
             llm.sleep(0)

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hardpoint import LLM
 from hardpoint.testing import write_scripted_model
 
@@ -231,9 +229,3 @@ def engine(
     del llm
     gc.collect()
     device.free_bytes()
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """Return a dtype by the name that the configuration has for it."""
-    found: torch.dtype = getattr(torch, name)
-    return found

@@ -138,7 +138,7 @@ class Fake:
 
     def __init__(self) -> None:
         """Begin with made-up free memory."""
-        self._free = 1 << 40
+        self._free = 0
 
     def describe(self) -> dict[str, Any]:
         """Return that there is no GPU."""
@@ -154,7 +154,7 @@ class Fake:
         """Return: a CPU is done."""
 
     def free_bytes(self) -> int:
-        """Return a number that is different each time: less, then more, then less again."""
+        """Return much, then nothing, then much again, as if an engine opened, slept and woke up."""
         self._free = (1 << 40) - self._free
         return self._free
 

@@ -54,14 +54,26 @@ def check_demo_model(recorder: Recorder, device: Device, sizes: Sizes) -> None:
     ):
         compare_greedy(llm, references, check)
         torch_found = continued(llm, prompts, counts)
-    with engine(SMOLLM2, device, dtype="float32", **numbers) as llm:
-        with recorder.check("SmolLM2, float32: in one batch, as transformers") as check:
-            compare_greedy(llm, references, check)
-        with recorder.check("SmolLM2, float32: alone, as transformers") as check:
-            for item in references[::_ALONE]:
-                compare_greedy(llm, [item], check)
-        with recorder.check("SmolLM2, float32: as torch's operations and attention") as check:
-            compare_greedy(llm, torch_found, check)
+    for quantization in sizes.quantizations:
+        held = "codes" if quantization == "auto" else "numbers"
+        config = {**limits, "quantization": {"use": quantization}}
+        name = f"SmolLM2, matrices of {held}, float32"
+        with (
+            recorder.check(f"{name}: an engine runs"),
+            engine(SMOLLM2, device, dtype="float32", **config) as llm,
+        ):
+            with recorder.check(f"{name}: in one batch, as transformers") as check:
+                compare_greedy(llm, references, check)
+            with recorder.check(f"{name}: alone, as transformers") as check:
+                for item in references[::_ALONE]:
+                    compare_greedy(llm, [item], check)
+            with recorder.check(f"{name}: as torch's operations and attention") as check:
+                compare_greedy(llm, torch_found, check)
+        with (
+            recorder.check(f"SmolLM2, matrices of {held}, bf16: choices of float32") as check,
+            engine(SMOLLM2, device, dtype="bfloat16", **config) as llm,
+        ):
+            compare_forced(llm, demo_texts(sizes.forced_texts), sizes.forced_positions, check)
     with recorder.check("SmolLM2, float32: preempted, as transformers") as check:
         small = {**sizes.small_pool, "quantization": {"use": "none"}}
         with engine(SMOLLM2, device, dtype="float32", **small) as llm:
@@ -70,14 +82,6 @@ def check_demo_model(recorder: Recorder, device: Device, sizes: Sizes) -> None:
         check.facts["preemptions"] = preemptions
         check.expect(preemptions > 0, "no request was preempted: nothing was shown")
         check.say(f"{check.detail}; {preemptions} preemptions")
-    for quantization in sizes.quantizations:
-        held = "as codes" if quantization == "auto" else "as numbers"
-        config = {**limits, "quantization": {"use": quantization}}
-        with (
-            recorder.check(f"SmolLM2, bf16, {held}: choices of float32, text by text") as check,
-            engine(SMOLLM2, device, dtype="bfloat16", **config) as llm,
-        ):
-            compare_forced(llm, demo_texts(sizes.forced_texts), sizes.forced_positions, check)
 
 
 def _check_shape(

@@ -15,7 +15,9 @@ from .models import Sizes
 from .recorder import Check, Recorder
 
 ROOT = Path(__file__).resolve().parents[2]
-_AT_ONCE = 6  # test processes on one GPU; most of their time is compilation, on the CPU
+CONFIG = ROOT / "pyproject.toml"
+_SUITES = ("TestTritonOps", "TestTritonAttention")
+_AT_ONCE = 8  # test processes on one GPU; most of their time is compilation, on the CPU
 _SHOWN = 5
 
 
@@ -23,28 +25,27 @@ def check_kernels(recorder: Recorder, device: Device, sizes: Sizes) -> None:
     """Run the tests of each file of kernels, and the conformance suites, each file a check."""
     files = sorted((ROOT / "tests" / "kernels").glob("test_triton_*.py"))
     suites = ROOT / "tests" / "testing" / "test_worker_conform.py"
-    cores = len(os.sched_getaffinity(0))
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ThreadPoolExecutor(1 if device.is_fake else min(_AT_ONCE, cores)) as pool,
-    ):
+    tests = {f"twins: {file.name}": [str(file)] for file in files}
+    tests["conformance suites"] = [f"{suites}::{name}" for name in _SUITES]
+    if not sizes.all_tests:
+        tests = {"twins and conformance suites": [one for some in tests.values() for one in some]}
+    at_once = 1 if device.is_fake else min(_AT_ONCE, len(os.sched_getaffinity(0)))
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(at_once) as pool:
         runs = [
-            (f"twins: {file.name}", pool.submit(_run, file, "", sizes, Path(folder)))
-            for file in files
+            (what, pool.submit(_run, chosen, sizes, Path(name) / str(index)))
+            for index, (what, chosen) in enumerate(tests.items())
         ]
-        conformance = pool.submit(_run, suites, "Triton", sizes, Path(folder))
-        runs.append(("conformance suites of TritonOps and TritonAttention", conformance))
-        for name, future in runs:
-            with recorder.check(name) as check:
+        for what, future in runs:
+            with recorder.check(what) as check:
                 _read(*future.result(), check)
 
 
-def _run(file: Path, keyword: str, sizes: Sizes, folder: Path) -> tuple[int, str, Path]:
-    """Run a file of tests; return the exit code, the output and the file of results."""
-    results = folder / f"{file.stem}.xml"
-    program = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(file)]
-    program += [f"--junitxml={results}", f"--rootdir={ROOT}"]
-    program += ["-k", keyword] if keyword else []
+def _run(chosen: list[str], sizes: Sizes, folder: Path) -> tuple[int, str, Path]:
+    """Run tests in an empty folder; return the exit code, the output and the file of results."""
+    folder.mkdir()
+    results = folder / "results.xml"
+    program = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *chosen]
+    program += [f"--junitxml={results}", f"--rootdir={ROOT}", f"--config-file={CONFIG}"]
     program += [] if sizes.all_tests else ["-p", "gpu_check.first_tests"]
     paths = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", ""))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}

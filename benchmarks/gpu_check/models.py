@@ -83,13 +83,14 @@ class Sizes:
         new_tokens: of each prompt, at most.
         forced_texts: of the demo model in bf16; None is all.
         forced_positions: of these texts, at least.
-        quantizations: with which the texts are read.
+        quantizations: of the demo model.
         lengths: of random prompts, in tokens.
         max_model_len: of random models.
         small_pool: configuration in which requests of the demo model have to give way.
         graph_tokens: of each prompt, with CUDA graphs and without.
         running: fields of the model that runs on with them; None is the demo model.
         running_lengths: of its prompts, in tokens.
+        sleep_blocks: of the KV cache of the engine that sleeps.
         steps_before: that run before the host's waits of one are counted.
         cache_bytes: of other KV caches.
         loads: of the benchmark: names, prompts, tokens of each, and tokens that follow.
@@ -112,6 +113,7 @@ class Sizes:
     graph_tokens: int
     running: Mapping[str, Any] | None
     running_lengths: Sequence[int]
+    sleep_blocks: int
     steps_before: int
     cache_bytes: int
     loads: Sequence[tuple[str, int, int, int]]
@@ -139,6 +141,7 @@ REAL = Sizes(
     graph_tokens=40,
     running=None,
     running_lengths=(3, 8, 48, 9, 17, 2, 33, 64, 5, 6, 7),
+    sleep_blocks=2000,
     steps_before=30,
     cache_bytes=2 << 30,
     loads=(("decode_1", 1, 128, 64), ("decode_64", 64, 128, 64), ("prefill", 8, 2048, 1)),
@@ -166,6 +169,7 @@ DRY = Sizes(
     graph_tokens=9,
     running={**LLAMA_8B, **_TINY},
     running_lengths=(3, 5, 9),
+    sleep_blocks=50,
     steps_before=2,
     cache_bytes=64 << 20,
     loads=(("decode_1", 1, 3, 2), ("decode_2", 2, 3, 2), ("prefill", 2, 9, 1)),

@@ -272,11 +272,10 @@ class AttentionStep:
     def _tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self.on_device is not None:
             return self.on_device
-        import torch  # noqa: PLC0415 - the contract is imported without it
+        from .device import to_device  # noqa: PLC0415 - the contract is imported without torch
 
         device = self.block_table.device
-        starts, lens = (torch.from_numpy(a).to(device) for a in (self.query_starts, self.seq_lens))
-        return starts, lens
+        return to_device(self.query_starts, device), to_device(self.seq_lens, device)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,11 @@ from .torch import TorchOps
 
 
 class TritonOps(TorchOps):
-    """Operations in Triton; products of numbers are those of torch's libraries."""
+    """Operations in Triton; products of numbers are those of torch's libraries.
+
+    There is no `layout`: a GPU packs as fast as files are read, and numbers are packed as they are,
+    so that the weight cache would hold a second copy of the files.
+    """
 
     contract = 1
     devices = ("cpu", "cuda")
@@ -61,11 +65,6 @@ class TritonOps(TorchOps):
     def code_bits(self) -> tuple[int, ...]:
         """All that `AffineCodes` may have."""
         return 4, 5, 6, 8
-
-    @property
-    def layout(self) -> str:
-        """That of packed codes, with its version; other matrices are packed as they are."""
-        return self._codes.LAYOUT
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
         """Return W itself, contiguous."""

@@ -52,6 +52,7 @@ from .kv_connector import WorkerConnector, config_hash
 from .memory import (
     MemoryEstimate,
     MemoryLimit,
+    MovedWeights,
     cache_share,
     is_out_of_memory,
     memory_limit,
@@ -59,14 +60,13 @@ from .memory import (
     trim_memory,
 )
 from .model_runner import ModelRunner
-from .moved_weights import MovedWeights
 from .planning.planned_model import PlannedModel, open_attention, open_ops, plan_model
 from .planning.worker_spec import WorkerSpec
 from .profiling import Profiling
 from .rank_store import served_store
 from .ranks import Ranks
+from .recording.decode_graphs import graph_reserve
 from .recording.decode_inputs import DecodeShape
-from .recording.graph_memory import graph_reserve
 from .shares import check_parallelism
 from .threads import ComputeThreads, crowding
 from .weight_cache import WeightCache, cache_key

@@ -34,6 +34,7 @@ _LOG2_E = math.log2(math.e)
 
 LEAST_SPLIT = 256  # keys of a split at least
 _SPLIT_PROGRAMS = 256  # a sequence's, at most: splits * kv_heads
+STEP_PROGRAMS = 4096  # of all sequences, some waves of a GPU's processors
 MOST_SPLITS = (16, 128)  # of a sequence, least and most that are allowed by this
 _COMBINE_WARPS = 4
 _PACKED_HEADS = 64  # of one key head that are rows of a tile, at most
@@ -274,14 +275,17 @@ def singles_kernel(
     BLOCK_D: tl.constexpr, SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Attend for the only query of a sequence, query heads that share a key head, to a split."""
+    """Attend for the only query of a sequence, query heads that share a key head, to some splits.
+
+    The programs of a sequence take turns: there may be more splits than programs, and a sequence
+    may have fewer splits than the step's longest one.
+    """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     PACKS: tl.constexpr = (GROUP + PACK - 1) // PACK
     sequence = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(2)
     length = tl.load(lens + sequence).to(tl.int32)
-    first, size, count = _splits(length, window, BLOCK_N, SPLIT_TOKENS, MAX_SPLITS, WINDOWED)
-    if split >= tl.maximum(count, 1):
+    start, size, count = _splits(length, window, BLOCK_N, SPLIT_TOKENS, MAX_SPLITS, WINDOWED)
+    if tl.program_id(2) >= tl.maximum(count, 1):
         return
     row = tl.arange(0, BLOCK_M)
     packed = tl.program_id(1) % PACKS * PACK + row
@@ -295,25 +299,27 @@ def singles_kernel(
     if WIDEN:
         queries = queries.to(tl.float32)
     lowest = tl.maximum(length - window, 0) if WINDOWED else 0
-    first += split * size
-    # Only what is loaded needs a mask: a split's keys are seen by all rows.
-    top, total, values = _attend_tiles(
-        queries, tl.full([BLOCK_M], -1e30, tl.float32), tl.zeros([BLOCK_M], tl.float32),
-        tl.zeros([BLOCK_M, BLOCK_D], tl.float32), cache + kv_head * BLOCK_SIZE * HEAD_SIZE,
-        table + sequence * table_stride, first, tl.minimum(first + size, length), lowest,
-        tl.full([BLOCK_M], 0, tl.int32) + length - 1, window, scale, cap,
-        KV_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, BLOCK_D, CAPPED, WINDOWED, WIDEN, True,
-    )  # fmt: skip
-    total = tl.where(total > 0.0, total, 1.0)
-    result = values / total[:, None]
     target = sequence * HEADS + head
-    if count <= 1:
-        out_at = out + target[:, None] * HEAD_SIZE + column[None, :]
-        tl.store(out_at, result.to(out.dtype.element_ty), mask=inside)
-    else:
-        target = target * num_splits + split
-        tl.store(split_sums + target, top + tl.log2(total), mask=is_row)
-        tl.store(split_values + target[:, None] * HEAD_SIZE + column[None, :], result, mask=inside)
+    for split in range(tl.program_id(2), tl.maximum(count, 1), tl.num_programs(2)):
+        first = start + split * size
+        # Only what is loaded needs a mask: a split's keys are seen by all rows.
+        top, total, values = _attend_tiles(
+            queries, tl.full([BLOCK_M], -1e30, tl.float32), tl.zeros([BLOCK_M], tl.float32),
+            tl.zeros([BLOCK_M, BLOCK_D], tl.float32), cache + kv_head * BLOCK_SIZE * HEAD_SIZE,
+            table + sequence * table_stride, first, tl.minimum(first + size, length), lowest,
+            tl.full([BLOCK_M], 0, tl.int32) + length - 1, window, scale, cap,
+            KV_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, BLOCK_D, CAPPED, WINDOWED, WIDEN, True,
+        )  # fmt: skip
+        total = tl.where(total > 0.0, total, 1.0)
+        result = values / total[:, None]
+        if count <= 1:
+            out_at = out + target[:, None] * HEAD_SIZE + column[None, :]
+            tl.store(out_at, result.to(out.dtype.element_ty), mask=inside)
+        else:
+            part = target * num_splits + split
+            values_at = split_values + part[:, None] * HEAD_SIZE + column[None, :]
+            tl.store(split_sums + part, top + tl.log2(total), mask=is_row)
+            tl.store(values_at, result, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["lens"])
@@ -501,7 +507,10 @@ def _attend_singles(
     rows = step.num_single * layer.heads * splits if splits > 1 else 0
     sums = torch.empty(rows, dtype=torch.float32, device=q.device)
     values = torch.empty(rows, layer.head_size, dtype=torch.float32, device=q.device)
-    singles_kernel[step.num_single, layer.packs, max(splits, 1)](
+    # A recorded step has the splits of the longest sequence that there may be, of which most have
+    # no keys: a program takes several splits where programs are many.
+    programs = -(-STEP_PROGRAMS // (step.num_single * layer.packs))
+    singles_kernel[step.num_single, layer.packs, max(min(splits, programs), 1)](
         q, cache, step.block_table, step.lens, out, sums, values, q.stride(0),
         step.block_table.stride(0), splits, *limits,
         **constants, **options, num_warps=tiles.num_warps, num_stages=tiles.num_stages,

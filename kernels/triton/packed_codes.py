@@ -20,10 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-__all__ = ["LAYOUT", "Codes", "Form", "Part", "header_of", "pack", "read", "size_of"]
-
-LAYOUT = "codes-1"
-"""Name of the layout; another one has another name."""
+__all__ = ["Codes", "Form", "Part", "header_of", "pack", "read", "size_of"]
 
 _MAGIC = int.from_bytes(b"gpucode1", "little")
 _FIXED = 6  # words: magic, bytes, rows, columns, parts, checksum of the header

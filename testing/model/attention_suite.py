@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -69,6 +70,12 @@ ROTATES = Rule(
     "rotates: rotate_and_attend rotates q and k, then attends as attend does",
     "turn the first angles.shape[1] elements of each head of q and k as Ops.rotate does, in "
     "float32, and cache the rotated keys; or leave the class attribute `rotates` False",
+)
+PADDING = Rule(
+    "padding: a recorded step has the numbers of its tensors when it runs, and passes over padding",
+    "read the step's lens, slots and block_table in attend, not in plan, where query_starts and "
+    "seq_lens are upper bounds; write nothing at slot -1; or leave the class attribute `pads` "
+    "False",
 )
 GROUPS = Rule(
     "groups: layers of several windows share a cache, each with the blocks of its group",
@@ -250,6 +257,18 @@ class AttentionBackendSuite(ComponentSuite):
                 dtype=dtype,
             )
 
+    def test_pads(self) -> None:
+        """A step that is recorded once, with padding, and repeated with other numbers."""
+        if not self._make(self.block_sizes[0]).pads:
+            pytest.skip("`pads` of the backend is False")
+        checks = [
+            functools.partial(self._check_padding, block_size, heads, dtype)
+            for dtype in self.dtypes
+            for block_size in self.block_sizes
+            for heads in self.heads
+        ]
+        self._run_checks(PADDING.text, *checks)
+
     def test_groups(self) -> None:
         """Layers with blocks of their own, which are handed out again when a window passes them."""
         self._compare(
@@ -390,6 +409,48 @@ class AttentionBackendSuite(ComponentSuite):
                     group.release(case.ends[index])
                 for history in histories:
                     history.release(case.ends[index])
+
+    @torch.inference_mode()
+    def _check_padding(self, block_size: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
+        """Run a prompt of a block, then a recorded step: two sequences, the rest is padding."""
+        backend, device = self._make(block_size, dtype), self._device()
+        spec = KVSpec(*heads, self.head_sizes[0], 0.4)
+        cache, history = backend.allocate(spec, 4), WholeHistory(spec, self.reference)
+        generator = torch.Generator().manual_seed(0)
+        # The last slot, which is that of index -1, is in the first block of a.
+        tables = torch.tensor([[3, 0], [1, 2]], device=device)
+        places = tables[:, :1] * block_size + torch.arange(block_size, device=device)
+        prompt = AttentionStep(
+            query_starts=np.arange(3) * block_size,
+            seq_lens=np.full(2, block_size),
+            num_single=2 if block_size == 1 else 0,
+            block_table=tables[:, :1].contiguous(),
+            slots=places.flatten(),
+            block_size=block_size,
+        )
+        q, k, v = self._inputs(generator, spec, 2 * block_size, dtype)
+        backend.attend(spec, cache, backend.plan(prompt), q.clone(), k.clone(), v.clone())
+        history.append([("a", block_size), ("b", block_size)], k, v)
+        size, counts = 5, [("a", 1), ("b", 1)]
+        table = torch.zeros(size, 3, dtype=torch.int64, device=device)
+        slots, lens = torch.full_like(table[:, 0], -1), torch.zeros_like(table[:, 0])
+        recorded = AttentionStep(
+            query_starts=np.arange(size + 1),
+            seq_lens=np.full(size, 3 * block_size),
+            num_single=size,
+            block_table=table,
+            slots=slots,
+            block_size=block_size,
+            on_device=(torch.arange(size + 1, device=device), lens),
+        )
+        plan = backend.plan(recorded)
+        table[:2, :2], slots[:2], lens[:2] = tables, tables[:, 1] * block_size, block_size + 1
+        q, k, v = self._inputs(generator, spec, size, dtype)
+        out = backend.attend(spec, cache, plan, q.clone(), k.clone(), v.clone())
+        history.append(counts, k[:2], v[:2])
+        if not isinstance(out, torch.Tensor) or out.shape != q.shape:
+            raise RESULT.violation(f"attend returned {short_repr(out)}, q is {list(q.shape)}")
+        self._check_output(PADDING, out[:2], q[:2], history, counts)
 
     def _inputs(
         self, generator: torch.Generator, spec: KVSpec, tokens: int, dtype: torch.dtype

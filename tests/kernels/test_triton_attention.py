@@ -202,6 +202,16 @@ def test_what_others_do_changes_no_bit_of_a_single_query(window, monkeypatch) ->
     assert torch.equal(others.run()[0][0], alone.run()[0][0])
 
 
+@pytest.mark.parametrize("programs", [1, 20])
+def test_programs_take_turns(programs, monkeypatch) -> None:
+    """Fewer programs than splits: each takes several, and no bit differs."""
+    monkeypatch.setattr(attention, "LEAST_SPLIT", 64)
+    step = Step(Layer(4, 2, 16, 16), [(1, 500), (1, 3), (1, 0), (1, 700)], longest=1000)
+    expected = step.run()[0]
+    monkeypatch.setattr(attention, "STEP_PROGRAMS", programs)
+    assert torch.equal(step.run()[0], expected)
+
+
 def test_tensors_say_what_runs_and_the_host_only_the_most() -> None:
     """A recorded step has upper bounds, and runs with what its tensors hold later."""
     layer = Layer(4, 2, 16, 16)

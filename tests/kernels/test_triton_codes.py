@@ -271,7 +271,7 @@ def test_operations_refuse_what_is_no_matrix_of_codes():
     matrix = FORMS[2].draw(6, 40, torch.Generator().manual_seed(1))
     packed = ops.pack_codes([matrix])
     assert ops.code_bits == (4, 5, 6, 8)
-    assert ops.layout == kernels.LAYOUT
+    assert ops.layout == ""  # the weight cache would hold numbers a second time
     for call in (ops.linear, ops.embedding):
         with pytest.raises(ValueError, match=r"expected packed codes of a matrix \[6, 41\], got"):
             call(packed, (6, 41))

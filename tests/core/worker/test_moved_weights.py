@@ -7,7 +7,7 @@ import torch
 from support.internals import core_of, worker_of
 
 from hardpoint import HardpointError, SamplingParams
-from hardpoint.core.worker.moved_weights import MovedWeights
+from hardpoint.core.worker.memory import MovedWeights
 from hardpoint.testing import scripted_engine
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from hardpoint.plugins import AttentionBackend
@@ -404,6 +406,43 @@ def rotated(x, angles):
     a, b = x[..., :half].clone(), x[..., half : 2 * half].clone()
     x[..., :half], x[..., half : 2 * half] = a * cos - b * sin, b * cos + a * sin
     return x
+
+
+class Padded(Plain):
+    """Right: reads the tensors of a step when it runs."""
+
+    contract = 1
+    replayable = True
+    pads = True
+
+    def write(self, cache, plan, k, v):
+        real = plan.slots >= 0
+        super().write(cache, dataclasses.replace(plan, slots=plan.slots[real]), k[real], v[real])
+
+    def attend(self, spec, cache, plan, q, k, v):
+        now = dataclasses.replace(plan, seq_lens=plan.lens.numpy())
+        return super().attend(spec, cache, now, q, k, v)
+
+
+class WritesPadding(Padded):
+    contract = 1
+
+    def write(self, cache, plan, k, v):
+        Plain.write(self, cache, plan, k, v)
+
+
+class PlansLengths(Padded):
+    contract = 1
+
+    def plan(self, step):
+        return dataclasses.replace(step, on_device=(step.starts.clone(), step.lens.clone()))
+
+
+class ReadsBounds(Padded):
+    contract = 1
+
+    def attend(self, spec, cache, plan, q, k, v):
+        return Plain.attend(self, spec, cache, plan, q, k, v)
 
 
 class MarksBlocks(Viewed):

@@ -103,7 +103,7 @@ def _count_syncs(
 def check_sleep(recorder: Recorder, device: Device, sizes: Sizes) -> None:
     """Check that sleep gives memory back, and that the same tokens follow."""
     prompts = random_prompts(sizes.running_lengths, SMALLEST_VOCABULARY)
-    config = {"max_model_len": 128, "kv_cache": {"num_blocks": sizes.sleep_blocks}}
+    config: dict[str, Any] = {"max_model_len": 128, "kv_cache": {"num_blocks": sizes.sleep_blocks}}
     with recorder.check("sleep levels 0 and 2, and the same tokens after") as check:
         check.fake("the free memory of the device")
         torch.ones(64, 64, device=device.name).mm(torch.ones(64, 64, device=device.name))

@@ -10,7 +10,7 @@ import torch
 
 from hardpoint.core.activity import PluginCalls
 from hardpoint.core.worker.sampling.grammar_mask import GrammarMask
-from hardpoint.core.worker.sampling.prompt_logprobs import prompt_logprobs
+from hardpoint.core.worker.sampling.logprobs import prompt_logprobs
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
 from hardpoint.core.worker.sampling.transfers import select_rows
 from hardpoint.plugins import (

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from hardpoint.core.activity import PluginCalls
-from hardpoint.plugins import LogitsRequest, Phase, RequestFault, Sampler
+from hardpoint.plugins import LogitsRequest, Phase, RequestFault, Sampler, SamplingRows
+from hardpoint.plugins.device import to_device
 from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.requests import TokenLogprobs
 from hardpoint.registry.tensor_checks import shown
@@ -20,7 +21,6 @@ from .grammar_mask import GrammarMask
 from .logprobs import logprob_tensors, token_logprobs
 from .pipeline import Faults, LogitsPipeline
 from .processor_runner import ProcessorError
-from .step_rows import StepRows
 from .transfers import fetch, select_rows
 
 
@@ -62,6 +62,54 @@ class _Choice(NamedTuple):
     logprobs: dict[int, TokenLogprobs]
 
 
+class _StepRows:
+    """The rows of a step, for as long as they stay the same.
+
+    Attributes:
+        with_logprobs: rows whose requests ask for log-probabilities.
+        logprob_counts: how many most likely tokens each of these asks for.
+    """
+
+    def __init__(self, requests: Sequence[LogitsRequest], device: torch.device) -> None:
+        """Derive what stays the same."""
+        self._requests = list(requests)
+        self._device = device
+        greedy = [r.params.greedy for r in requests]
+        self._greedy = to_device(greedy, device)
+        self._all_greedy, self._any_greedy = all(greedy), any(greedy)
+        self._seeds = to_device([mixed_seed(r) for r in requests], device)
+        self._arguments: list[Any] = [r.sampler_arguments for r in requests]
+        self._columns: dict[str, torch.Tensor] = {}
+        counts = {row: r.params.logprobs for row, r in enumerate(requests)}
+        self.logprob_counts = [count for count in counts.values() if count is not None]
+        self.with_logprobs = [row for row, count in counts.items() if count is not None]
+        self._logprob_index: torch.Tensor | None = None
+        if self.with_logprobs and len(self.with_logprobs) < len(requests):
+            self._logprob_index = to_device(self.with_logprobs, device)
+
+    def are_of(self, requests: Sequence[LogitsRequest]) -> bool:
+        """Return whether these are the rows of some requests."""
+        return self._requests == requests  # compares identities: LogitsRequest has no equality
+
+    def for_sampler(self) -> SamplingRows:
+        """Return the rows as a sampler gets them in this step."""
+        positions = [len(request.output_token_ids) for request in self._requests]
+        return SamplingRows(
+            self._greedy,
+            self._all_greedy,
+            self._any_greedy,
+            self._seeds,
+            to_device(positions, self._device),
+            self._arguments,
+            self._columns,
+        )
+
+    def of_logprobs(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the part of a tensor [rows, ...] that log-probabilities need; if all, itself."""
+        index = self._logprob_index
+        return tensor if index is None else tensor.index_select(0, index)
+
+
 class SamplingStage:
     """The logits processors, then the sampler.
 
@@ -100,7 +148,7 @@ class SamplingStage:
         self.sampler = sampler
         self._device = device
         self._processed_logprobs = processed_logprobs
-        self._rows = StepRows((), device)
+        self._rows = _StepRows((), device)
         self._raw: torch.Tensor | None = None  # of the step's rows with log-probabilities
 
     def run(
@@ -122,7 +170,7 @@ class SamplingStage:
             PluginFaultError: the sampler failed, or a plugin whose faults end the engine.
         """
         if not self._rows.are_of(requests):
-            self._rows = StepRows(requests, self._device)
+            self._rows = _StepRows(requests, self._device)
         if self._rows.with_logprobs and not self._processed_logprobs:
             part = self._rows.of_logprobs(logits)
             self._raw = part.clone() if part is logits else part
@@ -277,3 +325,12 @@ class SamplingStage:
                 f"sampler {self.sampler.name!r}: expected token ids in 0..{size - 1}, "
                 f"got {wrong[0]}"
             )
+
+
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the completions of one seed
+
+
+def mixed_seed(request: LogitsRequest) -> int:
+    """Return a request's seed as a signed 64-bit int; each of its completions gets another."""
+    mixed = ((request.params.seed or 0) + request.child_index * _GOLDEN) & (2**64 - 1)
+    return mixed - 2**64 if mixed >= 2**63 else mixed

@@ -42,7 +42,7 @@ class _Capture(TorchDispatchMode):
         self._calls = calls
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten._local_scalar_dense.default:
+        if function.name() == "aten::_local_scalar_dense":  # of .item()
             raise RuntimeError("operation not permitted when stream is capturing")
         result = function(*args, **(kwargs or {}))
         self._calls.append((function, args, kwargs or {}, _tensors(result)))

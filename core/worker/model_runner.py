@@ -76,6 +76,24 @@ def _around_layers(attend: Attend, connector: WorkerConnector) -> Attend:
     return call
 
 
+def _attend(
+    attention: CheckedAttention, caches: Sequence[Any], steps: Sequence[AttentionStep]
+) -> Attend:
+    """Return the attention of a step, of its layouts by group."""
+    plans = attention.plans(steps)
+
+    def run(
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        angles: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return attention.attend(layer, caches[layer], plans[layer], (q, k, v), angles)
+
+    return run
+
+
 class ModelRunner:
     """Runs the model over a plan's tokens, and samples for sequences whose end it reached.
 
@@ -129,7 +147,7 @@ class ModelRunner:
         if can_record and not (ranks.are_many or enforce_eager):
             sizes = ops.record_sizes(max_num_seqs)
             if sizes and attention.pads:
-                self.graphs = DecodeGraphs(model, ops, sizes, self._attend, device)
+                self.graphs = DecodeGraphs(model, ops, sizes, device)
             elif not sizes and not attention.pads:
                 self._repeats = RepeatedSteps(model, ops)
         self._allocated: InputBatch | None = None
@@ -161,6 +179,10 @@ class ModelRunner:
         """Release the KV cache. No step can run until `restore_cache`."""
         if self.connector is not None:
             self.connector.release()
+        self.drop_cache()
+
+    def drop_cache(self) -> None:
+        """Release the KV cache, of which the connector knows."""
         self._forget_steps()
         self._caches, self._kept_logits = [], torch.empty(0)
 
@@ -170,7 +192,8 @@ class ModelRunner:
         self._caches = self.attention.allocate(num_blocks)
         if self.graphs is not None:
             batch = self._batch
-            self.graphs.start(batch.max_model_len, batch.block_size, batch.num_groups)
+            attend = functools.partial(_attend, self.attention, self._caches)
+            self.graphs.start(attend, batch.max_model_len, batch.block_size, batch.num_groups)
         if self.connector is not None:
             views = self.attention.block_views(self._caches, self.connector.name)
             self.connector.register_again(views)
@@ -248,7 +271,7 @@ class ModelRunner:
             hidden = self._calls.run("forward", self.graphs.forward, step.packed)
             if hidden is not None:
                 return hidden
-        attend = self._attend(step.attention)
+        attend = _attend(self.attention, self._caches, step.attention)
         if wants_layers:
             assert self.connector is not None
             attend = _around_layers(attend, self.connector)
@@ -256,22 +279,6 @@ class ModelRunner:
         repeats = self._repeats if can_repeat else None
         forward = self._model.forward if repeats is None else repeats.forward
         return self._calls.run("forward", forward, inputs)
-
-    def _attend(self, steps: Sequence[AttentionStep]) -> Attend:
-        """Return the attention of a step, of its layouts by group."""
-        attention, caches = self.attention, self._caches
-        plans = attention.plans(steps)
-
-        def run(
-            layer: int,
-            q: torch.Tensor,
-            k: torch.Tensor,
-            v: torch.Tensor,
-            angles: torch.Tensor | None = None,
-        ) -> torch.Tensor:
-            return attention.attend(layer, caches[layer], plans[layer], (q, k, v), angles)
-
-        return run
 
     def _with_report(self, output: ModelRunnerOutput, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Add what the KV connector reports to the result of a plan."""

@@ -577,6 +577,8 @@ class LocalWorker:
             if runner is not None and runner.connector is not None:
                 runner.connector.close()
         finally:
+            if runner is not None:
+                runner.drop_cache()  # whoever else still refers to the runner
             close_all(components)
 
     @property

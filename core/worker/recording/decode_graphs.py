@@ -21,6 +21,9 @@ from .packed_step import PackedStep
 
 _log = logging.getLogger("hardpoint")
 
+StepAttention = Callable[[Sequence[AttentionStep]], Attend]
+"""Returns the attention of a step, of its layouts by group."""
+
 _EAGER_STEPS = 4  # that need a size before it is recorded in a step
 _CHECKED_GRAPHS = 4  # whose first steps are compared with what the model computes
 _GRAPH_BYTES = 8 << 20  # of one graph: what the driver keeps of its kernels
@@ -60,7 +63,6 @@ class DecodeGraphs:
         model: CheckedModel,
         ops: Ops,
         sizes: Sequence[int],
-        attend: Callable[[Sequence[AttentionStep]], Attend],
         device: torch.device,
     ) -> None:
         """Record nothing yet.
@@ -69,32 +71,40 @@ class DecodeGraphs:
             model: whose weights are loaded.
             ops: operations of its layers, which can be recorded.
             sizes: numbers of sequences, ascending.
-            attend: returns the attention of a step, of its layouts by group.
             device: of the model.
         """
         self._model = model
         self._ops = ops
         self.sizes = tuple(sizes)
-        self._attend = attend
         self._device = device
         self.reserve = 0
         self._checks = _CHECKED_GRAPHS
         self._has_failed = False
         self._has_answered = False
-        self._shape: DecodeShape | None = None
         self.clear()
 
     def clear(self) -> None:
-        """Forget what was recorded, and release the inputs: the caches are no longer there."""
-        self._shape = None
+        """Forget what was recorded, the inputs and the caches, which are to be released."""
+        self._shape: DecodeShape | None = None
+        self._attend: StepAttention | None = None
         self._inputs: DecodeInputs | None = None
         self._graphs: dict[int, _Graph] = {}
         self._seen: Counter[int] = Counter()  # eager steps by size
         self._num_bytes, self._is_full = 0, False
 
-    def start(self, max_model_len: int, block_size: int, num_groups: int) -> None:
-        """Allow to record, for caches are there; the arguments are those of `DecodeShape`."""
+    def start(
+        self, attend: StepAttention, max_model_len: int, block_size: int, num_groups: int
+    ) -> None:
+        """Allow to record, for caches are there.
+
+        Args:
+            attend: returns the attention of a step over these caches.
+            max_model_len: as for `DecodeShape`, like those that follow.
+            block_size: tokens per block.
+            num_groups: KV cache groups.
+        """
         self.clear()
+        self._attend = attend
         self._shape = DecodeShape(self.sizes[-1], max_model_len, block_size, num_groups)
 
     def request_finished(self) -> None:
@@ -141,6 +151,7 @@ class DecodeGraphs:
     def _record(self, size: int) -> _Graph | None:
         """Record a size, of padding alone; return None if that is not possible."""
         assert self._shape is not None
+        assert self._attend is not None
         if self._inputs is None:
             self._num_bytes += self._shape.num_bytes
         if self._num_bytes >= self.reserve:
@@ -156,7 +167,8 @@ class DecodeGraphs:
             inputs.clear()
             token_ids, positions = inputs.tokens(size)
             batch = ForwardBatch(token_ids, positions, self._attend(inputs.attention(size)))
-            recorded = self._ops.record(lambda: self._model.forward(batch))
+            model = self._model  # a recording that kept this object would never be released
+            recorded = self._ops.record(lambda: model.forward(batch))
         except Exception as error:  # without recorded steps, all goes on
             self._has_failed = True
             _log.warning(

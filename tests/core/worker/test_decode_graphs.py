@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
 import logging
+import weakref
 
 import pytest
 from support.core import graphs
 from support.core.graphs import GraphedOps, graphed_script
 from support.driving import alone, run, varied_jobs
-from support.internals import core_of, engine_of
+from support.internals import core_of, engine_of, worker_of
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.builtin_plugins.ops.cuda_graphs import RepeatedRun
@@ -159,6 +162,37 @@ def test_a_sleep_forgets_what_was_recorded(generate):
     assert same(generate(between=sleep), expected)
     assert GraphedOps.recorded.count(8) == 3  # in the second round, and after it and the third
     assert replays[0] < replays[1] < replays[2]
+
+
+@pytest.mark.parametrize("ops", ["GraphedOps", "RepeatingOps"])
+def test_level_2_of_sleep_releases_all_at_once(generate, ops):
+    """No cycle of references keeps weights and caches until Python's collector finds it."""
+    kept, of_graphs = [], []
+
+    def sleep(llm):
+        runner = worker_of(engine_of(llm)).runner
+        of_graphs.append(bool(GraphedOps.recorded))
+        caches = [tensor for cache in runner._caches for tensor in cache]
+        weights = list(runner._model._model.packed_weights().values())
+        kept.extend(weakref.ref(tensor) for tensor in (*caches, *weights))
+        del runner, caches, weights
+        llm.sleep(2)
+
+    gc.collect()
+    gc.disable()
+    try:
+        generate(ops=ops, rounds=(PROMPTS[:1], PROMPTS[:1]), between=twice(sleep))
+        assert of_graphs == [True]
+        assert len(kept) > 4
+        assert not any(ref() is not None for ref in kept)
+    finally:
+        gc.enable()
+
+
+def twice(function):
+    """Return what calls a function at its second call alone."""
+    calls = itertools.count()
+    return lambda llm: function(llm) if next(calls) else None
 
 
 class TestWhen:

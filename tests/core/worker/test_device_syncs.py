@@ -12,6 +12,7 @@ from support.driving import FINAL, summary, varied_jobs
 from torch._C import DisableTorchFunction
 
 from hardpoint import SamplingParams, plugins
+from hardpoint.core.worker.sampling.transfers import fetch
 from hardpoint.plugins import (
     BatchLogitsProcessor,
     LogitsProcessor,
@@ -280,6 +281,18 @@ def test_a_step_with_log_probabilities_of_prompts_waits_once_more(folder, device
     steps, _ = waits_of_steps(folder, {"max_model_len": 512}, prompts, device)
     assert not others(steps)
     assert [len(step) for step in steps] == [2, 1, 1]
+
+
+def test_strided_results_are_fetched(device):
+    """A sampler's column of a matrix is, for one."""
+    with torch.inference_mode():
+        logits = torch.rand(3, 4, device="cuda")
+        order = logits.argsort(-1, descending=True)
+        columns = order[:, 0], logits[:, 1], order[:, 1:3].T
+        device.waits.clear()
+        lists = fetch(columns)
+        assert len(device.waits) == 1
+        assert lists == [column.cpu().tolist() for column in columns]
 
 
 def test_a_processor_that_reads_a_value_is_named(folder, device):

@@ -147,7 +147,8 @@ class ModelRunner:
         if can_record and not (ranks.are_many or enforce_eager):
             sizes = ops.record_sizes(max_num_seqs)
             if sizes and attention.pads:
-                self.graphs = DecodeGraphs(model, ops, sizes, device)
+                names = f"{model.source}, operations {ops.describe()}, {attention.source}"
+                self.graphs = DecodeGraphs(model, ops, sizes, device, names)
             elif not sizes and not attention.pads:
                 self._repeats = RepeatedSteps(model, ops)
         self._allocated: InputBatch | None = None

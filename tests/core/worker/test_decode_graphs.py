@@ -6,16 +6,19 @@ import gc
 import itertools
 import json
 import logging
+import math
 import weakref
 
 import pytest
+import torch
 from support.core import graphs
-from support.core.graphs import GraphedOps, graphed_script
+from support.core.graphs import GraphedOps, RoundingOps, graphed_script
 from support.driving import alone, run, varied_jobs
 from support.internals import core_of, engine_of, worker_of
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.builtin_plugins.ops.cuda_graphs import RepeatedRun
+from hardpoint.core.worker.recording.decode_graphs import _difference
 from hardpoint.testing import scripted_engine, write_scripted_model
 
 LLAMA = {
@@ -162,6 +165,44 @@ def test_a_sleep_forgets_what_was_recorded(generate):
     assert same(generate(between=sleep), expected)
     assert GraphedOps.recorded.count(8) == 3  # in the second round, and after it and the third
     assert replays[0] < replays[1] < replays[2]
+
+
+@pytest.mark.parametrize(("error", "is_kept"), [(1e-4, True), (1e-2, False)])
+def test_last_bits_may_differ(generate, caplog, monkeypatch, error, is_kept):
+    monkeypatch.setattr(RoundingOps, "error", error)
+    with caplog.at_level(logging.WARNING, "hardpoint"):
+        generate(ops="RoundingOps")
+    assert (GraphedOps.replays > 4) == is_kept
+    lines = [r.message for r in caplog.records if "a recorded step gave other" in r.message]
+    if is_kept:
+        assert lines == []
+    else:
+        (line,) = lines
+        assert "they differ by 0.01 of their largest magnitude, expected at most 0.001" in line
+        for name in ("models.llama:Llama", "operations rounding_ops", "PaddedAttention"):
+            assert name in line
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("row", "expected", "is_small"),
+    [
+        ([NAN, 1.0], [NAN, 1.0], True),
+        ([NAN, 1.0], [1.0, 1.0], False),
+        ([1.0, 1.0], [NAN, 1.0], False),
+        ([math.inf, 1.0], [math.inf, 1.0], True),
+        ([1.0, 2.0], [math.inf, 2.0], False),
+        ([0.0, 0.0], [0.0, 0.0], True),
+        ([0.0, 1e-20], [0.0, 0.0], False),
+        ([0.0, 100.0], [0.05, 100.0], True),
+    ],
+)
+def test_differences_are_relative_to_the_row(row, expected, is_small):
+    others = [1e6, 1.0]
+    both = torch.tensor([others, row]), torch.tensor([others, expected])
+    assert (float(_difference(*both)) <= 1e-3) == is_small
 
 
 @pytest.mark.parametrize("ops", ["GraphedOps", "RepeatingOps"])

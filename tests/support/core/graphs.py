@@ -122,6 +122,22 @@ class CopyingOps(GraphedOps):
         return lambda: first
 
 
+class RoundingOps(GraphedOps):
+    """Gives other last bits than the operations, as libraries do that choose other kernels.
+
+    Attributes:
+        error: relative to each number.
+    """
+
+    contract = 1
+    replayable = True
+    error = 1e-5
+
+    def graph(self, run):
+        graph = Graph(run)
+        return lambda: graph() * (1 + self.error)
+
+
 class PaddedAttention(TorchAttention):
     """Attention of steps with padding, in operations that look at no element."""
 

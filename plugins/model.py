@@ -515,10 +515,12 @@ class Model(Component):
     def replayable(self) -> bool:
         """Whether steps with as many tokens run the same operations, which may be recorded.
 
-        `forward` then computes with nothing but `context.ops`, `batch.attend` and views, and does
-        not look at elements of tensors. It holds for the class that says so, not for those
-        derived from it. With it, steps of few tokens take less time: Python runs for the first
-        ones of their size only.
+        `forward` then computes with nothing but `context.ops`, `batch.attend`, operations of torch
+        and views, and does not look at elements of tensors. Operations of torch are recorded on a
+        GPU alone; `Ops.record` of a CPU notices them, and Python runs in every step. It holds for
+        the class that says so, not for those derived from it. With it, steps of few tokens take
+        less time: Python runs for the first ones of their size only. Steps that report
+        `routed_experts` are not recorded.
         """
         return False
 

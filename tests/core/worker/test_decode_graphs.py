@@ -18,6 +18,7 @@ from support.internals import core_of, engine_of, worker_of
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.builtin_plugins.ops.cuda_graphs import RepeatedRun
+from hardpoint.builtin_plugins.ops.native_cpu import NativeOps
 from hardpoint.core.worker.recording.decode_graphs import _difference
 from hardpoint.testing import scripted_engine, write_scripted_model
 
@@ -38,6 +39,18 @@ GEMMA = LLAMA | {
     "sliding_window": 6,
     "sliding_window_pattern": 2,
     "query_pre_attn_scalar": 8,
+}
+MIXTRAL = LLAMA | {
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+QWEN_MOE = LLAMA | {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
 }
 PROMPTS = [{"prompt_token_ids": list(range(1, 2 + count))} for count in (3, 9, 20, 1, 33)]
 EAGER = {"executor": {"enforce_eager": True}}
@@ -62,6 +75,7 @@ def generate(tmp_path):
         between=lambda llm: None,
         tokens=12,
         rounds=(PROMPTS[:3], PROMPTS, PROMPTS[2:4]),
+        routed_experts=False,
         **extra,
     ):
         (tmp_path / "config.json").write_text(json.dumps({**config, **model}))
@@ -76,7 +90,11 @@ def generate(tmp_path):
             for prompts in rounds:
                 params = [
                     SamplingParams(
-                        max_tokens=tokens + 3 * index, ignore_eos=True, logprobs=1, seed=index
+                        max_tokens=tokens + 3 * index,
+                        ignore_eos=True,
+                        logprobs=1,
+                        seed=index,
+                        routed_experts=routed_experts,
                     )
                     for index in range(len(prompts))
                 ]
@@ -105,6 +123,8 @@ STACKS = {
     "preempting": (LLAMA, SMALL_POOL),
     "no-prefix-cache": (LLAMA, {"kv_cache": {"prefix_caching": False, "block_size": 4}}),
     "more-than-the-largest-size": (LLAMA, {"scheduler": {"max_num_seqs": 64}}),
+    "experts": (MIXTRAL, {}),
+    "shared-experts": (QWEN_MOE, {}),
     "window-groups": (GEMMA, {"kv_cache": {"block_size": 4}}),
     "steps-under-way": (LLAMA, {"executor": {"use": "support.plugins.observing:TwoBatches"}}),
 }
@@ -121,6 +141,31 @@ def test_recorded_steps_give_the_same(generate, caplog, monkeypatch, model, extr
     assert same(results, expected)
     assert GraphedOps.replays > 8
     assert "recorded step gave other" not in caplog.text
+
+
+def test_steps_that_report_experts_are_not_repeated(generate):
+    replays = []
+    results = generate(
+        MIXTRAL, routed_experts=True, between=lambda llm: replays.append(GraphedOps.replays)
+    )
+    assert replays == [0, 0, 0]
+    assert all(result.routed_experts is not None for result in results)
+    assert same(results, generate(MIXTRAL, **EAGER))
+
+
+def test_on_a_cpu_a_mixture_runs_python_after_one_attempt(generate, monkeypatch):
+    results = []
+
+    def record(ops, run, _record=NativeOps.record):
+        results.append(_record(ops, run))
+        return results[-1]
+
+    monkeypatch.setattr(NativeOps, "record", record)
+    native = {"ops": "native_cpu", "attention": {"use": "native_cpu"}, "rounds": [PROMPTS[:2]]}
+    expected = generate(QWEN_MOE, **native, **EAGER)
+    assert not results
+    assert same(generate(QWEN_MOE, **native), expected)
+    assert results == [None]
 
 
 def test_the_scripted_model_gives_the_same_tokens_bit_for_bit(tmp_path):

@@ -25,7 +25,6 @@ from hardpoint.plugins import (
     Ops,
     RequestFault,
     SchedulerOutput,
-    is_replayable,
     typed,
 )
 from hardpoint.plugins.arguments import prepared_type
@@ -43,8 +42,7 @@ from .checked_model import CheckedModel
 from .input_batch import InputBatch, StepInput
 from .kv_connector import WorkerConnector
 from .ranks import Ranks
-from .recording.decode_graphs import DecodeGraphs
-from .recording.repeated_steps import RepeatedSteps
+from .recording.choice import Recording
 
 _ELSEWHERE = {
     kind.name
@@ -113,9 +111,7 @@ class ModelRunner:
         ranks: Ranks,
         processors: dict[str, type[LogitsPlugin]],
         device: torch.device,
-        *,
-        max_num_seqs: int,
-        enforce_eager: bool,
+        recording: Recording,
     ) -> None:
         """Create a runner that has no cache yet.
 
@@ -128,8 +124,7 @@ class ModelRunner:
             ranks: that share the model.
             processors: the logits processors' classes by name, for their arguments.
             device: of the model.
-            max_num_seqs: the most that a step has.
-            enforce_eager: run the model's Python in every step.
+            recording: repeats steps of the model.
         """
         self._model = model
         self._calls = calls
@@ -141,16 +136,7 @@ class ModelRunner:
         self._divides_logits = ranks.parallel.tensor.size > 1
         self._has_experts = model.routed_experts is not None
         self._ops = ops
-        self._repeats: RepeatedSteps | None = None
-        self.graphs: DecodeGraphs | None = None
-        can_record = is_replayable(ops) and model.is_replayable and attention.is_replayable
-        if can_record and not (ranks.are_many or enforce_eager):
-            sizes = ops.record_sizes(max_num_seqs)
-            if sizes and attention.pads:
-                names = f"{model.source}, operations {ops.describe()}, {attention.source}"
-                self.graphs = DecodeGraphs(model, ops, sizes, device, names)
-            elif not sizes and not attention.pads:
-                self._repeats = RepeatedSteps(model, ops)
+        self._repeats, self.graphs = recording.repeats, recording.graphs
         self._allocated: InputBatch | None = None
         self._argument_types = {name: prepared_type(cls) for name, cls in processors.items()}
         self._sampler_key, self._no_arguments = "", None

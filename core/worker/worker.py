@@ -65,6 +65,7 @@ from .planning.worker_spec import WorkerSpec
 from .profiling import Profiling
 from .rank_store import served_store
 from .ranks import Ranks
+from .recording.choice import choose_recording
 from .recording.decode_graphs import graph_reserve
 from .recording.decode_inputs import DecodeShape
 from .shares import check_parallelism
@@ -163,6 +164,18 @@ class LocalWorker:
         if stage is not None:
             processors = [runner.processor for runner in stage.pipeline.runners]
             self._components = [*processors, stage.sampler, *self._components]
+        recording = choose_recording(
+            checked,
+            ops,
+            spec.plugins.one("ops").source,
+            attention,
+            spec.device,
+            are_many=ranks.are_many,
+            max_num_seqs=spec.config.scheduler.max_num_seqs,
+            enforce_eager=spec.config.executor.enforce_eager,
+        )
+        if spec.rank == 0 and recording.description is not None:
+            _log.info("%s", recording.description)
         self._runner = ModelRunner(
             checked,
             PluginCalls(self._activity, "models", entry.source),
@@ -172,8 +185,7 @@ class LocalWorker:
             ranks,
             {entry.name: cls for entry, cls in spec.plugins.logits_processors()},
             spec.device,
-            max_num_seqs=spec.config.scheduler.max_num_seqs,
-            enforce_eager=spec.config.executor.enforce_eager,
+            recording,
         )
         ranks.wait_for_all()
         if (graphs := self._runner.graphs) is not None:

@@ -184,6 +184,11 @@ class DecodeGraphs:
             return None
         if recorded is None:
             self._has_failed = True
+            _log.warning(
+                "decode steps of %d sequences cannot be recorded, nor will others be: "
+                "the operations' record() gave None",
+                size,
+            )
             return None
         self._num_bytes += recorded.num_bytes
         graph = self._graphs[size] = _Graph(recorded, batch)

@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import math
+import re
 import weakref
 
 import pytest
@@ -20,6 +21,7 @@ from hardpoint import LLM, SamplingParams
 from hardpoint.builtin_plugins.ops.cuda_graphs import RepeatedRun
 from hardpoint.builtin_plugins.ops.native_cpu import NativeOps
 from hardpoint.core.worker.recording.decode_graphs import _difference
+from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.testing import scripted_engine, write_scripted_model
 
 LLAMA = {
@@ -54,6 +56,10 @@ QWEN_MOE = LLAMA | {
 }
 PROMPTS = [{"prompt_token_ids": list(range(1, 2 + count))} for count in (3, 9, 20, 1, 33)]
 EAGER = {"executor": {"enforce_eager": True}}
+
+
+def graphed(name):
+    return {"use": f"{graphs.__name__}:{name}"}
 
 
 @pytest.fixture(autouse=True)
@@ -224,7 +230,7 @@ def test_last_bits_may_differ(generate, caplog, monkeypatch, error, is_kept):
     else:
         (line,) = lines
         assert "they differ by 0.01 of their largest magnitude, expected at most 0.001" in line
-        for name in ("models.llama:Llama", "operations rounding_ops", "PaddedAttention"):
+        for name in ("models.llama:Llama", "RoundingOps", "PaddedAttention"):
             assert name in line
 
 
@@ -294,14 +300,42 @@ class TestWhen:
         # Requests of the second round end after 5, 8, 11, 14 and 17 tokens: four steps need 8.
         assert seen[1] == [4, 2, 1]
 
-    def test_nothing_is_recorded_with_enforce_eager(self, generate):
-        generate(**EAGER, between=ahead)
-        assert GraphedOps.recorded == []
+    @pytest.mark.parametrize(
+        ("settings", "said"),
+        [
+            ({}, "up to 8 sequences, recorded when idle or needed"),
+            (EAGER, "off, since executor.enforce_eager is set"),
+            ({"attention": {"use": "torch"}}, "off, since .* does not state replayable = True"),
+            ({"ops": "Derived"}, r"off, since .*graphs:Derived.* does not state replayable = True"),
+            ({"attention": graphed("Unpadded")}, "off, since .*Unpadded.* not state pads = True"),
+            ({"ops": "torch"}, None),
+            ({"ops": "native_cpu", "attention": {"use": "native_cpu"}}, None),
+        ],
+        ids=["all", "eager", "attention", "class-of-ops", "padding", "torch", "native_cpu"],
+    )
+    def test_one_line_says_whether_and_why_not(self, generate, caplog, settings, said):
+        with caplog.at_level(logging.INFO, "hardpoint"):
+            generate(between=ahead, rounds=(PROMPTS[:1],) * 2, tokens=2, **settings)
+        starts = ("decode graphs: up to", "decode graphs: off")
+        lines = [r.message for r in caplog.records if r.message.startswith(starts)]
+        assert len(lines) == (said is not None)
+        if said is not None:
+            assert re.fullmatch(f"decode graphs: {said}", lines[0])
+            assert bool(GraphedOps.recorded) == said.startswith("up to")
 
-    @pytest.mark.parametrize("other", [{"attention": {"use": "torch"}}, {"ops": "torch"}])
-    def test_nothing_is_recorded_without_both_that_can(self, generate, other):
-        generate(**other)
-        assert GraphedOps.recorded == []
+    def test_operations_that_record_nothing_are_named_once(self, generate, caplog):
+        generate(ops="NoGraphs", rounds=(PROMPTS[:1], PROMPTS), tokens=6)
+        assert caplog.text.count("cannot be recorded, nor will others be") == 1
+        assert "the operations' record() gave None" in caplog.text
+
+    @pytest.mark.parametrize("sizes", [(8, 4, 1), (0, 4), ("4",), (4, 4), (1, 300), None, (True,)])
+    def test_sizes_are_checked(self, generate, monkeypatch, sizes):
+        monkeypatch.setattr(GraphedOps, "record_sizes", lambda ops, most: sizes)
+        with pytest.raises(PluginFaultError) as raised:
+            generate(scheduler={"max_num_seqs": 256}, rounds=())
+        assert "GraphedOps" in str(raised.value)
+        assert "its record_sizes() gave" in str(raised.value)
+        assert "expected numbers of sequences in 1..256, ascending" in str(raised.value)
 
 
 def ahead(llm):

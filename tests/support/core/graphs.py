@@ -190,6 +190,30 @@ class PaddedAttention(TorchAttention):
         return torch.where(lens[..., None] > 0, out, 0)
 
 
+class Derived(GraphedOps):
+    """Says nothing of itself."""
+
+    contract = 1
+
+
+class NoGraphs(GraphedOps):
+    """Records nothing."""
+
+    contract = 1
+    replayable = True
+
+    def record(self, run):
+        return None
+
+
+class Unpadded(PaddedAttention):
+    """Does not say that it takes padding."""
+
+    contract = 1
+    replayable = True
+    pads = False
+
+
 class PaddedHistory(HistoryAttention):
     """The attention of the scripted model, of steps with padding, too."""
 

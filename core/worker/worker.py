@@ -68,6 +68,7 @@ from .ranks import Ranks
 from .recording.choice import choose_recording
 from .recording.decode_graphs import graph_reserve
 from .recording.decode_inputs import DecodeShape
+from .recording.padded_trial import PaddedTrial
 from .shares import check_parallelism
 from .threads import ComputeThreads, crowding
 from .weight_cache import WeightCache, cache_key
@@ -193,7 +194,7 @@ class LocalWorker:
             shape = DecodeShape(
                 graphs.sizes[-1], spec.max_model_len, block_size, len(attention.groups)
             )
-            graphs.reserve = graph_reserve(checked, graphs.sizes, shape, spec.device)
+            graphs.reserve = graph_reserve(checked, attention, graphs.sizes, shape, spec.device)
             self._estimate = self._estimate.with_graphs(graphs.reserve)
         info = _measured(checked, spec, ranks, attention, self._estimate)
         if (
@@ -724,19 +725,28 @@ def _measured(
 ) -> WorkerInfo:
     """Return the memory that is available for the KV cache.
 
-    On a GPU, a trial step of the largest size is measured, so that the cache can have nearly all of
-    the rest. On a CPU, it is what the limits of this process leave.
+    On a GPU, trial steps of the largest size are measured, one of them of decodes with the
+    attention backend, so that the cache can have nearly all of the rest. On a CPU, it is what the
+    limits of this process leave.
     """
     bytes_per_block = attention.bytes_per_block
     windows = tuple(group.window for group in attention.groups)
     if spec.device.type != "cuda":
         available = _share_of_memory(spec, ranks).available - estimate.step - estimate.graphs
         return WorkerInfo(bytes_per_block, max(available, 0), windows=windows)
-    before = torch.cuda.memory_allocated(spec.device)
-    torch.cuda.reset_peak_memory_stats(spec.device)
+    max_num_seqs, trial = spec.config.scheduler.max_num_seqs, None
     tokens = min(spec.config.scheduler.max_num_batched_tokens, spec.max_model_len)
     with torch.inference_mode():
-        model.run_trial(tokens, spec.config.scheduler.max_num_seqs)
+        if attention.pads and not ranks.are_many:  # where one fails, others would wait for it
+            block_size = spec.config.kv_cache.block_size
+            shape = DecodeShape(max_num_seqs, spec.max_model_len, block_size, len(windows))
+            trial = PaddedTrial(model, attention, shape, spec.device)
+        before = torch.cuda.memory_allocated(spec.device)
+        torch.cuda.reset_peak_memory_stats(spec.device)
+        model.run_trial(tokens, max_num_seqs)
+        if trial is not None:
+            trial.run()
+            del trial
     peak = torch.cuda.max_memory_allocated(spec.device) - before
     torch.cuda.empty_cache()
     free = int(torch.cuda.mem_get_info(spec.device)[0])

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hardpoint.core.worker.attention.checked_attention import CheckedAttention
 from hardpoint.core.worker.checked_model import CheckedModel
 from hardpoint.core.worker.memory import size_text
 from hardpoint.plugins import AttentionStep, ForwardBatch, Ops, Recorded
@@ -18,6 +19,7 @@ from hardpoint.registry.blame import describe
 
 from .decode_inputs import DecodeInputs, DecodeShape
 from .packed_step import PackedStep
+from .padded_trial import PaddedTrial
 
 _log = logging.getLogger("hardpoint")
 
@@ -237,14 +239,20 @@ def _difference(rows: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 
 def graph_reserve(
-    model: CheckedModel, sizes: Sequence[int], shape: DecodeShape, device: torch.device
+    model: CheckedModel,
+    attention: CheckedAttention,
+    sizes: Sequence[int],
+    shape: DecodeShape,
+    device: torch.device,
 ) -> int:
     """Return the bytes to keep free for the decode steps that are to be recorded.
 
-    On a GPU, a trial step of the largest size is measured. Steps of all sizes share that memory.
+    On a GPU, a step of padding of the largest size is measured, with the attention backend, which
+    may need memory for the longest sequences. Steps of all sizes share that memory.
 
     Args:
         model: whose weights are loaded.
+        attention: of its layers.
         sizes: of the steps.
         shape: of their inputs.
         device: of the model.
@@ -252,9 +260,11 @@ def graph_reserve(
     reserve = shape.num_bytes + len(sizes) * _GRAPH_BYTES
     if device.type != "cuda":
         return reserve
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
     with torch.inference_mode():
+        trial = PaddedTrial(model, attention, shape, device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
         model.run_trial(sizes[-1], 1)
+        trial.run()
     peak = torch.cuda.max_memory_allocated(device) - before
     return reserve + _LIBRARY_BYTES + _POOL_SHARE * peak

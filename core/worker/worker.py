@@ -57,6 +57,7 @@ from .memory import (
     is_out_of_memory,
     memory_limit,
     out_of_memory,
+    release_pinned_memory,
     trim_memory,
 )
 from .model_runner import ModelRunner
@@ -583,7 +584,10 @@ class LocalWorker:
     def _release(self) -> None:
         if self._weight_cache is not None:
             self._weight_cache.close()
-        self.movable_weights, self._moved = None, None
+        self.movable_weights = None
+        if self._moved is not None:
+            self._moved = None
+            release_pinned_memory()
         components, self._components = self._components, []
         runner, self._runner = self._runner, None
         try:

@@ -179,7 +179,8 @@ class DecodeGraphs:
         except Exception as error:  # without recorded steps, all goes on
             self._has_failed = True
             _log.warning(
-                "decode steps of %d sequences cannot be recorded, nor will others be: %s",
+                "decode steps of %d sequences cannot be recorded, nor will others be: %s; with "
+                "executor.enforce_eager = true, a restarted engine does not try",
                 size,
                 describe(error),
             )

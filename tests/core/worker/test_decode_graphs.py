@@ -374,7 +374,8 @@ class TestAhead:
         (line,) = [r.message for r in caplog.records if "cannot be recorded" in r.message]
         assert line == (
             "decode steps of 8 sequences cannot be recorded, nor will others be: RuntimeError: "
-            "CUDA error: out of memory"
+            "CUDA error: out of memory; with executor.enforce_eager = true, a restarted engine "
+            "does not try"
         )
 
 

@@ -192,10 +192,10 @@ class ModelRunner:
                 steps.clear()
 
     @torch.inference_mode()
-    def record_decode_step(self) -> bool:
-        """Record a decode step, of the next size; return whether more can be recorded now."""
+    def record_decode_step(self) -> bool | None:
+        """Record a decode step, of the next size; return as `DecodeGraphs.record_ahead`."""
         if self.graphs is None:
-            return False
+            return None
         return self._calls.run("forward", self.graphs.record_ahead)
 
     @property

@@ -444,10 +444,10 @@ class LocalWorker:
         self._use_device()
         self.runner.run_dummy()
 
-    def record_decode_step(self) -> bool:
-        """Record a decode step ahead, of the next size; return whether more can be recorded now."""
+    def record_decode_step(self) -> bool | None:
+        """Record a decode step ahead, of the next size; return as `DecodeGraphs.record_ahead`."""
         if self._runner is None:
-            return False
+            return None
         self._use_device()
         return self._runner.record_decode_step()
 

@@ -147,13 +147,20 @@ class DecodeGraphs:
             return hidden
         return self._checked(graph, hidden)
 
-    def record_ahead(self) -> bool:
-        """Record the largest size that is missing; return whether more are."""
-        missing = [size for size in self.sizes if size not in self._graphs]
-        if not missing or not self.can_record:
-            return False
-        self._record(missing[-1])
-        return len(missing) > 1 and self.can_record
+    def record_ahead(self) -> bool | None:
+        """Record the largest size that is missing.
+
+        Returns:
+            Whether more can be recorded now; None if none will be until `start`.
+        """
+        if self.can_record and (missing := self._missing()):
+            self._record(missing[-1])
+        if self._has_failed or self._is_full or not self._missing():
+            return None
+        return self.can_record
+
+    def _missing(self) -> list[int]:
+        return [size for size in self.sizes if size not in self._graphs]
 
     def _record(self, size: int) -> _Graph | None:
         """Record a size, of padding alone; return None if that is not possible."""

@@ -308,7 +308,10 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
     softcaps: ClassVar[bool] = False
     """Whether `attend` computes `KVSpec.softcap`; otherwise models that have it are refused."""
     rotates: ClassVar[bool] = False
-    """Whether it has `rotate_and_attend`; otherwise `Ops.rotate` runs before `attend`."""
+    """Whether it has `rotate_and_attend`; otherwise `Ops.rotate` runs before `attend`.
+
+    With it, the `rotate` of operations is not called for attention, not even a plugin's own.
+    """
     pads: ClassVar[bool] = False
     """Whether it is `replayable` in steps of the sizes of `Ops.record_sizes`, and not in others."""
 

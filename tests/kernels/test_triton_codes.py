@@ -14,7 +14,7 @@ from support.searching import searches_long
 pytest.importorskip("triton")
 
 from hardpoint.builtin_plugins.ops.triton import TritonOps
-from hardpoint.kernels.triton import code_tiles, launch, packed_codes
+from hardpoint.kernels.triton import code_experts, code_tiles, launch, packed_codes
 from hardpoint.kernels.triton import codes as kernels
 from hardpoint.kernels.twins import AffineCodes, dequantize, linear_codes
 from hardpoint.plugins import OpsContext, quantization
@@ -339,3 +339,30 @@ def test_experts_of_different_forms_are_multiplied_one_by_one():
     weights = torch.rand(2, 2, generator=generator).to(DEVICE)
     got, expected = (ops.experts(*side, (16, 16))(x, chosen, weights) for side in (packed, dense))
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+def test_results_of_experts_lie_at_aligned_addresses(monkeypatch):
+    """Where columns are computed in parts."""
+    ops = TritonOps(OpsContext(name="triton", options=None, device=DEVICE, dtype=FLOAT))
+    generator, hidden, pairs, widths = torch.Generator().manual_seed(3), 1100, 2, []
+    packed = (
+        [ops.pack_codes([FORMS[2].draw(*size, generator)])] * 2
+        for size in ((32, hidden), (hidden, 16))
+    )
+    run = ops.experts(*packed, (hidden, 16))
+    x = torch.randn(pairs, hidden, generator=generator).to(DEVICE)
+    arguments = (
+        x,
+        torch.zeros(pairs, 1, dtype=torch.int64, device=DEVICE),
+        torch.ones_like(x[:, :1]),
+    )
+    expected = run(*arguments)
+    monkeypatch.setattr(code_experts, "_BUFFER", 4 * pairs * 1030)
+    add_up = code_experts.sum_pairs
+    monkeypatch.setattr(
+        code_experts,
+        "sum_pairs",
+        lambda *given: (widths.append(given[0].stride(0)), add_up(*given)),
+    )
+    assert torch.equal(run(*arguments), expected)
+    assert widths == [1024, 76]
+
+

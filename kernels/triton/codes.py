@@ -387,11 +387,11 @@ VARIANTS = (
     *(
         _product(blocks, (4096, 4096), n, torch.bfloat16)
         for blocks in _BLOCKS
-        for n in (1, 16, 512)
+        for n in (1, 16, 64, 128, 512)
     ),
     *(_product(blocks, (14336, 4096), 1, torch.bfloat16) for blocks in _BLOCKS),
     _product("Q4_K", (14336, 4096), 16, torch.bfloat16),
-    *(_product("int4", (4096, 4096), n, torch.float32) for n in (1, 16, 512)),
+    *(_product("int4", (4096, 4096), n, torch.float32) for n in (1, 16, 64, 512)),
     *(_gathered(blocks) for blocks in ("Q4_K", "Q6_K")),
     _SUMMED,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import mmap
 
 import pytest
@@ -154,12 +155,24 @@ def test_columns_are_divided_among_programs(monkeypatch):
     part = drawn(FORMS[0], 5, 600)
     assert code_tiles.splits_of(SMALL, 5, -(-600 // (2 * 32))) == 2
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(3, 600, generator=generator)
+    x = torch.randn(19, 600, generator=generator)
     for bias in (None, torch.randn(5, generator=generator)):
         check_product([part], x, bias, FLOAT)
 
 
-SMALL = code_tiles.Tile(16, 32, 2, 4, 1)
+SMALL = code_tiles.Tile(16, 32, 2, 4, 1, 512)
+
+
+def test_few_rows_keep_a_gpu_busy(monkeypatch):
+    """Whose multiprocessors are 108 to 304; what is added up stays small."""
+    monkeypatch.setattr(code_tiles, "is_interpreted", lambda: False)
+    for dtype, rows in itertools.product((BF16, FLOAT), (2, 16, 17, 64, 65, 128, 129, 4096)):
+        for count in (1024, 4096, 14336, 128256):
+            tile = code_tiles.product_tile(rows, count, dtype)
+            splits = code_tiles.splits_of(tile, count, 4096 // 64 // tile.lines)
+            programs = -(-rows // tile.x_rows) * -(-count // tile.rows) * splits
+            assert programs >= 128 or rows > 128, (dtype, rows, count)
+            assert splits == 1 or splits * rows * count * 4 <= 1 << 23, (dtype, rows, count)
 
 
 @pytest.mark.parametrize("tile", [SMALL, code_tiles.Tile(1, 16, 2, 4, 1)], ids=["many", "one"])
@@ -327,18 +340,6 @@ def test_experts_of_codes(kinds, rows, per_row, dtype, is_stacked, seed):
     assert ((y.float() - expected).abs() <= ROUNDING[dtype] * (scale + 1e-3)).all()
 
 
-def test_experts_of_different_forms_are_multiplied_one_by_one():
-    generator = torch.Generator().manual_seed(4)
-    ops = TritonOps(OpsContext(name="triton", options=None, device=DEVICE, dtype=FLOAT))
-    gate_up = [kind.draw(32, 16, generator) for kind in FORMS[:2]]
-    down = [kind.draw(16, 16, generator) for kind in FORMS[:2]]
-    packed = ([ops.pack_codes([one]) for one in side] for side in (gate_up, down))
-    dense = ([ops.pack(one.dequantize().to(DEVICE)) for one in side] for side in (gate_up, down))
-    x = torch.randn(2, 16, generator=generator).to(DEVICE)
-    chosen = torch.tensor([[0, 1], [1, 0]], device=DEVICE)
-    weights = torch.rand(2, 2, generator=generator).to(DEVICE)
-    got, expected = (ops.experts(*side, (16, 16))(x, chosen, weights) for side in (packed, dense))
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 def test_results_of_experts_lie_at_aligned_addresses(monkeypatch):
     """Where columns are computed in parts."""
     ops = TritonOps(OpsContext(name="triton", options=None, device=DEVICE, dtype=FLOAT))
@@ -366,3 +367,15 @@ def test_results_of_experts_lie_at_aligned_addresses(monkeypatch):
     assert widths == [1024, 76]
 
 
+def test_experts_of_different_forms_are_multiplied_one_by_one():
+    generator = torch.Generator().manual_seed(4)
+    ops = TritonOps(OpsContext(name="triton", options=None, device=DEVICE, dtype=FLOAT))
+    gate_up = [kind.draw(32, 16, generator) for kind in FORMS[:2]]
+    down = [kind.draw(16, 16, generator) for kind in FORMS[:2]]
+    packed = ([ops.pack_codes([one]) for one in side] for side in (gate_up, down))
+    dense = ([ops.pack(one.dequantize().to(DEVICE)) for one in side] for side in (gate_up, down))
+    x = torch.randn(2, 16, generator=generator).to(DEVICE)
+    chosen = torch.tensor([[0, 1], [1, 0]], device=DEVICE)
+    weights = torch.rand(2, 2, generator=generator).to(DEVICE)
+    got, expected = (ops.experts(*side, (16, 16))(x, chosen, weights) for side in (packed, dense))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))

@@ -5,9 +5,9 @@
     y = x @ W.T + bias
     table[ids] = W[ids]
 
-A single row of x is multiplied in float32, without rounding W. For more rows, tiles of W are
-rounded to the dtype of x, for tensor cores, which sum in float32. If there are few tiles, their
-columns are divided among programs.
+W is rounded to the dtype of x, as tensor cores take it; sums are float32. A single row of x is
+multiplied without them, with the same W, so that only the order of its sums is another than among
+other rows. If there are few tiles, their columns are divided among programs.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _one_row(
             weight = values_of(low, high, values, piece, BITS, HAS_VALUES) * scale
             if OFFSETS > 0:
                 weight += offset
-            total += weight * part
+            total += rounded(weight, x.dtype.element_ty).to(tl.float32) * part
     result = tl.sum(tl.sum(total, 2), 1)
     if HAS_BIAS:
         result += tl.load(bias + n, mask=n_inside, other=0).to(tl.float32)

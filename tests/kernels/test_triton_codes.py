@@ -175,6 +175,15 @@ def test_few_rows_keep_a_gpu_busy(monkeypatch):
             assert splits == 1 or splits * rows * count * 4 <= 1 << 23, (dtype, rows, count)
 
 
+@pytest.mark.parametrize("kind", FORMS, ids=lambda kind: kind.name)
+def test_a_row_is_multiplied_with_the_same_matrix_alone_and_among_others(kind):
+    """Of whose numbers these rows read one each; only the order of sums may be another."""
+    packed = kernels.pack([drawn(kind, 37, 100)], DEVICE)
+    multiply = kernels.linear_codes(packed, (37, 100), None, FLOAT)
+    rows = torch.eye(100, device=DEVICE, dtype=BF16)[[0, 41, 99]]
+    assert torch.equal(torch.cat([multiply(row[None]) for row in rows]), multiply(rows))
+
+
 @pytest.mark.parametrize("tile", [SMALL, code_tiles.Tile(1, 16, 2, 4, 1)], ids=["many", "one"])
 @pytest.mark.parametrize("kind", [FORMS[5], FORMS[8]], ids=lambda kind: kind.name)
 def test_small_tiles_give_the_same(monkeypatch, kind, tile):

@@ -90,7 +90,7 @@ def _one_row(
     tl.store(y + n, rounded(result, y.dtype.element_ty), mask=n_inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["x_rows", "split_stride"])
 def _many_rows(
     x,
     codes,
@@ -139,7 +139,7 @@ def _many_rows(
     tl.store(y_at, rounded(total, y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["x_rows"])
 def _sum_splits(
     sums,
     bias,
@@ -362,8 +362,8 @@ def _product(blocks: str, shape: tuple[int, int], x_rows: int, dtype: torch.dtyp
         lines = shape[1] // (32 if form.bits == 8 else 64)
         if splits_of(tile, shape[0], lines // tile.lines) > 1:
             types["y"] = "*fp32"
-        numbers = ("x_stride", "y_stride", "split_stride", "x_rows", "split_lines")
-        types |= dict.fromkeys(numbers, "i32:16")
+        types |= dict.fromkeys(("x_stride", "y_stride", "split_lines"), "i32:16")
+        types |= dict.fromkeys(("split_stride", "x_rows"), "i32")
         constants |= {"BLOCK_M": tile.x_rows}
     name = f"{name}, {blocks}, {_TYPES[dtype]}, {x_rows} x {shape[0]}x{shape[1]}"
     return Variant(name, kernel, types, constants, tile.warps, tile.stages)
@@ -380,7 +380,8 @@ _SUMMED = Variant(
     "sum_splits, bf16, of 4",
     _sum_splits,
     {"sums": "*fp32", "bias": "*bf16", "y": "*bf16"}
-    | dict.fromkeys(("y_stride", "x_rows", "rows"), "i32:16"),
+    | dict.fromkeys(("y_stride", "rows"), "i32:16")
+    | {"x_rows": "i32"},
     {"SPLITS": 4, "HAS_BIAS": False, "BLOCK": 256},
 )
 VARIANTS = (

@@ -309,7 +309,7 @@ def _keep_tokens_kernel(
     tl.store(logits_ptr + row * row_stride + token, -float("inf"), (token < vocab) & is_masked)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _put_kernel(
     logits_ptr, row_stride, vocab, places_ptr, values_ptr, count, TAKE: tl.constexpr,
     ADD: tl.constexpr, BLOCK: tl.constexpr,

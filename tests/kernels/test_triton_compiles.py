@@ -39,7 +39,7 @@ def numbers_of(kernel: Any, arguments: tuple[Any, ...]) -> dict[str, str]:
 def launches(monkeypatch):
     """Collects how kernels would be compiled, and runs none: name, constants, kinds of numbers."""
     found = []
-    kind = type(logits_kernels._put_kernel)
+    kind = type(logits_kernels.VARIANTS[0].kernel)
 
     def recorded(self, *args, **kwargs):
         constants = {k: v for k, v in kwargs.items() if k not in ("grid", "warmup")}

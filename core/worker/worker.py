@@ -17,6 +17,7 @@ from hardpoint.core.worker.sampling.observed_states import ObservedStates
 from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
 from hardpoint.core.worker.sampling.processor_runner import ProcessorRunner
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
+from hardpoint.core.worker.sampling.warm_up import warm_up
 from hardpoint.plugins import (
     ConfigError,
     GrammarBitmask,
@@ -157,6 +158,8 @@ class LocalWorker:
                 self._load_weights(spec, ranks, share)
         with torch.inference_mode():
             checked.run_trial(min(_TRIAL_TOKENS, spec.max_model_len), _TRIAL_TOKENS)
+            if stage is not None and spec.device.type == "cuda":
+                warm_up(ops, spec.model_config.vocab_size, spec.device)
         self._kv_variant = checked.kv_variant
         self.movable_weights = model.packed_weights() if spec.device.type == "cuda" else None
         self._components = [backend, model, ops]

@@ -27,6 +27,7 @@ __all__ = ["VARIANTS", "code_experts"]
 
 _DTYPES = {1: tl.float16, 2: tl.float32, 3: tl.int8, 4: tl.uint8}  # by the numbers of `Form`
 _BUFFER = 1 << 28  # bytes of results of pairs, beyond which columns are computed in parts
+_SUMMED = 1024  # columns are computed in multiples of it, so that rows of results are aligned
 
 
 @triton.jit
@@ -120,7 +121,7 @@ def code_experts(
         inner = torch.empty((pairs, 2 * width), dtype=x.dtype, device=x.device)
         entering.multiply(x, inner, tiles, tile, chosen.shape[1], 0)
         inner = silu_and_mul(inner)
-        step = max(_BUFFER // (4 * pairs), 256)
+        step = max(_BUFFER // (4 * pairs) // _SUMMED, 1) * _SUMMED
         for start in range(0, hidden, step):
             part = y[:, start : start + step]
             size = (pairs, part.shape[1])

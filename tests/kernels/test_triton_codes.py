@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.moving import move_memory
 from support.searching import searches_long
 
 pytest.importorskip("triton")
@@ -388,3 +389,17 @@ def test_experts_of_different_forms_are_multiplied_one_by_one():
     weights = torch.rand(2, 2, generator=generator).to(DEVICE)
     got, expected = (ops.experts(*side, (16, 16))(x, chosen, weights) for side in (packed, dense))
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_experts_of_codes_whose_memory_moved():
+    generator = torch.Generator().manual_seed(4)
+    ops = TritonOps(OpsContext(name="triton", options=None, device=DEVICE, dtype=FLOAT))
+    gate_up = [ops.pack_codes([FORMS[0].draw(32, 16, generator)]).clone() for _ in range(2)]
+    down = [ops.pack_codes([FORMS[0].draw(16, 16, generator)]).clone() for _ in range(2)]
+    run = ops.experts(gate_up, down, (16, 16))
+    x = torch.randn(2, 16, generator=generator).to(DEVICE)
+    chosen = torch.tensor([[0, 1], [1, 0]], device=DEVICE)
+    weights = torch.rand(2, 2, generator=generator).to(DEVICE)
+    expected = run(x, chosen, weights)
+    move_memory([*gate_up, *down])
+    assert torch.equal(run(x, chosen, weights), expected)

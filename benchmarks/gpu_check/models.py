@@ -72,6 +72,17 @@ _TINY: dict[str, Any] = {
 }
 
 
+_MIXTURE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
 @dataclass(frozen=True)
 class Sizes:
     """How much is done.
@@ -92,6 +103,7 @@ class Sizes:
         small_pool: configuration in which requests of the demo model have to give way.
         graph_tokens: of each prompt, with CUDA graphs and without.
         running: fields of the model that runs on with them; None is the demo model.
+        mixture: fields of config.json of a mixture of experts.
         running_lengths: of its prompts, in tokens.
         sleep_blocks: of the KV cache of the engine that sleeps.
         steps_before: that run before the host's waits of one are counted.
@@ -118,6 +130,7 @@ class Sizes:
     small_pool: Mapping[str, Any]
     graph_tokens: int
     running: Mapping[str, Any] | None
+    mixture: Mapping[str, Any]
     running_lengths: Sequence[int]
     sleep_blocks: int
     steps_before: int
@@ -149,6 +162,7 @@ REAL = Sizes(
     },
     graph_tokens=40,
     running=None,
+    mixture={**QWEN3_06B, **_MIXTURE, "num_hidden_layers": 4, "moe_intermediate_size": 768},
     running_lengths=(3, 8, 48, 9, 17, 2, 33, 64, 5, 6, 7),
     sleep_blocks=2000,
     steps_before=30,
@@ -180,6 +194,7 @@ DRY = Sizes(
     },
     graph_tokens=9,
     running={**LLAMA_8B, **_TINY},
+    mixture={**QWEN3_06B, **_TINY, **_MIXTURE, "moe_intermediate_size": 32},
     running_lengths=(3, 5, 9),
     sleep_blocks=50,
     steps_before=2,
@@ -205,8 +220,15 @@ def running_model(sizes: Sizes) -> Iterator[str | Path]:
     if sizes.running is None:
         yield SMOLLM2
         return
+    with random_model(sizes.running) as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def random_model(fields: Mapping[str, Any]) -> Iterator[Path]:
+    """Give the folder of a model with random weights."""
     with tempfile.TemporaryDirectory() as folder:
-        yield write_model(Path(folder), sizes.running)
+        yield write_model(Path(folder), fields)
 
 
 @contextlib.contextmanager

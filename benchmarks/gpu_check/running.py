@@ -13,7 +13,7 @@ from hardpoint import LLM, SamplingParams
 from .comparing import compare_greedy, continued, random_prompts
 from .counted_ops import Counts, counted
 from .device import Device
-from .models import SMALLEST_VOCABULARY, Sizes, engine, running_model
+from .models import SMALLEST_VOCABULARY, Sizes, engine, random_model, running_model
 from .recorder import Check, Recorder
 
 _RETURNED, _GROWN = 0.8, 0.1  # of the memory that an engine takes, by level 2 and wake-up
@@ -102,34 +102,46 @@ def _count_syncs(
 
 def check_sleep(recorder: Recorder, device: Device, sizes: Sizes) -> None:
     """Check that sleep gives memory back, and that the same tokens follow."""
+    for name, opened in (
+        ("a dense model", running_model(sizes)),
+        ("a mixture of experts", random_model(sizes.mixture)),
+    ):
+        with (
+            recorder.check(f"sleep of {name}, and the same tokens after") as check,
+            opened as model,
+        ):
+            check.fake("the free memory of the device")
+            _check_sleep(model, device, sizes, check)
+
+
+def _check_sleep(model: str | Path, device: Device, sizes: Sizes, check: Check) -> None:
+    """Let an engine sleep at each level, and compare its tokens and the free memory."""
     prompts = random_prompts(sizes.running_lengths, SMALLEST_VOCABULARY)
     config: dict[str, Any] = {"max_model_len": 128, "kv_cache": {"num_blocks": sizes.sleep_blocks}}
-    with recorder.check("sleep levels 0 and 2, and the same tokens after") as check:
-        check.fake("the free memory of the device")
-        torch.ones(64, 64, device=device.name).mm(torch.ones(64, 64, device=device.name))
-        before = device.free_bytes()
-        with running_model(sizes) as model, engine(model, device, dtype="float32", **config) as llm:
-            references = continued(llm, prompts, [sizes.new_tokens] * len(prompts))
-            awake = device.free_bytes()
-            llm.sleep(0)
+    torch.ones(64, 64, device=device.name).mm(torch.ones(64, 64, device=device.name))
+    before = device.free_bytes()
+    with engine(model, device, dtype="float32", **config) as llm:
+        references = continued(llm, prompts, [sizes.new_tokens] * len(prompts))
+        awake = device.free_bytes()
+        held = before - awake
+        for level in (0, 1, 2):
+            llm.sleep(level)
+            returned = device.free_bytes() - awake
             llm.wake_up()
             compare_greedy(llm, references, check)
-            llm.sleep(2)
-            held, returned = before - awake, device.free_bytes() - awake
-            llm.wake_up()
-            compare_greedy(llm, references, check)
-            grown = awake - device.free_bytes()
-        check.measured(
-            held_gib=held / 2**30, returned_gib=returned / 2**30, grown_gib=grown / 2**30
-        )
-        check.expect(
-            returned >= _RETURNED * held,
-            f"level 2 returned {returned / 2**30:.2f} GiB of {held / 2**30:.2f} GiB",
-        )
-        check.expect(
-            grown <= _GROWN * held,
-            f"{grown / 2**30:.2f} GiB less are free after sleep and wake-up than before",
-        )
+            if not level:
+                continue
+            check.measured(**{f"returned_by_level_{level}_gib": returned / 2**30})
+            check.expect(
+                returned >= _RETURNED * held,
+                f"level {level} returned {returned / 2**30:.2f} GiB of {held / 2**30:.2f} GiB",
+            )
+        grown = awake - device.free_bytes()
+    check.measured(held_gib=held / 2**30, grown_gib=grown / 2**30)
+    check.expect(
+        grown <= _GROWN * held,
+        f"{grown / 2**30:.2f} GiB less are free after sleep and wake-up than before",
+    )
 
 
 def _limits(sizes: Sizes) -> dict[str, Any]:

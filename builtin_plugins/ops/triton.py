@@ -17,6 +17,9 @@ from .torch import TorchOps
 class TritonOps(TorchOps):
     """Operations in Triton; products of numbers are those of torch's libraries.
 
+    Products multiply the same numbers for any number of rows, but may add them up in another order,
+    by which a row's result differs in its last bits; nothing else depends on the other rows.
+
     There is no `layout`: a GPU packs as fast as files are read, and numbers are packed as they are,
     so that the weight cache would hold a second copy of the files.
     """

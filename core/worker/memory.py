@@ -342,7 +342,7 @@ class MovedWeights:
         """
         storages = {s.data_ptr(): s for s in (t.untyped_storage() for t in tensors) if s.nbytes()}
         try:
-            self._held = [(storage, _copied(_bytes(storage))) for storage in storages.values()]
+            self._held = [(storage, host_copy(_bytes(storage))) for storage in storages.values()]
         except (RuntimeError, MemoryError):
             release_pinned_memory()
             raise
@@ -368,7 +368,7 @@ def release_pinned_memory() -> None:
     """Return pinned memory that is no longer used to the system, where torch can."""
     # Its cache keeps it otherwise, and has rounded each size up to a power of two.
     release = getattr(torch._C, "_host_emptyCache", None)  # without a public name
-    if release is not None and torch.cuda.is_initialized():
+    if release is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         with contextlib.suppress(RuntimeError):
             release()
 
@@ -378,7 +378,7 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _copied(memory: torch.Tensor) -> torch.Tensor:
+def host_copy(memory: torch.Tensor) -> torch.Tensor:
     """Return a copy in CPU memory, which is pinned where that is possible: it is copied faster."""
     pinned = None
     if memory.device.type == "cuda":

@@ -17,6 +17,7 @@ from hardpoint.core.worker.sampling.observed_states import ObservedStates
 from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
 from hardpoint.core.worker.sampling.processor_runner import ProcessorRunner
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
+from hardpoint.core.worker.sampling.warm_up import warm_up
 from hardpoint.plugins import (
     ConfigError,
     GrammarBitmask,
@@ -66,7 +67,7 @@ from .planning.worker_spec import WorkerSpec
 from .profiling import Profiling
 from .rank_store import served_store
 from .ranks import Ranks
-from .recording.choice import choose_recording
+from .recording.choice import Recording, choose_recording
 from .recording.decode_graphs import graph_reserve
 from .recording.decode_inputs import DecodeShape
 from .recording.padded_trial import PaddedTrial
@@ -160,24 +161,14 @@ class LocalWorker:
                 self._load_weights(spec, ranks, share)
         with torch.inference_mode():
             checked.run_trial(min(_TRIAL_TOKENS, spec.max_model_len), _TRIAL_TOKENS)
+            if stage is not None and spec.device.type == "cuda":
+                warm_up(ops, spec.model_config.vocab_size, spec.device)
         self._kv_variant = checked.kv_variant
         self.movable_weights = model.packed_weights() if spec.device.type == "cuda" else None
         self._components = [backend, model, ops]
         if stage is not None:
             processors = [runner.processor for runner in stage.pipeline.runners]
             self._components = [*processors, stage.sampler, *self._components]
-        recording = choose_recording(
-            checked,
-            ops,
-            spec.plugins.one("ops").source,
-            attention,
-            spec.device,
-            are_many=ranks.are_many,
-            max_num_seqs=spec.config.scheduler.max_num_seqs,
-            enforce_eager=spec.config.executor.enforce_eager,
-        )
-        if spec.rank == 0 and recording.description is not None:
-            _log.info("%s", recording.description)
         self._runner = ModelRunner(
             checked,
             PluginCalls(self._activity, "models", entry.source),
@@ -187,7 +178,7 @@ class LocalWorker:
             ranks,
             {entry.name: cls for entry, cls in spec.plugins.logits_processors()},
             spec.device,
-            recording,
+            self._recording(spec, checked, ops, attention),
         )
         ranks.wait_for_all()
         if (graphs := self._runner.graphs) is not None:
@@ -203,6 +194,24 @@ class LocalWorker:
         ):  # level 1 could not move them
             info = dataclasses.replace(info, sleep_levels=(2,))
         return dataclasses.replace(info, records_decode_steps=graphs is not None)
+
+    def _recording(
+        self, spec: WorkerSpec, model: CheckedModel, ops: Ops, attention: CheckedAttention
+    ) -> Recording:
+        """Return what repeats the steps of the model, and log what is recorded."""
+        recording = choose_recording(
+            model,
+            ops,
+            spec.plugins.one("ops").source,
+            attention,
+            spec.device,
+            are_many=self._ranks.are_many,
+            max_num_seqs=spec.config.scheduler.max_num_seqs,
+            enforce_eager=spec.config.executor.enforce_eager,
+        )
+        if spec.rank == 0 and recording.description is not None:
+            _log.info("%s", recording.description)
+        return recording
 
     def _meet(self, spec: WorkerSpec) -> None:
         """Meet the other ranks."""
@@ -595,7 +604,7 @@ class LocalWorker:
                 runner.connector.close()
         finally:
             if runner is not None:
-                runner.drop_cache()  # whoever else still refers to the runner
+                runner.drop_cache()  # others may still refer to the runner
             close_all(components)
 
     @property

@@ -37,7 +37,7 @@ _SPLIT_PROGRAMS = 256  # a sequence's, at most: splits * kv_heads
 STEP_PROGRAMS = 4096  # of all sequences, some waves of a GPU's processors
 MOST_SPLITS = (16, 128)  # of a sequence, least and most that are allowed by this
 _COMBINE_WARPS = 4
-_PACKED_HEADS = 64  # of one key head that are rows of a tile, at most
+LISTED = 128  # sequences at a time, of which a program finds a split: one for each thread
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class _Tiles:
     """Launch parameters.
 
     Attributes:
-        rows: query heads times queries of a tile; of single queries they depend on the heads.
+        rows: query heads times queries of a tile.
         keys: of a tile.
     """
 
@@ -64,7 +64,7 @@ _CHUNK_TILES = {
 }
 _SINGLE_TILES = {
     (2, 128): _Tiles(16, 64, 4, 3),
-    (2, 256): _Tiles(16, 32, 4, 3),
+    (2, 256): _Tiles(16, 32, 4, 2),
     (4, 64): _Tiles(16, 32, 4, 3),
     (4, 256): _Tiles(16, 16, 4, 3),
 }
@@ -263,30 +263,46 @@ def _splits(
     return first, size, (span + size - 1) // size
 
 
-@triton.jit(
-    do_not_specialize=["table_stride", "num_splits"],
-    do_not_specialize_on_alignment=["table", "lens"],
-)
-def singles_kernel(
-    q, cache, table, lens, out, split_sums, split_values, q_stride, table_stride, num_splits,
-    window, scale, cap,
+@triton.jit
+def find_split(
+    lens, place, num_seqs, window, LISTED: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """Return the sequence of a place in the list of all splits, and the number of the split in it.
+
+    The sequence is `num_seqs` where the list has ended.
+    """
+    before = 0  # splits of the sequences before
+    end = 0  # of those that were looked at
+    found = 0
+    for first in range(0, num_seqs, LISTED):
+        sequence = first + tl.arange(0, LISTED)
+        inside = sequence < num_seqs
+        length = tl.load(lens + sequence, mask=inside, other=0).to(tl.int32)
+        _, _, count = _splits(length, window, BLOCK_N, SPLIT_TOKENS, MAX_SPLITS, WINDOWED)
+        # Padding has one, which writes its zeros.
+        ends = end + tl.cumsum(tl.where(inside, tl.maximum(count, 1), 0), 0)
+        is_before = (ends <= place) & inside
+        found += tl.sum(is_before.to(tl.int32), 0)
+        before = tl.maximum(before, tl.max(tl.where(is_before, ends, 0), 0))
+        end = tl.max(ends, 0)
+    return found, place - before
+
+
+@triton.jit
+def _attend_split(
+    sequence, split, q, cache, table, lens, out, split_sums, split_values, q_stride, table_stride,
+    num_splits, window, scale, cap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, PACK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Attend for the only query of a sequence, query heads that share a key head, to some splits.
-
-    The programs of a sequence take turns: there may be more splits than programs, and a sequence
-    may have fewer splits than the step's longest one.
-    """
+    """Attend for the only query of a sequence to a split; program 1 says for which heads."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     PACKS: tl.constexpr = (GROUP + PACK - 1) // PACK
-    sequence = tl.program_id(0).to(tl.int64)
     length = tl.load(lens + sequence).to(tl.int32)
     start, size, count = _splits(length, window, BLOCK_N, SPLIT_TOKENS, MAX_SPLITS, WINDOWED)
-    if tl.program_id(2) >= tl.maximum(count, 1):
-        return
     row = tl.arange(0, BLOCK_M)
     packed = tl.program_id(1) % PACKS * PACK + row
     kv_head = (tl.program_id(1) // PACKS).to(tl.int64)
@@ -299,27 +315,61 @@ def singles_kernel(
     if WIDEN:
         queries = queries.to(tl.float32)
     lowest = tl.maximum(length - window, 0) if WINDOWED else 0
+    first = start + split * size
+    # Only what is loaded needs a mask: a split's keys are seen by all rows.
+    top, total, values = _attend_tiles(
+        queries, tl.full([BLOCK_M], -1e30, tl.float32), tl.zeros([BLOCK_M], tl.float32),
+        tl.zeros([BLOCK_M, BLOCK_D], tl.float32), cache + kv_head * BLOCK_SIZE * HEAD_SIZE,
+        table + sequence * table_stride, first, tl.minimum(first + size, length), lowest,
+        tl.full([BLOCK_M], 0, tl.int32) + length - 1, window, scale, cap,
+        KV_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, BLOCK_D, CAPPED, WINDOWED, WIDEN, True,
+    )  # fmt: skip
+    total = tl.where(total > 0.0, total, 1.0)
+    result = values / total[:, None]
     target = sequence * HEADS + head
-    for split in range(tl.program_id(2), tl.maximum(count, 1), tl.num_programs(2)):
-        first = start + split * size
-        # Only what is loaded needs a mask: a split's keys are seen by all rows.
-        top, total, values = _attend_tiles(
-            queries, tl.full([BLOCK_M], -1e30, tl.float32), tl.zeros([BLOCK_M], tl.float32),
-            tl.zeros([BLOCK_M, BLOCK_D], tl.float32), cache + kv_head * BLOCK_SIZE * HEAD_SIZE,
-            table + sequence * table_stride, first, tl.minimum(first + size, length), lowest,
-            tl.full([BLOCK_M], 0, tl.int32) + length - 1, window, scale, cap,
-            KV_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, BLOCK_D, CAPPED, WINDOWED, WIDEN, True,
+    if count <= 1:
+        out_at = out + target[:, None] * HEAD_SIZE + column[None, :]
+        tl.store(out_at, result.to(out.dtype.element_ty), mask=inside)
+    else:
+        part = target * num_splits + split
+        values_at = split_values + part[:, None] * HEAD_SIZE + column[None, :]
+        tl.store(split_sums + part, top + tl.log2(total), mask=is_row)
+        tl.store(values_at, result, mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "num_splits", "num_seqs"],
+    do_not_specialize_on_alignment=["table", "lens"],
+)
+def singles_kernel(
+    q, cache, table, lens, out, split_sums, split_values, q_stride, table_stride, num_splits,
+    num_seqs, window, scale, cap,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, PACK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, LISTED: tl.constexpr, SPLIT_TOKENS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Attend for sequences with one query, query heads that share a key head, to some splits.
+
+    Programs take turns in one list of the splits of all sequences, so that those of a long one are
+    shared by all programs, whatever the others need.
+    """
+    place = tl.program_id(0)
+    sequence, split = find_split(
+        lens, place, num_seqs, window, LISTED, BLOCK_N, SPLIT_TOKENS, MAX_SPLITS, WINDOWED
+    )
+    while sequence < num_seqs:
+        _attend_split(
+            sequence.to(tl.int64), split, q, cache, table, lens, out, split_sums, split_values,
+            q_stride, table_stride, num_splits, window, scale, cap,
+            HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, PACK, BLOCK_M, BLOCK_N, BLOCK_D,
+            SPLIT_TOKENS, MAX_SPLITS, CAPPED, WINDOWED, WIDEN,
         )  # fmt: skip
-        total = tl.where(total > 0.0, total, 1.0)
-        result = values / total[:, None]
-        if count <= 1:
-            out_at = out + target[:, None] * HEAD_SIZE + column[None, :]
-            tl.store(out_at, result.to(out.dtype.element_ty), mask=inside)
-        else:
-            part = target * num_splits + split
-            values_at = split_values + part[:, None] * HEAD_SIZE + column[None, :]
-            tl.store(split_sums + part, top + tl.log2(total), mask=is_row)
-            tl.store(values_at, result, mask=inside)
+        place += tl.num_programs(0)
+        # Found again: what is kept would take registers.
+        sequence, split = find_split(
+            lens, place, num_seqs, window, LISTED, BLOCK_N, SPLIT_TOKENS, MAX_SPLITS, WINDOWED
+        )
 
 
 @triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["lens"])
@@ -388,14 +438,9 @@ class _Layer:
         return max(power_of_2(self.head_size), 16)
 
     @property
-    def pack(self) -> int:
-        """Query heads that share a tile."""
-        return min(self.heads // self.kv_heads, _PACKED_HEADS)
-
-    @property
-    def packs(self) -> int:
-        """Tiles that all query heads need."""
-        return self.kv_heads * -(-self.heads // self.kv_heads // self.pack)
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.heads // self.kv_heads
 
     def _tiles(self, table: Mapping[tuple[int, int], _Tiles]) -> _Tiles:
         return next(
@@ -404,22 +449,24 @@ class _Layer:
             if itemsize == self.itemsize and self.head_size <= most
         )
 
+    def packs(self, tiles: _Tiles) -> int:
+        """Return the tiles that all query heads need."""
+        return self.kv_heads * -(-self.group // min(self.group, tiles.rows))
+
     def chunks(self) -> tuple[dict[str, Any], _Tiles]:
         """Return the constants of `chunks_kernel`, but for CAPPED and WINDOWED."""
         tiles = self._tiles(_CHUNK_TILES)
-        rows = max(tiles.rows, power_of_2(self.pack))
-        return self._attention(rows, tiles), tiles
+        return self._attention(tiles), tiles
 
     def singles(self) -> tuple[dict[str, Any], _Tiles]:
         """Return the constants of `singles_kernel`, but for CAPPED and WINDOWED."""
         tiles = self._tiles(_SINGLE_TILES)
-        rows = max(tiles.rows, power_of_2(self.pack))
-        return self._attention(rows, tiles) | self.splits(), tiles
+        return self._attention(tiles) | self.splits() | {"LISTED": LISTED}, tiles
 
-    def _attention(self, rows: int, tiles: _Tiles) -> dict[str, Any]:
+    def _attention(self, tiles: _Tiles) -> dict[str, Any]:
         return self.shape | {
-            "PACK": self.pack,
-            "BLOCK_M": rows,
+            "PACK": min(self.group, tiles.rows),
+            "BLOCK_M": tiles.rows,
             "BLOCK_N": tiles.keys,
             "BLOCK_D": self.block_d,
             "WIDEN": is_interpreted(),
@@ -428,7 +475,8 @@ class _Layer:
     def splits(self) -> dict[str, int]:
         """Return where sequences are split; the same whatever else is in a step."""
         least, most = MOST_SPLITS
-        allowed = power_of_2(_SPLIT_PROGRAMS // self.packs) if self.packs <= _SPLIT_PROGRAMS else 1
+        packs = self.packs(self._tiles(_SINGLE_TILES))
+        allowed = power_of_2(_SPLIT_PROGRAMS // packs) if packs <= _SPLIT_PROGRAMS else 1
         return {"SPLIT_TOKENS": LEAST_SPLIT, "MAX_SPLITS": min(max(allowed, least), most)}
 
     def combine(self) -> dict[str, Any]:
@@ -480,7 +528,7 @@ def attend(
         constants, tiles = layer.chunks()
         queries = constants["BLOCK_M"] // constants["PACK"]
         programs = (q.shape[0] - step.num_single) // queries + chunks
-        chunks_kernel[programs, layer.packs](
+        chunks_kernel[programs, layer.packs(tiles)](
             q, cache, step.block_table, step.starts, step.lens, out, q.stride(0),
             step.block_table.stride(0), step.num_single, chunks, *limits,
             **constants, **options, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
@@ -509,10 +557,11 @@ def _attend_singles(
     values = torch.empty(rows, layer.head_size, dtype=torch.float32, device=q.device)
     # A recorded step has the splits of the longest sequence that there may be, of which most have
     # no keys: a program takes several splits where programs are many.
-    programs = -(-STEP_PROGRAMS // (step.num_single * layer.packs))
-    singles_kernel[step.num_single, layer.packs, max(min(splits, programs), 1)](
+    packs = layer.packs(tiles)
+    programs = max(min(step.num_single * max(splits, 1), STEP_PROGRAMS // packs), 1)
+    singles_kernel[programs, packs](
         q, cache, step.block_table, step.lens, out, sums, values, q.stride(0),
-        step.block_table.stride(0), splits, *limits,
+        step.block_table.stride(0), splits, step.num_single, *limits,
         **constants, **options, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     if splits > 1:
@@ -559,5 +608,8 @@ VARIANTS = (
     *_variants("bf16", 32, 8, 128, ", window"),
     *_variants("bf16", 16, 8, 256, ", window, soft cap"),
     *_variants("bf16", 16, 8, 256),
+    *_variants("bf16", 64, 1, 256),  # of one key head, which has more query heads than a tile rows
+    *_variants("fp16", 16, 8, 256),
     *_variants("fp32", 32, 8, 128),
+    *_variants("fp32", 64, 1, 256),
 )

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .addresses import Addresses
 from .arithmetic import rounded
 from .code_tiles import Tile, code_constants, code_tensors, multiply_tile, product_tile
 from .experts import Tiles, list_tiles, sum_pairs
@@ -27,6 +28,7 @@ __all__ = ["VARIANTS", "code_experts"]
 
 _DTYPES = {1: tl.float16, 2: tl.float32, 3: tl.int8, 4: tl.uint8}  # by the numbers of `Form`
 _BUFFER = 1 << 28  # bytes of results of pairs, beyond which columns are computed in parts
+_SUMMED = 1024  # columns are computed in multiples of it, so that rows of results are aligned
 
 
 @triton.jit
@@ -120,7 +122,7 @@ def code_experts(
         inner = torch.empty((pairs, 2 * width), dtype=x.dtype, device=x.device)
         entering.multiply(x, inner, tiles, tile, chosen.shape[1], 0)
         inner = silu_and_mul(inner)
-        step = max(_BUFFER // (4 * pairs), 256)
+        step = max(_BUFFER // (4 * pairs) // _SUMMED, 1) * _SUMMED
         for start in range(0, hidden, step):
             part = y[:, start : start + step]
             size = (pairs, part.shape[1])
@@ -142,13 +144,10 @@ class _Parts:
 
     def __init__(self, experts: Sequence[Sequence[Part]], columns: int) -> None:
         self._columns = columns
-        self._experts = experts  # which own the memory
-        self._parts = []
-        for parts in zip(*experts, strict=True):
-            tensors = [code_tensors(part) for part in parts]
-            addresses = [[tensor.data_ptr() for tensor in part] for part in tensors]
-            device = parts[0].codes.device
-            self._parts.append((parts[0], torch.tensor(addresses, device=device)))
+        self._parts = [
+            (parts[0], Addresses([code_tensors(part) for part in parts]))
+            for parts in zip(*experts, strict=True)
+        ]
 
     def multiply(
         self,
@@ -169,7 +168,7 @@ class _Parts:
                 out = y[:, begin - start : end - start]
                 factors = tiles.order if weights is None else weights  # the first are not read
                 _multiply_kernel[(tiles.bound, triton.cdiv(end - begin, tile.rows))](
-                    x, addresses, tiles.order, tiles.table, factors, out,
+                    x, addresses.table(), tiles.order, tiles.table, factors, out,
                     x.stride(0), out.stride(0), per_row, begin - first, end - begin,
                     self._columns, form.group, part.codes.shape[1] // 16,
                     **_constants(form, tile, is_last=weights is not None),

@@ -31,6 +31,8 @@ class Tile(NamedTuple):
         rows: of W, for a program.
         lines: of words of a row of W, for a step of its loop.
         warps, stages: as for the launch.
+        programs: of one tile of x, that a GPU takes to be busy: if there are fewer tiles of W,
+            columns are divided. 1 never divides them.
     """
 
     x_rows: int
@@ -38,6 +40,7 @@ class Tile(NamedTuple):
     lines: int
     warps: int
     stages: int
+    programs: int = 1
 
 
 # For one row of x, by the least number of rows of W: few rows leave few programs to read it, which
@@ -48,15 +51,24 @@ _ONE_ROW = (
     (2048, Tile(1, 16, 8, 8, 2)),
     (0, Tile(1, 16, 16, 16, 2)),
 )
-# By the largest number of rows of x, in 2 bytes and in 4.
+# By the largest number of rows of x, in 2 bytes and in 4. The sums of a program whose columns are
+# divided are written and read once more: of more rows, these are more bytes next to those of codes.
 _ROWS = {
-    2: ((16, Tile(16, 32, 2, 4, 3)), (64, Tile(64, 64, 2, 4, 3)), (0, Tile(128, 64, 1, 8, 3))),
-    4: ((16, Tile(16, 32, 2, 4, 2)), (0, Tile(64, 64, 1, 8, 2))),
+    2: (
+        (16, Tile(16, 32, 2, 4, 3, 512)),
+        (64, Tile(64, 64, 2, 4, 3, 256)),
+        (128, Tile(128, 64, 1, 8, 3, 256)),
+        (0, Tile(128, 64, 1, 8, 3)),
+    ),
+    4: (
+        (16, Tile(16, 32, 2, 4, 2, 512)),
+        (128, Tile(64, 64, 1, 8, 2, 256)),
+        (0, Tile(64, 64, 1, 8, 2)),
+    ),
 }
 # The interpreter takes as long for a large step as for a small one.
-INTERPRETED = (Tile(1, 64, 8, 4, 1), Tile(16, 64, 8, 4, 1))
+INTERPRETED = (Tile(1, 64, 8, 4, 1), Tile(16, 64, 8, 4, 1, 512))
 GATHERED = Tile(1, 1, 16, 4, 1)
-_PROGRAMS = 512  # that keep a GPU's memory busy
 _LEAST_STEPS = 4  # of a program's loop, if columns are divided
 LINE = 16  # words
 
@@ -175,13 +187,12 @@ def product_tile(x_rows: int, rows: int, dtype: torch.dtype) -> Tile:
 
 
 def splits_of(tile: Tile, rows: int, steps: int) -> int:
-    """Return among how many programs the columns are divided, by nothing but W's shape.
+    """Return among how many programs the columns are divided, by the tile and W's shape alone.
 
-    A power of 2, so that few kernels are compiled.
+    A power of 2, so that few kernels are compiled. Their sums, float32 [splits, rows of x, rows],
+    take 8 MiB at most: a tile that divides columns is for no more rows of x than 128.
     """
-    if tile.x_rows > 16:
-        return 1
-    wanted = min(_PROGRAMS // -(-rows // tile.rows), steps // _LEAST_STEPS, 16)
+    wanted = min(tile.programs // -(-rows // tile.rows), steps // _LEAST_STEPS, 16)
     return 1 << (max(wanted, 1).bit_length() - 1)
 
 

@@ -5,9 +5,9 @@
     y = x @ W.T + bias
     table[ids] = W[ids]
 
-A single row of x is multiplied in float32, without rounding W. For more rows, tiles of W are
-rounded to the dtype of x, for tensor cores, which sum in float32. If there are few tiles, their
-columns are divided among programs.
+W is rounded to the dtype of x, as tensor cores take it; sums are float32. A single row of x is
+multiplied without them, with the same W, so that only the order of its sums is another than among
+other rows. If there are few tiles, their columns are divided among programs.
 """
 
 from __future__ import annotations
@@ -83,14 +83,14 @@ def _one_row(
             weight = values_of(low, high, values, piece, BITS, HAS_VALUES) * scale
             if OFFSETS > 0:
                 weight += offset
-            total += weight * part
+            total += rounded(weight, x.dtype.element_ty).to(tl.float32) * part
     result = tl.sum(tl.sum(total, 2), 1)
     if HAS_BIAS:
         result += tl.load(bias + n, mask=n_inside, other=0).to(tl.float32)
     tl.store(y + n, rounded(result, y.dtype.element_ty), mask=n_inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["x_rows", "split_stride"])
 def _many_rows(
     x,
     codes,
@@ -139,7 +139,7 @@ def _many_rows(
     tl.store(y_at, rounded(total, y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["x_rows"])
 def _sum_splits(
     sums,
     bias,
@@ -362,8 +362,8 @@ def _product(blocks: str, shape: tuple[int, int], x_rows: int, dtype: torch.dtyp
         lines = shape[1] // (32 if form.bits == 8 else 64)
         if splits_of(tile, shape[0], lines // tile.lines) > 1:
             types["y"] = "*fp32"
-        numbers = ("x_stride", "y_stride", "split_stride", "x_rows", "split_lines")
-        types |= dict.fromkeys(numbers, "i32:16")
+        types |= dict.fromkeys(("x_stride", "y_stride", "split_lines"), "i32:16")
+        types |= dict.fromkeys(("split_stride", "x_rows"), "i32")
         constants |= {"BLOCK_M": tile.x_rows}
     name = f"{name}, {blocks}, {_TYPES[dtype]}, {x_rows} x {shape[0]}x{shape[1]}"
     return Variant(name, kernel, types, constants, tile.warps, tile.stages)
@@ -380,18 +380,19 @@ _SUMMED = Variant(
     "sum_splits, bf16, of 4",
     _sum_splits,
     {"sums": "*fp32", "bias": "*bf16", "y": "*bf16"}
-    | dict.fromkeys(("y_stride", "x_rows", "rows"), "i32:16"),
+    | dict.fromkeys(("y_stride", "rows"), "i32:16")
+    | {"x_rows": "i32"},
     {"SPLITS": 4, "HAS_BIAS": False, "BLOCK": 256},
 )
 VARIANTS = (
     *(
         _product(blocks, (4096, 4096), n, torch.bfloat16)
         for blocks in _BLOCKS
-        for n in (1, 16, 512)
+        for n in (1, 16, 64, 128, 512)
     ),
     *(_product(blocks, (14336, 4096), 1, torch.bfloat16) for blocks in _BLOCKS),
     _product("Q4_K", (14336, 4096), 16, torch.bfloat16),
-    *(_product("int4", (4096, 4096), n, torch.float32) for n in (1, 16, 512)),
+    *(_product("int4", (4096, 4096), n, torch.float32) for n in (1, 16, 64, 512)),
     *(_gathered(blocks) for blocks in ("Q4_K", "Q6_K")),
     _SUMMED,
 )

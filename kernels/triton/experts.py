@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .addresses import Addresses
 from .arithmetic import multiply_add, rounded
 from .launch import Variant, power_of_2
 from .layers import silu_times
@@ -287,18 +288,16 @@ class Experts:
         """
         self._shape = shape
         # The kernels read whole vectors of 16 bytes at the addresses.
-        sides = [[_aligned(matrix) for matrix in side] for side in (gate_up, down)]
-        self._matrices = sides
         self._gate_up, self._down = (
-            torch.tensor([matrix.data_ptr() for matrix in side], device=side[0].device)
-            for side in sides
+            Addresses([[_aligned(matrix)] for matrix in side]) for side in (gate_up, down)
         )
+        self._count = len(gate_up)
 
     def __call__(
         self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """Return the sums, as x."""
-        rows, (hidden, width), experts = len(x), self._shape, len(self._gate_up)
+        rows, (hidden, width), experts = len(x), self._shape, self._count
         y = torch.empty((rows, hidden), dtype=x.dtype, device=x.device)
         if not rows:
             return y
@@ -309,9 +308,10 @@ class Experts:
         inner = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
         count = triton.cdiv(width, tile["COLUMNS"])
         _enter_kernel[(tiles.bound * count,)](
-            x, self._gate_up, tiles.order, tiles.table, inner, tiles.bound, count,
+            x, self._gate_up.table(), tiles.order, tiles.table, inner, tiles.bound, count,
             chosen.shape[1], hidden, width, x.stride(0), **tile,
         )  # fmt: skip
+        down = self._down.table()
         step = max(_BUFFER // (4 * pairs) // _SUMMED, 1) * _SUMMED
         for start in range(0, hidden, step):
             part = y[:, start : start + step]
@@ -319,7 +319,7 @@ class Experts:
             results = torch.empty((pairs, columns), dtype=torch.float32, device=x.device)
             count = triton.cdiv(columns, tile["COLUMNS"])
             _leave_kernel[(tiles.bound * count,)](
-                inner, self._down, tiles.order, tiles.table, weights, results, tiles.bound, count,
+                inner, down, tiles.order, tiles.table, weights, results, tiles.bound, count,
                 start, columns, width, **tile,
             )  # fmt: skip
             sum_pairs(results, chosen, experts, part)

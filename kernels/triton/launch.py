@@ -47,7 +47,7 @@ def is_interpreted() -> bool:
 
 
 def check_device(device: torch.device) -> None:
-    """Check that kernels can run on tensors of a device.
+    """Check that kernels can run on tensors of a device; on a GPU, load Triton's driver.
 
     Raises:
         KernelsUnavailableError: they cannot.
@@ -60,6 +60,14 @@ def check_device(device: torch.device) -> None:
         raise KernelsUnavailableError(message)
     if device.type not in ("cpu", "cuda"):
         raise KernelsUnavailableError(f"they run on cuda, and the device is {device}")
+    if device.type == "cuda":
+        try:
+            triton.runtime.driver.active.get_current_target()
+        except Exception as cause:  # a compiler fails in many ways
+            raise KernelsUnavailableError(
+                "Triton cannot load its driver for the GPU, for which it needs a C compiler and "
+                f"Python's headers (Python.h): {type(cause).__name__}: {cause}"
+            ) from cause
 
 
 def power_of_2(count: int) -> int:

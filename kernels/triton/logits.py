@@ -206,23 +206,27 @@ def _is_on(best, setting, vocab, WEIGHTED: tl.constexpr):
 
 @triton.jit
 def _found(
-    sums_ptr, found_ptr, goals_ptr, setting, row, parts, first,
-    PASS: tl.constexpr, WEIGHTED: tl.constexpr, DIGIT: tl.constexpr, PARTS: tl.constexpr,
+    sums_ptr, found_ptr, goals_ptr, setting, row, parts, first, number,
+    KIND: tl.constexpr, WEIGHTED: tl.constexpr, DIGIT: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Return the threshold's bits that the passes before this one have found, in 0..2**32 - 1.
 
     Those of the last pass are kept for the next one by one program of the row, the first.
+
+    Args:
+        number: of this pass.
+        KIND: 0 or 1 for the first and the second pass, 2 for later ones.
     """
-    if PASS == 0:
+    if KIND == 0:
         return tl.zeros([], tl.int64)
     part, digit = tl.arange(0, PARTS)[:, None], tl.arange(0, 1 << DIGIT)
     rows = tl.num_programs(0)
-    sums_ptr += ((PASS - 1) * rows + row) * parts << DIGIT
+    sums_ptr += ((number - 1) * rows + row) * parts << DIGIT
     sums = tl.load(sums_ptr + (part << DIGIT) + digit[None, :], part < parts, other=0)
     reached = tl.sum(sums, 0)
     goal = setting
     if WEIGHTED:
-        if PASS == 1:
+        if KIND == 1:
             total = tl.max(reached, 0)  # that of digit 0
             share = (setting.to(tl.float64) - 1e-6) * total.to(tl.float64)
             goal = tl.maximum(share.to(tl.int64), 1)
@@ -232,18 +236,18 @@ def _found(
             goal = tl.load(goals_ptr + row)
     # They descend; that of digit 0 is all that is at or above the bits found before.
     last = tl.sum((reached >= goal).to(tl.int64), 0) - 1
-    found = last << (32 - PASS * DIGIT)
-    if PASS > 1:
-        found += tl.load(found_ptr + (PASS - 2) * rows + row)
+    found = last << (32 - number * DIGIT)
+    if KIND > 1:
+        found += tl.load(found_ptr + (number - 2) * rows + row)
     if first:
-        tl.store(found_ptr + (PASS - 1) * rows + row, found)
+        tl.store(found_ptr + (number - 1) * rows + row, found)
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["number"])
 def _select_kernel(
-    logits_ptr, row_stride, vocab, best_ptr, settings_ptr, sums_ptr, found_ptr, goals_ptr,
-    PASS: tl.constexpr, WEIGHTED: tl.constexpr, DIGIT: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, row_stride, vocab, best_ptr, settings_ptr, sums_ptr, found_ptr, goals_ptr, number,
+    KIND: tl.constexpr, WEIGHTED: tl.constexpr, DIGIT: tl.constexpr, BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
     """Write what is at or above the thresholds with each of the values of the next bits.
@@ -257,7 +261,7 @@ def _select_kernel(
     if _is_on(best, setting, vocab, WEIGHTED):
         found = _found(
             sums_ptr, found_ptr, goals_ptr, setting, row, parts, part == 0,
-            PASS, WEIGHTED, DIGIT, PARTS,
+            number, KIND, WEIGHTED, DIGIT, PARTS,
         )  # fmt: skip
         token = part * BLOCK + tl.arange(0, BLOCK)
         pointers = logits_ptr + row * row_stride + token
@@ -270,11 +274,11 @@ def _select_kernel(
             weight = (token < vocab).to(tl.int32)
         key = _key(logits)
         digit = tl.arange(0, 1 << DIGIT)
-        threshold = found + (digit.to(tl.int64) << (32 - (PASS + 1) * DIGIT)) - 0x80000000
+        threshold = found + (digit.to(tl.int64) << (32 - (number + 1) * DIGIT)) - 0x80000000
         # With the logits in the last dimension, no two threads have the same one.
         is_above = key[None, :] >= threshold.to(tl.int32)[:, None]
         sums = tl.sum(tl.where(is_above, weight[None, :], 0), 1)
-        place = (PASS * tl.num_programs(0) + row) * parts + part
+        place = (number * tl.num_programs(0) + row) * parts + part
         tl.store(sums_ptr + (place << DIGIT) + digit, sums)
 
 
@@ -291,7 +295,7 @@ def _mask_kernel(
     if _is_on(best, setting, vocab, WEIGHTED):
         found = _found(
             sums_ptr, found_ptr, goals_ptr, setting, row, parts, False,
-            PASSES, WEIGHTED, DIGIT, PARTS,
+            PASSES, 2, WEIGHTED, DIGIT, PARTS,
         )  # fmt: skip
         threshold = (found - 0x80000000).to(tl.int32)
         _mask_below(logits_ptr, row_stride, vocab, row, part, threshold, BLOCK)
@@ -309,7 +313,7 @@ def _keep_tokens_kernel(
     tl.store(logits_ptr + row * row_stride + token, -float("inf"), (token < vocab) & is_masked)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _put_kernel(
     logits_ptr, row_stride, vocab, places_ptr, values_ptr, count, TAKE: tl.constexpr,
     ADD: tl.constexpr, BLOCK: tl.constexpr,
@@ -450,7 +454,9 @@ def _keep_largest(logits: torch.Tensor, settings: torch.Tensor, kind: dict[str, 
     arguments = logits, logits.stride(0), vocab, best, settings, sums, found, goals
     constants = select | joined | kind
     for step in range(_PASSES):
-        _select_kernel[(rows, parts)](*arguments, PASS=step, **constants, num_warps=num_warps)
+        _select_kernel[(rows, parts)](
+            *arguments, step, KIND=min(step, 2), **constants, num_warps=num_warps
+        )
     _mask_kernel[(rows, parts)](*arguments, PASSES=_PASSES, **constants, num_warps=num_warps)
 
 
@@ -553,9 +559,10 @@ def _variants() -> Iterator[Variant]:
         yield variant("winner", _winner_kernel, scores | join, parts, _JOIN_WARPS)
         yield variant("min-p", _min_p_kernel, rows | best | {"log_p_ptr": "*fp32"}, read, num_warps)
         for name, (types, kind) in {"top-k": top_k, "top-p": top_p}.items():
-            for step in (0, 1, _PASSES - 1):
-                constants = select | kind | {"PASS": step}
-                yield variant(f"{name}, {step}", _select_kernel, types, constants, select_warps)
+            for step, label in enumerate(("first", "second", "later")):
+                constants = select | kind | {"KIND": step}
+                numbered = types | {"number": "i32"}
+                yield variant(f"{name}, {label}", _select_kernel, numbered, constants, select_warps)
             constants = select | kind | {"PASSES": _PASSES}
             yield variant(f"{name}, mask", _mask_kernel, types, constants, select_warps)
     mask = {"rows_ptr": "*i64", "masks_ptr": "*i32", "mask_stride": "i64"}

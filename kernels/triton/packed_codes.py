@@ -194,7 +194,8 @@ def _forms(packed: torch.Tensor, shape: tuple[int, int]) -> list[Form] | None:
 
 def _words(packed: torch.Tensor, count: int) -> list[int]:
     """Return the first words, or as many as there are."""
-    content = packed[: count * 8].cpu().numpy().tobytes()
+    # Of a copy: memory that numpy has seen can no longer be moved by its storage.
+    content = packed[: count * 8].clone().cpu().numpy().tobytes()
     words: list[int] = np.frombuffer(content[: len(content) // 8 * 8], "<i8").tolist()
     return words
 

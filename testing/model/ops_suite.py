@@ -376,14 +376,14 @@ class OpsSuite(ComponentSuite):
                     )
 
     def _check_sizes(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:  # noqa: ARG002
-        for most in (1, 2, 7, 256, 1000):
-            sizes = ops.record_sizes(most)
+        for limit in (1, 2, 7, 256, 1000):
+            sizes = ops.record_sizes(limit)
             if not (
                 isinstance(sizes, Sequence)
-                and all(type(size) is int and 1 <= size <= most for size in sizes)
+                and all(type(size) is int and 1 <= size <= limit for size in sizes)
                 and all(size < following for size, following in itertools.pairwise(sizes))
             ):
-                raise SIZES.violation(f"record_sizes({most}) gave {sizes!r}")
+                raise SIZES.violation(f"record_sizes({limit}) gave {sizes!r}")
 
     def _pack(self, ops: Ops, weight: torch.Tensor) -> torch.Tensor:
         return self._packed(ops, "pack", lambda ops: ops.pack(weight.clone()))

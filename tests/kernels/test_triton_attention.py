@@ -15,6 +15,8 @@ from support.triton import kernel_device
 
 from hardpoint.kernels.twins import PagedSequences, paged_attention
 
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
 attention = pytest.importorskip("hardpoint.kernels.triton.attention")
 kv_cache = pytest.importorskip("hardpoint.kernels.triton.kv_cache")
 
@@ -202,14 +204,67 @@ def test_what_others_do_changes_no_bit_of_a_single_query(window, monkeypatch) ->
     assert torch.equal(others.run()[0][0], alone.run()[0][0])
 
 
-@pytest.mark.parametrize("programs", [1, 20])
-def test_programs_take_turns(programs, monkeypatch) -> None:
+@pytest.mark.parametrize(("programs", "listed"), [(1, 128), (6, 2)])
+def test_programs_take_turns(programs, listed, monkeypatch) -> None:
     """Fewer programs than splits: each takes several, and no bit differs."""
     monkeypatch.setattr(attention, "LEAST_SPLIT", 64)
     step = Step(Layer(4, 2, 16, 16), [(1, 500), (1, 3), (1, 0), (1, 700)], longest=1000)
     expected = step.run()[0]
     monkeypatch.setattr(attention, "STEP_PROGRAMS", programs)
+    monkeypatch.setattr(attention, "LISTED", listed)
     assert torch.equal(step.run()[0], expected)
+
+
+@triton.jit
+def find_kernel(lens, found, num_seqs, window, listed: tl.constexpr, windowed: tl.constexpr):
+    place = tl.program_id(0)
+    sequence, split = attention.find_split(
+        lens, place, num_seqs, window, listed, 16, 64, 4, windowed
+    )
+    tl.store(found + 2 * place, sequence)
+    tl.store(found + 2 * place + 1, split)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_the_splits_of_a_long_sequence_are_of_different_programs(window) -> None:
+    """They are neighbours in one list, of which each has a program, whatever others need."""
+    lens = [3, 0, 1500, 65]
+    spans = [length - max(length - (window or length), 0) // 16 * 16 for length in lens]
+    sizes = [max(-(-span // 64) * 16, 64) for span in spans]
+    counts = [max(-(-span // size), 1) for span, size in zip(spans, sizes, strict=True)]
+    expected = [[row, split] for row, count in enumerate(counts) for split in range(count)]
+    for listed in (2, 4):
+        found = torch.zeros(len(expected) + 1, 2, dtype=torch.int64, device=DEVICE)
+        find_kernel[(len(found),)](
+            torch.tensor(lens, device=DEVICE), found, len(lens), window or 0, listed,
+            window is not None,
+        )  # fmt: skip
+        assert found[: len(expected)].tolist() == expected
+        assert found[len(expected) :, 0].tolist() == [len(lens)]
+
+
+class Launches:
+    """Stands for a kernel; notes the grids."""
+
+    def __init__(self) -> None:
+        self.grids: list[tuple[int, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        self.grids.append(grid)
+        return lambda *_, **__: None
+
+
+def test_programs_are_as_many_however_many_sequences_there_are(monkeypatch) -> None:
+    launches = Launches()
+    monkeypatch.setattr(attention, "singles_kernel", launches)
+    monkeypatch.setattr(attention, "combine_kernel", launches)
+    for count in (1, 64, 4000):
+        starts = torch.arange(count + 1)
+        lens = torch.full((count,), 20)
+        step = attention.PagedStep(starts, lens, torch.zeros(count, 9).long(), count, 131072)
+        q, cache = torch.zeros(count, 32, 16), torch.zeros(1, 2, 8, 16, 16)
+        attention.attend(q, cache, step, 1.0)
+    assert launches.grids[::2] == [(32, 8), (512, 8), (512, 8)]
 
 
 def test_tensors_say_what_runs_and_the_host_only_the_most() -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import mmap
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.moving import move_memory
 from support.searching import searches_long
 
 pytest.importorskip("triton")
 
 from hardpoint.builtin_plugins.ops.triton import TritonOps
-from hardpoint.kernels.triton import code_tiles, launch, packed_codes
+from hardpoint.kernels.triton import code_experts, code_tiles, launch, packed_codes
 from hardpoint.kernels.triton import codes as kernels
 from hardpoint.kernels.twins import AffineCodes, dequantize, linear_codes
 from hardpoint.plugins import OpsContext, quantization
@@ -154,12 +156,33 @@ def test_columns_are_divided_among_programs(monkeypatch):
     part = drawn(FORMS[0], 5, 600)
     assert code_tiles.splits_of(SMALL, 5, -(-600 // (2 * 32))) == 2
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(3, 600, generator=generator)
+    x = torch.randn(19, 600, generator=generator)
     for bias in (None, torch.randn(5, generator=generator)):
         check_product([part], x, bias, FLOAT)
 
 
-SMALL = code_tiles.Tile(16, 32, 2, 4, 1)
+SMALL = code_tiles.Tile(16, 32, 2, 4, 1, 512)
+
+
+def test_few_rows_keep_a_gpu_busy(monkeypatch):
+    """Whose multiprocessors are 108 to 304; what is added up stays small."""
+    monkeypatch.setattr(code_tiles, "is_interpreted", lambda: False)
+    for dtype, rows in itertools.product((BF16, FLOAT), (2, 16, 17, 64, 65, 128, 129, 4096)):
+        for count in (1024, 4096, 14336, 128256):
+            tile = code_tiles.product_tile(rows, count, dtype)
+            splits = code_tiles.splits_of(tile, count, 4096 // 64 // tile.lines)
+            programs = -(-rows // tile.x_rows) * -(-count // tile.rows) * splits
+            assert programs >= 128 or rows > 128, (dtype, rows, count)
+            assert splits == 1 or splits * rows * count * 4 <= 1 << 23, (dtype, rows, count)
+
+
+@pytest.mark.parametrize("kind", FORMS, ids=lambda kind: kind.name)
+def test_a_row_is_multiplied_with_the_same_matrix_alone_and_among_others(kind):
+    """Of whose numbers these rows read one each; only the order of sums may be another."""
+    packed = kernels.pack([drawn(kind, 37, 100)], DEVICE)
+    multiply = kernels.linear_codes(packed, (37, 100), None, FLOAT)
+    rows = torch.eye(100, device=DEVICE, dtype=BF16)[[0, 41, 99]]
+    assert torch.equal(torch.cat([multiply(row[None]) for row in rows]), multiply(rows))
 
 
 @pytest.mark.parametrize("tile", [SMALL, code_tiles.Tile(1, 16, 2, 4, 1)], ids=["many", "one"])
@@ -327,6 +350,33 @@ def test_experts_of_codes(kinds, rows, per_row, dtype, is_stacked, seed):
     assert ((y.float() - expected).abs() <= ROUNDING[dtype] * (scale + 1e-3)).all()
 
 
+def test_results_of_experts_lie_at_aligned_addresses(monkeypatch):
+    """Where columns are computed in parts."""
+    ops = TritonOps(OpsContext(name="triton", options=None, device=DEVICE, dtype=FLOAT))
+    generator, hidden, pairs, widths = torch.Generator().manual_seed(3), 1100, 2, []
+    packed = (
+        [ops.pack_codes([FORMS[2].draw(*size, generator)])] * 2
+        for size in ((32, hidden), (hidden, 16))
+    )
+    run = ops.experts(*packed, (hidden, 16))
+    x = torch.randn(pairs, hidden, generator=generator).to(DEVICE)
+    arguments = (
+        x,
+        torch.zeros(pairs, 1, dtype=torch.int64, device=DEVICE),
+        torch.ones_like(x[:, :1]),
+    )
+    expected = run(*arguments)
+    monkeypatch.setattr(code_experts, "_BUFFER", 4 * pairs * 1030)
+    add_up = code_experts.sum_pairs
+    monkeypatch.setattr(
+        code_experts,
+        "sum_pairs",
+        lambda *given: (widths.append(given[0].stride(0)), add_up(*given)),
+    )
+    assert torch.equal(run(*arguments), expected)
+    assert widths == [1024, 76]
+
+
 def test_experts_of_different_forms_are_multiplied_one_by_one():
     generator = torch.Generator().manual_seed(4)
     ops = TritonOps(OpsContext(name="triton", options=None, device=DEVICE, dtype=FLOAT))
@@ -339,3 +389,17 @@ def test_experts_of_different_forms_are_multiplied_one_by_one():
     weights = torch.rand(2, 2, generator=generator).to(DEVICE)
     got, expected = (ops.experts(*side, (16, 16))(x, chosen, weights) for side in (packed, dense))
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_experts_of_codes_whose_memory_moved():
+    generator = torch.Generator().manual_seed(4)
+    ops = TritonOps(OpsContext(name="triton", options=None, device=DEVICE, dtype=FLOAT))
+    gate_up = [ops.pack_codes([FORMS[0].draw(32, 16, generator)]).clone() for _ in range(2)]
+    down = [ops.pack_codes([FORMS[0].draw(16, 16, generator)]).clone() for _ in range(2)]
+    run = ops.experts(gate_up, down, (16, 16))
+    x = torch.randn(2, 16, generator=generator).to(DEVICE)
+    chosen = torch.tensor([[0, 1], [1, 0]], device=DEVICE)
+    weights = torch.rand(2, 2, generator=generator).to(DEVICE)
+    expected = run(x, chosen, weights)
+    move_memory([*gate_up, *down])
+    assert torch.equal(run(x, chosen, weights), expected)

@@ -6,10 +6,12 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.moving import move_memory
 from support.searching import searches_long
 from support.triton import kernel_device
 
 from hardpoint.kernels.triton import experts
+from hardpoint.kernels.triton.addresses import Addresses
 from hardpoint.plugins import Ops
 from hardpoint.testing import load_ops
 
@@ -134,3 +136,31 @@ def test_matrices_that_are_parts_of_others(dtype):
     result = experts.Experts(gate_up, down, (7, 5))(x, chosen, weights)
     expected = Ops.experts(TORCH[dtype], gate_up, down, (7, 5))(x, chosen, weights)
     torch.testing.assert_close(result, expected, rtol=0.01, atol=0.05)
+
+
+def test_matrices_whose_memory_moved():
+    generator = torch.Generator().manual_seed(0)
+    gate_up = there([part.clone() for part in matrices(generator, 3, 8, 16, torch.float32)])
+    down = there([part.clone() for part in matrices(generator, 3, 16, 4, torch.float32)])
+    layer = experts.Experts(gate_up, down, (16, 4))
+    x = torch.randn(3, 16, generator=generator).to(DEVICE)
+    chosen = torch.tensor([[0, 1], [2, 0], [1, 2]], device=DEVICE)
+    weights = torch.rand(3, 2, generator=generator).to(DEVICE)
+    expected = layer(x, chosen, weights)
+    move_memory([gate_up[1], down[2]])
+    assert torch.equal(layer(x, chosen, weights), expected)
+    move_memory([gate_up[1]])
+    assert torch.equal(layer(x, chosen, weights), expected)
+
+
+def test_addresses_stay_in_one_tensor():
+    """A graph that was recorded reads it; and of parts of a whole, all move."""
+    whole = torch.zeros(8, 4, device=DEVICE)
+    addresses = Addresses([(whole[0], whole[1]), (whole[5], torch.zeros(3, device=DEVICE))])
+    table = addresses.table()
+    kept = table.clone()
+    assert addresses.table() is table
+    move_memory([whole])
+    assert addresses.table() is table
+    assert table[0].tolist() == [whole[0].data_ptr(), whole[1].data_ptr()]
+    assert (table != kept).tolist() == [[True, True], [True, False]]

@@ -89,9 +89,9 @@ def choose_recording(
     return Recording() if attention.pads else Recording(repeats=RepeatedSteps(model, ops))
 
 
-def _are_sizes(sizes: Any, most: int) -> bool:
+def _are_sizes(sizes: Any, limit: int) -> bool:
     return (
         isinstance(sizes, Sequence)
-        and all(type(size) is int and 1 <= size <= most for size in sizes)
+        and all(type(size) is int and 1 <= size <= limit for size in sizes)
         and all(size < following for size, following in pairwise(sizes))
     )

@@ -217,7 +217,7 @@ class DecodeGraphs:
         self._checks -= 1
         graph.is_checked = True
         expected = self._model.forward(graph.batch)[: len(hidden)]
-        difference = float(_difference(hidden, expected))
+        difference = float(relative_difference(hidden, expected))
         tolerance = _TOLERANCE.get(hidden.dtype, _TOLERANCE_16_BIT)
         if not difference <= tolerance:  # nor is NaN
             self._has_failed = True
@@ -234,7 +234,7 @@ class DecodeGraphs:
         return expected
 
 
-def _difference(rows: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+def relative_difference(rows: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Return the largest difference of two [rows, size], relative to its row's largest magnitude.
 
     NaN equals NaN, as those of a request whose weights or tokens give them; all else does not.

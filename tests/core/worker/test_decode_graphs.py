@@ -20,7 +20,7 @@ from support.internals import core_of, engine_of, worker_of
 from hardpoint import LLM, SamplingParams
 from hardpoint.builtin_plugins.ops.cuda_graphs import RepeatedRun
 from hardpoint.builtin_plugins.ops.native_cpu import NativeOps
-from hardpoint.core.worker.recording.decode_graphs import _difference
+from hardpoint.core.worker.recording.decode_graphs import relative_difference
 from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.testing import scripted_engine, write_scripted_model
 
@@ -253,7 +253,7 @@ NAN = float("nan")
 def test_differences_are_relative_to_the_row(row, expected, is_small):
     others = [1e6, 1.0]
     both = torch.tensor([others, row]), torch.tensor([others, expected])
-    assert (float(_difference(*both)) <= 1e-3) == is_small
+    assert (float(relative_difference(*both)) <= 1e-3) == is_small
 
 
 @pytest.mark.parametrize("ops", ["GraphedOps", "RepeatingOps"])

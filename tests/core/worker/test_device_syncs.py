@@ -12,6 +12,7 @@ from support.driving import FINAL, summary, varied_jobs
 from torch._C import DisableTorchFunction
 
 from hardpoint import SamplingParams, plugins
+from hardpoint.core.worker import worker
 from hardpoint.core.worker.sampling.transfers import fetch
 from hardpoint.plugins import (
     BatchLogitsProcessor,
@@ -433,3 +434,14 @@ def test_stand_ins_keep_apart_from_tensors_of_the_host(device):
         values.index_select(0, torch.tensor([1]))
     with pytest.raises(TypeError, match="numpy"):
         values.numpy()
+
+
+@pytest.mark.parametrize(("name", "count"), [("cuda", 1), ("cpu", 0)])
+def test_sampling_is_warm_before_the_first_request(folder, name, count, device, monkeypatch):
+    calls = []
+    monkeypatch.setattr(worker, "warm_up", lambda *arguments: calls.append(arguments))
+    engine = scripted_engine(folder, {**settings({}), "device": name})
+    engine.close()
+    assert [(size, there.type) for _, size, there in calls] == [
+        (LLAMA["vocab_size"], "cuda")
+    ] * count

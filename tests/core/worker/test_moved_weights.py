@@ -47,12 +47,12 @@ def releases(monkeypatch):
     """How much of the copies is alive when torch's cache of pinned memory is emptied."""
     copies, alive = [], []
 
-    def copied(tensor, _copied=memory._copied):
-        copy = _copied(tensor)
+    def copied(tensor, host_copy=memory.host_copy):
+        copy = host_copy(tensor)
         copies.append(weakref.ref(copy))
         return copy
 
-    monkeypatch.setattr(memory, "_copied", copied)
+    monkeypatch.setattr(memory, "host_copy", copied)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     release = lambda: alive.append(sum(copy() is not None for copy in copies))  # noqa: E731
     monkeypatch.setattr(torch._C, "_host_emptyCache", release, raising=False)

@@ -15,7 +15,7 @@ import torch
 from support.core import graphs
 from support.core.graphs import GraphedOps, RoundingOps, graphed_script
 from support.driving import alone, run, varied_jobs
-from support.internals import core_of, engine_of, worker_of
+from support.internals import core_of, engine_of
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.builtin_plugins.ops.cuda_graphs import RepeatedRun
@@ -257,28 +257,38 @@ def test_differences_are_relative_to_the_row(row, expected, is_small):
 
 
 @pytest.mark.parametrize("ops", ["GraphedOps", "RepeatingOps"])
-def test_level_2_of_sleep_releases_all_at_once(generate, ops):
+def test_level_2_of_sleep_releases_all_at_once(generate, monkeypatch, ops):
     """No cycle of references keeps weights and caches until Python's collector finds it."""
     kept, of_graphs = [], []
 
-    def sleep(llm):
-        runner = worker_of(engine_of(llm)).runner
-        of_graphs.append(bool(GraphedOps.recorded))
-        caches = [tensor for cache in runner._caches for tensor in cache]
-        weights = list(runner._model._model.packed_weights().values())
-        kept.extend(weakref.ref(tensor) for tensor in (*caches, *weights))
-        del runner, caches, weights
-        llm.sleep(2)
+    def noting(cls, name):
+        function = getattr(cls, name)
 
+        def note(*args):
+            result = function(*args)
+            kept.extend(map(weakref.ref, result if isinstance(result, tuple) else (result,)))
+            return result
+
+        monkeypatch.setattr(cls, name, note)
+
+    def sleep(llm):
+        of_graphs.append(bool(GraphedOps.recorded))
+        alive.append(sum(ref() is not None for ref in kept))
+        llm.sleep(2)
+        alive.append(sum(ref() is not None for ref in kept))
+
+    alive = []
+    noting(GraphedOps, "pack")
+    noting(graphs.PaddedAttention, "allocate")
     gc.collect()
     gc.disable()
     try:
         generate(ops=ops, rounds=(PROMPTS[:1], PROMPTS[:1]), between=twice(sleep))
-        assert of_graphs == [True]
-        assert len(kept) > 4
-        assert not any(ref() is not None for ref in kept)
     finally:
         gc.enable()
+    assert of_graphs == [True]
+    assert alive[0] > 4
+    assert alive[1] == 0
 
 
 def twice(function):

@@ -55,7 +55,7 @@ def releases(monkeypatch):
     monkeypatch.setattr(memory, "host_copy", copied)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     release = lambda: alive.append(sum(copy() is not None for copy in copies))  # noqa: E731
-    monkeypatch.setattr(torch._C, "_host_emptyCache", release, raising=False)
+    monkeypatch.setattr("torch._C._host_emptyCache", release, raising=False)
     return alive
 
 
@@ -68,7 +68,7 @@ def test_pinned_memory_is_released_after_the_last_copy(releases):
 
 def test_without_such_a_call_of_torch_all_else_goes_on(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.delattr(torch._C, "_host_emptyCache", raising=False)
+    monkeypatch.delattr("torch._C._host_emptyCache", raising=False)
     weight = torch.ones(3)
     MovedWeights([weight]).move_back()
     assert weight.tolist() == [1] * 3

@@ -255,7 +255,8 @@ class ModelRunner:
         """
         can_repeat = routed is None and not wants_layers
         if can_repeat and self.graphs is not None and step.packed is not None:
-            hidden = self._calls.run("forward", self.graphs.forward, step.packed)
+            eager = functools.partial(self._run_eagerly, step)
+            hidden = self._calls.run("forward", self.graphs.forward, step.packed, eager)
             if hidden is not None:
                 return hidden
         attend = _attend(self.attention, self._caches, step.attention)
@@ -266,6 +267,11 @@ class ModelRunner:
         repeats = self._repeats if can_repeat else None
         forward = self._model.forward if repeats is None else repeats.forward
         return self._calls.run("forward", forward, inputs)
+
+    def _run_eagerly(self, step: StepInput) -> torch.Tensor:
+        """Return the hidden states of a step of the first stage, planned anew."""
+        attend = _attend(self.attention, self._caches, step.attention)
+        return self._model.forward(ForwardBatch(step.token_ids, step.positions, attend))
 
     def _with_report(self, output: ModelRunnerOutput, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Add what the KV connector reports to the result of a plan."""

@@ -229,9 +229,17 @@ def test_last_bits_may_differ(generate, caplog, monkeypatch, error, is_kept):
         assert lines == []
     else:
         (line,) = lines
-        assert "they differ by 0.01 of their largest magnitude, expected at most 0.001" in line
+        assert "they differ by 0.01 of their length, expected at most 0.001" in line
         for name in ("models.llama:Llama", "RoundingOps", "PaddedAttention"):
             assert name in line
+
+
+def test_a_plan_that_keeps_numbers_is_found(generate, caplog):
+    """A backend whose plan has the lengths of the step that was recorded."""
+    with caplog.at_level(logging.WARNING, "hardpoint"):
+        found = generate(attention=graphed("KeepsLengths"))
+    assert "a recorded step gave other hidden states" in caplog.text
+    assert same(found, generate(**EAGER))
 
 
 NAN = float("nan")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from typing import Any
@@ -188,6 +189,18 @@ class PaddedAttention(TorchAttention):
         scores = scores.masked_fill(hidden[:, None, None], -1e30)
         out = (scores.softmax(-1) @ read[1]).squeeze(2).to(q.dtype)
         return torch.where(lens[..., None] > 0, out, 0)
+
+
+class KeepsLengths(PaddedAttention):
+    """Plans with the lengths that a step has when it is recorded."""
+
+    contract = 1
+    replayable = True
+    pads = True
+
+    def plan(self, step: AttentionStep) -> Any:
+        lens = step.lens.clone().clamp(min=1)
+        return super().plan(dataclasses.replace(step, on_device=(step.starts, lens)))
 
 
 class Derived(GraphedOps):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from hardpoint.core.worker.sampling.logprobs import prompt_logprobs
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
 from hardpoint.core.worker.sampling.transfers import select_rows
 from hardpoint.plugins import (
-    AttentionStep,
     EngineCoreRequest,
     ForwardBatch,
     GrammarBitmask,
@@ -72,24 +70,6 @@ def _around_layers(attend: Attend, connector: WorkerConnector) -> Attend:
         return out
 
     return call
-
-
-def _attend(
-    attention: CheckedAttention, caches: Sequence[Any], steps: Sequence[AttentionStep]
-) -> Attend:
-    """Return the attention of a step, of its layouts by group."""
-    plans = attention.plans(steps)
-
-    def run(
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        angles: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return attention.attend(layer, caches[layer], plans[layer], (q, k, v), angles)
-
-    return run
 
 
 class ModelRunner:
@@ -179,7 +159,7 @@ class ModelRunner:
         self._caches = self.attention.allocate(num_blocks)
         if self.graphs is not None:
             batch = self._batch
-            attend = functools.partial(_attend, self.attention, self._caches)
+            attend = functools.partial(self.attention.of_step, self._caches)
             self.graphs.start(attend, batch.max_model_len, batch.block_size, batch.num_groups)
         if self.connector is not None:
             views = self.attention.block_views(self._caches, self.connector.name)
@@ -259,7 +239,7 @@ class ModelRunner:
             hidden = self._calls.run("forward", self.graphs.forward, step.packed, eager)
             if hidden is not None:
                 return hidden
-        attend = _attend(self.attention, self._caches, step.attention)
+        attend = self.attention.of_step(self._caches, step.attention)
         if wants_layers:
             assert self.connector is not None
             attend = _around_layers(attend, self.connector)
@@ -269,8 +249,8 @@ class ModelRunner:
         return self._calls.run("forward", forward, inputs)
 
     def _run_eagerly(self, step: StepInput) -> torch.Tensor:
-        """Return the hidden states of a step of the first stage, planned anew."""
-        attend = _attend(self.attention, self._caches, step.attention)
+        """Return the hidden states of a step of the first stage, planned again."""
+        attend = self.attention.of_step(self._caches, step.attention)
         return self._model.forward(ForwardBatch(step.token_ids, step.positions, attend))
 
     def _with_report(self, output: ModelRunnerOutput, plan: SchedulerOutput) -> ModelRunnerOutput:

@@ -16,8 +16,7 @@ from hardpoint.core.errors import close_all
 from hardpoint.core.worker.sampling.observed_states import ObservedStates
 from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
 from hardpoint.core.worker.sampling.processor_runner import ProcessorRunner
-from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
-from hardpoint.core.worker.sampling.warm_up import warm_up
+from hardpoint.core.worker.sampling.sampling_stage import SamplingStage, warm_up
 from hardpoint.plugins import (
     ConfigError,
     GrammarBitmask,

@@ -11,6 +11,7 @@ from hardpoint.core.worker.checked_model import wrong_result
 from hardpoint.plugins import AttentionBackend, AttentionStep, KVSpec, Wrapper, is_replayable
 from hardpoint.plugins.errors import ConfigError, ModelError, PluginFaultError
 from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.model import Attend
 
 from .layer_groups import LayerGroups
 
@@ -139,6 +140,26 @@ class CheckedAttention:
                 raise wrong_result(self.source, "block_views", views, expected)
             result.append(views)
         return result
+
+    def of_step(self, caches: Sequence[Any], steps: Sequence[AttentionStep]) -> Attend:
+        """Return the attention of a step, which is planned.
+
+        Args:
+            caches: of the layers.
+            steps: one per group.
+        """
+        plans = self.plans(steps)
+
+        def attend(
+            layer: int,
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            angles: torch.Tensor | None = None,
+        ) -> torch.Tensor:
+            return self.attend(layer, caches[layer], plans[layer], (q, k, v), angles)
+
+        return attend
 
     def attend(
         self,

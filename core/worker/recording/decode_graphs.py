@@ -224,7 +224,7 @@ class DecodeGraphs:
     ) -> torch.Tensor:
         """Return what the model computes, and forget what was recorded if it differs too much."""
         # Should a plugin have promised what does not hold, no request gets wrong tokens: the step
-        # is planned anew, without padding, since a plan that was recorded may be what is wrong.
+        # is planned again, without padding, since a plan that was recorded may be what is wrong.
         self._checks -= 1
         graph.is_checked = True
         expected = run_eagerly()

@@ -44,18 +44,7 @@ class PaddedTrial:
         self._size = shape.max_num_seqs
         self._inputs = inputs = DecodeInputs(shape, device)
         caches = attention.allocate(_BLOCKS)
-        plans = attention.plans(inputs.attention(self._size))
-
-        def attend(
-            layer: int,
-            q: torch.Tensor,
-            k: torch.Tensor,
-            v: torch.Tensor,
-            angles: torch.Tensor | None = None,
-        ) -> torch.Tensor:
-            return attention.attend(layer, caches[layer], plans[layer], (q, k, v), angles)
-
-        self._attend = attend
+        self._attend = attention.of_step(caches, inputs.attention(self._size))
 
     def run(self) -> None:
         """Run the step. A failure is logged alone: steps are not measured by it then."""

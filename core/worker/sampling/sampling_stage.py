@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hardpoint.core.activity import PluginCalls
-from hardpoint.plugins import LogitsRequest, Phase, RequestFault, Sampler, SamplingRows
+from hardpoint.plugins import LogitsRequest, Ops, Phase, RequestFault, Sampler, SamplingRows
 from hardpoint.plugins.device import to_device
 from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.requests import TokenLogprobs
@@ -325,6 +325,23 @@ class SamplingStage:
                 f"sampler {self.sampler.name!r}: expected token ids in 0..{size - 1}, "
                 f"got {wrong[0]}"
             )
+
+
+def warm_up(ops: Ops, vocab_size: int, device: torch.device) -> None:
+    """Choose tokens of a row of logits in each of the usual ways.
+
+    What operations compile when they are first called is compiled then, and no request waits for
+    it: the trial step of a model calls none of these.
+    """
+    logits = torch.zeros(1, vocab_size, device=device)
+    one = torch.ones(1, 1, device=device)
+    number = torch.ones(1, dtype=torch.int64, device=device)
+    ops.argmax(logits)
+    ops.divide(logits, one)
+    ops.keep_top_k(logits, number.unsqueeze(1), 1)
+    ops.keep_top_p(logits, one / 2)
+    ops.keep_min_p(logits, one / 2)
+    ops.draw(logits, number, number, torch.zeros(1, dtype=torch.bool, device=device))
 
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the completions of one seed

@@ -13,6 +13,7 @@ import pytest
 from support.processes import ROOT
 
 SCRIPT = str(ROOT / "scripts" / "gpu-check")
+KERNEL_TESTS = sorted((ROOT / "tests" / "kernels").glob("test_triton_*.py"))
 LIMIT = 180  # seconds of a dry run
 
 
@@ -174,6 +175,13 @@ def test_greedy_tokens_but_for_ties(parts, tokens, logprob, gap, ties, problem):
     assert len(check.problems) == (problem is not None)
     assert problem is None or problem in check.problems[0]
     assert check.facts["tokens"] == (4 if problem is None or "apart" in problem else 2)
+
+
+@pytest.mark.parametrize("file", KERNEL_TESTS, ids=lambda file: file.name)
+def test_no_search_of_kernels_shrinks(file):
+    """Shrinking takes minutes, in which the other files of the part would not run."""
+    text = file.read_text()
+    assert text.count("@given(") == text.count("@kernel_examples("), "use support.triton"
 
 
 @pytest.mark.nightly

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import subprocess
 import time
@@ -180,7 +179,6 @@ def open_device(*, is_dry: bool) -> Device:
     Raises:
         RuntimeError: there is no GPU, or kernels would not run on it.
     """
-    interpreted = os.environ.get(INTERPRETER) == "1"
     if is_dry:
         return Fake()
     if not torch.cuda.is_available():
@@ -188,7 +186,9 @@ def open_device(*, is_dry: bool) -> Device:
             f"torch {torch.__version__} sees no GPU (torch.cuda.is_available() is "
             "False); --dry-run runs every part on the CPU, with tiny sizes"
         )
-    if interpreted:
+    import triton
+
+    if triton.knobs.runtime.interpret:
         raise RuntimeError(
             f"{INTERPRETER}=1 has the CPU interpret the kernels; unset it, or use --dry-run"
         )

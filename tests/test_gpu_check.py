@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -33,9 +36,9 @@ def run(folder, *arguments, **environment):
 def parts(monkeypatch):
     """The modules of the checks."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from gpu_check import comparing, recorder, report
-
-    return SimpleNamespace(comparing=comparing, recorder=recorder, report=report)
+    names = ("comparing", "device", "kernels", "models", "recorder", "report", "told")
+    modules = {name: importlib.import_module(f"gpu_check.{name}") for name in names}
+    return SimpleNamespace(**modules)
 
 
 @pytest.mark.parametrize(
@@ -182,6 +185,96 @@ def test_no_search_of_kernels_shrinks(file):
     """Shrinking takes minutes, in which the other files of the part would not run."""
     text = file.read_text()
     assert text.count("@given(") == text.count("@kernel_examples("), "use support.triton"
+
+
+TESTS = """
+import time
+
+import hypothesis
+from hypothesis import strategies as st
+from support.triton import kernel_device, kernel_examples
+
+from hardpoint.kernels.triton import layers
+
+
+def test_the_device():
+    assert kernel_device() == "cpu"
+
+
+@kernel_examples(20, 20)
+@hypothesis.given(st.integers())
+def test_wrong(number):
+    assert number == 1.5
+
+
+def test_in_a_kernel():
+    layers.rms_norm(None, None, 1e-5)
+
+
+def test_slow():
+    time.sleep(600)
+"""
+
+
+@pytest.mark.nightly
+def test_tests_of_kernels_that_fail_and_take_too_long(parts, tmp_path, monkeypatch):
+    """What ended before the limit is known, and the limit ends no other process."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    (tmp_path / "test_slow_kernels.py").write_text(TESTS)
+    slow = str(tmp_path / "test_slow_kernels.py")
+    tests = {"slow": [slow], "quick": [f"{slow}::test_the_device"]}
+    sizes = dataclasses.replace(parts.models.DRY, tests_s=15.0, all_tests=True)
+    recorder = parts.recorder.Recorder("kernels", tmp_path / "lines", is_dry=True)
+    parts.kernels.run_tests(recorder, parts.device.Fake(), sizes, tests)
+    lines = parts.recorder.Lines()
+    lines.read((tmp_path / "lines").read_text().splitlines())
+    checks = {check.name: check for check in lines.checks}
+    assert list(checks) == ["slow", "quick", "the tests ran on the device"]
+    wrong, broken, late = checks["slow"].problems
+    assert "::test_wrong: assert 0 == 1.5" in wrong
+    assert "::test_in_a_kernel: AttributeError: 'NoneType'" in broken
+    assert re.search(r"\(in kernels/triton/layers.py:\d+\)$", broken)
+    assert late == "took longer than its 15 s, in ::test_slow"
+    assert not checks["quick"].problems
+    assert checks["quick"].facts == {"passed": 1, "failed": 0, "skipped": 0}
+    assert not checks["the tests ran on the device"].problems
+
+
+def test_tests_have_to_run_on_the_device(parts, tmp_path, monkeypatch):
+    """Kernels that were interpreted, or that no test launched, show nothing of a GPU."""
+    told = {
+        "a": parts.told.Told(passed=3, device="cpu"),
+        "b": parts.told.Told(passed=3, device="cuda", num_bytes=0),
+    }
+    environments = []
+
+    def run(chosen, device, sizes, folder):
+        environments.append(parts.kernels.environment(device)["TRITON_INTERPRET"])
+        return 0, told[chosen[0]], ""
+
+    monkeypatch.setattr(parts.kernels, "_run", run)
+    recorder = parts.recorder.Recorder("kernels", tmp_path / "lines", is_dry=False)
+    gpu, real = parts.device.Gpu(), parts.models.REAL
+    parts.kernels.run_tests(recorder, gpu, real, {"one": ["a"], "two": ["b"]})
+    lines = parts.recorder.Lines()
+    lines.read((tmp_path / "lines").read_text().splitlines())
+    assert environments == ["0", "0"]
+    (check,) = (check for check in lines.checks if check.problems)
+    assert check.problems == ["one: ran on cpu, expected cuda", "no test took memory of the GPU"]
+    assert lines.where == ""
+
+
+def test_checks_that_run_at_once(parts, tmp_path):
+    recorder, lines = (
+        parts.recorder.Recorder("x", tmp_path / "x", is_dry=True),
+        parts.recorder.Lines(),
+    )
+    with recorder.check("a"), recorder.check("b"):
+        with recorder.check("c"):
+            pass
+        lines.read((tmp_path / "x").read_text().splitlines())
+    assert lines.where == ", in 'a', 'b'"
 
 
 @pytest.mark.nightly

@@ -111,7 +111,8 @@ class Sizes:
         loads: of the benchmark: names, prompts, tokens of each, and tokens that follow.
         rounds: of the benchmark.
         num_seqs, step_tokens: limits of its steps.
-        all_tests: whether all tests of kernels run, or the first of each file.
+        all_tests: whether all tests of kernels run, or the first of each class and file.
+        tests_s: seconds that the tests of a file may take.
     """
 
     qwen: Mapping[str, Any]
@@ -140,6 +141,7 @@ class Sizes:
     num_seqs: int
     step_tokens: int
     all_tests: bool
+    tests_s: float
 
 
 REAL = Sizes(
@@ -172,6 +174,7 @@ REAL = Sizes(
     num_seqs=64,
     step_tokens=8192,
     all_tests=True,
+    tests_s=140.0,
 )
 
 DRY = Sizes(
@@ -204,6 +207,7 @@ DRY = Sizes(
     num_seqs=2,
     step_tokens=32,
     all_tests=False,
+    tests_s=120.0,
 )
 
 

@@ -64,6 +64,7 @@ def test_without_a_gpu(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.nightly
 def test_a_part_that_takes_too_long_fails(tmp_path):
     done = run(tmp_path, "--dry-run", "--only", "environment", "--minutes", "0.17", "--out", "out")
     assert done.returncode == 1, done.stderr
@@ -91,6 +92,7 @@ def write_checks(parts, file, *, is_dry=False):
         check.measured(share=0.71, tokens=2412.4)
         check.aim("decode, share of the bandwidth", "share", 0.7)
         check.aim("tokens per second", "tokens", 2500)
+        check.aim("tokens elsewhere", "tokens", 2500, is_judged=False)
         check.say("3 rounds")
     recorder.skip("level 1", "weights stay on the device")
     recorder.end()
@@ -117,6 +119,7 @@ def test_the_page(parts, tmp_path, capsys):
         "graphs: not run",
         "  decode, share of the bandwidth, at least 0.7: reached (0.71)",
         "  tokens per second, at least 2500: NOT reached (2412)",
+        "  tokens elsewhere, at least 2500: not judged on this GPU (2412)",
         "  - the part graphs did not run",
         "  - level 1: weights stay on the device",
     ):
@@ -263,6 +266,36 @@ def test_tests_have_to_run_on_the_device(parts, tmp_path, monkeypatch):
     (check,) = (check for check in lines.checks if check.problems)
     assert check.problems == ["one: ran on cpu, expected cuda", "no test took memory of the GPU"]
     assert lines.where == ""
+
+
+@pytest.mark.parametrize(("gib", "is_skipped"), [(40, False), (24, True)])
+def test_models_that_do_not_fit_are_skipped(parts, tmp_path, monkeypatch, gib, is_skipped):
+    """Two copies of 8B parameters in bf16 are 29.9 GiB."""
+    device, file = parts.device.Fake(), tmp_path / "lines"
+    file.touch()
+    monkeypatch.setattr(device, "room", lambda: gib << 30)
+    recorder = parts.recorder.Recorder("benchmark", file, is_dry=False)
+    llama = parts.models.LLAMA_8B
+    assert is_skipped != parts.models.has_room(
+        recorder, device, "8B", llama, cache_bytes=4 << 30, copies=2
+    )
+    lines = parts.recorder.Lines()
+    lines.read(file.read_text().splitlines())
+    assert [(check.status, check.detail) for check in lines.checks] == is_skipped * [
+        (
+            "skipped",
+            "needs 40709914624 bytes of the GPU's memory (38 GiB), 25769803776 are free",
+        )
+    ]
+
+
+def test_aims_are_judged_where_they_are_for(parts, tmp_path, monkeypatch):
+    gpu = importlib.import_module("gpu")
+    for name, has_aims in (("NVIDIA H200", True), ("NVIDIA L4", False), ("H100 of 2030", False)):
+        device = parts.device.Fake()
+        monkeypatch.setattr(device, "describe", lambda name=name: {"gpu": name})
+        recorder = parts.recorder.Recorder("benchmark", tmp_path / "lines", is_dry=False)
+        assert gpu._measure_device(recorder, device).has_aims is has_aims, name
 
 
 def test_checks_that_run_at_once(parts, tmp_path):

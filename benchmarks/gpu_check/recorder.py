@@ -66,10 +66,10 @@ class Check:
         """Add figures; in a dry run, that they were not measured."""
         self.figures.update(dict.fromkeys(figures) if self.is_dry else figures)
 
-    def aim(self, name: str, figure: str, at_least: float) -> None:
-        """State what one of the figures should be."""
+    def aim(self, name: str, figure: str, at_least: float, *, is_judged: bool = True) -> None:
+        """State what one of the figures should be; not judged on a device that it is not for."""
         value = self.figures[figure]
-        reached = None if value is None else value >= at_least
+        reached = None if value is None or not is_judged else value >= at_least
         self.aims.append(
             {"name": name, "figure": figure, "at_least": at_least, "value": value}
             | {"reached": reached}

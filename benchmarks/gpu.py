@@ -80,7 +80,7 @@ Runner = Callable[[list[list[int]], int], None]
 
 def check_benchmark(recorder: Recorder, device: Device, sizes: Sizes) -> None:
     """Measure the device, both shapes next to transformers, and the start."""
-    rates = _measure_device(recorder, device)
+    rates = measure_device(recorder, device)
     with tempfile.TemporaryDirectory() as folder:
         for name, fields in (("Llama-3-8B", sizes.llama), ("Qwen3-0.6B", sizes.qwen)):
             model = write_model(Path(folder) / name, fields)
@@ -95,7 +95,8 @@ def check_benchmark(recorder: Recorder, device: Device, sizes: Sizes) -> None:
         _check_start(recorder, device, sizes, Path(folder))
 
 
-def _measure_device(recorder: Recorder, device: Device) -> Rates:
+def measure_device(recorder: Recorder, device: Device) -> Rates:
+    """Measure copies and products, as a check."""
     with recorder.check("memory and matrix products") as check:
         check.fake("rates of copies and products")
         copied, multiplied = device.copy_rate(), device.product_rate()

@@ -295,7 +295,7 @@ def test_aims_are_judged_where_they_are_for(parts, tmp_path, monkeypatch):
         device = parts.device.Fake()
         monkeypatch.setattr(device, "describe", lambda name=name: {"gpu": name})
         recorder = parts.recorder.Recorder("benchmark", tmp_path / "lines", is_dry=False)
-        assert gpu._measure_device(recorder, device).has_aims is has_aims, name
+        assert gpu.measure_device(recorder, device).has_aims is has_aims, name
 
 
 def test_checks_that_run_at_once(parts, tmp_path):

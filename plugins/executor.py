@@ -153,14 +153,15 @@ class Worker(Protocol):
     def execute_dummy_batch(self) -> None:
         """Run a step of one token that no request has, so that no other rank waits for this one."""
 
-    def record_decode_step(self) -> bool:
+    def record_decode_step(self) -> bool | None:
         """Record one decode step ahead, so that later ones take less time.
 
         Called between steps if `WorkerInfo.records_decode_steps` says so, while the engine has
         nothing to do; a request that comes waits until it returns.
 
         Returns:
-            Whether it can be called again at once, for more are left.
+            Whether it can be called again at once, for more are left; False if none can be recorded
+            now. None: none will be until the next `wake_up`, and it need not be called.
         """
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:

@@ -308,7 +308,10 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
     softcaps: ClassVar[bool] = False
     """Whether `attend` computes `KVSpec.softcap`; otherwise models that have it are refused."""
     rotates: ClassVar[bool] = False
-    """Whether it has `rotate_and_attend`; otherwise `Ops.rotate` runs before `attend`."""
+    """Whether it has `rotate_and_attend`; otherwise `Ops.rotate` runs before `attend`.
+
+    With it, the `rotate` of operations is not called for attention, not even a plugin's own.
+    """
     pads: ClassVar[bool] = False
     """Whether it is `replayable` in steps of the sizes of `Ops.record_sizes`, and not in others."""
 
@@ -515,10 +518,12 @@ class Model(Component):
     def replayable(self) -> bool:
         """Whether steps with as many tokens run the same operations, which may be recorded.
 
-        `forward` then computes with nothing but `context.ops`, `batch.attend` and views, and does
-        not look at elements of tensors. It holds for the class that says so, not for those
-        derived from it. With it, steps of few tokens take less time: Python runs for the first
-        ones of their size only.
+        `forward` then computes with nothing but `context.ops`, `batch.attend`, operations of torch
+        and views, and does not look at elements of tensors. Operations of torch are recorded on a
+        GPU alone; `Ops.record` of a CPU notices them, and Python runs in every step. It holds for
+        the class that says so, not for those derived from it. With it, steps of few tokens take
+        less time: Python runs for the first ones of their size only. Steps that report
+        `routed_experts` are not recorded.
         """
         return False
 

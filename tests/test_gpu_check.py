@@ -36,7 +36,7 @@ def run(folder, *arguments, **environment):
 def parts(monkeypatch):
     """The modules of the checks."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    names = ("comparing", "device", "kernels", "models", "recorder", "report", "told")
+    names = ("comparing", "device", "kernels", "models", "recorder", "report", "outcomes")
     modules = {name: importlib.import_module(f"gpu_check.{name}") for name in names}
     return SimpleNamespace(**modules)
 
@@ -246,15 +246,15 @@ def test_tests_of_kernels_that_fail_and_take_too_long(parts, tmp_path, monkeypat
 
 def test_tests_have_to_run_on_the_device(parts, tmp_path, monkeypatch):
     """Kernels that were interpreted, or that no test launched, show nothing of a GPU."""
-    told = {
-        "a": parts.told.Told(passed=3, device="cpu"),
-        "b": parts.told.Told(passed=3, device="cuda", num_bytes=0),
+    outcomes = {
+        "a": parts.outcomes.Outcomes(passed=3, device="cpu"),
+        "b": parts.outcomes.Outcomes(passed=3, device="cuda", num_bytes=0),
     }
     environments = []
 
     def run(chosen, device, sizes, folder):
         environments.append(parts.kernels.environment(device)["TRITON_INTERPRET"])
-        return 0, told[chosen[0]], ""
+        return 0, outcomes[chosen[0]], ""
 
     monkeypatch.setattr(parts.kernels, "_run", run)
     recorder = parts.recorder.Recorder("kernels", tmp_path / "lines", is_dry=False)

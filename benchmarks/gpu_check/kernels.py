@@ -13,8 +13,8 @@ from pathlib import Path
 
 from .device import INTERPRETER, Device
 from .models import Sizes
+from .outcomes import OPTION, Outcomes
 from .recorder import Check, Recorder
-from .told import OPTION, Told
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "pyproject.toml"
@@ -62,30 +62,30 @@ def _check(
     what: str,
     chosen: Sequence[str],
     folder: Path,
-) -> Told:
-    """Run some tests as one check; return what they told."""
-    told = Told()
+) -> Outcomes:
+    """Run some tests as one check; return what they outcomes."""
+    outcomes = Outcomes()
     with recorder.check(what) as check:
-        code, told, output = _run(chosen, device, sizes, folder)
+        code, outcomes, output = _run(chosen, device, sizes, folder)
         print(output, flush=True)
-        _judge(code, told, output[-_TAIL:], sizes, check)
-    return told
+        _judge(code, outcomes, output[-_TAIL:], sizes, check)
+    return outcomes
 
 
 def _run(
     chosen: Sequence[str], device: Device, sizes: Sizes, folder: Path
-) -> tuple[int | None, Told, str]:
+) -> tuple[int | None, Outcomes, str]:
     """Run tests in an empty folder.
 
     Returns:
-        The exit code, None after the time limit; what the tests told; and the output.
+        The exit code, None after the time limit; what the tests outcomes; and the output.
     """
     folder.mkdir()
-    file, log = folder / "told", folder / "output"
+    file, log = folder / "outcomes", folder / "output"
     file.touch()
     program = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *chosen]
     program += [f"--rootdir={ROOT}", f"--config-file={CONFIG}"]
-    program += ["-p", "gpu_check.told", f"{OPTION}={file}"]
+    program += ["-p", "gpu_check.outcomes", f"{OPTION}={file}"]
     program += [] if sizes.all_tests else ["-p", "gpu_check.first_tests"]
     code: int | None = None
     # Not in the root, whose folders `python -m` would find before the installed package. What a
@@ -100,7 +100,7 @@ def _run(
             process.kill()
             process.wait()
     lines = file.read_text().rpartition("\n")[0].splitlines()
-    return code, Told.read(lines), log.read_text(errors="replace")
+    return code, Outcomes.read(lines), log.read_text(errors="replace")
 
 
 def environment(device: Device) -> dict[str, str]:
@@ -110,32 +110,33 @@ def environment(device: Device) -> dict[str, str]:
     return found | {INTERPRETER: "1" if device.is_fake else "0"}
 
 
-def _judge(code: int | None, told: Told, tail: str, sizes: Sizes, check: Check) -> None:
-    """Add what tests told to a check."""
-    failed = [f"{name}: {problem}" for name, problem in told.failed.items()]
-    check.facts |= {"passed": told.passed, "failed": len(failed), "skipped": told.skipped}
-    check.detail = f"{told.passed} tests passed"
-    check.detail += f", {told.skipped} skipped" if told.skipped else ""
+def _judge(code: int | None, outcomes: Outcomes, tail: str, sizes: Sizes, check: Check) -> None:
+    """Add what tests outcomes to a check."""
+    failed = [f"{name}: {problem}" for name, problem in outcomes.failed.items()]
+    check.facts |= {"passed": outcomes.passed, "failed": len(failed), "skipped": outcomes.skipped}
+    check.detail = f"{outcomes.passed} tests passed"
+    check.detail += f", {outcomes.skipped} skipped" if outcomes.skipped else ""
     check.problems += failed[:_SHOWN]
     if len(failed) > _SHOWN:
         check.problems.append(f"and {len(failed) - _SHOWN} more")
     if code is None:
-        running = f", in {told.running}" if told.running else ""
+        running = f", in {outcomes.running}" if outcomes.running else ""
         check.problems.append(f"took longer than its {sizes.tests_s:.0f} s{running}")
         return
-    check.expect(told.passed > 0 or bool(failed), f"no test passed (exit code {code}): {tail}")
-    running = f", in {told.running}" if told.running else ""
+    check.expect(outcomes.passed > 0 or bool(failed), f"no test passed (exit code {code}): {tail}")
+    running = f", in {outcomes.running}" if outcomes.running else ""
     check.expect(code == 0 or bool(failed), f"pytest ended with {code}{running}: {tail}")
 
 
-def _check_devices(found: Mapping[str, Told], device: Device, check: Check) -> None:
+def _check_devices(found: Mapping[str, Outcomes], device: Device, check: Check) -> None:
     """Check where processes that came to their end ran kernels."""
-    ended = {what: told for what, told in found.items() if told.device}
-    for what, told in ended.items():
+    ended = {what: outcomes for what, outcomes in found.items() if outcomes.device}
+    for what, outcomes in ended.items():
         check.expect(
-            told.device == device.name, f"{what}: ran on {told.device}, expected {device.name}"
+            outcomes.device == device.name,
+            f"{what}: ran on {outcomes.device}, expected {device.name}",
         )
-    taken = max((told.num_bytes for told in ended.values()), default=0)
+    taken = max((outcomes.num_bytes for outcomes in ended.values()), default=0)
     check.facts |= {"ended": len(ended), "bytes": taken}
     check.expect(bool(ended), "no process of tests came to its end")
     check.expect(device.is_fake or taken > 0, "no test took memory of the GPU")

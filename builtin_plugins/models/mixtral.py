@@ -59,6 +59,7 @@ class Mixtral(Mixture):
     """Mixtral 8x7B, 8x22B and others."""
 
     contract = 1
+    replayable = True
 
     def mlp(self, layer: int) -> MLP:
         """Return a mixture of experts."""

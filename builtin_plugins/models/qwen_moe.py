@@ -49,6 +49,7 @@ class Qwen2Moe(_QwenMixture, Qwen2):
     """Qwen1.5-MoE and Qwen2-57B-A14B (Yang et al., 2024)."""
 
     contract = 1
+    replayable = True
     has_shared_expert = True
 
     def attention_biases(self) -> tuple[bool, bool]:
@@ -64,6 +65,7 @@ class Qwen3Moe(_QwenMixture):
     """Qwen3-30B-A3B, Qwen3-235B-A22B and others (Yang et al., 2025)."""
 
     contract = 1
+    replayable = True
     head_norms = True
 
     def windows(self) -> list[int | None]:

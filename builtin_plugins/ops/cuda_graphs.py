@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 _SMALL_SIZES = (1, 2, 4)
 _STEP, _LARGEST = 8, 256
+_DRIVER_BYTES = 8 << 20  # that the driver keeps of a graph's kernels, about
 
 
 def decode_sizes(max_num_seqs: int) -> Sequence[int]:
@@ -27,7 +29,7 @@ class CudaGraph:
     """A CUDA graph, and the tensor with its result.
 
     Attributes:
-        num_bytes: of device memory that it takes, the driver's included.
+        num_bytes: of device memory that it takes, what the driver may keep included.
     """
 
     def __init__(self, graph: torch.cuda.CUDAGraph, result: torch.Tensor, num_bytes: int) -> None:
@@ -74,7 +76,7 @@ class CudaGraphs:
             current.wait_stream(stream)
             cuda.synchronize(device)
             cuda.empty_cache()  # as `graph` does, which would look like memory that it frees
-            free, reserved = cuda.mem_get_info(device)[0], cuda.memory_reserved(device)
+            reserved = cuda.memory_reserved(device)
             graph = cuda.CUDAGraph()
             try:
                 # Other threads may call CUDA in the meantime.
@@ -82,13 +84,26 @@ class CudaGraphs:
                     graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
                 ):
                     result = run()
+            except BaseException:
+                self._end_capture()
+                raise
             finally:
                 cuda.set_stream(current)  # `graph` leaves its own where a capture fails
-            taken = free - cuda.mem_get_info(device)[0]
-            num_bytes = max(taken, cuda.memory_reserved(device) - reserved, 0)
+            # Not what is free on the device: other processes take and release some as well.
+            num_bytes = _DRIVER_BYTES + max(cuda.memory_reserved(device) - reserved, 0)
         recorded = CudaGraph(graph, result, num_bytes)
         self._alive.add(recorded)
         return recorded
+
+    def _end_capture(self) -> None:
+        """Let allocations leave the pool of a capture that failed, where torch can."""
+        # `graph` does not, and what is allocated afterwards would stay in the pool.
+        end = getattr(torch._C, "_cuda_endAllocateToPool", None)  # without a public name
+        device = self._device
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if end is not None:
+            with contextlib.suppress(Exception):  # it has ended
+                end(index, self._pool)
 
 
 class RepeatedRun:

@@ -43,6 +43,7 @@ class EngineCore(EngineUtilities):
         self._steps = steps = StepRunner(parts)
         self.step = steps.step_fn
         self.activity = parts.activity
+        self._recorded_at: int | None = None  # wake-ups when workers had no more to record
         self._pause = PauseController(
             PauseDependencies(
                 parts.scheduler,
@@ -150,8 +151,13 @@ class EngineCore(EngineUtilities):
         """
         if not self._parts.records_decode_steps or self._pause.is_paused:
             return False
+        if self._recorded_at == self._pause.num_wake_ups:
+            return False
         try:
-            return any(self._executor.collective_rpc("record_decode_step"))
+            answers = list(self._executor.collective_rpc("record_decode_step"))
+            if all(answer is None for answer in answers):
+                self._recorded_at = self._pause.num_wake_ups
+            return any(answers)
         except HardpointError:
             raise
         except BaseException as cause:

@@ -47,6 +47,7 @@ class PauseController:
 
     Attributes:
         has_loop: whether a busy loop steps the core and calls `went_idle`.
+        num_wake_ups: calls of the workers' `wake_up`.
     """
 
     def __init__(self, core: PauseDependencies) -> None:
@@ -59,6 +60,7 @@ class PauseController:
         self._when_idle: list[tuple[Callable[[], None], Future[None]]] = []
         self._last_sleep: Future[None] | None = None
         self.has_loop = False
+        self.num_wake_ups = 0
 
     @property
     def is_paused(self) -> bool:
@@ -138,6 +140,7 @@ class PauseController:
             )
         memory = [tag for tag in MEMORY_TAGS if tag in wanted & self._asleep]
         if memory:
+            self.num_wake_ups += 1
             self._wake_up(memory)
         if not rest and (memory or SCHEDULING_TAG in wanted):
             self.resume()

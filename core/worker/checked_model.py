@@ -34,6 +34,7 @@ class CheckedModel:
     """A model whose shapes, KV specs, hidden states and logits are checked.
 
     Attributes:
+        source: of the model.
         shapes: of the weights, by Hugging Face name.
         needed: the shapes of the parts of them that this rank needs.
         cuts: these parts, of those that it does not need whole.
@@ -50,7 +51,7 @@ class CheckedModel:
             PluginFaultError: they are none.
         """
         self._model = model
-        self._source = source
+        self.source = source
         self._vocab_size = model.context.config.vocab_size
         shapes, specs = model.weight_shapes(), model.kv_specs()
         cuts = model.weight_cuts()
@@ -103,7 +104,7 @@ class CheckedModel:
         context = self._model.context
         ids = torch.arange(num_tokens, device=context.device) % self._vocab_size
         positions = torch.arange(num_tokens, device=context.device)
-        attention = _TrialAttention(self._source, self.specs, context.dtype, positions)
+        attention = _TrialAttention(self.source, self.specs, context.dtype, positions)
         parallel = context.parallel
         before = None
         if not parallel.is_first:
@@ -124,7 +125,7 @@ class CheckedModel:
             if isinstance(cause, HardpointError) or is_out_of_memory(cause):
                 raise
             raise PluginFaultError(
-                f"{self._source}: its {method}() failed in a trial step: {describe(cause)}"
+                f"{self.source}: its {method}() failed in a trial step: {describe(cause)}"
             ) from cause
 
     def empty_hidden(self, num_tokens: int) -> torch.Tensor:
@@ -173,7 +174,7 @@ class CheckedModel:
         return logits
 
     def _wrong(self, method: str, got: Any, expected: str) -> PluginFaultError:
-        return wrong_result(self._source, method, got, expected)
+        return wrong_result(self.source, method, got, expected)
 
 
 class _TrialAttention:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -340,7 +341,11 @@ class MovedWeights:
             RuntimeError, MemoryError: CPU memory is short.
         """
         storages = {s.data_ptr(): s for s in (t.untyped_storage() for t in tensors) if s.nbytes()}
-        self._held = [(storage, _copied(_bytes(storage))) for storage in storages.values()]
+        try:
+            self._held = [(storage, host_copy(_bytes(storage))) for storage in storages.values()]
+        except (RuntimeError, MemoryError):
+            release_pinned_memory()
+            raise
         for storage, _ in self._held:
             storage.resize_(0)
 
@@ -355,6 +360,17 @@ class MovedWeights:
             storage.resize_(len(held))
             _bytes(storage).copy_(held)
             self._held.pop()
+            del storage, held
+        release_pinned_memory()
+
+
+def release_pinned_memory() -> None:
+    """Return pinned memory that is no longer used to the system, where torch can."""
+    # Its cache keeps it otherwise, and has rounded each size up to a power of two.
+    release = getattr(torch._C, "_host_emptyCache", None)  # without a public name
+    if release is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        with contextlib.suppress(RuntimeError):
+            release()
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -362,7 +378,7 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _copied(memory: torch.Tensor) -> torch.Tensor:
+def host_copy(memory: torch.Tensor) -> torch.Tensor:
     """Return a copy in CPU memory, which is pinned where that is possible: it is copied faster."""
     pinned = None
     if memory.device.type == "cuda":

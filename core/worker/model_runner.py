@@ -25,7 +25,6 @@ from hardpoint.plugins import (
     Ops,
     RequestFault,
     SchedulerOutput,
-    is_replayable,
     typed,
 )
 from hardpoint.plugins.arguments import prepared_type
@@ -43,8 +42,7 @@ from .checked_model import CheckedModel
 from .input_batch import InputBatch, StepInput
 from .kv_connector import WorkerConnector
 from .ranks import Ranks
-from .recording.decode_graphs import DecodeGraphs
-from .recording.repeated_steps import RepeatedSteps
+from .recording.choice import Recording
 
 _ELSEWHERE = {
     kind.name
@@ -76,6 +74,24 @@ def _around_layers(attend: Attend, connector: WorkerConnector) -> Attend:
     return call
 
 
+def _attend(
+    attention: CheckedAttention, caches: Sequence[Any], steps: Sequence[AttentionStep]
+) -> Attend:
+    """Return the attention of a step, of its layouts by group."""
+    plans = attention.plans(steps)
+
+    def run(
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        angles: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return attention.attend(layer, caches[layer], plans[layer], (q, k, v), angles)
+
+    return run
+
+
 class ModelRunner:
     """Runs the model over a plan's tokens, and samples for sequences whose end it reached.
 
@@ -95,9 +111,7 @@ class ModelRunner:
         ranks: Ranks,
         processors: dict[str, type[LogitsPlugin]],
         device: torch.device,
-        *,
-        max_num_seqs: int,
-        enforce_eager: bool,
+        recording: Recording,
     ) -> None:
         """Create a runner that has no cache yet.
 
@@ -110,8 +124,7 @@ class ModelRunner:
             ranks: that share the model.
             processors: the logits processors' classes by name, for their arguments.
             device: of the model.
-            max_num_seqs: the most that a step has.
-            enforce_eager: run the model's Python in every step.
+            recording: repeats steps of the model.
         """
         self._model = model
         self._calls = calls
@@ -123,15 +136,7 @@ class ModelRunner:
         self._divides_logits = ranks.parallel.tensor.size > 1
         self._has_experts = model.routed_experts is not None
         self._ops = ops
-        self._repeats: RepeatedSteps | None = None
-        self.graphs: DecodeGraphs | None = None
-        can_record = is_replayable(ops) and model.is_replayable and attention.is_replayable
-        if can_record and not (ranks.are_many or enforce_eager):
-            sizes = ops.record_sizes(max_num_seqs)
-            if sizes and attention.pads:
-                self.graphs = DecodeGraphs(model, ops, sizes, self._attend, device)
-            elif not sizes and not attention.pads:
-                self._repeats = RepeatedSteps(model, ops)
+        self._repeats, self.graphs = recording.repeats, recording.graphs
         self._allocated: InputBatch | None = None
         self._argument_types = {name: prepared_type(cls) for name, cls in processors.items()}
         self._sampler_key, self._no_arguments = "", None
@@ -161,6 +166,10 @@ class ModelRunner:
         """Release the KV cache. No step can run until `restore_cache`."""
         if self.connector is not None:
             self.connector.release()
+        self.drop_cache()
+
+    def drop_cache(self) -> None:
+        """Release the KV cache, of which the connector knows."""
         self._forget_steps()
         self._caches, self._kept_logits = [], torch.empty(0)
 
@@ -170,7 +179,8 @@ class ModelRunner:
         self._caches = self.attention.allocate(num_blocks)
         if self.graphs is not None:
             batch = self._batch
-            self.graphs.start(batch.max_model_len, batch.block_size, batch.num_groups)
+            attend = functools.partial(_attend, self.attention, self._caches)
+            self.graphs.start(attend, batch.max_model_len, batch.block_size, batch.num_groups)
         if self.connector is not None:
             views = self.attention.block_views(self._caches, self.connector.name)
             self.connector.register_again(views)
@@ -182,10 +192,10 @@ class ModelRunner:
                 steps.clear()
 
     @torch.inference_mode()
-    def record_decode_step(self) -> bool:
-        """Record a decode step, of the next size; return whether more can be recorded now."""
+    def record_decode_step(self) -> bool | None:
+        """Record a decode step, of the next size; return as `DecodeGraphs.record_ahead`."""
         if self.graphs is None:
-            return False
+            return None
         return self._calls.run("forward", self.graphs.record_ahead)
 
     @property
@@ -245,10 +255,11 @@ class ModelRunner:
         """
         can_repeat = routed is None and not wants_layers
         if can_repeat and self.graphs is not None and step.packed is not None:
-            hidden = self._calls.run("forward", self.graphs.forward, step.packed)
+            eager = functools.partial(self._run_eagerly, step)
+            hidden = self._calls.run("forward", self.graphs.forward, step.packed, eager)
             if hidden is not None:
                 return hidden
-        attend = self._attend(step.attention)
+        attend = _attend(self.attention, self._caches, step.attention)
         if wants_layers:
             assert self.connector is not None
             attend = _around_layers(attend, self.connector)
@@ -257,21 +268,10 @@ class ModelRunner:
         forward = self._model.forward if repeats is None else repeats.forward
         return self._calls.run("forward", forward, inputs)
 
-    def _attend(self, steps: Sequence[AttentionStep]) -> Attend:
-        """Return the attention of a step, of its layouts by group."""
-        attention, caches = self.attention, self._caches
-        plans = attention.plans(steps)
-
-        def run(
-            layer: int,
-            q: torch.Tensor,
-            k: torch.Tensor,
-            v: torch.Tensor,
-            angles: torch.Tensor | None = None,
-        ) -> torch.Tensor:
-            return attention.attend(layer, caches[layer], plans[layer], (q, k, v), angles)
-
-        return run
+    def _run_eagerly(self, step: StepInput) -> torch.Tensor:
+        """Return the hidden states of a step of the first stage, planned anew."""
+        attend = _attend(self.attention, self._caches, step.attention)
+        return self._model.forward(ForwardBatch(step.token_ids, step.positions, attend))
 
     def _with_report(self, output: ModelRunnerOutput, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Add what the KV connector reports to the result of a plan."""

@@ -58,6 +58,7 @@ from .memory import (
     is_out_of_memory,
     memory_limit,
     out_of_memory,
+    release_pinned_memory,
     trim_memory,
 )
 from .model_runner import ModelRunner
@@ -66,8 +67,10 @@ from .planning.worker_spec import WorkerSpec
 from .profiling import Profiling
 from .rank_store import served_store
 from .ranks import Ranks
+from .recording.choice import Recording, choose_recording
 from .recording.decode_graphs import graph_reserve
 from .recording.decode_inputs import DecodeShape
+from .recording.padded_trial import PaddedTrial
 from .shares import check_parallelism
 from .threads import ComputeThreads, crowding
 from .weight_cache import WeightCache, cache_key
@@ -175,8 +178,7 @@ class LocalWorker:
             ranks,
             {entry.name: cls for entry, cls in spec.plugins.logits_processors()},
             spec.device,
-            max_num_seqs=spec.config.scheduler.max_num_seqs,
-            enforce_eager=spec.config.executor.enforce_eager,
+            self._recording(spec, checked, ops, attention),
         )
         ranks.wait_for_all()
         if (graphs := self._runner.graphs) is not None:
@@ -184,7 +186,7 @@ class LocalWorker:
             shape = DecodeShape(
                 graphs.sizes[-1], spec.max_model_len, block_size, len(attention.groups)
             )
-            graphs.reserve = graph_reserve(checked, graphs.sizes, shape, spec.device)
+            graphs.reserve = graph_reserve(checked, attention, graphs.sizes, shape, spec.device)
             self._estimate = self._estimate.with_graphs(graphs.reserve)
         info = _measured(checked, spec, ranks, attention, self._estimate)
         if (
@@ -192,6 +194,24 @@ class LocalWorker:
         ):  # level 1 could not move them
             info = dataclasses.replace(info, sleep_levels=(2,))
         return dataclasses.replace(info, records_decode_steps=graphs is not None)
+
+    def _recording(
+        self, spec: WorkerSpec, model: CheckedModel, ops: Ops, attention: CheckedAttention
+    ) -> Recording:
+        """Return what repeats the steps of the model, and log what is recorded."""
+        recording = choose_recording(
+            model,
+            ops,
+            spec.plugins.one("ops").source,
+            attention,
+            spec.device,
+            are_many=self._ranks.are_many,
+            max_num_seqs=spec.config.scheduler.max_num_seqs,
+            enforce_eager=spec.config.executor.enforce_eager,
+        )
+        if spec.rank == 0 and recording.description is not None:
+            _log.info("%s", recording.description)
+        return recording
 
     def _meet(self, spec: WorkerSpec) -> None:
         """Meet the other ranks."""
@@ -433,10 +453,10 @@ class LocalWorker:
         self._use_device()
         self.runner.run_dummy()
 
-    def record_decode_step(self) -> bool:
-        """Record a decode step ahead, of the next size; return whether more can be recorded now."""
+    def record_decode_step(self) -> bool | None:
+        """Record a decode step ahead, of the next size; return as `DecodeGraphs.record_ahead`."""
         if self._runner is None:
-            return False
+            return None
         self._use_device()
         return self._runner.record_decode_step()
 
@@ -573,13 +593,18 @@ class LocalWorker:
     def _release(self) -> None:
         if self._weight_cache is not None:
             self._weight_cache.close()
-        self.movable_weights, self._moved = None, None
+        self.movable_weights = None
+        if self._moved is not None:
+            self._moved = None
+            release_pinned_memory()
         components, self._components = self._components, []
         runner, self._runner = self._runner, None
         try:
             if runner is not None and runner.connector is not None:
                 runner.connector.close()
         finally:
+            if runner is not None:
+                runner.drop_cache()  # others may still refer to the runner
             close_all(components)
 
     @property
@@ -713,19 +738,28 @@ def _measured(
 ) -> WorkerInfo:
     """Return the memory that is available for the KV cache.
 
-    On a GPU, a trial step of the largest size is measured, so that the cache can have nearly all of
-    the rest. On a CPU, it is what the limits of this process leave.
+    On a GPU, trial steps of the largest size are measured, one of them of decodes with the
+    attention backend, so that the cache can have nearly all of the rest. On a CPU, it is what the
+    limits of this process leave.
     """
     bytes_per_block = attention.bytes_per_block
     windows = tuple(group.window for group in attention.groups)
     if spec.device.type != "cuda":
         available = _share_of_memory(spec, ranks).available - estimate.step - estimate.graphs
         return WorkerInfo(bytes_per_block, max(available, 0), windows=windows)
-    before = torch.cuda.memory_allocated(spec.device)
-    torch.cuda.reset_peak_memory_stats(spec.device)
+    max_num_seqs, trial = spec.config.scheduler.max_num_seqs, None
     tokens = min(spec.config.scheduler.max_num_batched_tokens, spec.max_model_len)
     with torch.inference_mode():
-        model.run_trial(tokens, spec.config.scheduler.max_num_seqs)
+        if attention.pads and not ranks.are_many:  # where one fails, others would wait for it
+            block_size = spec.config.kv_cache.block_size
+            shape = DecodeShape(max_num_seqs, spec.max_model_len, block_size, len(windows))
+            trial = PaddedTrial(model, attention, shape, spec.device)
+        before = torch.cuda.memory_allocated(spec.device)
+        torch.cuda.reset_peak_memory_stats(spec.device)
+        model.run_trial(tokens, max_num_seqs)
+        if trial is not None:
+            trial.run()
+            del trial
     peak = torch.cuda.max_memory_allocated(spec.device) - before
     torch.cuda.empty_cache()
     free = int(torch.cuda.mem_get_info(spec.device)[0])

@@ -55,6 +55,11 @@ REPEATED = Rule(
     "record all that the operations compute, or return None",
 )
 
+SIZES = Rule(
+    "sizes: record_sizes gives numbers of sequences in 1..max_num_seqs, ascending",
+    "return ints, each once, none larger than max_num_seqs, or an empty sequence",
+)
+
 
 class OpsSuite(ComponentSuite):
     """Base class of a test class, which sets `ops`, and `options` if it has some.
@@ -112,8 +117,12 @@ class OpsSuite(ComponentSuite):
         self._check_all("gather_rows", self._check_gather_rows)
 
     def test_record(self) -> None:
-        """Operations that are repeated give what they give for the new inputs."""
+        """Operations that are repeated give what they give for the new inputs; sizes are some."""
         self._check_all("record", self._check_record)
+        dtype, size, rows = self.dtypes[0], self.sizes[0], self.rows[0]
+        self._run_checks(
+            SIZES.text, functools.partial(self._on_new, self._check_sizes, dtype, size, rows)
+        )
 
     def test_rms_norm(self) -> None:
         """Norms of rows, and of heads."""
@@ -365,6 +374,16 @@ class OpsSuite(ComponentSuite):
                     raise REPEATED.violation(
                         "what record returned gave another result than running"
                     )
+
+    def _check_sizes(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:  # noqa: ARG002
+        for limit in (1, 2, 7, 256, 1000):
+            sizes = ops.record_sizes(limit)
+            if not (
+                isinstance(sizes, Sequence)
+                and all(type(size) is int and 1 <= size <= limit for size in sizes)
+                and all(size < following for size, following in itertools.pairwise(sizes))
+            ):
+                raise SIZES.violation(f"record_sizes({limit}) gave {sizes!r}")
 
     def _pack(self, ops: Ops, weight: torch.Tensor) -> torch.Tensor:
         return self._packed(ops, "pack", lambda ops: ops.pack(weight.clone()))

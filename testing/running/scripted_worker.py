@@ -247,10 +247,10 @@ class ScriptedWorker:
         with self._called("execute_dummy_batch"):
             pass
 
-    def record_decode_step(self) -> bool:
+    def record_decode_step(self) -> bool | None:
         """Note it; no more are left."""
         with self._called("record_decode_step"):
-            return False
+            return None
 
     def take_draft_token_ids(self) -> None:
         """Refuse."""

@@ -34,7 +34,8 @@ class Cuda:
 
     def __init__(self):
         self.calls, self.stream_now = [], "default"
-        self.free, self.reserved = 1000, 0
+        self.reserved = 0
+        self.has_ended = False
         self.pools = itertools.count(1)
 
     def stream(self, stream):
@@ -50,8 +51,13 @@ class Cuda:
         before, self.stream_now = self.stream_now, name
         yield
         if keeps:  # as torch does, a failed capture leaves its stream
-            self.free, self.reserved = self.free - 30, self.reserved + 20
+            self.reserved += 20
         self.stream_now = before
+
+    def end_allocate(self, index, pool):
+        self.calls.append(f"allocations leave {pool} of device {index}")
+        if self.has_ended:
+            raise RuntimeError("not currently recording to this pool")
 
     def set_stream(self, stream):
         self.stream_now = stream.name
@@ -76,7 +82,7 @@ class Cuda:
             graph=self.graph,
             synchronize=lambda device: self.calls.append("synchronize"),
             empty_cache=lambda: None,
-            mem_get_info=lambda device: (self.free, 2000),
+            current_device=lambda: 3,
             memory_reserved=lambda device: self.reserved,
             CUDAGraph=lambda: SimpleNamespace(replay=lambda: self.calls.append("replay")),
         )
@@ -85,7 +91,9 @@ class Cuda:
 @pytest.fixture
 def cuda(monkeypatch):
     fake = Cuda()
-    monkeypatch.setattr(cuda_graphs, "torch", SimpleNamespace(cuda=fake.namespace()))
+    hidden = SimpleNamespace(_cuda_endAllocateToPool=fake.end_allocate)
+    torch_like = SimpleNamespace(cuda=fake.namespace(), _C=hidden)
+    monkeypatch.setattr(cuda_graphs, "torch", torch_like)
     return fake
 
 
@@ -106,7 +114,8 @@ def test_operations_run_once_before_they_are_captured_on_the_same_stream(cuda):
         "capture in pool 1 on side (thread_local)",
         "run on side",
     ]
-    assert recorded.num_bytes == 30  # the driver's too, which torch does not count
+    # The driver keeps something that torch does not count; what else is free is others' as well.
+    assert recorded.num_bytes == 20 + (8 << 20)
     assert recorded() is result
     assert cuda.calls[-1] == "replay"
     assert cuda.stream_now == "default"
@@ -124,7 +133,9 @@ def test_graphs_share_a_pool_while_one_of_them_is_there(cuda):
     assert pools == ["1", "1", "1", "2"]
 
 
-def test_a_capture_that_fails_leaves_no_stream(cuda):
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_capture_that_fails_leaves_no_stream(cuda, has_ended):
+    cuda.has_ended = has_ended
     runs = []
 
     def run():
@@ -136,6 +147,7 @@ def test_a_capture_that_fails_leaves_no_stream(cuda):
     with pytest.raises(RuntimeError, match="not permitted"):
         CudaGraphs(torch.device("cpu")).record(run)
     assert cuda.stream_now == "default"
+    assert cuda.calls[-1] == "allocations leave pool 1 of device 3"
 
 
 def test_repeated_python_gives_its_result_in_the_same_tensor():

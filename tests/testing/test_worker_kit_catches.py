@@ -79,6 +79,12 @@ OPS = [
     (ops.ReadsInFloat, "embedding", "result", r"embedding .* torch.float32 .* torch.bfloat16"),
     (ops.GathersTheFirstRows, "gather_rows", "values", "gather_rows differs by"),
     (ops.RoundsTheTable, "gather_rows", "result", "gather_rows returned torch.bfloat16"),
+    (
+        ops.HasSizesBeyondTheMost,
+        "record",
+        "sizes",
+        r"record_sizes\(1\) gave \[1, 2, 4\]",
+    ),
     (ops.RepeatsNothing, "record", "repeated", "gave another result than running"),
     (ops.NormalisesTheBatch, "rms_norm", "values", r"rms_norm differs by"),
     (ops.NormOfTheMean, "rms_norm", "values", r"rms_norm differs by .* at row 0"),

@@ -21,6 +21,7 @@ class CheckedAttention:
     """An attention backend whose sizes, caches and outputs are checked.
 
     Attributes:
+        source: of the backend.
         specs: one per attention layer.
         groups: of the layers.
         bytes_per_block: of all caches.
@@ -58,7 +59,7 @@ class CheckedAttention:
                 f"{specs[capped[0]].softcap:g}; choose another attention backend for this model"
             )
         self._backend = backend
-        self._source = source
+        self.source = source
         self._rotate = None if _rotates(backend) else rotate
         self.specs = specs
         self.groups = groups.groups
@@ -102,7 +103,7 @@ class CheckedAttention:
             cache = self._backend.allocate(spec, num_blocks)
             if (taken := _num_bytes(cache)) > size * num_blocks + _CACHE_EXTRA:
                 raise PluginFaultError(
-                    f"{self._source}: its allocate() took {taken} bytes for {num_blocks} blocks, "
+                    f"{self.source}: its allocate() took {taken} bytes for {num_blocks} blocks, "
                     f"expected {size * num_blocks}, since bytes_per_block() gave {size}"
                 )
             caches[index] = cache
@@ -131,11 +132,11 @@ class CheckedAttention:
             except NotImplementedError:
                 raise ConfigError(
                     f"kv_connector.use: {connector!r} moves blocks of the KV cache, and "
-                    f"{self._source} has no block_views()"
+                    f"{self.source} has no block_views()"
                 ) from None
             if not _are_block_views(views, size):
                 expected = f"uint8 tensors [num_blocks, bytes] with {size} bytes per block in all"
-                raise wrong_result(self._source, "block_views", views, expected)
+                raise wrong_result(self.source, "block_views", views, expected)
             result.append(views)
         return result
 
@@ -177,7 +178,7 @@ class CheckedAttention:
             and out.device == q.device
         ):
             expected = f"a {q.dtype} tensor {list(q.shape)} on {q.device}"
-            raise wrong_result(self._source, method, out, expected)
+            raise wrong_result(self.source, method, out, expected)
         return out
 
 

@@ -20,11 +20,12 @@ def fetch(tensors: Sequence[torch.Tensor]) -> list[Any]:
     """Return tensors of one device as lists of numbers, after a single wait for the device.
 
     Args:
-        tensors: int64 or float32, of any shapes.
+        tensors: int64 or float32, of any shapes and strides.
     """
     if tensors[0].device.type == "cpu":
         return [tensor.tolist() for tensor in tensors]
-    packed = torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors]).cpu().numpy()
+    parts = [tensor.flatten().contiguous().view(torch.uint8) for tensor in tensors]
+    packed = torch.cat(parts).cpu().numpy()
     lists = []
     start = 0
     for tensor in tensors:

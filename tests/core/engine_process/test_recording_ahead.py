@@ -49,6 +49,23 @@ def test_all_steps_are_recorded_one_after_the_other():
         rig.until(lambda: executor.calls.count(RECORD) == 4)  # it may have more by now
 
 
+def test_workers_that_have_no_more_are_not_asked_until_they_wake_up():
+    executor = ScriptedExecutor()
+    executor.rpc[RECORD[0]] = None
+    with LoopRig(executor, records_decode_steps=True) as rig:
+        rig.until(lambda: executor.calls.count(RECORD) == 1)
+        rig.send(request("a"))
+        rig.until(lambda: rig.ends == {"a": "length"})
+        time.sleep(0.05)
+        assert executor.calls.count(RECORD) == 1
+        for number, (call, args) in enumerate((("sleep", [1, "wait"]), ("wake_up", [None]))):
+            rig.send(UtilityCall(0, number, call, args))
+            rig.until(lambda number=number: number in rig.answers)
+        rig.until(lambda: executor.calls.count(RECORD) == 2)
+        time.sleep(0.05)
+        assert executor.calls.count(RECORD) == 2
+
+
 def test_a_request_waits_for_one_recording_at_most():
     executor = Recording(10_000)
     executor.go_on.clear()

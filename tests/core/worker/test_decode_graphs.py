@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
 import logging
+import math
+import re
+import weakref
 
 import pytest
+import torch
 from support.core import graphs
-from support.core.graphs import GraphedOps, graphed_script
+from support.core.graphs import GraphedOps, RoundingOps, graphed_script
 from support.driving import alone, run, varied_jobs
 from support.internals import core_of, engine_of
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.builtin_plugins.ops.cuda_graphs import RepeatedRun
+from hardpoint.builtin_plugins.ops.native_cpu import NativeOps
+from hardpoint.core.worker.recording.decode_graphs import relative_difference
+from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.testing import scripted_engine, write_scripted_model
 
 LLAMA = {
@@ -33,8 +42,24 @@ GEMMA = LLAMA | {
     "sliding_window_pattern": 2,
     "query_pre_attn_scalar": 8,
 }
+MIXTRAL = LLAMA | {
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+QWEN_MOE = LLAMA | {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
 PROMPTS = [{"prompt_token_ids": list(range(1, 2 + count))} for count in (3, 9, 20, 1, 33)]
 EAGER = {"executor": {"enforce_eager": True}}
+
+
+def graphed(name):
+    return {"use": f"{graphs.__name__}:{name}"}
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +81,7 @@ def generate(tmp_path):
         between=lambda llm: None,
         tokens=12,
         rounds=(PROMPTS[:3], PROMPTS, PROMPTS[2:4]),
+        routed_experts=False,
         **extra,
     ):
         (tmp_path / "config.json").write_text(json.dumps({**config, **model}))
@@ -70,7 +96,11 @@ def generate(tmp_path):
             for prompts in rounds:
                 params = [
                     SamplingParams(
-                        max_tokens=tokens + 3 * index, ignore_eos=True, logprobs=1, seed=index
+                        max_tokens=tokens + 3 * index,
+                        ignore_eos=True,
+                        logprobs=1,
+                        seed=index,
+                        routed_experts=routed_experts,
                     )
                     for index in range(len(prompts))
                 ]
@@ -99,6 +129,8 @@ STACKS = {
     "preempting": (LLAMA, SMALL_POOL),
     "no-prefix-cache": (LLAMA, {"kv_cache": {"prefix_caching": False, "block_size": 4}}),
     "more-than-the-largest-size": (LLAMA, {"scheduler": {"max_num_seqs": 64}}),
+    "experts": (MIXTRAL, {}),
+    "shared-experts": (QWEN_MOE, {}),
     "window-groups": (GEMMA, {"kv_cache": {"block_size": 4}}),
     "steps-under-way": (LLAMA, {"executor": {"use": "support.plugins.observing:TwoBatches"}}),
 }
@@ -115,6 +147,31 @@ def test_recorded_steps_give_the_same(generate, caplog, monkeypatch, model, extr
     assert same(results, expected)
     assert GraphedOps.replays > 8
     assert "recorded step gave other" not in caplog.text
+
+
+def test_steps_that_report_experts_are_not_repeated(generate):
+    replays = []
+    results = generate(
+        MIXTRAL, routed_experts=True, between=lambda llm: replays.append(GraphedOps.replays)
+    )
+    assert replays == [0, 0, 0]
+    assert all(result.routed_experts is not None for result in results)
+    assert same(results, generate(MIXTRAL, **EAGER))
+
+
+def test_on_a_cpu_a_mixture_runs_python_after_one_attempt(generate, monkeypatch):
+    results = []
+
+    def record(ops, run, _record=NativeOps.record):
+        results.append(_record(ops, run))
+        return results[-1]
+
+    monkeypatch.setattr(NativeOps, "record", record)
+    native = {"ops": "native_cpu", "attention": {"use": "native_cpu"}, "rounds": [PROMPTS[:2]]}
+    expected = generate(QWEN_MOE, **native, **EAGER)
+    assert not results
+    assert same(generate(QWEN_MOE, **native), expected)
+    assert results == [None]
 
 
 def test_the_scripted_model_gives_the_same_tokens_bit_for_bit(tmp_path):
@@ -161,6 +218,93 @@ def test_a_sleep_forgets_what_was_recorded(generate):
     assert replays[0] < replays[1] < replays[2]
 
 
+@pytest.mark.parametrize(("error", "is_kept"), [(1e-4, True), (1e-2, False)])
+def test_last_bits_may_differ(generate, caplog, monkeypatch, error, is_kept):
+    monkeypatch.setattr(RoundingOps, "error", error)
+    with caplog.at_level(logging.WARNING, "hardpoint"):
+        generate(ops="RoundingOps")
+    assert (GraphedOps.replays > 4) == is_kept
+    lines = [r.message for r in caplog.records if "a recorded step gave other" in r.message]
+    if is_kept:
+        assert lines == []
+    else:
+        (line,) = lines
+        assert "they differ by 0.01 of their length, expected at most 0.001" in line
+        for name in ("models.llama:Llama", "RoundingOps", "PaddedAttention"):
+            assert name in line
+
+
+def test_a_plan_that_keeps_numbers_is_found(generate, caplog):
+    """A backend whose plan has the lengths of the step that was recorded."""
+    with caplog.at_level(logging.WARNING, "hardpoint"):
+        found = generate(attention=graphed("KeepsLengths"))
+    assert "a recorded step gave other hidden states" in caplog.text
+    assert same(found, generate(**EAGER))
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("row", "expected", "is_small"),
+    [
+        ([NAN, 1.0], [NAN, 1.0], True),
+        ([NAN, 1.0], [1.0, 1.0], False),
+        ([1.0, 1.0], [NAN, 1.0], False),
+        ([math.inf, 1.0], [math.inf, 1.0], True),
+        ([1.0, 2.0], [math.inf, 2.0], False),
+        ([0.0, 0.0], [0.0, 0.0], True),
+        ([0.0, 1e-20], [0.0, 0.0], False),
+        ([0.0, 100.0], [0.05, 100.0], True),
+    ],
+)
+def test_differences_are_relative_to_the_row(row, expected, is_small):
+    others = [1e6, 1.0]
+    both = torch.tensor([others, row]), torch.tensor([others, expected])
+    assert (float(relative_difference(*both)) <= 1e-3) == is_small
+
+
+@pytest.mark.parametrize("ops", ["GraphedOps", "RepeatingOps"])
+def test_level_2_of_sleep_releases_all_at_once(generate, monkeypatch, ops):
+    """No cycle of references keeps weights and caches until Python's collector finds it."""
+    kept, of_graphs = [], []
+
+    def noting(cls, name):
+        function = getattr(cls, name)
+
+        def note(*args):
+            result = function(*args)
+            kept.extend(map(weakref.ref, result if isinstance(result, tuple) else (result,)))
+            return result
+
+        monkeypatch.setattr(cls, name, note)
+
+    def sleep(llm):
+        of_graphs.append(bool(GraphedOps.recorded))
+        alive.append(sum(ref() is not None for ref in kept))
+        llm.sleep(2)
+        alive.append(sum(ref() is not None for ref in kept))
+
+    alive = []
+    noting(GraphedOps, "pack")
+    noting(graphs.PaddedAttention, "allocate")
+    gc.collect()
+    gc.disable()
+    try:
+        generate(ops=ops, rounds=(PROMPTS[:1], PROMPTS[:1]), between=twice(sleep))
+    finally:
+        gc.enable()
+    assert of_graphs == [True]
+    assert alive[0] > 4
+    assert alive[1] == 0
+
+
+def twice(function):
+    """Return what calls a function at its second call alone."""
+    calls = itertools.count()
+    return lambda llm: function(llm) if next(calls) else None
+
+
 class TestWhen:
     def test_nothing_is_recorded_before_the_first_answer(self, generate):
         seen = []
@@ -174,14 +318,42 @@ class TestWhen:
         # Requests of the second round end after 5, 8, 11, 14 and 17 tokens: four steps need 8.
         assert seen[1] == [4, 2, 1]
 
-    def test_nothing_is_recorded_with_enforce_eager(self, generate):
-        generate(**EAGER, between=ahead)
-        assert GraphedOps.recorded == []
+    @pytest.mark.parametrize(
+        ("settings", "said"),
+        [
+            ({}, "up to 8 sequences, recorded when idle or needed"),
+            (EAGER, "off, since executor.enforce_eager is set"),
+            ({"attention": {"use": "torch"}}, "off, since .* does not state replayable = True"),
+            ({"ops": "Derived"}, r"off, since .*graphs:Derived.* does not state replayable = True"),
+            ({"attention": graphed("Unpadded")}, "off, since .*Unpadded.* not state pads = True"),
+            ({"ops": "torch"}, None),
+            ({"ops": "native_cpu", "attention": {"use": "native_cpu"}}, None),
+        ],
+        ids=["all", "eager", "attention", "class-of-ops", "padding", "torch", "native_cpu"],
+    )
+    def test_one_line_says_whether_and_why_not(self, generate, caplog, settings, said):
+        with caplog.at_level(logging.INFO, "hardpoint"):
+            generate(between=ahead, rounds=(PROMPTS[:1],) * 2, tokens=2, **settings)
+        starts = ("decode graphs: up to", "decode graphs: off")
+        lines = [r.message for r in caplog.records if r.message.startswith(starts)]
+        assert len(lines) == (said is not None)
+        if said is not None:
+            assert re.fullmatch(f"decode graphs: {said}", lines[0])
+            assert bool(GraphedOps.recorded) == said.startswith("up to")
 
-    @pytest.mark.parametrize("other", [{"attention": {"use": "torch"}}, {"ops": "torch"}])
-    def test_nothing_is_recorded_without_both_that_can(self, generate, other):
-        generate(**other)
-        assert GraphedOps.recorded == []
+    def test_operations_that_record_nothing_are_named_once(self, generate, caplog):
+        generate(ops="NoGraphs", rounds=(PROMPTS[:1], PROMPTS), tokens=6)
+        assert caplog.text.count("cannot be recorded, nor will others be") == 1
+        assert "the operations' record() gave None" in caplog.text
+
+    @pytest.mark.parametrize("sizes", [(8, 4, 1), (0, 4), ("4",), (4, 4), (1, 300), None, (True,)])
+    def test_sizes_are_checked(self, generate, monkeypatch, sizes):
+        monkeypatch.setattr(GraphedOps, "record_sizes", lambda ops, most: sizes)
+        with pytest.raises(PluginFaultError) as raised:
+            generate(scheduler={"max_num_seqs": 256}, rounds=())
+        assert "GraphedOps" in str(raised.value)
+        assert "its record_sizes() gave" in str(raised.value)
+        assert "expected numbers of sequences in 1..256, ascending" in str(raised.value)
 
 
 def ahead(llm):
@@ -220,7 +392,8 @@ class TestAhead:
         (line,) = [r.message for r in caplog.records if "cannot be recorded" in r.message]
         assert line == (
             "decode steps of 8 sequences cannot be recorded, nor will others be: RuntimeError: "
-            "CUDA error: out of memory"
+            "CUDA error: out of memory; with executor.enforce_eager = true, a restarted engine "
+            "does not try"
         )
 
 

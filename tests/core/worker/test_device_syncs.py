@@ -6,13 +6,14 @@ import json
 
 import pytest
 import torch
-from support.core.graphs import GraphedOps
+from support.core.graphs import GraphedOps, PaddedAttention
 from support.device_stand_in import DEVICE, StandIn, fake_cuda
 from support.driving import FINAL, summary, varied_jobs
 from torch._C import DisableTorchFunction
 
 from hardpoint import SamplingParams, plugins
 from hardpoint.core.worker import worker
+from hardpoint.core.worker.sampling.transfers import fetch
 from hardpoint.plugins import (
     BatchLogitsProcessor,
     LogitsProcessor,
@@ -275,12 +276,65 @@ def test_a_recorded_step_waits_once_but_for_the_first_checks(folder, device):
     engine.close()
 
 
+class Workspace(PaddedAttention):
+    """Notes what steps it allocates memory for."""
+
+    contract = 1
+    replayable = True
+    pads = True
+    planned = []
+
+    def plan(self, step):
+        Workspace.planned.append((len(step.seq_lens), step.seq_lens.max(), step.lens.sum()))
+        return super().plan(step)
+
+
+@pytest.mark.parametrize("ops", ["torch", f"{__name__}:Graphs"])
+def test_memory_is_measured_with_the_attention_backend(folder, device, ops, caplog):
+    """Its memory is that of the longest sequences, which a step of padding has."""
+    GraphedOps.reset()
+    Workspace.planned.clear()
+    parts = {"ops": {"use": ops}, "attention": {"use": f"{__name__}:Workspace"}}
+    more = {"max_model_len": 96, "scheduler": {"max_num_seqs": 12}, "device": "cuda"}
+    scripted_engine(folder, settings({**parts, **more})).close()
+    largest_graph = [] if ops == "torch" else [(8, 96, 0)]
+    assert Workspace.planned == [*largest_graph, (12, 96, 0)]
+    assert "trial step" not in caplog.text
+
+
+class FailsOnPadding(PaddedAttention):
+    contract = 1
+    replayable = True
+    pads = True
+
+    def attend(self, spec, cache, plan, *qkv):
+        raise KeyError("padding")
+
+
+def test_a_padded_trial_that_fails_is_told(folder, device, caplog):
+    parts = {"ops": {"use": "torch"}, "attention": {"use": f"{__name__}:FailsOnPadding"}}
+    scripted_engine(folder, {**settings(parts), "device": "cuda"}).close()
+    assert "sequences of padding failed: KeyError: 'padding'" in caplog.text
+
+
 def test_a_step_with_log_probabilities_of_prompts_waits_once_more(folder, device):
     asking = SamplingParams(max_tokens=3, temperature=0.0, prompt_logprobs=2, **FINAL)
     prompts = [(f"p{index}", list(range(1, 251)) * 2, asking) for index in range(2)]
     steps, _ = waits_of_steps(folder, {"max_model_len": 512}, prompts, device)
     assert not others(steps)
     assert [len(step) for step in steps] == [2, 1, 1]
+
+
+def test_strided_results_are_fetched(device):
+    """A sampler's column of a matrix is, for one."""
+    with torch.inference_mode():
+        logits = torch.rand(3, 4, device="cuda")
+        order = logits.argsort(-1, descending=True)
+        columns = order[:, 0], logits[:, 1], order[:, 1:3].T
+        device.waits.clear()
+        lists = fetch(columns)
+        assert len(device.waits) == 1
+        assert lists == [column.cpu().tolist() for column in columns]
 
 
 def test_a_processor_that_reads_a_value_is_named(folder, device):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from support.internals import core_of, worker_of
 
 from hardpoint import HardpointError, SamplingParams
+from hardpoint.core.worker import memory
 from hardpoint.core.worker.memory import MovedWeights
 from hardpoint.testing import scripted_engine
 
@@ -37,6 +40,47 @@ def test_nothing_is_moved_if_memory_is_short(monkeypatch):
     with pytest.raises(MemoryError):
         MovedWeights(tensors)
     assert [tensor.tolist() for tensor in tensors] == [[1] * 3, [1] * 4]
+
+
+@pytest.fixture
+def releases(monkeypatch):
+    """How much of the copies is alive when torch's cache of pinned memory is emptied."""
+    copies, alive = [], []
+
+    def copied(tensor, host_copy=memory.host_copy):
+        copy = host_copy(tensor)
+        copies.append(weakref.ref(copy))
+        return copy
+
+    monkeypatch.setattr(memory, "host_copy", copied)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    release = lambda: alive.append(sum(copy() is not None for copy in copies))  # noqa: E731
+    monkeypatch.setattr("torch._C._host_emptyCache", release, raising=False)
+    return alive
+
+
+def test_pinned_memory_is_released_after_the_last_copy(releases):
+    moved = MovedWeights([torch.ones(3), torch.ones(4)])
+    assert releases == []
+    moved.move_back()
+    assert releases == [0]
+
+
+def test_without_such_a_call_of_torch_all_else_goes_on(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.delattr("torch._C._host_emptyCache", raising=False)
+    weight = torch.ones(3)
+    MovedWeights([weight]).move_back()
+    assert weight.tolist() == [1] * 3
+
+
+def test_a_worker_that_is_closed_while_it_sleeps_releases_it(scripted, releases):
+    engine = scripted_engine(scripted)
+    worker_of(engine).movable_weights = {"weight": torch.arange(6.0)}
+    core_of(engine).sleep(1).result(0)
+    assert releases == []
+    engine.close()
+    assert releases == [0]
 
 
 def test_a_worker_moves_them_at_level_1(scripted):

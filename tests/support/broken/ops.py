@@ -341,6 +341,13 @@ class RoundsTheTable(Plain):
         return table[ids].to(self.context.dtype)
 
 
+class HasSizesBeyondTheMost(Plain):
+    contract = 1
+
+    def record_sizes(self, max_num_seqs):
+        return [1, 2, 4]
+
+
 class RepeatsNothing(Plain):
     contract = 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from typing import Any
@@ -100,6 +101,21 @@ class GraphedOps(TorchOps):
     def graph(self, run):
         return Graph(run)
 
+    def experts(self, gate_up, down, shape):
+        """Return a function that looks at no element: all experts compute all rows."""
+        hidden, width = shape
+        enter = [self.linear(packed, (2 * width, hidden)) for packed in gate_up]
+        leave = [self.linear(packed, shape, out_dtype=torch.float32) for packed in down]
+
+        def run(x, chosen, weights):
+            total = torch.zeros(x.shape)
+            for expert, (first, last) in enumerate(zip(enter, leave, strict=True)):
+                share = torch.where(chosen == expert, weights, 0).sum(1, keepdim=True)
+                total = total + last(self.silu_and_mul(first(x))) * share
+            return total.to(x.dtype)
+
+        return run
+
 
 class RepeatingOps(GraphedOps):
     """Repeats Python, as `ops.triton` does where kernels are interpreted."""
@@ -120,6 +136,22 @@ class CopyingOps(GraphedOps):
     def graph(self, run):
         first = run().clone()
         return lambda: first
+
+
+class RoundingOps(GraphedOps):
+    """Gives other last bits than the operations, as libraries do that choose other kernels.
+
+    Attributes:
+        error: relative to each number.
+    """
+
+    contract = 1
+    replayable = True
+    error = 1e-5
+
+    def graph(self, run):
+        graph = Graph(run)
+        return lambda: graph() * (1 + self.error)
 
 
 class PaddedAttention(TorchAttention):
@@ -157,6 +189,42 @@ class PaddedAttention(TorchAttention):
         scores = scores.masked_fill(hidden[:, None, None], -1e30)
         out = (scores.softmax(-1) @ read[1]).squeeze(2).to(q.dtype)
         return torch.where(lens[..., None] > 0, out, 0)
+
+
+class KeepsLengths(PaddedAttention):
+    """Plans with the lengths that a step has when it is recorded."""
+
+    contract = 1
+    replayable = True
+    pads = True
+
+    def plan(self, step: AttentionStep) -> Any:
+        lens = step.lens.clone().clamp(min=1)
+        return super().plan(dataclasses.replace(step, on_device=(step.starts, lens)))
+
+
+class Derived(GraphedOps):
+    """Says nothing of itself."""
+
+    contract = 1
+
+
+class NoGraphs(GraphedOps):
+    """Records nothing."""
+
+    contract = 1
+    replayable = True
+
+    def record(self, run):
+        return None
+
+
+class Unpadded(PaddedAttention):
+    """Does not say that it takes padding."""
+
+    contract = 1
+    replayable = True
+    pads = False
 
 
 class PaddedHistory(HistoryAttention):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-OPTION = "--told"
+OPTION = "--outcomes"
 _KERNELS = "kernels/triton/"
 _LENGTH = 300
 
@@ -71,7 +71,7 @@ def _problem(report: pytest.TestReport) -> str:
 
 
 @dataclass
-class Told:
+class Outcomes:
     """What a file says.
 
     Attributes:
@@ -90,18 +90,18 @@ class Told:
     num_bytes: int = 0
 
     @classmethod
-    def read(cls, lines: Sequence[str]) -> Told:
+    def read(cls, lines: Sequence[str]) -> Outcomes:
         """Read the file's complete lines."""
-        told = cls()
+        outcomes = cls()
         for line in map(json.loads, lines):
             if "runs" in line:
-                told.running = line["runs"]
+                outcomes.running = line["runs"]
             elif "device" in line:
-                told.device, told.num_bytes = line["device"], line["bytes"]
+                outcomes.device, outcomes.num_bytes = line["device"], line["bytes"]
             else:
-                told.running = ""
-                told.passed += line["outcome"] == "passed"
-                told.skipped += line["outcome"] == "skipped"
+                outcomes.running = ""
+                outcomes.passed += line["outcome"] == "passed"
+                outcomes.skipped += line["outcome"] == "skipped"
                 if line["outcome"] == "failed":
-                    told.failed[line["test"]] = line["problem"]
-        return told
+                    outcomes.failed[line["test"]] = line["problem"]
+        return outcomes

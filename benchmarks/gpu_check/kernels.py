@@ -63,7 +63,7 @@ def _check(
     chosen: Sequence[str],
     folder: Path,
 ) -> Outcomes:
-    """Run some tests as one check; return what they outcomes."""
+    """Run some tests as one check; return their outcomes."""
     outcomes = Outcomes()
     with recorder.check(what) as check:
         code, outcomes, output = _run(chosen, device, sizes, folder)
@@ -78,7 +78,7 @@ def _run(
     """Run tests in an empty folder.
 
     Returns:
-        The exit code, None after the time limit; what the tests outcomes; and the output.
+        The exit code, None after the time limit; the outcomes of tests; and the output.
     """
     folder.mkdir()
     file, log = folder / "outcomes", folder / "output"
@@ -111,7 +111,7 @@ def environment(device: Device) -> dict[str, str]:
 
 
 def _judge(code: int | None, outcomes: Outcomes, tail: str, sizes: Sizes, check: Check) -> None:
-    """Add what tests outcomes to a check."""
+    """Add the outcomes of tests to a check."""
     failed = [f"{name}: {problem}" for name, problem in outcomes.failed.items()]
     check.facts |= {"passed": outcomes.passed, "failed": len(failed), "skipped": outcomes.skipped}
     check.detail = f"{outcomes.passed} tests passed"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,6 +16,7 @@ import pytest
 from support.processes import ROOT
 
 SCRIPT = str(ROOT / "scripts" / "gpu-check")
+KERNEL_TESTS = sorted((ROOT / "tests" / "kernels").glob("test_triton_*.py"))
 LIMIT = 180  # seconds of a dry run
 
 
@@ -32,9 +36,9 @@ def run(folder, *arguments, **environment):
 def parts(monkeypatch):
     """The modules of the checks."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from gpu_check import comparing, recorder, report
-
-    return SimpleNamespace(comparing=comparing, recorder=recorder, report=report)
+    names = ("comparing", "device", "kernels", "models", "recorder", "report", "outcomes")
+    modules = {name: importlib.import_module(f"gpu_check.{name}") for name in names}
+    return SimpleNamespace(**modules)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +64,7 @@ def test_without_a_gpu(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.nightly
 def test_a_part_that_takes_too_long_fails(tmp_path):
     done = run(tmp_path, "--dry-run", "--only", "environment", "--minutes", "0.17", "--out", "out")
     assert done.returncode == 1, done.stderr
@@ -87,6 +92,7 @@ def write_checks(parts, file, *, is_dry=False):
         check.measured(share=0.71, tokens=2412.4)
         check.aim("decode, share of the bandwidth", "share", 0.7)
         check.aim("tokens per second", "tokens", 2500)
+        check.aim("tokens elsewhere", "tokens", 2500, is_judged=False)
         check.say("3 rounds")
     recorder.skip("level 1", "weights stay on the device")
     recorder.end()
@@ -113,6 +119,7 @@ def test_the_page(parts, tmp_path, capsys):
         "graphs: not run",
         "  decode, share of the bandwidth, at least 0.7: reached (0.71)",
         "  tokens per second, at least 2500: NOT reached (2412)",
+        "  tokens elsewhere, at least 2500: not judged on this GPU (2412)",
         "  - the part graphs did not run",
         "  - level 1: weights stay on the device",
     ):
@@ -174,6 +181,133 @@ def test_greedy_tokens_but_for_ties(parts, tokens, logprob, gap, ties, problem):
     assert len(check.problems) == (problem is not None)
     assert problem is None or problem in check.problems[0]
     assert check.facts["tokens"] == (4 if problem is None or "apart" in problem else 2)
+
+
+@pytest.mark.parametrize("file", KERNEL_TESTS, ids=lambda file: file.name)
+def test_no_search_of_kernels_shrinks(file):
+    """Shrinking takes minutes, in which the other files of the part would not run."""
+    text = file.read_text()
+    assert text.count("@given(") == text.count("@kernel_examples("), "use support.triton"
+
+
+TESTS = """
+import time
+
+import hypothesis
+from hypothesis import strategies as st
+from support.triton import kernel_device, kernel_examples
+
+from hardpoint.kernels.triton import layers
+
+
+def test_the_device():
+    assert kernel_device() == "cpu"
+
+
+@kernel_examples(20, 20)
+@hypothesis.given(st.integers())
+def test_wrong(number):
+    assert number == 1.5
+
+
+def test_in_a_kernel():
+    layers.rms_norm(None, None, 1e-5)
+
+
+def test_slow():
+    time.sleep(600)
+"""
+
+
+@pytest.mark.nightly
+def test_tests_of_kernels_that_fail_and_take_too_long(parts, tmp_path, monkeypatch):
+    """What ended before the limit is known, and the limit ends no other process."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    (tmp_path / "test_slow_kernels.py").write_text(TESTS)
+    slow = str(tmp_path / "test_slow_kernels.py")
+    tests = {"slow": [slow], "quick": [f"{slow}::test_the_device"]}
+    sizes = dataclasses.replace(parts.models.DRY, tests_s=15.0, all_tests=True)
+    recorder = parts.recorder.Recorder("kernels", tmp_path / "lines", is_dry=True)
+    parts.kernels.run_tests(recorder, parts.device.Fake(), sizes, tests)
+    lines = parts.recorder.Lines()
+    lines.read((tmp_path / "lines").read_text().splitlines())
+    checks = {check.name: check for check in lines.checks}
+    assert list(checks) == ["slow", "quick", "the tests ran on the device"]
+    wrong, broken, late = checks["slow"].problems
+    assert "::test_wrong: assert 0 == 1.5" in wrong
+    assert "::test_in_a_kernel: AttributeError: 'NoneType'" in broken
+    assert re.search(r"\(in kernels/triton/layers.py:\d+\)$", broken)
+    assert late == "took longer than its 15 s, in ::test_slow"
+    assert not checks["quick"].problems
+    assert checks["quick"].facts == {"passed": 1, "failed": 0, "skipped": 0}
+    assert not checks["the tests ran on the device"].problems
+
+
+def test_tests_have_to_run_on_the_device(parts, tmp_path, monkeypatch):
+    """Kernels that were interpreted, or that no test launched, show nothing of a GPU."""
+    outcomes = {
+        "a": parts.outcomes.Outcomes(passed=3, device="cpu"),
+        "b": parts.outcomes.Outcomes(passed=3, device="cuda", num_bytes=0),
+    }
+    environments = []
+
+    def run(chosen, device, sizes, folder):
+        environments.append(parts.kernels.environment(device)["TRITON_INTERPRET"])
+        return 0, outcomes[chosen[0]], ""
+
+    monkeypatch.setattr(parts.kernels, "_run", run)
+    recorder = parts.recorder.Recorder("kernels", tmp_path / "lines", is_dry=False)
+    gpu, real = parts.device.Gpu(), parts.models.REAL
+    parts.kernels.run_tests(recorder, gpu, real, {"one": ["a"], "two": ["b"]})
+    lines = parts.recorder.Lines()
+    lines.read((tmp_path / "lines").read_text().splitlines())
+    assert environments == ["0", "0"]
+    (check,) = (check for check in lines.checks if check.problems)
+    assert check.problems == ["one: ran on cpu, expected cuda", "no test took memory of the GPU"]
+    assert lines.where == ""
+
+
+@pytest.mark.parametrize(("gib", "is_skipped"), [(40, False), (24, True)])
+def test_models_that_do_not_fit_are_skipped(parts, tmp_path, monkeypatch, gib, is_skipped):
+    """Two copies of 8B parameters in bf16 are 29.9 GiB."""
+    device, file = parts.device.Fake(), tmp_path / "lines"
+    file.touch()
+    monkeypatch.setattr(device, "room", lambda: gib << 30)
+    recorder = parts.recorder.Recorder("benchmark", file, is_dry=False)
+    llama = parts.models.LLAMA_8B
+    assert is_skipped != parts.models.has_room(
+        recorder, device, "8B", llama, cache_bytes=4 << 30, copies=2
+    )
+    lines = parts.recorder.Lines()
+    lines.read(file.read_text().splitlines())
+    assert [(check.status, check.detail) for check in lines.checks] == is_skipped * [
+        (
+            "skipped",
+            "needs 40709914624 bytes of the GPU's memory (38 GiB), 25769803776 are free",
+        )
+    ]
+
+
+def test_aims_are_judged_where_they_are_for(parts, tmp_path, monkeypatch):
+    gpu = importlib.import_module("gpu")
+    for name, has_aims in (("NVIDIA H200", True), ("NVIDIA L4", False), ("H100 of 2030", False)):
+        device = parts.device.Fake()
+        monkeypatch.setattr(device, "describe", lambda name=name: {"gpu": name})
+        recorder = parts.recorder.Recorder("benchmark", tmp_path / "lines", is_dry=False)
+        assert gpu.measure_device(recorder, device).has_aims is has_aims, name
+
+
+def test_checks_that_run_at_once(parts, tmp_path):
+    recorder, lines = (
+        parts.recorder.Recorder("x", tmp_path / "x", is_dry=True),
+        parts.recorder.Lines(),
+    )
+    with recorder.check("a"), recorder.check("b"):
+        with recorder.check("c"):
+            pass
+        lines.read((tmp_path / "x").read_text().splitlines())
+    assert lines.where == ", in 'a', 'b'"
 
 
 @pytest.mark.nightly

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import subprocess
 import time
@@ -21,12 +20,13 @@ DATA_SHEETS = {
     "NVIDIA H200": (4.8e12, 989e12),
     "NVIDIA H100 80GB HBM3": (3.35e12, 989e12),
     "NVIDIA H100 PCIe": (2.0e12, 756e12),
-    "NVIDIA H100 NVL": (3.9e12, 835e12),
     "NVIDIA A100-SXM4-80GB": (2.039e12, 312e12),
-    "NVIDIA A100-SXM4-40GB": (1.555e12, 312e12),
-    "NVIDIA L40S": (0.864e12, 362e12),
     "NVIDIA L4": (0.3e12, 121e12),
 }
+
+
+AIMED = ("NVIDIA H100", "NVIDIA H200")
+"""How the names of the GPUs begin for which there are aims."""
 
 
 class Device(Protocol):
@@ -48,6 +48,9 @@ class Device(Protocol):
 
     def free_bytes(self) -> int:
         """Return the free memory, caches of torch emptied."""
+
+    def room(self) -> int:
+        """Return the bytes that models may take."""
 
     def counted_syncs(self) -> contextlib.AbstractContextManager[list[str]]:
         """Give a list that gets a line for each time that the body waits for the device."""
@@ -85,6 +88,10 @@ class Gpu:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info()[0])
+
+    def room(self) -> int:
+        """Return the bytes that models may take, the free ones."""
+        return self.free_bytes()
 
     @contextlib.contextmanager
     def counted_syncs(self) -> Iterator[list[str]]:
@@ -158,6 +165,10 @@ class Fake:
         self._free = (1 << 40) - self._free
         return self._free
 
+    def room(self) -> int:
+        """Return much."""
+        return 1 << 40
+
     @contextlib.contextmanager
     def counted_syncs(self) -> Iterator[list[str]]:
         """Give a list with one line, as if the tokens were fetched."""
@@ -180,7 +191,6 @@ def open_device(*, is_dry: bool) -> Device:
     Raises:
         RuntimeError: there is no GPU, or kernels would not run on it.
     """
-    interpreted = os.environ.get(INTERPRETER) == "1"
     if is_dry:
         return Fake()
     if not torch.cuda.is_available():
@@ -188,7 +198,9 @@ def open_device(*, is_dry: bool) -> Device:
             f"torch {torch.__version__} sees no GPU (torch.cuda.is_available() is "
             "False); --dry-run runs every part on the CPU, with tiny sizes"
         )
-    if interpreted:
+    import triton
+
+    if triton.knobs.runtime.interpret:
         raise RuntimeError(
             f"{INTERPRETER}=1 has the CPU interpret the kernels; unset it, or use --dry-run"
         )

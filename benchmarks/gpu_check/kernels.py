@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
 import tempfile
-import xml.etree.ElementTree as ET
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from .device import Device
+from .device import INTERPRETER, Device
 from .models import Sizes
+from .outcomes import OPTION, Outcomes
 from .recorder import Check, Recorder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,6 +21,7 @@ CONFIG = ROOT / "pyproject.toml"
 _SUITES = ("TestTritonOps", "TestTritonAttention")
 _AT_ONCE = 8  # test processes on one GPU; most of their time is compilation, on the CPU
 _SHOWN = 5
+_TAIL = 500
 
 
 def check_kernels(recorder: Recorder, device: Device, sizes: Sizes) -> None:
@@ -29,55 +32,112 @@ def check_kernels(recorder: Recorder, device: Device, sizes: Sizes) -> None:
     tests["conformance suites"] = [f"{suites}::{name}" for name in _SUITES]
     if not sizes.all_tests:
         tests = {"twins and conformance suites": [one for some in tests.values() for one in some]}
+    run_tests(recorder, device, sizes, tests)
+
+
+def run_tests(
+    recorder: Recorder, device: Device, sizes: Sizes, tests: Mapping[str, Sequence[str]]
+) -> None:
+    """Run tests in processes, some at once; write the check of each as it ends.
+
+    Args:
+        recorder: that writes.
+        device: on which they have to run.
+        sizes: which tests, and how long.
+        tests: arguments of pytest by the check's name.
+    """
     at_once = 1 if device.is_fake else min(_AT_ONCE, len(os.sched_getaffinity(0)))
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(at_once) as pool:
-        runs = [
-            (what, pool.submit(_run, chosen, sizes, Path(name) / str(index)))
-            for index, (what, chosen) in enumerate(tests.items())
-        ]
-        for what, future in runs:
-            with recorder.check(what) as check:
-                _read(*future.result(), check)
+        run = functools.partial(_check, recorder, device, sizes)
+        folders = [Path(name) / str(index) for index in range(len(tests))]
+        found = list(pool.map(run, tests, tests.values(), folders))
+    with recorder.check("the tests ran on the device") as check:
+        _check_devices(dict(zip(tests, found, strict=True)), device, check)
 
 
-def _run(chosen: list[str], sizes: Sizes, folder: Path) -> tuple[int, str, Path]:
-    """Run tests in an empty folder; return the exit code, the output and the file of results."""
+def _check(
+    recorder: Recorder,
+    device: Device,
+    sizes: Sizes,
+    what: str,
+    chosen: Sequence[str],
+    folder: Path,
+) -> Outcomes:
+    """Run some tests as one check; return their outcomes."""
+    outcomes = Outcomes()
+    with recorder.check(what) as check:
+        code, outcomes, output = _run(chosen, device, sizes, folder)
+        print(output, flush=True)
+        _judge(code, outcomes, output[-_TAIL:], sizes, check)
+    return outcomes
+
+
+def _run(
+    chosen: Sequence[str], device: Device, sizes: Sizes, folder: Path
+) -> tuple[int | None, Outcomes, str]:
+    """Run tests in an empty folder.
+
+    Returns:
+        The exit code, None after the time limit; the outcomes of tests; and the output.
+    """
     folder.mkdir()
-    results = folder / "results.xml"
+    file, log = folder / "outcomes", folder / "output"
+    file.touch()
     program = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *chosen]
-    program += [f"--junitxml={results}", f"--rootdir={ROOT}", f"--config-file={CONFIG}"]
+    program += [f"--rootdir={ROOT}", f"--config-file={CONFIG}"]
+    program += ["-p", "gpu_check.outcomes", f"{OPTION}={file}"]
     program += [] if sizes.all_tests else ["-p", "gpu_check.first_tests"]
+    code: int | None = None
+    # Not in the root, whose folders `python -m` would find before the installed package. What a
+    # test has started may outlive it, and would hold a pipe open.
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            program, cwd=folder, env=environment(device), stdout=output, stderr=subprocess.STDOUT
+        )
+        try:
+            code = process.wait(sizes.tests_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    lines = file.read_text().rpartition("\n")[0].splitlines()
+    return code, Outcomes.read(lines), log.read_text(errors="replace")
+
+
+def environment(device: Device) -> dict[str, str]:
+    """Return the variables of tests, which run kernels on the device and nowhere else."""
     paths = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", ""))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    # Not in the root, whose folders `python -m` would find before the installed package.
-    done = subprocess.run(
-        program, cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
-    return done.returncode, done.stdout + done.stderr, results
+    found = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return found | {INTERPRETER: "1" if device.is_fake else "0"}
 
 
-def _read(returncode: int, output: str, results: Path, check: Check) -> None:
-    """Add what pytest has found to a check."""
-    cases = list(ET.parse(results).iter("testcase")) if results.exists() else []
-    failed = [case for case in cases if case.find("failure") is not None or _broken(case)]
-    skipped = [case for case in cases if case.find("skipped") is not None]
-    passed = len(cases) - len(failed) - len(skipped)
-    check.facts |= {"passed": passed, "failed": len(failed), "skipped": len(skipped)}
-    check.detail = f"{passed} tests passed" + (f", {len(skipped)} skipped" if skipped else "")
-    for case in failed[:_SHOWN]:
-        (reason,) = [*case.iter("failure"), *case.iter("error")][:1]
-        message = (reason.get("message") or "").splitlines()
-        check.problems.append(f"{case.get('name')}: {message[0] if message else 'failed'}")
+def _judge(code: int | None, outcomes: Outcomes, tail: str, sizes: Sizes, check: Check) -> None:
+    """Add the outcomes of tests to a check."""
+    failed = [f"{name}: {problem}" for name, problem in outcomes.failed.items()]
+    check.facts |= {"passed": outcomes.passed, "failed": len(failed), "skipped": outcomes.skipped}
+    check.detail = f"{outcomes.passed} tests passed"
+    check.detail += f", {outcomes.skipped} skipped" if outcomes.skipped else ""
+    check.problems += failed[:_SHOWN]
     if len(failed) > _SHOWN:
         check.problems.append(f"and {len(failed) - _SHOWN} more")
-    check.expect(
-        passed > 0 or bool(failed), f"no test passed (exit code {returncode}): {output[-500:]}"
-    )
-    check.expect(
-        returncode == 0 or bool(failed), f"pytest ended with {returncode}: {output[-500:]}"
-    )
-    print(output, flush=True)
+    if code is None:
+        running = f", in {outcomes.running}" if outcomes.running else ""
+        check.problems.append(f"took longer than its {sizes.tests_s:.0f} s{running}")
+        return
+    check.expect(outcomes.passed > 0 or bool(failed), f"no test passed (exit code {code}): {tail}")
+    running = f", in {outcomes.running}" if outcomes.running else ""
+    check.expect(code == 0 or bool(failed), f"pytest ended with {code}{running}: {tail}")
 
 
-def _broken(case: ET.Element) -> bool:
-    return case.find("error") is not None
+def _check_devices(found: Mapping[str, Outcomes], device: Device, check: Check) -> None:
+    """Check where processes that came to their end ran kernels."""
+    ended = {what: outcomes for what, outcomes in found.items() if outcomes.device}
+    for what, outcomes in ended.items():
+        check.expect(
+            outcomes.device == device.name,
+            f"{what}: ran on {outcomes.device}, expected {device.name}",
+        )
+    taken = max((outcomes.num_bytes for outcomes in ended.values()), default=0)
+    check.facts |= {"ended": len(ended), "bytes": taken}
+    check.expect(bool(ended), "no process of tests came to its end")
+    check.expect(device.is_fake or taken > 0, "no test took memory of the GPU")
+    check.detail = f"{device.name}, by {len(ended)} processes"

@@ -15,6 +15,7 @@ from hardpoint import LLM
 from hardpoint.testing import write_scripted_model
 
 from .device import Device
+from .recorder import Recorder
 
 SMOLLM2 = "smollm2"
 SMALLEST_VOCABULARY = 500
@@ -111,7 +112,8 @@ class Sizes:
         loads: of the benchmark: names, prompts, tokens of each, and tokens that follow.
         rounds: of the benchmark.
         num_seqs, step_tokens: limits of its steps.
-        all_tests: whether all tests of kernels run, or the first of each file.
+        all_tests: whether all tests of kernels run, or the first of each class and file.
+        tests_s: seconds that the tests of a file may take.
     """
 
     qwen: Mapping[str, Any]
@@ -140,6 +142,7 @@ class Sizes:
     num_seqs: int
     step_tokens: int
     all_tests: bool
+    tests_s: float
 
 
 REAL = Sizes(
@@ -172,6 +175,7 @@ REAL = Sizes(
     num_seqs=64,
     step_tokens=8192,
     all_tests=True,
+    tests_s=140.0,
 )
 
 DRY = Sizes(
@@ -204,7 +208,44 @@ DRY = Sizes(
     num_seqs=2,
     step_tokens=32,
     all_tests=False,
+    tests_s=120.0,
 )
+
+
+_OTHER_BYTES = 4 << 30  # activations, logits, graphs, and what torch keeps
+
+
+def has_room(
+    recorder: Recorder,
+    device: Device,
+    name: str,
+    fields: Mapping[str, Any],
+    *,
+    cache_bytes: int,
+    copies: int = 1,
+) -> bool:
+    """Return whether a model fits on the device in bf16; if not, skip the check `name`.
+
+    Args:
+        recorder: that writes what is skipped.
+        device: where it would run.
+        name: of the check.
+        fields: of the model's config.json.
+        cache_bytes: of the KV cache.
+        copies: of the weights, at once.
+    """
+    hidden, size = fields["hidden_size"], fields["head_dim"]
+    heads = 2 * fields["num_attention_heads"] + 2 * fields["num_key_value_heads"]
+    layer = hidden * (heads * size + 3 * fields["intermediate_size"])
+    tables = fields["vocab_size"] * hidden * (1 if fields["tie_word_embeddings"] else 2)
+    weights = 2 * (fields["num_hidden_layers"] * layer + tables)
+    needed, room = copies * weights + cache_bytes + _OTHER_BYTES, device.room()
+    if needed > room:
+        recorder.skip(
+            name,
+            f"needs {needed} bytes of the GPU's memory ({needed / 2**30:.0f} GiB), {room} are free",
+        )
+    return needed <= room
 
 
 def write_model(folder: Path, fields: Mapping[str, Any]) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import json
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -65,10 +66,10 @@ class Check:
         """Add figures; in a dry run, that they were not measured."""
         self.figures.update(dict.fromkeys(figures) if self.is_dry else figures)
 
-    def aim(self, name: str, figure: str, at_least: float) -> None:
-        """State what one of the figures should be."""
+    def aim(self, name: str, figure: str, at_least: float, *, is_judged: bool = True) -> None:
+        """State what one of the figures should be; not judged on a device that it is not for."""
         value = self.figures[figure]
-        reached = None if value is None else value >= at_least
+        reached = None if value is None or not is_judged else value >= at_least
         self.aims.append(
             {"name": name, "figure": figure, "at_least": at_least, "value": value}
             | {"reached": reached}
@@ -83,7 +84,7 @@ class Check:
 
 
 class Recorder:
-    """Writes the checks of a part to a file, as lines of JSON."""
+    """Writes the checks of a part to a file, as lines of JSON; threads may share one."""
 
     def __init__(self, part: str, file: Path, *, is_dry: bool) -> None:
         """Append to a file.
@@ -96,6 +97,7 @@ class Recorder:
         self._part = part
         self._file = file
         self._is_dry = is_dry
+        self._lock = threading.Lock()
 
     @contextlib.contextmanager
     def check(self, name: str) -> Iterator[Check]:
@@ -122,7 +124,7 @@ class Recorder:
         self._write({"ends": True})
 
     def _write(self, line: dict[str, Any]) -> None:
-        with self._file.open("a") as file:
+        with self._lock, self._file.open("a") as file:
             print(json.dumps(line), file=file)
 
 
@@ -132,22 +134,28 @@ class Lines:
 
     Attributes:
         checks: that ended.
-        running: the name of the one that has begun and not ended.
+        running: the names of those that have begun and not ended.
         has_ended: whether the part has come to its end.
     """
 
     checks: list[Check] = field(default_factory=list)
-    running: str = ""
+    running: list[str] = field(default_factory=list)
     has_ended: bool = False
+
+    @property
+    def where(self) -> str:
+        """In which checks a process ended, as the rest of a sentence."""
+        return f", in {', '.join(map(repr, self.running))}" if self.running else ""
 
     def read(self, lines: Sequence[str]) -> None:
         """Add lines of the file."""
         for line in map(json.loads, lines):
             if "begins" in line:
-                self.running = line["begins"]
+                self.running.append(line["begins"])
             elif "check" in line:
                 found = line["check"]
                 self.checks.append(Check(**{**found, "status": Status(found["status"])}))
-                self.running = ""
+                if found["name"] in self.running:
+                    self.running.remove(found["name"])
             else:
                 self.has_ended = True

@@ -10,6 +10,7 @@ from .recorder import Check, Status
 
 WIDTH = 100
 _NOT_MEASURED = "not measured"
+_NOT_JUDGED = "not judged on this GPU"
 
 
 def page(about: dict[str, Any], parts: dict[str, list[Check]], seconds: dict[str, float]) -> str:
@@ -74,7 +75,8 @@ def show_aims(checks: list[Check]) -> list[str]:
     """Return the aims, and whether they were reached."""
     lines = []
     for aim in (aim for check in checks for aim in check.aims):
-        said = {True: "reached", False: "NOT reached", None: _NOT_MEASURED}[aim["reached"]]
+        unknown = _NOT_MEASURED if aim["value"] is None else _NOT_JUDGED
+        said = {True: "reached", False: "NOT reached", None: unknown}[aim["reached"]]
         value = "" if aim["value"] is None else f" ({_figure_text(aim['value'])})"
         lines.append(f"  {aim['name']}, at least {_figure_text(aim['at_least'])}: {said}{value}")
     return ["Aims", *lines, ""] if lines else []

@@ -238,5 +238,7 @@ def _dtype(config: EngineConfig, model_config: ModelConfig) -> torch.dtype:
 def _device(config: EngineConfig) -> torch.device:
     has_cuda = torch.cuda.is_available()
     if config.device == "cuda" and not has_cuda:
-        raise ConfigError("device: 'cuda' was asked for, but torch finds no CUDA device")
+        raise ConfigError(
+            f"device: 'cuda' was asked for, but torch {torch.__version__} finds no CUDA device"
+        )
     return torch.device("cuda" if has_cuda and config.device != "cpu" else "cpu")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +12,7 @@ import triton
 __all__ = ["KernelsUnavailableError", "Variant", "check_device", "is_interpreted", "power_of_2"]
 
 INTERPRETER = "TRITON_INTERPRET"
-"""Environment variable of Triton: with 1, kernels are run by an interpreter, on a CPU."""
+"""Environment variable of Triton: with 1 (or "true", "on", "yes"), an interpreter runs kernels."""
 
 
 class KernelsUnavailableError(Exception):
@@ -43,7 +42,7 @@ class Variant:
 
 def is_interpreted() -> bool:
     """Return whether kernels are run by Triton's interpreter, on a CPU, slowly."""
-    return os.environ.get(INTERPRETER) == "1"
+    return bool(triton.knobs.runtime.interpret)
 
 
 def check_device(device: torch.device) -> None:

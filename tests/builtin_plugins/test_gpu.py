@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -34,6 +35,21 @@ def test_a_machine_without_a_compiler_is_found_when_kernels_are_loaded(monkeypat
     )
     with pytest.raises(ModelError, match=message):
         load_kernels(CONTEXT, "ops.use")
+
+
+@pytest.mark.parametrize("value", ["1", "true", "ON", "yes", "y"])
+def test_all_values_that_triton_takes_interpret(monkeypatch, value):
+    monkeypatch.setenv(launch.INTERPRETER, value)
+    message = "ops.use: 'triton' cannot be used: TRITON_INTERPRET=1 has the CPU interpret them"
+    with pytest.raises(ModelError, match=message):
+        load_kernels(CONTEXT, "ops.use")
+
+
+@pytest.mark.parametrize("value", ["0", "false", "off", ""])
+def test_other_values_do_not(monkeypatch, value):
+    monkeypatch.setenv(launch.INTERPRETER, value)
+    with pytest.raises(ModelError, match=r"on a CPU in Triton's interpreter \(TRITON_INTERPRET=1"):
+        load_kernels(dataclasses.replace(CONTEXT, device=torch.device("cpu")), "ops.use")
 
 
 def test_a_driver_that_loads_is_enough(monkeypatch):

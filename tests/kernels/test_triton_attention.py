@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from support.searching import searches_long
-from support.triton import kernel_device
+from support.triton import kernel_device, kernel_examples
 
 from hardpoint.kernels.twins import PagedSequences, paged_attention
 
@@ -146,7 +145,7 @@ def parts() -> st.SearchStrategy[list[Part]]:
 
 
 # An interpreted step takes a third of a second.
-@settings(max_examples=80 if searches_long() else 5)
+@kernel_examples(5, 80)
 @given(
     heads=st.sampled_from([(1, 1), (6, 2), (3, 3), (7, 1)]),
     head_size=st.sampled_from([1, 2, 16, 24, 40, 96]),

@@ -8,10 +8,10 @@ import mmap
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.moving import move_memory
-from support.searching import searches_long
+from support.triton import kernel_examples
 
 pytest.importorskip("triton")
 
@@ -103,7 +103,7 @@ def check_product(parts, x, bias, out_dtype) -> None:
     assert (error <= limit + rounded).all(), (error - limit - rounded).max()
 
 
-@settings(max_examples=70 if searches_long() else 5)
+@kernel_examples(5, 70)
 @given(
     parts=st.lists(forms, min_size=1, max_size=3),
     columns=st.sampled_from([1, 31, 32, 50, 160, 257, 576, 1100]),
@@ -305,7 +305,7 @@ def test_operations_refuse_what_is_no_matrix_of_codes():
         ops.pack_codes([empty])
 
 
-@settings(max_examples=15 if searches_long() else 3)
+@kernel_examples(3, 15)
 @given(
     kinds=st.lists(st.sampled_from(FORMS), min_size=2, max_size=2),
     rows=st.sampled_from([1, 3, 40]),

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.moving import move_memory
-from support.searching import searches_long
-from support.triton import kernel_device
+from support.triton import kernel_device, kernel_examples
 
 from hardpoint.kernels.triton import experts
 from hardpoint.kernels.triton.addresses import Addresses
@@ -18,7 +17,8 @@ from hardpoint.testing import load_ops
 DEVICE = kernel_device()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TORCH = {dtype: load_ops(dtype, use="torch") for dtype in DTYPES}
-TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.01, torch.float16: 0.002}
+# bfloat16: two roundings of a sum of parts that are rounded themselves.
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 0.002}
 
 
 def choices(generator, rows, count, per_row, missing):
@@ -38,7 +38,7 @@ def there(side):
     return [matrix.to(DEVICE) for matrix in side]
 
 
-@settings(max_examples=60 if searches_long() else 3)
+@kernel_examples(3, 60)
 @given(
     rows=st.integers(0, 9) | st.integers(60, 90),
     hidden=st.integers(1, 90),
@@ -51,6 +51,7 @@ def there(side):
 )
 @example(140, 130, 70, 2, 2, 0.2, torch.bfloat16, 1)
 @example(140, 33, 64, 2, 1, 0.2, torch.float32, 1)
+@example(79, 57, 14, 6, 3, 0.0, torch.bfloat16, 254)
 def test_any_choice(rows, hidden, width, count, per_row, missing, dtype, seed):
     generator = torch.Generator().manual_seed(seed)
     per_row = min(per_row, count)
@@ -74,7 +75,7 @@ def test_any_choice(rows, hidden, width, count, per_row, missing, dtype, seed):
         assert torch.equal(part, before)
 
 
-@settings(max_examples=60 if searches_long() else 5)
+@kernel_examples(5, 60)
 @example(40, 130, 3, 0.2, 16, 0)
 @given(
     rows=st.integers(0, 40) | st.integers(1000, 1500),

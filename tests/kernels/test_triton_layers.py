@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
-from support.searching import searches_long
-from support.triton import kernel_device
+from support.triton import kernel_device, kernel_examples
 
 from hardpoint.kernels import twins
 from hardpoint.kernels.triton import layers
@@ -33,7 +32,7 @@ def check(result, expected, dtype):
     torch.testing.assert_close(result, expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
-@settings(max_examples=150 if searches_long() else 15)
+@kernel_examples(15, 150)
 @given(any_rows, any_size, any_dtype, st.booleans(), st.integers(0, 3), seeds)
 @example(2, 8193, torch.bfloat16, True, 1, 0)
 @example(1, 65536, torch.float32, True, 0, 0)
@@ -54,7 +53,7 @@ def test_norms_of_rows(rows, size, dtype, wide_weight, gap, seed):
     check(result, twins.rms_norm(x, weight, EPS), dtype)
 
 
-@settings(max_examples=150 if searches_long() else 10)
+@kernel_examples(10, 150)
 @given(st.integers(0, 7), st.integers(1, 5), st.integers(1, 300), any_dtype, seeds)
 def test_norms_of_heads(rows, heads, size, dtype, seed):
     wide = draw(seed, rows, heads + 2, size + 1, dtype=dtype)
@@ -75,7 +74,7 @@ def test_norms_of_extreme_rows():
     assert result.isfinite().all()
 
 
-@settings(max_examples=150 if searches_long() else 15)
+@kernel_examples(15, 150)
 @given(
     st.integers(0, 5),
     st.integers(1, 40),
@@ -98,7 +97,7 @@ def test_rotations(rows, heads, half, more, dtype, seed):
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
-@settings(max_examples=150 if searches_long() else 15)
+@kernel_examples(15, 150)
 @given(
     rows=st.integers(0, 5),
     size=any_size,
@@ -129,7 +128,7 @@ def test_gates_do_not_overflow(activation):
     assert result[0, :4].abs().max() < 1e-30
 
 
-@settings(max_examples=150 if searches_long() else 15)
+@kernel_examples(15, 150)
 @given(st.integers(0, 5), any_size, st.integers(0, 3), any_dtype, st.floats(-3, 3), seeds)
 def test_scales_and_sums(rows, size, gap, dtype, factor, seed):
     wide = draw(seed, rows, size + gap, dtype=dtype)

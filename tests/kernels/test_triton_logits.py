@@ -6,10 +6,9 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from support.searching import searches_long
-from support.triton import kernel_device
+from support.triton import kernel_device, kernel_examples
 
 from hardpoint.kernels.triton import logits as logits_kernels
 from hardpoint.plugins import Op, Ops
@@ -78,7 +77,7 @@ def check(name, logits, *arguments):
 SHARES = st.floats(0, 1, width=32) | st.sampled_from([1e-7, 0.9, 0.999, 0.9999999, 1.0, 0.0])
 
 
-@settings(max_examples=150 if searches_long() else 20)
+@kernel_examples(20, 150)
 @given(logits=logits_of(), data=st.data())
 def test_choices(logits, data):
     check("argmax", logits)
@@ -87,7 +86,7 @@ def test_choices(logits, data):
     check("draw", logits, seeds, seeds.abs() % 9999, greedy)
 
 
-@settings(max_examples=150 if searches_long() else 12)
+@kernel_examples(12, 150)
 @given(logits=logits_of(most_rows=2), data=st.data(), name=st.sampled_from(["top_k", "top_p"]))
 def test_selections(logits, data, name):
     rows, vocab = logits.shape
@@ -99,7 +98,7 @@ def test_selections(logits, data, name):
         check("keep_top_k", logits, k, max(in_use))
 
 
-@settings(max_examples=150 if searches_long() else 15)
+@kernel_examples(15, 150)
 @given(logits=logits_of(), data=st.data())
 def test_masks(logits, data):
     rows, vocab = logits.shape
@@ -112,7 +111,7 @@ def test_masks(logits, data):
     check("keep_tokens", logits, torch.tensor(chosen), bitmask)
 
 
-@settings(max_examples=150 if searches_long() else 15)
+@kernel_examples(15, 150)
 @given(logits=logits_of(), data=st.data(), op=st.sampled_from(Op))
 def test_edits_and_divisors(logits, data, op):
     divisors = st.floats(2.0**-20, 2.0**100, width=32) | st.sampled_from([0.7, 1e-5, 1e30])

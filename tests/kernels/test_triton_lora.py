@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
-from support.searching import searches_long
-from support.triton import kernel_device
+from support.triton import kernel_device, kernel_examples
 
 from hardpoint.kernels.triton import lora
 from hardpoint.plugins import Ops
@@ -18,7 +17,7 @@ TORCH = {dtype: load_ops(dtype, use="torch") for dtype in DTYPES}
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.01, torch.float16: 0.002}
 
 
-@settings(max_examples=60 if searches_long() else 5)
+@kernel_examples(5, 60)
 @given(
     rows=st.integers(0, 9) | st.integers(60, 150),
     depth=st.integers(1, 300),

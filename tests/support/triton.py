@@ -1,10 +1,23 @@
-"""Where tests run the package's Triton kernels."""
+"""Where tests run the package's Triton kernels, and how they search."""
 
 from __future__ import annotations
 
-import os
+from hypothesis import Phase, settings
+
+from support.searching import searches_long
+
+# Shrinking calls a kernel some hundred times, which takes minutes in the interpreter, and on a GPU,
+# where each size may be compiled again. What was found is printed as it is.
+_PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
 
 
 def kernel_device() -> str:
     """Return "cpu" if Triton's interpreter runs the kernels, else "cuda"."""
-    return "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+    from hardpoint.kernels.triton.launch import is_interpreted
+
+    return "cpu" if is_interpreted() else "cuda"
+
+
+def kernel_examples(count: int, nightly: int) -> settings:
+    """Return settings with so many examples in the profiles `ci` and `nightly`, not shrunk."""
+    return settings(max_examples=nightly if searches_long() else count, phases=_PHASES)

@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+import torch
 from safetensors.torch import save_file
 
 from hardpoint import ConfigError, ModelError
@@ -212,3 +213,11 @@ def test_a_tokenizer_that_is_elsewhere_and_missing(here):
     write_scripted_model(here / "m")
     error = error_of(**scripted_config(here / "m", {"tokenizer": {"path": "./tok"}}))
     assert error.startswith("tokenizer.path: found no file or directory './tok'")
+
+
+def test_a_build_of_torch_without_cuda_is_named(here, monkeypatch):
+    write(here / "m", LLAMA)
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    error = error_of(device="cuda", load={"use": "dummy"})
+    assert error == "device: 'cuda' was asked for, but torch 2.13.0+cpu finds no CUDA device"

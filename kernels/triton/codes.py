@@ -34,9 +34,9 @@ from .code_tiles import (
     values_of,
 )
 from .launch import Variant
-from .packed_codes import Codes, Form, Part, pack, read
+from .packed_codes import Form, Part, pack, read
 
-__all__ = ["VARIANTS", "Codes", "gather_codes", "linear_codes", "pack"]
+__all__ = ["VARIANTS", "gather_codes", "linear_codes", "pack"]
 
 
 @triton.jit

@@ -15,12 +15,14 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["Codes", "Form", "Part", "header_of", "pack", "read", "size_of"]
+from hardpoint.kernels.cpu import Codes
+
+__all__ = ["Form", "Part", "header_of", "pack", "read", "size_of"]
 
 _MAGIC = int.from_bytes(b"gpucode1", "little")
 _FIXED = 6  # words: magic, bytes, rows, columns, parts, checksum of the header
@@ -35,42 +37,6 @@ _AT_ONCE = 1 << 24  # codes that are packed at a time, each of which takes sever
 _DTYPES = {1: torch.float16, 2: torch.float32, 3: torch.int8, 4: torch.uint8}
 _STORED = {dtype: number for number, dtype in _DTYPES.items()}  # 0: there are none
 _NESTED = (3, 4)  # those with outer ones
-
-
-class Codes(Protocol):
-    """Rows of a matrix of low-bit codes, see `hardpoint.kernels.twins.AffineCodes`."""
-
-    @property
-    def codes(self) -> torch.Tensor:
-        """uint8 [rows, columns], of 8 bits int8."""
-
-    @property
-    def bits(self) -> int:
-        """Of a code."""
-
-    @property
-    def group(self) -> int:
-        """Columns that share a scale."""
-
-    @property
-    def scales(self) -> torch.Tensor:
-        """[rows, groups]."""
-
-    @property
-    def offsets(self) -> torch.Tensor | None:
-        """As scales."""
-
-    @property
-    def outer_scales(self) -> torch.Tensor | None:
-        """float16 [rows, columns / 256, rounded up]."""
-
-    @property
-    def outer_offsets(self) -> torch.Tensor | None:
-        """Likewise for offsets."""
-
-    @property
-    def values(self) -> torch.Tensor | None:
-        """float32 [2**bits]."""
 
 
 @dataclass(frozen=True)

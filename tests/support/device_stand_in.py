@@ -15,8 +15,14 @@ from torch._C import DispatchKey, _disabled_torch_function_impl
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hardpoint import plugins
+
 DEVICE = torch.device("cuda", 0)
-_ROOT = Path(__file__).resolve().parents[2]
+_INSTALLED = Path(plugins.__file__).resolve().parents[1]
+_SOURCES = [
+    Path(__file__).resolve().parents[1],
+    *(_INSTALLED / name for name in ("builtin_plugins", "core", "kernels", "plugins", "registry")),
+]
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
 _HERE = Path(__file__).resolve()
 
@@ -303,8 +309,9 @@ def _caller() -> tuple[tuple[str, str], int]:
     frame = inspect.currentframe()
     while frame is not None:
         path = Path(frame.f_code.co_filename).resolve()
-        if path != _HERE and path.is_relative_to(_ROOT):
-            return (str(path.relative_to(_ROOT)), frame.f_code.co_name), frame.f_lineno
+        for folder in _SOURCES:
+            if path != _HERE and path.is_relative_to(folder):
+                return (str(path.relative_to(folder.parent)), frame.f_code.co_name), frame.f_lineno
         frame = frame.f_back
     raise AssertionError("called by no code of the sources")
 

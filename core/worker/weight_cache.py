@@ -522,7 +522,10 @@ def _make_room(folder: Path, limit: int, keep: Path) -> None:
     """
     files = []
     for file in folder.iterdir():
-        found = file.lstat()
+        try:
+            found = file.lstat()
+        except FileNotFoundError:  # renamed by another process, or removed
+            continue
         if file.suffix == _SUFFIX and file != keep:
             files.append((found.st_mtime, found.st_size, file))
         elif file.suffix == _TEMPORARY and time.time() - found.st_mtime > _ABANDONED_S:

@@ -450,6 +450,16 @@ def test_temporary_files_of_killed_writers_are_removed(tmp_path):
     assert recent.exists()
 
 
+def test_files_that_others_rename_meanwhile_are_passed_over(tmp_path, monkeypatch):
+    listed = type(tmp_path).iterdir
+    monkeypatch.setattr(
+        type(tmp_path), "iterdir", lambda folder: [folder / "gone.0.temporary", *listed(folder)]
+    )
+    write(open_cache(tmp_path), "key")
+    monkeypatch.undo()
+    assert [file.suffix for file in tmp_path.iterdir()] == [".weights"]
+
+
 def test_closing_gives_up_where_writing_takes_long(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "hardpoint")
     began = threading.Event()

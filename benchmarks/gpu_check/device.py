@@ -46,6 +46,9 @@ class Device(Protocol):
     def wait(self) -> None:
         """Wait until all work is done."""
 
+    def trim(self) -> None:
+        """Wait until all work is done, and empty the caches of torch."""
+
     def free_bytes(self) -> int:
         """Return the free memory, caches of torch emptied."""
 
@@ -83,10 +86,14 @@ class Gpu:
         """Wait until all work is done."""
         torch.cuda.synchronize()
 
-    def free_bytes(self) -> int:
-        """Return the free memory, caches of torch emptied."""
+    def trim(self) -> None:
+        """Wait until all work is done, and empty the caches of torch."""
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+
+    def free_bytes(self) -> int:
+        """Return the free memory, caches of torch emptied."""
+        self.trim()
         return int(torch.cuda.mem_get_info()[0])
 
     def room(self) -> int:
@@ -159,6 +166,9 @@ class Fake:
 
     def wait(self) -> None:
         """Return: a CPU is done."""
+
+    def trim(self) -> None:
+        """Do nothing."""
 
     def free_bytes(self) -> int:
         """Return much, then nothing, then much again, as if an engine opened, slept and woke up."""

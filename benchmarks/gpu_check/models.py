@@ -291,4 +291,4 @@ def engine(
         yield llm
     del llm
     gc.collect()
-    device.free_bytes()
+    device.trim()

@@ -6,6 +6,13 @@ from `hardpoint.plugins`.
 
 from typing import TYPE_CHECKING, Any
 
+from hardpoint.errors import (
+    EngineClosedError,
+    EngineDeadError,
+    EnginePausedError,
+    EngineTimeoutError,
+    PluginError,
+)
 from hardpoint.plugins import (
     CompletionOutput,
     ConfigError,
@@ -18,13 +25,6 @@ from hardpoint.plugins import (
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
-)
-from hardpoint.plugins.errors import (
-    EngineClosedError,
-    EngineDeadError,
-    EnginePausedError,
-    EngineTimeoutError,
-    PluginError,
 )
 from hardpoint.registry.discovery import installed_version
 

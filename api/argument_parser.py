@@ -7,9 +7,9 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+from hardpoint.errors import shown
 from hardpoint.plugins import HardpointError
-from hardpoint.plugins.errors import shown
-from hardpoint.plugins.typed import suggest
+from hardpoint.typed import suggest
 
 __all__ = ["ProgramParser", "UsageError", "check_encoding", "global_options"]
 

@@ -16,6 +16,7 @@ from hardpoint.core.config import config_from
 from hardpoint.core.engine.utility_calls import AsyncControlCalls
 from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.prompts import Prompt
+from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
@@ -25,7 +26,6 @@ from hardpoint.plugins import (
     WaitReason,
 )
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.errors import EngineDeadError
 from hardpoint.plugins.server import InstalledExtension, ServerContext
 from hardpoint.plugins.stats import Health
 

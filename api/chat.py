@@ -13,10 +13,11 @@ from msgspec import Meta
 
 from hardpoint.core.frontend.plugin_arguments import CallRules
 from hardpoint.core.frontend.prompts import copied, is_list
-from hardpoint.plugins import RequestError, Tokenizer, typed
-from hardpoint.plugins.errors import shown
+from hardpoint.errors import shown
+from hardpoint.plugins import RequestError, Tokenizer
 from hardpoint.plugins.structured import check_schema
 
+from . import typed
 from .user_text import UserText
 
 Messages = Sequence[Mapping[str, Any]]

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hardpoint.core.config import load_config
-from hardpoint.core.worker.model_files import ALIASES, find_files
+from hardpoint.core.weights.model_files import ALIASES, find_files
+from hardpoint.errors import PluginConflictError, PluginContractError, PluginFaultError
 from hardpoint.plugins import Command, CommandContext, EngineConfig, HardpointError, ModelError
 from hardpoint.plugins.commands import Generator, ModelReport, PluginCatalog
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.errors import PluginConflictError, PluginContractError, PluginFaultError
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.server import AsyncGenerator
 from hardpoint.registry.blame import describe, raise_unless_fault

@@ -11,7 +11,7 @@ from argcomplete.completers import FilesCompleter, SuppressCompleter
 from argcomplete.finders import CompletionFinder
 from argcomplete.lexers import split_line
 
-from hardpoint.core.worker.model_files import ALIASES
+from hardpoint.core.weights.model_files import ALIASES
 from hardpoint.plugins import EngineConfig
 from hardpoint.registry.discovery import discover
 

@@ -14,6 +14,7 @@ from hardpoint.core.engine.utility_calls import SyncControlCalls
 from hardpoint.core.frontend.input_processor import RequestExtras
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.prompts import Prompt, copied, is_list
+from hardpoint.errors import shown
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
@@ -24,7 +25,6 @@ from hardpoint.plugins import (
     SchedulingPolicy,
 )
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.errors import shown
 from hardpoint.plugins.stats import Health
 
 from .chat import Chat, Messages, ToolChoice, Tools

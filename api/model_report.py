@@ -6,24 +6,19 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
+from hardpoint.boundary.errors import close_all
 from hardpoint.core.build import no_progress
 from hardpoint.core.engine.prepare import prepare_worker
-from hardpoint.core.errors import close_all
 from hardpoint.core.kv_cache import size_cache
-from hardpoint.core.worker.memory import HeldWeight, MemoryLimit, memory_limit
-from hardpoint.core.worker.planning.planned_model import (
-    PlannedModel,
-    open_attention,
-    open_ops,
-    plan_model,
-)
-from hardpoint.core.worker.planning.worker_spec import WorkerSpec
-from hardpoint.core.worker.shares import FirstRank, check_parallelism
+from hardpoint.core.weights.planned_model import PlannedModel, open_attention, open_ops, plan_model
+from hardpoint.core.weights.shares import FirstRank, check_parallelism
+from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.plugins import ConfigError, EngineConfig, ModelError, WorkerInfo
 from hardpoint.plugins.commands import ContextMemory, ModelReport, WeightGroup
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.parallel import Parallel
 from hardpoint.registry.plugin_set import resolve_plugins
+from hardpoint.system.memory import HeldWeight, MemoryLimit, memory_limit
 
 __all__ = ["report_model"]
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import msgspec
 
+from hardpoint.boundary.errors import engine_dead, error_of
 from hardpoint.core.client.engine_lock import EngineLock
-from hardpoint.core.errors import engine_dead, error_of
 from hardpoint.core.frontend.input_processor import RequestExtras
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.prompts import copied, is_list
+from hardpoint.errors import EngineDeadError, EnginePausedError
 from hardpoint.plugins import (
     HardpointError,
     OverloadedError,
@@ -23,7 +24,6 @@ from hardpoint.plugins import (
     RequestOutputKind,
     SamplingParams,
 )
-from hardpoint.plugins.errors import EngineDeadError, EnginePausedError
 
 __all__ = [
     "OpenCalls",

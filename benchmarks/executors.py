@@ -35,8 +35,8 @@ from rich.table import Table
 from hardpoint import LLM, SamplingParams
 from hardpoint.plugins import Executor, GrammarBitmask, ModelRunnerOutput, SchedulerOutput, Wrapper
 from hardpoint.plugins.parallel import Communicator
-from hardpoint.plugins.worker_calls import encode_call
 from hardpoint.testing import scripted_config, write_scripted_model
+from hardpoint.toolkit.workers.calls import encode_call
 
 RANKS = {
     "uniproc": (1, 1),

@@ -20,7 +20,7 @@ from typing import Any
 
 from hardpoint.core.frontend.output_processor import OutputProcessor
 from hardpoint.core.frontend.request_state import ParentRequest
-from hardpoint.core.worker.model_files import find_files
+from hardpoint.core.weights.model_files import find_files
 from hardpoint.plugins import (
     EngineConfig,
     EngineCoreOutput,

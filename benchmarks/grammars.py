@@ -47,7 +47,7 @@ from rich.table import Table
 from hardpoint import LLM, SamplingParams
 from hardpoint.core.engine.grammars import GrammarManager
 from hardpoint.core.frontend.llm_engine import LLMEngine
-from hardpoint.core.worker.model_files import find_files
+from hardpoint.core.weights.model_files import find_files
 from hardpoint.core.worker.sampling.grammar_mask import GrammarMask
 from hardpoint.plugins import (
     EngineConfig,

@@ -19,11 +19,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hardpoint.core.worker.model_files import find_files
+from hardpoint.boundary.text_guards import GuardedTokenizer, open_parser
+from hardpoint.core.weights.model_files import find_files
 from hardpoint.plugins import EngineConfig, ParserRequest, TokenizerContext
-from hardpoint.plugins.output_format import FormatParser
-from hardpoint.registry.guards import GuardedTokenizer, open_parser
 from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
+from hardpoint.toolkit.parsing.format_parser import FormatParser
 
 PROSE = (
     "Once upon a time, in a village between two rivers, there lived a clockmaker who built a new "

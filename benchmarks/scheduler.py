@@ -51,8 +51,8 @@ from scheduling_load import (
 )
 from scheduling_vllm import Vllm, VllmCache
 
+from hardpoint.boundary.faults import StepFaults
 from hardpoint.core.engine.policy import PolicySlot
-from hardpoint.core.faults import StepFaults
 from hardpoint.core.kv_cache import BlockManager, BlockMetadata, Eviction
 from hardpoint.plugins import (
     CachedPrefix,
@@ -105,7 +105,8 @@ class Hardpoint:
             kv_cache=BlockManager(
                 num_blocks,
                 BLOCK_SIZE,
-                eviction=Eviction(policy, metadata=metadata),
+                eviction=Eviction(policy),
+                metadata=metadata,
             ),
             policy=PolicySlot(plugins, StepFaults(), 257).policy,
             clock=time.monotonic,

@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 from scheduling_load import timed
 
-from hardpoint.core.wire import Decoder, Encoder, SendTracker
+from hardpoint.core.protocol import Decoder, Encoder, SendTracker
 from hardpoint.plugins import (
     EngineCoreOutput,
     EngineCoreOutputs,

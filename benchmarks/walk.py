@@ -22,7 +22,18 @@ from hardpoint import LLM, SamplingParams
 PACKAGE = Path(hardpoint.__file__).resolve().parent
 CHECKOUT = Path(__file__).resolve().parent.parent
 MODEL_FOLDERS = ("builtin_plugins/models", "builtin_plugins/attention")
-FOLDERS = {"core", "plugins", "registry", "testing", "builtin_plugins", "kernels"}
+FOLDERS = {
+    "boundary",
+    "builtin_plugins",
+    "core",
+    "kernels",
+    "plugins",
+    "registry",
+    "system",
+    "testing",
+    "toolkit",
+    "typed",
+}
 
 
 def main() -> None:

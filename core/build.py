@@ -13,22 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from hardpoint.core.child_process.launch import Interpreter
+from hardpoint.boundary.errors import naming_plugin
+from hardpoint.boundary.text_guards import GuardedOutputParser, GuardedTokenizer, open_parser
 from hardpoint.core.client.base import EngineCoreClient, InprocClient
 from hardpoint.core.client.event_loop import EventLoopBridge
 from hardpoint.core.client.process_client import EngineStart, ProcessClient, Sink
-from hardpoint.core.client.resources import check_descriptors
 from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.core.engine_process.process import EngineProcess
-from hardpoint.core.errors import naming_plugin
 from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.frontend import EngineParts
 from hardpoint.core.frontend.lifecycle import Restarter
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.output_parts import OutputParsers
 from hardpoint.core.frontend.statistics import Statistics, open_statistics
-from hardpoint.core.worker.model_files import find_files
-from hardpoint.core.worker.threads import short_spin
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
@@ -42,17 +39,20 @@ from hardpoint.plugins.component import Progress
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.manifest import PluginEntry
-from hardpoint.plugins.read_only import read_only
-from hardpoint.plugins.typed import join_path
 from hardpoint.registry.discovery import installed_version
-from hardpoint.registry.guards import GuardedOutputParser, GuardedTokenizer, open_parser
 from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
+from hardpoint.system.process.launch import Interpreter
+from hardpoint.system.resources import check_descriptors
+from hardpoint.system.threads import short_spin
+from hardpoint.typed import join_path
+from hardpoint.typed.read_only import read_only
 
 from .kv_cache import CacheSize
+from .weights.model_files import find_files
 
 if TYPE_CHECKING:
-    from hardpoint.core.worker.planning.worker_spec import WorkerSpec
+    from .weights.worker_spec import WorkerSpec
 
 _log = logging.getLogger("hardpoint")
 

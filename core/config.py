@@ -13,13 +13,13 @@ from typing import Any
 
 from msgspec import inspect as types
 
+from hardpoint.errors import shown
 from hardpoint.plugins import ConfigError, EngineConfig
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.describing import type_at
-from hardpoint.plugins.errors import shown
 from hardpoint.plugins.kinds import KINDS, PLANNED
-from hardpoint.plugins.typed import convert, join_path, parse_value, plain_data, split_setting
 from hardpoint.registry.references import with_references
+from hardpoint.typed import convert, join_path, parse_value, plain_data, split_setting
+from hardpoint.typed.describing import type_at
 
 DEFAULT_FILE = "hardpoint.toml"
 PREFIX = "HARDPOINT__"

@@ -1,10 +1,9 @@
 """The contract: what a plugin author imports, and nothing else.
 
-Besides these names, some modules are public: `hardpoint.plugins.errors`, `typed` (options and
-arguments), `commands` (of the command line), for models and loaders `models` (layers) and
-`hf_config` (fields of Hugging Face configs), for weights of few bits `quantization`, for executors
-`executor`, `parallel` and `worker_calls` (calls as bytes), and more for single kinds, which
-docs/reference/types.md lists.
+Besides these names, some modules are public: `commands` (of the command line), `quantization` (for
+weights of few bits), `executor` and `parallel`, and more for single kinds, which
+docs/reference/types.md lists. Below the contract are `hardpoint.errors` and `hardpoint.typed`
+(options and arguments); the libraries for authors are in `hardpoint.toolkit`.
 
 Start with the interface of your kind (`LogitsProcessor`, `SchedulingPolicy`, ...), state
 `contract = 1` in your class, and register it under the entry-point group `hardpoint.<kind>`.
@@ -14,11 +13,14 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from hardpoint.errors import ConfigError, HardpointError, ModelError, OverloadedError, RequestError
+from hardpoint.typed import Arguments, Options, State
+
+from . import moved
 from .arguments import PrepareContext
 from .commands import Command, CommandContext
 from .component import is_replayable
 from .config import EngineConfig
-from .errors import ConfigError, HardpointError, ModelError, OverloadedError, RequestError
 from .executor import Executor, ExecutorContext, WorkerInfo
 from .grammars import GrammarBackend, GrammarContext
 from .hooks import hookimpl
@@ -110,7 +112,6 @@ from .stats import (
 )
 from .step_record import StepRecord, WaitingFor, WaitReason
 from .tokenizer import DecodeStream, Tokenizer, TokenizerContext
-from .typed import Arguments, Options, State
 from .wrapper import Wrapper
 
 __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
@@ -257,3 +258,5 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "EngineConfig",
     "hookimpl",
 ]
+
+moved.register(__name__)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from . import typed
+from hardpoint import typed
+
 from .component import Component
 from .markers import ReasoningMarkers
 from .params import SamplingParams
@@ -87,7 +88,7 @@ def argument_column(arguments: Sequence[Any], name: str, device: torch.device) -
     """
     import torch  # noqa: PLC0415 - the contract itself loads without it
 
-    from .device import to_device  # noqa: PLC0415 - which loads it
+    from hardpoint.plugins.device import to_device  # noqa: PLC0415 - which loads it
 
     values = [getattr(own, name) for own in arguments]
     is_integral = all(isinstance(value, int) for value in values)

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from hardpoint.errors import RequestError
+from hardpoint.typed.describing import FieldDoc
+
 from .config import ConfigSources, EngineConfig
-from .describing import FieldDoc
-from .errors import RequestError
 from .params import SamplingParams
 from .requests import Prompt, RequestOutput
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
-from . import typed
+from hardpoint import typed
+
 from .manifest import Source
 
 __all__ = ["Component", "Context", "Progress", "is_replayable"]

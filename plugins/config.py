@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, field
 
-from .typed import Strict
+from hardpoint.typed import Strict
 
 __all__ = [
     "AttentionConfig",

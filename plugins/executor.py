@@ -2,7 +2,7 @@
 
 An executor gets a `WorkerLaunch` per rank, which is plain data, carries it to where the worker is
 to run, calls `open_worker` there, and passes on the engine's calls, which
-`hardpoint.plugins.worker_calls` encodes for anything that moves bytes.
+`hardpoint.toolkit.workers.calls` encodes for anything that moves bytes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from typing import Any, Protocol
 
 import msgspec
 
+from hardpoint.errors import CommunicationAbortedError, HardpointError
+
 from .component import Component, Context, Progress
 from .config import EngineConfig, ParallelConfig
-from .errors import CommunicationAbortedError, HardpointError
 from .parallel import Placement
 from .plan import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from .requests import LoRARequest

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import msgspec
 
+from hardpoint.errors import RequestError
+
 from .component import Component, Context
 from .config import KVConnectorConfig
-from .errors import RequestError
 from .kv_cache import BlockIds, KVEvent
 from .kv_store import KVStore
 from .plan import SchedulerOutput

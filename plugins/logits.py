@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
-from . import typed
+from hardpoint import typed
+
 from .arguments import ComponentWithArguments
 from .component import Context
 from .ops import Op, Ops

@@ -272,7 +272,7 @@ class AttentionStep:
     def _tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self.on_device is not None:
             return self.on_device
-        from .device import to_device  # noqa: PLC0415 - the contract is imported without torch
+        from hardpoint.plugins.device import to_device  # noqa: PLC0415 - the contract is imported without torch
 
         device = self.block_table.device
         return to_device(self.query_starts, device), to_device(self.seq_lens, device)

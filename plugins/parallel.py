@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
+from hardpoint.errors import ModelError
+
 from .component import Component, Context
-from .errors import ModelError
 
 if TYPE_CHECKING:
     import torch

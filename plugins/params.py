@@ -8,9 +8,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from .errors import RequestError, reason_of, shown
+from hardpoint.errors import RequestError, reason_of, shown
+from hardpoint.typed import Strict, convert
+
 from .structured import StructuredOutputs
-from .typed import Strict, convert
 
 __all__ = ["PoolingParams", "RepetitionDetection", "RequestOutputKind", "SamplingParams"]
 

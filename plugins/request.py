@@ -6,8 +6,9 @@ from enum import Enum
 from operator import attrgetter
 from typing import Any, Generic, NoReturn
 
+from hardpoint.typed.read_only import ReadOnlyList, read_only
+
 from .params import SamplingParams
-from .read_only import ReadOnlyList, read_only
 from .requests import EngineCoreEvent, EngineCoreRequest
 from .type_variables import ArgumentsT_co
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+from hardpoint.errors import ConfigError
+
 from .component import Component, Context
-from .errors import ConfigError
 from .kv_cache import KVCacheManager
 from .kv_connector import KVConnectorScheduler
 from .plan import ModelRunnerOutput, SchedulerOutput

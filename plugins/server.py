@@ -21,8 +21,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import msgspec
 
+from hardpoint.errors import EngineDeadError
+from hardpoint.typed import Strict
+
 from .config import EngineConfig, ServerConfig, ServerLimits
-from .errors import EngineDeadError
 from .manifest import Manifest
 from .params import SamplingParams
 from .requests import Prompt, RequestOutput, ToolCall
@@ -30,7 +32,6 @@ from .scheduling_policy import SchedulingPolicy
 from .stats import Health, PluginMeter, SchedulerStats
 from .step_record import LiveRequest
 from .tokenizer import Tokenizer
-from .typed import Strict
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HTTPRequest
@@ -424,7 +425,7 @@ class ServerContext:
 
         Args:
             request: of the route.
-            type_: of the body; derived from `hardpoint.plugins.typed.Strict` it refuses unknown
+            type_: of the body; derived from `hardpoint.typed.Strict` it refuses unknown
                 fields.
 
         Raises:

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from .errors import RequestError, reason_of, shown
-from .typed import Strict, convert
+from hardpoint.errors import RequestError, reason_of, shown
+from hardpoint.typed import Strict, convert
 
 __all__ = [
     "AnyTextFormat",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-from . import typed
+from hardpoint import typed
+
 from .component import Component, Context
 
 __all__ = ["Wrapper"]

@@ -8,15 +8,15 @@ from typing import Any
 
 import msgspec
 
+from hardpoint.errors import HardpointError, PluginConflictError, PluginNotFoundError
 from hardpoint.plugins.commands import ComponentDetails, ComponentInfo
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.config import ConfigSources, EngineConfig
-from hardpoint.plugins.describing import FieldDoc, first_paragraph, struct_fields
-from hardpoint.plugins.errors import HardpointError, PluginConflictError, PluginNotFoundError
 from hardpoint.plugins.hooks import PROJECT
 from hardpoint.plugins.kinds import KINDS, Kind, Number
 from hardpoint.plugins.manifest import PluginEntry, Source
-from hardpoint.plugins.typed import convert, json_schema, suggest
+from hardpoint.typed import convert, json_schema, suggest
+from hardpoint.typed.describing import FieldDoc, first_paragraph, struct_fields
 
 from .adapt import adapter_of, load_component
 from .discovery import InstalledPlugin, describe_unknown_kind

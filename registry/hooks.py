@@ -10,11 +10,7 @@ from typing import Any
 
 import pluggy
 
-from hardpoint.plugins.errors import (
-    PluginContractError,
-    PluginFaultError,
-    PluginLoadError,
-)
+from hardpoint.errors import PluginContractError, PluginFaultError, PluginLoadError
 from hardpoint.plugins.hooks import PROJECT, HookSpecs
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.server import InstalledExtension, ServerContext

@@ -13,15 +13,15 @@ from typing import Any, get_args
 
 import msgspec
 
-from hardpoint.plugins import typed
-from hardpoint.plugins.arguments import ComponentWithArguments
-from hardpoint.plugins.component import Component
-from hardpoint.plugins.errors import (
+from hardpoint import typed
+from hardpoint.errors import (
     HardpointError,
     PluginContractError,
     PluginLoadError,
     PluginNotFoundError,
 )
+from hardpoint.plugins.arguments import ComponentWithArguments
+from hardpoint.plugins.component import Component
 from hardpoint.plugins.hooks import PROJECT
 from hardpoint.plugins.kinds import KINDS, Kind
 from hardpoint.plugins.logits import BatchLogitsProcessor, LogitsPlugin
@@ -41,6 +41,9 @@ _EXAMPLES = {
 """A value of each class attribute that an interface declares without one."""
 
 _PLAIN = {bool: "True or False", int: "a whole number", str: "a string"}
+
+_CONTRACT = ("hardpoint.plugins", "hardpoint.toolkit")
+"""Modules that define what components derive from, as prefixes."""
 
 
 @contextlib.contextmanager
@@ -250,7 +253,7 @@ def _check_arguments(target: type[ComponentWithArguments], source: Source) -> No
 
 def _check_members(target: type[Component], source: Source) -> None:
     """Check what the contract states of members and Python does not: no `async`, true bools."""
-    contract = [base for base in target.__mro__ if base.__module__.startswith("hardpoint.plugins")]
+    contract = [base for base in target.__mro__ if base.__module__.startswith(_CONTRACT)]
     expected = {name: member for base in reversed(contract) for name, member in vars(base).items()}
     own = [base for base in target.__mro__ if base not in contract]
     for name, member in [
@@ -279,7 +282,7 @@ def _check_members(target: type[Component], source: Source) -> None:
 def _check_attributes(target: type[Component], source: Source) -> None:
     """Check that a class states the attributes that its interface declares, of the right type."""
     for base in target.__mro__:
-        if not base.__module__.startswith("hardpoint.plugins"):
+        if not base.__module__.startswith(_CONTRACT):
             continue
         for name, hint in inspect.get_annotations(base, eval_str=True).items():
             if not str(hint).startswith("typing.ClassVar") or name == "contract":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import graphlib
 from collections.abc import Mapping
 
-from hardpoint.plugins.errors import PluginConflictError
+from hardpoint.errors import PluginConflictError
 from hardpoint.plugins.logits import LogitsPlugin
 
 

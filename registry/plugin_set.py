@@ -11,11 +11,8 @@ from typing import Any, TypeGuard, TypeVar
 
 import msgspec
 
-from hardpoint.plugins import typed
-from hardpoint.plugins.arguments import ComponentWithArguments, prepared_type
-from hardpoint.plugins.component import Component, Context
-from hardpoint.plugins.config import ConfigSources, EngineConfig
-from hardpoint.plugins.errors import (
+from hardpoint import typed
+from hardpoint.errors import (
     ConfigError,
     HardpointError,
     PluginConflictError,
@@ -24,6 +21,9 @@ from hardpoint.plugins.errors import (
     PluginNotFoundError,
     shown,
 )
+from hardpoint.plugins.arguments import ComponentWithArguments, prepared_type
+from hardpoint.plugins.component import Component, Context
+from hardpoint.plugins.config import ConfigSources, EngineConfig
 from hardpoint.plugins.kinds import KINDS, Number
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.manifest import Manifest, PluginEntry

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.plugins.errors import ConfigError
+from hardpoint.errors import ConfigError
 from hardpoint.plugins.kinds import KINDS
-from hardpoint.plugins.typed import join_path
+from hardpoint.typed import join_path
 
 _PATHS = (
     "plugins.enable",

@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.plugins import PrepareContext, RequestError, typed
+from hardpoint import typed
+from hardpoint.errors import PluginFaultError
+from hardpoint.plugins import PrepareContext, RequestError
 from hardpoint.plugins.arguments import ComponentWithArguments, prepared_type
-from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.manifest import Source
 
 from .blame import describe, raise_unless_fault, text_of

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
+from hardpoint.errors import ConfigError, PluginConflictError, PluginNotFoundError
 from hardpoint.plugins.config import ConfigSources, EngineConfig, PluginUse
-from hardpoint.plugins.errors import ConfigError, PluginConflictError, PluginNotFoundError
 from hardpoint.plugins.kinds import KINDS, PLANNED, Kind, Number
 from hardpoint.plugins.manifest import NO_DISTRIBUTION, UNVERSIONED, Source
-from hardpoint.plugins.typed import suggest
+from hardpoint.typed import suggest
 
 from .adapt import adapt
 from .discovery import InstalledPlugin, describe_unknown_kind

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from hardpoint.plugins.errors import PluginContractError, shown
+from hardpoint.errors import PluginContractError, shown
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.server import (
     Authenticator,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from hardpoint.plugins import errors
+from hardpoint import errors
 
 if TYPE_CHECKING:
     import torch

@@ -14,9 +14,10 @@ import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from hardpoint.plugins import ConfigError, HardpointError, RequestError, typed
+from hardpoint import typed
+from hardpoint.errors import PluginContractError
+from hardpoint.plugins import ConfigError, HardpointError, RequestError
 from hardpoint.plugins.component import Context
-from hardpoint.plugins.errors import PluginContractError
 
 from .engine_access import check_plugin_class, plugin_name, prepare_request_arguments, with_creator
 from .suite import ConformanceSuite, Rule, Violation, exceptions_as_violations, short_repr

@@ -20,14 +20,15 @@ from unittest import mock
 
 import torch
 
+from hardpoint import typed
+from hardpoint.boundary.checked_model import cut_weights as cut_weights
+from hardpoint.boundary.faults import FaultReporter
 from hardpoint.core.engine.encoder_cache import EncoderCacheManager
 from hardpoint.core.engine.policy import PolicyArguments
 from hardpoint.core.engine.worker_launch import WorkerProcess
-from hardpoint.core.faults import FaultReporter
 from hardpoint.core.kv_cache import BlockManager, BlockMetadata, Eviction
-from hardpoint.core.worker.checked_model import cut_weights as cut_weights
+from hardpoint.core.weights.quantized_weights import QuantizedWeights
 from hardpoint.core.worker.input_batch import InputBatch
-from hardpoint.core.worker.quantization.quantized_weights import QuantizedWeights
 from hardpoint.core.worker.sampling.drafts import with_drafts
 from hardpoint.core.worker.sampling.fault_isolation import FaultIsolation
 from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
@@ -57,7 +58,6 @@ from hardpoint.plugins import (
     SparseLogitsProcessor,
     Tokenizer,
     TokenizerContext,
-    typed,
 )
 from hardpoint.plugins.arguments import ComponentWithArguments
 from hardpoint.plugins.commands import Generator, PluginCatalog
@@ -277,7 +277,8 @@ def create_kv_cache_manager(
         block_size,
         groups=tuple(KVCacheGroup(window=window) for window in windows),
         prefix_caching=prefix_caching,
-        eviction=Eviction(policy, fault, metadata),
+        eviction=Eviction(policy, fault),
+        metadata=metadata,
     )
 
 

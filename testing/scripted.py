@@ -16,6 +16,7 @@ from typing import Any
 import tokenizers
 import torch
 
+from hardpoint import typed
 from hardpoint.core.build import build_engine
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.plugins import (
@@ -26,7 +27,6 @@ from hardpoint.plugins import (
     KVSpec,
     Model,
     ModelContext,
-    typed,
 )
 
 EOS = 256

@@ -11,7 +11,7 @@ from support.strangers import open_site
 
 from hardpoint import RequestError, SamplingParams
 from hardpoint.cli import main
-from hardpoint.plugins.errors import PluginNotFoundError
+from hardpoint.errors import PluginNotFoundError
 from hardpoint.testing import scripted_engine
 
 HERE = "support.plugins.foreign_processors"

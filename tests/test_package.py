@@ -25,6 +25,10 @@ FOLDERS = {
     "testing": "hardpoint/testing",
     "core": "hardpoint/core",
     "kernels": "hardpoint/kernels",
+    "boundary": "hardpoint/boundary",
+    "system": "hardpoint/system",
+    "toolkit": "hardpoint/toolkit",
+    "typed": "hardpoint/typed",
     "builtin_plugins": "hardpoint/builtin_plugins",
 }
 

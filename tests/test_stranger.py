@@ -197,7 +197,7 @@ class TestThroughTheContract:
 import json, sys
 from acme_sampling import TopA
 from hardpoint.plugins import RequestError
-from hardpoint.plugins.typed import convert
+from hardpoint.typed import convert
 try:
     convert(json.loads(sys.argv[1]), TopA.Arguments, path="plugin_args.top_a", error=RequestError)
 except RequestError as error:

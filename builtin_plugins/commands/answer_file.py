@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from hardpoint.plugins import HardpointError, RequestError
-from hardpoint.plugins.typed import shown
+from hardpoint.typed import shown
 
 from .completions import print_json
 from .prompt_file import BatchRequest, PromptFile

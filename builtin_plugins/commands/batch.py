@@ -18,7 +18,7 @@ from hardpoint.plugins import (
     SamplingParams,
 )
 from hardpoint.plugins.commands import Generator, Prompt
-from hardpoint.plugins.typed import shown
+from hardpoint.typed import shown
 
 from .answer_file import AnswerFile, StandardOutput
 from .completions import assemble

@@ -14,7 +14,7 @@ import msgspec
 
 from hardpoint.plugins import Command, CommandContext, EngineConfig, HardpointError, RequestError
 from hardpoint.plugins.commands import ConfigSources, Generator
-from hardpoint.plugins.typed import suggest
+from hardpoint.typed import suggest
 
 from .conversation import Conversation, Output, is_dumb_terminal, notice, read_messages
 from .sampling import add_sampling_options, conversation_params, sampling_params

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from hardpoint.plugins import Command, CommandContext, EngineConfig
-from hardpoint.plugins.typed import json_schema
+from hardpoint.typed import json_schema
 
 from .shown import toml, without_userinfo
 from .tables import print_table

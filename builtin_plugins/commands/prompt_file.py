@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from hardpoint.plugins import RequestError, RequestOutputKind, SamplingParams
-from hardpoint.plugins.typed import shown, suggest
+from hardpoint.typed import shown, suggest
 
 MAX_LINE_BYTES = 1 << 24
 

@@ -11,7 +11,7 @@ import msgspec
 from hardpoint.plugins import RequestError, RequestOutputKind, SamplingParams
 from hardpoint.plugins.commands import Generator
 from hardpoint.plugins.structured import StructuredOutputs
-from hardpoint.plugins.typed import parse_value, split_setting
+from hardpoint.typed import parse_value, split_setting
 
 _FIELDS = (
     "temperature",

@@ -10,8 +10,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
+from hardpoint.errors import CommunicationAbortedError
 from hardpoint.plugins import ModelError
-from hardpoint.plugins.errors import CommunicationAbortedError
 from hardpoint.plugins.parallel import CommunicatorContext
 
 _POLL_SECONDS = 0.002

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch import distributed
 
-from hardpoint.plugins.errors import ModelError
+from hardpoint.errors import ModelError
 from hardpoint.plugins.parallel import CommunicatorContext
 
 from .meeting import RankMissingError, check_abort, wait_for_listener

@@ -11,11 +11,11 @@ import torch
 from msgspec import Meta
 
 from hardpoint import plugins
+from hardpoint.errors import CommunicationAbortedError
 from hardpoint.kernels import cpu
 from hardpoint.kernels.collectives import SUMMED, Group, allocate_group
 from hardpoint.kernels.shared_memory import MAX_MEMBERS, AbortedError
 from hardpoint.plugins import ModelError
-from hardpoint.plugins.errors import CommunicationAbortedError
 from hardpoint.plugins.parallel import Communicator, CommunicatorContext
 
 from .meeting import Meeting

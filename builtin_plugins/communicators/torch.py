@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from hardpoint.plugins.errors import CommunicationAbortedError, ModelError
+from hardpoint.errors import CommunicationAbortedError, ModelError
 from hardpoint.plugins.parallel import Communicator, CommunicatorContext
 
 from .gloo import GlooGroup

@@ -15,14 +15,10 @@ from typing import Any
 
 import msgspec
 
+from hardpoint.errors import CommunicationAbortedError, EngineClosedError, EngineDeadError
 from hardpoint.plugins import ExecutorContext
-from hardpoint.plugins.errors import (
-    CommunicationAbortedError,
-    EngineClosedError,
-    EngineDeadError,
-)
 from hardpoint.plugins.executor import WorkerProcess, is_joint
-from hardpoint.plugins.worker_calls import encode_call
+from hardpoint.toolkit.workers.calls import encode_call
 
 from .multiproc_calls import CallsEndedError, CallSender
 from .multiproc_messages import Frame, FrameReader, Kind, Progress, Setup, send

@@ -6,9 +6,9 @@ import contextlib
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
-from hardpoint.plugins.errors import CommunicationAbortedError
+from hardpoint.errors import CommunicationAbortedError
 from hardpoint.plugins.executor import is_joint, join_outputs
-from hardpoint.plugins.worker_calls import decode_result
+from hardpoint.toolkit.workers.calls import decode_result
 
 
 class PendingCall:

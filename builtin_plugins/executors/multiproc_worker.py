@@ -13,7 +13,7 @@ import time
 import msgspec
 
 from hardpoint.plugins.executor import Worker, WorkerLaunch, open_worker
-from hardpoint.plugins.worker_calls import WorkerServer, has_failed
+from hardpoint.toolkit.workers.calls import WorkerServer, has_failed
 
 from .multiproc_calls import CallReceiver, CallsEndedError, open_receiver
 from .multiproc_messages import Kind, Progress, Setup, receive, send

@@ -14,6 +14,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hardpoint.errors import EngineClosedError, PluginLoadError
 from hardpoint.plugins import (
     ConfigError,
     Executor,
@@ -24,7 +25,6 @@ from hardpoint.plugins import (
     SchedulerOutput,
     WorkerInfo,
 )
-from hardpoint.plugins.errors import EngineClosedError, PluginLoadError
 from hardpoint.plugins.executor import (
     MAX_CONCURRENT_BATCHES,
     are_out_of_step,
@@ -32,7 +32,7 @@ from hardpoint.plugins.executor import (
     first_error_or,
 )
 from hardpoint.plugins.parallel import Placement
-from hardpoint.plugins.worker_calls import decode_result, encode_call
+from hardpoint.toolkit.workers.calls import decode_result, encode_call
 
 from .ray_cluster import (
     Connection,

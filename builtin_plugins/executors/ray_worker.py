@@ -9,7 +9,7 @@ import tempfile
 import threading
 
 from hardpoint.plugins.executor import WorkerLaunch, open_worker
-from hardpoint.plugins.worker_calls import WorkerServer, encode_call, encode_failure
+from hardpoint.toolkit.workers.calls import WorkerServer, encode_call, encode_failure
 
 CONCURRENCY_GROUPS = {"watch": 1, "control": 2}
 """Threads of an actor for `wait`, and for calls during a step; one more runs the steps."""

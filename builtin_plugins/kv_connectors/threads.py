@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from hardpoint.plugins.errors import reason_of
+from hardpoint.errors import reason_of
 
 Task = Callable[[], None]
 

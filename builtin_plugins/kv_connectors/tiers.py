@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from hardpoint.errors import reason_of, shown
 from hardpoint.plugins import KVStore, KVTierStats
-from hardpoint.plugins.errors import reason_of, shown
 from hardpoint.plugins.kv_store import BlockBuffer, PeerKVStore
 
 from .events import TierEvents

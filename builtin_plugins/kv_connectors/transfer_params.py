@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 
 from hardpoint.plugins import EngineCoreRequest, RequestError
-from hardpoint.plugins.typed import convert
+from hardpoint.typed import convert
 
 from .jobs import Transfer
 

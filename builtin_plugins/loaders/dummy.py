@@ -12,7 +12,7 @@ import torch
 
 from hardpoint import plugins
 from hardpoint.plugins import ModelConfig, ModelFiles, WeightLoader
-from hardpoint.plugins.hf_config import ConfigFields
+from hardpoint.toolkit.hf_config import ConfigFields
 
 from .safetensors import read_architecture, read_model_config
 

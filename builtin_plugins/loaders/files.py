@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hardpoint.plugins import HardpointError, ModelError
-from hardpoint.plugins.hf_config import short
+from hardpoint.toolkit.hf_config import short
 
 _MAX_TEXT_BYTES = 1 << 28
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")

@@ -10,14 +10,9 @@ from typing import Any
 import torch
 
 from hardpoint.plugins import ModelConfig, ModelError, ModelFiles, WeightFormat, WeightLoader
-from hardpoint.plugins.hf_config import (
-    ConfigFields,
-    model_config,
-    short,
-    token_ids,
-)
 from hardpoint.plugins.parallel import Cut, needed_part
 from hardpoint.plugins.quantization import QuantizedWeight
+from hardpoint.toolkit.hf_config import ConfigFields, model_config, short, token_ids
 
 from .files import fingerprint
 from .gguf_architectures import (

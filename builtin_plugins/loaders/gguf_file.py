@@ -14,7 +14,7 @@ import gguf
 import numpy as np
 
 from hardpoint.plugins import ModelError
-from hardpoint.plugins.hf_config import short
+from hardpoint.toolkit.hf_config import short
 
 from .files import fingerprint, refusing_damage, regular_file
 

@@ -12,15 +12,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hardpoint.plugins import ModelConfig, ModelError, ModelFiles, WeightFormat, WeightLoader
-from hardpoint.plugins.hf_config import (
+from hardpoint.plugins.parallel import Cut, needed_part
+from hardpoint.plugins.quantization import QuantizedWeight
+from hardpoint.toolkit.hf_config import (
     architecture,
     default_sampling,
     model_config,
     short,
     token_ids,
 )
-from hardpoint.plugins.parallel import Cut, needed_part
-from hardpoint.plugins.quantization import QuantizedWeight
 
 from .files import (
     file_inside,

@@ -10,9 +10,8 @@ from typing import Any, ClassVar
 import torch
 
 from hardpoint.plugins import ModelContext
-from hardpoint.plugins.hf_config import short
-from hardpoint.plugins.models import RMSNorm
-from hardpoint.plugins.rotary import RotaryEmbedding
+from hardpoint.toolkit.hf_config import short
+from hardpoint.toolkit.layers import RMSNorm, RotaryEmbedding
 
 from .llama import FULL, SLIDING, DecoderLayer, Llama
 

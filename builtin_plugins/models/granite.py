@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hardpoint.plugins import ModelError
-from hardpoint.plugins.hf_config import LARGEST_FLOAT
+from hardpoint.toolkit.hf_config import LARGEST_FLOAT
 
 from .llama import Llama
 

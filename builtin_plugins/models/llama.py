@@ -11,16 +11,19 @@ from typing import Any, ClassVar
 import torch
 
 from hardpoint.plugins import ForwardBatch, KVSpec, Model, ModelContext, Ops
-from hardpoint.plugins.hf_config import short
-from hardpoint.plugins.mlp import MLP, GatedMLP
-from hardpoint.plugins.models import (
-    ConfigFields,
+from hardpoint.plugins.parallel import Cut
+from hardpoint.plugins.quantization import QuantizedMatrix
+from hardpoint.toolkit.hf_config import ConfigFields, short
+from hardpoint.toolkit.layers import (
+    MLP,
     Embedding,
+    GatedMLP,
     Linear,
     LMHead,
     PackedLayer,
     QuantizableLayer,
     RMSNorm,
+    RotaryEmbedding,
     load_packed,
     load_weights,
     packed_weights,
@@ -28,9 +31,6 @@ from hardpoint.plugins.models import (
     weight_cuts,
     weight_shapes,
 )
-from hardpoint.plugins.parallel import Cut
-from hardpoint.plugins.quantization import QuantizedMatrix
-from hardpoint.plugins.rotary import RotaryEmbedding
 
 # Above all models that are known; a config's larger number would be built before the files that
 # have no such layers are read.

@@ -7,8 +7,8 @@ from typing import ClassVar
 import torch
 
 from hardpoint.plugins import ForwardBatch
-from hardpoint.plugins.hf_config import short
-from hardpoint.plugins.mlp import MLP, ExpertsConfig, MixtureOfExperts
+from hardpoint.toolkit.hf_config import short
+from hardpoint.toolkit.layers import MLP, ExpertsConfig, MixtureOfExperts
 
 from .llama import Llama
 

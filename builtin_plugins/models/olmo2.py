@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 
 from hardpoint.plugins import ModelContext
-from hardpoint.plugins.models import RMSNorm
 from hardpoint.plugins.parallel import Cut
+from hardpoint.toolkit.layers import RMSNorm
 
 from .llama import DecoderLayer, Llama
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from hardpoint.plugins.rotary import RotaryEmbedding
+from hardpoint.toolkit.layers import RotaryEmbedding
 
 from .llama import Llama
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-from hardpoint.plugins.hf_config import short
+from hardpoint.toolkit.hf_config import short
 
 from .llama import FULL, SLIDING, Llama
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hardpoint.plugins.hf_config import short
-from hardpoint.plugins.mlp import MLP, ExpertsConfig, MixtureOfExperts
+from hardpoint.toolkit.hf_config import short
+from hardpoint.toolkit.layers import MLP, ExpertsConfig, MixtureOfExperts
 
 from .llama import Llama
 from .mixtral import Mixture

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from hardpoint.plugins.hf_config import short
-from hardpoint.plugins.rotary import RotaryEmbedding
+from hardpoint.toolkit.hf_config import short
+from hardpoint.toolkit.layers import RotaryEmbedding
 
 from .qwen import SlidingLayers
 

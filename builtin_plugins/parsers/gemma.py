@@ -6,7 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from hardpoint.plugins.output_format import (
+from hardpoint.plugins.output_parser import (
+    OutputEvent,
+)
+from hardpoint.plugins.structured import Format
+from hardpoint.toolkit.parsing.format_parser import (
     Body,
     Content,
     FormatParser,
@@ -16,11 +20,7 @@ from hardpoint.plugins.output_format import (
     ToolName,
     choice_of_calls,
 )
-from hardpoint.plugins.output_json import JsonArguments, quoted
-from hardpoint.plugins.output_parser import (
-    OutputEvent,
-)
-from hardpoint.plugins.structured import Format
+from hardpoint.toolkit.parsing.json_text import JsonArguments, quoted
 
 from .values import (
     LiteralGrammar,

@@ -6,7 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from hardpoint.plugins import ReasoningMarkers
-from hardpoint.plugins.output_format import (
+from hardpoint.plugins.output_parser import (
+    ContentText,
+    OutputEvent,
+)
+from hardpoint.plugins.structured import AnyTextFormat, Format, OrFormat
+from hardpoint.toolkit.parsing.format_parser import (
     Between,
     Body,
     Content,
@@ -16,12 +21,7 @@ from hardpoint.plugins.output_format import (
     State,
     choice_of_calls,
 )
-from hardpoint.plugins.output_json import JsonArguments, arguments_format
-from hardpoint.plugins.output_parser import (
-    ContentText,
-    OutputEvent,
-)
-from hardpoint.plugins.structured import AnyTextFormat, Format, OrFormat
+from hardpoint.toolkit.parsing.json_text import JsonArguments, arguments_format
 
 _TOOL = "to=functions."
 _MESSAGE = "<|start|>assistant"

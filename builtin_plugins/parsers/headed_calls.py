@@ -7,24 +7,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hardpoint.plugins.output_format import (
-    Between,
-    Body,
-    Content,
-    FormatParser,
-    Ignored,
-    Reasoning,
-    State,
-    ToolName,
-    choice_of_calls,
-    repeated,
-)
-from hardpoint.plugins.output_json import (
-    JsonArguments,
-    JsonCalls,
-    arguments_format,
-    call_as_json,
-)
 from hardpoint.plugins.output_parser import (
     OutputEvent,
 )
@@ -36,6 +18,24 @@ from hardpoint.plugins.structured import (
     RegexFormat,
     SequenceFormat,
     TriggeredTagsFormat,
+)
+from hardpoint.toolkit.parsing.format_parser import (
+    Between,
+    Body,
+    Content,
+    FormatParser,
+    Ignored,
+    Reasoning,
+    State,
+    ToolName,
+    choice_of_calls,
+    repeated,
+)
+from hardpoint.toolkit.parsing.json_text import (
+    JsonArguments,
+    JsonCalls,
+    arguments_format,
+    call_as_json,
 )
 
 

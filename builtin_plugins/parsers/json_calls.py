@@ -6,7 +6,11 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
 
-from hardpoint.plugins.output_format import (
+from hardpoint.plugins.output_parser import (
+    OutputEvent,
+)
+from hardpoint.plugins.structured import Format, OptionalFormat, OrFormat, RegexFormat
+from hardpoint.toolkit.parsing.format_parser import (
     Beginning,
     Body,
     Content,
@@ -15,11 +19,7 @@ from hardpoint.plugins.output_format import (
     choice_of_calls,
     repeated,
 )
-from hardpoint.plugins.output_json import JsonCalls, call_as_json
-from hardpoint.plugins.output_parser import (
-    OutputEvent,
-)
-from hardpoint.plugins.structured import Format, OptionalFormat, OrFormat, RegexFormat
+from hardpoint.toolkit.parsing.json_text import JsonCalls, call_as_json
 
 from .values import text_without
 

@@ -10,7 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 from unicodedata import normalize
 
-from hardpoint.plugins.output_format import (
+from hardpoint.plugins.output_parser import (
+    ContentText,
+    OutputEvent,
+    ToolCallArguments,
+)
+from hardpoint.plugins.structured import Format, OrFormat, RegexFormat
+from hardpoint.toolkit.parsing.format_parser import (
     Body,
     Content,
     FormatParser,
@@ -19,12 +25,6 @@ from hardpoint.plugins.output_format import (
     choice_of_calls,
     repeated,
 )
-from hardpoint.plugins.output_parser import (
-    ContentText,
-    OutputEvent,
-    ToolCallArguments,
-)
-from hardpoint.plugins.structured import Format, OrFormat, RegexFormat
 
 from .values import LiteralGrammar, in_lark, length_pattern, parameters_of, text_without
 

@@ -14,7 +14,7 @@ from hardpoint.plugins import (
     OutputParserContext,
     ReasoningMarkers,
 )
-from hardpoint.plugins.output_format import Content, FormatParser, Reasoning, State
+from hardpoint.toolkit.parsing.format_parser import Content, FormatParser, Reasoning, State
 
 Tag = Annotated[str, Meta(min_length=1)]
 

@@ -8,8 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from hardpoint.plugins.output_json import named_types, resolved, restrictions
 from hardpoint.plugins.structured import Format, GrammarFormat, RegexFormat
+from hardpoint.toolkit.parsing.json_text import named_types, resolved, restrictions
 
 _TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
 _KEYWORDS = {

@@ -6,19 +6,6 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hardpoint.plugins.output_format import (
-    Between,
-    Content,
-    FormatParser,
-    Ignored,
-    OpenOutput,
-    Reasoning,
-    State,
-    ToolName,
-    Whole,
-    choice_of_calls,
-)
-from hardpoint.plugins.output_json import JsonText, json_value, named_types, quoted, resolved
 from hardpoint.plugins.output_parser import (
     OutputEvent,
     ToolCallArguments,
@@ -31,6 +18,19 @@ from hardpoint.plugins.structured import (
     OrFormat,
     SequenceFormat,
 )
+from hardpoint.toolkit.parsing.format_parser import (
+    Between,
+    Content,
+    FormatParser,
+    Ignored,
+    OpenOutput,
+    Reasoning,
+    State,
+    ToolName,
+    Whole,
+    choice_of_calls,
+)
+from hardpoint.toolkit.parsing.json_text import JsonText, json_value, named_types, quoted, resolved
 
 from .values import (
     Parameter,

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from hardpoint.plugins.hf_config import ConfigFields, short
 from hardpoint.plugins.quantization import QuantizedMatrix, QuantizedWeight
+from hardpoint.toolkit.hf_config import ConfigFields, short
 
 from .packed import (
     SCALES,

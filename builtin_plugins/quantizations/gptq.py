@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hardpoint.plugins.hf_config import ConfigFields
 from hardpoint.plugins.quantization import QuantizedMatrix, QuantizedWeight
+from hardpoint.toolkit.hf_config import ConfigFields
 
 from .packed import (
     SCALES,

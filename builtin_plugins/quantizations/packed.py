@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 import torch
 
 from hardpoint.plugins import ModelError, Quantization, QuantizationContext
-from hardpoint.plugins.hf_config import ConfigFields, short
 from hardpoint.plugins.quantization import (
     AffineCodes,
     DenseMatrix,
     QuantizedMatrix,
     QuantizedWeight,
 )
+from hardpoint.toolkit.hf_config import ConfigFields, short
 
 SCALES = (torch.float16, torch.bfloat16, torch.float32)
 SOURCE = "config.json: quantization_config"

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated
 
 from hardpoint import plugins
+from hardpoint.errors import PromptTooLongError
 from hardpoint.plugins import (
     ConfigError,
     EngineCoreOutputs,
@@ -25,7 +26,6 @@ from hardpoint.plugins import (
     SchedulingPolicy,
     WaitReason,
 )
-from hardpoint.plugins.errors import PromptTooLongError
 
 from . import wait_reasons
 from .admission import AdmissionOptions, admit_waiting, has_started, poll_blocked

@@ -12,7 +12,7 @@ from msgspec import inspect as types
 
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.server import ServerLimits
-from hardpoint.plugins.typed import convert, join_path, shown
+from hardpoint.typed import convert, join_path, shown
 
 from .errors import AnswerError
 

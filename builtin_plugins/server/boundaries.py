@@ -11,10 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import ConfigError
-from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.server import Route
-from hardpoint.plugins.typed import reason_of
+from hardpoint.typed import reason_of
 
 from .errors import error_response
 from .faults import AnswerCutError, BrokenContractError, Owned, ServerFaults

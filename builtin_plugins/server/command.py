@@ -14,7 +14,7 @@ import msgspec
 from hardpoint.plugins import Command, CommandContext, EngineConfig
 from hardpoint.plugins.commands import ConfigSources
 from hardpoint.plugins.server import AsyncGenerator, ServerConfig
-from hardpoint.plugins.typed import convert
+from hardpoint.typed import convert
 
 if TYPE_CHECKING:
     from .access.keys import Stores

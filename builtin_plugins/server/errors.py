@@ -13,8 +13,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from hardpoint.plugins import OverloadedError, RequestError
-from hardpoint.plugins.errors import (
+from hardpoint.errors import (
     EngineClosedError,
     EngineDeadError,
     EnginePausedError,
@@ -22,6 +21,7 @@ from hardpoint.plugins.errors import (
     PluginFaultError,
     PromptTooLongError,
 )
+from hardpoint.plugins import OverloadedError, RequestError
 
 from .field_names import grammar_error
 

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.routing import compile_path
 
+from hardpoint.errors import PluginConflictError
 from hardpoint.plugins import ConfigError
-from hardpoint.plugins.errors import PluginConflictError
 from hardpoint.plugins.server import (
     Authenticator,
     Call,

@@ -12,15 +12,15 @@ from typing import Any, TypeVar
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from hardpoint.plugins import RequestError
-from hardpoint.plugins.errors import (
+from hardpoint.errors import (
     EngineClosedError,
     EngineDeadError,
     EnginePausedError,
     EngineTimeoutError,
     PluginFaultError,
 )
-from hardpoint.plugins.typed import reason_of
+from hardpoint.plugins import RequestError
+from hardpoint.typed import reason_of
 
 from .errors import AnswerError, plugin_fault
 from .heads import fault_of_refusal

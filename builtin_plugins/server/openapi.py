@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from hardpoint.plugins import SamplingParams
 from hardpoint.plugins.server import Route
-from hardpoint.plugins.typed import attribute_docs, schema_components, walk_structs
+from hardpoint.typed import attribute_docs, schema_components, walk_structs
 
 from .errors import MESSAGES_PATH, ErrorBody, MessagesErrorBody
 from .service import Service

@@ -18,11 +18,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import RequestError
-from hardpoint.plugins.errors import EngineDeadError
 from hardpoint.plugins.server import AsyncGenerator as Engine
 from hardpoint.plugins.server import Call, Client, Route
-from hardpoint.plugins.typed import shown
+from hardpoint.typed import shown
 
 from .bodies import check_lengths, convert_body, decode_object, without_ignored
 from .errors import (

@@ -11,7 +11,7 @@ from tokenizers.processors import TemplateProcessing
 
 from hardpoint.builtin_plugins.loaders.gguf_file import GGUFFile
 from hardpoint.plugins import ModelError
-from hardpoint.plugins.hf_config import short
+from hardpoint.toolkit.hf_config import short
 
 _CONTROL, _USER_DEFINED = 3, 4
 

@@ -30,7 +30,7 @@ from hardpoint.plugins import (
     TokenizerContext,
 )
 from hardpoint.plugins.grammars import Vocabulary
-from hardpoint.plugins.hf_config import short
+from hardpoint.toolkit.hf_config import short
 
 from .chat_template import ChatRenderer
 from .gguf import build_gguf_tokenizer, special_tokens

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from hardpoint.core.activity import Activity
+from hardpoint.boundary.activity import Activity
+from hardpoint.boundary.errors import engine_dead
 from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.utility_calls import failure_of, run_utility
-from hardpoint.core.errors import engine_dead
+from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest
-from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.registry.blame import raise_unless_fault
 
 
@@ -124,6 +124,6 @@ class InprocClient:
             core.close()
         finally:
             del core
-            from hardpoint.core.worker.memory import trim_memory  # noqa: PLC0415 - needs torch
+            from hardpoint.system.memory import trim_memory  # noqa: PLC0415 - needs torch
 
             trim_memory()

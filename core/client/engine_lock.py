@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+from hardpoint.errors import EngineClosedError
 from hardpoint.plugins import HardpointError
-from hardpoint.plugins.errors import EngineClosedError
 
 P = ParamSpec("P")
 R = TypeVar("R")

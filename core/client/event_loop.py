@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from hardpoint.core.wire.output_coalescer import OutputCoalescer
+from hardpoint.core.protocol.output_coalescer import OutputCoalescer
 from hardpoint.plugins import EngineCoreOutputs
 
 from .sockets import SEND_TIMEOUT_S, send_timeout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from hardpoint.core.wire.output_coalescer import OutputCoalescer
+from hardpoint.core.protocol.output_coalescer import OutputCoalescer
 from hardpoint.plugins import EngineCoreOutputs
 
 

@@ -16,22 +16,22 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.core.activity import Activity
-from hardpoint.core.child_process.launch import Interpreter, main_objects
+from hardpoint.boundary.activity import Activity
+from hardpoint.boundary.errors import engine_dead
 from hardpoint.core.engine.utility_calls import NO_TIMEOUT
 from hardpoint.core.engine_process.launch import Launch
 from hardpoint.core.engine_process.process import EngineProcess
-from hardpoint.core.errors import engine_dead
-from hardpoint.core.wire import EngineCoreReadyResponse, RequestType
+from hardpoint.core.protocol import EngineCoreReadyResponse, RequestType
+from hardpoint.errors import EngineClosedError, EngineDeadError, EngineTimeoutError
 from hardpoint.plugins import EngineConfig, EngineCoreOutputs, EngineCoreRequest
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.errors import EngineClosedError, EngineDeadError, EngineTimeoutError
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.kinds import KINDS, Process
 from hardpoint.plugins.manifest import Manifest, PluginEntry
+from hardpoint.system.process.launch import Interpreter, main_objects
+from hardpoint.system.resources import check_descriptors
 
 from .output_queue import OutputQueue
-from .resources import check_descriptors
 from .sockets import READER_THREAD, Attempt, EngineSockets
 
 _POLL_INTERVAL_MS = 20

@@ -15,9 +15,10 @@ from typing import Any
 
 import zmq
 
+from hardpoint import typed
+from hardpoint.boundary.errors import engine_dead, error_of
 from hardpoint.core.engine.utility_calls import result_type
-from hardpoint.core.errors import engine_dead, error_of
-from hardpoint.core.wire import (
+from hardpoint.core.protocol import (
     ENGINE_CORE_DEAD,
     MOST_BYTES,
     Decoder,
@@ -33,10 +34,9 @@ from hardpoint.core.wire import (
     decode_handshake,
     to_frames,
 )
-from hardpoint.plugins import EngineCoreOutputs, RequestError, typed
-from hardpoint.plugins.errors import EngineDeadError, EngineTimeoutError, PluginLoadError
-
-from .resources import SOCKET_NAMES, make_socket_folder
+from hardpoint.errors import EngineDeadError, EngineTimeoutError, PluginLoadError
+from hardpoint.plugins import EngineCoreOutputs, RequestError
+from hardpoint.system.resources import SOCKET_NAMES, make_socket_folder
 
 SEND_TIMEOUT_S = 10.0
 """How long an engine may accept no message before a sender gets an error."""

@@ -10,11 +10,10 @@ from typing import TypeVar
 
 import msgspec
 
+from hardpoint.boundary.step_check import no_result, result_of
+from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import ModelRunnerOutput, SchedulerOutput
-from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.plan import NO_DRAFT, DraftTokenIds
-
-from .step_check import no_result, result_of
 
 T = TypeVar("T")
 

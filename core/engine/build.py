@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from hardpoint.core.activity import Activity, PluginCalls, tracked
-from hardpoint.core.faults import CALL_LOST, StepFaults, create_all
+from hardpoint.boundary.activity import Activity, PluginCalls, tracked
+from hardpoint.boundary.faults import CALL_LOST, StepFaults, create_all
 from hardpoint.core.kv_cache import (
     BlockManager,
     BlockMetadata,
@@ -25,8 +25,9 @@ from hardpoint.core.kv_cache import (
 )
 from hardpoint.core.kv_cache.connector import EngineConnector
 from hardpoint.core.kv_cache.event_fanout import KVEventFanout
-from hardpoint.core.worker.planning.worker_spec import WorkerSpec
-from hardpoint.core.worker.shares import check_shares
+from hardpoint.core.weights.shares import check_shares
+from hardpoint.core.weights.worker_spec import WorkerSpec
+from hardpoint.errors import PluginContractError, PluginFaultError, shown
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
@@ -42,17 +43,16 @@ from hardpoint.plugins import (
     WorkerInfo,
 )
 from hardpoint.plugins.config import ConfigSources, KVCacheConfig
-from hardpoint.plugins.errors import PluginContractError, PluginFaultError, shown
 from hardpoint.plugins.executor import MAX_CONCURRENT_BATCHES
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.kv_cache import BlockNeeds
 from hardpoint.plugins.kv_connector import KVConnectorScheduler, KVSchedulerContext
-from hardpoint.plugins.read_only import read_only
 from hardpoint.plugins.scheduler import SchedulerLimits
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.plugin_set import PluginSet
+from hardpoint.typed.read_only import read_only
 
 from .connector_start import ConnectorStart
 from .core import EngineCore
@@ -272,7 +272,8 @@ def _kv_cache(
         max_step_tokens=needs.max_step_tokens,
         prefix_caching=config.prefix_caching,
         hash_algorithm=config.hash_algorithm,
-        eviction=Eviction(eviction, faults.reporter(entry.source), blocks),
+        eviction=Eviction(eviction, faults.reporter(entry.source)),
+        metadata=blocks,
         events=bool(plugins.entries("kv_event_publishers")),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hardpoint.core.kv_cache.connector import EngineConnector
-from hardpoint.core.worker.weight_hash import WeightsHash
+from hardpoint.core.weights.weight_hash import WeightsHash
 from hardpoint.plugins import EngineConfig, Executor, WeightLoader
 from hardpoint.registry.blame import raise_unless_fault
 

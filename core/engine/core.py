@@ -7,18 +7,18 @@ import functools
 import logging
 from collections.abc import Callable, Iterable
 
-from hardpoint.core.errors import close_all
+from hardpoint.boundary.errors import close_all
+from hardpoint.boundary.step_check import live_request
+from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import (
     EngineCoreRequest,
     HardpointError,
     RequestError,
 )
-from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.registry.blame import describe, raise_unless_fault
 
 from .pause import PauseController, PauseDependencies
 from .step import EngineCoreParts, Outputs, StepRunner
-from .step_check import live_request
 from .utility_calls import EngineUtilities
 
 _log = logging.getLogger("hardpoint")

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from hardpoint.core.errors import close_all
+from hardpoint.boundary.errors import close_all
+from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import (
     GrammarBitmask,
     HardpointError,
@@ -26,7 +27,6 @@ from hardpoint.plugins import (
     SchedulerOutput,
 )
 from hardpoint.plugins.config import GrammarConfig
-from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.grammars import (
     GrammarBackend,
     GrammarContext,

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from hardpoint import typed
 from hardpoint.core.kv_cache.connector import EngineConnector
-from hardpoint.core.wire import PauseMode
-from hardpoint.plugins import Executor, HardpointError, PauseState, RequestError, Scheduler, typed
+from hardpoint.core.protocol import PauseMode
+from hardpoint.plugins import Executor, HardpointError, PauseState, RequestError, Scheduler
 from hardpoint.registry.blame import raise_unless_fault
 
 from .connector_start import ConnectorStart

@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.core.activity import PluginCalls, tracked
-from hardpoint.core.faults import FaultReporter, StepFaults
+from hardpoint.boundary.activity import PluginCalls, tracked
+from hardpoint.boundary.faults import FaultReporter, StepFaults
+from hardpoint.errors import PluginFaultError, shown
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
@@ -25,13 +26,10 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.arguments import prepared_type
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.errors import PluginFaultError, shown
 from hardpoint.plugins.kinds import KINDS
 from hardpoint.plugins.manifest import PluginEntry, Source
-from hardpoint.plugins.read_only import ReadOnlyList, read_only
 from hardpoint.plugins.request import RequestView
 from hardpoint.plugins.scheduling_policy import OPTIONAL_METHODS
-from hardpoint.plugins.typed import convert
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.plugin_set import PluginSet
@@ -45,6 +43,8 @@ from hardpoint.registry.request_arguments import (
     takes_arguments,
 )
 from hardpoint.registry.selection import Selection
+from hardpoint.typed import convert
+from hardpoint.typed.read_only import ReadOnlyList, read_only
 
 _KIND = "scheduling_policies"
 _METHODS = ("key", *OPTIONAL_METHODS, "export_state", "import_state", "close")

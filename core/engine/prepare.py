@@ -6,9 +6,10 @@ import difflib
 
 import torch
 
-from hardpoint.core.worker.memory import is_out_of_memory, memory_limit, out_of_memory
-from hardpoint.core.worker.model_files import find_files, unreadable
-from hardpoint.core.worker.planning.worker_spec import WorkerSpec
+from hardpoint import typed
+from hardpoint.core.weights.model_files import find_files, unreadable
+from hardpoint.core.weights.worker_spec import WorkerSpec
+from hardpoint.errors import PluginFaultError, shown
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
@@ -18,14 +19,13 @@ from hardpoint.plugins import (
     ModelFiles,
     Quantization,
     WeightLoader,
-    typed,
 )
 from hardpoint.plugins.component import Progress
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.errors import PluginFaultError, shown
 from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.plugins.scheduler import SchedulerLimits
 from hardpoint.registry.plugin_set import PluginSet
+from hardpoint.system.memory import is_out_of_memory, memory_limit, out_of_memory
 
 _DTYPES = {
     "bfloat16": torch.bfloat16,

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from hardpoint.core.activity import Activity
-from hardpoint.core.faults import StepFaults
+from hardpoint.boundary.activity import Activity
+from hardpoint.boundary.faults import StepFaults
+from hardpoint.boundary.step_check import ResultCheck, checked, no_result, plan_defect, result_of
 from hardpoint.core.kv_cache import BlockManager
 from hardpoint.core.kv_cache.connector import EngineConnector
 from hardpoint.core.kv_cache.event_fanout import KVEventFanout
+from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import (
     EngineConfig,
     EngineCoreOutputs,
@@ -27,7 +29,6 @@ from hardpoint.plugins import (
     SchedulerOutput,
 )
 from hardpoint.plugins.component import Component
-from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.plan import SampledTokens
 from hardpoint.plugins.stats import SchedulerStats
 from hardpoint.registry.blame import is_fault, raise_unless_fault
@@ -36,7 +37,6 @@ from .batch_queue import Batch, BatchQueue, start_batch, with_drafts
 from .connector_start import ConnectorStart
 from .grammars import GrammarManager
 from .policy import PolicySlot
-from .step_check import ResultCheck, checked, no_result, plan_defect, result_of
 from .step_log import StepLog, log_failure
 
 _log = logging.getLogger("hardpoint")

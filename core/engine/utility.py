@@ -23,7 +23,8 @@ from concurrent.futures import Future
 from types import MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
-from hardpoint.plugins import HardpointError, RequestError, typed
+from hardpoint import typed
+from hardpoint.plugins import HardpointError, RequestError
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -7,16 +7,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from hardpoint.core.errors import kind_of
-from hardpoint.core.wire import PauseMode, UtilityCall, UtilityOutput, WireError
-from hardpoint.plugins import (
-    Executor,
-    HardpointError,
-    RequestError,
-    SchedulerStats,
-    WaitReason,
-    typed,
-)
+from hardpoint import typed
+from hardpoint.boundary.errors import kind_of
+from hardpoint.core.protocol import PauseMode, UtilityCall, UtilityOutput, WireError
+from hardpoint.plugins import Executor, HardpointError, RequestError, SchedulerStats, WaitReason
 from hardpoint.plugins.executor import Worker
 from hardpoint.plugins.manifest import Manifest
 from hardpoint.plugins.requests import LoRARequest

@@ -21,24 +21,24 @@ from typing import Any, NoReturn
 import msgspec
 import torch
 
-from hardpoint.core.activity import Activity
-from hardpoint.core.child_process.child import ParentWatch
-from hardpoint.core.child_process.launch import ChildLaunch, decode_launch, main_objects
-from hardpoint.core.child_process.naming import log_to_stderr, name_process
-from hardpoint.core.child_process.process import ChildProcess, socket_pair
-from hardpoint.core.errors import naming_plugin
-from hardpoint.core.worker.planning.worker_spec import WorkerSpec
+from hardpoint.boundary.activity import Activity
+from hardpoint.boundary.errors import naming_plugin
+from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.core.worker.worker import LocalWorker
+from hardpoint.errors import PluginLoadError
 from hardpoint.plugins import ConfigError, EngineConfig, HardpointError
 from hardpoint.plugins.component import Progress
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.errors import PluginLoadError
 from hardpoint.plugins.executor import Worker, WorkerLaunch
 from hardpoint.plugins.kinds import KINDS, Process
 from hardpoint.plugins.manifest import Manifest, PluginEntry
 from hardpoint.plugins.parallel import Placement
 from hardpoint.registry.discovery import discover, installed_version
 from hardpoint.registry.plugin_set import PluginSet
+from hardpoint.system.process.child import ParentWatch
+from hardpoint.system.process.launch import ChildLaunch, decode_launch, main_objects
+from hardpoint.system.process.naming import log_to_stderr, name_process
+from hardpoint.system.process.process import ChildProcess, socket_pair
 
 from .prepare import prepare_worker
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hardpoint.core.child_process.launch import ChildLaunch
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.manifest import Manifest
+from hardpoint.system.process.launch import ChildLaunch
 
 
 class Launch(ChildLaunch, frozen=True, kw_only=True):

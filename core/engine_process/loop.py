@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hardpoint.core.activity import Activity
+from hardpoint.boundary.activity import Activity
+from hardpoint.boundary.errors import rejection_output
 from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.utility_calls import call_utility, failed_call
-from hardpoint.core.errors import rejection_output
-from hardpoint.core.wire import ShutdownState, UtilityCall
+from hardpoint.core.protocol import ShutdownState, UtilityCall
+from hardpoint.errors import EngineDeadError, PluginFaultError
 from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest, HardpointError
-from hardpoint.plugins.errors import EngineDeadError, PluginFaultError
 
 from .sender import ClientSendQueues
 

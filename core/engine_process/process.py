@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 import subprocess
 
-from hardpoint.core.activity import Activity, Snapshot
-from hardpoint.core.child_process.error_output import ErrorOutput
-from hardpoint.core.child_process.process import ChildProcess, ending
+from hardpoint.boundary.activity import Activity, Snapshot
+from hardpoint.system.process.error_output import ErrorOutput
+from hardpoint.system.process.process import ChildProcess, ending
 
 _WATCHDOG_EXIT_CODE = 1  # that of faulthandler
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
+from hardpoint.boundary.errors import rejection_output
 from hardpoint.core.engine.utility_calls import failed_call
-from hardpoint.core.errors import rejection_output
-from hardpoint.core.wire import Decoder, RequestType, TensorProvider, UtilityCall, WireError
+from hardpoint.core.protocol import Decoder, RequestType, TensorProvider, UtilityCall, WireError
 from hardpoint.plugins import EngineCoreRequest, HardpointError, RequestError
 from hardpoint.registry.blame import describe
 

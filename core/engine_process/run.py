@@ -15,20 +15,20 @@ from types import FrameType
 
 import msgspec
 
-from hardpoint.core.activity import Activity
-from hardpoint.core.child_process.child import ParentWatch
-from hardpoint.core.child_process.launch import decode_launch
-from hardpoint.core.child_process.naming import log_to_stderr, name_process
+from hardpoint.boundary.activity import Activity
+from hardpoint.boundary.errors import attribute_error, naming_plugin
 from hardpoint.core.engine.build import BuiltCore, build_core
 from hardpoint.core.engine.prepare import prepare_worker
-from hardpoint.core.engine.request_check import RequestCheck
 from hardpoint.core.engine.worker_launch import check_versions
-from hardpoint.core.errors import attribute_error, naming_plugin
-from hardpoint.core.wire import EngineAddresses, EngineCoreReadyResponse
-from hardpoint.core.worker.planning.worker_spec import WorkerSpec
+from hardpoint.core.protocol import EngineAddresses, EngineCoreReadyResponse
+from hardpoint.core.protocol.request_check import RequestCheck
+from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.registry.plugin_set import PluginSet
+from hardpoint.system.process.child import ParentWatch
+from hardpoint.system.process.launch import decode_launch
+from hardpoint.system.process.naming import log_to_stderr, name_process
 
 from .launch import Launch
 from .loop import EngineLoop, LoopOptions, LoopQueues

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from hardpoint.core.errors import rejection_output
-from hardpoint.core.wire import Buffer, Encoder, TensorConsumer, UtilityOutput
-from hardpoint.core.wire.output_coalescer import OutputCoalescer
+from hardpoint.boundary.errors import rejection_output
+from hardpoint.core.protocol import Buffer, Encoder, TensorConsumer, UtilityOutput
+from hardpoint.core.protocol.output_coalescer import OutputCoalescer
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, HardpointError
 
 _log = logging.getLogger("hardpoint")

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from hardpoint.core.wire import (
+from hardpoint.core.protocol import (
     ENGINE_CORE_DEAD,
     MOST_BYTES,
     Encoder,

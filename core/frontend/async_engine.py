@@ -13,12 +13,13 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from typing import Any
 
-from hardpoint.core.activity import PluginCall
+from hardpoint.boundary.activity import PluginCall
+from hardpoint.boundary.errors import attribute_error, engine_dead, error_of
 from hardpoint.core.client.engine_lock import OwnerProcess
 from hardpoint.core.client.event_loop import EventLoopBridge, Item, SendQueue
 from hardpoint.core.client.process_client import ProcessClient
 from hardpoint.core.engine.utility_calls import EngineUtilities
-from hardpoint.core.errors import attribute_error, engine_dead, error_of
+from hardpoint.errors import EngineClosedError, EngineDeadError, PluginFaultError
 from hardpoint.plugins import (
     EngineCoreOutputs,
     FinishReason,
@@ -29,13 +30,12 @@ from hardpoint.plugins import (
     SchedulingPolicy,
     WaitReason,
 )
-from hardpoint.plugins.errors import EngineClosedError, EngineDeadError, PluginFaultError
 from hardpoint.plugins.manifest import Manifest
 from hardpoint.plugins.server import InstalledExtension, ServerContext
 from hardpoint.plugins.stats import Health
-from hardpoint.plugins.typed import convert
 from hardpoint.registry.blame import raise_unless_fault
 from hardpoint.registry.discovery import is_third_party
+from hardpoint.typed import convert
 
 from .frontend import METRICS_TIMEOUT_S, EngineParts, Frontend, Submission
 from .input_processor import NO_EXTRAS, AsyncTokenizer, RequestExtras

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
+from hardpoint.boundary.text_guards import GuardedTokenizer
+from hardpoint.errors import shown
 from hardpoint.plugins import DecodeStream, RequestOutputKind, SamplingParams
-from hardpoint.plugins.errors import shown
 from hardpoint.registry.blame import raise_unless_fault
-from hardpoint.registry.guards import GuardedTokenizer
 
 NO_TOKENS: Mapping[int, str] = MappingProxyType({})
 

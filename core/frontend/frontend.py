@@ -13,10 +13,14 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.core.activity import PluginCall
+from hardpoint import typed
+from hardpoint.boundary.activity import PluginCall
+from hardpoint.boundary.errors import engine_dead
+from hardpoint.boundary.plugin_health import PluginHealth
+from hardpoint.boundary.text_guards import GuardedTokenizer
 from hardpoint.core.client.base import EngineCoreClient
 from hardpoint.core.engine.policy import change_policy
-from hardpoint.core.errors import engine_dead
+from hardpoint.errors import EngineDeadError, PluginFaultError, shown
 from hardpoint.plugins import (
     EngineConfig,
     EngineCoreOutputs,
@@ -27,24 +31,20 @@ from hardpoint.plugins import (
     RequestOutput,
     SamplingParams,
     SchedulingPolicy,
-    typed,
 )
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.config import ConfigSources, KVCacheConfig, SchedulerConfig
-from hardpoint.plugins.errors import EngineDeadError, PluginFaultError, shown
-from hardpoint.plugins.read_only import read_only
 from hardpoint.plugins.stats import Health, PluginReport, StepFault
 from hardpoint.registry.blame import describe
 from hardpoint.registry.discovery import is_third_party
-from hardpoint.registry.guards import GuardedTokenizer
 from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.plugin_set import PluginSet
+from hardpoint.typed.read_only import read_only
 
 from .input_processor import NO_EXTRAS, InputProcessor, RequestExtras
 from .output_parts import OutputParsers
 from .output_processor import OutputProcessor, ProcessedOutputs
 from .plugin_arguments import PluginArguments
-from .plugin_health import PluginHealth
 from .prompts import Prompt
 from .request_state import AnyOutput, OutputSink, ParentRequest
 from .statistics import Statistics

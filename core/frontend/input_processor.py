@@ -11,16 +11,16 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from hardpoint import typed
+from hardpoint.errors import PromptTooLongError
 from hardpoint.plugins import (
     EngineCoreRequest,
     ModelConfig,
     RequestError,
     SamplingParams,
     Tokenizer,
-    typed,
 )
-from hardpoint.plugins.errors import PromptTooLongError
-from hardpoint.plugins.read_only import read_only
+from hardpoint.typed.read_only import read_only
 
 from .plugin_arguments import CallRules, PluginArguments
 from .prompts import (

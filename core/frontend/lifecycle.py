@@ -38,10 +38,10 @@ import time
 from collections.abc import Callable
 from enum import Enum
 
-from hardpoint.core.activity import PluginCall
+from hardpoint.boundary.activity import PluginCall
 from hardpoint.core.client.event_loop import EventLoopBridge
 from hardpoint.core.client.process_client import ProcessClient
-from hardpoint.plugins.errors import EngineClosedError, EngineDeadError
+from hardpoint.errors import EngineClosedError, EngineDeadError
 
 from .frontend import EngineParts
 

@@ -8,9 +8,15 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
+from hardpoint.boundary.errors import attribute_error
 from hardpoint.core.client.engine_lock import EngineLock, locked
 from hardpoint.core.engine.utility_calls import EngineUtilities
-from hardpoint.core.errors import attribute_error
+from hardpoint.errors import (
+    EngineClosedError,
+    EngineDeadError,
+    EngineTimeoutError,
+    PluginFaultError,
+)
 from hardpoint.plugins import (
     EngineCoreRequest,
     FinishReason,
@@ -21,16 +27,10 @@ from hardpoint.plugins import (
     WaitReason,
 )
 from hardpoint.plugins.config import Seconds
-from hardpoint.plugins.errors import (
-    EngineClosedError,
-    EngineDeadError,
-    EngineTimeoutError,
-    PluginFaultError,
-)
 from hardpoint.plugins.manifest import Manifest
 from hardpoint.plugins.stats import Health, StepFault
-from hardpoint.plugins.typed import convert
 from hardpoint.registry.blame import is_fault, raise_unless_fault
+from hardpoint.typed import convert
 
 from .frontend import METRICS_TIMEOUT_S, EngineParts, Frontend, ProcessedBatch
 from .input_processor import NO_EXTRAS, RequestExtras

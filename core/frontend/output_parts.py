@@ -11,12 +11,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import Any
 
+from hardpoint.boundary.text_guards import GuardedOutputParser
+from hardpoint.errors import shown
 from hardpoint.plugins import (
     ParserRequest,
     ReasoningMarkers,
     Tokenizer,
 )
-from hardpoint.plugins.errors import shown
 from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.plugins.output_parser import (
     ContentText,
@@ -30,7 +31,6 @@ from hardpoint.plugins.output_parser import (
 )
 from hardpoint.plugins.requests import ToolCall
 from hardpoint.registry.blame import describe
-from hardpoint.registry.guards import GuardedOutputParser
 from hardpoint.registry.plugin_set import PluginSet
 
 from .detokenizer import Mark

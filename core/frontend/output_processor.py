@@ -6,14 +6,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hardpoint.boundary.text_guards import GuardedTokenizer
+from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import (
     EngineCoreOutput,
     EngineCoreRequest,
     FinishReason,
     RequestError,
 )
-from hardpoint.plugins.errors import PluginFaultError
-from hardpoint.registry.guards import GuardedTokenizer
 
 from .output_parts import OutputParsers
 from .pooling_state import PoolingState

@@ -10,6 +10,9 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from hardpoint import typed
+from hardpoint.boundary.plugin_health import PluginHealth
+from hardpoint.boundary.text_guards import GuardedOutputParser, open_parser
 from hardpoint.plugins import (
     EngineCoreRequest,
     HardpointError,
@@ -18,16 +21,13 @@ from hardpoint.plugins import (
     RequestError,
     SamplingParams,
     Tokenizer,
-    typed,
 )
 from hardpoint.plugins.arguments import ComponentWithArguments, prepared_type
 from hardpoint.plugins.config import GrammarConfig
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.manifest import PluginEntry
-from hardpoint.plugins.read_only import ReadOnlyList, read_only
 from hardpoint.plugins.structured import StructuralTag, StructuredOutputs
 from hardpoint.registry.blame import describe, raise_unless_fault
-from hardpoint.registry.guards import GuardedOutputParser, open_parser
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.registry.request_arguments import (
     argument_key,
@@ -36,9 +36,9 @@ from hardpoint.registry.request_arguments import (
     prepares,
     takes_arguments,
 )
+from hardpoint.typed.read_only import ReadOnlyList, read_only
 
 from .output_parts import OutputParsers
-from .plugin_health import PluginHealth
 
 _DEFAULTS = SamplingParams()
 _LOGITS = "logits_processors"

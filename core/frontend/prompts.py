@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from hardpoint.plugins import RequestError, typed
-from hardpoint.plugins.errors import shown
+from hardpoint import typed
+from hardpoint.errors import shown
+from hardpoint.plugins import RequestError
 from hardpoint.registry.blame import describe
 
 Prompt = str | Sequence[int] | Mapping[str, Any]

@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from hardpoint.boundary.text_guards import GuardedTokenizer
+from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import (
     CompletionOutput,
     DecodeStream,
@@ -22,9 +24,7 @@ from hardpoint.plugins import (
     RequestOutput,
     RequestOutputKind,
 )
-from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.requests import PoolingRequestOutput, TokenLogprobs
-from hardpoint.registry.guards import GuardedTokenizer
 
 from .detokenizer import Detokenizer
 from .output_parts import OutputParsers, OutputParts, validation_error

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from hardpoint.core.faults import Fanout, StepFaults, create_all
+from hardpoint.boundary.faults import Fanout, StepFaults, create_all
+from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import (
     EngineConfig,
     EngineCoreEventType,
@@ -24,10 +25,9 @@ from hardpoint.plugins import (
     StatSink,
     StatSinkContext,
 )
-from hardpoint.plugins.errors import PluginFaultError
-from hardpoint.plugins.read_only import read_only
 from hardpoint.plugins.stats import FinishedRequest, RequestMetrics, StepFault
 from hardpoint.registry.plugin_set import PluginSet
+from hardpoint.typed.read_only import read_only
 
 _log = logging.getLogger("hardpoint")
 

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from hardpoint.core.engine.request_check import RequestCheck
-from hardpoint.core.wire import Buffer, Decoder, Encoder, WireError
+from hardpoint.core.protocol import Buffer, Decoder, Encoder, WireError
+from hardpoint.core.protocol.request_check import RequestCheck
+from hardpoint.errors import PluginFaultError, shown
 from hardpoint.plugins import EngineCoreRequest, RequestError, SamplingParams
-from hardpoint.plugins.errors import PluginFaultError, shown
-from hardpoint.plugins.typed import check_text
 from hardpoint.registry.blame import text_of
 from hardpoint.registry.hooks import HookSet
+from hardpoint.typed import check_text
 
 from .input_processor import NO_EXTRAS, InputProcessor, RequestExtras
 from .plugin_arguments import PluginArguments

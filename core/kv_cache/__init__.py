@@ -1,9 +1,10 @@
 """The paged KV cache: block pool, block tables of requests, prefix cache and its sizing."""
 
+from hardpoint.boundary.eviction import Eviction
+
 from .block_hashes import BlockHashes
 from .block_metadata import BlockMetadata
 from .block_pool import BlockPool
-from .eviction import Eviction
 from .manager import BlockManager
 from .sizing import CacheSize, block_needs, size_cache
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 
+from hardpoint.boundary.eviction import Eviction
 from hardpoint.plugins import Request
 from hardpoint.plugins.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 
-from .eviction import Eviction
+from .block_metadata import BlockMetadata
 
 
 class EventLog:
@@ -94,6 +96,7 @@ class BlockPool:
         *,
         null_block: bool = False,
         eviction: Eviction | None = None,
+        metadata: BlockMetadata | None = None,
         events: EventLog | None = None,
     ) -> None:
         """Start with every block empty.
@@ -103,6 +106,7 @@ class BlockPool:
             num_groups: each has an index of its own.
             null_block: whether block 0 is the null block.
             eviction: chooses among the candidates; by default in the order of release.
+            metadata: in the context of the eviction policy; None where no policy reads it.
             events: records what is removed from the index.
         """
         self.num_blocks = num_blocks
@@ -112,7 +116,7 @@ class BlockPool:
         self._null = NULL_BLOCK if null_block else -1
         self.empty = list(range(num_blocks - 1, self._null, -1))
         self._eviction = Eviction(None) if eviction is None else eviction
-        metadata = self._eviction.metadata
+        metadata = metadata or BlockMetadata(time.monotonic)
         metadata.allocate(num_blocks, len(self.empty), num_groups)
         self._hashes, self._groups = metadata.hashes, metadata.groups
         self._depths, self._history = metadata.depths, metadata.history

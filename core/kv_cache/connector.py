@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.core.errors import close_all
-from hardpoint.core.faults import StepFaults
-from hardpoint.core.wire.kv_step import KVStepMetadata
+from hardpoint.boundary.errors import close_all
+from hardpoint.boundary.faults import StepFaults
+from hardpoint.core.protocol.kv_step import KVStepMetadata
+from hardpoint.errors import PluginFaultError, RequestError, shown
 from hardpoint.plugins import BlockIds, EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
 from hardpoint.plugins.config import KVConnectorConfig
-from hardpoint.plugins.errors import PluginFaultError, RequestError, shown
 from hardpoint.plugins.kv_cache import KVEvent
 from hardpoint.plugins.kv_connector import KVConnector, KVConnectorScheduler
 from hardpoint.plugins.manifest import Source

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from hardpoint.core.activity import PluginCalls
-from hardpoint.core.faults import Fanout, FaultReporter
+from hardpoint.boundary.activity import PluginCalls
+from hardpoint.boundary.faults import Fanout, FaultReporter
 from hardpoint.plugins import KVEventBatch, KVEventPublisher
 from hardpoint.plugins.kv_cache import KVEvent
-from hardpoint.plugins.read_only import read_only
+from hardpoint.typed.read_only import read_only
 
 
 class KVEventFanout:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 
+from hardpoint.boundary.eviction import Eviction
 from hardpoint.plugins import EngineCoreRequest, Request, RequestStatus
 from hardpoint.plugins.kv_cache import (
     BlockIds,
@@ -16,8 +17,8 @@ from hardpoint.plugins.kv_cache import (
 from hardpoint.plugins.stats import PrefixCacheStats
 
 from .block_hashes import BlockHashes
+from .block_metadata import BlockMetadata
 from .block_pool import NULL_BLOCK, BlockPool, EventLog
-from .eviction import Eviction
 from .prefix_lookup import first_seen, longest_prefix
 
 _NEVER = sys.maxsize
@@ -58,7 +59,7 @@ class BlockManager:
     written, because each layer writes keys and values of the whole batch before it attends.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts of the cache
         self,
         num_blocks: int,
         block_size: int,
@@ -68,6 +69,7 @@ class BlockManager:
         prefix_caching: bool = True,
         hash_algorithm: str = "sha256",
         eviction: Eviction | None = None,
+        metadata: BlockMetadata | None = None,
         events: bool = False,
     ) -> None:
         """Start with every block empty.
@@ -80,6 +82,7 @@ class BlockManager:
             prefix_caching: whether requests find cached blocks.
             hash_algorithm: "sha256" or "blake2b".
             eviction: chooses the cached blocks to reuse; by default those released first.
+            metadata: in the context of the eviction policy; None where no policy reads it.
             events: whether `take_events` returns anything.
         """
         self.num_blocks = num_blocks
@@ -98,6 +101,7 @@ class BlockManager:
             len(groups),
             null_block=bool(self._windows),
             eviction=eviction,
+            metadata=metadata,
             events=self._events,
         )
         self._hashes = BlockHashes(block_size, hash_algorithm)

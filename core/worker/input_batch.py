@@ -22,7 +22,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.kv_cache import BlockIds
 from hardpoint.plugins.plan import SampledTokens
-from hardpoint.plugins.read_only import ReadOnlyDict
+from hardpoint.typed.read_only import ReadOnlyDict
 
 from .recording.packed_step import PackedStep
 

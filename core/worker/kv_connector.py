@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import torch
 
-from hardpoint.core.activity import PluginCalls
-from hardpoint.core.errors import close_all
-from hardpoint.core.wire.kv_step import KVStepMetadata
+from hardpoint.boundary.activity import PluginCalls
+from hardpoint.boundary.errors import close_all
+from hardpoint.core.protocol.kv_step import KVStepMetadata
+from hardpoint.errors import PluginFaultError, shown
 from hardpoint.plugins import HardpointError, KVConnector, SchedulerOutput
-from hardpoint.plugins.errors import PluginFaultError, shown
 from hardpoint.plugins.kv_cache import KVEvent
 from hardpoint.plugins.kv_connector import KVConnectorWorker, KVWorkerContext
 from hardpoint.plugins.model import ModelConfig

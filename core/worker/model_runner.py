@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 
-from hardpoint.core.activity import PluginCalls
+from hardpoint import typed
+from hardpoint.boundary.activity import PluginCalls
+from hardpoint.boundary.checked_attention import CheckedAttention
+from hardpoint.boundary.checked_model import CheckedModel
 from hardpoint.core.worker.sampling.grammar_mask import GrammarMask
 from hardpoint.core.worker.sampling.logprobs import prompt_logprobs
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
@@ -23,20 +26,17 @@ from hardpoint.plugins import (
     Ops,
     RequestFault,
     SchedulerOutput,
-    typed,
 )
 from hardpoint.plugins.arguments import prepared_type
 from hardpoint.plugins.device import to_device
 from hardpoint.plugins.kinds import KINDS, Process
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.model import Attend
-from hardpoint.plugins.read_only import ReadOnlyDict, ReadOnlyList, read_only
 from hardpoint.plugins.stats import PluginMeter
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.request_arguments import argument_key
+from hardpoint.typed.read_only import ReadOnlyDict, ReadOnlyList, read_only
 
-from .attention.checked_attention import CheckedAttention
-from .checked_model import CheckedModel
 from .input_batch import InputBatch, StepInput
 from .kv_connector import WorkerConnector
 from .ranks import Ranks

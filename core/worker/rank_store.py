@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import distributed
 
-from hardpoint.plugins.errors import HardpointError, ModelError
+from hardpoint.errors import HardpointError, ModelError
 from hardpoint.plugins.parallel import Placement
 
 _READING_SECONDS = 0.5

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from hardpoint.core.errors import close_all
+from hardpoint.boundary.errors import close_all
 from hardpoint.plugins.config import ParallelConfig
 from hardpoint.plugins.parallel import (
     Communicator,

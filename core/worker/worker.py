@@ -11,12 +11,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import msgspec
 import torch
 
-from hardpoint.core.activity import Activity, PluginCalls
-from hardpoint.core.errors import close_all
+from hardpoint.boundary.activity import Activity, PluginCalls
+from hardpoint.boundary.checked_attention import CheckedAttention
+from hardpoint.boundary.checked_model import CheckedModel, checked_weights
+from hardpoint.boundary.errors import close_all
+from hardpoint.core.weights.planned_model import PlannedModel, open_attention, open_ops, plan_model
+from hardpoint.core.weights.shares import check_parallelism
+from hardpoint.core.weights.weight_cache import WeightCache, cache_key
+from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.core.worker.sampling.observed_states import ObservedStates
 from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
 from hardpoint.core.worker.sampling.processor_runner import ProcessorRunner
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage, warm_up
+from hardpoint.errors import CommunicationAbortedError, PluginFaultError
 from hardpoint.plugins import (
     ConfigError,
     GrammarBitmask,
@@ -34,7 +41,6 @@ from hardpoint.plugins import (
     WorkerInfo,
 )
 from hardpoint.plugins.component import Component
-from hardpoint.plugins.errors import CommunicationAbortedError, PluginFaultError
 from hardpoint.plugins.kv_connector import BlockIdentity, KVWorkerContext
 from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.plugins.parallel import Communicator, CommunicatorContext
@@ -44,12 +50,7 @@ from hardpoint.plugins.requests import LoRARequest
 from hardpoint.plugins.stats import PluginMeter
 from hardpoint.registry.blame import describe
 from hardpoint.registry.discovery import is_third_party
-
-from .attention.checked_attention import CheckedAttention
-from .checked_model import CheckedModel, checked_weights
-from .input_batch import InputBatch
-from .kv_connector import WorkerConnector, config_hash
-from .memory import (
+from hardpoint.system.memory import (
     MemoryEstimate,
     MemoryLimit,
     MovedWeights,
@@ -60,9 +61,11 @@ from .memory import (
     release_pinned_memory,
     trim_memory,
 )
+from hardpoint.system.threads import ComputeThreads, crowding
+
+from .input_batch import InputBatch
+from .kv_connector import WorkerConnector, config_hash
 from .model_runner import ModelRunner
-from .planning.planned_model import PlannedModel, open_attention, open_ops, plan_model
-from .planning.worker_spec import WorkerSpec
 from .profiling import Profiling
 from .rank_store import served_store
 from .ranks import Ranks
@@ -70,9 +73,6 @@ from .recording.choice import Recording, choose_recording
 from .recording.decode_graphs import graph_reserve
 from .recording.decode_inputs import DecodeShape
 from .recording.padded_trial import PaddedTrial
-from .shares import check_parallelism
-from .threads import ComputeThreads, crowding
-from .weight_cache import WeightCache, cache_key
 
 _log = logging.getLogger("hardpoint")
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from hardpoint.plugins import typed
+from hardpoint import typed
 from hardpoint.plugins.logits import LogitsPlugin, Phase
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.params import SamplingParams

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from hardpoint.errors import ConfigError, PluginContractError, RequestError
 from hardpoint.plugins.arguments import PrepareContext
-from hardpoint.plugins.errors import ConfigError, PluginContractError, RequestError
 from hardpoint.plugins.logits import (
     LogitsContext,
     LogitsProcessor,
@@ -20,8 +20,8 @@ from hardpoint.plugins.logits import (
     Phase,
     Rows,
 )
-from hardpoint.plugins.typed import Arguments as BaseArguments
 from hardpoint.registry.tensor_checks import HandedOver
+from hardpoint.typed import Arguments as BaseArguments
 
 from .base import (
     Adapter,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from hardpoint.errors import PluginContractError
 from hardpoint.plugins.arguments import PrepareContext
-from hardpoint.plugins.errors import PluginContractError
 from hardpoint.plugins.logits import (
     BatchLogitsProcessor,
     BatchUpdate,

@@ -12,8 +12,8 @@ from unittest import mock
 import msgspec
 import torch
 
+from hardpoint.errors import RequestError
 from hardpoint.plugins import BlockIds, EngineCoreRequest, KVConnector, Request, SchedulerOutput
-from hardpoint.plugins.errors import RequestError
 from hardpoint.plugins.kv_connector import (
     FinishedTransfers,
     KVConnectorScheduler,

@@ -11,6 +11,7 @@ import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 
+from hardpoint import typed
 from hardpoint.plugins import (
     BatchLogitsProcessor,
     HardpointError,
@@ -20,7 +21,6 @@ from hardpoint.plugins import (
     ReasoningMarkers,
     SamplingParams,
     Tokenizer,
-    typed,
 )
 from hardpoint.plugins.arguments import prepared_type
 from hardpoint.plugins.logits import LogitsPlugin

@@ -15,6 +15,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from hardpoint import typed
+from hardpoint.errors import PluginError
 from hardpoint.plugins import (
     HardpointError,
     LoaderContext,
@@ -24,10 +26,8 @@ from hardpoint.plugins import (
     Quantization,
     SamplingParams,
     WeightLoader,
-    typed,
 )
 from hardpoint.plugins.component import Component
-from hardpoint.plugins.errors import PluginError
 from hardpoint.plugins.model import WeightFormat
 from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import QuantizedWeight

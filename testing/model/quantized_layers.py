@@ -16,7 +16,10 @@ from hardpoint.plugins import (
     Ops,
     Quantization,
 )
-from hardpoint.plugins.models import (
+from hardpoint.plugins.parallel import Communicator, Cut, Parallel, SingleRank
+from hardpoint.plugins.quantization import QuantizedMatrix, QuantizedWeight
+from hardpoint.testing.engine_access import load_quantized
+from hardpoint.toolkit.layers import (
     Embedding,
     Linear,
     LMHead,
@@ -28,9 +31,6 @@ from hardpoint.plugins.models import (
     weight_cuts,
     weight_shapes,
 )
-from hardpoint.plugins.parallel import Communicator, Cut, Parallel, SingleRank
-from hardpoint.plugins.quantization import QuantizedMatrix, QuantizedWeight
-from hardpoint.testing.engine_access import load_quantized
 
 Weight = torch.Tensor | QuantizedWeight
 

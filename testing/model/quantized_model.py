@@ -14,7 +14,7 @@ from hardpoint.testing.suite import Rule, short_repr
 QUANTIZED = Rule(
     "quantized: of matrices of few bits, a model computes what it does of their numbers",
     "let quantizable name matrices of weight_shapes, and load_quantized load each in the place of "
-    "its tensor; layers of hardpoint.plugins.models do both",
+    "its tensor; layers of hardpoint.toolkit.layers do both",
 )
 
 _GROUP = 32

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from hardpoint.plugins.errors import CommunicationAbortedError
+from hardpoint.errors import CommunicationAbortedError
 from hardpoint.plugins.parallel import Communicator, CommunicatorContext, Placement
 
 T = TypeVar("T")

@@ -21,9 +21,9 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.kv_cache import KVEvent
-from hardpoint.plugins.read_only import read_only
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.suite import Rule, reject_replaced_tests, short_repr
+from hardpoint.typed.read_only import read_only
 
 from .calls import (
     CLOSE,

@@ -20,7 +20,6 @@ from hardpoint.plugins import (
     StatSinkContext,
 )
 from hardpoint.plugins.component import Component
-from hardpoint.plugins.read_only import read_only
 from hardpoint.plugins.stats import (
     FinishedRequest,
     Health,
@@ -32,6 +31,7 @@ from hardpoint.plugins.stats import (
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.scripted import ScriptedClock
 from hardpoint.testing.suite import Rule, reject_replaced_tests, short_repr
+from hardpoint.typed.read_only import read_only
 
 from .calls import (
     CLOSE,

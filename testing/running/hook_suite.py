@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 
+from hardpoint import typed
 from hardpoint.plugins import (
     Command,
     CompletionOutput,
@@ -21,10 +22,8 @@ from hardpoint.plugins import (
     RequestOutput,
     SamplingParams,
     StepRecord,
-    typed,
 )
 from hardpoint.plugins.hooks import HookSpecs
-from hardpoint.plugins.read_only import read_only
 from hardpoint.testing.engine_access import HookSet, open_hooks
 from hardpoint.testing.suite import (
     ConformanceSuite,
@@ -33,6 +32,7 @@ from hardpoint.testing.suite import (
     reject_replaced_tests,
     short_repr,
 )
+from hardpoint.typed.read_only import read_only
 
 from .extension_checks import EXTENSIONS, check_extensions
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from hardpoint.plugins.errors import CommunicationAbortedError
+from hardpoint.errors import CommunicationAbortedError
 from hardpoint.plugins.parallel import Communicator
 from hardpoint.testing.suite import Violation, short_repr
 

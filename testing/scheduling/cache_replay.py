@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from hardpoint import typed
 from hardpoint.plugins import (
     EngineCoreRequest,
     EvictionContext,
@@ -12,7 +13,6 @@ from hardpoint.plugins import (
     Request,
     RequestStatus,
     SamplingParams,
-    typed,
 )
 from hardpoint.testing.engine_access import create_kv_cache_manager, plugin_name
 from hardpoint.testing.scripted import ScriptedClock

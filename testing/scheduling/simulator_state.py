@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from hardpoint import typed
 from hardpoint.plugins import (
     FinishReason,
     ModelRunnerOutput,
@@ -14,7 +15,6 @@ from hardpoint.plugins import (
     SchedulerContext,
     SchedulerOutput,
     StepRecord,
-    typed,
 )
 from hardpoint.testing.engine_access import create_encoder_cache
 from hardpoint.testing.scheduling.fakes.connector import ScriptedConnector, ScriptedGrammars

@@ -15,16 +15,12 @@ from hardpoint.cli import main
 from hardpoint.core.build import no_progress
 from hardpoint.core.config import load_config
 from hardpoint.core.engine.prepare import prepare_worker
-from hardpoint.core.worker.memory import MemoryLimit, memory_limit, trim_memory
-from hardpoint.core.worker.planning.planned_model import (
-    open_attention,
-    open_ops,
-    plan_model,
-)
+from hardpoint.core.weights.planned_model import open_attention, open_ops, plan_model
 from hardpoint.plugins.model import WeightFormat
 from hardpoint.plugins.parallel import Parallel
 from hardpoint.plugins.quantization import QuantizedWeight
 from hardpoint.registry.plugin_set import resolve_plugins
+from hardpoint.system.memory import MemoryLimit, memory_limit, trim_memory
 
 pytestmark = pytest.mark.usefixtures("folder")
 

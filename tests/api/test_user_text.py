@@ -4,7 +4,7 @@ import pytest
 from support.builtins.tokenizer_harness import open_tokenizer
 
 from hardpoint.chat import Chat
-from hardpoint.core.worker.model_files import find_files
+from hardpoint.core.weights.model_files import find_files
 from hardpoint.plugins import RequestError
 from hardpoint.user_text import UserText
 

@@ -14,7 +14,7 @@ from hardpoint import LLM, ConfigError, SamplingParams
 from hardpoint.builtin_plugins.kv_stores.chain import ChainStore
 from hardpoint.builtin_plugins.kv_stores.disk import DiskStore
 from hardpoint.builtin_plugins.kv_stores.memory import MemoryStore
-from hardpoint.plugins.errors import PluginError
+from hardpoint.errors import PluginError
 from hardpoint.testing import scripted_config
 
 BLOCK = sum(SIZES)

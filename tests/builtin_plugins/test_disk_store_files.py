@@ -12,7 +12,7 @@ from support.builtins.disk_harness import SLOT, has, keep, kept, key, open_disk,
 
 from hardpoint.builtin_plugins.kv_stores.disk import DiskStore
 from hardpoint.plugins import ConfigError
-from hardpoint.plugins.typed import convert
+from hardpoint.typed import convert
 
 NAME = "blocks-7128"
 

@@ -14,10 +14,10 @@ from hardpoint.builtin_plugins.models.llama import Llama
 from hardpoint.builtin_plugins.models.mixtral import Mixtral
 from hardpoint.builtin_plugins.models.qwen_moe import Qwen2Moe, Qwen3Moe
 from hardpoint.plugins import Model, ModelError
-from hardpoint.plugins.models import load_weights, weight_shapes
 from hardpoint.plugins.parallel import Communicator, Cut, Parallel
 from hardpoint.testing import load_ops
 from hardpoint.testing.model.rank_threads import run_ranks
+from hardpoint.toolkit.layers import load_weights, weight_shapes
 
 TINY = {
     "vocab_size": 97,

@@ -17,9 +17,9 @@ from support.waiting import wait_until
 from hardpoint.builtin_plugins.executors import multiproc_group
 from hardpoint.builtin_plugins.executors.multiproc_calls import SocketSender
 from hardpoint.builtin_plugins.executors.multiproc_group import WorkerGroup
+from hardpoint.errors import EngineClosedError, EngineDeadError
 from hardpoint.kernels.shared_memory import BroadcastRing
 from hardpoint.plugins import ModelError, ModelRunnerOutput
-from hardpoint.plugins.errors import EngineClosedError, EngineDeadError
 
 
 @pytest.fixture

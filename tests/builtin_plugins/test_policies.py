@@ -11,8 +11,8 @@ from support.searching import examples
 from hardpoint.builtin_plugins.policies import FirstComeFirstServed, Priority, ShortestFirst
 from hardpoint.plugins import ConfigError, EngineConfig, PolicyContext, SchedulingPolicy
 from hardpoint.plugins.kinds import KINDS
-from hardpoint.plugins.typed import convert
 from hardpoint.registry.plugin_set import resolve_plugins
+from hardpoint.typed import convert
 
 
 def order(policy, *requests):

@@ -21,13 +21,13 @@ from support.builtins.quantized_checkpoints import (
     write_shards,
 )
 
-from hardpoint import LLM, ConfigError, ModelError, SamplingParams
+from hardpoint import LLM, ConfigError, ModelError, SamplingParams, typed
 from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
 from hardpoint.builtin_plugins.models.llama import Llama
 from hardpoint.builtin_plugins.quantizations.awq import AWQ
-from hardpoint.core.worker.quantization.quantized_weights import QuantizedWeights
-from hardpoint.plugins import EngineConfig, typed
-from hardpoint.plugins.errors import PluginFaultError
+from hardpoint.core.weights.quantized_weights import QuantizedWeights
+from hardpoint.errors import PluginFaultError
+from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.parallel import Communicator, Parallel
 from hardpoint.plugins.quantization import QuantizedWeight

@@ -21,9 +21,9 @@ from hardpoint.builtin_plugins.executors.ray_cluster import (
     listening_address,
     needed_resources,
 )
+from hardpoint.errors import PluginLoadError
 from hardpoint.plugins import ConfigError, ExecutorContext
 from hardpoint.plugins.config import ParallelConfig
-from hardpoint.plugins.errors import PluginLoadError
 
 
 def node(name, **resources):

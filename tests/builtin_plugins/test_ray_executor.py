@@ -21,9 +21,9 @@ from support.waiting import alive, wait_until
 
 from hardpoint import LLM, EngineDeadError, HardpointError, SamplingParams
 from hardpoint.builtin_plugins.executors.ray import RayExecutor
+from hardpoint.errors import PluginError
 from hardpoint.plugins import ConfigError, ExecutorContext, ModelError, SchedulerOutput
 from hardpoint.plugins.config import ParallelConfig
-from hardpoint.plugins.errors import PluginError
 from hardpoint.plugins.executor import WorkerLaunch
 from hardpoint.testing import ExecutorSuite
 

@@ -17,7 +17,7 @@ from support.redis_servers import FakeRedis, seconds_of
 
 from hardpoint import LLM, ConfigError, SamplingParams
 from hardpoint.builtin_plugins.kv_stores.redis import RedisStore
-from hardpoint.plugins.errors import PluginLoadError
+from hardpoint.errors import PluginLoadError
 from hardpoint.testing import scripted_config
 
 SECRET = "pa55-word"

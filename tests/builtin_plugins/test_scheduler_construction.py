@@ -7,6 +7,7 @@ from support.builtins.scheduler_harness import Connector, Simulator, adapter, fe
 
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.core.engine.encoder_cache import EncoderCacheManager
+from hardpoint.errors import PluginNotFoundError
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
@@ -14,12 +15,11 @@ from hardpoint.plugins import (
     RequestError,
     SchedulerContext,
 )
-from hardpoint.plugins.errors import PluginNotFoundError
 from hardpoint.plugins.kinds import KINDS
 from hardpoint.plugins.kv_cache import KVCacheGroup
 from hardpoint.plugins.scheduler import SchedulerLimits
-from hardpoint.plugins.typed import convert
 from hardpoint.registry.plugin_set import resolve_plugins
+from hardpoint.typed import convert
 
 # Construction and limits
 

@@ -24,10 +24,10 @@ from torch import distributed
 from hardpoint.builtin_plugins.communicators.auto import AutoCommunicator
 from hardpoint.builtin_plugins.communicators.shared_memory import SharedMemoryCommunicator
 from hardpoint.builtin_plugins.communicators.torch import TorchCommunicator
+from hardpoint.errors import CommunicationAbortedError
 from hardpoint.kernels import cpu
 from hardpoint.kernels.collectives import SUMMED
 from hardpoint.plugins import ModelError
-from hardpoint.plugins.errors import CommunicationAbortedError
 from hardpoint.plugins.parallel import CommunicatorContext, Placement
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

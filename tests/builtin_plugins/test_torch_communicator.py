@@ -19,9 +19,9 @@ from support.communicator_rank import join
 from hardpoint.builtin_plugins.communicators.gloo import GlooGroup
 from hardpoint.core.worker.rank_store import served_store
 from hardpoint.core.worker.ranks import Ranks
+from hardpoint.errors import CommunicationAbortedError, ModelError
 from hardpoint.plugins import HardpointError
 from hardpoint.plugins.config import ParallelConfig
-from hardpoint.plugins.errors import CommunicationAbortedError, ModelError
 from hardpoint.plugins.parallel import Placement
 
 

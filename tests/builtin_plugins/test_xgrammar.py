@@ -21,8 +21,8 @@ from hardpoint.builtin_plugins.grammars.xgrammar import XGrammar, check_grammar
 from hardpoint.builtin_plugins.grammars.xgrammar_compiler import GrammarCompiler
 from hardpoint.builtin_plugins.grammars.xgrammar_process import Job, Start
 from hardpoint.builtin_plugins.grammars.xgrammar_schema import unenforced_keywords
+from hardpoint.errors import PluginLoadError
 from hardpoint.plugins import HardpointError
-from hardpoint.plugins.errors import PluginLoadError
 from hardpoint.plugins.grammars import GrammarContext, Vocabulary
 from hardpoint.plugins.structured import StructuredOutputs
 

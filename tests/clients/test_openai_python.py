@@ -10,8 +10,8 @@ from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 from support.scripted_server import LENGTH, WEATHER, scripted_server, user
 
+from hardpoint.errors import EngineDeadError, PluginFaultError
 from hardpoint.plugins import OverloadedError, RequestError
-from hardpoint.plugins.errors import EngineDeadError, PluginFaultError
 from hardpoint.plugins.server import Authenticator, Client
 
 ENDED = "the engine is being restarted; send the request again"

@@ -9,12 +9,13 @@ from support.core.fake_engine import PlayedProcess
 from support.core.io_harness import Served
 from support.core.launch_harness import CHILD, PARENT, launch, write_child
 
+from hardpoint import typed
 from hardpoint.core.build import build_engine
 from hardpoint.core.client import process_client
 from hardpoint.core.client.sockets import EngineSockets
 from hardpoint.core.engine_process.launch import Launch
 from hardpoint.core.engine_process.process import EngineProcess
-from hardpoint.plugins import EngineConfig, typed
+from hardpoint.plugins import EngineConfig
 from hardpoint.testing import scripted_config, scripted_engine
 
 

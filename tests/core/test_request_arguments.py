@@ -7,8 +7,8 @@ from support.driving import FINAL, run
 from support.plugins.arguments import Tagged
 
 from hardpoint import ConfigError, RequestError, SamplingParams
+from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import EngineCoreRequest
-from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.testing import scripted_engine
 
 HERE = "support.plugins.arguments"

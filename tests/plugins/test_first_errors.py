@@ -8,11 +8,11 @@ from concurrent.futures import Future
 
 import pytest
 
-from hardpoint.core.worker.memory import is_out_of_memory
+from hardpoint.errors import CommunicationAbortedError
 from hardpoint.plugins import ModelError
-from hardpoint.plugins.errors import CommunicationAbortedError
 from hardpoint.plugins.executor import failed_rank, first_error_or, results_of
-from hardpoint.plugins.worker_calls import decode_result, encode_failure
+from hardpoint.system.memory import is_out_of_memory
+from hardpoint.toolkit.workers.calls import decode_result, encode_failure
 
 ABORTED = CommunicationAbortedError("rank 1 failed: out of memory")
 OWN = ModelError("model: not enough memory")

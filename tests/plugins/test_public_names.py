@@ -12,47 +12,53 @@ from hardpoint import plugins
 from hardpoint.plugins.kinds import KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = (
-    "commands",
-    "device",
-    "errors",
-    "executor",
-    "grammars",
-    "hf_config",
-    "kv_connector",
-    "kv_store",
-    "mlp",
-    "models",
-    "output_format",
-    "output_json",
-    "output_parser",
-    "parallel",
-    "quantization",
-    "rotary",
-    "server",
-    "structured",
-    "typed",
-    "worker_calls",
+PUBLIC = (
+    "hardpoint.plugins",
+    "hardpoint.plugins.commands",
+    "hardpoint.plugins.device",
+    "hardpoint.plugins.executor",
+    "hardpoint.plugins.grammars",
+    "hardpoint.plugins.kv_connector",
+    "hardpoint.plugins.kv_store",
+    "hardpoint.plugins.output_parser",
+    "hardpoint.plugins.parallel",
+    "hardpoint.plugins.quantization",
+    "hardpoint.plugins.server",
+    "hardpoint.plugins.structured",
+    "hardpoint.errors",
+    "hardpoint.typed",
+    "hardpoint.toolkit.hf_config",
+    "hardpoint.toolkit.layers",
+    "hardpoint.toolkit.parsing.format_parser",
+    "hardpoint.toolkit.parsing.json_text",
+    "hardpoint.toolkit.workers.calls",
 )
-PUBLIC = tuple(["hardpoint.plugins"] + [f"hardpoint.plugins.{name}" for name in MODULES])
+FOR_AUTHORS = ("hardpoint.plugins", "hardpoint.errors", "hardpoint.typed", "hardpoint.toolkit")
 MOST_NAMES = 123
 AUTHORS = [*(ROOT / "builtin_plugins").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
-CALLERS = ("core", "registry", "api", "builtin_plugins", "plugins")
+CALLERS = (
+    "api",
+    "boundary",
+    "builtin_plugins",
+    "core",
+    "plugins",
+    "registry",
+    "toolkit",
+    "typed",
+)
 
 
 def taken(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield module and name of what a file takes from `hardpoint.plugins` and below."""
+    """Yield module and name of what a file takes from the modules for authors."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     whole = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                assert not alias.name.startswith("hardpoint.plugins"), f"{path}: {alias.name}"
+                assert not alias.name.startswith(FOR_AUTHORS), f"{path}: {alias.name}"
         elif isinstance(node, ast.ImportFrom) and node.module == "hardpoint":
             whole |= {a.asname or a.name for a in node.names if a.name == "plugins"}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
-            "hardpoint.plugins"
-        ):
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(FOR_AUTHORS):
             yield from ((str(node.module), alias.name) for alias in node.names)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) in whole:

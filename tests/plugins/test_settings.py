@@ -3,7 +3,7 @@
 import pytest
 
 from hardpoint.plugins import ConfigError
-from hardpoint.plugins.typed import parse_value, split_setting
+from hardpoint.typed import parse_value, split_setting
 
 
 @pytest.mark.parametrize(

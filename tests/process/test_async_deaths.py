@@ -28,8 +28,8 @@ from support.process.harness import (
 from support.waiting import HeldSteps, until
 
 from hardpoint import AsyncLLM, EngineClosedError, RequestOutputKind, SamplingParams
-from hardpoint.core.child_process import process as child_process
-from hardpoint.plugins.errors import EngineDeadError
+from hardpoint.errors import EngineDeadError
+from hardpoint.system.process import process as child_process
 
 SLOW = {"plugins": {"enable": ["support.plugins.slow:Slow"]}}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)

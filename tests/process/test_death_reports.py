@@ -10,8 +10,8 @@ import pytest
 from support.process.harness import process_config
 
 from hardpoint import AsyncLLM, RequestError, SamplingParams, plugins
+from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import LogitsProcessor, Phase
-from hardpoint.plugins.errors import EngineDeadError
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 HERE = __name__

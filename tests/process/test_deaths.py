@@ -30,8 +30,8 @@ from support.process.slow_requests import SLOW, add, begin, finals, long, until_
 from support.waiting import HeldSteps
 
 from hardpoint import LLM, EngineClosedError, SamplingParams
-from hardpoint.core.child_process import process as child_process
-from hardpoint.plugins.errors import EngineDeadError
+from hardpoint.errors import EngineDeadError
+from hardpoint.system.process import process as child_process
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 

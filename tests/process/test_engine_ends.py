@@ -24,7 +24,7 @@ from support.process.harness import (
 from support.process.raw_client import RawClient
 from support.waiting import HeldSteps
 
-from hardpoint.core.wire import ENGINE_CORE_DEAD
+from hardpoint.core.protocol import ENGINE_CORE_DEAD
 from hardpoint.plugins import SamplingParams
 
 pytestmark = pytest.mark.fresh_process
@@ -137,7 +137,7 @@ def test_a_start_that_fails_says_nothing_on_the_sockets(engine):
 
 
 BROKEN_THREADS = """
-from hardpoint.core.child_process.__main__ import main
+from hardpoint.system.process.__main__ import main
 
 def run(launch, watch):
     from hardpoint.core.engine_process import transport

@@ -15,13 +15,13 @@ from support.process.fork_server import STARTS
 from support.process.forked_python import forked_python
 from support.waiting import wait_until
 
-from hardpoint import LLM, ConfigError, HardpointError, SamplingParams
-from hardpoint.core.activity import Activity
+from hardpoint import LLM, ConfigError, HardpointError, SamplingParams, typed
+from hardpoint.boundary.activity import Activity
 from hardpoint.core.engine.prepare import prepare_worker
 from hardpoint.core.engine.worker_launch import WorkerLauncher
-from hardpoint.plugins import EngineConfig, typed
+from hardpoint.errors import ModelError, PluginFaultError, PluginLoadError
+from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.errors import ModelError, PluginFaultError, PluginLoadError
 from hardpoint.plugins.executor import open_worker
 from hardpoint.registry.plugin_set import resolve_plugins
 from hardpoint.testing import scripted_config

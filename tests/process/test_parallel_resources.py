@@ -11,18 +11,18 @@ from support.internals import config_of, engine_of
 from support.parallel import open_llm, parallel_config, write_random_model
 from support.plugins.parallel_broken import Uneven
 
-from hardpoint import LLM, SamplingParams
-from hardpoint.core.activity import Activity
+from hardpoint import LLM, SamplingParams, typed
+from hardpoint.boundary.activity import Activity
 from hardpoint.core.engine.prepare import prepare_worker
 from hardpoint.core.engine.worker_launch import WorkerLauncher
 from hardpoint.core.kv_cache import size_cache
 from hardpoint.core.worker import worker
-from hardpoint.core.worker.memory import MemoryLimit
-from hardpoint.plugins import EngineConfig, WorkerInfo, typed
+from hardpoint.errors import PluginFaultError
+from hardpoint.plugins import EngineConfig, WorkerInfo
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.executor import open_worker
 from hardpoint.registry.plugin_set import resolve_plugins
+from hardpoint.system.memory import MemoryLimit
 from hardpoint.testing import scripted_config
 
 MEMORY = 96 << 20

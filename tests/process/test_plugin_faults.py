@@ -23,13 +23,8 @@ from hardpoint import (
     plugins,
 )
 from hardpoint.core.engine_process.process import EngineProcess
+from hardpoint.errors import EngineDeadError, PluginFaultError, PluginLoadError, PluginNotFoundError
 from hardpoint.plugins import LogitsProcessor, Phase, hookimpl
-from hardpoint.plugins.errors import (
-    EngineDeadError,
-    PluginFaultError,
-    PluginLoadError,
-    PluginNotFoundError,
-)
 
 HERE = "support.plugins.faulty"
 ALL = [f"{HERE}:{name}" for name in ("Dense", "Sparse", "Whole", "OnDevice")]

@@ -21,7 +21,7 @@ from support.process.harness import (
 )
 
 from hardpoint import LLM, AsyncLLM, ConfigError, SamplingParams, plugins
-from hardpoint.plugins.errors import EngineDeadError, PluginLoadError
+from hardpoint.errors import EngineDeadError, PluginLoadError
 from hardpoint.testing import scripted_config
 
 pytestmark = pytest.mark.fresh_process

@@ -26,8 +26,8 @@ from support.scripted_folder import write_config
 from support.waiting import PATIENCE_S, alive, wait_until
 
 from hardpoint import LLM, AsyncLLM, SamplingParams
+from hardpoint.errors import EngineDeadError, PluginLoadError
 from hardpoint.plugins import LogitsProcessor, Phase
-from hardpoint.plugins.errors import EngineDeadError, PluginLoadError
 from hardpoint.testing import scripted_config
 
 HERE = __name__

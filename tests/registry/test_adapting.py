@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.plugins import foreign_processors as foreign
 
+from hardpoint.errors import PluginContractError, PluginLoadError
 from hardpoint.plugins import (
     Added,
     BatchLogitsProcessor,
@@ -29,7 +30,6 @@ from hardpoint.plugins import (
     SamplingParams,
     hookimpl,
 )
-from hardpoint.plugins.errors import PluginContractError, PluginLoadError
 from hardpoint.registry.adapt import adapter_of
 from hardpoint.registry.adapters.base import ExternalParams
 from hardpoint.registry.adapters.vllm import MoveDirectionality

@@ -8,9 +8,9 @@ import tomllib
 import pytest
 from support.plugins.fake import component, on
 
+from hardpoint.errors import PluginConflictError, PluginNotFoundError
 from hardpoint.plugins import LogitsProcessor, Sampler, StatSink, hookimpl
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.errors import PluginConflictError, PluginNotFoundError
 
 SETTING = re.compile(r'[\w.]+ = (?:\{.*?\}(?=[ ;,)]|$)|\[.*?\](?=[ ;,)]|$)|"[^"]*")')
 FILE = ConfigSources(

@@ -6,8 +6,8 @@ import functools
 
 import pytest
 
+from hardpoint.errors import PluginContractError, PluginFaultError, PluginLoadError
 from hardpoint.plugins import CompletionOutput, RequestOutput, hookimpl
-from hardpoint.plugins.errors import PluginContractError, PluginFaultError, PluginLoadError
 from hardpoint.plugins.hooks import HookSpecs
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.server import Middleware, Route

@@ -7,6 +7,12 @@ import sys
 import pytest
 from support.plugins.fake import component
 
+from hardpoint.errors import (
+    EngineClosedError,
+    PluginContractError,
+    PluginLoadError,
+    PluginNotFoundError,
+)
 from hardpoint.plugins import Arguments as PluginArguments
 from hardpoint.plugins import (
     AttentionBackend,
@@ -26,12 +32,6 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins import Options as PluginOptions
 from hardpoint.plugins.component import Context
-from hardpoint.plugins.errors import (
-    EngineClosedError,
-    PluginContractError,
-    PluginLoadError,
-    PluginNotFoundError,
-)
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.registry.loading import snake_case
 

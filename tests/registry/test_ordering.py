@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.plugins.fake import component
 
+from hardpoint.errors import PluginConflictError
 from hardpoint.plugins import LogitsProcessor, Phase
-from hardpoint.plugins.errors import PluginConflictError
 from hardpoint.registry.ordering import ordered
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from support.plugins.fake import component
 
+from hardpoint.errors import PluginNotFoundError
 from hardpoint.plugins import ConfigError, LogitsProcessor, Options
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.errors import PluginNotFoundError
 
 
 class TestOptions:

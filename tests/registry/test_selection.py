@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from support.plugins.fake import component, on
 
+from hardpoint.errors import PluginConflictError, PluginContractError, PluginNotFoundError
 from hardpoint.plugins import (
     ConfigError,
     KVConnector,
@@ -17,7 +18,6 @@ from hardpoint.plugins import (
     StatSink,
 )
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.errors import PluginConflictError, PluginContractError, PluginNotFoundError
 from hardpoint.registry.discovery import InstalledPlugin
 
 DEFAULTS = {

@@ -14,6 +14,15 @@ from support.process.harness import open_engine
 
 from hardpoint import SamplingParams
 from hardpoint.cli import main
+from hardpoint.errors import (
+    EngineFaultError,
+    PluginConflictError,
+    PluginContractError,
+    PluginError,
+    PluginFaultError,
+    PluginLoadError,
+    PluginNotFoundError,
+)
 from hardpoint.plugins import (
     Arguments,
     Executor,
@@ -26,15 +35,6 @@ from hardpoint.plugins import (
     Wrapper,
 )
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.errors import (
-    EngineFaultError,
-    PluginConflictError,
-    PluginContractError,
-    PluginError,
-    PluginFaultError,
-    PluginLoadError,
-    PluginNotFoundError,
-)
 from hardpoint.testing import SchedulingPolicySuite, scripted_engine
 
 HERE = wrapping.__name__

@@ -17,11 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hardpoint import plugins
 
+from .source_tree import FOLDERS
+
 DEVICE = torch.device("cuda", 0)
 _INSTALLED = Path(plugins.__file__).resolve().parents[1]
 _SOURCES = [
     Path(__file__).resolve().parents[1],
-    *(_INSTALLED / name for name in ("builtin_plugins", "core", "kernels", "plugins", "registry")),
+    *(_INSTALLED / folder for folder in FOLDERS if folder not in ("api", "testing")),
+    _INSTALLED / "kernels",
 ]
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
 _HERE = Path(__file__).resolve()

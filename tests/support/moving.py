@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from hardpoint.core.worker.memory import MovedWeights
+from hardpoint.system.memory import MovedWeights
 
 
 def move_memory(tensors: Iterable[torch.Tensor]) -> None:

@@ -11,11 +11,15 @@ from .processes import ROOT
 
 FOLDERS = {
     "api": "hardpoint",
+    "boundary": "hardpoint.boundary",
     "core": "hardpoint.core",
     "plugins": "hardpoint.plugins",
     "builtin_plugins": "hardpoint.builtin_plugins",
     "registry": "hardpoint.registry",
+    "system": "hardpoint.system",
     "testing": "hardpoint.testing",
+    "toolkit": "hardpoint.toolkit",
+    "typed": "hardpoint.typed",
 }
 """Top-level folders, and the packages that they hold."""
 

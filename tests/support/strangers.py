@@ -58,7 +58,7 @@ RESOLVE = """
 import json, sys
 from hardpoint.plugins import EngineConfig, HardpointError
 from hardpoint.registry.plugin_set import resolve_plugins
-from hardpoint.plugins.typed import convert
+from hardpoint.typed import convert
 
 config = convert(json.loads(sys.argv[1]), EngineConfig, path="")
 try:

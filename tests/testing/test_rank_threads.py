@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from hardpoint.plugins.errors import CommunicationAbortedError
+from hardpoint.errors import CommunicationAbortedError
 from hardpoint.testing import run_ranks
 
 

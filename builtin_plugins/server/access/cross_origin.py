@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from hardpoint.plugins import ConfigError
-from hardpoint.plugins.typed import shown
+from hardpoint.typed import shown
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?")
 _NAMES = re.compile(r"[A-Za-z0-9-]{1,64}(?:, ?[A-Za-z0-9-]{1,64}){0,63}")

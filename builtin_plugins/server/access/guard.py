@@ -10,7 +10,7 @@ from starlette.types import Scope
 
 from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.plugins import ConfigError
-from hardpoint.plugins.typed import shown
+from hardpoint.typed import shown
 
 from .cross_origin import checked_origins
 

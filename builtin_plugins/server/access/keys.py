@@ -24,7 +24,7 @@ from msgspec import Meta
 
 from hardpoint.plugins import ConfigError
 from hardpoint.plugins.server import Authenticator, Client, InstalledExtension, ServerConfig
-from hardpoint.plugins.typed import Strict, convert
+from hardpoint.typed import Strict, convert
 
 _log = logging.getLogger("hardpoint")
 

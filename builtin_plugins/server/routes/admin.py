@@ -15,10 +15,10 @@ from hardpoint.builtin_plugins.server.bodies import convert_body, decode_object
 from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.builtin_plugins.server.receiving import BodyReceiver
 from hardpoint.builtin_plugins.server.service import Service
+from hardpoint.errors import EngineDeadError, PluginError
 from hardpoint.plugins import ConfigError, HardpointError, RequestError
-from hardpoint.plugins.errors import EngineDeadError, PluginError
 from hardpoint.plugins.server import Route
-from hardpoint.plugins.typed import Strict
+from hardpoint.typed import Strict
 
 from .models import json_response
 

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput
 from hardpoint.plugins.server import Call, Route, ToolCall
-from hardpoint.plugins.typed import Strict, shown
+from hardpoint.typed import Strict, shown
 
 from .answers import (
     DONE,

@@ -20,7 +20,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.server import ServerLimits
 from hardpoint.plugins.structured import StructuredOutputs
-from hardpoint.plugins.typed import Strict, shown
+from hardpoint.typed import Strict, shown
 
 _ANY_CASE = "it is for the provider's own platform"
 

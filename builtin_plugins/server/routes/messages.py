@@ -16,7 +16,7 @@ from hardpoint.builtin_plugins.server.errors import MESSAGES_PATH
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import RequestError, RequestOutput
 from hardpoint.plugins.server import Call, Route
-from hardpoint.plugins.typed import Strict
+from hardpoint.typed import Strict
 
 from .answers import engine_id, new_id
 from .fields import REFUSED, GenerationFields, Renaming, check_limits, reasoning_variables, renamed

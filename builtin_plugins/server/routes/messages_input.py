@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from hardpoint.plugins import RequestError
-from hardpoint.plugins.typed import Strict
+from hardpoint.typed import Strict
 
 _TEXT_ALONE = "the model reads text alone"
 _NO_SERVER_TOOLS = "there are no server tools"

@@ -17,7 +17,7 @@ from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import RequestError, RequestOutput, SamplingParams
 from hardpoint.plugins.server import Call, Route
-from hardpoint.plugins.typed import Strict, shown
+from hardpoint.typed import Strict, shown
 
 from .answers import engine_id, new_id
 from .fields import (

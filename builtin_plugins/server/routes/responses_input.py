@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from hardpoint.plugins import RequestError
-from hardpoint.plugins.typed import Strict
+from hardpoint.typed import Strict
 
 Status = Literal["in_progress", "completed", "incomplete"]
 

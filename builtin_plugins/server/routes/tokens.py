@@ -24,7 +24,7 @@ from hardpoint.plugins import (
     SamplingParams,
 )
 from hardpoint.plugins.server import Route
-from hardpoint.plugins.typed import Strict
+from hardpoint.typed import Strict
 
 from .answers import (
     DONE,

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from hardpoint.core.worker.attention.checked_attention import CheckedAttention
-from hardpoint.core.worker.checked_model import CheckedModel, wrong_result
+from hardpoint.boundary.checked_attention import CheckedAttention
+from hardpoint.boundary.checked_model import CheckedModel, wrong_result
 from hardpoint.plugins import Ops, is_replayable
 from hardpoint.plugins.manifest import Source
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from hardpoint.core.worker.attention.checked_attention import CheckedAttention
-from hardpoint.core.worker.checked_model import CheckedModel
-from hardpoint.core.worker.memory import size_text
+from hardpoint.boundary.checked_attention import CheckedAttention
+from hardpoint.boundary.checked_model import CheckedModel
 from hardpoint.plugins import AttentionStep, ForwardBatch, Ops, Recorded
 from hardpoint.plugins.model import Attend
 from hardpoint.registry.blame import describe
+from hardpoint.system.memory import size_text
 
 from .decode_inputs import DecodeInputs, DecodeShape
 from .packed_step import PackedStep

@@ -6,11 +6,11 @@ import logging
 
 import torch
 
-from hardpoint.core.worker.attention.checked_attention import CheckedAttention
-from hardpoint.core.worker.checked_model import CheckedModel
-from hardpoint.core.worker.memory import is_out_of_memory
+from hardpoint.boundary.checked_attention import CheckedAttention
+from hardpoint.boundary.checked_model import CheckedModel
 from hardpoint.plugins import ForwardBatch
 from hardpoint.registry.blame import describe
+from hardpoint.system.memory import is_out_of_memory
 
 from .decode_inputs import DecodeInputs, DecodeShape
 

@@ -7,7 +7,7 @@ from collections import Counter
 
 import torch
 
-from hardpoint.core.worker.checked_model import CheckedModel
+from hardpoint.boundary.checked_model import CheckedModel
 from hardpoint.plugins import ForwardBatch, Ops, Recorded
 
 _log = logging.getLogger("hardpoint")

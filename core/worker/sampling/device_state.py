@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from hardpoint.errors import PluginContractError
 from hardpoint.plugins import BatchUpdate, LogitsRequest, Move, TensorSpec
 from hardpoint.plugins.device import to_device
-from hardpoint.plugins.errors import PluginContractError
 from hardpoint.plugins.logits import LogitsPlugin
 
 

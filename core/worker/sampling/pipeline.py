@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from hardpoint.errors import PluginContractError
 from hardpoint.plugins import BatchLogitsProcessor, BatchUpdate, LogitsRequest, RequestFault
 from hardpoint.plugins.device import to_device
-from hardpoint.plugins.errors import PluginContractError
-from hardpoint.plugins.read_only import ReadOnlyDict, ReadOnlyList
 from hardpoint.plugins.stats import PluginMeter
 from hardpoint.registry.blame import raise_unless_fault
+from hardpoint.typed.read_only import ReadOnlyDict, ReadOnlyList
 
 from .observed_states import ObservedStates
 from .processor_runner import ActiveRows, ProcessorRunner

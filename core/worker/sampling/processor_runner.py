@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from hardpoint.core.activity import Activity
-from hardpoint.core.faults import slow_message
+from hardpoint.boundary.activity import Activity
+from hardpoint.boundary.faults import slow_message
+from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import (
     BatchLogitsProcessor,
     BatchUpdate,
@@ -24,7 +25,6 @@ from hardpoint.plugins import (
     SparseLogitsProcessor,
 )
 from hardpoint.plugins.device import to_device
-from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.stats import PluginMeter

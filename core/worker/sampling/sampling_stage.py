@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hardpoint.core.activity import PluginCalls
+from hardpoint.boundary.activity import PluginCalls
+from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import LogitsRequest, Ops, Phase, RequestFault, Sampler, SamplingRows
 from hardpoint.plugins.device import to_device
-from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.requests import TokenLogprobs
 from hardpoint.registry.tensor_checks import shown
 

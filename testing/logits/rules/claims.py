@@ -14,9 +14,10 @@ from typing import Any
 import msgspec
 import torch
 
-from hardpoint.plugins import Reads, typed
+from hardpoint import typed
+from hardpoint.errors import PluginContractError
+from hardpoint.plugins import Reads
 from hardpoint.plugins.arguments import prepared_type
-from hardpoint.plugins.errors import PluginContractError
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.testing.engine_access import check_plugin_class
 from hardpoint.testing.logits.batch import BatchFixture, make_logits

@@ -12,8 +12,8 @@ from support.fake_engine import FakeEngine, configured
 from support.http_server import client_of, running
 from support.processes import ROOT
 
+from hardpoint.errors import EngineTimeoutError, PluginNotFoundError
 from hardpoint.plugins import ConfigError, HardpointError, RequestError
-from hardpoint.plugins.errors import EngineTimeoutError, PluginNotFoundError
 from hardpoint.plugins.manifest import Manifest, PluginEntry
 from hardpoint.plugins.server import Authenticator, Client, InstalledExtension, Route
 from hardpoint.plugins.stats import Health, PluginMeter

@@ -8,13 +8,13 @@ from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 
 from hardpoint.builtin_plugins.server.errors import for_clients
-from hardpoint.plugins import HardpointError, ModelError, RequestError
-from hardpoint.plugins.errors import (
+from hardpoint.errors import (
     EngineClosedError,
     EngineDeadError,
     EngineTimeoutError,
     PluginFaultError,
 )
+from hardpoint.plugins import HardpointError, ModelError, RequestError
 from hardpoint.plugins.server import Authenticator, Middleware, Route, Transform
 from hardpoint.plugins.stats import Health, StepFault
 

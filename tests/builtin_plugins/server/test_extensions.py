@@ -13,10 +13,10 @@ from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 
 from hardpoint import ConfigError, PluginError, RequestError, SamplingParams
+from hardpoint.errors import PluginConflictError, PluginContractError, PluginFaultError
 from hardpoint.plugins import Annotated, Meta, hookimpl
-from hardpoint.plugins.errors import PluginConflictError, PluginContractError, PluginFaultError
 from hardpoint.plugins.server import Authenticator, Client, Middleware, Route, Transform
-from hardpoint.plugins.typed import Strict
+from hardpoint.typed import Strict
 
 CHAT = "/v1/chat/completions"
 ASK = {"messages": [{"role": "user", "content": "Hi"}]}

@@ -16,8 +16,8 @@ from hardpoint.builtin_plugins.server.routes.completions import CompletionReques
 from hardpoint.builtin_plugins.server.routes.fields import renamed
 from hardpoint.builtin_plugins.server.routes.messages import MessagesRequest
 from hardpoint.builtin_plugins.server.routes.responses import ResponsesRequest
+from hardpoint.errors import PromptTooLongError
 from hardpoint.plugins import CompletionOutput, RequestError, RequestOutput, SamplingParams
-from hardpoint.plugins.errors import PromptTooLongError
 from hardpoint.plugins.server import ServerLimits
 
 CHAT, TEXT, TOKENS = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"

@@ -21,8 +21,8 @@ from hardpoint.builtin_plugins.server.routes.messages import (
     MessagesRequest,
     OutputConfig,
 )
+from hardpoint.errors import EngineDeadError, OverloadedError
 from hardpoint.plugins import RequestError
-from hardpoint.plugins.errors import EngineDeadError, OverloadedError
 from hardpoint.plugins.server import Authenticator, Client
 from hardpoint.testing import write_scripted_model
 

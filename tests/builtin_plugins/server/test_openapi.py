@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 
-from hardpoint.plugins import typed
+from hardpoint import typed
 from hardpoint.plugins.server import Authenticator, Client, Route
 
 REF = "#/components/schemas/"

@@ -18,8 +18,8 @@ from support.http_server import running
 from hardpoint.builtin_plugins.server.routes import responses_events, responses_input
 from hardpoint.builtin_plugins.server.routes.chat import TokenLogprob
 from hardpoint.builtin_plugins.server.routes.responses import FunctionTool, ResponsesRequest
+from hardpoint.errors import EngineDeadError, OverloadedError
 from hardpoint.plugins import RequestError
-from hardpoint.plugins.errors import EngineDeadError, OverloadedError
 from hardpoint.plugins.params import RequestOutputKind
 from hardpoint.plugins.server import Transform
 

@@ -19,8 +19,8 @@ from hardpoint.builtin_plugins.server.operations.addresses import allow_descript
 from hardpoint.builtin_plugins.server.operations.traffic import AccessEntry, as_json, as_text
 from hardpoint.builtin_plugins.server.service import Load
 from hardpoint.builtin_plugins.server.serving import Serving
+from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import ConfigError, OverloadedError
-from hardpoint.plugins.errors import EngineDeadError
 from hardpoint.plugins.server import Authenticator, Client
 from hardpoint.plugins.stats import Health
 

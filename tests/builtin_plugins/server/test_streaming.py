@@ -9,8 +9,8 @@ import pytest
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 
+from hardpoint.errors import EngineDeadError, PluginFaultError
 from hardpoint.plugins import EngineConfig, OverloadedError, RequestError
-from hardpoint.plugins.errors import EngineDeadError, PluginFaultError
 from hardpoint.plugins.server import Middleware
 
 ENDED = "the engine is being restarted; send the request again"

@@ -25,7 +25,7 @@ from hardpoint import (
     SamplingParams,
 )
 from hardpoint.core.client.sockets import EngineSockets
-from hardpoint.core.wire import Encoder, RequestType
+from hardpoint.core.protocol import Encoder, RequestType
 from hardpoint.plugins import EngineCoreOutputs
 from hardpoint.testing import scripted_config, write_scripted_model
 

@@ -9,7 +9,7 @@ from support.core.engine_harness import PATIENCE_S, LoopRig, request
 from hardpoint.core.client.process_client import EngineStart, ProcessClient
 from hardpoint.core.client.sockets import EngineSockets
 from hardpoint.core.engine_process.transport import EngineIO
-from hardpoint.core.wire import EngineCoreReadyResponse, RequestType
+from hardpoint.core.protocol import EngineCoreReadyResponse, RequestType
 from hardpoint.plugins import EngineConfig, EngineCoreOutputs
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.manifest import Manifest

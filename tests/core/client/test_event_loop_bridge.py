@@ -10,8 +10,8 @@ import pytest
 
 from hardpoint.core.client import event_loop as module
 from hardpoint.core.client.event_loop import EventLoopBridge
+from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, FinishReason
-from hardpoint.plugins.errors import EngineDeadError
 
 END = EngineDeadError("gone")
 

@@ -6,8 +6,8 @@ import threading
 import time
 
 from hardpoint.core.client.output_queue import OutputQueue
+from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs
-from hardpoint.plugins.errors import EngineDeadError
 
 END = EngineDeadError("gone")
 

@@ -25,10 +25,10 @@ from hardpoint import (
     SamplingParams,
     plugins,
 )
-from hardpoint.core.errors import engine_dead, error_of, kind_of
-from hardpoint.core.wire import WireError
+from hardpoint.boundary.errors import engine_dead, error_of, kind_of
+from hardpoint.core.protocol import WireError
+from hardpoint.errors import PluginLoadError, PromptTooLongError
 from hardpoint.plugins import EngineCoreRequest, SchedulingPolicy
-from hardpoint.plugins.errors import PluginLoadError, PromptTooLongError
 
 BOTH = pytest.mark.parametrize("in_process", [True, False], ids=["in-process", "own-process"])
 

@@ -10,10 +10,10 @@ from support.waiting import PATIENCE_S, wait_until
 
 from hardpoint.core.client import process_client
 from hardpoint.core.client.process_client import EngineStart, ProcessClient
-from hardpoint.core.wire import ENGINE_CORE_DEAD
+from hardpoint.core.protocol import ENGINE_CORE_DEAD
+from hardpoint.errors import EngineDeadError, PluginFaultError
 from hardpoint.plugins import EngineConfig, EngineCoreOutput, EngineCoreOutputs
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.errors import EngineDeadError, PluginFaultError
 from hardpoint.plugins.manifest import Manifest
 
 

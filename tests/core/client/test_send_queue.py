@@ -8,7 +8,7 @@ import time
 import pytest
 
 from hardpoint.core.client.event_loop import SendQueue
-from hardpoint.plugins.errors import EngineDeadError, EngineTimeoutError
+from hardpoint.errors import EngineDeadError, EngineTimeoutError
 
 
 class Engine:

@@ -23,7 +23,7 @@ from hardpoint import (
 )
 from hardpoint.core.client import sockets as engine_sockets
 from hardpoint.core.client.sockets import EngineSockets
-from hardpoint.core.wire import (
+from hardpoint.core.protocol import (
     ENGINE_CORE_DEAD,
     Decoder,
     Encoder,
@@ -31,8 +31,8 @@ from hardpoint.core.wire import (
     UtilityCall,
     UtilityOutput,
 )
+from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs
-from hardpoint.plugins.errors import PluginFaultError
 
 READY_MS = int(PATIENCE_S * 1000)
 

@@ -14,8 +14,8 @@ from support.core.engine_harness import Rig, ScriptedExecutor, expected, interru
 from support.searching import examples
 
 from hardpoint.core.engine.batch_queue import Batch, BatchQueue, start_batch
+from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import ModelRunnerOutput, SchedulerOutput
-from hardpoint.plugins.errors import PluginFaultError
 
 PLAN = SchedulerOutput(step=1, total_num_scheduled_tokens=3)
 

@@ -10,15 +10,15 @@ import torch
 from support.core.connector_driver import PROMPT, Driver
 from support.core.scripted_connector import Script, use
 
-from hardpoint import ConfigError, ModelError
+from hardpoint import ConfigError, ModelError, typed
 from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
 from hardpoint.builtin_plugins.kv_connectors.stores import StoresConnector
 from hardpoint.builtin_plugins.kv_stores.memory import MemoryStore
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.core.build import build_engine
 from hardpoint.core.worker.kv_connector import config_hash
-from hardpoint.plugins import EngineConfig, KVSpec, ModelConfig, typed
-from hardpoint.plugins.errors import PluginError, PluginFaultError
+from hardpoint.errors import PluginError, PluginFaultError
+from hardpoint.plugins import EngineConfig, KVSpec, ModelConfig
 from hardpoint.testing import HistoryAttention, ScriptedModel, scripted_engine
 
 NAME = "support.core.scripted_connector:ScriptedConnector"

@@ -13,8 +13,8 @@ from support.core.engine_harness import Rig, ScriptedExecutor, expected, interru
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.core.engine.step import StepRunner
 from hardpoint.core.engine.step_log import log_failure
+from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import EngineConfig, HardpointError, RequestError, SchedulerOutput
-from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.requests import LoRARequest
 from hardpoint.plugins.stats import PluginMeter
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hardpoint import ConfigError, ModelError
+from hardpoint import ConfigError, ModelError, typed
 from hardpoint.core.build import build_engine
-from hardpoint.core.worker import model_files
+from hardpoint.core.weights import model_files
 from hardpoint.core.worker.worker import LocalWorker
-from hardpoint.plugins import EngineConfig, typed
+from hardpoint.plugins import EngineConfig
 from hardpoint.testing import scripted_config, write_scripted_model
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "vocab_size": 8, "max_position_embeddings": 8}

@@ -7,7 +7,7 @@ import time
 import pytest
 from support.core.engine_harness import LoopRig, Rig, ScriptedExecutor, expected, request
 
-from hardpoint.core.wire import PauseMode, UtilityCall
+from hardpoint.core.protocol import PauseMode, UtilityCall
 from hardpoint.plugins import HardpointError, RequestError
 
 ABORT, WAIT, KEEP = PauseMode.ABORT, PauseMode.WAIT, PauseMode.KEEP

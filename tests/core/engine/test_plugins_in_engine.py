@@ -9,10 +9,18 @@ import pytest
 import tokenizers
 from support.driving import run
 
-from hardpoint import ConfigError, ModelError, PluginError, RequestError, SamplingParams, plugins
+from hardpoint import (
+    ConfigError,
+    ModelError,
+    PluginError,
+    RequestError,
+    SamplingParams,
+    plugins,
+    typed,
+)
 from hardpoint.core.build import build_engine
-from hardpoint.plugins import EngineConfig, LogitsProcessor, Phase, hookimpl, typed
-from hardpoint.plugins.errors import PluginFaultError, PluginLoadError
+from hardpoint.errors import PluginFaultError, PluginLoadError
+from hardpoint.plugins import EngineConfig, LogitsProcessor, Phase, hookimpl
 from hardpoint.testing import scripted_config, scripted_engine
 
 HERE = "test_plugins_in_engine"

@@ -12,8 +12,8 @@ from support.searching import examples
 
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.core.engine.batch_queue import Batch, BatchQueue, with_drafts
+from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import GrammarBitmask, SchedulerOutput
-from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.plan import NO_DRAFT, DraftTokenIds
 
 

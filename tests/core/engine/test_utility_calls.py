@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from support.core.engine_harness import Rig
 
+from hardpoint import typed
 from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.utility import (
     AsyncCaller,
@@ -19,8 +20,8 @@ from hardpoint.core.engine.utility import (
     utility,
 )
 from hardpoint.core.engine.utility_calls import UTILITIES, call_utility, result_type
-from hardpoint.core.wire import Decoder, Encoder, UtilityCall, UtilityOutput
-from hardpoint.plugins import OverloadedError, RequestError, SchedulerStats, WaitReason, typed
+from hardpoint.core.protocol import Decoder, Encoder, UtilityCall, UtilityOutput
+from hardpoint.plugins import OverloadedError, RequestError, SchedulerStats, WaitReason
 from hardpoint.plugins.requests import LoRARequest
 
 

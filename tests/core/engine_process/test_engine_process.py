@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from support.core.launch_harness import LIMIT_S, failure_of, launch, said, state_of, write_child
 
-from hardpoint.core.child_process import process as child_process
 from hardpoint.core.engine_process.process import EngineProcess
+from hardpoint.system.process import process as child_process
 
 
 def test_no_failure_while_it_is_well(child, tmp_path):

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from hardpoint import plugins
-from hardpoint.core.child_process.main_module.main_pickle import dumps
-from hardpoint.plugins.errors import PluginLoadError
+from hardpoint.errors import PluginLoadError
+from hardpoint.system.process.main_module.main_pickle import dumps
 
 
 def with_lock():

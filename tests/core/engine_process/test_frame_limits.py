@@ -14,7 +14,7 @@ from zmq.utils.monitor import recv_monitor_message
 from hardpoint.core.client import sockets as engine_sockets
 from hardpoint.core.client.sockets import EngineSockets
 from hardpoint.core.engine_process import transport
-from hardpoint.core.wire import MOST_BYTES, Encoder, RequestType, WireError
+from hardpoint.core.protocol import MOST_BYTES, Encoder, RequestType, WireError
 
 MIB = 1 << 20
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.core.launch_harness import said
 
-from hardpoint.core.child_process import naming
+from hardpoint.system.process import naming
 
 
 @pytest.mark.parametrize(("index", "name"), [(0, "EngineCore"), (3, "EngineCore_DP3")])

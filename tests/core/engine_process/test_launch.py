@@ -15,11 +15,11 @@ import pytest
 from support.core.launch_harness import LIMIT_S, failure_of, launch, said
 from support.processes import ROOT
 
-from hardpoint.core.child_process.launch import Interpreter, decode_launch, main_objects
-from hardpoint.core.child_process.process import FailureReport
 from hardpoint.core.engine_process.launch import Launch
+from hardpoint.errors import EngineDeadError, PluginLoadError
 from hardpoint.plugins import ConfigError, HardpointError, ModelError
-from hardpoint.plugins.errors import EngineDeadError, PluginLoadError
+from hardpoint.system.process.launch import Interpreter, decode_launch, main_objects
+from hardpoint.system.process.process import FailureReport
 
 # What arrives
 
@@ -143,7 +143,7 @@ def test_processes_spawned_from_the_child_do_not_run_the_program_again(child, tm
 
 
 def test_program_says_what_it_is_for():
-    program = ROOT / "core" / "child_process" / "__main__.py"
+    program = ROOT / "system" / "process" / "__main__.py"
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr == "This program is started by Hardpoint itself.\n"
@@ -232,7 +232,7 @@ def test_main_object_that_cannot_be_rebuilt(child):
     module.Missing = type("Missing", (), {"__module__": "here_alone"})
     sys.modules["here_alone"] = module
     try:
-        from hardpoint.core.child_process.main_module.main_pickle import dumps
+        from hardpoint.system.process.main_module.main_pickle import dumps
 
         data = dumps({"Dry": module.Missing})
     finally:

@@ -10,13 +10,13 @@ import time
 import pytest
 from support.core.launch_harness import LIMIT_S
 
-from hardpoint.core.child_process import process as child_process
-from hardpoint.core.child_process.__main__ import LAUNCH_TIMEOUT_S, LENGTH
-from hardpoint.core.child_process.launch import Interpreter
-from hardpoint.core.child_process.process import FailureReport
+from hardpoint.system.process import process as child_process
+from hardpoint.system.process.__main__ import LAUNCH_TIMEOUT_S, LENGTH
+from hardpoint.system.process.launch import Interpreter
+from hardpoint.system.process.process import FailureReport
 
 PROGRAM = """
-from hardpoint.core.child_process import __main__ as entry
+from hardpoint.system.process import __main__ as entry
 entry.LAUNCH_TIMEOUT_S = 0.5
 entry.main(lambda launch, watch: None)
 """

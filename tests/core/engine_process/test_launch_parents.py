@@ -29,9 +29,8 @@ def test_failure_shows_once(parent, tmp_path):
         [sys.executable, str(script)], capture_output=True, text=True, check=False
     )
     assert done.stderr.count("there is no such file") == 2  # and once in the source line above it
-    assert (
-        "\nhardpoint.plugins.errors.ConfigError: model: there is no such file\nIn the engine pro"
-        in (done.stderr)
+    assert "\nhardpoint.errors.ConfigError: model: there is no such file\nIn the engine pro" in (
+        done.stderr
     )
     assert done.stderr.rstrip().endswith("raise ConfigError('model: there is no such file')")
     assert done.stdout == ""
@@ -128,7 +127,7 @@ def link_package(package: Path) -> None:
         for entry in source.iterdir():
             if entry.name != "engine_process":
                 (target / entry.name).symlink_to(entry)
-    for folder in ("plugins", "registry"):
+    for folder in ("boundary", "plugins", "registry", "system", "toolkit", "typed"):
         (package / folder).symlink_to(ROOT / folder)
     (package / "core" / "engine_process").mkdir()
     for entry in (ROOT / "core" / "engine_process").iterdir():

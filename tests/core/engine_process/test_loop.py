@@ -22,9 +22,9 @@ from support.core.engine_harness import (
 from support.processes import ROOT
 
 from hardpoint.core.engine_process.loop import Abort, LoopFailure, LoopOptions, Refusal
-from hardpoint.core.wire import UtilityCall
+from hardpoint.core.protocol import UtilityCall
+from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import RequestError
-from hardpoint.plugins.errors import PluginFaultError
 
 LONG = 150
 ENDLESS = 3900  # tokens: more than a minute, where each step takes 0.02 s

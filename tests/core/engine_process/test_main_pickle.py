@@ -19,13 +19,13 @@ from msgspec import Meta
 from support.searching import examples
 
 from hardpoint import plugins
-from hardpoint.core.child_process.main_module.main_pickle import dumps, loads
-from hardpoint.core.child_process.main_module.struct_pickle import StructParts
-from hardpoint.plugins.errors import PluginLoadError
+from hardpoint.errors import PluginLoadError
 from hardpoint.plugins.kinds import KINDS
 from hardpoint.plugins.manifest import Source
-from hardpoint.plugins.typed import convert, json_schema
 from hardpoint.registry.adapt import load_component
+from hardpoint.system.process.main_module.main_pickle import dumps, loads
+from hardpoint.system.process.main_module.struct_pickle import StructParts
+from hardpoint.typed import convert, json_schema
 
 PROGRAM = '''
 from __future__ import annotations
@@ -36,7 +36,7 @@ import cloudpickle, msgspec
 from msgspec import Meta
 from hardpoint import plugins
 from hardpoint.plugins import ConfigError, LogitsProcessor, Phase
-from hardpoint.plugins.typed import convert
+from hardpoint.typed import convert
 
 SCALE = 3
 Positive = Annotated[int, Meta(gt=0)]
@@ -151,7 +151,7 @@ def answers(arguments):
     return found
 
 if __name__ == "__main__":
-    from hardpoint.core.child_process.main_module.main_pickle import dumps
+    from hardpoint.system.process.main_module.main_pickle import dumps
     found = answers(Dry.Arguments)  # msgspec now has its caches in these classes
     objects = {"Dry": Dry, "Same": Dry, "Arguments": Dry.Arguments, "Range": Range, "Node": Node,
                "answers": answers, "json": json, "encode": msgspec.json.encode}

@@ -10,7 +10,7 @@ from support.core.engine_harness import Rig, expected, request
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.core.kv_cache import BlockManager
 from hardpoint.core.kv_cache.block_hashes import BlockHashes
-from hardpoint.core.wire import RequestType
+from hardpoint.core.protocol import RequestType
 from hardpoint.plugins import Request
 from hardpoint.plugins.requests import LoRARequest
 

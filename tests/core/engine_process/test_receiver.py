@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from support.core.engine_harness import request
 from support.searching import examples
 
-from hardpoint.core.engine.request_check import RequestCheck
 from hardpoint.core.engine_process.loop import Abort, LoopQueues, Prepared, Refusal
 from hardpoint.core.engine_process.receiver import MessageReader
 from hardpoint.core.engine_process.sender import ClientSendQueues
-from hardpoint.core.wire import Encoder, RequestType, UtilityCall
+from hardpoint.core.protocol import Encoder, RequestType, UtilityCall
+from hardpoint.core.protocol.request_check import RequestCheck
 from hardpoint.plugins import EngineCoreRequest, OverloadedError, SamplingParams
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.requests import LoRARequest

@@ -13,8 +13,8 @@ from support.core.graphs import SIZES_FILE, graphed_script
 from support.waiting import wait_until
 
 from hardpoint import LLM, ModelError, SamplingParams
-from hardpoint.core.wire import UtilityCall
-from hardpoint.plugins.errors import PluginFaultError
+from hardpoint.core.protocol import UtilityCall
+from hardpoint.errors import PluginFaultError
 from hardpoint.testing import scripted_config
 
 RECORD = ("record_decode_step",)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from support.searching import examples
 
 from hardpoint.core.engine_process.sender import ClientSendQueues
-from hardpoint.core.wire import UtilityOutput
-from hardpoint.core.wire.output_coalescer import _SET_ONCE, merge_into
+from hardpoint.core.protocol import UtilityOutput
+from hardpoint.core.protocol.output_coalescer import _SET_ONCE, merge_into
 from hardpoint.plugins import (
     EngineCoreEvent,
     EngineCoreEventType,

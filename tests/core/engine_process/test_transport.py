@@ -14,7 +14,7 @@ from support.waiting import PATIENCE_S, wait_until
 
 from hardpoint.core.engine_process import transport as engine_io
 from hardpoint.core.engine_process.transport import EngineIO
-from hardpoint.core.wire import (
+from hardpoint.core.protocol import (
     Encoder,
     EngineAddresses,
     RequestType,

@@ -12,10 +12,10 @@ from support.core.io_harness import READY
 from support.waiting import PATIENCE_S, wait_until
 
 from hardpoint.core.client.sockets import EngineSockets
-from hardpoint.core.engine.request_check import RequestCheck
 from hardpoint.core.engine_process.sender import OutputEncoder
 from hardpoint.core.engine_process.transport import EngineIO
-from hardpoint.core.wire import Decoder, RequestType
+from hardpoint.core.protocol import Decoder, RequestType
+from hardpoint.core.protocol.request_check import RequestCheck
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
 ADD, ABORT, UTILITY = RequestType.ADD, RequestType.ABORT, RequestType.UTILITY

@@ -14,12 +14,12 @@ import pytest
 from support.internals import core_of, engine_of, output_processor_of, states_of
 from support.waiting import until
 
-from hardpoint import AsyncLLM, EngineDeadError, RequestOutputKind, SamplingParams, plugins
+from hardpoint import AsyncLLM, EngineDeadError, RequestOutputKind, SamplingParams, plugins, typed
 from hardpoint.builtin_plugins.tokenizer.transformers import TransformersTokenizer
 from hardpoint.core.build import build_engine
 from hardpoint.core.frontend.frontend import Frontend
-from hardpoint.plugins import EngineConfig, StatSink, hookimpl, typed
-from hardpoint.plugins.errors import EngineClosedError, EngineFaultError, PluginFaultError
+from hardpoint.errors import EngineClosedError, EngineFaultError, PluginFaultError
+from hardpoint.plugins import EngineConfig, StatSink, hookimpl
 from hardpoint.testing import scripted_config, scripted_engine
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)

@@ -8,7 +8,7 @@ import pytest
 
 from hardpoint.core.frontend import lifecycle as module
 from hardpoint.core.frontend.lifecycle import EngineLifecycle, EngineState
-from hardpoint.plugins.errors import EngineDeadError
+from hardpoint.errors import EngineDeadError
 
 
 def documented() -> set[tuple[EngineState, EngineState]]:

@@ -14,7 +14,7 @@ from hardpoint.builtin_plugins.parsers.think_tags import ThinkTags
 from hardpoint.core.frontend.input_processor import RequestExtras
 from hardpoint.core.frontend.output_parts import OutputParts
 from hardpoint.core.frontend.plugin_arguments import CallRules
-from hardpoint.plugins.errors import ConfigError, PluginError
+from hardpoint.errors import ConfigError, PluginError
 from hardpoint.plugins.output_parser import (
     ContentText,
     MalformedText,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from support.core.output_desk import ABORT, DELTA, ERROR, FINAL_ONLY, STOP, Desk
 
-from hardpoint import RequestError, SamplingParams
+from hardpoint import RequestError, SamplingParams, typed
 from hardpoint.core.frontend.output_collector import RequestOutputCollector
-from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, typed
+from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.requests import PoolingRequestOutput
 from hardpoint.testing import scripted_engine

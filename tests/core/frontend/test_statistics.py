@@ -8,10 +8,11 @@ import threading
 import pytest
 
 from hardpoint import SamplingParams
-from hardpoint.core.faults import Fanout, StepFaults
+from hardpoint.boundary.faults import Fanout, StepFaults
 from hardpoint.core.frontend.output_processor import OutputProcessor
 from hardpoint.core.frontend.request_state import ParentRequest
 from hardpoint.core.frontend.statistics import Statistics
+from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import (
     EngineCoreEvent,
     EngineCoreEventType,
@@ -25,7 +26,6 @@ from hardpoint.plugins import (
     StatSink,
     StatSinkContext,
 )
-from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.requests import PrefillStats
 from hardpoint.plugins.stats import RequestMetrics, StepFault

@@ -25,10 +25,11 @@ from hardpoint import (
     RequestOutputKind,
     SamplingParams,
     plugins,
+    typed,
 )
 from hardpoint.core.build import build_engine
-from hardpoint.plugins import EngineConfig, EngineCoreOutputs, OverloadedError, StatSink, typed
-from hardpoint.plugins.errors import PluginFaultError, PluginLoadError
+from hardpoint.errors import PluginFaultError, PluginLoadError
+from hardpoint.plugins import EngineConfig, EngineCoreOutputs, OverloadedError, StatSink
 from hardpoint.testing import ScriptedClock, scripted_config, scripted_engine
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.core.kv_cache_model import finish, make_request, run
 from support.searching import examples
 
-from hardpoint.core.kv_cache import BlockManager, BlockMetadata, BlockPool, Eviction
+from hardpoint.core.kv_cache import BlockManager, BlockMetadata, BlockPool
 from hardpoint.plugins.kv_cache import BlockStored, KVCacheGroup
 from hardpoint.testing import ScriptedClock
 
@@ -23,8 +23,7 @@ def described(num_blocks=20, block_size=2, groups=(ALL,), *, history=True):
     blocks = BlockMetadata(clock)
     if history:
         blocks.start_history()
-    eviction = Eviction(None, metadata=blocks)
-    manager = BlockManager(num_blocks, block_size, groups=groups, eviction=eviction, events=True)
+    manager = BlockManager(num_blocks, block_size, groups=groups, metadata=blocks, events=True)
     return manager, blocks, clock
 
 
@@ -101,7 +100,7 @@ def test_history_against_the_index(num_blocks, moves):
     """Contents are named by their chain: the parent of b"abc" is b"ab"."""
     blocks = BlockMetadata(ScriptedClock(now=0.0))
     history = blocks.start_history()
-    pool = BlockPool(num_blocks, eviction=Eviction(None, metadata=blocks))
+    pool = BlockPool(num_blocks, metadata=blocks)
     held: list[list[int]] = []
     hits: Counter[bytes] = Counter()
     for move, number in moves:

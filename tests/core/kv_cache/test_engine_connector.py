@@ -10,7 +10,7 @@ from support.driving import FINAL, run
 from support.internals import core_of, scheduler_of
 
 from hardpoint import SamplingParams
-from hardpoint.core.faults import StepFaults
+from hardpoint.boundary.faults import StepFaults
 from hardpoint.plugins.stats import KVTierStats
 from hardpoint.testing import scripted_engine
 

@@ -6,8 +6,9 @@ import signal
 
 import pytest
 
-from hardpoint.core.faults import StepFaults
+from hardpoint.boundary.faults import StepFaults
 from hardpoint.core.kv_cache.event_fanout import KVEventFanout
+from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import (
     AllBlocksCleared,
     BlockRemoved,
@@ -15,7 +16,6 @@ from hardpoint.plugins import (
     KVEventPublisher,
     PublisherContext,
 )
-from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.manifest import Source
 
 REMOVED = BlockRemoved([b"a"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hardpoint.core.worker.planning.worker_spec import WorkerSpec
+from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.core.worker.worker import LocalWorker
 from hardpoint.plugins import EngineConfig, SchedulerOutput
 

@@ -21,7 +21,7 @@ from hardpoint import LLM, SamplingParams
 from hardpoint.builtin_plugins.ops.cuda_graphs import RepeatedRun
 from hardpoint.builtin_plugins.ops.native_cpu import NativeOps
 from hardpoint.core.worker.recording.decode_graphs import relative_difference
-from hardpoint.plugins.errors import PluginFaultError
+from hardpoint.errors import PluginFaultError
 from hardpoint.testing import scripted_engine, write_scripted_model
 
 LLAMA = {

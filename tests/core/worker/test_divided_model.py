@@ -14,16 +14,16 @@ from support.broken.loaders import CutsByItself, write
 from support.broken.quantizations import Right
 from support.builtins.model_harness import Runner, open_loader
 
+from hardpoint import typed
+from hardpoint.boundary.checked_model import CheckedModel, checked_weights
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.builtin_plugins.models.llama import Llama
 from hardpoint.builtin_plugins.ops.torch import TorchOps
-from hardpoint.core.worker import shares
-from hardpoint.core.worker.checked_model import CheckedModel, checked_weights
-from hardpoint.core.worker.memory import MemoryLimit, estimate_memory
-from hardpoint.core.worker.quantization.held_weights import hold_weights
-from hardpoint.core.worker.quantization.quantized_weights import QuantizedWeights
-from hardpoint.core.worker.shares import build_share
-from hardpoint.core.worker.weight_cache import WeightCache, cache_key
+from hardpoint.core.weights import shares
+from hardpoint.core.weights.held_weights import hold_weights
+from hardpoint.core.weights.quantized_weights import QuantizedWeights
+from hardpoint.core.weights.shares import build_share
+from hardpoint.core.weights.weight_cache import WeightCache, cache_key
 from hardpoint.plugins import (
     EngineConfig,
     LoaderContext,
@@ -33,12 +33,12 @@ from hardpoint.plugins import (
     QuantizationContext,
     WeightLoader,
     Wrapper,
-    typed,
 )
 from hardpoint.plugins.config import QuantizationConfig, WeightCacheConfig
 from hardpoint.plugins.kv_cache import KVCacheGroup
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.parallel import Cut, Parallel, SingleRank
+from hardpoint.system.memory import MemoryLimit, estimate_memory
 from hardpoint.testing import run_ranks
 
 CPU = torch.device("cpu")

@@ -30,6 +30,7 @@ from hardpoint.core.worker.sampling.grammar_mask import GrammarMask
 from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
 from hardpoint.core.worker.sampling.processor_runner import ProcessorRunner
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
+from hardpoint.errors import PluginContractError
 from hardpoint.plugins import (
     Added,
     BatchLogitsProcessor,
@@ -45,7 +46,6 @@ from hardpoint.plugins import (
     TensorSpec,
 )
 from hardpoint.plugins.arguments import prepared_type
-from hardpoint.plugins.errors import PluginContractError
 from hardpoint.plugins.grammars import allow_tokens
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.structured import StructuredOutputs

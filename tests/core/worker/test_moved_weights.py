@@ -9,8 +9,8 @@ import torch
 from support.internals import core_of, worker_of
 
 from hardpoint import HardpointError, SamplingParams
-from hardpoint.core.worker import memory
-from hardpoint.core.worker.memory import MovedWeights
+from hardpoint.system import memory
+from hardpoint.system.memory import MovedWeights
 from hardpoint.testing import scripted_engine
 
 

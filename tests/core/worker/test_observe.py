@@ -13,8 +13,8 @@ from support.plugins.observing import Follows, TwoBatches
 
 from hardpoint import PluginError, SamplingParams
 from hardpoint.core.worker.sampling.observed_states import NUM_VERSIONS, ObservedStates
+from hardpoint.errors import PluginContractError
 from hardpoint.plugins import BatchLogitsProcessor, LogitsContext, LogitsProcessor, Phase, State
-from hardpoint.plugins.errors import PluginContractError
 from hardpoint.testing import scripted_engine
 from hardpoint.testing.engine_access import check_plugin_class
 

@@ -18,8 +18,8 @@ from hardpoint import (
     SamplingParams,
 )
 from hardpoint.builtin_plugins.sampler import DefaultSampler
+from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import Edits, Op
-from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.testing import scripted_engine
 from hardpoint.testing.scripted import ScriptedModel
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from hardpoint.core.worker import worker
-from hardpoint.core.worker.memory import MemoryEstimate
 from hardpoint.core.worker.ranks import Ranks
 from hardpoint.core.worker.worker import LocalWorker
 from hardpoint.plugins import ModelError
 from hardpoint.plugins.config import ParallelConfig
 from hardpoint.plugins.parallel import Placement, SingleRank
+from hardpoint.system.memory import MemoryEstimate
 from hardpoint.testing import scripted_engine
 
 TWO_BY_TWO = ParallelConfig(tensor=2, pipeline=2)

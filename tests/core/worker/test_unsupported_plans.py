@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
-from hardpoint.core.worker.planning.worker_spec import WorkerSpec
+from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.core.worker.worker import LocalWorker
 from hardpoint.plugins import EngineConfig, ExecutorContext, SchedulerOutput
 from hardpoint.plugins.config import ParallelConfig

@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from hardpoint.plugins.errors import CommunicationAbortedError, ModelError
+from hardpoint.errors import CommunicationAbortedError, ModelError
 from hardpoint.testing.model.rank_threads import ThreadCommunicator, ThreadExchange
 
 _met = threading.Condition()

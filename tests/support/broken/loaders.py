@@ -7,6 +7,7 @@ import json
 
 import torch
 
+from hardpoint.errors import PluginNotFoundError
 from hardpoint.plugins import (
     ModelConfig,
     ModelError,
@@ -14,7 +15,6 @@ from hardpoint.plugins import (
     QuantizationContext,
     WeightLoader,
 )
-from hardpoint.plugins.errors import PluginNotFoundError
 from hardpoint.plugins.model import WeightFormat
 from hardpoint.plugins.parallel import Cut, needed_part
 from hardpoint.plugins.quantization import AffineCodes, QuantizedWeight

@@ -6,14 +6,6 @@ import re
 
 from hardpoint.builtin_plugins.parsers.json_calls import Hermes
 from hardpoint.plugins import OutputParser, ParserRequest, ReasoningMarkers
-from hardpoint.plugins.output_format import (
-    Content,
-    FormatParser,
-    Reasoning,
-    State,
-    choice_of_calls,
-)
-from hardpoint.plugins.output_json import JsonCalls, call_as_json
 from hardpoint.plugins.output_parser import (
     ContentText,
     ReasoningText,
@@ -23,6 +15,14 @@ from hardpoint.plugins.output_parser import (
 )
 from hardpoint.plugins.structured import AnyTextFormat, TagFormat, TokenFormat
 from hardpoint.testing import OutputSample
+from hardpoint.toolkit.parsing.format_parser import (
+    Content,
+    FormatParser,
+    Reasoning,
+    State,
+    choice_of_calls,
+)
+from hardpoint.toolkit.parsing.json_text import JsonCalls, call_as_json
 
 START, END = "<think>", "</think>"
 CALL = '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>'

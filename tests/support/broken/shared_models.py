@@ -7,7 +7,8 @@ import dataclasses
 import torch
 
 from hardpoint.plugins import KVSpec, Model, ModelConfig, ModelError
-from hardpoint.plugins.models import (
+from hardpoint.plugins.parallel import SingleRank
+from hardpoint.toolkit.layers import (
     Embedding,
     Linear,
     LMHead,
@@ -15,7 +16,6 @@ from hardpoint.plugins.models import (
     weight_cuts,
     weight_shapes,
 )
-from hardpoint.plugins.parallel import SingleRank
 
 HIDDEN, HEADS, SIZE, LAYERS, EXPERTS = 24, 6, 4, 2, 6
 

@@ -13,7 +13,7 @@ import zmq
 from hardpoint.builtin_plugins.kv_cache.event_stream import END_OF_REPLAY
 from hardpoint.builtin_plugins.kv_cache.events import ZmqPublisher
 from hardpoint.plugins import BlockStored, KVEventBatch, PublisherContext
-from hardpoint.plugins.typed import convert
+from hardpoint.typed import convert
 from support.waiting import PATIENCE_S
 
 THREAD = "hardpoint-kv-events"

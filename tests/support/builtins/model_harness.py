@@ -13,7 +13,7 @@ import torch
 from hardpoint import EngineConfig
 from hardpoint.builtin_plugins.attention.torch import TorchAttention
 from hardpoint.builtin_plugins.quantizations import gguf as gguf_schemes
-from hardpoint.core.worker.quantization.quantized_weights import QuantizedWeights
+from hardpoint.core.weights.quantized_weights import QuantizedWeights
 from hardpoint.plugins import (
     AttentionBackend,
     AttentionContext,

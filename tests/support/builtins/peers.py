@@ -9,7 +9,7 @@ from typing import Any
 from hardpoint.builtin_plugins.kv_stores.p2p import PeerToPeerStore
 from hardpoint.plugins import KVStoreContext
 from hardpoint.plugins.kv_store import BlockBuffer
-from hardpoint.plugins.typed import convert
+from hardpoint.typed import convert
 
 SIZES = (128, 5000, 3000)
 BLOCK = sum(SIZES)

@@ -24,8 +24,8 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.requests import LoRARequest, MultiModalFeature
 from hardpoint.plugins.scheduler import SchedulerLimits
-from hardpoint.plugins.typed import convert
 from hardpoint.testing import ScriptedClock
+from hardpoint.typed import convert
 
 __all__ = [
     "Connector",

@@ -9,13 +9,13 @@ import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 
+from hardpoint.boundary.faults import StepFaults
 from hardpoint.builtin_plugins.policies import FirstComeFirstServed
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.step import EngineCoreParts
 from hardpoint.core.engine_process.loop import EngineLoop, LoopOptions, LoopQueues, Prepared
 from hardpoint.core.engine_process.sender import ClientSendQueues
-from hardpoint.core.faults import StepFaults
 from hardpoint.core.kv_cache import BlockManager
 from hardpoint.core.kv_cache.event_fanout import KVEventFanout
 from hardpoint.plugins import (
@@ -26,7 +26,7 @@ from hardpoint.plugins import (
     SchedulerContext,
 )
 from hardpoint.plugins.scheduler import SchedulerLimits
-from hardpoint.plugins.typed import convert
+from hardpoint.typed import convert
 from support.waiting import PATIENCE_S
 
 

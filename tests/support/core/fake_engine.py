@@ -9,7 +9,7 @@ import zmq
 from msgspec.structs import replace
 
 from hardpoint.core.client.sockets import EngineSockets
-from hardpoint.core.wire import Encoder, EngineCoreReadyResponse
+from hardpoint.core.protocol import Encoder, EngineCoreReadyResponse
 
 READY = EngineCoreReadyResponse(manifest_hash="", max_model_len=64, num_gpu_blocks=8)
 

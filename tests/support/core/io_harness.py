@@ -6,9 +6,8 @@ import time
 
 import zmq
 
-from hardpoint.core.engine.request_check import RequestCheck
 from hardpoint.core.engine_process.transport import EngineIO
-from hardpoint.core.wire import (
+from hardpoint.core.protocol import (
     ENGINE_CORE_DEAD,
     Decoder,
     Encoder,
@@ -16,6 +15,7 @@ from hardpoint.core.wire import (
     EngineCoreReadyResponse,
     UtilityOutput,
 )
+from hardpoint.core.protocol.request_check import RequestCheck
 from hardpoint.plugins import EngineCoreOutputs
 from support.core.engine_harness import PATIENCE_S, LoopRig
 

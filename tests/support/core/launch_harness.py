@@ -36,7 +36,7 @@ sys.path.insert(0, {lib!r})
 from pathlib import Path
 from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.core.engine_process.launch import Launch
-from hardpoint.core.child_process.launch import main_objects
+from hardpoint.system.process.launch import main_objects
 from hardpoint.plugins.manifest import Manifest
 
 class Dry:
@@ -68,11 +68,11 @@ def write_child(folder: Path, body: str) -> Path:
     program.write_text(
         "import json, os, signal, sys, threading, time\n"
         "from pathlib import Path\n"
-        "from hardpoint.core.child_process.__main__ import main\n"
-        "from hardpoint.core.child_process.launch import decode_launch\n"
+        "from hardpoint.system.process.__main__ import main\n"
+        "from hardpoint.system.process.launch import decode_launch\n"
         "from hardpoint.core.engine_process.launch import Launch\n"
         "from hardpoint.plugins import *\n"
-        "from hardpoint.plugins.errors import *\n"
+        "from hardpoint.errors import *\n"
         f"OUT = Path({str(folder / 'out')!r})\n"
         "def say(value):\n"
         "    OUT.with_suffix('.new').write_text(json.dumps(value))\n"

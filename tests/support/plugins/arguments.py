@@ -8,7 +8,7 @@ import msgspec
 
 from hardpoint import plugins
 from hardpoint.plugins import Meta, Sampler, SchedulingPolicy
-from hardpoint.plugins.output_format import Content, FormatParser, Reasoning, State
+from hardpoint.toolkit.parsing.format_parser import Content, FormatParser, Reasoning, State
 
 
 class Classes(SchedulingPolicy):

@@ -25,9 +25,9 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.parallel import Communicator
-from hardpoint.plugins.typed import convert
 from hardpoint.registry.discovery import InstalledPlugin
 from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
+from hardpoint.typed import convert
 
 
 def component(interface: type, class_name: str = "Fake", **attributes: Any) -> Any:

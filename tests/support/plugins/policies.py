@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hardpoint.plugins import EngineCoreRequest, Load, PolicyContext, Request, SamplingParams
-from hardpoint.plugins.typed import convert
+from hardpoint.typed import convert
 
 LOAD = Load(
     now=0.0,

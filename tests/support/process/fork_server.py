@@ -46,8 +46,8 @@ class ForkServer:
 
     def __init__(self) -> None:
         """Start the server; it ends with this process."""
-        from hardpoint.core.child_process import process
-        from hardpoint.core.child_process.launch import Interpreter
+        from hardpoint.system.process import process
+        from hardpoint.system.process.launch import Interpreter
 
         interpreter = Interpreter.current()
         self._command = [*interpreter.command, str(Path(process.__file__).with_name("__main__.py"))]
@@ -115,7 +115,7 @@ class EngineStarts:
 
     def install(self) -> None:
         """Take the place of `Popen` for the module that starts engine processes."""
-        from hardpoint.core.child_process import process
+        from hardpoint.system.process import process
 
         module = types.ModuleType("subprocess")
         vars(module).update(vars(subprocess))
@@ -152,7 +152,7 @@ def _be_subreaper(on: bool) -> None:
 def _serve(control: socket.socket) -> None:
     """Fork for each request; return in the forks alone."""
     sys.path[:] = json.loads(control.recv(1 << 20))
-    importlib.import_module("hardpoint.core.child_process.child")
+    importlib.import_module("hardpoint.system.process.child")
     importlib.import_module("hardpoint.core.engine_process.run")
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 16)
@@ -192,6 +192,6 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
 
 if __name__ == "__main__":
     _serve(socket.socket(fileno=int(sys.argv[1])))
-    from hardpoint.core.child_process.__main__ import main
+    from hardpoint.system.process.__main__ import main
 
     main()

@@ -19,11 +19,11 @@ from typing import Any
 
 import psutil
 
-from hardpoint import LLM, SamplingParams
+from hardpoint import LLM, SamplingParams, typed
 from hardpoint.core.build import build_engine
 from hardpoint.core.frontend.llm_engine import LLMEngine
-from hardpoint.plugins import EngineConfig, typed
-from hardpoint.plugins.errors import EngineDeadError
+from hardpoint.errors import EngineDeadError
+from hardpoint.plugins import EngineConfig
 from hardpoint.testing import scripted_config
 from support.process.fork_server import STARTS
 from support.processes import ROOT

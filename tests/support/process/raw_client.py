@@ -13,9 +13,10 @@ from typing import Any
 import msgspec
 import zmq
 
+from hardpoint import typed
 from hardpoint.core.engine_process.launch import Launch
 from hardpoint.core.engine_process.process import EngineProcess
-from hardpoint.core.wire import (
+from hardpoint.core.protocol import (
     ENGINE_CORE_DEAD,
     Decoder,
     Encoder,
@@ -24,13 +25,7 @@ from hardpoint.core.wire import (
     UtilityCall,
     UtilityOutput,
 )
-from hardpoint.plugins import (
-    EngineConfig,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    SamplingParams,
-    typed,
-)
+from hardpoint.plugins import EngineConfig, EngineCoreOutputs, EngineCoreRequest, SamplingParams
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.registry.plugin_set import resolve_plugins
 

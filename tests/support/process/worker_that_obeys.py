@@ -14,9 +14,9 @@ import msgspec
 
 from hardpoint.builtin_plugins.executors.multiproc import MultiprocExecutor
 from hardpoint.core.engine.worker_launch import WorkerProcess
+from hardpoint.errors import CommunicationAbortedError, ModelError
 from hardpoint.plugins import ExecutorContext, ModelRunnerOutput, SchedulerOutput, WorkerInfo
 from hardpoint.plugins.config import ParallelConfig
-from hardpoint.plugins.errors import CommunicationAbortedError, ModelError
 from hardpoint.plugins.executor import WorkerLaunch
 from hardpoint.plugins.manifest import Manifest
 

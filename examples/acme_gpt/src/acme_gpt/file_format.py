@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hardpoint.plugins import ModelConfig, ModelError, ModelFiles, WeightLoader
-from hardpoint.plugins.hf_config import model_config
+from hardpoint.toolkit.hf_config import model_config
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

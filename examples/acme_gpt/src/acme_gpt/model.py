@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from hardpoint.plugins import ForwardBatch, KVSpec, Model, ModelContext
-from hardpoint.plugins.models import (
-    ConfigFields,
+from hardpoint.toolkit.hf_config import ConfigFields
+from hardpoint.toolkit.layers import (
     Embedding,
     Layer,
     Linear,

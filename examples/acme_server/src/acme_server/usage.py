@@ -9,7 +9,7 @@ import msgspec
 
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.server import Client, Route, ServerContext
-from hardpoint.plugins.typed import Strict
+from hardpoint.typed import Strict
 
 if TYPE_CHECKING:
     from starlette.requests import Request

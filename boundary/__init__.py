@@ -1,0 +1,1 @@
+"""The boundary around plugins: calls are recorded, timed, checked and attributed here."""

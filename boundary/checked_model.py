@@ -1,0 +1,379 @@
+"""Models and weight loaders whose results are checked.
+
+A wrong one names its plugin.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hardpoint.errors import PluginFaultError
+from hardpoint.plugins import (
+    ForwardBatch,
+    HardpointError,
+    KVSpec,
+    Model,
+    WeightLoader,
+    Wrapper,
+    is_replayable,
+)
+from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.parallel import Cut
+from hardpoint.plugins.quantization import QuantizedWeight
+from hardpoint.registry.blame import describe, raise_unless_fault
+from hardpoint.registry.tensor_checks import shown
+from hardpoint.system.memory import is_out_of_memory
+
+
+class CheckedModel:
+    """A model whose shapes, KV specs, hidden states and logits are checked.
+
+    Attributes:
+        source: of the model.
+        shapes: of the weights, by Hugging Face name.
+        needed: the shapes of the parts of them that this rank needs.
+        cuts: these parts, of those that it does not need whole.
+        specs: one per attention layer.
+        is_replayable: whether the model's class says so.
+        routed_experts: layers, and experts that a token has in each; None if it reports none.
+        kv_variant: what the bytes of its KV blocks depend on besides weights and config.
+    """
+
+    def __init__(self, model: Model, source: Source) -> None:
+        """Ask the model for its shapes and KV specs.
+
+        Raises:
+            PluginFaultError: they are none.
+        """
+        self._model = model
+        self.source = source
+        self._vocab_size = model.context.config.vocab_size
+        shapes, specs = model.weight_shapes(), model.kv_specs()
+        cuts = model.weight_cuts()
+        if not isinstance(shapes, Mapping) or not all(map(_is_shape, shapes.values())):
+            raise self._wrong("weight_shapes", shapes, "a shape per name")
+        if not isinstance(cuts, Mapping) or not all(
+            name in shapes and _is_cut(cut, shapes[name]) for name, cut in cuts.items()
+        ):
+            raise self._wrong("weight_cuts", cuts, "a Cut inside of the shape of each name")
+        names = model.quantizable()
+        if not isinstance(names, Iterable) or isinstance(names, str):
+            raise self._wrong("quantizable", names, "names")
+        for name in names:
+            if not isinstance(name, str) or len(shapes.get(name, ())) != 2:
+                raise self._wrong("quantizable", name, "names of matrices in weight_shapes()")
+        if not isinstance(specs, list) or not all(map(_is_spec, specs)):
+            expected = (
+                "a list of KVSpec of whole numbers >= 1, a finite scale and a softcap > 0, where "
+            )
+            expected += "num_kv_heads divides num_heads"
+            raise self._wrong("kv_specs", specs, expected)
+        self.shapes: dict[str, tuple[int, ...]] = dict(shapes)
+        self.cuts: dict[str, Cut] = dict(cuts)
+        self.needed = {
+            name: cuts[name].shape(shape) if name in cuts else tuple(shape)
+            for name, shape in shapes.items()
+        }
+        self.specs: list[KVSpec] = specs
+        self.is_replayable = is_replayable(model)
+        routed = self.routed_experts = model.routed_experts
+        if routed is not None and not (_is_shape(routed) and len(routed) == 2):
+            raise self._wrong("routed_experts", routed, "layers and experts per token, or None")
+        self.kv_variant = model.kv_variant
+        if not isinstance(self.kv_variant, str):
+            raise self._wrong("kv_variant", self.kv_variant, "a string")
+        self._is_last = model.context.parallel.is_last
+        self._width: int | None = None  # of hidden states, once known
+
+    def run_trial(self, num_tokens: int, num_rows: int) -> None:
+        """Run a step of the first `num_tokens` positions without a cache; attention gives zeros.
+
+        Args:
+            num_tokens: of the step.
+            num_rows: hidden states whose logits are computed, at most.
+
+        Raises:
+            PluginFaultError: a method raised, attention was called with something else than
+                `kv_specs` says, or hidden states or logits are of a wrong shape.
+        """
+        context = self._model.context
+        ids = torch.arange(num_tokens, device=context.device) % self._vocab_size
+        positions = torch.arange(num_tokens, device=context.device)
+        attention = _TrialAttention(self.source, self.specs, context.dtype, positions)
+        parallel = context.parallel
+        before = None
+        if not parallel.is_first:
+            before = self.empty_hidden(num_tokens).zero_()
+        batch = ForwardBatch(ids, positions, attention.attend, before)
+        hidden = self._try("forward", self.forward, batch)
+        attention.check_complete()
+        if parallel.is_last:
+            self._try("compute_logits", self.compute_logits, hidden[:num_rows])
+        self._width = hidden.shape[1]
+
+    def _try(self, method: str, function: Callable[[Any], torch.Tensor], argument: Any) -> Any:
+        """Return what a method gives in a trial step; name it if it raises."""
+        try:
+            return function(argument)
+        except BaseException as cause:
+            raise_unless_fault(cause)
+            if isinstance(cause, HardpointError) or is_out_of_memory(cause):
+                raise
+            raise PluginFaultError(
+                f"{self.source}: its {method}() failed in a trial step: {describe(cause)}"
+            ) from cause
+
+    def empty_hidden(self, num_tokens: int) -> torch.Tensor:
+        """Return room for what the stage before passes on, [tokens, hidden_size]."""
+        context = self._model.context
+        shape = num_tokens, self._model.hidden_size
+        return torch.empty(shape, dtype=context.dtype, device=context.device)
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Return hidden states [tokens, hidden].
+
+        Raises:
+            PluginFaultError: the model returned something else.
+        """
+        tokens = len(batch.token_ids)
+        hidden = self._model.forward(batch)
+        if (
+            not isinstance(hidden, torch.Tensor)
+            or hidden.dim() != 2
+            or hidden.shape[0] != tokens
+            or self._width not in (None, hidden.shape[1])
+            or not (self._is_last or hidden.shape[1] == self._model.hidden_size)
+            or hidden.device != batch.token_ids.device
+        ):
+            width = self._width or ("hidden" if self._is_last else self._model.hidden_size)
+            where = f"[{tokens}, {width}] on {batch.token_ids.device}"
+            raise self._wrong("forward", hidden, f"hidden states {where}")
+        return hidden
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits [rows, vocab] of hidden states [rows, hidden].
+
+        Raises:
+            PluginFaultError: the model returned something else.
+        """
+        expected = (len(hidden), self._vocab_size)
+        logits = self._model.compute_logits(hidden)
+        if (
+            not isinstance(logits, torch.Tensor)
+            or logits.shape != expected
+            or not logits.is_floating_point()
+            or logits.device != hidden.device
+        ):
+            where = f"{list(expected)} on {hidden.device}"
+            raise self._wrong("compute_logits", logits, f"floating logits {where}")
+        return logits
+
+    def _wrong(self, method: str, got: Any, expected: str) -> PluginFaultError:
+        return wrong_result(self.source, method, got, expected)
+
+
+class _TrialAttention:
+    """The attention of a trial step: checks what it is called with, and gives zeros."""
+
+    def __init__(
+        self, source: Source, specs: Sequence[KVSpec], dtype: torch.dtype, positions: torch.Tensor
+    ) -> None:
+        """Expect one call per spec, each for `len(positions)` tokens on their device."""
+        self._source = source
+        self._specs = specs
+        self._dtype = dtype
+        self._positions = positions
+        self._called: set[int] = set()
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        angles: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return zeros of the shape of q.
+
+        Raises:
+            PluginFaultError: it is no call for a layer of the specs, or the second one.
+        """
+        if not isinstance(layer, int) or not 0 <= layer < len(self._specs):
+            layers = f"0..{len(self._specs) - 1}" if self._specs else "none, as kv_specs() is empty"
+            raise self._wrong(f"called attend for layer {shown(layer)}, expected {layers}")
+        if layer in self._called:
+            raise self._wrong(f"called attend for layer {layer} twice")
+        self._called.add(layer)
+        spec, device = self._specs[layer], self._positions.device
+        for name, tensor, heads in (
+            ("q", q, spec.num_heads),
+            ("k", k, spec.num_kv_heads),
+            ("v", v, spec.num_kv_heads),
+        ):
+            shape = (len(self._positions), heads, spec.head_size)
+            if not (
+                isinstance(tensor, torch.Tensor)
+                and tensor.shape == shape
+                and tensor.dtype == self._dtype
+                and tensor.device == device
+            ):
+                raise self._wrong(
+                    f"called attend for layer {layer} with {name} = {shown(tensor)}, expected a "
+                    f"{self._dtype} tensor {list(shape)} on {device}, as kv_specs() says"
+                )
+        if angles is not None and not self._are_angles(angles, spec):
+            raise self._wrong(
+                f"called attend for layer {layer} with angles = {shown(angles)}, expected a "
+                f"torch.float32 tensor [{len(self._positions)}, an even size of at most "
+                f"{spec.head_size}] on {device}"
+            )
+        return torch.zeros_like(q)
+
+    def _are_angles(self, angles: Any, spec: KVSpec) -> bool:
+        return (
+            isinstance(angles, torch.Tensor)
+            and angles.dim() == 2
+            and len(angles) == len(self._positions)
+            and 0 < angles.shape[1] <= spec.head_size
+            and angles.shape[1] % 2 == 0
+            and angles.dtype == torch.float32
+            and angles.device == self._positions.device
+        )
+
+    def check_complete(self) -> None:
+        """Check that every layer was called.
+
+        Raises:
+            PluginFaultError: one was not.
+        """
+        if missing := [layer for layer in range(len(self._specs)) if layer not in self._called]:
+            raise self._wrong(
+                f"called attend for no layer {', '.join(map(str, missing[:8]))}, though kv_specs() "
+                f"has {len(self._specs)} layers"
+            )
+
+    def _wrong(self, what: str) -> PluginFaultError:
+        return PluginFaultError(f"{self._source}: its forward() {what}")
+
+
+def checked_weights(
+    loader: WeightLoader,
+    source: Source,
+    shapes: Mapping[str, tuple[int, ...]],
+    cuts: Mapping[str, Cut],
+) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
+    """Yield a loader's weights, cut.
+
+    Raises:
+        PluginFaultError: it yielded something else, or a weight twice.
+    """
+    weights = cut_weights(loader, shapes, cuts) if cuts else loader.weights(dict(shapes))
+    if not isinstance(weights, Iterable):
+        raise wrong_result(source, "weights", weights, "weights one after the other")
+    seen: set[str] = set()
+    for item in weights:
+        if not _is_weight(item):
+            expected = "a name and a dense CPU tensor, or a QuantizedWeight of such"
+            if isinstance(item, tuple) and len(item) == 2:  # of tensors without their numbers
+                name, weight = map(shown, item)
+                raise PluginFaultError(
+                    f"{source}: its weights() gave {weight} for {name}, expected {expected}"
+                )
+            raise wrong_result(source, "weights", item, expected)
+        name, tensor = item
+        if name in seen:
+            raise PluginFaultError(f"{source}: its weights() gave {name!r} twice")
+        seen.add(name)
+        yield name, tensor
+
+
+def cut_weights(
+    loader: WeightLoader, shapes: Mapping[str, tuple[int, ...]], cuts: Mapping[str, Cut]
+) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
+    """Return a loader's weights, cut.
+
+    A class that overrides `weights` alone, of a loader or wrapper that cuts by itself, changes
+    weights in a way that the inherited `cut_weights` does not: those of `weights` are cut then.
+
+    Args:
+        loader: of the weights.
+        shapes: as in `WeightLoader.cut_weights`.
+        cuts: the same.
+    """
+    classes = type(loader).__mro__
+    whole, part = (
+        next(index for index, cls in enumerate(classes) if name in vars(cls))
+        for name in ("weights", "cut_weights")
+    )
+    if whole < part:
+        return WeightLoader.cut_weights(loader, dict(shapes), dict(cuts))
+    if isinstance(loader, Wrapper) and Wrapper in classes[part].__bases__:  # it overrides neither
+        return cut_weights(loader.wrapped, shapes, cuts)
+    return loader.cut_weights(dict(shapes), dict(cuts))
+
+
+def _is_weight(item: Any) -> bool:
+    if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], str):
+        return False
+    weight = item[1]
+    if isinstance(weight, QuantizedWeight):
+        return is_quantized_weight(weight) and all(map(_is_dense, weight.tensors.values()))
+    return _is_dense(weight)
+
+
+def is_quantized_weight(weight: Any) -> bool:
+    """Return whether a stored matrix has the name of a scheme, two sizes, and named tensors."""
+    return (
+        isinstance(weight, QuantizedWeight)
+        and isinstance(weight.scheme, str)
+        and _is_shape(weight.shape)
+        and len(weight.shape) == 2
+        and isinstance(weight.tensors, Mapping)
+        and all(
+            isinstance(name, str) and isinstance(tensor, torch.Tensor)
+            for name, tensor in weight.tensors.items()
+        )
+    )
+
+
+def _is_dense(tensor: Any) -> bool:
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+    )
+
+
+def _is_shape(shape: Any) -> bool:
+    return isinstance(shape, tuple | list) and all(isinstance(n, int) and n >= 0 for n in shape)
+
+
+def _is_cut(cut: Any, shape: Sequence[int]) -> bool:
+    return isinstance(cut, Cut) and cut.fits(shape)
+
+
+def _is_spec(spec: Any) -> bool:
+    if not isinstance(spec, KVSpec):
+        return False
+    numbers = (spec.num_heads, spec.num_kv_heads, spec.head_size, spec.window)
+    return (
+        all(type(number) is int and number >= 1 for number in numbers if number is not None)
+        and None not in numbers[:3]
+        and spec.num_heads % spec.num_kv_heads == 0
+        and isinstance(spec.scale, int | float)
+        and math.isfinite(spec.scale)
+        and (spec.softcap is None or _is_positive(spec.softcap))
+    )
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value > 0
+
+
+def wrong_result(source: Source, method: str, got: Any, expected: str) -> PluginFaultError:
+    """Return the fault of a plugin whose method returned something else than it should."""
+    return PluginFaultError(f"{source}: its {method}() gave {shown(got)}, expected {expected}")

@@ -1,0 +1,174 @@
+"""Calls of quantisation schemes and of their matrices, whose results are checked."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from hardpoint.errors import PluginFaultError
+from hardpoint.plugins import HardpointError, ModelError
+from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.quantization import AffineCodes, Quantization, QuantizedMatrix
+from hardpoint.registry.blame import describe, raise_unless_fault
+from hardpoint.system.memory import is_out_of_memory
+
+from .checked_model import wrong_result
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SchemeCalls:
+    """Calls a scheme and its matrices for one weight; what fails names the scheme.
+
+    Attributes:
+        name: of the weight.
+        checkpoint: as configured, for messages.
+        component: the scheme.
+        source: of the scheme.
+    """
+
+    name: str
+    checkpoint: str
+    component: Quantization
+    source: Source
+
+    def call(self, method: str, function: Callable[[], T], *, refuses: bool = True) -> T:
+        """Return what a method of the scheme or of its matrices gives.
+
+        Args:
+            method: its name.
+            function: calls it.
+            refuses: whether a ValueError says that the weight is wrong.
+
+        Raises:
+            ModelError: the weight is wrong.
+            PluginFaultError: the method raised something else.
+        """
+        try:
+            return function()
+        except BaseException as cause:
+            raise_unless_fault(cause)
+            if is_out_of_memory(cause) or isinstance(cause, HardpointError):
+                raise
+            if refuses and isinstance(cause, ValueError):
+                raise self._wrong(str(cause)) from cause
+            raise PluginFaultError(
+                f"{self.source}: its {method}() failed for {self.name!r}: {describe(cause)}"
+            ) from cause
+
+    def matrix(
+        self, method: str, function: Callable[[], QuantizedMatrix], shape: tuple[int, ...]
+    ) -> QuantizedMatrix:
+        """Return the matrix of a shape that a method gives."""
+        matrix = self.call(method, function)
+        if not isinstance(matrix, QuantizedMatrix):
+            raise self.fault(method, matrix, "a QuantizedMatrix")
+        if self.call("shape", lambda: tuple(matrix.shape)) != shape:
+            raise self.fault(method, matrix.shape, f"a matrix of shape {shape}")
+        return matrix
+
+    def check_numbers(self, method: str, matrix: QuantizedMatrix) -> None:
+        """Check that the numbers of a matrix are finite, and that its codes fit their bits."""
+        if isinstance(matrix, AffineCodes) and matrix.bits < 8 and matrix.codes.numel():
+            largest, limit = int(matrix.codes.max()), (1 << matrix.bits) - 1
+            if largest > limit:
+                expected = f"codes of {matrix.bits} bits, at most {limit}"
+                raise self.fault(method, largest, expected)
+        if not self.call("is_finite", matrix.is_finite):
+            raise self._wrong("a scale or offset is not finite")
+
+    def unit(self, matrix: QuantizedMatrix) -> int:
+        """Return the columns at which a matrix says that it can be cut."""
+        return self.checked_unit(self.call("alignment", lambda: matrix.alignment))
+
+    def checked_unit(self, unit: object) -> int:
+        """Return what is said to be the columns at which a matrix can be cut, if it is a number."""
+        if type(unit) is not int or unit < 1:
+            raise self.fault("alignment", unit, "a whole number >= 1")
+        return unit
+
+    def numbers(self, matrix: QuantizedMatrix) -> torch.Tensor:
+        """Return the numbers of a matrix."""
+        tensor = self.call("dequantize", matrix.dequantize)
+        if (
+            not isinstance(tensor, torch.Tensor)
+            or tensor.dtype != torch.float32
+            or tensor.shape != matrix.shape
+        ):
+            raise self.fault("dequantize", tensor, f"torch.float32 {list(matrix.shape)}")
+        return tensor
+
+    def fault(self, method: str, got: object, expected: str) -> PluginFaultError:
+        """Return the error of a method that gave something else than it should."""
+        return wrong_result(self.source, method, got, f"{expected}, for {self.name!r}")
+
+    def _wrong(self, what: str) -> ModelError:
+        return ModelError(
+            f"model: weight {self.name!r} of {self.checkpoint!r}: {self.component.name}: {what}"
+        )
+
+
+class CheckedMatrix(QuantizedMatrix):
+    """A matrix of a scheme's own class, whose numbers and products are checked."""
+
+    def __init__(self, matrix: QuantizedMatrix, calls: SchemeCalls) -> None:
+        """Check what the calls of a matrix give."""
+        self._matrix, self._calls = matrix, calls
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return self._matrix.shape
+
+    @property
+    def alignment(self) -> int:
+        """Columns at whose multiples the matrix can be cut."""
+        return self._matrix.alignment
+
+    def rows(self, start: int, stop: int) -> QuantizedMatrix:
+        """Return some rows."""
+        shape = (stop - start, self.shape[1])
+        part = self._calls.matrix("rows", lambda: self._matrix.rows(start, stop), shape)
+        return CheckedMatrix(part, self._calls)
+
+    def columns(self, start: int, stop: int) -> QuantizedMatrix:
+        """Return some columns."""
+        shape = (self.shape[0], stop - start)
+        part = self._calls.matrix("columns", lambda: self._matrix.columns(start, stop), shape)
+        return CheckedMatrix(part, self._calls)
+
+    def dequantize(self) -> torch.Tensor:
+        """Return W in float32."""
+        return self._calls.numbers(self._matrix)
+
+    def linear(
+        self, bias: torch.Tensor | None, out_dtype: torch.dtype
+    ) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Return the scheme's function, checked; None if it has none."""
+        calls, count = self._calls, self.shape[0]
+        linear = functools.partial(self._matrix.linear, bias, out_dtype)
+        product = calls.call("linear", linear, refuses=False)
+        if product is None:
+            return None
+        if not callable(product):
+            raise calls.fault("linear", product, "a function, or None")
+
+        def multiply(x: torch.Tensor) -> torch.Tensor:
+            y = calls.call("linear", functools.partial(product, x), refuses=False)
+            if (
+                not isinstance(y, torch.Tensor)
+                or y.shape != (len(x), count)
+                or y.dtype != out_dtype
+                or y.device != x.device
+                or y.layout is not torch.strided
+            ):
+                expected = f"{out_dtype} {[len(x), count]} on {x.device}"
+                raise calls.fault("linear", y, expected)
+            return y.contiguous()
+
+        return multiply

@@ -1,0 +1,135 @@
+"""Errors of requests and plugins: their kinds on the wire, and the plugin that caused one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+from hardpoint import errors
+from hardpoint.errors import EngineDeadError, EngineFaultError, PluginFaultError
+from hardpoint.plugins import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    FinishReason,
+    HardpointError,
+)
+from hardpoint.plugins.component import Component
+from hardpoint.plugins.manifest import Source
+from hardpoint.registry.blame import describe, raise_unless_fault, text_of
+from hardpoint.registry.plugin_set import PluginSet
+
+
+def kind_of(error: BaseException) -> str:
+    """Return the name of the nearest class of Hardpoint's tree, the root's for all others."""
+    names = (cls.__name__ for cls in type(error).__mro__ if cls.__module__ == errors.__name__)
+    return next(names, HardpointError.__name__)
+
+
+def error_of(kind: str | None, message: str | None) -> HardpointError:
+    """Return an error of the class of that name, of the root's if there is none."""
+    cls = getattr(errors, kind, HardpointError) if kind in errors.__all__ else HardpointError
+    error: HardpointError = cls(message or "the engine gave no reason")
+    return error
+
+
+def engine_dead(error: BaseException) -> EngineDeadError:
+    """Return a new error for one waiter on an engine that `error` ended."""
+    message = text_of(error)
+    if not isinstance(error, HardpointError):
+        message = f"the engine failed in its own code, not in a plugin's: {describe(error)}"
+    by_plugin = isinstance(error, PluginFaultError)
+    raised = EngineFaultError(message) if by_plugin else EngineDeadError(message)
+    if isinstance(error, EngineDeadError):
+        raised.__cause__ = error.__cause__
+        for note in getattr(error, "__notes__", ()):
+            raised.add_note(note)
+    else:
+        raised.__cause__ = error
+    return raised
+
+
+_WORKER = ("hardpoint.core.worker.", "hardpoint.core.weights.", "hardpoint.boundary.checked_")
+"""Modules that run in a worker, as prefixes."""
+
+
+def responsible_plugin(error: BaseException, plugins: PluginSet) -> Source | None:
+    """Return the plugin in whose method an error was raised, the innermost of several.
+
+    An executor runs the worker, and is not responsible for what the worker itself does wrong.
+    """
+    found: Component | None = None
+    traceback = error.__traceback__
+    while traceback is not None:
+        frame = traceback.tb_frame
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, Component):
+            found = owner
+        elif frame.f_globals.get("__name__", "").startswith(_WORKER):
+            found = None
+        traceback = traceback.tb_next
+    if found is None:
+        return None
+    for entry in plugins.manifest.tree():
+        if entry.name == found.name and plugins.loaded(entry) is type(found):
+            return entry.source
+    return None
+
+
+def attribute_error(error: BaseException, plugins: PluginSet) -> BaseException:
+    """Return an error that names the responsible plugin, with the error as its cause.
+
+    An error of Hardpoint's tree, which names it already, and one of no plugin are returned as is.
+    """
+    source = None if isinstance(error, HardpointError) else responsible_plugin(error, plugins)
+    if source is None:
+        return error
+    named = PluginFaultError(f"{source}: {describe(error)}")
+    named.__cause__ = error
+    return named
+
+
+@contextlib.contextmanager
+def naming_plugin(plugins: PluginSet) -> Iterator[None]:
+    """Raise an exception of the body that a plugin caused as an error that names it."""
+    try:
+        yield
+    except BaseException as error:
+        raise_unless_fault(error)
+        named = attribute_error(error, plugins)
+        if named is error:
+            raise
+        raise named from error
+
+
+def close_all(components: Iterable[Component]) -> None:
+    """Close every component, last ones first, even if another one raises.
+
+    Raises:
+        PluginFaultError: a component's `close` failed.
+    """
+    with contextlib.ExitStack() as stack:
+        for component in components:
+            stack.callback(_close, component)
+
+
+def _close(component: Component) -> None:
+    try:
+        component.close()
+    except BaseException as cause:
+        raise_unless_fault(cause)
+        if isinstance(cause, HardpointError):  # of a component that this one closes
+            raise
+        cls = type(component)
+        source = f"plugin {component.name!r} ({cls.__module__}:{cls.__qualname__})"
+        raise PluginFaultError(f"{source}: its close failed: {describe(cause)}") from cause
+
+
+def rejection_output(request_id: str, error: BaseException) -> EngineCoreOutputs:
+    """Return the only output of a request that was rejected because of an error."""
+    output = EngineCoreOutput(
+        request_id=request_id,
+        finish_reason=FinishReason.ERROR,
+        error=text_of(error) if isinstance(error, HardpointError) else describe(error),
+        error_kind=kind_of(error),
+    )
+    return EngineCoreOutputs(outputs=[output], finished_requests={request_id})

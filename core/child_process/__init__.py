@@ -1,1 +1,0 @@
-"""Python processes like this one: how they are started, watched and ended."""

@@ -1,0 +1,246 @@
+"""Hashes of the content of weights' files, kept by path, size, times and inode.
+
+They are part of the keys of KV blocks: a hash that is not that of the weights gives wrong tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import re
+import secrets
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import msgspec
+
+from hardpoint.errors import PluginFaultError, shown
+from hardpoint.plugins import ConfigError, HardpointError, WeightLoader
+from hardpoint.plugins.config import WeightCacheConfig
+from hardpoint.registry.blame import describe
+
+_log = logging.getLogger("hardpoint")
+
+_FILE = "content-hashes.json"
+_CHUNK = 1 << 22
+_MOST = 4096  # entries
+_MOST_BYTES = 1 << 22
+_DIGEST = re.compile("[0-9a-f]{64}")
+_LOCK_WAIT_S = 5.0
+_RECENT_S = 2.0  # two changes within a tick of the file system's clock look like one
+
+
+class WeightsHash:
+    """The hash of a model's weights, made in a thread while workers load them."""
+
+    def __init__(self, loader: WeightLoader, config: WeightCacheConfig, connector: str) -> None:
+        """Begin; before the workers do.
+
+        Args:
+            loader: of the weights.
+            config: its folder keeps the hashes of files.
+            connector: the KV connector that needs it, for messages.
+
+        Raises:
+            ConfigError: the loader cannot say what the weights are.
+        """
+        if type(loader).content_hash is WeightLoader.content_hash:
+            raise _cannot_say(loader, connector)
+        self._loader, self._config, self._connector = loader, config, connector
+        self._fingerprint = _fingerprint(loader)
+        self._hash: Future[str] = Future()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="WeightsHash", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            found = hash_weights(self._loader, self._config, self._connector, self._stop)
+            self._hash.set_result(found)
+        except BaseException as error:
+            self._hash.set_exception(error)
+
+    def result(self) -> str:
+        """Return it, once it is there; after the workers have loaded the weights.
+
+        If files have changed in the meantime, it is none that another engine gets.
+
+        Raises:
+            ConfigError: the loader cannot say what the weights are.
+            HardpointError: the loader failed.
+            OSError: a file cannot be read.
+        """
+        found = self._hash.result()
+        if _fingerprint(self._loader) == self._fingerprint:
+            return found
+        _log.warning("files of the weights changed during loading: KV blocks are not shared")
+        return f"{found}, changed while loading: {secrets.token_hex(16)}"
+
+    def close(self) -> None:
+        """Give up."""
+        self._stop.set()
+        self._thread.join()
+
+
+def _fingerprint(loader: WeightLoader) -> str | None:
+    try:
+        return loader.fingerprint()
+    except Exception:  # of a plugin; the weights' hash is made with another method
+        return None
+
+
+def _cannot_say(loader: WeightLoader, connector: str) -> ConfigError:
+    return ConfigError(
+        f"kv_connector.use: {connector!r} has to distinguish blocks from those of other weights, "
+        f"and the loader {loader.name!r} has no content_hash()"
+    )
+
+
+def cache_folder(config: WeightCacheConfig) -> Path | None:
+    """Return the folder of the weight cache, which may not exist yet; None if there is none."""
+    if config.path == "off":
+        return None
+    if config.path is not None:
+        return Path(config.path).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    with contextlib.suppress(RuntimeError):  # no home
+        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "hardpoint"
+    return None
+
+
+def hash_weights(
+    loader: WeightLoader,
+    config: WeightCacheConfig,
+    connector: str,
+    stop: threading.Event | None = None,
+) -> str:
+    """Return a text that says what the weights of a model are, for the keys of KV blocks.
+
+    Args:
+        loader: of the weights.
+        config: its folder keeps the hashes of files.
+        connector: the KV connector that needs it, for messages.
+        stop: ends it, if set.
+
+    Raises:
+        ConfigError: the loader cannot say.
+        HardpointError: the loader failed, or it was stopped.
+        OSError: a file cannot be read.
+    """
+    folder = cache_folder(config)
+    try:
+        found = loader.content_hash(lambda path: hash_file(path, folder, stop))
+    except (HardpointError, OSError):
+        raise
+    except BaseException as cause:
+        raise PluginFaultError(
+            f"loader {loader.name!r}: its content_hash() failed: {describe(cause)}"
+        ) from cause
+    if found is None:
+        raise _cannot_say(loader, connector)
+    if not isinstance(found, str) or not found:
+        raise PluginFaultError(
+            f"loader {loader.name!r}: its content_hash() gave {shown(found)}, expected a text"
+        )
+    return found
+
+
+def hash_file(path: Path, folder: Path | None, stop: threading.Event | None = None) -> str:
+    """Return the SHA-256 of a file's content.
+
+    It is read if the hash is not kept in the folder, or the file has changed since.
+
+    Args:
+        path: of the file; a symbolic link is followed.
+        folder: where hashes are kept; None is nowhere.
+        stop: ends it, if set.
+
+    Raises:
+        HardpointError: it was stopped.
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        before = _state(path, os.fstat(file.fileno()))
+        kept = {} if folder is None else _read(folder)
+        if (known := kept.get(before)) is not None:
+            return known
+        digest = hashlib.sha256()
+        while chunk := file.read(_CHUNK):
+            if stop is not None and stop.is_set():
+                raise HardpointError(f"{path}: its hash is not needed any more")
+            digest.update(chunk)
+        status = os.fstat(file.fileno())
+        after = _state(path, status)
+    # What has just changed may change again without another time of change.
+    is_settled = time.time() - max(status.st_mtime, status.st_ctime) > _RECENT_S
+    if folder is not None and before == after and is_settled:
+        _keep(folder, after, digest.hexdigest())
+    return digest.hexdigest()
+
+
+def _state(path: Path, status: os.stat_result) -> str:
+    """Return a text that changes whenever the file does."""
+    # The time of change is the system's own; that of modification can be set to any value.
+    times = f"{status.st_mtime_ns} {status.st_ctime_ns}"
+    return f"{path.resolve()} {status.st_size} {times} {status.st_dev}:{status.st_ino}"
+
+
+def _read(folder: Path) -> dict[str, str]:
+    """Return the kept hashes; none if there is no such file of this user."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        with open(os.open(folder / _FILE, flags), "rb") as file:
+            descriptor = file.fileno()
+            status = os.fstat(descriptor)
+            is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+            if not is_ours or status.st_mode & 0o022:
+                return {}
+            kept = msgspec.json.decode(file.read(_MOST_BYTES), type=dict[str, str])
+            return {state: digest for state, digest in kept.items() if _DIGEST.fullmatch(digest)}
+    except (OSError, msgspec.MsgspecError):
+        return {}
+
+
+def _keep(folder: Path, state: str, digest: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with _locked(folder):
+            kept = _read(folder)
+            kept.pop(state, None)
+            kept[state] = digest
+            while len(kept) > _MOST:
+                del kept[next(iter(kept))]
+            temporary = folder / f"{_FILE}.temporary"
+            temporary.unlink(missing_ok=True)  # of a process that was killed, or a link
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            with open(os.open(temporary, flags, 0o600), "wb") as file:
+                file.write(msgspec.json.encode(kept))
+            temporary.replace(folder / _FILE)
+    except OSError as cause:
+        _log.warning("%s: hashes of weights are not kept: %s", folder, cause)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(folder / f"{_FILE}.lock", flags, 0o600)
+    try:
+        deadline = time.monotonic() + _LOCK_WAIT_S
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+        yield
+    finally:
+        os.close(descriptor)

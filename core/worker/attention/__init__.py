@@ -1,1 +1,0 @@
-"""Attention in the worker: the layers' groups and their caches."""

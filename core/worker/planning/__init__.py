@@ -1,1 +1,0 @@
-"""What a worker needs, found before it reads weights."""

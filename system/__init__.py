@@ -1,0 +1,1 @@
+"""Processes, threads, memory and limits of the host; nothing here knows a model."""

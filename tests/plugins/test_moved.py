@@ -1,0 +1,45 @@
+"""Old import paths of the contract work, and warn with the new ones."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+
+import pytest
+
+from hardpoint.plugins.moved import MOVED
+
+NAMES = [
+    (old, target, name)
+    for old, targets in MOVED.items()
+    for target in targets
+    for name in importlib.import_module(target).__all__
+]
+
+
+@pytest.mark.parametrize(("old", "target", "name"), NAMES)
+def test_an_old_path_gives_the_same_object_and_names_the_new_one(old, target, name):
+    with pytest.warns(DeprecationWarning, match="moved to") as caught:
+        found = getattr(importlib.import_module(f"hardpoint.plugins.{old}"), name)
+    assert found is getattr(importlib.import_module(target), name)
+    (warning,) = caught
+    assert str(warning.message) == (
+        f"hardpoint.plugins.{old}.{name} moved to {target}.{name}; the old path works until "
+        "hardpoint 0.3"
+    )
+    assert warning.filename == __file__
+
+
+def test_the_import_statements_of_authors_work():
+    with pytest.warns(DeprecationWarning, match=r"hardpoint\.errors\.PluginFaultError"):
+        exec("from hardpoint.plugins.errors import PluginFaultError")
+    with pytest.warns(DeprecationWarning, match=r"hardpoint\.typed\.convert"):
+        exec("from hardpoint.plugins import typed; typed.convert")
+
+
+def test_an_unknown_name_is_an_error_without_a_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+            sys.modules["hardpoint.plugins.errors"].nothing  # noqa: B018

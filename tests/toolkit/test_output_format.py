@@ -1,0 +1,97 @@
+"""Tables of output formats that are wrong are refused when the parser is created."""
+
+from __future__ import annotations
+
+import pytest
+
+from hardpoint.plugins import OutputParserContext, ParserRequest
+from hardpoint.toolkit.parsing.format_parser import (
+    Body,
+    Content,
+    FormatParser,
+    Ignored,
+    Reasoning,
+    State,
+)
+from hardpoint.toolkit.parsing.json_text import json_value
+
+
+class Tokens:
+    special_tokens = {}
+
+    def encode(self, text, *, add_special_tokens=True):
+        return list(text.encode())
+
+
+def parser(states, reasoning=None):
+    attributes = {"states": lambda self: states, "reasoning": reasoning, "contract": 1}
+    cls = type("Table", (FormatParser,), attributes | {"roles": ("reasoning",)})
+    return cls(OutputParserContext(name="t", options=cls.Options(), tokenizer=Tokens()))
+
+
+class Feedless(Body):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("states", "reasoning", "words"),
+    [
+        ({}, None, r"states\(\) returned none"),
+        ({"a": (Content, {})}, None, "the state 'a': expected a State, got"),
+        ({"a": State(Content, {"x": "b"})}, None, "the state 'a': 'x' leads to 'b', which is none"),
+        ({"a": State(Ignored, {}, then="b")}, None, "the state 'a': 'then' leads to 'b'"),
+        ({"a": State(Content, {"": "a"})}, None, "the state 'a': expected markers, got an empty"),
+        ({"a": State(Reasoning, {})}, None, "the state 'a' is reasoning: add reasoning = 'a'"),
+        ({"a": State(Content, {})}, "b", "reasoning: expected the name of a state, got 'b'"),
+        ({"a": State(Feedless, {})}, None, "the state 'a': its body Feedless has no feed"),
+        (
+            {"a": State(Content, {"<a": "a", "<ab": "a"})},
+            None,
+            "the markers '<a' and '<ab': expected none that begins another one",
+        ),
+    ],
+)
+def test_a_wrong_table(states, reasoning, words):
+    with pytest.raises(ValueError, match=words):
+        parser(states, reasoning)
+
+
+class Stuck(Body):
+    def feed(self, text, events):
+        return 0
+
+
+class Greedy(Body):
+    def feed(self, text, events):
+        return len(text) + 1
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (Stuck, "the state 'a' takes no text, and leads to itself"),
+        (Greedy, "the body of the state 'a' took 5 characters of 4"),
+    ],
+)
+def test_a_body_that_takes_what_it_must_not(body, words):
+    state = parser({"a": State(body, {})}).open(ParserRequest())
+    with pytest.raises(ValueError, match=words):
+        state.feed("text")
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "value"),
+    [
+        ("5", None, "5"),
+        ("5", {"type": "string"}, '"5"'),
+        ("5", {"type": ["string", "integer"]}, "5"),
+        ("5.5", {"anyOf": [{"type": "string"}, {"type": "integer"}]}, '"5.5"'),
+        ("True", {"type": "boolean"}, "true"),
+        ("None", {}, "null"),
+        ('a "b"', None, '"a \\"b\\""'),
+        ('{"a": [1]}', {"type": "object"}, '{"a": [1]}'),
+        ("\ud800", None, '"?"'),
+    ],
+)
+def test_the_json_of_a_value(text, schema, value):
+    assert json_value(text, schema) == value

@@ -1,0 +1,198 @@
+"""Checked access to the fields of Hugging Face configs, for models and loaders."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hardpoint.errors import ModelError, RequestError
+from hardpoint.plugins.model import ModelConfig
+from hardpoint.plugins.params import SamplingParams
+
+__all__ = [
+    "LARGEST_FLOAT",
+    "ConfigFields",
+    "architecture",
+    "default_sampling",
+    "model_config",
+    "short",
+    "token_ids",
+]
+
+_LARGEST = 2**31 - 1
+LARGEST_FLOAT = 3e38
+"""Of float32, in which models compute."""
+_SHORT = reprlib.Repr()
+vars(_SHORT).update(maxstring=200, maxother=200, maxlong=200)
+
+_RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def short(value: Any) -> str:
+    """Return a value as a message shows it; what is long or deep is cut."""
+    return _SHORT.repr(value)
+
+
+class ConfigFields:
+    """The fields of a config; a null field counts as missing, as in transformers."""
+
+    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        """`source` names the file or model in error messages."""
+        self._values = values
+        self._source = source
+
+    def whole(self, name: str, default: int | None = None, at_most: int = _LARGEST) -> int:
+        """Return a field that is a whole number of at least 1.
+
+        Raises:
+            ModelError: it is none, too large, or missing and there is no default.
+        """
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.error(name, f"expected a whole number >= 1, got {short(value)}")
+        if value > at_most:
+            raise self.error(name, f"expected at most {at_most}, got {short(value)}")
+        return value
+
+    def optional_whole(self, name: str) -> int | None:
+        """Return a field that is a whole number of at least 1; None if it is missing."""
+        return None if self._values.get(name) is None else self.whole(name)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """Return a field that is a number above 0.
+
+        Raises:
+            ModelError: it is none, or is missing and there is no default.
+        """
+        return self.positive(name, self._get(name, default))
+
+    def positive(self, name: str, value: Any) -> float:
+        """Return a value of the field `name` as a number above 0.
+
+        Raises:
+            ModelError: it is none.
+        """
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value <= LARGEST_FLOAT:
+            raise self.error(name, f"expected a number > 0, got {short(value)}")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return a field that is true or false.
+
+        Raises:
+            ModelError: it is neither.
+        """
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise self.error(name, f"expected true or false, got {short(value)}")
+        return value
+
+    def table(self, name: str) -> dict[str, Any]:
+        """Return a field that is a table; an empty one if it is missing.
+
+        Raises:
+            ModelError: it is no table.
+        """
+        value = self._get(name, {})
+        if not isinstance(value, Mapping):
+            raise self.error(name, f"expected a table, got {short(value)}")
+        return dict(value)
+
+    def error(self, name: str, message: str) -> ModelError:
+        """Return an error about a field."""
+        return ModelError(f"{self._source}: {name}: {message}")
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self._values.get(name)
+        if value is None:
+            value = default
+        if value is None:
+            raise self.error(name, "missing, and it has no default")
+        return value
+
+
+def architecture(hf: Mapping[str, Any], source: str) -> str:
+    """Return the first name in a Hugging Face config's `architectures`.
+
+    Args:
+        hf: the config's fields.
+        source: names the file in error messages.
+
+    Raises:
+        ModelError: there is none.
+    """
+    fields = ConfigFields(hf, source)
+    architectures = hf.get("architectures")
+    if not isinstance(architectures, list) or not architectures:
+        raise fields.error(
+            "architectures",
+            f'expected a list such as ["LlamaForCausalLM"], got {short(architectures)}',
+        )
+    if not isinstance(architectures[0], str):
+        raise fields.error("architectures[0]", f"expected a string, got {short(architectures[0])}")
+    return architectures[0]
+
+
+def model_config(
+    hf: Mapping[str, Any],
+    source: str,
+    *,
+    eos_token_ids: Sequence[int],
+    dtype: str | None,
+    sampling: Mapping[str, Any] | None = None,
+) -> ModelConfig:
+    """Return the ModelConfig of a Hugging Face config.
+
+    Args:
+        hf: the config's fields.
+        source: names the file in error messages.
+        eos_token_ids: end-of-sequence tokens.
+        dtype: dtype of the weights on disk; None if mixed or unknown.
+        sampling: recommended values of fields of SamplingParams.
+
+    Raises:
+        ModelError: `architectures`, `vocab_size` or `max_position_embeddings` is invalid.
+    """
+    fields = ConfigFields(hf, source)
+    return ModelConfig(
+        architecture=architecture(hf, source),
+        hf=dict(hf),
+        vocab_size=fields.whole("vocab_size"),
+        max_position_embeddings=fields.whole("max_position_embeddings"),
+        eos_token_ids=tuple(eos_token_ids),
+        dtype=dtype,
+        default_sampling=sampling or {},
+    )
+
+
+def default_sampling(generation: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return the fields of SamplingParams that a generation_config.json sets, checked.
+
+    Raises:
+        ModelError: a value is not valid for a request.
+    """
+    given = {name: generation.get(name) for name in _RECOMMENDED}
+    fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    try:
+        params = SamplingParams(**fields).checked()
+    except RequestError as error:
+        raise ModelError(f"{source}: {error}") from None
+    return {name: getattr(params, name) for name in fields}
+
+
+def token_ids(value: Any, name: str, source: str) -> tuple[int, ...]:
+    """Return the token ids of a field that is one id, a list of ids or missing (None).
+
+    Raises:
+        ModelError: it is something else.
+    """
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list) else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i <= _LARGEST for i in ids):
+        raise ModelError(
+            f"{source}: {name}: expected a token id or a list of them, got {short(value)}"
+        )
+    return tuple(ids)

@@ -1,0 +1,203 @@
+"""Building blocks of models: layers with weights under Hugging Face names, in the fastest layout.
+
+Importing this module loads torch, which importing `hardpoint.plugins` does not. A layer has the
+shapes of its checkpoint tensors (`shapes`) and loads them one at a time in any order (`load`).
+Tensors that are used together are fused as they arrive, so loading needs little more memory than
+the loaded model.
+
+A layer of a model that several ranks share (`ModelContext.parallel`) has the part of its tensors
+that its rank needs (`cuts`), and exchanges results with the other ranks where it must.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from hardpoint.plugins.model import ModelContext
+from hardpoint.plugins.parallel import Cut
+from hardpoint.plugins.quantization import QuantizedMatrix
+
+
+class Layer(Protocol):
+    """A part of a model that has checkpoint tensors."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the layer's tensors by Hugging Face name."""
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        """Load one tensor; called once for each name."""
+
+
+class PackedLayer(Layer, Protocol):
+    """A layer whose loaded tensors can be kept in the weight cache."""
+
+    def packed(self) -> dict[str, torch.Tensor] | None:
+        """Return what the layer has made of its tensors, under names that no other layer has.
+
+        None if that is something else than tensors.
+        """
+
+    def load_packed(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Load what `packed` returned, among the tensors of other layers.
+
+        Raises:
+            KeyError, ValueError: a tensor is missing, or not what it should be.
+        """
+
+
+@runtime_checkable
+class QuantizableLayer(Protocol):
+    """A layer with matrices that may have few bits."""
+
+    def quantizable(self) -> Iterable[str]:
+        """Return their names."""
+
+    def load_quantized(self, name: str, matrix: QuantizedMatrix) -> None:
+        """Load one, in the place of its tensor."""
+
+
+def weight_shapes(layers: Iterable[Layer]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all tensors of some layers, for `Model.weight_shapes`."""
+    return {name: shape for layer in layers for name, shape in layer.shapes().items()}
+
+
+def weight_cuts(layers: Iterable[Layer]) -> dict[str, Cut]:
+    """Return the cuts of all tensors of some layers, for `Model.weight_cuts`.
+
+    A layer without a method `cuts` needs its tensors whole.
+    """
+    return {
+        name: cut
+        for layer in layers
+        if (cuts := getattr(layer, "cuts", None)) is not None
+        for name, cut in cuts().items()
+    }
+
+
+def load_weights(layers: Iterable[Layer], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Load each tensor into the layer that has it, for `Model.load_weights`.
+
+    Raises:
+        KeyError: no layer has a tensor of that name.
+    """
+    owners = {name: layer for layer in layers for name in layer.shapes()}
+    for name, tensor in weights:
+        owners[name].load(name, tensor)
+
+
+def quantizable(layers: Iterable[Layer]) -> dict[str, QuantizableLayer]:
+    """Return the layers of matrices that may have few bits, by name, for `Model.quantizable`.
+
+    They are those of layers with a method `load_quantized`.
+    """
+    return {
+        name: layer
+        for layer in layers
+        if isinstance(layer, QuantizableLayer)
+        for name in layer.quantizable()
+    }
+
+
+def packed_weights(layers: Iterable[PackedLayer]) -> dict[str, torch.Tensor] | None:
+    """Return what some layers have made of their tensors, for `Model.packed_weights`.
+
+    None if a layer has something else than tensors.
+    """
+    packed: dict[str, torch.Tensor] = {}
+    for layer in layers:
+        if (tensors := layer.packed()) is None:
+            return None
+        packed |= tensors
+    return packed
+
+
+def load_packed(layers: Iterable[PackedLayer], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Load what `packed_weights` returned for the same layers, for `Model.load_packed`.
+
+    Raises:
+        KeyError, ValueError: a tensor is missing, not what it should be, or of no layer.
+    """
+    layers = list(layers)
+    for layer in layers:
+        layer.load_packed(tensors)
+    if unknown := tensors.keys() - (packed_weights(layers) or {}).keys():
+        raise ValueError(f"no layer has the tensors {', '.join(sorted(unknown)[:3])}")
+
+
+def packed_tensor(
+    tensors: Mapping[str, torch.Tensor],
+    name: str,
+    shape: tuple[int, ...],
+    context: ModelContext,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return a tensor of `dtype`, None is the model's, on the model's device.
+
+    Raises:
+        KeyError, ValueError: it is missing, or has another shape or dtype.
+    """
+    tensor = tensors[name]
+    dtype = dtype or context.dtype
+    if tensor.shape != shape or tensor.dtype != dtype:
+        raise ValueError(
+            f"{name}: expected {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}"
+        )
+    return tensor.to(context.device)
+
+
+class RMSNorm:
+    """Root mean square layer normalisation (Zhang and Sennrich, 2019), summed in float32."""
+
+    def __init__(
+        self, name: str, size: int, eps: float, context: ModelContext, *, offset: float = 0.0
+    ) -> None:
+        """Describe the norm.
+
+        Args:
+            name: the Hugging Face name without `.weight`.
+            size: the last dimension.
+            eps: is added to the mean square.
+            context: of the model.
+            offset: is added to the weight; the sum is kept in float32.
+        """
+        self._name = f"{name}.weight"
+        self._shape = (size,)
+        self._eps = eps
+        self._offset = offset
+        self._normalise, self._add = context.ops.rms_norm, context.ops.add_rms_norm
+        self._context = context
+        dtype = torch.float32 if offset else context.dtype
+        self._weight = torch.empty(0, dtype=dtype, device=context.device)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the weight's shape."""
+        return {self._name: self._shape}
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:  # noqa: ARG002 - it has only one
+        """Load the weight."""
+        self._weight = self._weight.new_empty(self._shape).copy_(tensor)
+        if self._offset:
+            self._weight += self._offset
+
+    def packed(self) -> dict[str, torch.Tensor]:
+        """Return the weight."""
+        return {self._name: self._weight}
+
+    def load_packed(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Load the weight."""
+        dtype = self._weight.dtype
+        self._weight = packed_tensor(tensors, self._name, self._shape, self._context, dtype)
+
+    def __call__(self, x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
+        """Return x [..., size], normalised over its last dimension.
+
+        Args:
+            x: what is normalised.
+            delta: is added to x first, in place: the residual connection; both [rows, size].
+        """
+        if delta is None:
+            return self._normalise(x, self._weight, self._eps)
+        return self._add(x, delta, self._weight, self._eps)

@@ -1,0 +1,315 @@
+"""Building blocks of models: the MLPs of decoder layers, dense ones and mixtures of experts.
+
+Importing this module loads torch, as `models` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from hardpoint.plugins.model import ModelContext
+from hardpoint.plugins.parallel import Cut
+from hardpoint.plugins.quantization import AffineCodes, QuantizedMatrix
+
+from .layer import PackedLayer, packed_weights, quantizable, weight_cuts, weight_shapes
+from .linear import Linear, Run
+
+__all__ = ["MLP", "Experts", "ExpertsConfig", "GatedMLP", "MixtureOfExperts"]
+
+
+class MLP(Protocol):
+    """The part of a decoder layer that computes each token alone."""
+
+    def layers(self) -> list[PackedLayer]:
+        """Return the layers that have weights."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [rows, hidden] for x [rows, hidden]."""
+
+
+class GatedMLP:
+    """y = down (gate_up x, gated), whose columns the ranks of a stage divide."""
+
+    def __init__(
+        self,
+        name: str,
+        hidden: int,
+        width: int,
+        context: ModelContext,
+        *,
+        gate: Callable[[torch.Tensor], torch.Tensor],
+        bias: bool = False,
+        reduce: bool = True,
+        is_fused: bool = False,
+    ) -> None:
+        """Describe the layers.
+
+        Args:
+            name: the Hugging Face name, before `.gate_proj.weight`.
+            hidden: size of x and y.
+            width: rows of the gate, and of what it is multiplied with.
+            context: of the model.
+            gate: `Ops.silu_and_mul` or `Ops.gelu_and_mul`.
+            bias: whether the matrices have biases.
+            reduce: whether y is the sum over all ranks; otherwise the caller adds up the parts.
+            is_fused: whether the checkpoint has one matrix `gate_up_proj`, the gate first.
+        """
+        columns = context.parallel.share(width, "columns of the MLP")
+        self._gate = gate
+        self._gate_up = Linear(
+            [(f"{name}.{part}_proj", width) for part in ("gate", "up")],
+            hidden,
+            context,
+            bias=bias,
+            row_ranges=[columns, columns],
+            stored_as=f"{name}.gate_up_proj" if is_fused else None,
+        )
+        self._down = Linear(
+            [(f"{name}.down_proj", hidden)],
+            width,
+            context,
+            bias=bias,
+            column_range=columns,
+            reduce=reduce,
+        )
+
+    def layers(self) -> list[PackedLayer]:
+        """Return both."""
+        return [self._gate_up, self._down]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [rows, hidden] for x [rows, hidden]."""
+        return self._down(self._gate(self._gate_up(x)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """The experts of a layer.
+
+    Attributes:
+        count: number of experts.
+        per_token: how many of them a token is computed by.
+        width: rows of an expert's gate.
+        normalize: whether the weights of a token's experts are scaled to a sum of 1.
+        shared_width: of an expert that computes every token; None is without one.
+        gate, up, down: names of an expert's matrices.
+    """
+
+    count: int
+    per_token: int
+    width: int
+    normalize: bool
+    shared_width: int | None = None
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+class MixtureOfExperts:
+    """An MLP per expert, of which a router chooses a few per token (arXiv:1701.06538).
+
+    Softmax of the router's logits in float32, the largest of it are the weights. The ranks of a
+    stage divide each expert's columns, or the experts (`Parallel.expert`); all compute the router.
+    """
+
+    def __init__(
+        self, name: str, hidden: int, experts: ExpertsConfig, context: ModelContext
+    ) -> None:
+        """Describe the layers.
+
+        Args:
+            name: the Hugging Face name, before `.gate.weight` (the router's) and `.experts.0`.
+            hidden: size of x and y.
+            experts: how many there are, and of what size.
+            context: of the model.
+        """
+        self._config = experts
+        self._communicator = context.parallel.tensor
+        self._router = Linear(
+            [(f"{name}.gate", experts.count)],
+            hidden,
+            context,
+            out_dtype=torch.float32,
+            quantize=False,
+        )
+        self._experts = Experts(f"{name}.experts", hidden, experts, context)
+        self._shared: tuple[Linear, GatedMLP] | None = None
+        if experts.shared_width is not None:
+            share = f"{name}.shared_expert_gate"
+            self._shared = (
+                Linear([(share, 1)], hidden, context, out_dtype=torch.float32, quantize=False),
+                GatedMLP(
+                    f"{name}.shared_expert",
+                    hidden,
+                    experts.shared_width,
+                    context,
+                    gate=context.ops.silu_and_mul,
+                    reduce=False,
+                ),
+            )
+
+    def layers(self) -> list[PackedLayer]:
+        """Return the router, the experts, and the shared one."""
+        layers: list[PackedLayer] = [self._router, self._experts]
+        if self._shared is not None:
+            share, mlp = self._shared
+            layers += [share, *mlp.layers()]
+        return layers
+
+    def __call__(self, x: torch.Tensor, routed: torch.Tensor | None = None) -> torch.Tensor:
+        """Return [rows, hidden] for x [rows, hidden].
+
+        Args:
+            x: of each token.
+            routed: gets the experts of each token, int32 [rows, experts per token].
+        """
+        weights, chosen = self._router(x).softmax(-1).topk(self._config.per_token)
+        if self._config.normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        if routed is not None:
+            routed.copy_(chosen)
+        y = self._experts(x, chosen, weights)
+        if self._shared is not None:
+            share, mlp = self._shared
+            # Its sigmoid, as a softmax of two: that of a row does not depend on the other rows.
+            scale = F.pad(share(x), (0, 1)).softmax(-1)[:, :1]
+            y += mlp(x) * scale.to(y.dtype)
+        return self._communicator.all_reduce(y) if self._communicator.size > 1 else y
+
+
+class Experts:
+    """The matrices of the experts: of some of them all, or of all of them some columns."""
+
+    def __init__(
+        self, name: str, hidden: int, experts: ExpertsConfig, context: ModelContext
+    ) -> None:
+        """`name` is the Hugging Face name before the number of an expert."""
+        parallel, width = context.parallel, experts.width
+        self._context = context
+        if parallel.expert:
+            self._mine, columns = parallel.share(experts.count, "experts"), range(width)
+        else:
+            self._mine = range(experts.count)
+            columns = parallel.share(width, "columns of an expert")
+        self._sizes = hidden, len(columns)
+        names = [f"{name}.{expert}" for expert in self._mine]
+        self._gate_up = [
+            _ExpertMatrix(
+                [(f"{expert}.{part}", width) for part in (experts.gate, experts.up)],
+                hidden,
+                context,
+                row_ranges=[columns, columns],
+            )
+            for expert in names
+        ]
+        self._down = [
+            _ExpertMatrix(
+                [(f"{expert}.{experts.down}", hidden)], width, context, column_range=columns
+            )
+            for expert in names
+        ]
+        self._matrices = [*self._gate_up, *self._down]
+        self._owners = {name: part for part in self._matrices for name in part.shapes()}
+        self._missing = set(self._owners)
+        self._apply: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None
+        self._apply = None
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the matrices of the experts that this rank has."""
+        return weight_shapes(self._matrices)
+
+    def cuts(self) -> dict[str, Cut]:
+        """Return what this rank has of them."""
+        return weight_cuts(self._matrices)
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        """Load one matrix; the last one makes the layer ready."""
+        self._owners[name].load(name, tensor)
+        self._loaded(name)
+
+    def quantizable(self) -> list[str]:
+        """Return the names of the matrices."""
+        return list(quantizable(self._matrices))
+
+    def load_quantized(self, name: str, matrix: QuantizedMatrix) -> None:
+        """Load one matrix; the last one makes the layer ready."""
+        self._owners[name].load_quantized(name, matrix)
+        self._loaded(name)
+
+    def packed(self) -> dict[str, torch.Tensor] | None:
+        """Return the packed matrices."""
+        return packed_weights(self._matrices)
+
+    def load_packed(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Load the packed matrices."""
+        for matrix in self._matrices:
+            matrix.load_packed(tensors)
+        self._prepare()
+
+    def __call__(
+        self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the part of y [rows, hidden] that the experts of this rank contribute.
+
+        Args:
+            x: [rows, hidden].
+            chosen: int64 [rows, experts per token], among all experts.
+            weights: of these, float32.
+
+        Raises:
+            RuntimeError: a matrix was not loaded.
+        """
+        if self._apply is None:
+            raise RuntimeError(f"weights were not loaded: {', '.join(sorted(self._missing)[:3])}")
+        if self._mine.start:
+            chosen = chosen - self._mine.start
+        return self._apply(x, chosen, weights)
+
+    def _loaded(self, name: str) -> None:
+        self._missing.discard(name)
+        if not self._missing:
+            self._prepare()
+            self._missing = set(self._owners)  # they may be loaded again
+
+    def _prepare(self) -> None:
+        gate_up, down = ([m.matrix for m in side] for side in (self._gate_up, self._down))
+        self._apply = self._context.ops.experts(gate_up, down, self._sizes)
+
+
+class _ExpertMatrix(Linear):
+    """A matrix of an expert, which is multiplied together with those of the others."""
+
+    @property
+    def matrix(self) -> torch.Tensor:
+        """The packed matrix."""
+        assert self._packed is not None
+        (packed,) = self._packed.values()
+        return packed
+
+    def load_quantized(self, name: str, matrix: QuantizedMatrix) -> None:
+        """Load one part; only codes stay as small as they are."""
+        if isinstance(matrix, AffineCodes):
+            super().load_quantized(name, matrix)
+        else:
+            self.load(name, matrix.dequantize())
+
+    def _prepare_runs(self, runs: dict[str, Run]) -> None:
+        """Prepare parts of which some are numbers: all are, for they are packed together."""
+        if len(runs) > 1:
+            weight, start = self._empty(self._rows, self._columns), 0
+            for run in runs.values():
+                for part in run if isinstance(run, list) else [run]:
+                    numbers = part if isinstance(part, torch.Tensor) else part.dequantize()
+                    weight[start : start + len(numbers)].copy_(numbers)
+                    start += len(numbers)
+            runs = {next(iter(runs)): weight}
+        super()._prepare_runs(runs)
+
+    def _prepare(self, packed: dict[str, torch.Tensor], bias: torch.Tensor | None) -> None:  # noqa: ARG002
+        self._ranges(packed)  # none is missing
+        self._packed = packed

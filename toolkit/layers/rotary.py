@@ -1,0 +1,213 @@
+"""Rotary position embeddings (RoPE), with the variants that configs name.
+
+Importing this module loads torch, as `models` does.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hardpoint.plugins.model import ModelContext
+from hardpoint.toolkit.hf_config import ConfigFields, short
+
+__all__ = ["RotaryEmbedding"]
+
+_ROPE_ROWS = 1 << 16  # positions whose angles are computed at once
+_DEFAULT_THETA = 10000.0
+_LENGTH_DEPENDENT = ("dynamic",)
+_LONGROPE = ("longrope", "su")  # and "yarn" with factors of its kind, in the first files of Phi-3
+
+
+class RotaryEmbedding:
+    """The angles of all positions (RoPE, arXiv:2104.09864), in float32.
+
+    LongRoPE (arXiv:2402.13753) has two sets of factors, for sequences up to and above
+    `original_max_position_embeddings`. Keys in the cache would have to be rotated again when a
+    sequence grows beyond it, so that max_model_len decides for all sequences.
+
+    Attributes:
+        size: elements of a head that are rotated, the first ones; `partial_rotary_factor` of all.
+        variant: what the angles depend on besides the config, for `Model.kv_variant`.
+    """
+
+    def __init__(
+        self,
+        head_size: int,
+        context: ModelContext,
+        *,
+        source: str,
+        fields: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Compute the frequencies; `allocate` computes the table.
+
+        Args:
+            head_size: elements of a head.
+            context: of the model; its config has the parameters.
+            source: names the config in messages.
+            fields: instead of the config's, for models that have several sets of parameters.
+
+        Raises:
+            ModelError: the config's RoPE is not supported.
+        """
+        self._frequencies, self._scale, self.variant = _frequencies(
+            context.config.hf if fields is None else fields,
+            head_size,
+            source,
+            context.max_model_len,
+        )
+        self._context = context
+        self._table = torch.empty(0)
+        self._gather_rows = context.ops.gather_rows
+        self.size = 2 * len(self._frequencies)
+
+    def allocate(self) -> None:
+        """Compute the table for positions 0 to max_model_len - 1."""
+        rows, half = self._context.max_model_len, len(self._frequencies)
+        self._table = torch.empty((rows, 2 * half), device=self._context.device)
+        for start in range(0, rows, _ROPE_ROWS):
+            end = min(start + _ROPE_ROWS, rows)
+            positions = torch.arange(start, end, dtype=torch.float32)
+            angles = torch.outer(positions, self._frequencies)
+            self._table[start:end, :half] = angles.cos() * self._scale
+            self._table[start:end, half:] = angles.sin() * self._scale
+
+    def at(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return the angles for `ForwardBatch.attend`, float32 [tokens, size]."""
+        return self._gather_rows(self._table, positions)
+
+
+def _frequencies(
+    hf: Mapping[str, Any], head_size: int, source: str, max_model_len: int
+) -> tuple[torch.Tensor, float, str]:
+    """Return inverse frequencies, the factor of cosines and sines, and the variant.
+
+    The frequencies are float32 [size / 2].
+    """
+    fields = ConfigFields(hf, source)
+    parameters = _parameters(hf, fields)
+    kind = parameters["rope_type"]
+    if not isinstance(kind, str):
+        raise fields.error("rope_type", f"expected a string, got {short(kind)}")
+    size = _rotary_size(parameters.pop("partial_rotary_factor", None), head_size, fields)
+    if kind in _LENGTH_DEPENDENT:
+        raise fields.error(
+            "rope_type", f"{kind!r} depends on the running length and is not supported"
+        )
+    is_long = kind in _LONGROPE or (kind == "yarn" and "long_factor" in parameters)
+    if not is_long and kind not in ("default", "factors"):
+        return *_scaled(parameters, hf, size, fields), ""
+    exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
+    powers = parameters["rope_theta"] ** exponents
+    if is_long:
+        return _longrope(parameters, powers, fields, max_model_len)
+    frequencies = 1.0 / powers
+    if kind == "factors":
+        frequencies = frequencies / _factors("factors", parameters, len(powers), fields)
+    return frequencies, 1.0, ""
+
+
+def _rotary_size(factor: Any, head_size: int, fields: ConfigFields) -> int:
+    """Return how many elements of a head are rotated, from `partial_rotary_factor`."""
+    name = "partial_rotary_factor"
+    size = head_size if factor is None else int(fields.positive(name, factor) * head_size)
+    if size > head_size or size < 2 or size % 2:
+        raise fields.error(
+            name,
+            f"expected a number of at most 1 that gives an even part of the head size {head_size}, "
+            f"got {short(factor)}",
+        )
+    return size
+
+
+def _factors(
+    name: str, parameters: Mapping[str, Any], count: int, fields: ConfigFields
+) -> torch.Tensor:
+    """Return a field that is a list of numbers above 0, float32 [count]."""
+    factors = parameters.get(name)
+    if not isinstance(factors, list) or len(factors) != count:
+        raise fields.error(name, f"expected {count} numbers > 0, got {short(factors)}")
+    numbers = [fields.positive(name, factor) for factor in factors]
+    return torch.tensor(numbers, dtype=torch.float32)
+
+
+def _longrope(
+    parameters: Mapping[str, Any],
+    powers: torch.Tensor,
+    fields: ConfigFields,
+    max_model_len: int,
+) -> tuple[torch.Tensor, float, str]:
+    """Return what `_frequencies` does, of LongRoPE; `powers` are those of theta."""
+    longest = fields.whole("max_position_embeddings")
+    name = "original_max_position_embeddings"
+    stated = parameters.get(name)
+    original = fields.whole(name, longest if stated is None else stated)
+    if original < 2:
+        raise fields.error(name, f"expected at least 2, got {original}")
+    both = {
+        variant: _factors(f"{variant}_factor", parameters, len(powers), fields)
+        for variant in ("short", "long")
+    }
+    variant = "long" if max_model_len > original else "short"
+    scale = parameters.get("attention_factor")
+    if scale is None:
+        factor = parameters.get("factor")
+        factor = longest / original if factor is None else fields.positive("factor", factor)
+        scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return 1.0 / (both[variant] * powers), fields.positive("attention_factor", scale), variant
+
+
+def _parameters(hf: Mapping[str, Any], fields: ConfigFields) -> dict[str, Any]:
+    """Return the RoPE parameters, from `rope_parameters` or `rope_theta` with `rope_scaling`."""
+    parameters = fields.table("rope_parameters") or fields.table("rope_scaling")
+    stated = (values.get("rope_theta") for values in (parameters, hf))
+    theta = next((theta for theta in stated if theta is not None), _DEFAULT_THETA)
+    parameters["rope_theta"] = fields.positive("rope_theta", theta)
+    parameters["rope_type"] = parameters.get("rope_type") or parameters.pop("type", "default")
+    if hf.get("partial_rotary_factor") is not None:
+        parameters.setdefault("partial_rotary_factor", hf["partial_rotary_factor"])
+    if any(isinstance(value, Mapping) for value in parameters.values()):
+        raise fields.error(
+            "rope_parameters", f"a set per layer type is not supported, got {short(parameters)}"
+        )
+    return parameters
+
+
+def _scaled(
+    parameters: dict[str, Any], hf: Mapping[str, Any], head_size: int, fields: ConfigFields
+) -> tuple[torch.Tensor, float]:
+    """Compute a scaled variant with functions of transformers."""
+    # Imported on use: importing transformers takes seconds, and few models need it.
+    from transformers import LlamaConfig  # noqa: PLC0415
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: PLC0415
+
+    kind = parameters["rope_type"]
+    if kind not in ROPE_INIT_FUNCTIONS:
+        known = sorted({"default", *ROPE_INIT_FUNCTIONS} - set(_LENGTH_DEPENDENT))
+        raise fields.error("rope_type", f"expected one of {', '.join(known)}, got {kind!r}")
+    if parameters.get("factor") is not None:
+        fields.positive("factor", parameters["factor"])
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            config = LlamaConfig(
+                head_dim=head_size,
+                hidden_size=head_size,
+                num_attention_heads=1,
+                max_position_embeddings=hf["max_position_embeddings"],
+                rope_parameters=parameters,
+            )
+            frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    except Exception as cause:  # wrong parameters can make it raise anything
+        raise fields.error(
+            "rope_parameters", f"{short(parameters)} does not work: {cause}"
+        ) from cause
+    if not bool(frequencies.isfinite().all()) or not 0 < scale < math.inf:
+        raise fields.error(
+            "rope_parameters", f"{short(parameters)} give frequencies that are not finite"
+        )
+    return frequencies.float(), float(scale)

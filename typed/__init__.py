@@ -1,0 +1,45 @@
+"""Options, arguments and state of plugins as types, and their conversion from plain data.
+
+The lowest layer but the errors: `convert` turns data into a declared type, or raises an error that
+names the field, its value and what would be right. Configuration, requests and the wire use it.
+"""
+
+from .convert import (
+    Arguments,
+    Options,
+    State,
+    Strict,
+    attribute_docs,
+    check_text,
+    convert,
+    join_path,
+    json_schema,
+    parse_value,
+    plain_data,
+    reason_of,
+    schema_components,
+    shown,
+    split_setting,
+    suggest,
+    walk_structs,
+)
+
+__all__ = [
+    "Arguments",
+    "Options",
+    "State",
+    "Strict",
+    "attribute_docs",
+    "check_text",
+    "convert",
+    "join_path",
+    "json_schema",
+    "parse_value",
+    "plain_data",
+    "reason_of",
+    "schema_components",
+    "shown",
+    "split_setting",
+    "suggest",
+    "walk_structs",
+]

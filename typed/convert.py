@@ -1,0 +1,433 @@
+"""Typed options and arguments: conversion with errors that name path, value and valid values."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, dataclass_transform
+from uuid import UUID
+
+import msgspec
+from msgspec import inspect as types
+
+from hardpoint.errors import ConfigError, HardpointError, reason_of, shown
+
+from .describing import attribute_docs, first_paragraph, type_at, type_text, walk_structs
+from .msgspec_errors import ANY_KEY, failing_keys, parse_error, plain_text, value_at
+
+__all__ = [
+    "Arguments",
+    "Options",
+    "State",
+    "Strict",
+    "attribute_docs",
+    "check_text",
+    "convert",
+    "join_path",
+    "json_schema",
+    "parse_value",
+    "plain_data",
+    "reason_of",
+    "schema_components",
+    "shown",
+    "split_setting",
+    "suggest",
+    "walk_structs",
+]
+
+T = TypeVar("T")
+
+
+class _StrictMeta(msgspec.StructMeta):
+    """Makes every subclass frozen, keyword-only and closed to unknown fields."""
+
+    def __new__(
+        cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **config: Any
+    ) -> _StrictMeta:
+        strict = {"frozen": True, "kw_only": True, "forbid_unknown_fields": True}
+        return super().__new__(cls, name, bases, namespace, **(strict | config))
+
+
+# On the class: type checkers prefer what msgspec says of Struct to the metaclass. They take a
+# frozen subclass of Struct for an error.
+@dataclass_transform(kw_only_default=True, field_specifiers=(msgspec.field,))
+class Strict(msgspec.Struct, metaclass=_StrictMeta):
+    """A struct that is frozen, keyword-only and refuses unknown fields; so are its subclasses."""
+
+
+class Options(Strict):
+    """Base of a component's options: what an operator sets under `[plugin.<name>]`."""
+
+
+class Arguments(Strict):
+    """Base of a component's per-request arguments: `SamplingParams(plugin_args={name: ...})`."""
+
+
+class State(Strict):
+    """Base of a logits processor's state that depends on logits, see `LogitsPlugin.observe`."""
+
+
+def convert(
+    value: Any, type_: type[T], *, path: str, error: type[HardpointError] = ConfigError
+) -> T:
+    """Convert `value` (plain data or an instance) to `type_`, checking every constraint.
+
+    Constructors of msgspec Structs check nothing, so instances are converted too. Numbers must be
+    finite, whole numbers must fit 64 bits, and UTF-8 must be able to hold texts.
+
+    Raises:
+        `error`, with a message such as `plugin_args.dry.base: expected a number > 1, got 0.5`.
+    """
+    plain = plain_data(value, path=path, error=error)
+    unusual = _is_unusual((plain,))
+    if unusual:
+        check_text(plain, path, error)
+        if (invalid := _first_number(plain, _is_infinite)) is not None:
+            where = join_path(path, *invalid.steps)
+            raise error(f"{where}: expected a finite number, got {invalid.number}")
+    try:
+        converted = msgspec.convert(plain, type_)
+    except msgspec.ValidationError as cause:
+        raise error(_explain(str(cause), plain, type_, path)) from None
+    if unusual and (invalid := _first_number(plain, _is_too_large)) is not None:
+        where, got = join_path(path, *invalid.steps), shown(invalid.number)
+        raise error(f"{where}: expected a whole number of at most 64 bits, got {got}")
+    return converted
+
+
+def plain_data(
+    value: Any,
+    *,
+    path: str,
+    error: type[HardpointError] = ConfigError,
+    paths: bool = False,
+) -> Any:
+    """Return `value` as new plain data: text, numbers, bytes, times, lists and tables.
+
+    Args:
+        paths: whether a Path may be in it, which becomes text.
+
+    Raises:
+        `error`: something in it is no plain data, contains itself, or cannot be read.
+    """
+
+    hook = _path_or_plain if paths else _plain_other
+    try:
+        return msgspec.to_builtins(value, str_keys=False, builtin_types=_KEPT, enc_hook=hook)
+    except RecursionError:
+        raise error(
+            f"{path or 'value'}: expected plain data, got a {type(value).__name__} that is nested "
+            f"too deeply or contains itself"
+        ) from None
+    except TypeError as cause:
+        where = _non_data_path(value, path, hook) or "value"
+        raise error(f"{where}: expected plain data: {cause}") from None
+    except Exception as cause:  # raised by a container of the caller's own
+        raise error(f"{path or 'value'}: reading it failed: {reason_of(cause)}") from cause
+
+
+def check_text(value: Any, path: str, error: type[HardpointError] = ConfigError) -> None:
+    r"""Check that UTF-8 can hold a text, which it cannot if half of a surrogate pair is in it.
+
+    Args:
+        value: plain data; texts in it are checked at any depth, keys too.
+        path: of the value, for the error.
+
+    Raises:
+        `error`: such as `cache_salt: expected text that UTF-8 can hold, got '\ud800' at
+            character 4`.
+    """
+    if isinstance(value, str):
+        _check_encodable(value, path, error)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if isinstance(key, str):
+                _check_encodable(key, f"{path}, a key" if path else "a key", error)
+            check_text(item, join_path(path, str(key)), error)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            check_text(item, join_path(path, f"[{index}]"), error)
+
+
+def _check_encodable(text: str, path: str, error: type[HardpointError]) -> None:
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as cause:
+        raise error(
+            f"{path or 'value'}: expected text that UTF-8 can hold, got {text[cause.start]!r} at "
+            f"character {cause.start}"
+        ) from None
+
+
+def json_schema(type_: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the JSON Schema of an Options, Arguments or configuration type.
+
+    Docstrings become the descriptions of tables and fields.
+    """
+    schema = msgspec.json.schema(type_)
+    _describe_schemas(schema.get("$defs", {}), [type_])
+    return schema
+
+
+def schema_components(
+    types: Sequence[type[msgspec.Struct]], place: str
+) -> tuple[dict[type[msgspec.Struct], str], dict[str, dict[str, Any]]]:
+    """Return the JSON Schemas of types for one document, as `json_schema` describes them.
+
+    Args:
+        place: of the schemas in the document, such as "#/components/schemas/".
+
+    Returns:
+        The names of the schemas of all types, those that they hold too; and the schemas by name.
+            Of two types that have one name, the names begin with that of the module.
+    """
+    _, whole = msgspec.json.schema_components(types, ref_template=place + "{name}")
+    names = _describe_schemas(whole, types)
+    short = {name: _short_name(name) for name in whole}
+    schemas = {short[name]: _renamed(schema, place, short) for name, schema in whole.items()}
+    return {type_: short[name] for type_, name in names.items()}, schemas
+
+
+def _describe_schemas(
+    schemas: Mapping[str, dict[str, Any]], types: Sequence[type[msgspec.Struct]]
+) -> dict[type[msgspec.Struct], str]:
+    """Add docstrings to schemas; return the names of the types' schemas."""
+    names: dict[type[msgspec.Struct], str] = {}
+    for table in (table for type_ in types for table in walk_structs(type_)):
+        whole = f"{table.__module__}.{table.__qualname__}"
+        names[table] = name = whole if whole in schemas else table.__name__
+        if (schema := schemas.get(name)) is None:
+            continue
+        schema["description"] = first_paragraph(table)
+        docs = attribute_docs(table)
+        for field, content in schema.get("properties", {}).items():
+            if field in docs:
+                content["description"] = docs[field]
+    return names
+
+
+def _short_name(name: str) -> str:
+    *modules, last = re.sub(r"[^\w.]", "_", name).split(".")
+    return "_".join([*modules[-1:], last])
+
+
+def _renamed(value: Any, place: str, names: Mapping[str, str]) -> Any:
+    """Return a schema whose references are to other names."""
+    if isinstance(value, dict):
+        return {key: _renamed(item, place, names) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_renamed(item, place, names) for item in value]
+    if isinstance(value, str) and value.startswith(place):
+        return place + names.get(value.removeprefix(place), value.removeprefix(place))
+    return value
+
+
+def suggest(wrong: str, known: list[str]) -> str:
+    """Return ` (did you mean 'x'?)` when a known name is close to `wrong`, else an empty string."""
+    close = difflib.get_close_matches(wrong, known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def join_path(*parts: str) -> str:
+    """Join path parts with dots, leaving out empty ones; `[0]` is attached without a dot."""
+    joined = ""
+    for part in parts:
+        if part:
+            joined += part if part.startswith("[") or not joined else f".{part}"
+    return joined
+
+
+def split_setting(text: str, option: str, example: str) -> tuple[list[str], str]:
+    """Split `a.b=text` at the first `=` into path and value.
+
+    Args:
+        text: the setting.
+        option: name of the command-line option, for the error message.
+        example: a valid setting, for the error message.
+
+    Raises:
+        ConfigError: there is no `=`, or a part of the path is empty.
+    """
+    path, equals, value = text.partition("=")
+    steps = [step.strip() for step in path.split(".")]
+    if not equals or not all(steps):
+        raise ConfigError(f"{option}: expected PATH=VALUE such as {example}, got {text!r}")
+    return steps, value.strip()
+
+
+def parse_value(text: str) -> Any:
+    """Return a text's TOML value (`5`, `true`, `[1, 2]`, `"x"`); the text itself if it has none."""
+    try:
+        document = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    value = document["value"]
+    too_long = isinstance(value, int) and not -(2**63) <= value < 2**63  # no TOML integer is
+    return value if len(document) == 1 and not too_long else text
+
+
+_KEPT = (bytes, bytearray, memoryview, datetime, date, time, timedelta, UUID, Decimal)
+"""Types that stay what they are; msgspec would turn them into text, also where text is wanted."""
+
+
+def _plain_other(value: Any) -> Any:
+    """Convert a scalar of numpy or torch to a Python number, and a mapping to a dict."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if callable(item := getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:
+        return item()
+    raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} is none")
+
+
+def _path_or_plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else _plain_other(value)
+
+
+def _non_data_path(value: Any, path: str, other: Callable[[Any], Any]) -> str:
+    """Return the path of the innermost part that is not plain data."""
+    for step, part in _parts(value):
+        try:
+            msgspec.to_builtins(part, str_keys=False, builtin_types=_KEPT, enc_hook=other)
+        except TypeError:
+            return _non_data_path(part, join_path(path, step), other)
+        except Exception:  # the part that is no data comes later
+            continue
+    return path
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the parts of a value with their path steps."""
+    if isinstance(value, msgspec.Struct):
+        for field in value.__struct_fields__:
+            yield field, getattr(value, field)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield (key if isinstance(key, str) else shown(key)), item
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from ((f"[{index}]", item) for index, item in enumerate(value))
+
+
+class _InvalidNumber(NamedTuple):
+    """An invalid number and its path."""
+
+    number: float
+    steps: list[str]
+
+
+def _is_infinite(number: float) -> bool:
+    return isinstance(number, float) and not math.isfinite(number)
+
+
+def _is_too_large(number: float) -> bool:
+    return isinstance(number, int) and not -(2**63) <= number < 2**63
+
+
+def _is_unusual(items: Iterable[Any]) -> bool:
+    """Return whether plain data has a text that UTF-8 may not hold, or an invalid number.
+
+    Makes one call per table and list, since almost all data has neither.
+    """
+    for item in items:
+        if isinstance(item, str):
+            if not item.isascii():
+                return True
+        elif isinstance(item, int | float):
+            if not -(2**63) <= item < 2**63:
+                return True
+        elif item and (
+            (isinstance(item, list) and _is_unusual(item))
+            or (isinstance(item, dict) and (_is_unusual(item) or _is_unusual(item.values())))
+        ):
+            return True
+    return False
+
+
+def _first_number(value: Any, is_invalid: Callable[[float], bool]) -> _InvalidNumber | None:
+    """Return the first invalid number in plain data."""
+    if isinstance(value, int | float):
+        return _InvalidNumber(value, []) if is_invalid(value) else None
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if (invalid := _first_number(item, is_invalid)) is not None:
+                return _InvalidNumber(invalid.number, [str(key), *invalid.steps])
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            if (invalid := _first_number(item, is_invalid)) is not None:
+                return _InvalidNumber(invalid.number, [f"[{index}]", *invalid.steps])
+    return None
+
+
+_UNKNOWN = re.compile(r"contains unknown field `(.*)`", re.DOTALL)
+_MISSING = re.compile(r"missing required field `(.*)`")
+
+
+def _explain(message: str, value: Any, type_: Any, path: str) -> str:
+    """Return an error message with full path, expected type and given value."""
+    text, steps, in_key = parse_error(message)
+    steps = failing_keys(type_, value, steps)
+    where = join_path(path, *map(_readable, steps))
+    info = type_at(type_, steps)
+    if found := _UNKNOWN.search(text):
+        known = _field_names(info, value_at(value, steps)[0])
+        listed = f"; known here: {', '.join(known)}" if known else ""
+        name = _readable(found[1])
+        return f"{join_path(where, name)}: unknown field{suggest(found[1], known)}{listed}"
+    if found := _MISSING.search(text):
+        return f"{join_path(where, found[1])}: missing, and it has no default"
+    if text.startswith("Invalid value") and (tags := _tags(type_at(type_, steps[:-1]))):
+        return f"{where}: expected {' or '.join(tags)}, got {shown(value_at(value, steps)[0])}"
+    expected, wrong_type, _ = text.partition(", got ")
+    expected = re.sub(r"(\d)\.0$", r"\1", plain_text(expected))
+    if info is not None and (text.startswith("Invalid enum") or (wrong_type and _is_number(info))):
+        expected = f"expected {type_text(info)}"
+    if in_key:
+        name = failing_keys(type_, value, [*steps, ANY_KEY])[-1]
+        table, _ = value_at(value, steps)
+        key = next(key for key in table if str(key) == name)
+        return f"{where}: {expected} as key, got {shown(key)}"
+    given, exists = value_at(value, steps)
+    return f"{where}: {expected}" + (f", got {shown(given)}" if exists else "")
+
+
+def _readable(step: str) -> str:
+    """Return a step of a path, quoted if it is none that can be read, such as a text of lines."""
+    return step if step.isprintable() else shown(step)
+
+
+def _is_number(info: types.Type) -> bool:
+    """Return whether a type is a number; msgspec names the limits of one only to other numbers."""
+    if isinstance(info, types.Metadata):
+        return _is_number(info.type)
+    if isinstance(info, types.UnionType):
+        return any(_is_number(option) for option in info.types)
+    return isinstance(info, types.IntType | types.FloatType)
+
+
+def _tags(info: types.Type | None) -> list[str]:
+    """Return the tags by which one sees which struct of a type is meant, in quotes."""
+    if isinstance(info, types.UnionType):
+        return [tag for option in info.types for tag in _tags(option)]
+    return [f'"{info.tag}"'] if isinstance(info, types.StructType) and info.tag else []
+
+
+def _field_names(info: types.Type | None, value: Any) -> list[str]:
+    """Return the fields that a value may have; of several structs, those of its own tag."""
+    if isinstance(info, types.UnionType):
+        return [
+            name
+            for option in info.types
+            if not isinstance(option, types.StructType)
+            or option.tag_field is None
+            or not isinstance(value, dict)
+            or value.get(option.tag_field) == option.tag
+            for name in _field_names(option, value)
+        ]
+    return [f.encode_name for f in info.fields] if isinstance(info, types.StructType) else []

@@ -11,7 +11,6 @@ import msgspec
 
 from hardpoint.builtin_plugins.server.errors import (
     AnswerError,
-    ErrorBody,
     answer_error,
     for_clients,
 )
@@ -21,11 +20,6 @@ from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOu
 
 DONE = b"data: [DONE]\n\n"
 """The end marker of OpenAI's streams."""
-
-
-def failed_events(error: AnswerError) -> bytes:
-    """Return the last events of a stream that an error ends."""
-    return b"data: " + msgspec.json.encode(ErrorBody(error.detail)) + b"\n\n" + DONE
 
 
 async def only(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:

@@ -11,12 +11,12 @@ from msgspec import Meta
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput
 from hardpoint.plugins.server import ToolCall
-from hardpoint.plugins.typed import Strict, shown
+from hardpoint.plugins.typed import Strict
 
 from .answers import Usage, check_ended, finite, likeliest, only, prompt_logprobs, token_text
 from .chunks import ChunkAnswer, identity_of
 from .dialects import Asked, Dialect
-from .fields import IGNORED, REFUSED, SamplingFields, reasoning_variables, renamed
+from .fields import IGNORED, REFUSED, SamplingFields, check_known, reasoning_variables, renamed
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
@@ -167,21 +167,14 @@ class ChatCompletionRequest(SamplingFields):
             return tools, choice
         known = [_tool_name(tool) for tool in tools or ()]
         if isinstance(choice, NamedTool):
-            _check_known(choice, known, "tool_choice")
+            check_known(choice.function.name, known, "tool_choice.function.name")
             return tools, {"name": choice.function.name}
         for index, tool in enumerate(choice.allowed_tools.tools):
-            _check_known(tool, known, f"tool_choice.allowed_tools.tools[{index}]")
+            path = f"tool_choice.allowed_tools.tools[{index}].function.name"
+            check_known(tool.function.name, known, path)
         names = [tool.function.name for tool in choice.allowed_tools.tools]
         allowed = [tool for tool in tools or () if _tool_name(tool) in names]
         return allowed, choice.allowed_tools.mode
-
-
-def _check_known(named: NamedTool, known: Sequence[Any], path: str) -> None:
-    if (name := named.function.name) not in known:
-        listed = ", ".join(shown(one, 100) for one in known[:20]) or "none"
-        raise RequestError(
-            f"{path}.function.name: expected one of the tools ({listed}), got {shown(name, 100)}"
-        )
 
 
 def plain_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
@@ -305,25 +298,18 @@ class ChatDialect(Dialect[ChatCompletionRequest, RequestOutput]):
         self, asked: Asked[ChatCompletionRequest]
     ) -> tuple[AsyncGenerator[RequestOutput, None], ChatAnswer]:
         """Return the outputs and the answer; see the base."""
-        return renamed(self._outputs(asked), (), asked.body), ChatAnswer(self._service, asked)
-
-    def _outputs(self, asked: Asked[ChatCompletionRequest]) -> AsyncGenerator[RequestOutput, None]:
         engine, body = self._service.engine, asked.body
         if body.top_logprobs and not body.logprobs:
             raise RequestError("top_logprobs: expected logprobs to be true with it")
         max_tokens = body.max_completion_tokens or body.max_tokens
         if max_tokens == 0:
             raise RequestError("max_tokens: expected at least 1, got 0")
-        params = body.sampling_params(
-            engine.default_sampling_params(),
-            self._service.settings.limits,
-            max_tokens=max_tokens,
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        )
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        params = self._params(body, max_tokens=max_tokens, logprobs=logprobs)
         tools, choice = body.tools_and_choice()
         messages = [message.plain() for message in body.messages]
         self._service.check_prompt(messages, tools, name="messages")
-        return engine.chat(
+        outputs = engine.chat(
             messages,
             params,
             asked.request_id,
@@ -337,6 +323,7 @@ class ChatDialect(Dialect[ChatCompletionRequest, RequestOutput]):
             ),
             **self._service.extras(asked.call, body),
         )
+        return renamed(outputs, (), body), ChatAnswer(self._service, asked)
 
 
 def _choice(completion: CompletionOutput, asked: ChatCompletionRequest) -> Choice:

@@ -191,10 +191,8 @@ class CompletionDialect(Dialect[CompletionRequest, Numbered]):
         prompts: Sequence[Given],
         ids: Sequence[str],
     ) -> list[AsyncGenerator[RequestOutput, None]]:
-        engine, limits = self._service.engine, self._service.settings.limits
         if asked.best_of not in (None, 1 if asked.n is msgspec.UNSET else asked.n):
             raise RequestError("best_of: expected the value of n, for all completions are returned")
-        defaults = engine.default_sampling_params()
         fields: dict[str, Any] = {"logprobs": asked.logprobs}
         if asked.max_tokens is not None:
             if asked.max_tokens == 0 and not asked.echo:
@@ -202,14 +200,15 @@ class CompletionDialect(Dialect[CompletionRequest, Numbered]):
             fields["max_tokens"] = max(asked.max_tokens, 1)
         if asked.echo and asked.logprobs is not None and asked.prompt_logprobs is None:
             fields["prompt_logprobs"] = asked.logprobs
-        params = asked.sampling_params(defaults, limits, **fields)
+        params = self._params(asked, **fields)
         extras = self._service.extras(call, asked)
         if asked.kv_transfer_params is not None and len(prompts) != 1:
             raise RequestError(
                 f"kv_transfer_params: expected one prompt with them, got {len(prompts)}"
             )
+        generate = self._service.engine.generate
         return [
-            renamed(engine.generate(prompt, params, request_id, **extras), (), asked)
+            renamed(generate(prompt, params, request_id, **extras), (), asked)
             for prompt, request_id in zip(prompts, ids, strict=True)
         ]
 

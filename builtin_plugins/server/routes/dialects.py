@@ -5,37 +5,22 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hardpoint.builtin_plugins.server.errors import AnswerError
+from hardpoint.builtin_plugins.server.errors import AnswerError, ErrorBody
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.builtin_plugins.server.streaming import COMMENT
+from hardpoint.plugins import SamplingParams
 from hardpoint.plugins.server import Call, Route
 
-from .answers import engine_id, failed_events, new_id
+from .answers import DONE, engine_id, new_id
+from .fields import GenerationFields
 
-
-class Body(Protocol):
-    """The body of a request that generates."""
-
-    @property
-    def model(self) -> str | None:
-        """Name of the model."""
-
-    @property
-    def stream(self) -> bool:
-        """Whether the answer is sent as it comes."""
-
-    @property
-    def request_id(self) -> str | None:
-        """Id of the answer, in place of a random one."""
-
-
-BodyT = TypeVar("BodyT", bound=Body)
+BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 OutputT = TypeVar("OutputT")
 
 
@@ -82,7 +67,7 @@ class Answer(ABC, Generic[OutputT]):
 
     def failed(self, error: AnswerError) -> bytes:
         """Return the last events of a stream that an error ends."""
-        return failed_events(error)
+        return b"data: " + msgspec.json.encode(ErrorBody(error.detail)) + b"\n\n" + DONE
 
 
 class Dialect(ABC, Generic[BodyT, OutputT]):
@@ -106,13 +91,14 @@ class Dialect(ABC, Generic[BodyT, OutputT]):
                 endpoint=self.respond,
                 methods=("POST",),
                 summary=self.summary,
-                request_type=cast("type[msgspec.Struct]", self.body_type),
+                request_type=self.body_type,
                 response_type=self.response_type,
             )
         ]
 
     async def respond(self, request: Request) -> Response:
         """Answer a request, whole or as the answer comes."""
+        body: Any  # bodies have a model, a stream and a request_id
         call, body = await self._service.read(request, self.body_type)
         model = self._service.model(body.model)
         answer_id = new_id(self.id_prefix, body.request_id)
@@ -122,6 +108,15 @@ class Dialect(ABC, Generic[BodyT, OutputT]):
             return await self._service.answer(request, call, lambda: answer.whole(outputs))
         events = answer.events(outputs)
         return self._service.stream(call, events, answer.failed, answer.heartbeat)
+
+    def _params(self, body: GenerationFields, **fields: Any) -> SamplingParams:
+        """Return the parameters of a body, with fields that have other names there.
+
+        Raises:
+            RequestError: a field is wrong, or more than the server allows.
+        """
+        defaults = self._service.engine.default_sampling_params()
+        return body.sampling_params(defaults, self._service.settings.limits, **fields)
 
     @abstractmethod
     async def begin(

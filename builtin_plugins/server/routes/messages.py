@@ -78,6 +78,17 @@ class OutputConfig(Strict):
     format: OutputSchemaFormat | None = None
 
 
+def _prepared(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return a body after a check for what is known and not supported; see `Service.read`.
+
+    Raises:
+        RequestError: there is such a thing.
+    """
+    refuse_blocks(fields.get("messages"), fields.get("system"))
+    refuse_server_tools(fields.get("tools"))
+    return fields
+
+
 class MessagesRequest(GenerationFields):
     """A conversation to answer.
 
@@ -102,14 +113,7 @@ class MessagesRequest(GenerationFields):
     output_config: OutputConfig = OutputConfig()
     chat_template_kwargs: dict[str, Any] | None = None
 
-    @staticmethod
-    def prepared(fields: dict[str, Any]) -> dict[str, Any]:
-        """Return a body after a check for what is known and not supported; see `Service.read`.
-
-        Raises:
-            RequestError: there is such a thing.
-        """
-        return _prepared(fields)
+    prepared = staticmethod(_prepared)
 
     def answer_forms(self) -> dict[str, dict[str, Any]]:
         """Return the fields that say what the answer must be; see the base."""
@@ -134,20 +138,7 @@ class CountTokensRequest(Strict):
     output_config: OutputConfig = OutputConfig()
     chat_template_kwargs: dict[str, Any] | None = None
 
-    @staticmethod
-    def prepared(fields: dict[str, Any]) -> dict[str, Any]:
-        """Return a body after a check for what is known and not supported; see `Service.read`.
-
-        Raises:
-            RequestError: there is such a thing.
-        """
-        return _prepared(fields)
-
-
-def _prepared(fields: dict[str, Any]) -> dict[str, Any]:
-    refuse_blocks(fields.get("messages"), fields.get("system"))
-    refuse_server_tools(fields.get("tools"))
-    return fields
+    prepared = staticmethod(_prepared)
 
 
 class TokenCount(msgspec.Struct):
@@ -196,12 +187,7 @@ class MessagesDialect(Dialect[MessagesRequest, RequestOutput]):
         self, asked: Asked[MessagesRequest]
     ) -> tuple[AsyncGenerator[RequestOutput, None], MessageAnswer]:
         """Return the outputs and the answer; see the base."""
-        answer = MessageAnswer(
-            self._service.engine.tokenizer,
-            message_id=asked.answer_id,
-            model=asked.model,
-            max_tokens=asked.body.max_tokens,
-        )
+        answer = MessageAnswer(self._service.engine.tokenizer, asked, asked.body.max_tokens)
         return renamed(self._outputs(asked), _NAMES, asked.body), answer
 
     def _outputs(self, asked: Asked[MessagesRequest]) -> AsyncGenerator[RequestOutput, None]:
@@ -209,8 +195,7 @@ class MessagesDialect(Dialect[MessagesRequest, RequestOutput]):
         fields: dict[str, Any] = {"max_tokens": body.max_tokens}
         if body.stop_sequences:
             fields["stop"] = body.stop_sequences
-        limits = self._service.settings.limits
-        params = body.sampling_params(engine.default_sampling_params(), limits, **fields)
+        params = self._params(body, **fields)
         parallel = not getattr(body.tool_choice, "disable_parallel_tool_use", False)
         given: dict[str, Any] = {
             **self._conversation(body),

@@ -13,6 +13,7 @@ from hardpoint.plugins import CompletionOutput, Tokenizer
 from hardpoint.plugins.server import ToolCall
 
 from .answers import UsageCount, whole_text
+from .dialects import Asked
 from .items import ItemAnswer, Kind, whole_arguments
 
 
@@ -137,16 +138,10 @@ class MessageAnswer(ItemAnswer):
 
     heartbeat = b'event: ping\ndata: {"type":"ping"}\n\n'
 
-    def __init__(
-        self, tokenizer: Tokenizer, *, message_id: str, model: str, max_tokens: int
-    ) -> None:
-        """Prepare the answer of a request.
-
-        Args:
-            max_tokens: of the request.
-        """
+    def __init__(self, tokenizer: Tokenizer, asked: Asked[Any], max_tokens: int) -> None:
+        """Prepare the answer of a request."""
         super().__init__(tokenizer)
-        self._id, self._model, self._max_tokens = message_id, model, max_tokens
+        self._id, self._model, self._max_tokens = asked.answer_id, asked.model, max_tokens
         self._arguments: list[str] = []
         self._has_calls = False
         self._head = b""

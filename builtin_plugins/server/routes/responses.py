@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -15,7 +15,7 @@ from starlette.responses import Response
 from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.plugins import RequestError, RequestOutput, SamplingParams
 from hardpoint.plugins.server import Route
-from hardpoint.plugins.typed import Strict, shown
+from hardpoint.plugins.typed import Strict
 
 from .dialects import Asked, Dialect
 from .fields import (
@@ -25,6 +25,7 @@ from .fields import (
     JsonObjectFormat,
     Renaming,
     TextFormat,
+    check_known,
     reasoning_variables,
     renamed,
 )
@@ -249,10 +250,10 @@ class ResponsesRequest(GenerationFields):
                 )
         known = [tool.name for tool in tools]
         if isinstance(choice, NamedFunction):
-            _check_known(choice, known, "tool_choice")
+            check_known(choice.name, known, "tool_choice.name")
         if isinstance(choice, AllowedFunctions):
             for index, named in enumerate(choice.tools):
-                _check_known(named, known, f"tool_choice.tools[{index}]")
+                check_known(named.name, known, f"tool_choice.tools[{index}].name")
             names = [named.name for named in choice.tools]
             return [tool.plain() for tool in tools if tool.name in names], choice.mode
         return (
@@ -273,14 +274,6 @@ class ResponsesRequest(GenerationFields):
         if isinstance(self.input, str):
             conversation.messages.append({"role": "user", "content": self.input})
         return conversation.messages
-
-
-def _check_known(named: NamedFunction, known: Sequence[str], path: str) -> None:
-    if named.name not in known:
-        listed = ", ".join(shown(name, 100) for name in known[:20]) or "none"
-        raise RequestError(
-            f"{path}.name: expected one of the tools ({listed}), got {shown(named.name, 100)}"
-        )
 
 
 def _refuse_hosted(tool: Any, path: str) -> None:
@@ -334,23 +327,11 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
         if body.background:
             raise RequestError(f"background: expected false, for {_NOTHING_STORED}")
         logprobs = body.logprobs
-        params = body.sampling_params(
-            engine.default_sampling_params(),
-            self._service.settings.limits,
-            max_tokens=body.max_output_tokens,
-            logprobs=logprobs,
-        )
-        outputs = renamed(self._outputs(asked, params), _NAMES, body)
-        return outputs, ResponseAnswer(engine.tokenizer, _response(asked, params), logprobs)
-
-    def _outputs(
-        self, asked: Asked[ResponsesRequest], params: SamplingParams
-    ) -> AsyncGenerator[RequestOutput, None]:
-        engine, body = self._service.engine, asked.body
+        params = self._params(body, max_tokens=body.max_output_tokens, logprobs=logprobs)
         messages = body.messages()
         tools, choice = body.tools_and_choice()
         self._service.check_prompt(messages, tools, name="input")
-        return engine.chat(
+        outputs = engine.chat(
             messages,
             params,
             asked.request_id,
@@ -362,6 +343,8 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
             ),
             **self._service.extras(asked.call, body),
         )
+        answer = ResponseAnswer(engine.tokenizer, _response(asked, params), logprobs)
+        return renamed(outputs, _NAMES, body), answer
 
 
 def _response(asked: Asked[ResponsesRequest], params: SamplingParams) -> ResponseObject:

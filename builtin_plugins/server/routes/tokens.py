@@ -201,14 +201,14 @@ class GenerateDialect(Dialect[GenerateRequest, RequestOutput]):
     ) -> tuple[AsyncGenerator[RequestOutput, None], GeneratedAnswer]:
         """Return the outputs and the answer; see the base."""
         body = asked.body
-        params = self._params(body)
+        params = self._params_of(body)
         extras = self._service.extras(asked.call, body)
         generate = self._service.engine.generate
         outputs = generate(body.token_ids, params, asked.request_id, **extras)
         outputs = renamed(renamed(outputs, (), body.sampling_params), _NAMES)
         return outputs, GeneratedAnswer(self._service, asked)
 
-    def _params(self, asked: GenerateRequest) -> SamplingParams:
+    def _params_of(self, asked: GenerateRequest) -> SamplingParams:
         given = asked.sampling_params
         if asked.stream_options is not None and not asked.stream:
             raise RequestError("stream_options: expected stream to be true with it")
@@ -216,12 +216,9 @@ class GenerateDialect(Dialect[GenerateRequest, RequestOutput]):
         if given.max_tokens is not None:
             fields["max_tokens"] = given.max_tokens
         kind = RequestOutputKind.DELTA if asked.stream else RequestOutputKind.FINAL_ONLY
-        defaults = self._service.engine.default_sampling_params()
         try:
             given.check_place()
-            params = given.sampling_params(
-                defaults, self._service.settings.limits, output_kind=kind, **fields
-            )
+            params = self._params(given, output_kind=kind, **fields)
             # Stop strings and checks of the answer need its text.
             needs_text = bool(params.stop or params.bad_words) or params.structured is not None
             return msgspec.structs.replace(params, detokenize=needs_text).checked()

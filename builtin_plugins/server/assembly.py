@@ -25,12 +25,12 @@ from .faults import Owned, ServerFaults
 from .openapi import OpenAPIRoute
 from .operations.addresses import BoundAddress
 from .routes.admin import AdminRoutes
-from .routes.chat import ChatRoutes
-from .routes.completions import CompletionRoutes
-from .routes.messages import MessagesRoutes
+from .routes.chat import ChatDialect
+from .routes.completions import CompletionDialect
+from .routes.messages import MessagesDialect
 from .routes.models import StatusRoutes
 from .routes.page import live_routes, page_routes, with_page_files
-from .routes.responses import ResponsesRoutes
+from .routes.responses import ResponsesDialect
 from .routes.tokens import TokenRoutes
 from .service import Service
 from .streaming import while_connected
@@ -60,10 +60,10 @@ def core_routes(service: Service, page: Sequence[Route] = ()) -> list[Route]:
         *page,
         *StatusRoutes(service).routes(),
         *OpenAPIRoute(service).routes(),
-        *ChatRoutes(service).routes(),
-        *CompletionRoutes(service).routes(),
-        *ResponsesRoutes(service).routes(),
-        *MessagesRoutes(service).routes(),
+        *ChatDialect(service).routes(),
+        *CompletionDialect(service).routes(),
+        *ResponsesDialect(service).routes(),
+        *MessagesDialect(service).routes(),
         *TokenRoutes(service).routes(),
     ]
 

@@ -37,7 +37,7 @@ from .extensions import Transforms
 from .faults import ServerFaults
 from .operations.traffic import Traffic
 from .receiving import SMALL_BYTES, BodyReceiver
-from .streaming import COMMENT, EventStream, ended_early, until_disconnect, while_connected
+from .streaming import COMMENT, EventStream, ended_early, while_connected
 
 _log = logging.getLogger("hardpoint")
 
@@ -398,25 +398,21 @@ class Service:
         return longest if asked is None else asked
 
     async def answer(
-        self, request: Request, call: Call, answering: AsyncGenerator[Any, None]
+        self, request: Request, call: Call, work: Callable[[], Awaitable[Any]]
     ) -> Response:
-        """Return the JSON answer that a generator yields once; end it if the client goes.
+        """Return the result of work as JSON; end the work if the client goes.
 
         Raises:
             ClientGoneError: the client is gone.
-            Exception: raised by the generator.
+            Exception: raised by the work.
         """
-        answers: list[Any] = []
 
-        async def collect() -> None:
+        async def counted() -> Any:
             with self.load.one_more():
                 self.check_admission()
-                async with contextlib.aclosing(answering):
-                    answers.extend([answer async for answer in answering])
+                return await work()
 
-        await until_disconnect(request.receive, collect())
-        (answer,) = answers
-        body = msgspec.json.encode(answer)
+        body = msgspec.json.encode(await while_connected(request, counted()))
         if self.transforms.changes_responses:
             body = await self.transforms.response(call, msgspec.json.decode(body))
         return Response(body, media_type="application/json")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from hardpoint.builtin_plugins.server.errors import (
     AnswerError,
-    ErrorBody,
     answer_error,
     for_clients,
 )
@@ -22,9 +22,11 @@ DONE = b"data: [DONE]\n\n"
 """The end marker of OpenAI's streams."""
 
 
-def failed_events(error: AnswerError) -> bytes:
-    """Return the last events of a stream that an error ends."""
-    return b"data: " + msgspec.json.encode(ErrorBody(error.detail)) + b"\n\n" + DONE
+async def only(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
+    """Return the one output of a request that is not streamed."""
+    async with contextlib.aclosing(outputs):
+        (output,) = [output async for output in outputs]
+    return output
 
 
 class PromptDetails(msgspec.Struct):

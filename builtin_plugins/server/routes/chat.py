@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
-from starlette.requests import Request
-from starlette.responses import Response
 
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput
-from hardpoint.plugins.server import Call, Route, ToolCall
-from hardpoint.typed import Strict, shown
+from hardpoint.plugins.server import ToolCall
+from hardpoint.typed import Strict
 
-from .answers import (
-    DONE,
-    Usage,
-    UsageCount,
-    check_ended,
-    engine_id,
-    failed_events,
-    finite,
-    likeliest,
-    new_id,
-    prompt_logprobs,
-    token_text,
-)
-from .fields import IGNORED, REFUSED, SamplingFields, reasoning_variables, renamed
-from .progress import with_progress
+from .answers import Usage, check_ended, finite, likeliest, only, prompt_logprobs, token_text
+from .chunks import ChunkAnswer, identity_of
+from .dialects import Asked, Dialect
+from .fields import IGNORED, REFUSED, SamplingFields, check_known, reasoning_variables, renamed
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
@@ -182,21 +167,14 @@ class ChatCompletionRequest(SamplingFields):
             return tools, choice
         known = [_tool_name(tool) for tool in tools or ()]
         if isinstance(choice, NamedTool):
-            _check_known(choice, known, "tool_choice")
+            check_known(choice.function.name, known, "tool_choice.function.name")
             return tools, {"name": choice.function.name}
         for index, tool in enumerate(choice.allowed_tools.tools):
-            _check_known(tool, known, f"tool_choice.allowed_tools.tools[{index}]")
+            path = f"tool_choice.allowed_tools.tools[{index}].function.name"
+            check_known(tool.function.name, known, path)
         names = [tool.function.name for tool in choice.allowed_tools.tools]
         allowed = [tool for tool in tools or () if _tool_name(tool) in names]
         return allowed, choice.allowed_tools.mode
-
-
-def _check_known(named: NamedTool, known: Sequence[Any], path: str) -> None:
-    if (name := named.function.name) not in known:
-        listed = ", ".join(shown(one, 100) for one in known[:20]) or "none"
-        raise RequestError(
-            f"{path}.function.name: expected one of the tools ({listed}), got {shown(name, 100)}"
-        )
 
 
 def plain_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
@@ -307,99 +285,45 @@ class ChatCompletion(msgspec.Struct, kw_only=True, omit_defaults=True):
     kv_transfer_params: dict[str, Any] | None = None
 
 
-class ChatRoutes:
-    """The routes of conversations."""
+class ChatDialect(Dialect[ChatCompletionRequest, RequestOutput]):
+    """Conversations."""
 
-    def __init__(self, service: Service) -> None:
-        """Serve what the service does."""
-        self._service = service
+    path = "/v1/chat/completions"
+    summary = "Answer a conversation."
+    body_type = ChatCompletionRequest
+    response_type = ChatCompletion
+    id_prefix = "chatcmpl-"
 
-    def routes(self) -> list[Route]:
-        """Return the routes."""
-        return [
-            Route(
-                path="/v1/chat/completions",
-                endpoint=self.complete,
-                methods=("POST",),
-                summary="Answer a conversation.",
-                request_type=ChatCompletionRequest,
-                response_type=ChatCompletion,
-            )
-        ]
-
-    async def complete(self, request: Request) -> Response:
-        """Answer a conversation, whole or as it comes."""
-        call, asked = await self._service.read(request, ChatCompletionRequest)
-        model = self._service.model(asked.model)
-        answer_id = new_id("chatcmpl-", asked.request_id)
-        request_id = engine_id(answer_id, asked.request_id)
-        outputs = renamed(self._outputs(call, asked, request_id), (), asked)
-        identity = {"id": answer_id, "created": int(time.time()), "model": model}
-        if asked.stream:
-            stream = ChatStream(self._service, asked, identity)
-            events = stream.events(outputs)
-            if asked.wants_progress:
-                events = with_progress(self._service.engine, [request_id], events, stream.head)
-            return self._service.stream(call, events, failed_events)
-        return await self._service.answer(request, call, self._whole(asked, identity, outputs))
-
-    def _outputs(
-        self, call: Call, asked: ChatCompletionRequest, request_id: str
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Return the outputs of a conversation, which begin when they are asked for."""
-        engine, limits = self._service.engine, self._service.settings.limits
-        if asked.top_logprobs and not asked.logprobs:
+    async def begin(
+        self, asked: Asked[ChatCompletionRequest]
+    ) -> tuple[AsyncGenerator[RequestOutput, None], ChatAnswer]:
+        """Return the outputs and the answer; see the base."""
+        engine, body = self._service.engine, asked.body
+        if body.top_logprobs and not body.logprobs:
             raise RequestError("top_logprobs: expected logprobs to be true with it")
-        max_tokens = asked.max_completion_tokens or asked.max_tokens
+        max_tokens = body.max_completion_tokens or body.max_tokens
         if max_tokens == 0:
             raise RequestError("max_tokens: expected at least 1, got 0")
-        params = asked.sampling_params(
-            engine.default_sampling_params(),
-            limits,
-            max_tokens=max_tokens,
-            logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
-        )
-        tools, choice = asked.tools_and_choice()
-        messages = [message.plain() for message in asked.messages]
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        params = self._params(body, max_tokens=max_tokens, logprobs=logprobs)
+        tools, choice = body.tools_and_choice()
+        messages = [message.plain() for message in body.messages]
         self._service.check_prompt(messages, tools, name="messages")
-        return engine.chat(
+        outputs = engine.chat(
             messages,
             params,
-            request_id,
+            asked.request_id,
             tools=tools,
             tool_choice=choice,
-            parallel_tool_calls=asked.parallel_tool_calls,
-            add_generation_prompt=asked.add_generation_prompt,
-            continue_final_message=asked.continue_final_message,
+            parallel_tool_calls=body.parallel_tool_calls,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
             chat_template_kwargs=reasoning_variables(
-                engine.tokenizer.chat_template, asked.reasoning_effort, asked.chat_template_kwargs
+                engine.tokenizer.chat_template, body.reasoning_effort, body.chat_template_kwargs
             ),
-            **self._service.extras(call, asked),
+            **self._service.extras(asked.call, body),
         )
-
-    async def _whole(
-        self,
-        asked: ChatCompletionRequest,
-        identity: Mapping[str, Any],
-        outputs: AsyncGenerator[RequestOutput, None],
-    ) -> AsyncGenerator[ChatCompletion, None]:
-        """Yield the whole answer, once."""
-        usage = UsageCount(self._service.engine.tokenizer)
-        async with contextlib.aclosing(outputs):
-            async for output in outputs:
-                for completion in output.outputs:
-                    check_ended(completion)
-                usage.add(output)
-                await usage.measure(self._service.engine.tokenise)
-                yield ChatCompletion(
-                    **identity,
-                    object="chat.completion",
-                    choices=[_choice(completion, asked) for completion in output.outputs],
-                    usage=usage.usage(),
-                    prompt_logprobs=prompt_logprobs(output),
-                    prompt_token_ids=output.prompt_token_ids if asked.return_token_ids else None,
-                    kv_transfer_params=output.kv_transfer_params,
-                )
+        return renamed(outputs, (), body), ChatAnswer(self._service, asked)
 
 
 def _choice(completion: CompletionOutput, asked: ChatCompletionRequest) -> Choice:
@@ -459,61 +383,48 @@ def _position(position: Mapping[int, Logprob], token: int, count: int) -> TokenL
     return TokenLogprob(text, finite(chosen.logprob), list(text.encode()), top)
 
 
-class ChatStream:
-    """Writes a streamed answer; what all chunks share is encoded once.
+class ChatAnswer(ChunkAnswer[RequestOutput]):
+    """Writes the answer to a conversation."""
 
-    Attributes:
-        head: the beginning of each chunk, up to its list of choices.
-    """
-
-    def __init__(
-        self, service: Service, asked: ChatCompletionRequest, identity: Mapping[str, Any]
-    ) -> None:
-        """Prepare the chunks of a request."""
-        head = {"id": identity["id"], "object": "chat.completion.chunk"}
-        head |= {"created": identity["created"], "model": identity["model"]}
-        self.head = b"data: " + msgspec.json.encode(head)[:-1] + b',"choices":['
-        self._encode = msgspec.json.Encoder().encode
-        self._asked = asked
-        self._options = asked.stream_options
-        self._usage = UsageCount(service.engine.tokenizer)
-        self._service = service
+    def __init__(self, service: Service, asked: Asked[ChatCompletionRequest]) -> None:
+        """Prepare the answer of a request."""
+        self._asked = asked.body
+        self._identity = identity_of(asked, "chat.completion")
+        head = {**self._identity, "object": "chat.completion.chunk"}
+        ids = [asked.request_id] if asked.body.wants_progress else []
+        super().__init__(service, head, asked.body.stream_options, ids)
         self._begun: set[int] = set()
 
-    async def events(
-        self, outputs: AsyncGenerator[RequestOutput, None]
-    ) -> AsyncGenerator[bytes, None]:
-        """Yield the events, those of one output together."""
-        options = self._options
-        transfer: dict[str, Any] | None = None
-        async with contextlib.aclosing(outputs):
-            async for output in outputs:
-                self._usage.add(output)
-                transfer = output.kv_transfer_params or transfer
-                if chunks := self._chunks(output):
-                    yield chunks
-        if transfer is not None:
-            yield self.head + b'],"kv_transfer_params":' + self._encode(transfer) + b"}\n\n"
-        if options is not None and options.include_usage:
-            await self._usage.measure(self._service.engine.tokenise)
-            usage = self._encode(self._usage.usage())
-            yield self.head + b'],"usage":' + usage + b"}\n\n"
-        yield DONE
+    async def whole(self, outputs: AsyncGenerator[RequestOutput, None]) -> ChatCompletion:
+        """Return the whole answer; see the base."""
+        output = await only(outputs)
+        for completion in output.outputs:
+            check_ended(completion)
+        self._usage.add(output)
+        await self._measure()
+        ids = output.prompt_token_ids if self._asked.return_token_ids else None
+        return ChatCompletion(
+            **self._identity,
+            choices=[_choice(completion, self._asked) for completion in output.outputs],
+            usage=self._usage.usage(),
+            prompt_logprobs=prompt_logprobs(output),
+            prompt_token_ids=ids,
+            kv_transfer_params=output.kv_transfer_params,
+        )
 
     def _chunks(self, output: RequestOutput) -> bytes:
-        tail = b"}\n\n"
-        options = self._options
-        if options is not None and options.continuous_usage_stats:
-            tail = b',"usage":' + self._encode(self._usage.usage(whole=False)) + b"}\n\n"
+        self._usage.add(output)
+        self._transfer = output.kv_transfer_params or self._transfer
+        tail = self._usage_so_far() + b"}\n\n"
         parts: list[bytes] = []
         for completion in output.outputs:
             if completion.index not in self._begun:
                 first = self._encode(self._first(completion.index))
-                parts += (self.head, first, b"]", self._about_prompt(output), tail)
+                parts += (self._head, first, b"]", self._about_prompt(output), tail)
                 self._begun.add(completion.index)
             check_ended(completion)
             for choice in self._choices(completion):
-                parts += (self.head, self._encode(choice), b"]", tail)
+                parts += (self._head, self._encode(choice), b"]", tail)
         return b"".join(parts)
 
     def _about_prompt(self, output: RequestOutput) -> bytes:

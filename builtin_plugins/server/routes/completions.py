@@ -4,36 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
-from starlette.requests import Request
-from starlette.responses import Response
 
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput, Tokenizer
-from hardpoint.plugins.server import Call, Route, ServerLimits
+from hardpoint.plugins.server import Call, ServerLimits
 
 from .answers import (
-    DONE,
     Usage,
-    UsageCount,
     check_ended,
-    engine_id,
-    failed_events,
     finite,
     likeliest,
-    new_id,
     prompt_logprobs,
     prompt_positions,
     token_text,
 )
 from .chat import ended
+from .chunks import ChunkAnswer, identity_of
+from .dialects import Asked, Dialect
 from .fields import REFUSED, SamplingFields, renamed
-from .progress import with_progress
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _PROMPT_SCHEMAS = [
@@ -146,48 +139,32 @@ class Completion(msgspec.Struct, kw_only=True, omit_defaults=True):
     kv_transfer_params: dict[str, Any] | None = None
 
 
-class CompletionRoutes:
-    """The routes of prompts."""
+Numbered = tuple[int, RequestOutput]
 
-    def __init__(self, service: Service) -> None:
-        """Serve what the service does."""
-        self._service = service
 
-    def routes(self) -> list[Route]:
-        """Return the routes."""
-        return [
-            Route(
-                path="/v1/completions",
-                endpoint=self.complete,
-                methods=("POST",),
-                summary="Continue prompts.",
-                request_type=CompletionRequest,
-                response_type=Completion,
-            )
-        ]
+class CompletionDialect(Dialect[CompletionRequest, Numbered]):
+    """Prompts."""
 
-    async def complete(self, request: Request) -> Response:
-        """Continue prompts, whole or as they come."""
-        call, asked = await self._service.read(request, CompletionRequest)
-        model = self._service.model(asked.model)
-        prompts = asked.prompts(self._service.settings.limits)
+    path = "/v1/completions"
+    summary = "Continue prompts."
+    body_type = CompletionRequest
+    response_type = Completion
+    id_prefix = "cmpl-"
+
+    async def begin(
+        self, asked: Asked[CompletionRequest]
+    ) -> tuple[AsyncGenerator[Numbered, None], CompletionAnswer]:
+        """Return the outputs and the answer; see the base."""
+        body, name = asked.body, asked.request_id
+        prompts = body.prompts(self._service.settings.limits)
         self._service.check_prompt([prompt for prompt in prompts if isinstance(prompt, str)])
-        given = await self._tokenised(asked, prompts)
-        answer_id = new_id("cmpl-", asked.request_id)
-        request_id = engine_id(answer_id, asked.request_id)
-        ids = [request_id] if len(given) == 1 else [f"{request_id}-{i}" for i in range(len(given))]
-        is_list = prompts is asked.prompt
+        given = await self._tokenised(body, prompts)
+        ids = [name] if len(given) == 1 else [f"{name}-{i}" for i in range(len(given))]
+        is_list = prompts is body.prompt
         paths = [f"prompt[{i}]" if is_list else "prompt" for i in range(len(ids))]
-        sources = self._outputs(call, asked, given, ids)
+        sources = self._outputs(asked.call, body, given, ids)
         outputs = numbered(sources[0], paths[0]) if len(ids) == 1 else merged(sources, paths)
-        identity = {"id": answer_id, "created": int(time.time()), "model": model}
-        answer = CompletionAnswer(self._service, asked, identity)
-        if asked.stream:
-            events = answer.events(outputs)
-            if asked.wants_progress:
-                events = with_progress(self._service.engine, ids, events, answer.head)
-            return self._service.stream(call, events, failed_events)
-        return await self._service.answer(request, call, answer.whole(outputs))
+        return outputs, CompletionAnswer(self._service, asked, ids)
 
     async def _tokenised(
         self, asked: CompletionRequest, prompts: Sequence[str | list[int]]
@@ -214,10 +191,8 @@ class CompletionRoutes:
         prompts: Sequence[Given],
         ids: Sequence[str],
     ) -> list[AsyncGenerator[RequestOutput, None]]:
-        engine, limits = self._service.engine, self._service.settings.limits
         if asked.best_of not in (None, 1 if asked.n is msgspec.UNSET else asked.n):
             raise RequestError("best_of: expected the value of n, for all completions are returned")
-        defaults = engine.default_sampling_params()
         fields: dict[str, Any] = {"logprobs": asked.logprobs}
         if asked.max_tokens is not None:
             if asked.max_tokens == 0 and not asked.echo:
@@ -225,19 +200,17 @@ class CompletionRoutes:
             fields["max_tokens"] = max(asked.max_tokens, 1)
         if asked.echo and asked.logprobs is not None and asked.prompt_logprobs is None:
             fields["prompt_logprobs"] = asked.logprobs
-        params = asked.sampling_params(defaults, limits, **fields)
+        params = self._params(asked, **fields)
         extras = self._service.extras(call, asked)
         if asked.kv_transfer_params is not None and len(prompts) != 1:
             raise RequestError(
                 f"kv_transfer_params: expected one prompt with them, got {len(prompts)}"
             )
+        generate = self._service.engine.generate
         return [
-            renamed(engine.generate(prompt, params, request_id, **extras), (), asked)
+            renamed(generate(prompt, params, request_id, **extras), (), asked)
             for prompt, request_id in zip(prompts, ids, strict=True)
         ]
-
-
-Numbered = tuple[int, RequestOutput]
 
 
 async def numbered(
@@ -302,81 +275,55 @@ def _with_path(error: RequestError, path: str) -> RequestError:
     return error
 
 
-class CompletionAnswer:
-    """Writes the answer to prompts, whole or as a stream.
-
-    Attributes:
-        head: the beginning of each chunk, up to its list of choices.
-    """
+class CompletionAnswer(ChunkAnswer[Numbered]):
+    """Writes the answer to prompts."""
 
     def __init__(
-        self, service: Service, asked: CompletionRequest, identity: Mapping[str, Any]
+        self, service: Service, asked: Asked[CompletionRequest], ids: Sequence[str]
     ) -> None:
-        """Prepare the answer of a request."""
-        self._service, self._asked, self._identity = service, asked, identity
-        self._n = 1 if asked.n is msgspec.UNSET else asked.n
-        head = {"id": identity["id"], "object": "text_completion"}
-        head |= {"created": identity["created"], "model": identity["model"]}
-        self.head = b"data: " + msgspec.json.encode(head)[:-1] + b',"choices":['
-        self._encode = msgspec.json.Encoder().encode
-        self._usage = UsageCount(service.engine.tokenizer)
+        """Prepare the answer of a request.
+
+        Args:
+            ids: of the prompts, in the engine.
+        """
+        self._asked = asked.body
+        self._identity = identity_of(asked, "text_completion")
+        progress = ids if asked.body.wants_progress else ()
+        super().__init__(service, self._identity, asked.body.stream_options, progress)
+        self._n = 1 if self._asked.n is msgspec.UNSET else self._asked.n
         self._offsets: dict[int, int] = {}
 
-    async def whole(
-        self, outputs: AsyncGenerator[Numbered, None]
-    ) -> AsyncGenerator[Completion, None]:
-        """Yield the whole answer, once."""
+    async def whole(self, outputs: AsyncGenerator[Numbered, None]) -> Completion:
+        """Return the whole answer; see the base."""
         choices: list[Choice] = []
-        transfer: dict[str, Any] | None = None
         async with contextlib.aclosing(outputs):
             async for number, output in outputs:
-                self._count(number, output)
-                transfer = output.kv_transfer_params or transfer
-                for completion in output.outputs:
-                    check_ended(completion)
-                    choices.append(self._choice(number, output, completion))
-        await self._usage.measure(self._service.engine.tokenise)
-        yield Completion(
+                choices += self._choices(number, output)
+        await self._measure()
+        return Completion(
             **self._identity,
-            object="text_completion",
             choices=sorted(choices, key=lambda choice: choice.index),
             usage=self._usage.usage(),
-            kv_transfer_params=transfer,
+            kv_transfer_params=self._transfer,
         )
 
-    async def events(self, outputs: AsyncGenerator[Numbered, None]) -> AsyncGenerator[bytes, None]:
-        """Yield the events, those of one output together."""
-        options = self._asked.stream_options
-        transfer: dict[str, Any] | None = None
-        async with contextlib.aclosing(outputs):
-            async for number, output in outputs:
-                self._count(number, output)
-                transfer = output.kv_transfer_params or transfer
-                yield self._chunks(number, output)
-        if transfer is not None:
-            yield self.head + b'],"kv_transfer_params":' + self._encode(transfer) + b"}\n\n"
-        if options is not None and options.include_usage:
-            await self._usage.measure(self._service.engine.tokenise)
-            usage = self._encode(self._usage.usage())
-            yield self.head + b'],"usage":' + usage + b"}\n\n"
-        yield DONE
+    def _chunks(self, output: Numbered) -> bytes:
+        parts: list[bytes] = []
+        choices = list(self._choices(*output))
+        tail = b"]" + self._usage_so_far() + b"}\n\n"
+        for choice in choices:
+            parts += (self._head, self._encode(choice), tail)
+        return b"".join(parts)
 
-    def _count(self, number: int, output: RequestOutput) -> None:
+    def _choices(self, number: int, output: RequestOutput) -> Iterator[Choice]:
+        """Count an output; yield its choices."""
         self._usage.add(output, number)
         if self._asked.max_tokens == 0:
             self._usage.completion_tokens = 0
-
-    def _chunks(self, number: int, output: RequestOutput) -> bytes:
-        tail = b"]}\n\n"
-        options = self._asked.stream_options
-        if options is not None and options.continuous_usage_stats:
-            tail = b'],"usage":' + self._encode(self._usage.usage(whole=False)) + b"}\n\n"
-        parts: list[bytes] = []
+        self._transfer = output.kv_transfer_params or self._transfer
         for completion in output.outputs:
             check_ended(completion)
-            choice = self._choice(number, output, completion)
-            parts += (self.head, self._encode(choice), tail)
-        return b"".join(parts)
+            yield self._choice(number, output, completion)
 
     def _choice(self, number: int, output: RequestOutput, completion: CompletionOutput) -> Choice:
         asked = self._asked

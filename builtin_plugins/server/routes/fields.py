@@ -382,6 +382,21 @@ def _amounts(asked: Any, limits: ServerLimits) -> list[tuple[str, int, int]]:
     ]
 
 
+def check_known(name: str, known: Sequence[Any], path: str) -> None:
+    """Check that a choice is of a tool that the request has.
+
+    Args:
+        known: names of the tools.
+        path: of the name.
+
+    Raises:
+        RequestError: it is not.
+    """
+    if name not in known:
+        listed = ", ".join(shown(one, 100) for one in known[:20]) or "none"
+        raise RequestError(f"{path}: expected one of the tools ({listed}), got {shown(name, 100)}")
+
+
 def reasoning_variables(
     template: str | None, effort: str | None, given: Mapping[str, Any] | None
 ) -> dict[str, Any] | None:

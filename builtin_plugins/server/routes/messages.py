@@ -13,14 +13,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hardpoint.builtin_plugins.server.errors import MESSAGES_PATH
-from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import RequestError, RequestOutput
-from hardpoint.plugins.server import Call, Route
+from hardpoint.plugins.server import Route
 from hardpoint.typed import Strict
 
-from .answers import engine_id, new_id
+from .dialects import Asked, Dialect
 from .fields import REFUSED, GenerationFields, Renaming, check_limits, reasoning_variables, renamed
-from .messages_events import PING, MessageObject, MessageStream, whole_message
+from .messages_events import MessageAnswer, MessageObject
 from .messages_input import (
     AnyChoice,
     Choice,
@@ -79,6 +78,17 @@ class OutputConfig(Strict):
     format: OutputSchemaFormat | None = None
 
 
+def _prepared(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return a body after a check for what is known and not supported; see `Service.read`.
+
+    Raises:
+        RequestError: there is such a thing.
+    """
+    refuse_blocks(fields.get("messages"), fields.get("system"))
+    refuse_server_tools(fields.get("tools"))
+    return fields
+
+
 class MessagesRequest(GenerationFields):
     """A conversation to answer.
 
@@ -103,14 +113,7 @@ class MessagesRequest(GenerationFields):
     output_config: OutputConfig = OutputConfig()
     chat_template_kwargs: dict[str, Any] | None = None
 
-    @staticmethod
-    def prepared(fields: dict[str, Any]) -> dict[str, Any]:
-        """Return a body after a check for what is known and not supported; see `Service.read`.
-
-        Raises:
-            RequestError: there is such a thing.
-        """
-        return _prepared(fields)
+    prepared = staticmethod(_prepared)
 
     def answer_forms(self) -> dict[str, dict[str, Any]]:
         """Return the fields that say what the answer must be; see the base."""
@@ -135,20 +138,7 @@ class CountTokensRequest(Strict):
     output_config: OutputConfig = OutputConfig()
     chat_template_kwargs: dict[str, Any] | None = None
 
-    @staticmethod
-    def prepared(fields: dict[str, Any]) -> dict[str, Any]:
-        """Return a body after a check for what is known and not supported; see `Service.read`.
-
-        Raises:
-            RequestError: there is such a thing.
-        """
-        return _prepared(fields)
-
-
-def _prepared(fields: dict[str, Any]) -> dict[str, Any]:
-    refuse_blocks(fields.get("messages"), fields.get("system"))
-    refuse_server_tools(fields.get("tools"))
-    return fields
+    prepared = staticmethod(_prepared)
 
 
 class TokenCount(msgspec.Struct):
@@ -157,24 +147,19 @@ class TokenCount(msgspec.Struct):
     input_tokens: int
 
 
-class MessagesRoutes:
-    """The routes of messages."""
+class MessagesDialect(Dialect[MessagesRequest, RequestOutput]):
+    """Messages with blocks."""
 
-    def __init__(self, service: Service) -> None:
-        """Serve what the service does."""
-        self._service = service
+    path = MESSAGES_PATH
+    summary = "Answer a conversation of messages with blocks."
+    body_type = MessagesRequest
+    response_type = MessageObject
+    id_prefix = "msg_"
 
     def routes(self) -> list[Route]:
         """Return the routes."""
         return [
-            Route(
-                path=MESSAGES_PATH,
-                endpoint=self.answer,
-                methods=("POST",),
-                summary="Answer a conversation of messages with blocks.",
-                request_type=MessagesRequest,
-                response_type=MessageObject,
-            ),
+            *super().routes(),
             Route(
                 path=f"{MESSAGES_PATH}/count_tokens",
                 endpoint=self.count_tokens,
@@ -185,31 +170,6 @@ class MessagesRoutes:
             ),
         ]
 
-    async def answer(self, request: Request) -> Response:
-        """Answer a conversation, whole or as it comes."""
-        call, asked = await self._service.read(request, MessagesRequest)
-        identity: dict[str, Any] = {
-            "model": self._service.model(asked.model),
-            "message_id": new_id("msg_", asked.request_id),
-            "max_tokens": asked.max_tokens,
-        }
-        tokenizer = self._service.engine.tokenizer
-        outputs = renamed(
-            self._outputs(call, asked, engine_id(identity["message_id"], asked.request_id)),
-            _NAMES,
-            asked,
-        )
-        if asked.stream:
-            stream = MessageStream(tokenizer, **identity)
-            return self._service.stream(call, stream.events(outputs), stream.failed, PING)
-
-        async def whole() -> AsyncGenerator[MessageObject, None]:
-            async with contextlib.aclosing(outputs):
-                async for output in outputs:
-                    yield whole_message(output, tokenizer, **identity)
-
-        return await self._service.answer(request, call, whole())
-
     async def count_tokens(self, request: Request) -> Response:
         """Count the tokens of a conversation."""
         call, asked = await self._service.read(request, CountTokensRequest)
@@ -217,34 +177,37 @@ class MessagesRoutes:
         check_limits(asked, self._service.settings.limits)
         conversation = self._conversation(asked)
 
-        async def counted() -> AsyncGenerator[TokenCount, None]:
+        async def counted() -> TokenCount:
             prompt = await self._service.engine.apply_chat_template(**conversation)
-            yield TokenCount(len(prompt["prompt_token_ids"]))
+            return TokenCount(len(prompt["prompt_token_ids"]))
 
-        return await self._service.answer(request, call, counted())
+        return await self._service.answer(request, call, counted)
 
-    def _outputs(
-        self, call: Call, asked: MessagesRequest, request_id: str
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Return the outputs of a conversation, which begin when they are asked for."""
-        engine = self._service.engine
-        fields: dict[str, Any] = {"max_tokens": asked.max_tokens}
-        if asked.stop_sequences:
-            fields["stop"] = asked.stop_sequences
-        limits = self._service.settings.limits
-        params = asked.sampling_params(engine.default_sampling_params(), limits, **fields)
-        parallel = not getattr(asked.tool_choice, "disable_parallel_tool_use", False)
+    async def begin(
+        self, asked: Asked[MessagesRequest]
+    ) -> tuple[AsyncGenerator[RequestOutput, None], MessageAnswer]:
+        """Return the outputs and the answer; see the base."""
+        answer = MessageAnswer(self._service.engine.tokenizer, asked, asked.body.max_tokens)
+        return renamed(self._outputs(asked), _NAMES, asked.body), answer
+
+    def _outputs(self, asked: Asked[MessagesRequest]) -> AsyncGenerator[RequestOutput, None]:
+        engine, body = self._service.engine, asked.body
+        fields: dict[str, Any] = {"max_tokens": body.max_tokens}
+        if body.stop_sequences:
+            fields["stop"] = body.stop_sequences
+        params = self._params(body, **fields)
+        parallel = not getattr(body.tool_choice, "disable_parallel_tool_use", False)
         given: dict[str, Any] = {
-            **self._conversation(asked),
-            "request_id": request_id,
+            **self._conversation(body),
+            "request_id": asked.request_id,
             "parallel_tool_calls": parallel,
-            **self._service.extras(call, asked),
+            **self._service.extras(asked.call, body),
         }
-        if not isinstance(asked.thinking, EnabledThinking):
+        if not isinstance(body.thinking, EnabledThinking):
             return engine.chat(sampling_params=params, **given)
-        if asked.thinking_token_budget is not UNSET:
+        if body.thinking_token_budget is not UNSET:
             raise RequestError("thinking_token_budget: expected none together with thinking")
-        budget = asked.thinking.budget_tokens
+        budget = body.thinking.budget_tokens
         limited = msgspec.structs.replace(params, thinking_token_budget=budget)
         return _limited(
             engine.chat(sampling_params=limited, **given),

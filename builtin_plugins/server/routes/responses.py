@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -14,12 +13,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hardpoint.builtin_plugins.server.errors import AnswerError
-from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import RequestError, RequestOutput, SamplingParams
-from hardpoint.plugins.server import Call, Route
-from hardpoint.typed import Strict, shown
+from hardpoint.plugins.server import Route
+from hardpoint.typed import Strict
 
-from .answers import engine_id, new_id
+from .dialects import Asked, Dialect
 from .fields import (
     IGNORED,
     REFUSED,
@@ -27,10 +25,11 @@ from .fields import (
     JsonObjectFormat,
     Renaming,
     TextFormat,
+    check_known,
     reasoning_variables,
     renamed,
 )
-from .responses_events import ResponseObject, ResponseStream, echoed, whole_response
+from .responses_events import ResponseAnswer, ResponseObject, echoed
 from .responses_input import Conversation, InputItem, prepared_input
 
 _NOTHING_STORED = "nothing is stored on this server; send the whole conversation as input"
@@ -251,10 +250,10 @@ class ResponsesRequest(GenerationFields):
                 )
         known = [tool.name for tool in tools]
         if isinstance(choice, NamedFunction):
-            _check_known(choice, known, "tool_choice")
+            check_known(choice.name, known, "tool_choice.name")
         if isinstance(choice, AllowedFunctions):
             for index, named in enumerate(choice.tools):
-                _check_known(named, known, f"tool_choice.tools[{index}]")
+                check_known(named.name, known, f"tool_choice.tools[{index}].name")
             names = [named.name for named in choice.tools]
             return [tool.plain() for tool in tools if tool.name in names], choice.mode
         return (
@@ -277,14 +276,6 @@ class ResponsesRequest(GenerationFields):
         return conversation.messages
 
 
-def _check_known(named: NamedFunction, known: Sequence[str], path: str) -> None:
-    if named.name not in known:
-        listed = ", ".join(shown(name, 100) for name in known[:20]) or "none"
-        raise RequestError(
-            f"{path}.name: expected one of the tools ({listed}), got {shown(named.name, 100)}"
-        )
-
-
 def _refuse_hosted(tool: Any, path: str) -> None:
     type_ = tool.get("type") if isinstance(tool, dict) else "function"
     if isinstance(type_, str) and type_ != "function":
@@ -294,24 +285,19 @@ def _refuse_hosted(tool: Any, path: str) -> None:
         )
 
 
-class ResponsesRoutes:
-    """The routes of responses."""
+class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
+    """Conversations as items."""
 
-    def __init__(self, service: Service) -> None:
-        """Serve what the service does."""
-        self._service = service
+    path = "/v1/responses"
+    summary = "Answer a conversation of items."
+    body_type = ResponsesRequest
+    response_type = ResponseObject
+    id_prefix = "resp_"
 
     def routes(self) -> list[Route]:
         """Return the routes."""
         return [
-            Route(
-                path="/v1/responses",
-                endpoint=self.respond,
-                methods=("POST",),
-                summary="Answer a conversation of items.",
-                request_type=ResponsesRequest,
-                response_type=ResponseObject,
-            ),
+            *super().routes(),
             Route(
                 path="/v1/responses/{response_id:path}",
                 endpoint=self.not_stored,
@@ -333,75 +319,53 @@ class ResponsesRoutes:
             code="not_found",
         )
 
-    async def respond(self, request: Request) -> Response:
-        """Answer a conversation, whole or as it comes."""
-        call, asked = await self._service.read(request, ResponsesRequest)
-        model = self._service.model(asked.model)
-        if asked.background:
+    async def begin(
+        self, asked: Asked[ResponsesRequest]
+    ) -> tuple[AsyncGenerator[RequestOutput, None], ResponseAnswer]:
+        """Return the outputs and the answer; see the base."""
+        engine, body = self._service.engine, asked.body
+        if body.background:
             raise RequestError(f"background: expected false, for {_NOTHING_STORED}")
-        engine, logprobs = self._service.engine, asked.logprobs
-        params = asked.sampling_params(
-            engine.default_sampling_params(),
-            self._service.settings.limits,
-            max_tokens=asked.max_output_tokens,
-            logprobs=logprobs,
-        )
-        response = _response(asked, model, params)
-        outputs = renamed(
-            self._outputs(call, asked, params, engine_id(response.id, asked.request_id)),
-            _NAMES,
-            asked,
-        )
-        if asked.stream:
-            stream = ResponseStream(engine.tokenizer, response, logprobs)
-            return self._service.stream(call, stream.events(outputs), stream.failed)
-
-        async def whole() -> AsyncGenerator[ResponseObject, None]:
-            async with contextlib.aclosing(outputs):
-                async for output in outputs:
-                    yield whole_response(response, output, engine.tokenizer, logprobs)
-
-        return await self._service.answer(request, call, whole())
-
-    def _outputs(
-        self, call: Call, asked: ResponsesRequest, params: SamplingParams, request_id: str
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Return the outputs of a conversation, which begin when they are asked for."""
-        engine, messages = self._service.engine, asked.messages()
-        tools, choice = asked.tools_and_choice()
+        logprobs = body.logprobs
+        params = self._params(body, max_tokens=body.max_output_tokens, logprobs=logprobs)
+        messages = body.messages()
+        tools, choice = body.tools_and_choice()
         self._service.check_prompt(messages, tools, name="input")
-        return engine.chat(
+        outputs = engine.chat(
             messages,
             params,
-            request_id,
+            asked.request_id,
             tools=tools,
             tool_choice=choice,
-            parallel_tool_calls=asked.parallel_tool_calls,
+            parallel_tool_calls=body.parallel_tool_calls,
             chat_template_kwargs=reasoning_variables(
-                engine.tokenizer.chat_template, asked.reasoning.effort, asked.chat_template_kwargs
+                engine.tokenizer.chat_template, body.reasoning.effort, body.chat_template_kwargs
             ),
-            **self._service.extras(call, asked),
+            **self._service.extras(asked.call, body),
         )
+        answer = ResponseAnswer(engine.tokenizer, _response(asked, params), logprobs)
+        return renamed(outputs, _NAMES, body), answer
 
 
-def _response(asked: ResponsesRequest, model: str, params: SamplingParams) -> ResponseObject:
+def _response(asked: Asked[ResponsesRequest], params: SamplingParams) -> ResponseObject:
     """Return the response that has no answer yet."""
-    (text,) = echoed([asked.text])
-    (reasoning,) = echoed([asked.reasoning])
-    choice = asked.tool_choice
+    body = asked.body
+    (text,) = echoed([body.text])
+    (reasoning,) = echoed([body.reasoning])
+    choice = body.tool_choice
     return ResponseObject(
-        id=new_id("resp_", asked.request_id),
+        id=asked.answer_id,
         created_at=int(time.time()),
-        instructions=asked.instructions,
-        max_output_tokens=asked.max_output_tokens,
-        metadata=asked.metadata,
-        model=model,
-        parallel_tool_calls=asked.parallel_tool_calls,
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        metadata=body.metadata,
+        model=asked.model,
+        parallel_tool_calls=body.parallel_tool_calls,
         reasoning={"effort": None, "summary": None, **reasoning},
         temperature=params.temperature,
         text={"format": {"type": "text"}, **text},
         tool_choice=msgspec.to_builtins(choice),
-        tools=echoed(asked.tools or []),
-        top_logprobs=asked.top_logprobs,
+        tools=echoed(body.tools or []),
+        top_logprobs=body.top_logprobs,
         top_p=params.top_p,
     )

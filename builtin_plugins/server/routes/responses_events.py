@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from hardpoint.builtin_plugins.server.errors import AnswerError
-from hardpoint.plugins import CompletionOutput, RequestOutput, Tokenizer
+from hardpoint.plugins import CompletionOutput, Tokenizer
 from hardpoint.plugins.server import ToolCall
 
-from .answers import UsageCount, WhiteSpace, check_ended, new_id, whole_text
+from .answers import UsageCount, new_id, whole_text
 from .chat import TokenLogprob, choice_logprobs
-from .messages_events import split_calls, whole_arguments
+from .items import ItemAnswer, Kind, whole_arguments
 from .responses_input import ReasoningText, Status
 
 _ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
-_LARGE = 1 << 18
-"""Bytes of events after which other requests get a turn."""
 
 
 class OutputText(msgspec.Struct, tag_field="type", tag="output_text", kw_only=True):
@@ -141,35 +137,6 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     validation_error: str | UnsetType = UNSET
 
 
-def whole_response(
-    response: ResponseObject, output: RequestOutput, tokenizer: Tokenizer, logprobs: int | None
-) -> ResponseObject:
-    """Return a response with its answer.
-
-    Args:
-        response: that has none.
-        logprobs: likeliest tokens per position of the text; None is no log-probabilities.
-
-    Raises:
-        AnswerError: the answer ended with an error.
-    """
-    (completion,) = output.outputs
-    check_ended(completion)
-    usage = UsageCount(tokenizer)
-    usage.add(output)
-    items: list[OutputItem] = []
-    calls = [c for c in completion.tool_calls or () if whole_arguments(c.arguments) is not None]
-    if completion.reasoning:
-        items.append(_reasoning(new_id("rs_"), completion.reasoning))
-    if (text := whole_text(completion)) or not (items or calls):
-        positions = text_positions(_positions(completion, logprobs), text, completion.reasoning)
-        items.append(_message(new_id("msg_"), text, positions))
-    items += [_function_call(new_id("fc_"), call) for call in calls]
-    if not _is_complete(completion) and not isinstance(items[-1], OutputFunctionCall):
-        items[-1].status = "incomplete"
-    return _ended(response, completion, items, usage)
-
-
 def _reasoning(item_id: str, text: str, status: Status = "completed") -> OutputReasoning:
     return OutputReasoning(id=item_id, content=[ReasoningText(text=text)], status=status)
 
@@ -195,33 +162,6 @@ def _function_call(
 
 def _is_complete(completion: CompletionOutput) -> bool:
     return completion.finish_reason in ("stop", "tool_calls")
-
-
-def _ended(
-    response: ResponseObject,
-    completion: CompletionOutput,
-    items: list[OutputItem],
-    usage: UsageCount,
-) -> ResponseObject:
-    """Return a response whose last output has come."""
-    is_complete = _is_complete(completion)
-    ended = msgspec.structs.replace(
-        response,
-        completed_at=int(time.time()),
-        status="completed" if is_complete else "incomplete",
-        output=items,
-        usage=_usage(usage),
-    )
-    if not is_complete:
-        reason = completion.finish_reason or ""
-        ended.incomplete_details = IncompleteDetails(
-            "max_output_tokens" if reason == "length" else reason
-        )
-    if completion.warning:
-        ended.warning = completion.warning
-    if completion.validation_error:
-        ended.validation_error = completion.validation_error
-    return ended
 
 
 def _usage(count: UsageCount) -> ResponseUsage:
@@ -270,13 +210,12 @@ def text_positions(
 class _OpenItem:
     """An item that is being streamed, with the constant part of its deltas."""
 
-    def __init__(self, kind: str, item_id: str, index: int) -> None:
-        self.kind, self.id, self.index = kind, item_id, index
+    def __init__(self, kind: Kind, item_id: str, index: int, call: ToolCall | None) -> None:
+        self.kind, self.id, self.index, self.call = kind, item_id, index, call
         self.text: list[str] = []
         self.logprobs: list[bytes] = []
-        self.call: ToolCall | None = None
         self.place: dict[str, Any] = {"item_id": item_id, "output_index": index}
-        if kind != "function_call":
+        if kind != "call":
             self.place["content_index"] = 0
         name = _DELTAS[kind]
         fields = msgspec.json.encode({"type": name, **self.place})
@@ -299,66 +238,65 @@ class _OpenItem:
 
 _DELTAS = {
     "reasoning": "response.reasoning_text.delta",
-    "message": "response.output_text.delta",
-    "function_call": "response.function_call_arguments.delta",
+    "text": "response.output_text.delta",
+    "call": "response.function_call_arguments.delta",
 }
-_PREFIXES = {"reasoning": "rs_", "message": "msg_", "function_call": "fc_"}
+_PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
 
 
-class ResponseStream:
-    """Writes the events of a streamed response; what the deltas of an item share, once."""
+class ResponseAnswer(ItemAnswer):
+    """Writes a response; what the deltas of an item share, once."""
 
     def __init__(
         self, tokenizer: Tokenizer, response: ResponseObject, logprobs: int | None
     ) -> None:
-        """Prepare the events of a response that has no answer yet.
+        """Prepare the answer of a request.
 
         Args:
+            response: that has no answer yet.
             logprobs: likeliest tokens per position of the text; None is no log-probabilities.
         """
+        super().__init__(tokenizer)
         self._response, self._logprobs = response, logprobs
-        self._usage = UsageCount(tokenizer)
-        self._encode = msgspec.json.Encoder().encode
         self._number = 0
-        self._begun = False
         self._items: list[OutputItem] = []
-        self._num_items = 0  # broken calls too, which `_items` does not hold
-        self._open: _OpenItem | None = None
-        self._space = WhiteSpace()
+        self._item: _OpenItem | None = None
         self._positions: list[TokenLogprob] = []
 
-    async def events(
-        self, outputs: AsyncGenerator[RequestOutput, None]
-    ) -> AsyncGenerator[bytes, None]:
-        """Yield the events, those of one output together if they are small.
+    def _whole(self, completion: CompletionOutput) -> ResponseObject:
+        items = self._items
+        calls = [c for c in completion.tool_calls or () if whole_arguments(c.arguments) is not None]
+        if completion.reasoning:
+            items.append(_reasoning(new_id("rs_"), completion.reasoning))
+        if (text := whole_text(completion)) or not (items or calls):
+            positions = _positions(completion, self._logprobs)
+            positions = text_positions(positions, text, completion.reasoning)
+            items.append(_message(new_id("msg_"), text, positions))
+        items += [_function_call(new_id("fc_"), call) for call in calls]
+        if not _is_complete(completion) and not isinstance(items[-1], OutputFunctionCall):
+            items[-1].status = "incomplete"
+        return self._ended(completion)
 
-        Raises:
-            AnswerError: the answer ended with an error.
-        """
-        async with contextlib.aclosing(outputs):
-            async for output in outputs:
-                self._usage.add(output)
-                for completion in output.outputs:
-                    check_ended(completion)
-                written: list[bytes] = []
-                size = 0
-                for event in self._written(output):
-                    written.append(event)
-                    size += len(event)
-                    if size >= _LARGE:
-                        yield b"".join(written)
-                        written, size = [], 0
-                        await asyncio.sleep(0)
-                if written:
-                    yield b"".join(written)
-
-    def _written(self, output: RequestOutput) -> Iterator[bytes]:
-        """Yield the events of an output as they are encoded."""
-        yield from self._begin()
-        for completion in output.outputs:
-            yield from self._parts(completion)
-            if completion.finish_reason is not None:
-                yield from self._end(completion)
+    def _ended(self, completion: CompletionOutput) -> ResponseObject:
+        """Return the response, whose last output has come."""
+        is_complete = _is_complete(completion)
+        ended = msgspec.structs.replace(
+            self._response,
+            completed_at=int(time.time()),
+            status="completed" if is_complete else "incomplete",
+            output=self._items,
+            usage=_usage(self._usage),
+        )
+        if not is_complete:
+            reason = completion.finish_reason or ""
+            ended.incomplete_details = IncompleteDetails(
+                "max_output_tokens" if reason == "length" else reason
+            )
+        if completion.warning:
+            ended.warning = completion.warning
+        if completion.validation_error:
+            ended.validation_error = completion.validation_error
+        return ended
 
     def failed(self, error: AnswerError) -> bytes:
         """Return the last events of a stream that an error ends.
@@ -385,63 +323,47 @@ class ResponseStream:
         self._number += 1
         return b"".join((b"event: ", type_.encode(), b"\ndata: ", self._encode(data), b"\n\n"))
 
-    def _begin(self) -> Iterator[bytes]:
-        if self._begun:
-            return
-        self._begun = True
+    def _first(self) -> Iterator[bytes]:
         for type_ in ("response.created", "response.in_progress"):
             yield self._event(type_, response=self._response)
 
     def _parts(self, completion: CompletionOutput) -> Iterator[bytes]:
-        """Yield the events of what is new: reasoning, text, calls."""
         self._positions += _positions(completion, self._logprobs)
-        opened = None if self._open is None else self._open.call
-        going_on, begun = split_calls(completion.tool_calls, opened)
-        yield from self._called(going_on)
-        if completion.reasoning:
-            yield from self._opened("reasoning")
-            yield self._delta(completion.reasoning)
-        is_open = self._open is not None and self._open.kind == "message"
-        if text := self._space.text_of(completion, is_open=is_open):
-            yield from self._opened("message")
-            yield self._text_delta(text, completion.reasoning)
-        yield from self._called(begun)
-        if completion.reasoning or text or completion.tool_calls:
+        yield from super()._parts(completion)
+        if completion.reasoning or completion.tool_calls:
             self._positions = []
 
     def _delta(self, text: str, logprobs: bytes = b"") -> bytes:
-        assert self._open is not None
-        self._open.text.append(text)
+        assert self._item is not None
+        self._item.text.append(text)
         number = b',"sequence_number":%d,"delta":' % self._number
         self._number += 1
-        return b"".join((self._open.head, logprobs, number, self._encode(text), b"}\n\n"))
+        return b"".join((self._item.head, logprobs, number, self._encode(text), b"}\n\n"))
 
     def _text_delta(self, text: str, before: str | None) -> bytes:
-        assert self._open is not None
+        assert self._item is not None
         if self._logprobs is None:
             return self._delta(text, b',"logprobs":[]')
         positions = self._encode(text_positions(self._positions, text, before))
+        self._positions = []
         if len(positions) > 2:
-            self._open.logprobs.append(positions[1:-1])
+            self._item.logprobs.append(positions[1:-1])
         return self._delta(text, b',"logprobs":' + positions)
 
     def _called(self, calls: Iterable[ToolCall]) -> Iterator[bytes]:
-        """Yield the events of parts of calls."""
         for call in calls:
-            opened = self._open
-            if opened is None or opened.call is None or opened.call.index != call.index:
-                yield from self._opened("function_call", call)
+            if self._call is None or self._call.index != call.index:
+                yield from self._opened("call", call)
             if call.arguments:
                 yield self._delta(call.arguments)
 
-    def _opened(self, kind: str, call: ToolCall | None = None) -> Iterator[bytes]:
-        """Yield the events that begin an item, unless it is open."""
-        if self._open is not None and self._open.kind == kind and call is None:
+    def _opened(self, kind: Kind, call: ToolCall | None = None) -> Iterator[bytes]:
+        if self._open == kind and call is None:
             return
         yield from self._close("completed")
-        opened = self._open = _OpenItem(kind, new_id(_PREFIXES[kind]), self._num_items)
+        opened = _OpenItem(kind, new_id(_PREFIXES[kind]), self._num_items, call)
+        self._open, self._call, self._item = kind, call, opened
         self._num_items += 1
-        opened.call = call
         item = opened.item("in_progress")
         if isinstance(item, OutputFunctionCall):
             yield self._added(opened, item)
@@ -459,10 +381,10 @@ class ResponseStream:
         A broken call, whose arguments are never done, is no part of the output: where its text is
         no call, it is text.
         """
-        opened = self._open
+        opened = self._item
         if opened is None:
             return
-        self._open = None
+        self._open = self._call = self._item = None
         item = opened.item(status)
         name = _DELTAS[opened.kind].removesuffix("delta") + "done"
         if not isinstance(item, OutputFunctionCall):
@@ -481,16 +403,16 @@ class ResponseStream:
 
     def _end(self, completion: CompletionOutput) -> Iterator[bytes]:
         status: Status = "completed" if _is_complete(completion) else "incomplete"
-        if self._open is not None and self._open.call is not None:
+        if self._call is not None:
             yield from self._close("completed")
         has_calls = any(isinstance(item, OutputFunctionCall) for item in self._items)
         rest = self._space.rest(has_calls=has_calls)
         if rest or (self._open is None and not self._items):
-            yield from self._opened("message")  # an answer without a text has an empty one
+            yield from self._opened("text")  # an answer without a text has an empty one
         if rest:
             yield self._text_delta(rest, None)
         yield from self._close(status)
-        ended = _ended(self._response, completion, self._items, self._usage)
+        ended = self._ended(completion)
         yield self._event(f"response.{ended.status}", response=ended)
 
 

@@ -26,20 +26,12 @@ from hardpoint.plugins import (
 from hardpoint.plugins.server import Route
 from hardpoint.typed import Strict
 
-from .answers import (
-    DONE,
-    Usage,
-    UsageCount,
-    check_ended,
-    engine_id,
-    failed_events,
-    new_id,
-    prompt_logprobs,
-)
+from .answers import Usage, check_ended, only, prompt_logprobs
 from .chat import ChoiceLogprobs, Effort, Message, choice_logprobs, ended, plain_tools
+from .chunks import ChunkAnswer
+from .dialects import Asked, Dialect
 from .fields import Renaming, SamplingFields, StreamOptions, reasoning_variables, renamed
 from .models import json_response
-from .progress import with_progress
 
 T = TypeVar("T")
 
@@ -195,6 +187,101 @@ class Detokenized(msgspec.Struct):
     prompt: str
 
 
+class GenerateDialect(Dialect[GenerateRequest, RequestOutput]):
+    """Tokens to continue with tokens."""
+
+    path = "/inference/v1/generate"
+    summary = "Continue tokens with tokens."
+    body_type = GenerateRequest
+    response_type = Generated
+    id_prefix = ""
+
+    async def begin(
+        self, asked: Asked[GenerateRequest]
+    ) -> tuple[AsyncGenerator[RequestOutput, None], GeneratedAnswer]:
+        """Return the outputs and the answer; see the base."""
+        body = asked.body
+        params = self._params_of(body)
+        extras = self._service.extras(asked.call, body)
+        generate = self._service.engine.generate
+        outputs = generate(body.token_ids, params, asked.request_id, **extras)
+        outputs = renamed(renamed(outputs, (), body.sampling_params), _NAMES)
+        return outputs, GeneratedAnswer(self._service, asked)
+
+    def _params_of(self, asked: GenerateRequest) -> SamplingParams:
+        given = asked.sampling_params
+        if asked.stream_options is not None and not asked.stream:
+            raise RequestError("stream_options: expected stream to be true with it")
+        fields: dict[str, Any] = {"logprobs": given.logprobs}
+        if given.max_tokens is not None:
+            fields["max_tokens"] = given.max_tokens
+        kind = RequestOutputKind.DELTA if asked.stream else RequestOutputKind.FINAL_ONLY
+        try:
+            given.check_place()
+            params = self._params(given, output_kind=kind, **fields)
+            # Stop strings and checks of the answer need its text.
+            needs_text = bool(params.stop or params.bad_words) or params.structured is not None
+            return msgspec.structs.replace(params, detokenize=needs_text).checked()
+        except RequestError as error:
+            raise RequestError(f"sampling_params.{error}") from None
+
+
+class GeneratedAnswer(ChunkAnswer[RequestOutput]):
+    """Writes the answer to tokens."""
+
+    def __init__(self, service: Service, asked: Asked[GenerateRequest]) -> None:
+        """Prepare the answer of a request."""
+        options = asked.body.stream_options
+        ids = [asked.request_id] if options is not None and options.include_progress else []
+        super().__init__(service, {"request_id": asked.answer_id}, options, ids)
+        self._id, self._count = asked.answer_id, asked.body.sampling_params.logprobs
+        self._begun = False
+
+    async def whole(self, outputs: AsyncGenerator[RequestOutput, None]) -> Generated:
+        """Return the whole answer; see the base."""
+        output = await only(outputs)
+        self._usage.add(output)
+        await self._measure()
+        return Generated(
+            request_id=self._id,
+            choices=list(map(self._choice, output.outputs)),
+            usage=self._usage.usage(),
+            prompt_logprobs=prompt_logprobs(output),
+            kv_transfer_params=output.kv_transfer_params,
+        )
+
+    def _chunks(self, output: RequestOutput) -> bytes:
+        """Return the event of an output: its completions, and at first what belongs to the prompt.
+
+        Raises:
+            AnswerError: a completion ended with an error.
+        """
+        self._usage.add(output)
+        choices = b",".join(self._encode(self._choice(choice)) for choice in output.outputs)
+        parts = [self._head, choices, b"]"]
+        if not self._begun and output.prompt_logprobs is not None:
+            parts += (b',"prompt_logprobs":', self._encode(prompt_logprobs(output)))
+        self._begun = True
+        if output.kv_transfer_params is not None:
+            parts += (b',"kv_transfer_params":', self._encode(output.kv_transfer_params))
+        return b"".join([*parts, self._usage_so_far(), b"}\n\n"])
+
+    def _choice(self, completion: CompletionOutput) -> GeneratedChoice:
+        check_ended(completion)
+        if completion.logprobs is not None:
+            completion.logprobs = [
+                {token: Logprob(other.logprob, other.rank, None) for token, other in place.items()}
+                for place in completion.logprobs
+            ]
+        return GeneratedChoice(
+            index=completion.index,
+            token_ids=completion.token_ids,
+            logprobs=choice_logprobs(completion, self._count or 0),
+            finish_reason=completion.finish_reason,
+            **ended(completion),
+        )
+
+
 class TokenRoutes:
     """The routes of tokens, and those that need a model which this version cannot run."""
 
@@ -205,14 +292,7 @@ class TokenRoutes:
     def routes(self) -> list[Route]:
         """Return the routes."""
         return [
-            Route(
-                path="/inference/v1/generate",
-                endpoint=self.generate,
-                methods=("POST",),
-                summary="Continue tokens with tokens.",
-                request_type=GenerateRequest,
-                response_type=Generated,
-            ),
+            *GenerateDialect(self._service).routes(),
             Route(
                 path="/tokenize",
                 endpoint=self.tokenize,
@@ -236,45 +316,6 @@ class TokenRoutes:
                 summary="Not supported: there are no pooling models.",
             ),
         ]
-
-    async def generate(self, request: Request) -> Response:
-        """Continue tokens, whole or as they come."""
-        call, asked = await self._service.read(request, GenerateRequest)
-        self._service.model(asked.model)
-        answer_id = new_id("", asked.request_id)
-        params = self._params(asked)
-        extras = self._service.extras(call, asked)
-        engine = self._service.engine
-        request_id = engine_id(answer_id, asked.request_id)
-        outputs = engine.generate(asked.token_ids, params, request_id, **extras)
-        outputs = renamed(renamed(outputs, (), asked.sampling_params), _NAMES)
-        answer = GeneratedAnswer(self._service, asked, answer_id)
-        if not asked.stream:
-            return await self._service.answer(request, call, answer.whole(outputs))
-        events = answer.events(outputs)
-        if asked.stream_options is not None and asked.stream_options.include_progress:
-            events = with_progress(engine, [request_id], events, answer.head)
-        return self._service.stream(call, events, failed_events)
-
-    def _params(self, asked: GenerateRequest) -> SamplingParams:
-        given = asked.sampling_params
-        if asked.stream_options is not None and not asked.stream:
-            raise RequestError("stream_options: expected stream to be true with it")
-        fields: dict[str, Any] = {"logprobs": given.logprobs}
-        if given.max_tokens is not None:
-            fields["max_tokens"] = given.max_tokens
-        kind = RequestOutputKind.DELTA if asked.stream else RequestOutputKind.FINAL_ONLY
-        defaults = self._service.engine.default_sampling_params()
-        try:
-            given.check_place()
-            params = given.sampling_params(
-                defaults, self._service.settings.limits, output_kind=kind, **fields
-            )
-            # Stop strings and checks of the answer need its text.
-            needs_text = bool(params.stop or params.bad_words) or params.structured is not None
-            return msgspec.structs.replace(params, detokenize=needs_text).checked()
-        except RequestError as error:
-            raise RequestError(f"sampling_params.{error}") from None
 
     async def tokenize(self, request: Request) -> Response:
         """Return the tokens of a text or a conversation."""
@@ -347,84 +388,4 @@ class TokenRoutes:
             404,
             "path: this version of Hardpoint has no pooling models, so there are no embeddings",
             code="not_supported",
-        )
-
-
-class GeneratedAnswer:
-    """Writes the answer to tokens, whole or as a stream.
-
-    Attributes:
-        head: the beginning of each chunk, up to its list of choices.
-    """
-
-    def __init__(self, service: Service, asked: GenerateRequest, answer_id: str) -> None:
-        """Prepare the answer of a request."""
-        self._service, self._asked, self._id = service, asked, answer_id
-        self._count = asked.sampling_params.logprobs
-        self._encode = msgspec.json.Encoder().encode
-        self.head = b'data: {"request_id":' + self._encode(answer_id) + b',"choices":['
-        self._usage = UsageCount(service.engine.tokenizer)
-        self._begun = False
-
-    async def whole(
-        self, outputs: AsyncGenerator[RequestOutput, None]
-    ) -> AsyncGenerator[Generated, None]:
-        """Yield the whole answer, once."""
-        async with contextlib.aclosing(outputs):
-            async for output in outputs:
-                self._usage.add(output)
-                await self._usage.measure(self._service.engine.tokenise)
-                yield Generated(
-                    request_id=self._id,
-                    choices=list(map(self._choice, output.outputs)),
-                    usage=self._usage.usage(),
-                    prompt_logprobs=prompt_logprobs(output),
-                    kv_transfer_params=output.kv_transfer_params,
-                )
-
-    async def events(
-        self, outputs: AsyncGenerator[RequestOutput, None]
-    ) -> AsyncGenerator[bytes, None]:
-        """Yield the events, those of one output together."""
-        options = self._asked.stream_options
-        async with contextlib.aclosing(outputs):
-            async for output in outputs:
-                self._usage.add(output)
-                yield self._chunk(output)
-        if options is not None and options.include_usage:
-            await self._usage.measure(self._service.engine.tokenise)
-            yield self.head + b'],"usage":' + self._encode(self._usage.usage()) + b"}\n\n"
-        yield DONE
-
-    def _chunk(self, output: RequestOutput) -> bytes:
-        """Return the event of an output: its completions, and at first what belongs to the prompt.
-
-        Raises:
-            AnswerError: a completion ended with an error.
-        """
-        options = self._asked.stream_options
-        choices = b",".join(self._encode(self._choice(choice)) for choice in output.outputs)
-        parts = [self.head, choices, b"]"]
-        if not self._begun and output.prompt_logprobs is not None:
-            parts += (b',"prompt_logprobs":', self._encode(prompt_logprobs(output)))
-        self._begun = True
-        if output.kv_transfer_params is not None:
-            parts += (b',"kv_transfer_params":', self._encode(output.kv_transfer_params))
-        if options is not None and options.continuous_usage_stats:
-            parts += (b',"usage":', self._encode(self._usage.usage(whole=False)))
-        return b"".join([*parts, b"}\n\n"])
-
-    def _choice(self, completion: CompletionOutput) -> GeneratedChoice:
-        check_ended(completion)
-        if completion.logprobs is not None:
-            completion.logprobs = [
-                {token: Logprob(other.logprob, other.rank, None) for token, other in place.items()}
-                for place in completion.logprobs
-            ]
-        return GeneratedChoice(
-            index=completion.index,
-            token_ids=completion.token_ids,
-            logprobs=choice_logprobs(completion, self._count or 0),
-            finish_reason=completion.finish_reason,
-            **ended(completion),
         )

@@ -15,7 +15,7 @@ from support.delta_engine import DeltaEngine, answering, call, typed_events
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 
-from hardpoint.builtin_plugins.server.routes import responses_events, responses_input
+from hardpoint.builtin_plugins.server.routes import items, responses_events, responses_input
 from hardpoint.builtin_plugins.server.routes.chat import TokenLogprob
 from hardpoint.builtin_plugins.server.routes.responses import FunctionTool, ResponsesRequest
 from hardpoint.errors import EngineDeadError, OverloadedError
@@ -332,7 +332,7 @@ def test_the_rest_of_a_call_comes_before_the_text_after_it(server):
 
 
 def test_large_events_at_the_end_leave_other_requests_their_turn(monkeypatch):
-    monkeypatch.setattr(responses_events, "_LARGE", 1000)
+    monkeypatch.setattr(items, "_LARGE", 1000)
     words = [f"word{i} " for i in range(100)]
     engine = DeltaEngine(
         deltas=(
@@ -372,7 +372,7 @@ def test_large_events_at_the_end_leave_other_requests_their_turn(monkeypatch):
             tools=[],
             top_p=1.0,
         )
-        stream = responses_events.ResponseStream(engine.tokenizer, response, 1)
+        stream = responses_events.ResponseAnswer(engine.tokenizer, response, 1)
         params = engine.default_sampling_params()
         params = msgspec.structs.replace(params, logprobs=1, output_kind=RequestOutputKind.DELTA)
         async for written in stream.events(engine.generate("Hi", params)):

@@ -1,0 +1,100 @@
+"""Answers in chunks with a list of choices: what OpenAI's older routes and vLLM's stream."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from hardpoint.builtin_plugins.server.service import Service
+
+from .answers import DONE, UsageCount
+from .dialects import Answer, Asked
+from .fields import StreamOptions
+from .progress import with_progress
+
+OutputT = TypeVar("OutputT")
+
+
+def identity_of(asked: Asked[Any], kind: str) -> dict[str, Any]:
+    """Return the first fields of an answer in OpenAI's shape, or of its chunks.
+
+    Args:
+        kind: the field `object`.
+    """
+    return {
+        "id": asked.answer_id,
+        "object": kind,
+        "created": int(time.time()),
+        "model": asked.model,
+    }
+
+
+class ChunkAnswer(Answer[OutputT]):
+    """Writes choices; what all chunks of a stream share is encoded once."""
+
+    def __init__(
+        self,
+        service: Service,
+        head: dict[str, Any],
+        options: StreamOptions | None,
+        request_ids: Sequence[str] = (),
+    ) -> None:
+        """Prepare the answer of a request.
+
+        Args:
+            head: the first fields of each chunk.
+            options: of the stream.
+            request_ids: in the engine, of the prompts whose progress is shown.
+        """
+        self._service, self._request_ids = service, request_ids
+        self._options = options or StreamOptions()
+        self._encode = msgspec.json.Encoder().encode
+        self._head = b"data: " + self._encode(head)[:-1] + b',"choices":['
+        self._usage = UsageCount(service.engine.tokenizer)
+        self._transfer: dict[str, Any] | None = None
+
+    def events(self, outputs: AsyncGenerator[OutputT, None]) -> AsyncGenerator[bytes, None]:
+        """Yield the events; see the base."""
+        events = self._events(outputs)
+        if not self._request_ids:
+            return events
+        return with_progress(self._service.engine, self._request_ids, events, self._head)
+
+    async def _events(self, outputs: AsyncGenerator[OutputT, None]) -> AsyncGenerator[bytes, None]:
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                if chunks := self._chunks(output):
+                    yield chunks
+        if self._transfer is not None:
+            yield self._last("kv_transfer_params", self._transfer)
+        if self._options.include_usage:
+            await self._measure()
+            yield self._last("usage", self._usage.usage())
+        yield DONE
+
+    @abstractmethod
+    def _chunks(self, output: OutputT) -> bytes:
+        """Count an output, and return its chunks.
+
+        Raises:
+            AnswerError: a completion ended with an error.
+        """
+
+    async def _measure(self) -> None:
+        """Count the tokens of the reasoning, before the usage of the whole answer."""
+        await self._usage.measure(self._service.engine.tokenise)
+
+    def _usage_so_far(self) -> bytes:
+        """Return the usage in a chunk, after a comma; empty where it was not asked for."""
+        if not self._options.continuous_usage_stats:
+            return b""
+        return b',"usage":' + self._encode(self._usage.usage(whole=False))
+
+    def _last(self, name: str, value: Any) -> bytes:
+        """Return a chunk without choices that has one field more."""
+        return self._head + b'],"' + name.encode() + b'":' + self._encode(value) + b"}\n\n"

@@ -1,0 +1,129 @@
+"""The walk that every route which generates has in common; what differs is its dialect."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from hardpoint.builtin_plugins.server.errors import AnswerError, ErrorBody
+from hardpoint.builtin_plugins.server.service import Service
+from hardpoint.builtin_plugins.server.streaming import COMMENT
+from hardpoint.plugins import SamplingParams
+from hardpoint.plugins.server import Call, Route
+
+from .answers import DONE, engine_id, new_id
+from .fields import GenerationFields
+
+BodyT = TypeVar("BodyT", bound=msgspec.Struct)
+OutputT = TypeVar("OutputT")
+
+
+@dataclass(frozen=True)
+class Asked(Generic[BodyT]):
+    """A request that was read.
+
+    Attributes:
+        call: who asks.
+        body: of the request.
+        model: name of the model for the answer.
+        answer_id: that clients see.
+        request_id: in the engine.
+    """
+
+    call: Call
+    body: BodyT
+    model: str
+    answer_id: str
+    request_id: str
+
+
+class Answer(ABC, Generic[OutputT]):
+    """Writes the answer to a request, whole or as a stream."""
+
+    heartbeat: ClassVar[bytes] = COMMENT
+    """What says that the stream lives."""
+
+    @abstractmethod
+    async def whole(self, outputs: AsyncGenerator[OutputT, None]) -> Any:
+        """Return the body of the answer.
+
+        Raises:
+            AnswerError: the answer ended with an error.
+        """
+
+    @abstractmethod
+    def events(self, outputs: AsyncGenerator[OutputT, None]) -> AsyncGenerator[bytes, None]:
+        """Yield the events, those of one output together.
+
+        Raises:
+            AnswerError: the answer ended with an error.
+        """
+
+    def failed(self, error: AnswerError) -> bytes:
+        """Return the last events of a stream that an error ends."""
+        return b"data: " + msgspec.json.encode(ErrorBody(error.detail)) + b"\n\n" + DONE
+
+
+class Dialect(ABC, Generic[BodyT, OutputT]):
+    """A route that generates: its body, what it asks of the engine, and how it answers."""
+
+    path: ClassVar[str]
+    summary: ClassVar[str]
+    response_type: ClassVar[type]
+    id_prefix: ClassVar[str]
+    body_type: type[BodyT]
+
+    def __init__(self, service: Service) -> None:
+        """Serve what the service does."""
+        self._service = service
+
+    def routes(self) -> list[Route]:
+        """Return the routes."""
+        return [
+            Route(
+                path=self.path,
+                endpoint=self.respond,
+                methods=("POST",),
+                summary=self.summary,
+                request_type=self.body_type,
+                response_type=self.response_type,
+            )
+        ]
+
+    async def respond(self, request: Request) -> Response:
+        """Answer a request, whole or as the answer comes."""
+        body: Any  # bodies have a model, a stream and a request_id
+        call, body = await self._service.read(request, self.body_type)
+        model = self._service.model(body.model)
+        answer_id = new_id(self.id_prefix, body.request_id)
+        asked = Asked(call, body, model, answer_id, engine_id(answer_id, body.request_id))
+        outputs, answer = await self.begin(asked)
+        if not body.stream:
+            return await self._service.answer(request, call, lambda: answer.whole(outputs))
+        events = answer.events(outputs)
+        return self._service.stream(call, events, answer.failed, answer.heartbeat)
+
+    def _params(self, body: GenerationFields, **fields: Any) -> SamplingParams:
+        """Return the parameters of a body, with fields that have other names there.
+
+        Raises:
+            RequestError: a field is wrong, or more than the server allows.
+        """
+        defaults = self._service.engine.default_sampling_params()
+        return body.sampling_params(defaults, self._service.settings.limits, **fields)
+
+    @abstractmethod
+    async def begin(
+        self, asked: Asked[BodyT]
+    ) -> tuple[AsyncGenerator[OutputT, None], Answer[OutputT]]:
+        """Return the outputs of a request, which begin when they are asked for, and its answer.
+
+        Raises:
+            AnswerError, RequestError: the request is wrong.
+        """

@@ -6,6 +6,7 @@ import ast
 import builtins
 import importlib
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from support.processes import ROOT, run
 from support.source_tree import FOLDERS, classes, defined_names, functions, modules, tree
 
 from hardpoint.plugins import EngineConfig, LogitsProcessor, OutputParserContext, ParserRequest
+from hardpoint.plugins.kinds import KINDS
 from hardpoint.plugins.output_parser import (
     ContentText,
     ReasoningText,
@@ -26,6 +28,7 @@ from hardpoint.testing.text.output_parser_suite import ByteTokenizer
 
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"^# file: (\S+)\n")
+COPY = re.compile(r"^cp (examples/\S+) \.$", re.MULTILINE)
 DOCS = ROOT / "docs"
 GENERATED = DOCS / "reference"
 PAGES = [
@@ -44,9 +47,15 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("page", PAGES, ids=label)
 def test_examples_run(page, tmp_path):
-    """Blocks that begin with `# file: NAME` become files; the other Python ones run in order."""
+    """Blocks that begin with `# file: NAME` become files; the other Python ones run in order.
+
+    Examples that a shell block copies are copied first.
+    """
     script = []
     for language, text in blocks(page):
+        if language == "bash":
+            for example in COPY.findall(text):
+                shutil.copy(ROOT / example, tmp_path)
         if found := FILE.match(text):
             (tmp_path / found[1]).write_text(text)
         elif language == "python":
@@ -61,6 +70,39 @@ def test_examples_run(page, tmp_path):
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
         assert (page.parent / target).exists(), f"{label(page)} links to {target}"
+
+
+LINK = re.compile(r"\]\(([^)#:]*)(?:#([^):]+))?\)")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=label)
+def test_links_to_sections_lead_somewhere(page):
+    for target, section in LINK.findall(BLOCK.sub("", page.read_text())):
+        if section and not target.startswith("http"):
+            assert section in sections(page.parent / target if target else page), (target, section)
+
+
+def sections(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", BLOCK.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_page_can_be_reached_from_the_readme():
+    reached, waiting = set(), [ROOT / "README.md"]
+    while waiting:
+        page = waiting.pop()
+        if page in reached or page.suffix != ".md":
+            continue
+        reached.add(page)
+        targets = [target for target, _ in LINK.findall(page.read_text()) if target]
+        waiting += [(page.parent / target).resolve() for target in targets]
+    assert sorted(map(label, {*PAGES, *GENERATED.glob("*.md")} - reached)) == []
+
+
+def test_the_index_has_a_page_for_every_kind_of_plugin():
+    rows = re.findall(r"^\| (`.+?) \| \[", (DOCS / "README.md").read_text(), re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", " ".join(rows))) == KINDS.keys()
 
 
 def test_the_readmes_plugin_is_short():
@@ -142,14 +184,14 @@ def public_classes() -> set[str]:
     return {name for package in packages for name in importlib.import_module(package).__all__}
 
 
-def test_each_term_of_the_glossary_lives_in_a_module_or_a_public_class():
+def test_each_term_of_the_glossary_lives_in_a_module_or_a_class():
     text = (DOCS / "glossary.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| `([^`|]+)` \|$", text, re.MULTILINE)
     assert len(rows) >= 60
     assert len(rows) == text.count("\n| ") - 1  # all but the head
     assert [term for term, _, _ in rows] == sorted((term for term, _, _ in rows), key=str.lower)
     files = {str(path.relative_to(ROOT)) for path in modules().values()}
-    places = files | public_classes()
+    places = files | public_classes() | classes().keys()
     assert [(term, place) for term, _, place in rows if place not in places] == []
     assert [term for term, meaning, _ in rows if meaning.count(". ") > 1] == []
 
@@ -212,6 +254,27 @@ def test_names_in_guides_exist(page):
         if f"class {name}" not in text
     ]
     assert unknown == []
+
+
+READ = re.compile(r"^Read: (.*?)\n\n", re.MULTILINE | re.DOTALL)
+
+
+def test_the_walk_of_the_engine_is_short_to_read():
+    """All classes and methods that the page recommends have less than 3,000 lines together."""
+    lists = READ.findall((DOCS / "engine.md").read_text(encoding="utf-8"))
+    names = re.findall(r"`([\w.]+)`", " ".join(lists))
+    assert len(lists) == 8
+    assert len(names) == len(set(names))
+    lengths = {name: length(*name.split(".")) for name in names}
+    assert sum(lengths.values()) < 3000, lengths
+
+
+def length(class_name: str, method: str | None = None) -> int:
+    """Return the lines of a class, or of one of its methods."""
+    node: ast.AST = class_node(class_name)
+    if method is not None:
+        (node,) = (n for n in ast.walk(node) if getattr(n, "name", None) == method)
+    return node.end_lineno - node.lineno + 1
 
 
 EXAMPLES = {"EngineCore_DP3", "LlamaForCausalLM", "MyProcessor"}

@@ -112,7 +112,7 @@ class ChatCompletionRequest(SamplingFields):
     ignored: ClassVar[Mapping[str, str]] = {
         **IGNORED,
         "prompt_cache_options": "cached prompts are found by their content",
-        "prediction": "drafts come from the engine's own speculator",
+        "prediction": "there is no speculative decoding",
         "store": "nothing is stored",
         "verbosity": "ask for it in the messages",
     }

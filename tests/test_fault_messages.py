@@ -13,6 +13,7 @@ import tomllib
 import pytest
 from support.faults.driving import cases, outcome, read_entry_points_once, write_models
 from support.faults.record import EXECUTORS, FILE
+from support.faults.server import KIND, outcomes
 
 from hardpoint.plugins.kinds import KINDS
 
@@ -36,7 +37,7 @@ def environment(monkeypatch):
 
 
 def test_every_kind_is_recorded():
-    assert set(RECORDED) == set(KINDS)
+    assert set(RECORDED) == {*KINDS, KIND}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -46,3 +47,10 @@ def test_faults_have_the_recorded_consequences(kind, models, environment):
         _, method, fault = case.key
         found.setdefault(method, {})[fault] = outcome(case, models)
     assert found == RECORDED[kind]
+
+
+def test_faults_of_server_extensions_have_the_recorded_consequences():
+    found = {}
+    for (_, part, fault), outcome_of_it in outcomes():
+        found.setdefault(part, {})[fault] = outcome_of_it
+    assert found == RECORDED[KIND]

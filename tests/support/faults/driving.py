@@ -27,6 +27,8 @@ from support.faults.kinds import SETUPS, Request, Setup
 SECONDS, STEPS = 0.5, 500
 """After both of which a case is given up, which is a consequence, too."""
 DEAD = ("EngineDeadError", "EngineFaultError")
+LATER = " later"
+"""Ends the names of faults that begin when the engine has started."""
 REFUSING = {
     "add_request",
     "prepare",
@@ -73,7 +75,7 @@ class Case(NamedTuple):
         """Where the case is in the file."""
         method = self.methods[0] if len(self.methods) == 1 else "*"
         variant = f" ({self.setup.variant})" if self.setup.variant else ""
-        return self.setup.kind, f"{self.form}.{method}", self.fault + variant
+        return self.setup.kind, f"{self.form}.{method}", f"{self.fault}{variant}"
 
 
 def cases(kind: str) -> Iterator[Case]:
@@ -106,6 +108,9 @@ def faults_of(setup: Setup, method: str) -> Iterator[tuple[str, Callable[..., An
         yield "returns None", lambda self, *_, **__: None
         yield "returns text", returns_text
     yield from setup.more.get(method, {}).items()
+    if method in setup.late:
+        yield f"raises{LATER}", raises
+        yield f"returns None{LATER}", lambda self, *_, **__: None
 
 
 def returns_text(self: Any, *_: Any, **__: Any) -> Any:
@@ -134,6 +139,8 @@ def in_place_of(base: type, name: str, case: Case) -> Any:
     """Return the function as what it is in the class: a method, a class method or a property."""
     present = next((vars(cls)[name] for cls in base.__mro__ if name in vars(cls)), None)
     function = case.function or and_returns_text(present)
+    if case.fault.endswith(LATER):
+        function = only_later(present, function)
     if isinstance(present, classmethod):
         return classmethod(function)
     if present is not None and not callable(present):
@@ -143,6 +150,15 @@ def in_place_of(base: type, name: str, case: Case) -> Any:
         namespace = {"function": function}
         exec(f"def {name}({', '.join(arguments)}): return function(self)", namespace)
         return hookimpl(namespace[name])
+    return function
+
+
+def only_later(method: Any, misbehave: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that misbehaves once the engine has started."""
+
+    def function(self: Any, *args: Any, **given: Any) -> Any:
+        return (misbehave if plugins.started else method)(self, *args, **given)
+
     return function
 
 
@@ -177,7 +193,7 @@ def outcome(case: Case, folder: Path) -> Outcome:
         case: to run.
         folder: of the models.
     """
-    plugins.Broken = broken(case)
+    plugins.Broken, plugins.started = broken(case), False
     case.setup.before()
     log = logging.getLogger("hardpoint")
     handler = Warnings()
@@ -236,6 +252,8 @@ def use_llm(llm: LLM, setup: Setup, found: Outcome) -> None:
 
 
 def use_engine(engine: LLMEngine, setup: Setup, found: Outcome) -> None:
+    """Run requests and make control calls."""
+    plugins.started = True
     run_requests(engine, setup.requests, found)
     if setup.again and "engine" not in found:
         if setup.kind != "eviction_policies":

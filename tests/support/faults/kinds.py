@@ -48,6 +48,7 @@ class Setup:
         model: "scripted" or "llama".
         tick: seconds by which each reading advances the clock.
         before: is called before each case.
+        late: methods that misbehave from the end of the start on, too.
         messages: of a chat, instead of requests.
         variant: of the configuration, in the name of the misbehaviour.
     """
@@ -64,6 +65,7 @@ class Setup:
     model: str = "scripted"
     tick: float = 1e-6
     before: Callable[[], Any] = lambda: None
+    late: Sequence[str] = ()
     messages: Sequence[Mapping[str, str]] = ()
     variant: str = ""
 
@@ -74,6 +76,21 @@ def utility(name: str, *args: Any) -> Action:
 
 
 ENABLED = {"plugins": {"enable": [USE]}}
+
+
+def another(engine: LLMEngine) -> None:
+    """Run one more request."""
+    engine.add_request(*request("another", [9] * 24))
+    for _ in range(100):
+        if not engine.has_unfinished_requests():
+            return
+        for output in engine.step():
+            if output.outputs[0].error is not None:
+                raise RuntimeError(output.outputs[0].error)
+    raise TimeoutError("the request does not end")
+
+
+ASLEEP = {"sleep": utility("sleep", 2), "wake_up": utility("wake_up"), "another": another}
 RESET = {"reset_prefix_cache": utility("reset_prefix_cache")}
 
 VOID = {"start_row", "advance_rows", "update_state"}
@@ -262,6 +279,42 @@ CONNECTORS = [
         tick=0.05,
         before=lambda: use(Script()),
     ),
+    Setup(
+        "kv_connectors",
+        plugins.Connector,
+        ["Worker.register_kv_caches", "Worker.handshake", "Scheduler.set_handshakes"],
+        void=["Worker.register_kv_caches", "Worker.handshake", "Scheduler.set_handshakes"],
+        late=["Worker.register_kv_caches", "Worker.handshake", "Scheduler.set_handshakes"],
+        config={"kv_connector": {"use": USE}, **SMALL},
+        actions=ASLEEP,
+        tick=0.05,
+        variant="and sleep",
+        before=lambda: use(Script()),
+    ),
+    Setup(
+        "kv_connectors",
+        plugins.Connector,
+        ["Worker.release_kv_caches", "Worker.register_kv_caches"],
+        void=["Worker.release_kv_caches", "Worker.register_kv_caches"],
+        late=["Worker.register_kv_caches"],
+        config={"kv_connector": {"use": USE}, **SMALL},
+        actions={**ASLEEP, "sleep": utility("sleep", 1)},
+        tick=0.05,
+        variant="and light sleep",
+        before=lambda: use(Script()),
+    ),
+    Setup(
+        "kv_connectors",
+        plugins.Connector,
+        ["Worker.wait_for_layer_load"],
+        void=["Worker.wait_for_layer_load"],
+        config={"kv_connector": {"use": USE}, **SMALL},
+        requests=LONG[:1],
+        again=LONG[:1],
+        tick=0.05,
+        variant="in the step",
+        before=lambda: use(Script(asynchronous=False)),
+    ),
 ]
 STORES = [
     Setup(
@@ -292,7 +345,15 @@ EXECUTORS = [
         void=["initialize_cache", "on_failure", "close"],
         config={"executor": {"use": USE}},
         actions={"plugin_meters": utility("plugin_meters")},
-    )
+    ),
+    Setup(
+        "executors",
+        plugins.InProcess,
+        ["collective_rpc"],
+        config={"executor": {"use": USE}},
+        actions=ASLEEP,
+        variant="and sleep",
+    ),
 ]
 COMMUNICATORS = [
     Setup(
@@ -304,6 +365,7 @@ COMMUNICATORS = [
             "executor": {"use": "acme_executors:ThreadExecutor"},
             "parallel": {"tensor": 2, "communicator": USE},
         },
+        late=["all_reduce", "all_gather"],
     )
 ]
 MODELS = [
@@ -323,6 +385,7 @@ MODELS = [
             "close",
         ],
         void=["load_weights", "routed_experts", "packed_weights", "close"],
+        late=["forward", "compute_logits"],
     )
 ]
 LOADERS = [
@@ -332,6 +395,16 @@ LOADERS = [
         ["__init__", "architecture", "config", "weights", "formats", "fingerprint", "close"],
         void=["architecture", "fingerprint", "close"],
         config={"plugins": {"enable": [USE]}, "load": {"use": NAME}},
+        model="llama",
+    ),
+    Setup(
+        "loaders",
+        plugins.Loader,
+        ["config", "weights"],
+        late=["config", "weights"],
+        config={"plugins": {"enable": [USE]}, "load": {"use": NAME}},
+        actions=ASLEEP,
+        variant="and sleep",
         model="llama",
     ),
     Setup(
@@ -388,6 +461,7 @@ OPS = [
         plugins.Operations,
         ["pack", "linear", "gather_rows", "rms_norm", "add_rms_norm", "rotate", "silu_and_mul"],
         void=["rotate"],
+        late=["gather_rows", "add_rms_norm"],
         config={"ops": {"use": USE}},
         model="llama",
     ),

@@ -45,6 +45,8 @@ NAME = "broken"
 USE = f"{__name__}:Broken"
 Broken: type
 """The class that the configuration names; each case sets it anew."""
+started = False
+"""Whether the engine of the case has started."""
 
 
 class Dense(LogitsProcessor):

@@ -1,12 +1,15 @@
 """Plugins that were built for an earlier version of a stable contract run unchanged.
 
 A wheel in tests/compatibility is built once, when its contract is published, and never again: an
-engine that accepts that version of the contract has to run it.
+engine that accepts that version of the contract has to run it. Those of the example packages are
+what the examples were when the wheels were built.
 """
 
 from __future__ import annotations
 
+import configparser
 import json
+import re
 import sys
 import zipfile
 
@@ -15,7 +18,11 @@ from support.processes import ROOT, run
 
 from hardpoint.plugins.kinds import KINDS, Stability
 
-WHEELS = sorted((ROOT / "tests" / "compatibility").glob("*/*.whl"))
+FOLDER = ROOT / "tests" / "compatibility"
+WHEELS = sorted(FOLDER.glob("*/*.whl"))
+STABLE = [wheel for wheel in WHEELS if wheel.name.startswith("written_for_contract_")]
+"""Of the stable kinds alone."""
+PROGRAMS = sorted((FOLDER / "programs").glob("*.py"))
 
 PROGRAM = """
 import json, sys
@@ -71,13 +78,28 @@ print(json.dumps({
 """
 
 
-@pytest.fixture(params=WHEELS, ids=lambda wheel: wheel.parent.name)
+def install(folder, wheels):
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(folder)
+    return folder
+
+
+def entry_points(wheel):
+    """Return (group, name) of each entry point of a wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith("entry_points.txt")]
+        text = archive.read(name).decode()
+    parser = configparser.ConfigParser()
+    parser.optionxform = str
+    parser.read_string(text)
+    return [(group, name) for group in parser.sections() for name in parser[group]]
+
+
+@pytest.fixture(params=STABLE, ids=lambda wheel: wheel.parent.name)
 def site(request, tmp_path):
     """A folder in which a frozen wheel is installed."""
-    folder = tmp_path / "site"
-    with zipfile.ZipFile(request.param) as wheel:
-        wheel.extractall(folder)
-    return folder
+    return install(tmp_path / "site", [request.param])
 
 
 @pytest.mark.parametrize("in_process", [True, False])
@@ -95,12 +117,32 @@ def test_a_frozen_wheel_runs(site, scripted, tmp_path, in_process):
     assert json.loads(sink.read_text().splitlines()[-1])["tokens"] == 3 * 6 * 20
 
 
-def test_every_stable_kind_has_a_frozen_plugin():
-    points = ""
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
+def test_frozen_wheels_of_every_kind_run_together(program, tmp_path):
+    site = install(tmp_path / "site", sorted(set(WHEELS) - set(STABLE)))
+    (tmp_path / "work").mkdir()
+    run(sys.executable, "-c", program.read_text(), "work", path=site, cwd=tmp_path)
+
+
+def test_every_kind_has_a_frozen_plugin():
+    frozen = {group for wheel in WHEELS for group, _ in entry_points(wheel)}
+    assert frozen == {kind.group for kind in KINDS.values()}
+
+
+def test_every_stable_kind_has_a_frozen_plugin_that_uses_all_of_it():
+    frozen = {group for wheel in STABLE for group, _ in entry_points(wheel)}
+    stable = [kind for kind in KINDS.values() if kind.stability is Stability.STABLE]
+    assert frozen >= {kind.group for kind in stable}
+
+
+def test_every_frozen_plugin_is_run():
+    programs = PROGRAM + "".join(program.read_text() for program in PROGRAMS)
+    words = set(re.findall(r"\w+", programs))
     for wheel in WHEELS:
-        with zipfile.ZipFile(wheel) as archive:
-            (name,) = [name for name in archive.namelist() if name.endswith("entry_points.txt")]
-            points += archive.read(name).decode()
-    for kind in KINDS.values():
-        if kind.stability is Stability.STABLE:
-            assert f"[{kind.group}]" in points
+        assert {name for _, name in entry_points(wheel)} <= words, wheel.name
+
+
+def test_frozen_wheels_are_of_pure_python_and_small():
+    for wheel in WHEELS:
+        assert wheel.name.endswith("-py3-none-any.whl")
+        assert wheel.stat().st_size < 20_000

@@ -1,0 +1,1 @@
+"""What users see of each simple fault of a plugin: (kind, method, misbehaviour) -> messages."""

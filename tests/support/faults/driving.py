@@ -1,0 +1,383 @@
+"""Runs a case in an engine of this process, and collects all that a user sees of the fault."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import importlib_metadata
+
+from hardpoint import LLM, RequestError, typed
+from hardpoint.core.build import build_engine
+from hardpoint.core.frontend.llm_engine import LLMEngine
+from hardpoint.plugins import EngineConfig
+from hardpoint.plugins.hooks import hookimpl
+from hardpoint.testing import ScriptedClock, scripted_config, write_scripted_model
+from support.faults import plugins
+from support.faults.kinds import SETUPS, Request, Setup
+
+SECONDS, STEPS = 0.5, 500
+"""After both of which a case is given up, which is a consequence, too."""
+DEAD = ("EngineDeadError", "EngineFaultError")
+LATER = " later"
+"""Ends the names of faults that begin when the engine has started."""
+REFUSING = {
+    "add_request",
+    "prepare",
+    "request_received",
+    "compile",
+    "State.fill_bitmask",
+    "State.advance",
+    "quantize",
+}
+"""Methods whose ValueError refuses a request or a model."""
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+}
+
+Outcome = dict[str, str]
+
+
+class Case(NamedTuple):
+    """One misbehaviour of a method, or of all methods that return nothing.
+
+    Attributes:
+        form: name of the class that works.
+        methods: as in `Setup.methods`.
+        fault: such as "raises" or "returns None".
+        function: in place of the method; None is the method, but for what it returns.
+    """
+
+    setup: Setup
+    form: str
+    methods: tuple[str, ...]
+    fault: str
+    function: Callable[..., Any] | None
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Where the case is in the file."""
+        method = self.methods[0] if len(self.methods) == 1 else "*"
+        variant = f" ({self.setup.variant})" if self.setup.variant else ""
+        return self.setup.kind, f"{self.form}.{method}", f"{self.fault}{variant}"
+
+
+def cases(kind: str) -> Iterator[Case]:
+    """Yield the cases of a kind."""
+    setups = [setup for setup in SETUPS if setup.kind == kind]
+    for fault in ("is missing", "is 99"):
+        yield Case(setups[0], setups[0].base.__name__, ("contract",), fault, None)
+    for setup in setups:
+        for method in setup.methods:
+            for fault, function in faults_of(setup, method):
+                yield Case(setup, setup.base.__name__, (method,), fault, function)
+        if setup.void and not setup.variant:
+            yield Case(setup, setup.base.__name__, tuple(setup.void), "return text", None)
+
+
+def faults_of(setup: Setup, method: str) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield names of misbehaviours of a method, and functions that misbehave so."""
+
+    # The engine finds who failed by the `self` of frames.
+    def raises(self: Any, *_: Any, **__: Any) -> Any:
+        raise ValueError(f"broken {method}")
+
+    def fails(self: Any, *_: Any, **__: Any) -> Any:
+        raise RuntimeError(f"broken {method}")
+
+    yield "raises", raises
+    if method in REFUSING:
+        yield "raises no ValueError", fails
+    if method not in {"__init__", *setup.void}:
+        yield "returns None", lambda self, *_, **__: None
+        yield "returns text", returns_text
+    yield from setup.more.get(method, {}).items()
+    if method in setup.late:
+        yield f"raises{LATER}", raises
+        yield f"returns None{LATER}", lambda self, *_, **__: None
+
+
+def returns_text(self: Any, *_: Any, **__: Any) -> Any:
+    return "nonsense"
+
+
+def broken(case: Case) -> type:
+    """Return a class that works but for the methods of a case."""
+    base = case.setup.base
+    body: dict[str, Any] = {"__module__": plugins.__name__, "contract": 1}
+    states: dict[str, dict[str, Any]] = {}
+    if case.methods == ("contract",):
+        body = {"__module__": plugins.__name__, **({"contract": 99} if "99" in case.fault else {})}
+        return type("Broken", (base,), body)
+    for method in case.methods:
+        owner, _, name = method.rpartition(".")
+        part = states.setdefault(owner, {}) if owner else body
+        part[name] = in_place_of(getattr(base, owner) if owner else base, name, case)
+    for owner, part in states.items():
+        state = getattr(base, owner)
+        body[owner] = type(state.__name__, (state,), part)
+    return type("Broken", (base,), body)
+
+
+def in_place_of(base: type, name: str, case: Case) -> Any:
+    """Return the function as what it is in the class: a method, a class method or a property."""
+    present = next((vars(cls)[name] for cls in base.__mro__ if name in vars(cls)), None)
+    function = case.function or and_returns_text(present)
+    if case.fault.endswith(LATER):
+        function = only_later(present, function)
+    if isinstance(present, classmethod):
+        return classmethod(function)
+    if present is not None and not callable(present):
+        return property(function)
+    if case.setup.kind == "hooks":
+        arguments = present.__code__.co_varnames[: present.__code__.co_argcount]
+        namespace = {"function": function}
+        exec(f"def {name}({', '.join(arguments)}): return function(self)", namespace)
+        return hookimpl(namespace[name])
+    return function
+
+
+def only_later(method: Any, misbehave: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that misbehaves once the engine has started."""
+
+    def function(self: Any, *args: Any, **given: Any) -> Any:
+        return (misbehave if plugins.started else method)(self, *args, **given)
+
+    return function
+
+
+def and_returns_text(method: Any) -> Callable[..., Any]:
+    """Return a function that does what a method does, and returns what it should not."""
+
+    def function(self: Any, *args: Any, **given: Any) -> Any:
+        if callable(method) and not hasattr(method, "hardpoint_impl"):
+            method(self, *args, **given)
+        return "nonsense"
+
+    return function
+
+
+class Warnings(logging.Handler):
+    """Keeps what is logged of the plugin."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage().partition("\n")[0]
+        if plugins.NAME in text.lower():
+            self.texts.append(text)
+
+
+def outcome(case: Case, folder: Path) -> Outcome:
+    """Run a case; return its consequences with the messages.
+
+    Args:
+        case: to run.
+        folder: of the models.
+    """
+    plugins.Broken, plugins.started = broken(case), False
+    case.setup.before()
+    log = logging.getLogger("hardpoint")
+    handler = Warnings()
+    log.addHandler(handler)
+    found: Outcome = {}
+    try:
+        run(case.setup, folder, found)
+    finally:
+        log.removeHandler(handler)
+    known = sorted((text for text in found.values()), key=len, reverse=True)
+    for number, text in enumerate(dict.fromkeys(handler.texts), 1):
+        inside = next((one for one in known if one and one in text), None)
+        shown = text if inside is None else text.replace(inside, "{}")
+        found["log" if number == 1 else f"log {number}"] = shown
+    return {key: normalised(text, folder) for key, text in found.items()} or {"none": ""}
+
+
+def run(setup: Setup, folder: Path, found: Outcome) -> None:
+    """Open an engine, use it and close it; note what goes wrong."""
+    use = use_llm if setup.messages else use_engine
+    try:
+        engine = open_engine(setup, folder)
+    except Exception as error:
+        found["start"] = text_of(error)
+        return
+    try:
+        use(engine, setup, found)
+    finally:
+        try:
+            engine.close()
+        except Exception as error:
+            found["close"] = text_of(error)
+
+
+def open_engine(setup: Setup, folder: Path) -> Any:
+    """Open an engine, or an LLM for a chat."""
+    extra: dict[str, Any] = {"weight_cache": {"path": "off"}, **setup.config}
+    config = scripted_config(folder / "scripted", extra)
+    if setup.model == "llama":
+        config["model"] = str(folder / "llama")
+        if "attention" not in setup.config:
+            config["attention"] = {"use": "torch"}
+        if "ops" not in setup.config:
+            config["ops"] = {"use": "torch"}
+    if setup.kind == "models":
+        config["plugins"] = {"enable": [{"use": plugins.USE, "name": "ScriptedForCausalLM"}]}
+    if setup.messages:
+        return LLM(config=config)
+    return build_engine(
+        typed.convert(config, EngineConfig, path=""), clock=ScriptedClock(tick=setup.tick)
+    )
+
+
+def use_llm(llm: LLM, setup: Setup, found: Outcome) -> None:
+    attempt(lambda: llm.chat(list(setup.messages)), "call chat", found)
+
+
+def use_engine(engine: LLMEngine, setup: Setup, found: Outcome) -> None:
+    """Run requests and make control calls."""
+    plugins.started = True
+    run_requests(engine, setup.requests, found)
+    if setup.again and "engine" not in found:
+        if setup.kind != "eviction_policies":
+            # Until threads have stored what the first requests computed.
+            time.sleep(0.15 if setup.kind == "kv_stores" else 0.0)
+            attempt(lambda: engine.call_utility("reset_prefix_cache"), "reset", found)
+        run_requests(engine, setup.again, found)
+    for name, action in setup.actions.items():
+        if any(text.startswith(DEAD) for text in found.values()):
+            return
+        attempt(lambda action=action: action(engine), f"call {name}", found)
+    try:
+        health = engine.health()
+    except Exception as error:
+        found["health"] = text_of(error)
+        return
+    for name, fault in health.fallbacks.items():
+        found[f"fallback {name}"] = fault.message
+    for name, message in health.quarantined.items():
+        found[f"quarantined {name}"] = message
+
+
+def attempt(action: Callable[[], Any], name: str, found: Outcome) -> bool:
+    """Call a function; note the error that it raises, and return whether it raised none."""
+    try:
+        action()
+    except Exception as error:
+        found[name] = text_of(error)
+        return False
+    return True
+
+
+def run_requests(engine: LLMEngine, requests: Any, found: Outcome) -> None:
+    """Run requests together."""
+    for request in requests:
+        add(engine, request, found)
+        if any(text.startswith(DEAD) for text in found.values()):
+            return
+    end, steps = time.monotonic() + SECONDS, 0
+    try:
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                note(output, found)
+            steps += 1
+            if steps > STEPS and time.monotonic() > end:
+                found["engine"] = "the requests do not end"
+                return
+    except Exception as error:
+        found["engine"] = text_of(error)
+
+
+def add(engine: LLMEngine, request: Request, found: Outcome) -> None:
+    try:
+        engine.add_request(*request)
+    except RequestError as error:
+        found[f"refused {request[0]}"] = text_of(error)
+    except Exception as error:
+        found[f"add {request[0]}"] = text_of(error)
+
+
+def note(output: Any, found: Outcome) -> None:
+    for completion in output.outputs:
+        if completion.error is not None:
+            found[f"request {output.request_id}"] = completion.error
+        if completion.warning is not None:
+            found[f"warning {output.request_id}"] = completion.warning
+
+
+def text_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def normalised(text: str, folder: Path) -> str:
+    """Return a message without what differs between runs: paths, addresses, versions."""
+    text = text.replace(str(folder), "<folder>")
+    text = text.replace(f"hardpoint {version('hardpoint')}", "hardpoint <version>")
+    text = re.sub(r"'([a-z0-9-]+)-[0-9a-f]{8}'", r"'\1-<id>'", text)
+    text = re.sub(r"\bstep \d+ failed", "step <n> failed", text)
+    text = re.sub(r"supported: .*", "supported: <list>", text)
+    text = re.sub(r"0x[0-9a-f]{6,}", "0x<address>", text)
+    text = re.sub(r"/[^\s'\",:]*/(?=[\w.-]+)", "<path>/", text)
+    return re.sub(r"\b\d+(\.\d+)? s\b", "<seconds> s", text)
+
+
+def write_models(folder: Path) -> Path:
+    """Write the checkpoints that the cases need."""
+    write_scripted_model(folder / "scripted", {"say abc": " abc abc abc"})
+    llama = write_scripted_model(folder / "llama")
+    config = json.loads((llama / "config.json").read_text()) | LLAMA
+    (llama / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def read_entry_points_once(patch: Callable[[Any, str, Any], None]) -> None:
+    """Let the entry points of this environment be read once, which takes most time of a start.
+
+    Args:
+        patch: as `setattr`.
+    """
+    points = importlib_metadata.entry_points()
+    named: dict[int, Any] = {}
+    for point in points:
+        if (found := point.dist) is not None:
+            known = named.setdefault(
+                id(found), SimpleNamespace(name=found.name, version=found.version, found=found)
+            )
+            vars(point)["dist"] = known
+    patch(importlib_metadata, "entry_points", lambda **_: points)
+
+
+def use_wheel(wheel: Path) -> None:
+    """Import from a wheel of pure Python where it is."""
+    if str(wheel) not in sys.path:
+        sys.path.append(str(wheel))
+
+
+def as_toml(table: Mapping[tuple[str, str, str], Outcome]) -> str:
+    """Return outcomes as TOML: a table per case."""
+    lines = []
+    for key, found in table.items():
+        lines.append("[" + ".".join(json.dumps(part) for part in key) + "]")
+        lines += [
+            f"{json.dumps(name)} = {json.dumps(text, ensure_ascii=False)}"
+            for name, text in found.items()
+        ]
+        lines.append("")
+    return "\n".join(lines)

@@ -1,0 +1,56 @@
+"""What users see of simple faults of plugins is what tests/compatibility/fault_messages.toml has.
+
+Each method of each kind raises, or returns what it should not, in an engine of this process: the
+consequence and its message are compared word for word, without paths, addresses and versions.
+`PYTHONPATH=tests python -m support.faults.record` writes the file anew.
+"""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+
+import pytest
+from support.faults.driving import cases, outcome, read_entry_points_once, write_models
+from support.faults.record import EXECUTORS, FILE
+from support.faults.server import KIND, outcomes
+
+from hardpoint.plugins.kinds import KINDS
+
+RECORDED = tomllib.loads(FILE.read_text())
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """The folder of the checkpoints."""
+    return write_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """Entry points are read once, and an executor of threads can be imported."""
+    monkeypatch.syspath_prepend(str(EXECUTORS))
+    read_entry_points_once(monkeypatch.setattr)
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "acme_executors"]:
+        del sys.modules[name]
+
+
+def test_every_kind_is_recorded():
+    assert set(RECORDED) == {*KINDS, KIND}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_faults_have_the_recorded_consequences(kind, models, environment):
+    found = {}
+    for case in cases(kind):
+        _, method, fault = case.key
+        found.setdefault(method, {})[fault] = outcome(case, models)
+    assert found == RECORDED[kind]
+
+
+def test_faults_of_server_extensions_have_the_recorded_consequences():
+    found = {}
+    for (_, part, fault), outcome_of_it in outcomes():
+        found.setdefault(part, {})[fault] = outcome_of_it
+    assert found == RECORDED[KIND]

@@ -45,13 +45,15 @@ from rich.console import Console
 from rich.table import Table
 
 from hardpoint import LLM, SamplingParams
-from hardpoint.core.engine.grammars import GrammarManager
+from hardpoint.boundary.step_parts import Components, describe_fault
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.weights.model_files import find_files
 from hardpoint.core.worker.sampling.grammar_mask import GrammarMask
+from hardpoint.features.structured.grammars import GrammarManager
 from hardpoint.plugins import (
     EngineConfig,
     EngineCoreRequest,
+    ModelRunnerOutput,
     Request,
     RequestError,
     SchedulerOutput,
@@ -145,7 +147,6 @@ class Followers:
             step=1,
             num_scheduled_tokens=dict.fromkeys(names, 1),
             total_num_scheduled_tokens=len(names),
-            structured_request_ids=names,
         )
 
     def _advance(self, row: int) -> bool:
@@ -156,9 +157,7 @@ class Followers:
         return True
 
     def _restart(self, row: int) -> None:
-        ended = frozenset([self.requests[row].request_id])
-        for plan in (SchedulerOutput(), SchedulerOutput(finished_request_ids=ended)):
-            self.manager.begin_step(plan, "the benchmark")
+        self.manager.ended(self.requests[row].request_id)
         self.requests[row] = self._open()
         self._left[row] = iter(self._texts[row % len(self._texts)])
 
@@ -172,7 +171,7 @@ def opened(manager: GrammarManager, name: str, structured: StructuredOutputs) ->
     request: Request[Any] = Request(EngineCoreRequest(
         request_id=name, prompt_token_ids=PROMPT, params=params, eos_token_ids=[2]
     ))  # fmt: skip
-    while not manager.ready(request):
+    while manager.gate(request) is not None:
         manager.wait()
     return request
 
@@ -227,7 +226,9 @@ def measure_masks(
     size = len(vocabulary.tokens)
     structured = StructuredOutputs.checked(load.structured)
     texts = [tokenizer.encode(text, add_special_tokens=False) for text in load.texts()]
-    manager = GrammarManager(plugins, config, vocabulary, size)
+    manager = GrammarManager(
+        Components(plugins), config, vocabulary, size, describe_fault=describe_fault
+    )
     backend = plugins.create(
         plugins.get("grammars", config.use),
         GrammarContext,
@@ -244,15 +245,15 @@ def measure_masks(
         logits = torch.zeros(rows, size)
         bitmasks: list[float] = []
         applied: dict[str, list[float]] = {use: [] for use in ops}
-        manager.bitmask(followers.plan)
+        manager.mask(followers.plan)
         for number in range(rounds):
             followers.step()
             plan = followers.plan
             start = time.thread_time()
-            bitmask = manager.bitmask(plan)
+            bitmask = manager.mask(plan)
             bitmasks.append((time.thread_time() - start) * MICROSECONDS / rows)
             assert bitmask is not None
-            assert not manager.pop_faults(plan)
+            assert not manager.result(plan, ModelRunnerOutput())
             requests: Any = [SimpleNamespace(request_id=name) for name in bitmask.request_ids]
             for use, one in ops.items():
                 if use == "torch" and number >= max(3, rounds // 10):
@@ -279,7 +280,13 @@ def measure_compiling(
     plugins: PluginSet, vocabulary: Vocabulary, config: GrammarConfig
 ) -> dict[str, Any]:
     """Return the milliseconds until schemas are ready, the first time and from the cache."""
-    manager = GrammarManager(plugins, config, vocabulary, len(vocabulary.tokens))
+    manager = GrammarManager(
+        Components(plugins),
+        config,
+        vocabulary,
+        len(vocabulary.tokens),
+        describe_fault=describe_fault,
+    )
     given = [StructuredOutputs.checked({"json": schema}) for schema in schemas()]
     tag = StructuredOutputs.checked({"choice": ["yes", "no"]})
     found: dict[str, Any] = {"vocabulary": timed(lambda: opened(manager, "a", tag)) / 1e3}

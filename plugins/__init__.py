@@ -110,6 +110,7 @@ from .stats import (
     StatSink,
     StatSinkContext,
 )
+from .step_part import EngineHalf, StepPart, StepPartContext, WorkerHalf
 from .step_record import StepRecord, WaitingFor, WaitReason
 from .tokenizer import DecodeStream, Tokenizer, TokenizerContext
 from .wrapper import Wrapper
@@ -252,6 +253,11 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "SchedulerStats",
     "StatSink",
     "StatSinkContext",
+    # Step parts: provisional
+    "EngineHalf",
+    "StepPart",
+    "StepPartContext",
+    "WorkerHalf",
     # Hooks and commands: provisional
     "Command",
     "CommandContext",

@@ -27,6 +27,7 @@ from .sampler import Sampler
 from .scheduler import Scheduler
 from .scheduling_policy import SchedulingPolicy
 from .stats import StatSink
+from .step_part import StepPart
 from .tokenizer import Tokenizer
 
 __all__ = ["KINDS", "PLANNED", "FaultScope", "Kind", "Number", "Process", "Stability"]
@@ -155,6 +156,16 @@ KINDS: dict[str, Kind] = {
             chosen_by="scheduler.use",
             summary="Assign each step's token budget to requests.",
             suite="SchedulerSuite",
+            contract=2,
+        ),
+        Kind(
+            name="step_parts",
+            interface=StepPart,
+            number=Number.MANY,
+            processes=(Process.ENGINE, Process.WORKER),
+            fault_scope=FaultScope.REQUEST,
+            summary="Take part in each step: gate requests, count resources, mask, read results.",
+            suite="StepPartSuite",
         ),
         Kind(
             name="scheduling_policies",

@@ -87,12 +87,15 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
         encoder_inputs: per request id, indices of the features to encode in this step.
         freed_encoder_inputs: identifiers whose embeddings a worker drops, before it encodes;
             each is sent once, also to workers that never had it.
-        structured_request_ids: requests with a grammar, with their index among the scheduled ones.
+        structured_request_ids: of schedulers of contract 1: requests with a grammar, with their
+            index among the scheduled ones. Step parts know their requests.
         preempted_request_ids: requests that leave the batch and may resume.
         finished_request_ids: requests that ended since the last plan; each is sent once.
         sampled: results that came in since the last plan, in the order of their plans; the engine
             fills them in where there are several workers, for only one of them samples.
         kv_connector_metadata: from the KV connector's scheduler half to its worker half.
+        part_data: from the engine's half of each step part to its worker halves, by the part's
+            name; the engine fills it in.
     """
 
     step: int = 0
@@ -108,6 +111,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     finished_request_ids: frozenset[str] = frozenset()
     sampled: Sequence[SampledTokens] = ()
     kv_connector_metadata: Any = None
+    part_data: Mapping[str, bytes] = {}
 
 
 class DraftTokenIds(msgspec.Struct, frozen=True):
@@ -202,6 +206,8 @@ class ModelRunnerOutput:
         pooler_output: result per completed pooling request; no token is sampled for it.
         routed_experts: per request that asked for them, the experts of the step's tokens, int32
             array [tokens, layers, experts per token]; -1 stands for none.
+        part_reports: of the worker halves of step parts, by the part's name.
+        part_faults: why the worker half of a step part failed, by the part's name.
     """
 
     sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
@@ -215,3 +221,5 @@ class ModelRunnerOutput:
     num_nans_in_logits: dict[str, int] = field(default_factory=dict)
     pooler_output: dict[str, Any] = field(default_factory=dict)
     routed_experts: dict[str, Any] = field(default_factory=dict)
+    part_reports: dict[str, bytes] = field(default_factory=dict)
+    part_faults: dict[str, str] = field(default_factory=dict)

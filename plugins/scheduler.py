@@ -22,6 +22,7 @@ from .step_record import StepRecord, WaitReason
 
 __all__ = [
     "EncoderCache",
+    "Gates",
     "Grammars",
     "PauseState",
     "Scheduler",
@@ -82,6 +83,34 @@ class Grammars(Protocol):
         Raises:
             RequestError: it cannot be compiled; the request ends with this message.
         """
+
+
+class Gates(Protocol):
+    """What step parts decide of requests, for a scheduler.
+
+    A new request that a part `holds` waits outside of the queue until `wait_reason`, asked in each
+    step, returns None. One from the queue may run if `lacks` returns None; the scheduler calls
+    `take` when it starts to run, and `release` when it no longer does.
+    """
+
+    def holds(self, request: Request) -> bool:
+        """Return whether a part has a gate for a request."""
+
+    def wait_reason(self, request: Request) -> WaitReason | None:
+        """Return why a request that has not run is not ready; None if it is.
+
+        Raises:
+            RequestError: it can never run; it ends with this message.
+        """
+
+    def lacks(self, request: Request) -> WaitReason | None:
+        """Return which resource of a part has no room for a request; None if all have."""
+
+    def take(self, request: Request) -> None:
+        """Count the resources of a request that starts to run."""
+
+    def release(self, request: Request) -> None:
+        """Release the resources of a request that no longer runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +183,8 @@ class SchedulerContext(Context["Scheduler"]):
         policy_fault: called with a message when a decision of the policy could not be followed.
         connector: loads and stores KV blocks outside of the cache.
         encoder_cache: of multimodal models.
-        grammars: of structured output.
+        gates: of step parts; None if no part gates requests or counts resources.
+        grammars: the gates as contract 1 had them, for schedulers that do not use `gates`.
         record: called with the record of each step; None if no record is needed.
         log_stats: whether outputs carry events.
         report_finished: whether to fill in `EngineCoreOutputs.finished_requests`.
@@ -168,6 +198,7 @@ class SchedulerContext(Context["Scheduler"]):
     policy_fault: Callable[[str], None] = lambda _message: None
     connector: KVConnectorScheduler | None = None
     encoder_cache: EncoderCache | None = None
+    gates: Gates | None = None
     grammars: Grammars | None = None
     record: Callable[[StepRecord], None] | None = None
     log_stats: bool = False

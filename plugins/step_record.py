@@ -27,6 +27,8 @@ class WaitingFor(Enum):
     """Keys and values that a KV connector is loading."""
     GRAMMAR = "grammar"
     """The compilation of its grammar."""
+    PART = "part"
+    """A step part: its gate, or room in one of its resources."""
     LORA_SLOT = "lora_slot"
     """An adapter slot: the maximum number of adapters is active."""
     ENCODER = "encoder"

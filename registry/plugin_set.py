@@ -33,7 +33,7 @@ from .blame import describe, raise_unless_fault
 from .discovery import InstalledPlugin, discover, installed_version
 from .hooks import HookSet
 from .loading import inspecting
-from .ordering import ordered
+from .ordering import ordered, ordered_parts
 from .request_arguments import takes_arguments
 from .selection import SelectedPlugin, Selection
 
@@ -513,5 +513,7 @@ def _places(chosen: Sequence[SelectedPlugin], targets: Mapping[Key, Any]) -> dic
         names = list(keys)
         if kind == "logits_processors":
             names = ordered({name: targets[key] for name, key in keys.items()})
+        elif kind == "step_parts":
+            names = ordered_parts({name: targets[key] for name, key in keys.items()})
         places.update({keys[name]: index for index, name in enumerate(names)})
     return places

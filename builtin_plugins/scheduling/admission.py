@@ -54,21 +54,23 @@ class _Outcome(Enum):
 
 
 def poll_blocked(tracker: RequestTracker, step: Step) -> None:
-    """Enqueue blocked requests whose grammar is ready; finish those whose grammar is invalid."""
-    grammars = tracker.context.grammars
+    """Enqueue blocked requests that no step part holds back; finish those that can never run."""
+    gates = tracker.context.gates
     for request in list(tracker.blocked.values()):
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
             reason = wait_reasons.remote_kv(request.num_loading_tokens)
             step.waiting[request.request_id] = reason
             continue
-        assert grammars is not None, "without grammars no request waits for one"
+        assert gates is not None, "without gates no request waits at one"
         try:
-            if grammars.ready(request):
-                tracker.enqueue_blocked(request)
-            else:
-                step.waiting[request.request_id] = wait_reasons.grammar()
+            held = gates.wait_reason(request)
         except RequestError as error:
             tracker.finish_in_planning(request, FinishReason.ERROR, str(error))
+        else:
+            if held is None:
+                tracker.enqueue_blocked(request)
+            else:
+                step.waiting[request.request_id] = held
 
 
 def admit_waiting(
@@ -203,6 +205,9 @@ def _reason_to_wait(
     limit, lora, active = tracker.limits.max_loras, request.lora, tracker.active_loras
     if limit and lora is not None and lora.id not in active and len(active) >= limit:
         return wait_reasons.no_lora_slot(lora.name, limit)
+    gates = tracker.context.gates
+    if gates is not None and (lack := gates.lacks(request)) is not None:
+        return lack
     if ask_policy and "admit" in tracker.policy_hooks:
         message = tracker.policy.admit(request, tracker.load(step.now, step.budget))
         if message is not None:

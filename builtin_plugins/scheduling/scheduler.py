@@ -42,7 +42,7 @@ from .waiting_queue import WaitingQueue
 class DefaultScheduler(Scheduler):
     """Schedules running requests first, then admits waiting ones in the policy's order."""
 
-    contract = 1
+    contract = 2
     context: SchedulerContext
 
     class Options(plugins.Options):

@@ -151,7 +151,6 @@ def make_plan(tracker: RequestTracker, step: Step) -> SchedulerOutput:
         draft_token_ids=step.drafts,
         encoder_inputs=step.encoder_inputs,
         freed_encoder_inputs=_pop_freed_inputs(tracker),
-        structured_request_ids=_structured_rows(tracker, step),
         preempted_request_ids=preempted,
         finished_request_ids=finished,
     )
@@ -180,15 +179,6 @@ def make_record(tracker: RequestTracker, step: Step, plan: SchedulerOutput) -> S
         num_free_blocks=tracker.cache.num_free_blocks,
         token_budget=tracker.limits.max_num_batched_tokens,
     )
-
-
-def _structured_rows(tracker: RequestTracker, step: Step) -> dict[str, int]:
-    """Return the positions of the requests with a grammar in the plan, by id."""
-    grammars = tracker.context.grammars
-    if grammars is None:
-        return {}
-    requests = [*step.running.values(), *step.admitted.values()]
-    return {r.request_id: i for i, r in enumerate(requests) if grammars.uses(r)}
 
 
 def _pop_freed_inputs(tracker: RequestTracker) -> Sequence[str]:

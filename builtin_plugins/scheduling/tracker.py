@@ -74,12 +74,11 @@ class RequestTracker:
     # Arrival and deadlines
 
     def add(self, request: LiveRequest) -> None:
-        """Add a new request to `waiting`, or to `blocked` while its grammar is compiled."""
-        grammars = self.context.grammars
+        """Add a new request to `waiting`, or to `blocked` while a step part may hold it back."""
+        gates = self.context.gates
         if "added" in self.policy_hooks:
             self.policy.added(request)
-        if grammars is not None and grammars.uses(request):
-            request.status = RequestStatus.WAITING_FOR_GRAMMAR
+        if gates is not None and gates.holds(request):
             self.blocked[request.request_id] = request
         else:
             self.waiting.push(request)
@@ -109,6 +108,8 @@ class RequestTracker:
         request.status = RequestStatus.RUNNING
         self.loaded.pop(request.request_id, None)
         self.running[request.request_id] = request
+        if self.context.gates is not None:
+            self.context.gates.take(request)
         if request.lora is not None:
             self.active_loras[request.lora.id] += 1
         if self.context.log_stats:
@@ -277,6 +278,8 @@ class RequestTracker:
 
     def _remove_running(self, request: LiveRequest) -> None:
         del self.running[request.request_id]
+        if self.context.gates is not None:
+            self.context.gates.release(request)
         if request.lora is not None:
             self.active_loras[request.lora.id] -= 1
             if not self.active_loras[request.lora.id]:

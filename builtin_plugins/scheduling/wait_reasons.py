@@ -91,11 +91,6 @@ def remote_kv(num_tokens: int | None) -> WaitReason:
     )
 
 
-def grammar() -> WaitReason:
-    """Return the reason: the request's grammar is being compiled."""
-    return WaitReason(WaitingFor.GRAMMAR, "its grammar is being compiled")
-
-
 def results(num_placeholders: int) -> WaitReason:
     """Return the reason: nothing can be computed before the results of earlier steps arrive."""
     are = "is" if num_placeholders == 1 else "are"

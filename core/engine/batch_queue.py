@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
@@ -120,12 +120,8 @@ class BatchQueue:
         newest = self._batches[-1] if self._batches else None
         return newest if newest is not None and newest.is_deferred else None
 
-    def delays(self, plan: SchedulerOutput) -> bool:
-        """Return whether a plan's grammars need results of batches that are under way.
-
-        These are the tokens of requests that a grammar constrains, and drafts after them.
-        """
-        names = plan.structured_request_ids
+    def delays(self, plan: SchedulerOutput, names: Collection[str]) -> bool:
+        """Return whether batches that are under way before a plan have some of these requests."""
         return bool(names) and any(
             name in batch.plan.num_scheduled_tokens
             for batch in self._batches

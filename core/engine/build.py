@@ -15,6 +15,13 @@ import msgspec
 
 from hardpoint.boundary.activity import Activity, PluginCalls, tracked
 from hardpoint.boundary.faults import CALL_LOST, StepFaults, create_all
+from hardpoint.boundary.step_parts import (
+    Components,
+    EngineParts,
+    GatesAsGrammars,
+    describe_fault,
+    open_parts,
+)
 from hardpoint.core.kv_cache import (
     BlockManager,
     BlockMetadata,
@@ -47,7 +54,9 @@ from hardpoint.plugins.executor import MAX_CONCURRENT_BATCHES
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.kv_cache import BlockNeeds
 from hardpoint.plugins.kv_connector import KVConnectorScheduler, KVSchedulerContext
+from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.plugins.scheduler import SchedulerLimits
+from hardpoint.plugins.step_part import EngineHalf, EngineHalfContext, StepPart, StepPartContext
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.hooks import HookSet
@@ -56,7 +65,6 @@ from hardpoint.typed.read_only import read_only
 
 from .connector_start import ConnectorStart
 from .core import EngineCore
-from .grammars import GrammarManager
 from .policy import PolicySlot
 from .prepare import limits_of
 from .step import EngineCoreParts
@@ -110,11 +118,8 @@ def build_core(
         blocks = BlockMetadata(clock)
         eviction = _eviction_policy(plugins, blocks, clock)
         undo.callback(eviction.close)
-        grammars = None
-        if vocabulary is not None:
-            vocab_size = spec.model_config.vocab_size
-            grammars = GrammarManager(plugins, config.grammar, vocabulary, vocab_size)
-            undo.callback(grammars.close)
+        step_parts = _step_parts(spec, vocabulary, faults, clock)
+        undo.callback(step_parts.close)
         launcher = WorkerLauncher(spec, config_sources, activity)
         undo.callback(launcher.close)
         executor = _executor(spec, launcher)
@@ -142,7 +147,8 @@ def build_core(
             watermark=config.kv_cache.watermark,
             policy_fault=policy.report_fault,
             connector=connector,
-            grammars=grammars,
+            gates=step_parts.gates if step_parts else None,
+            grammars=GatesAsGrammars(step_parts) if step_parts else None,
             record=record,
             log_stats=config.stats.on,
         )
@@ -160,7 +166,7 @@ def build_core(
             log_stats=config.stats.on,
             connector=connector,
             connector_start=start,
-            grammars=grammars,
+            step_parts=step_parts,
             step_log=StepLog() if config.engine.log_steps else None,
             sleep_levels=info.sleep_levels,
             records_decode_steps=info.records_decode_steps,
@@ -168,6 +174,28 @@ def build_core(
         )
         undo.pop_all()
         return BuiltCore(EngineCore(parts), size)
+
+
+def _step_parts(
+    spec: WorkerSpec, vocabulary: Vocabulary | None, faults: StepFaults, clock: _Clock
+) -> EngineParts:
+    """Build the engine's halves of the step parts."""
+    plugins = spec.plugins
+    context = EngineHalfContext(
+        components=Components(plugins),
+        describe_fault=describe_fault,
+        clock=clock,
+        scheduler=str(plugins.one("schedulers").source),
+        vocab_size=spec.model_config.vocab_size,
+        vocabulary=vocabulary,
+        block_size=spec.config.kv_cache.block_size,
+    )
+
+    def make(entry: PluginEntry) -> tuple[StepPart, EngineHalf]:
+        part = plugins.create(entry, StepPartContext, config=spec.config)
+        return part, part.engine_half(context)
+
+    return open_parts(plugins, faults, make)
 
 
 def _eviction_policy(plugins: PluginSet, blocks: BlockMetadata, clock: _Clock) -> EvictionPolicy:

@@ -77,18 +77,14 @@ class EngineCore(EngineUtilities):
         """
         if live_request(self._scheduler, request.request_id) is not None:
             raise RequestError(f"request_id: {request.request_id!r} is the id of a live request")
-        if request.params.structured is not None and self._parts.grammars is None:
-            raise RequestError("structured: this engine has no grammars, for it got no vocabulary")
         self._parts.policy.take_arguments(request)
         # Not the client's: its clock may be another one, and it could jump the queue.
         request.arrival_time = self._scheduler.context.clock() if arrived is None else arrived
-        if self._parts.connector is not None:
-            self._parts.connector.check_request(request)
+        self._parts.step_parts.add(request)
         try:
             self._add(request)
         except BaseException:
-            if self._parts.connector is not None:
-                self._parts.connector.request_refused(request.request_id)
+            self._parts.step_parts.refused(request.request_id)
             raise
         if block_hashes and (live := live_request(self._scheduler, request.request_id)) is not None:
             self._parts.kv_cache.take_hashes(live, block_hashes)
@@ -101,10 +97,18 @@ class EngineCore(EngineUtilities):
 
     def _add(self, request: EngineCoreRequest) -> None:
         num_before = self._scheduler.num_unfinished_requests()
-        self._scheduler.add_request(request)
-        if self._scheduler.num_unfinished_requests() <= num_before:
-            label = self._parts.scheduler_label
-            raise RequestError(f"{label}: its add_request did not add the request")
+        connector = self._parts.connector
+        if connector is not None:
+            connector.check_request(request)
+        try:
+            self._scheduler.add_request(request)
+            if self._scheduler.num_unfinished_requests() <= num_before:
+                label = self._parts.scheduler_label
+                raise RequestError(f"{label}: its add_request did not add the request")
+        except BaseException:
+            if connector is not None:
+                connector.request_refused(request.request_id)
+            raise
 
     def client_of(self, request_id: str) -> int | None:
         """Return the client index of a live request, None if no live request has that id."""
@@ -210,5 +214,4 @@ class EngineCore(EngineUtilities):
             if parts.connector_start is not None:
                 stack.callback(parts.connector_start.close)
             stack.callback(close_all, [self._scheduler, self._executor])
-            if parts.grammars is not None:
-                stack.callback(parts.grammars.close)
+            stack.callback(parts.step_parts.close)

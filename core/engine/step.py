@@ -12,6 +12,7 @@ import msgspec
 from hardpoint.boundary.activity import Activity
 from hardpoint.boundary.faults import StepFaults
 from hardpoint.boundary.step_check import ResultCheck, checked, no_result, plan_defect, result_of
+from hardpoint.boundary.step_parts import EngineParts
 from hardpoint.core.kv_cache import BlockManager
 from hardpoint.core.kv_cache.connector import EngineConnector
 from hardpoint.core.kv_cache.event_fanout import KVEventFanout
@@ -21,7 +22,6 @@ from hardpoint.plugins import (
     EngineCoreOutputs,
     Executor,
     FinishReason,
-    GrammarBitmask,
     HardpointError,
     ModelRunnerOutput,
     RequestFault,
@@ -35,7 +35,6 @@ from hardpoint.registry.blame import is_fault, raise_unless_fault
 
 from .batch_queue import Batch, BatchQueue, start_batch, with_drafts
 from .connector_start import ConnectorStart
-from .grammars import GrammarManager
 from .policy import PolicySlot
 from .step_log import StepLog, log_failure
 
@@ -60,7 +59,7 @@ class EngineCoreParts:
         log_stats: whether outputs carry scheduler statistics.
         connector: of the KV cache, the same that the scheduler has.
         connector_start: builds its worker halves.
-        grammars: of structured output, the same that the scheduler has.
+        step_parts: the engine halves of step parts, whose gates the scheduler has.
         step_log: logs every step.
         sleep_levels: levels that the workers support, in addition to 0.
         records_decode_steps: whether workers record decode steps while nothing else is to do.
@@ -80,7 +79,7 @@ class EngineCoreParts:
     log_stats: bool = False
     connector: EngineConnector | None = None
     connector_start: ConnectorStart | None = None
-    grammars: GrammarManager | None = None
+    step_parts: EngineParts = field(default_factory=EngineParts)
     step_log: StepLog | None = None
     sleep_levels: tuple[int, ...] = (1, 2)
     records_decode_steps: bool = False
@@ -104,6 +103,7 @@ class StepRunner:
         self._scheduler = parts.scheduler
         self._executor = parts.executor
         self._activity = parts.activity
+        self._step_parts = parts.step_parts
         self._unsent: list[Outputs] = []
         self._check = ResultCheck(parts.executor_label, parts.scheduler)
         self._batches = BatchQueue(parts.executor.max_concurrent_batches)
@@ -141,7 +141,7 @@ class StepRunner:
             plan = self._scheduler.schedule()  # kept at once: an interrupt must not lose it
             checked(plan, SchedulerOutput, self._parts.scheduler_label, "schedule")
             forward = self._execute(plan)
-            bitmask = self._bitmask(plan)  # while the model runs
+            bitmask = self._step_parts.mask(plan)  # while the model runs
             result = result_of(forward, self._parts.executor_label, "execute_model")
             if result is None and plan.total_num_scheduled_tokens:
                 sampling = self._executor.sample_tokens(plan, bitmask)
@@ -181,7 +181,7 @@ class StepRunner:
         try:
             plan = self._scheduler.schedule()
             checked(plan, SchedulerOutput, self._parts.scheduler_label, "schedule")
-            sample = None if self._batches.delays(plan) else self._sample
+            sample = None if self._waits(plan) else self._sample
             self._batches.push(start_batch(plan, self._execute, sample))
         except BaseException:
             if isinstance(plan, SchedulerOutput) and not self._batches.has(plan):
@@ -195,9 +195,7 @@ class StepRunner:
         try:
             batch = self._batches.pop()
             if batch.is_lost:
-                if self._parts.connector is not None:
-                    self._parts.connector.plan_lost(batch.plan)
-                self._scheduler.plan_lost(batch.plan)
+                self._lose(batch.plan)
                 return {}, False
             result = batch.result(self._parts.executor_label)
             if aborted := late_aborts():
@@ -211,7 +209,7 @@ class StepRunner:
     def _sample_deferred(self) -> None:
         """Start sampling of the deferred batch, once no batch that it depends on is under way."""
         batch = self._batches.deferred
-        if batch is None or self._batches.delays(batch.plan):
+        if batch is None or self._waits(batch.plan):
             return
         try:
             if batch.plan.draft_token_ids:
@@ -229,35 +227,32 @@ class StepRunner:
         self._activity.begin_step(self._batches.request_ids(plan))
         if events := self._parts.kv_cache.take_events():
             self._parts.kv_events.publish(events)
-        if (grammars := self._parts.grammars) is not None:
-            grammars.begin_step(plan, self._parts.scheduler_label)
+        data = self._step_parts.begin(plan)
         if self._sampled is not None and _has_no_work(plan, self._scheduler):
             return _done(ModelRunnerOutput())
         if self._sampled:
             plan = msgspec.structs.replace(plan, sampled=tuple(self._sampled))
+        if data:
+            plan = msgspec.structs.replace(plan, part_data=data)
         future = self._executor.execute_model(plan)
         if self._sampled:  # after an interrupt they are sent again, and workers pass them over
             self._sampled.clear()
         return checked(future, Future, self._parts.executor_label, "execute_model")
 
     def _sample(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        return self._executor.sample_tokens(plan, self._bitmask(plan))
+        return self._executor.sample_tokens(plan, self._step_parts.mask(plan))
 
-    def _bitmask(self, plan: SchedulerOutput) -> GrammarBitmask | None:
-        """Return the tokens that grammars allow, None if no request of the plan has a grammar."""
-        grammars = self._parts.grammars
-        if grammars is None or not plan.structured_request_ids:
-            return None
-        return grammars.bitmask(plan)
+    def _waits(self, plan: SchedulerOutput) -> bool:
+        """Return whether the masks of a plan need results of batches that are under way."""
+        return self._batches.delays(plan, self._step_parts.needs_results(plan))
 
     def _update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> Outputs:
         """Pass a result to the scheduler; end the requests for which it is not as planned."""
         if self._sampled is not None and result.sampled_token_ids:
             self._sampled.append(SampledTokens(plan.step, dict(result.sampled_token_ids)))
-        if self._parts.grammars is not None:
-            for request_id, fault in self._parts.grammars.pop_faults(plan).items():
-                result.sampled_token_ids.pop(request_id, None)
-                result.faults.setdefault(request_id, fault)
+        for request_id, fault in self._step_parts.result(plan, result).items():
+            result.sampled_token_ids.pop(request_id, None)
+            result.faults.setdefault(request_id, fault)
         if (connector := self._parts.connector) is not None:
             for request_id, message in connector.process(plan, result).items():
                 self._end(request_id, RequestFault(message))
@@ -283,10 +278,10 @@ class StepRunner:
     def _complete_step(self, plan: SchedulerOutput, outputs: Outputs) -> tuple[Outputs, bool]:
         """Log a step and fetch its drafts; return its outputs and whether it computed any token."""
         executed = plan.total_num_scheduled_tokens > 0
-        if not executed and self._parts.grammars is not None:
-            self._parts.grammars.wait()
-        if not executed and self._parts.connector is not None:
-            self._parts.connector.wait()
+        if not executed:
+            self._step_parts.wait()
+            if self._parts.connector is not None:
+                self._parts.connector.wait()
         self._activity.end_step()
         self._parts.faults.check_slow()
         if self._parts.step_log is not None:
@@ -313,15 +308,20 @@ class StepRunner:
             if not isinstance(error, HardpointError):  # which names what failed
                 defect = plan_defect(plan, self._scheduler)
         try:
-            if self._parts.connector is not None:
-                self._parts.connector.plan_lost(plan)
-            self._scheduler.plan_lost(plan)
+            self._lose(plan)
         except BaseException as further:  # the caller raises `error`
             raise_unless_fault(further)
             _log.error("the scheduler cannot drop step %d", plan.step, exc_info=further)
         if defect is not None:
             label = self._parts.scheduler_label
             raise PluginFaultError(f"{label}: its plan of step {plan.step} {defect}") from error
+
+    def _lose(self, plan: SchedulerOutput) -> None:
+        """Return a plan that was not executed, or not to its end, to those who planned it."""
+        self._step_parts.lost(plan)
+        if self._parts.connector is not None:
+            self._parts.connector.plan_lost(plan)
+        self._scheduler.plan_lost(plan)
 
     def abort_requests(self, request_ids: Iterable[str] | None) -> Outputs:
         """Abort requests; unknown ids are ignored, None is all of them.

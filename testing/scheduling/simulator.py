@@ -301,7 +301,7 @@ class SchedulerSimulator(SimulatorState):
         if self.grammars is not None:
             users = [name for name in indices if self.grammars.constrains(name)]
             expected = {name: indices[name] for name in users}
-            if dict(plan.structured_request_ids) != expected:
+            if plan.structured_request_ids and dict(plan.structured_request_ids) != expected:
                 raise GRAMMAR.violation(
                     f"structured_request_ids is {dict(plan.structured_request_ids)}, expected "
                     f"{expected}"

@@ -93,6 +93,7 @@ class SimulatorState:
                 policy_fault=self.policy_faults.append,
                 connector=self.connector,
                 encoder_cache=self.encoder_cache,
+                gates=self.grammars,
                 grammars=self.grammars,
                 record=self.records.append,
                 log_stats=self.settings.log_stats,

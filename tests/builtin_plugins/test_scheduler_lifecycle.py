@@ -64,7 +64,7 @@ def test_a_fault_ends_one_request_and_no_other():
 
 @pytest.mark.parametrize("when", ["waiting", "running", "preempted", "compiling"])
 def test_requests_end_from_outside_wherever_they_stand(when):
-    sim = Simulator(context={"grammars": Grammars(compiling={"g"})})
+    sim = Simulator(context={"gates": Grammars(compiling={"g"})})
     name = "g" if when == "compiling" else "a"
     sim.add(name)
     if when in ("running", "preempted"):
@@ -123,7 +123,7 @@ def test_a_deadline_ends_a_request_wherever_it_stands(when):
     sim = Simulator(
         max_num_seqs=1,
         context={
-            "grammars": Grammars(compiling={"g"}),
+            "gates": Grammars(compiling={"g"}),
             "connector": Connector(a=(3, True)) if when == "loading" else Connector(),
         },
     )
@@ -303,7 +303,7 @@ def test_another_policy_is_given_all_live_requests_in_order_of_arrival():
         def preempted(self, request):
             self.calls.append(f"{request.request_id} preempted")
 
-    sim = Simulator(max_num_seqs=1, context={"grammars": Grammars(compiling={"g"})})
+    sim = Simulator(max_num_seqs=1, context={"gates": Grammars(compiling={"g"})})
     sim.add("a")
     sim.step()
     sim.add("g")

@@ -72,12 +72,12 @@ def test_an_adapter_of_one_that_loads_takes_no_slot_before_it_runs():
 
 def test_a_grammar_that_is_being_compiled_lets_others_go_first():
     grammars = Grammars(compiling={"g1"})
-    sim = Simulator(context={"grammars": grammars})
+    sim = Simulator(context={"gates": grammars})
     sim.add("g1")
     sim.add("a")
     assert sim.live("a").status is RequestStatus.WAITING
     assert admitted(sim.step()) == ["a"]
-    assert sim.live("g1").status is RequestStatus.WAITING_FOR_GRAMMAR
+    assert sim.live("g1").status is RequestStatus.WAITING
     assert sim.why("g1").message == "its grammar is being compiled"
     assert sim.records[-1].waiting["g1"].waiting_for is WaitingFor.GRAMMAR
     sim.add("b")
@@ -89,7 +89,7 @@ def test_a_grammar_that_is_being_compiled_lets_others_go_first():
 
 
 def test_a_grammar_that_is_wrong_ends_its_request_with_its_message():
-    sim = Simulator(context={"grammars": Grammars(wrong={"g1"})})
+    sim = Simulator(context={"gates": Grammars(wrong={"g1"})})
     sim.add("g1")
     sim.add("a")
     plan = sim.plan()

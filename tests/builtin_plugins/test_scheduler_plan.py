@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.builtins.scheduler_harness import (
     FirstComeFirstServed,
-    Grammars,
     Priority,
     Simulator,
     reference,
@@ -70,23 +69,6 @@ def test_a_running_request_may_be_absent_from_a_plan():
     assert plan.num_scheduled_tokens == {"a": 4}
     assert plan.cached_requests.request_ids == ["a"]
     assert sim.scheduler.stats().num_running == 2
-
-
-def test_structured_requests_of_the_step_and_no_others():
-    sim = Simulator(context={"grammars": Grammars()}, max_num_batched_tokens=4, num_draft_tokens=3)
-    sim.add("g1", prompt=2)
-    sim.add("g2", prompt=2)
-    sim.step()
-    sim.scheduler.update_drafts({"g1": [1, 2, 3]})
-    plan = sim.step()
-    assert plan.structured_request_ids == {"g1": 0}
-    assert plan.draft_token_ids == {"g1": [1, 2, 3]}  # the mask covers their positions, too
-
-
-def test_without_grammars_no_request_is_structured():
-    sim = Simulator()
-    sim.add("g1")
-    assert sim.step().structured_request_ids == {}
 
 
 def test_computed_tokens_advance_before_the_model_has_run():

@@ -23,7 +23,7 @@ def test_an_unknown_request_has_no_reason():
 
 
 def test_a_request_that_came_after_the_last_step_waits_for_the_next():
-    sim = Simulator(context={"grammars": Grammars(compiling={"g"})})
+    sim = Simulator(context={"gates": Grammars(compiling={"g"})})
     for name in ("a", "g"):
         sim.add(name)
         reason = sim.why(name)
@@ -96,7 +96,7 @@ def test_every_reason_can_be_had():
         max_num_batched_tokens=30,
         max_loras=1,
         encoder_tokens=4,
-        context={"grammars": grammars, "connector": Connector(kv=(3, True))},
+        context={"gates": grammars, "connector": Connector(kv=(3, True))},
     )
     sim.add("results", max_tokens=1, lora=adapter(1))
     sim.plan()

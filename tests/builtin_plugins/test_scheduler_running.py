@@ -156,20 +156,8 @@ def test_a_request_whose_drafts_all_fall_to_the_budget_has_no_entry():
     assert sim.live("b").draft_token_ids == []
 
 
-def test_structured_requests_have_their_place_among_the_scheduled():
-    sim = Simulator(context={"grammars": Grammars()}, max_num_batched_tokens=10)
-    sim.add("a", prompt=2)
-    sim.add("g1", prompt=2)
-    sim.step()
-    sim.add("g2", prompt=30)
-    plan = sim.step()
-    assert list(plan.num_scheduled_tokens) == ["a", "g1", "g2"]
-    assert plan.structured_request_ids == {"g1": 1, "g2": 2}
-    assert sim.step().structured_request_ids == {"g1": 1, "g2": 2}  # g2 is still a prompt
-
-
-def test_places_hold_after_one_that_stood_before_was_preempted():
-    sim = Simulator(blocks=4, context={"grammars": Grammars()}, policy=Priority)
+def test_the_plan_is_in_order_after_one_that_stood_before_was_preempted():
+    sim = Simulator(blocks=4, context={"gates": Grammars()}, policy=Priority)
     sim.add("a", prompt=5, priority=9)
     sim.step()
     sim.add("g1", prompt=3, priority=0)
@@ -179,7 +167,6 @@ def test_places_hold_after_one_that_stood_before_was_preempted():
     plan = sim.step()  # a has its token when g1 needs a block
     assert plan.preempted_request_ids == {"a"}
     assert list(plan.num_scheduled_tokens) == ["g1", "g2"]
-    assert plan.structured_request_ids == {"g1": 0, "g2": 1}
 
 
 def test_only_what_is_scheduled_counts_as_computed_before_the_results_are_in():

@@ -12,11 +12,15 @@ from hardpoint.plugins import (
     Request,
     RequestError,
     SchedulerOutput,
+    WaitingFor,
+    WaitReason,
 )
 from hardpoint.plugins.kv_connector import KVConnectorScheduler
 from hardpoint.testing.scheduling.rules import KV_TRANSFER
 
 from .memory import KVContent, KVMemory, history_hashes
+
+_COMPILING = WaitReason(WaitingFor.GRAMMAR, "its grammar is being compiled")
 
 
 @dataclass(frozen=True)
@@ -202,9 +206,31 @@ class ScriptedGrammars:
         """Return whether a grammar was reported as ready."""
         return self._polls[request_id] > self._scripts[request_id].pending_polls
 
-    def uses(self, request: Request) -> bool:
+    def holds(self, request: Request) -> bool:
         """Return whether a grammar constrains a request."""
         return request.request_id in self._scripts
+
+    def wait_reason(self, request: Request) -> WaitReason | None:
+        """Poll a grammar; return why the request waits.
+
+        Raises:
+            RequestError: its script makes it fail.
+        """
+        return None if self.ready(request) else _COMPILING
+
+    def lacks(self, request: Request) -> WaitReason | None:  # noqa: ARG002
+        """Return None: no resources are counted."""
+        return None
+
+    def take(self, request: Request) -> None:
+        """Count nothing."""
+
+    def release(self, request: Request) -> None:
+        """Release nothing."""
+
+    def uses(self, request: Request) -> bool:
+        """Return whether a grammar constrains a request, as contract 1 asks."""
+        return self.holds(request)
 
     def ready(self, request: Request) -> bool:
         """Poll a grammar; return whether it is ready.

@@ -13,11 +13,11 @@ from support.searching import examples
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.core.engine.batch_queue import Batch, BatchQueue, with_drafts
 from hardpoint.errors import PluginFaultError
-from hardpoint.plugins import GrammarBitmask, SchedulerOutput
+from hardpoint.plugins import EngineHalf, GrammarBitmask, SchedulerOutput
 from hardpoint.plugins.plan import NO_DRAFT, DraftTokenIds
 
 
-class Masks:
+class Masks(EngineHalf):
     """Constrains those whose id begins with "g", and notes when it is asked in the same list.
 
     Attributes:
@@ -33,28 +33,20 @@ class Masks:
     def uses(self, request):
         return request.request_id.startswith("g")
 
-    def ready(self, request):
-        return True
+    def needs_results(self, plan):
+        return [name for name in plan.num_scheduled_tokens if name.startswith("g")]
 
-    def begin_step(self, plan, scheduler):
-        pass
-
-    def pop_faults(self, plan):
-        return {}
-
-    def wait(self):
-        pass
-
-    def bitmask(self, plan):
+    def mask(self, plan):
+        if not (names := self.needs_results(plan)):
+            return None
         self.executor.calls.append(("bitmask", plan.step))
         self.running.append(len(self.executor.pending))
-        for name in plan.structured_request_ids:
+        for name in names:
             live = self.scheduler.live_request(name)
             on_their_way = 0 if live is None else live.num_output_placeholders
             assert on_their_way <= 1, "it has not seen the tokens of an earlier step"
         if not self.gives:
             return None
-        names = list(plan.structured_request_ids)
         return GrammarBitmask(names, np.full((len(names), 2048), -1, np.int32))
 
 
@@ -76,7 +68,7 @@ class Watched(DefaultScheduler):
 def rig_of(executor=None, scheduler=Watched, **limits):
     executor = executor or ScriptedExecutor()
     masks = Masks(executor)
-    rig = Rig(executor, scheduler=scheduler, grammars=masks, **limits)
+    rig = Rig(executor, scheduler=scheduler, half=masks, **limits)
     rig.scheduler.calls = executor.calls
     masks.scheduler = rig.scheduler
     rig.masks = masks
@@ -97,7 +89,7 @@ class TestPlainStep:
         assert executor.calls == [("execute", 1), ("bitmask", 1), ("sample", 1), ("update", 1)]
         assert rig.masks.running == [1]
         plan, bitmask = executor.sampled[1]
-        assert (plan.structured_request_ids, bitmask.request_ids) == ({"g": 0}, ["g"])
+        assert (list(plan.num_scheduled_tokens), bitmask.request_ids) == (["g"], ["g"])
         assert bitmask.bitmask.shape == (1, 2048)
         assert rig.run()["g"] == expected([1, 2, 3], 2)
 
@@ -117,11 +109,11 @@ class TestPlainStep:
 
     def test_a_bitmask_that_fails_fails_the_step(self):
         rig = rig_of()
-        rig.masks.bitmask = lambda plan: 1 / 0
+        rig.masks.mask = lambda plan: 1 / 0
         rig.add("g", max_tokens=2)
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(PluginFaultError, match=r"its mask\(\) failed: ZeroDivisionError"):
             rig.step()
-        del rig.masks.bitmask
+        del rig.masks.mask
         assert rig.run()["g"] == expected([1, 2, 3], 2)
 
 
@@ -149,11 +141,11 @@ class TestPipeline:
         queue = BatchQueue(3)
         queue.push(Batch.lost(SchedulerOutput(step=1, num_scheduled_tokens={"a": 1, "g": 1})))
         plans = [
-            SchedulerOutput(step=2, num_scheduled_tokens={"a": 1}),
-            SchedulerOutput(step=2, structured_request_ids={"gg": 0}),
-            SchedulerOutput(step=2, structured_request_ids={"gg": 0, "g": 1}),
+            (SchedulerOutput(step=2, num_scheduled_tokens={"a": 1}), []),
+            (SchedulerOutput(step=2, num_scheduled_tokens={"gg": 1}), ["gg"]),
+            (SchedulerOutput(step=2, num_scheduled_tokens={"gg": 1, "g": 1}), ["gg", "g"]),
         ]
-        assert [queue.delays(plan) for plan in plans] == [False, False, True]
+        assert [queue.delays(plan, names) for plan, names in plans] == [False, False, True]
 
     def test_while_one_is_deferred_no_other_is_started(self):
         executor = ScriptedExecutor(4, late=True)
@@ -227,8 +219,8 @@ class TestDeferredDrafts:
     def test_they_are_put_in_before_the_bitmask_is_made(self):
         rig = self.rig()
         seen = []
-        bitmask = rig.masks.bitmask
-        rig.masks.bitmask = lambda plan: (seen.append(plan.draft_token_ids), bitmask(plan))[1]
+        mask = rig.masks.mask
+        rig.masks.mask = lambda plan: (seen.append(plan.draft_token_ids), mask(plan))[1]
         rig.executor.drafts = DraftTokenIds(["g", "other"], [[7], [8, 9]])
         rig.step()
         assert rig.executor.calls == [

@@ -24,13 +24,13 @@ from hardpoint.builtin_plugins.logits import (
     truncation,
 )
 from hardpoint.builtin_plugins.sampler import DefaultSampler
-from hardpoint.core.engine.grammars import Answer
 from hardpoint.core.worker.sampling.drafts import accepted, verify_in_turn, with_drafts
 from hardpoint.core.worker.sampling.grammar_mask import GrammarMask
 from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
 from hardpoint.core.worker.sampling.processor_runner import ProcessorRunner
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
 from hardpoint.errors import PluginContractError
+from hardpoint.features.structured.answers import Answer
 from hardpoint.plugins import (
     Added,
     BatchLogitsProcessor,

@@ -398,10 +398,10 @@ class IgnoresReady(DefaultScheduler):
     contract = 1
 
     def __init__(self, context):
-        grammars = context.grammars
-        if grammars is not None:
-            grammars = Override(grammars, ready=lambda request: True)
-        super().__init__(dataclasses.replace(context, grammars=grammars))
+        gates = context.gates
+        if gates is not None:
+            gates = Override(gates, wait_reason=lambda request: None)
+        super().__init__(dataclasses.replace(context, gates=gates))
 
 
 class Picky(DefaultScheduler):

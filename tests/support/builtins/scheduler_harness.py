@@ -21,6 +21,8 @@ from hardpoint.plugins import (
     RequestError,
     SamplingParams,
     SchedulerContext,
+    WaitingFor,
+    WaitReason,
 )
 from hardpoint.plugins.requests import LoRARequest, MultiModalFeature
 from hardpoint.plugins.scheduler import SchedulerLimits
@@ -113,13 +115,23 @@ class Grammars:
     compiling: set = field(default_factory=set)
     wrong: set = field(default_factory=set)
 
-    def uses(self, request):
+    def holds(self, request):
         return request.request_id.startswith("g")
 
-    def ready(self, request):
+    def wait_reason(self, request):
         if request.request_id in self.wrong:
             raise RequestError(f"grammar of {request.request_id}: unexpected ']'")
-        return request.request_id not in self.compiling
+        if request.request_id in self.compiling:
+            return WaitReason(WaitingFor.GRAMMAR, "its grammar is being compiled")
+        return None
+
+    def lacks(self, request):
+        return None
+
+    def take(self, request):
+        pass
+
+    release = take
 
 
 @dataclass

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 from hardpoint.boundary.faults import StepFaults
+from hardpoint.boundary.step_parts import BoundPart, EngineParts
 from hardpoint.builtin_plugins.policies import FirstComeFirstServed
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.core.engine.core import EngineCore
@@ -25,6 +26,7 @@ from hardpoint.plugins import (
     SamplingParams,
     SchedulerContext,
 )
+from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.scheduler import SchedulerLimits
 from hardpoint.typed import convert
 from support.waiting import PATIENCE_S
@@ -211,6 +213,15 @@ class MidStep:
             assert self.go_on.wait(PATIENCE_S)
 
 
+def parts_of(half):
+    """Return the step parts of an engine: one with a half whose faults end the engine, or none."""
+    if half is None:
+        return EngineParts()
+    part = SimpleNamespace(name="scripted", fault_scope="engine", close=lambda: None)
+    source = Source("scripted", "scripted:Part", "tests", "1", "default")
+    return EngineParts([BoundPart(part, half, source, StepFaults(()))])
+
+
 class Rig:
     """An engine core with the default scheduler, and what came out of it."""
 
@@ -221,7 +232,7 @@ class Rig:
         blocks=64,
         scheduler=DefaultScheduler,
         connector=None,
-        grammars=None,
+        half=None,
         step_log=None,
         log_stats=False,
         sleep_levels=(1, 2),
@@ -239,6 +250,7 @@ class Rig:
             PolicyContext(name="fcfs", options=convert({}, FirstComeFirstServed.Options, path="p"))
         )
         self.cache = BlockManager(blocks, 4)
+        self.parts = parts_of(half)
         self.scheduler = scheduler(
             SchedulerContext(
                 name="default",
@@ -248,7 +260,7 @@ class Rig:
                 policy=policy,
                 clock=lambda: self.now,
                 connector=connector,
-                grammars=grammars,
+                gates=self.parts.gates,
                 log_stats=log_stats,
             )
         )
@@ -260,7 +272,7 @@ class Rig:
                 SimpleNamespace(close=lambda: None, take_arguments=lambda request: None),
                 KVEventFanout([], time.time),
                 StepFaults(()),
-                grammars=grammars,
+                step_parts=self.parts,
                 step_log=step_log,
                 config=config,
                 log_stats=log_stats,

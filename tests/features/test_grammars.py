@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -12,11 +13,14 @@ from hypothesis import strategies as st
 from support.searching import examples
 from support.waiting import wait_until
 
+from hardpoint.boundary.step_parts import describe_fault
 from hardpoint.builtin_plugins.grammars.llguidance import LLGuidance
-from hardpoint.core.engine.grammars import Answer, GrammarManager
+from hardpoint.features.structured.answers import Answer
+from hardpoint.features.structured.grammars import GrammarManager
 from hardpoint.plugins import (
     EngineCoreRequest,
     GrammarBackend,
+    ModelRunnerOutput,
     ReasoningMarkers,
     ReasoningTracker,
     RequestError,
@@ -265,10 +269,6 @@ class TestPrefixes:
         assert after([33], (34, 35, 30, 31), MESSAGES) == {34}
 
 
-def ended(request_ids):
-    return SchedulerOutput(finished_request_ids=frozenset(request_ids))
-
-
 class TestDrafts:
     def rows(self, outputs, drafts, prompt=(50,), markers=None):
         request = LiveRequest(prompt, markers)
@@ -419,18 +419,14 @@ class Backend(GrammarBackend):
         Backend.compiled.append("closed")
 
 
-class Entry:
-    source = "plugin 'backend'"
+class Components:
+    """One backend."""
 
-
-class Plugins:
-    """A set of plugins that has one backend."""
-
-    def get(self, kind, name):
+    def source(self, kind, name):
         assert (kind, name) == ("grammars", "backend")
-        return Entry()
+        return "plugin 'backend'"
 
-    def create(self, entry, context_type, **fields):
+    def create(self, kind, name, context_type, **fields):
         return Backend.__new__(Backend)
 
 
@@ -450,8 +446,15 @@ def clock():
 def manager(clock):
     Backend.compiled, Backend.may = [], threading.Event()
     config = GrammarConfig(use="backend", cache_size=2, compile_seconds=5.0)
-    yield GrammarManager(Plugins(), config, Vocabulary((b"a",)), VOCAB_SIZE, clock)
+    vocabulary = Vocabulary((b"a",))
+    yield manager_of(Components(), config, vocabulary, clock)
     Backend.may.set()
+
+
+def manager_of(components, config, vocabulary, clock=time.monotonic):
+    return GrammarManager(
+        components, config, vocabulary, VOCAB_SIZE, clock, describe_fault=describe_fault
+    )
 
 
 def live(request_id, structured):
@@ -461,16 +464,17 @@ def live(request_id, structured):
 
 
 def ready(manager, request):
-    wait_until(lambda: manager.ready(request), what="the compilation")
+    wait_until(lambda: is_ready(manager, request), what="the compilation")
+
+
+def is_ready(manager, request):
+    reason = manager.gate(request)
+    assert reason is None or reason.message == "its grammar is being compiled"
+    return reason is None
 
 
 def bitmask(manager, *names):
-    plan = SchedulerOutput(
-        step=1,
-        num_scheduled_tokens=dict.fromkeys(names, 1),
-        structured_request_ids={name: i for i, name in enumerate(names)},
-    )
-    return manager.bitmask(plan)
+    return manager.mask(SchedulerOutput(step=1, num_scheduled_tokens=dict.fromkeys(names, 1)))
 
 
 class TestCompiling:
@@ -481,7 +485,7 @@ class TestCompiling:
 
     def test_requests_that_wait_for_the_same_content_get_one_compilation(self, manager):
         requests = [live(name, "late") for name in "abc"]
-        assert [manager.ready(request) for request in requests] == [False] * 3
+        assert [is_ready(manager, request) for request in requests] == [False] * 3
         Backend.may.set()
         for request in requests:
             ready(manager, request)
@@ -501,7 +505,7 @@ class TestCompiling:
     def test_two_are_compiled_at_a_time_in_the_order_of_requests(self, manager):
         requests = [live(f"r{i}", f"late {i}") for i in range(4)]
         for request in requests:
-            assert not manager.ready(request)
+            assert not is_ready(manager, request)
         wait_until(lambda: len(Backend.compiled) == 2)
         assert sorted(Backend.compiled) == ["late 0", "late 1"]
         Backend.may.set()
@@ -512,36 +516,36 @@ class TestCompiling:
     def test_what_no_request_waits_for_any_more_does_not_begin(self, manager):
         requests = [live(f"r{i}", f"late {i}") for i in range(4)]
         for request in requests:
-            manager.ready(request)
-        manager.begin_step(ended([]), "tests")  # a step goes by
-        manager.begin_step(ended(["r2"]), "tests")
+            is_ready(manager, request)
+        manager.begin(SchedulerOutput())  # a step goes by
+        manager.ended("r2")
         Backend.may.set()
         ready(manager, requests[3])
         assert "late 2" not in Backend.compiled
 
     def test_one_that_takes_too_long_is_given_up(self, manager, clock):
         request = live("a", "late")
-        assert not manager.ready(request)
+        assert not is_ready(manager, request)
         clock.now = 4.9
-        manager.begin_step(ended([]), "tests")
-        assert not manager.ready(request)
+        manager.begin(SchedulerOutput())
+        assert not is_ready(manager, request)
         clock.now = 5.0
-        manager.begin_step(ended([]), "tests")
+        manager.begin(SchedulerOutput())
         with pytest.raises(RequestError, match=r"longer than 5 s \(grammar.compile_seconds\)"):
-            manager.ready(request)
+            is_ready(manager, request)
 
     def test_the_time_of_one_that_waits_for_others_does_not_count(self, manager, clock):
         requests = [live(f"r{i}", f"late {i}") for i in range(3)]
         for request in requests:
-            manager.ready(request)
+            is_ready(manager, request)
         clock.now = 5.0
-        manager.begin_step(ended([]), "tests")
+        manager.begin(SchedulerOutput())
         for request in requests[:2]:
             with pytest.raises(RequestError, match="longer than 5 s"):
-                manager.ready(request)
+                is_ready(manager, request)
         clock.now = 9.0
-        manager.begin_step(ended([]), "tests")
-        assert not manager.ready(requests[2])
+        manager.begin(SchedulerOutput())
+        assert not is_ready(manager, requests[2])
         Backend.may.set()
         ready(manager, requests[2])
 
@@ -553,7 +557,7 @@ class TestCompiling:
 
     def test_closing_begins_no_other_and_closes_the_backend(self, manager):
         for i in range(3):
-            manager.ready(live(f"r{i}", f"late {i}"))
+            is_ready(manager, live(f"r{i}", f"late {i}"))
         wait_until(lambda: len(Backend.compiled) == 2)
         manager.close()
         Backend.may.set()
@@ -564,12 +568,12 @@ class TestCompiling:
 
 
 class OnlyLLGuidance:
-    """A set of plugins that has llguidance."""
+    """llguidance."""
 
-    def get(self, kind, name):
-        return Entry()
+    def source(self, kind, name):
+        return "plugin 'llguidance'"
 
-    def create(self, entry, context_type, **fields):
+    def create(self, kind, name, context_type, **fields):
         options = LLGuidance.Options()
         return LLGuidance(context_type(name="llguidance", options=options, **fields))
 
@@ -581,7 +585,7 @@ class TestAVocabularyThatLacksBytes:
 
     @pytest.fixture
     def manager(self):
-        it = GrammarManager(OnlyLLGuidance(), GrammarConfig(), self.VOCABULARY, VOCAB_SIZE)
+        it = manager_of(OnlyLLGuidance(), GrammarConfig(), self.VOCABULARY)
         yield it
         it.close()
 
@@ -611,7 +615,9 @@ class TestAVocabularyThatLacksBytes:
         assert tokens_in(bitmask(manager, "r")) == first
         request.output_token_ids.append(max(first))
         bitmask(manager, "r")
-        (fault,) = manager.pop_faults(SchedulerOutput(num_scheduled_tokens={"r": 1})).values()
+        (fault,) = manager.result(
+            SchedulerOutput(num_scheduled_tokens={"r": 1}), ModelRunnerOutput()
+        ).values()
         assert fault.message == (
             "structured.regex: llguidance: it allows no token after the output so far"
         )
@@ -628,16 +634,16 @@ class TestRequestIds:
         ready(manager, first)
         first.output_token_ids += [5]
         assert (bitmask(manager, "a").bitmask[0, 0] >> 3) & 1 == 0
+        manager.ended("a")
         second = live("a", "y")
         ready(manager, second)
-        manager.begin_step(ended(["a"]), "tests")  # of the first one
         assert (bitmask(manager, "a").bitmask[0, 0] >> 3) & 1 == 1
 
     def test_one_whose_compilation_is_under_way_can_be_used_again(self, manager):
-        assert not manager.ready(live("a", "late 1"))
+        assert not is_ready(manager, live("a", "late 1"))
+        manager.ended("a")
         second = live("a", "late 2")
-        assert not manager.ready(second)
-        manager.begin_step(ended(["a"]), "tests")
+        assert not is_ready(manager, second)
         Backend.may.set()
         ready(manager, second)
         assert bitmask(manager, "a").bitmask[0, 0] == sum(1 << token for token in DIGITS)
@@ -645,15 +651,14 @@ class TestRequestIds:
     def test_one_that_has_ended_in_the_plan_that_made_it_ready(self, manager):
         request = live("a", "x")
         ready(manager, request)
-        request.status = RequestStatus.FINISHED
-        manager.begin_step(ended(["a"]), "tests")
-        assert (bitmask(manager, "a").bitmask == -1).all()
+        manager.ended("a")
+        assert bitmask(manager, "a") is None
 
     def test_one_that_has_ended_since_the_plan_may_have_any_token(self, manager):
         ready(manager, live("a", "x"))
-        manager.begin_step(ended([]), "tests")
-        manager.begin_step(ended(["a"]), "tests")
-        assert (bitmask(manager, "a").bitmask == -1).all()
+        manager.begin(SchedulerOutput())
+        manager.ended("a")
+        assert bitmask(manager, "a") is None
 
 
 def test_a_grammar_that_cannot_go_on_is_a_fault_of_its_request_alone(manager):
@@ -665,8 +670,8 @@ def test_a_grammar_that_cannot_go_on_is_a_fault_of_its_request_alone(manager):
     assert (mask[0] == -1).all()
     assert mask[1, 0] == sum(1 << token for token in DIGITS)
     plan = SchedulerOutput(step=1, num_scheduled_tokens={"a": 1, "b": 1})
-    faults = manager.pop_faults(plan)
+    faults = manager.result(plan, ModelRunnerOutput())
     assert {name: fault.message for name, fault in faults.items()} == {
         "a": "structured.regex: backend: it does not allow the token 4, the output's number 2"
     }
-    assert manager.pop_faults(plan) == {}
+    assert manager.result(plan, ModelRunnerOutput()) == {}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import re
 import resource
 
-import msgspec
 import pytest
 from support.driving import FINAL, run, varied_jobs
 from support.internals import keeps_nothing, output_processor_of
@@ -16,8 +16,8 @@ from support.waiting import wait_until
 
 from hardpoint import LLM, RequestError, SamplingParams
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
-from hardpoint.core.engine.grammars import Answer
 from hardpoint.core.frontend.input_processor import RequestExtras
+from hardpoint.features.structured.answers import Answer
 from hardpoint.testing import scripted_config, scripted_engine
 
 BAD = "support.plugins.bad_grammars"
@@ -588,8 +588,9 @@ class NoGrammars(DefaultScheduler):
 
     contract = 1
 
-    def schedule(self):
-        return msgspec.structs.replace(super().schedule(), structured_request_ids={})
+    def __init__(self, context):
+        super().__init__(dataclasses.replace(context, gates=None, grammars=None))
+        self.context = context
 
 
 def test_a_scheduler_that_plans_without_grammars_ends_their_requests(scripted, expected):

@@ -1,0 +1,471 @@
+"""Step parts behind one object: their methods bound to lists, guarded, called for their users.
+
+The engine core calls `EngineParts`, the scheduler its `Gates`, a worker `WorkerParts`. With no
+request that uses a part, each call is a test of an empty list.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+
+from hardpoint.errors import HardpointError, PluginFaultError, RequestError, shown
+from hardpoint.plugins import (
+    EngineCoreRequest,
+    GrammarBitmask,
+    ModelRunnerOutput,
+    Request,
+    RequestFault,
+    SchedulerOutput,
+    WaitingFor,
+    WaitReason,
+)
+from hardpoint.plugins.component import Context
+from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.step_part import EngineHalf, StepPart
+from hardpoint.registry.blame import describe, raise_unless_fault
+from hardpoint.registry.plugin_set import PluginSet
+
+from .activity import PluginCalls
+from .faults import StepFaults
+
+_SKIPPED = "the step goes on without it"
+
+
+class Components:
+    """Builds the components of other kinds that step parts drive."""
+
+    def __init__(self, plugins: PluginSet) -> None:
+        """Build components that are enabled in `plugins`."""
+        self._plugins = plugins
+
+    def create(self, kind: str, name: str, context: type[Context[Any]], **fields: Any) -> Any:
+        """Build an enabled component."""
+        return self._plugins.create(self._plugins.get(kind, name), context, **fields)
+
+    def source(self, kind: str, name: str) -> str:
+        """Return how messages name a component."""
+        return str(self._plugins.get(kind, name).source)
+
+
+def describe_fault(error: BaseException) -> str:
+    """Return class and text of a component's exception; raise one that is the user's interrupt."""
+    raise_unless_fault(error)
+    return describe(error)
+
+
+class BoundPart:
+    """The engine's half of one part, with the requests that use it.
+
+    Attributes:
+        users: ids of live requests that use it.
+    """
+
+    def __init__(
+        self, part: StepPart, half: EngineHalf, source: Source, faults: StepFaults
+    ) -> None:
+        """Bind the methods that the half overrides.
+
+        Args:
+            part: built from its entry; closed with this.
+            half: of the part.
+            source: names the part in messages.
+            faults: counts the faults of scope *step*.
+        """
+        self.name, self.source, self.half = part.name, source, half
+        self._part, self.users = part, set[str]()
+        self._scope, self._faults = part.fault_scope, faults
+        self._calls: PluginCalls = faults.calls("step_parts", source)
+        self.capacity = dict(half.capacity)
+
+    def overrides(self, method: str) -> bool:
+        """Return whether the half has a method of its own."""
+        return getattr(type(self.half), method) is not getattr(EngineHalf, method)
+
+    def run(self, method: str, *args: Any) -> Any:
+        """Call a method of the half."""
+        return self._calls.run(method, getattr(self.half, method), *args)
+
+    def fault(self, message: str, cause: BaseException | None = None) -> RequestFault | None:
+        """Return the fault of the requests that use the part; None where the step goes on.
+
+        Raises:
+            PluginFaultError: the scope of the part's faults is the engine.
+            BaseException: `cause` is no fault of the part.
+        """
+        if cause is not None:
+            raise_unless_fault(cause)
+            message = f"{message}: {describe(cause)}"
+        message = f"{self.source}: {message}"
+        if self._scope == "engine":
+            raise PluginFaultError(message) from cause
+        self._faults.note(self.source.name, message, cause, _SKIPPED)
+        return None if self._scope == "step" else RequestFault(message, self.name)
+
+    def close(self) -> None:
+        """Close the half and the part."""
+        with ExitStack() as stack:
+            stack.callback(self._part.close)
+            stack.callback(self.half.close)
+
+
+class EngineParts:
+    """The engine's halves of all step parts."""
+
+    def __init__(self, parts: Sequence[BoundPart] = ()) -> None:
+        """Bind the parts, in the order of their calls."""
+        self._parts = tuple(parts)
+        self._active: list[BoundPart] = []  # with users
+        self._by_request: dict[str, list[BoundPart]] = {}
+        self._again: set[str] = set()  # ids of ended requests that others have now
+        self._faults: dict[str, RequestFault] = {}
+        self.gates = _Gates(self)
+
+    def __bool__(self) -> bool:
+        """Return whether there are any parts."""
+        return bool(self._parts)
+
+    def of(self, request_id: str) -> Sequence[BoundPart]:
+        """Return the parts that a live request uses."""
+        return self._by_request.get(request_id, ())
+
+    def add(self, request: EngineCoreRequest) -> None:
+        """Let the parts check a new request, and remember which of them it uses.
+
+        Raises:
+            RequestError: it is refused; no part knows it then.
+        """
+        if not self._parts:
+            return
+        users: list[BoundPart] = []
+        if (name := request.request_id) in self._by_request:  # of one that no plan has reported
+            self._end(name)
+            self._again.add(name)
+        try:
+            for part in self._parts:
+                if _call_for(part, "uses", request) if part.overrides("uses") else True:
+                    users.append(part)
+                    if part.overrides("check"):
+                        _call_for(part, "check", request)
+        except BaseException:
+            self._refuse(request.request_id, users)
+            raise
+        if users:
+            self._by_request[request.request_id] = users
+            for part in users:
+                part.users.add(request.request_id)
+            self._find_active()
+
+    def refused(self, request_id: str) -> None:
+        """Notify the parts that a request was not added after all."""
+        users = self._by_request.get(request_id, [])
+        self._forget(request_id)
+        self._refuse(request_id, users)
+
+    def _refuse(self, request_id: str, users: Iterable[BoundPart]) -> None:
+        for part in users:
+            if part.overrides("refused"):
+                try:
+                    part.run("refused", request_id)
+                except BaseException as cause:
+                    part.fault("its refused() failed", cause)
+
+    def begin(self, plan: SchedulerOutput) -> dict[str, bytes]:
+        """Notify the parts of a new plan; return their data for the workers, by part."""
+        data: dict[str, bytes] = {}
+        if not self._active and not self._again:
+            return data
+        for request_id in plan.finished_request_ids:
+            if request_id in self._again:
+                self._again.remove(request_id)
+            else:
+                self._end(request_id)
+        for part in self._active:
+            if plan.preempted_request_ids and part.overrides("preempted"):
+                for name in plan.preempted_request_ids & part.users:
+                    self._for_request(part, "preempted", name)
+            if part.overrides("begin"):
+                made = self._for_plan(part, "begin", plan)
+                if made is not None and not isinstance(made, bytes):
+                    self._blame(part, plan, f"its begin() gave {shown(made)}, expected bytes")
+                elif made is not None:
+                    data[part.name] = made
+        return data
+
+    def needs_results(self, plan: SchedulerOutput) -> set[str]:
+        """Return the requests of a plan whose earlier tokens a mask needs."""
+        found: set[str] = set()
+        for part in self._active:
+            if part.overrides("needs_results"):
+                found.update(self._for_plan(part, "needs_results", plan) or ())
+        return found
+
+    def mask(self, plan: SchedulerOutput) -> GrammarBitmask | None:
+        """Return the tokens that all parts allow; None if no part forbids any."""
+        masks: list[tuple[BoundPart, GrammarBitmask]] = []
+        for part in self._active:
+            if part.overrides("mask"):
+                mask = self._for_plan(part, "mask", plan)
+                if mask is None:
+                    continue
+                if foreign := set(mask.request_ids) - part.users:
+                    named = ", ".join(map(repr, sorted(foreign)))
+                    self._blame(part, plan, f"its mask() has rows of {named}, which do not use it")
+                else:
+                    masks.append((part, mask))
+        if len(masks) < 2:
+            return masks[0][1] if masks else None
+        return self._combined(masks)
+
+    def _combined(self, masks: Sequence[tuple[BoundPart, GrammarBitmask]]) -> GrammarBitmask:
+        """Return the tokens that every mask allows; nothing left is a fault that names both."""
+        rows: dict[str, np.ndarray] = {}
+        makers: dict[str, list[BoundPart]] = {}
+        for part, mask in masks:
+            names = np.array(mask.request_ids)
+            for name in dict.fromkeys(mask.request_ids):
+                own = np.asarray(mask.bitmask)[names == name]
+                rows[name] = rows[name] & own if name in rows else own
+                makers.setdefault(name, []).append(part)
+        for name, allowed in rows.items():
+            if not allowed[0].any():
+                named = " and ".join(str(part.source) for part in makers[name])
+                self._faults[name] = RequestFault(f"{named}: no token is allowed by both")
+                allowed[:] = -1  # what is sampled is dropped
+        request_ids = [name for name, own in rows.items() for _ in own]
+        return GrammarBitmask(request_ids, np.concatenate(list(rows.values())))
+
+    def result(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> dict[str, RequestFault]:
+        """Let the parts read a result; return the requests that end with an error."""
+        for part in self._active:
+            if (failed := result.part_faults.get(part.name)) is not None:
+                self._blame(part, plan, failed)
+            if not part.overrides("result"):
+                continue
+            found = self._for_plan(part, "result", plan, result) or {}
+            for name, fault in found.items():
+                if name in part.users and isinstance(fault, RequestFault):
+                    self._faults.setdefault(name, fault)
+                else:
+                    wrong = f"its result() gave {shown(fault)} for request {name!r}"
+                    self._blame(part, plan, wrong)
+        if not self._faults:
+            return {}
+        found = self._faults.keys() & plan.num_scheduled_tokens.keys()
+        return {name: self._faults.pop(name) for name in found}
+
+    def lost(self, plan: SchedulerOutput) -> None:
+        """Notify the parts of a plan that was not executed, or not to its end."""
+        for part in self._active:
+            if part.overrides("lost"):
+                self._for_plan(part, "lost", plan)
+
+    def wait(self) -> None:
+        """Wait a moment for what gates wait for."""
+        for part in self._active:
+            if part.overrides("wait"):
+                part.run("wait")
+
+    def close(self) -> None:
+        """Close all parts."""
+        with ExitStack() as stack:
+            for part in self._parts:
+                stack.callback(part.close)
+
+    def _end(self, request_id: str) -> None:
+        """Notify the parts of the end of a request that they know, and forget it."""
+        for part in self._by_request.get(request_id, ()):
+            if part.overrides("ended"):
+                self._for_request(part, "ended", request_id)
+        self._forget(request_id)
+
+    def _for_request(self, part: BoundPart, method: str, request_id: str) -> None:
+        """Notify a part; a fault ends the request at its next result."""
+        try:
+            part.run(method, request_id)
+        except BaseException as cause:
+            fault = part.fault(f"its {method}() failed", cause)
+            if fault is not None:
+                self._faults[request_id] = fault
+
+    def _for_plan(self, part: BoundPart, method: str, plan: SchedulerOutput, *args: Any) -> Any:
+        """Call a method for a plan; return None if it fails."""
+        try:
+            return part.run(method, plan, *args)
+        except BaseException as cause:
+            self._blame(part, plan, f"its {method}() failed", cause)
+            return None
+
+    def _blame(
+        self,
+        part: BoundPart,
+        plan: SchedulerOutput,
+        message: str,
+        cause: BaseException | None = None,
+    ) -> None:
+        """End the requests of a plan that use a part, if its faults end requests."""
+        fault = part.fault(message, cause)
+        if fault is not None:
+            for name in part.users & plan.num_scheduled_tokens.keys():
+                self._faults.setdefault(name, fault)
+
+    def _forget(self, request_id: str) -> None:
+        users = self._by_request.pop(request_id, None)
+        self._faults.pop(request_id, None)
+        if users:
+            for part in users:
+                part.users.discard(request_id)
+            self._find_active()
+
+    def _find_active(self) -> None:
+        self._active = [part for part in self._parts if part.users]
+
+
+def _call_for(part: BoundPart, method: str, *args: Any) -> Any:
+    """Call a method for one request.
+
+    Raises:
+        RequestError: it refuses the request, or failed.
+    """
+    try:
+        return part.run(method, *args)
+    except RequestError:
+        raise
+    except BaseException as cause:
+        fault = part.fault(f"its {method}() failed", cause)
+        if fault is None:  # the part is left out of this request
+            return None
+        raise RequestError(fault.message) from cause
+
+
+class _Gates:
+    """The gates and resources of the parts, for a scheduler; see `Gates` of the contract."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
+        self._used: dict[str, Counter[str]] = {}  # by part
+        self._costs: dict[str, list[tuple[BoundPart, Mapping[str, int]]]] = {}  # by running request
+
+    def holds(self, request: Request) -> bool:
+        """Return whether a part has a gate for a request."""
+        return any(part.overrides("gate") for part in self._parts.of(request.request_id))
+
+    def wait_reason(self, request: Request) -> WaitReason | None:
+        """Return why a request that has not run is not ready; None if it is."""
+        for part in self._parts.of(request.request_id):
+            if part.overrides("gate"):
+                reason = _call_for(part, "gate", request)
+                if reason is not None:
+                    return _as_reason(part, reason)
+        return None
+
+    def lacks(self, request: Request) -> WaitReason | None:
+        """Return which resource has no room for a request; None if all have."""
+        for part, cost in self._cost_of(request):
+            used = self._used.get(part.name, Counter())
+            for name, amount in cost.items():
+                room = part.capacity.get(name, 0) - used[name]
+                if amount > room:
+                    return WaitReason(
+                        WaitingFor.PART,
+                        f"{part.name}: needs {amount} of {name}, {room} of "
+                        f"{part.capacity.get(name, 0)} are free",
+                        needed=amount,
+                        available=room,
+                    )
+        return None
+
+    def take(self, request: Request) -> None:
+        """Count the resources of a request that starts to run."""
+        if costs := self._cost_of(request):
+            self._costs[request.request_id] = costs
+            for part, cost in costs:
+                self._used.setdefault(part.name, Counter()).update(cost)
+
+    def release(self, request: Request) -> None:
+        """Release the resources of a request that no longer runs."""
+        for part, cost in self._costs.pop(request.request_id, ()):
+            self._used[part.name].subtract(cost)
+
+    def _cost_of(self, request: Request) -> list[tuple[BoundPart, Mapping[str, int]]]:
+        return [
+            (part, _call_for(part, "cost", request) or {})
+            for part in self._parts.of(request.request_id)
+            if part.overrides("cost")
+        ]
+
+
+def _as_reason(part: BoundPart, reason: Any) -> WaitReason:
+    """Return what a gate gave as a reason.
+
+    Raises:
+        RequestError: it is none.
+    """
+    if isinstance(reason, WaitReason):
+        return reason
+    if isinstance(reason, str):
+        return WaitReason(WaitingFor.PART, f"{part.name}: {reason}")
+    fault = part.fault(f"its gate() gave {shown(reason)}, expected a reason or None")
+    raise RequestError(fault.message if fault else "")
+
+
+class GatesAsGrammars:
+    """The gates as `Grammars` of contract 1: a request waits while any part holds it back."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        """Show the gates of `parts`."""
+        self._parts = parts
+
+    def uses(self, request: Request) -> bool:
+        """Return whether a part gates a request."""
+        return self._parts.gates.holds(request)
+
+    def ready(self, request: Request) -> bool:
+        """Return whether no part holds a request back.
+
+        Raises:
+            RequestError: it can never run.
+        """
+        return self._parts.gates.wait_reason(request) is None
+
+
+def open_parts(
+    plugins: PluginSet,
+    faults: StepFaults,
+    make: Callable[[Any], tuple[StepPart, EngineHalf]],
+) -> EngineParts:
+    """Build the engine's halves of all enabled parts, in their order.
+
+    Args:
+        plugins: the enabled plugins.
+        faults: counts the faults of scope *step*.
+        make: builds the part of an entry and its half.
+
+    Raises:
+        PluginError: one cannot be built; the others are closed.
+    """
+    bound: list[BoundPart] = []
+    with ExitStack() as undo:
+        for entry in plugins.entries("step_parts"):
+            try:
+                part, half = make(entry)
+            except HardpointError:
+                raise
+            except BaseException as cause:
+                raise_unless_fault(cause)
+                raise PluginFaultError(
+                    f"{entry.source}: its engine_half() failed: {describe(cause)}"
+                ) from cause
+            if not isinstance(half, EngineHalf):
+                part.close()
+                raise PluginFaultError(
+                    f"{entry.source}: its engine_half() gave {shown(half)}, expected an EngineHalf"
+                )
+            bound.append(BoundPart(part, half, entry.source, faults))
+            undo.callback(bound[-1].close)
+        undo.pop_all()
+    return EngineParts(bound)

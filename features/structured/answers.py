@@ -1,0 +1,207 @@
+"""The answer in a request's output: where it begins, and which tokens may come next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from hardpoint.plugins import ReasoningMarkers, ReasoningPosition, ReasoningTracker, Request
+from hardpoint.plugins.grammars import GrammarState, allow_tokens
+from hardpoint.plugins.plan import NO_DRAFT
+
+
+class _Text:
+    """A grammar's state, and how many tokens have advanced it."""
+
+    def __init__(self, compiled: GrammarState) -> None:
+        self.state = compiled.fork()
+        self.num_advanced = 0
+
+    def advance(self, token: int) -> bool:
+        """Take a token; return False, and stay, if the grammar does not allow it."""
+        allowed = self.state.advance(token)
+        self.num_advanced += allowed
+        return allowed
+
+    def return_to(self, num_advanced: int) -> None:
+        """Undo the tokens after the first ones."""
+        if (count := self.num_advanced - num_advanced) > 0:
+            self.state.rollback(count)
+            self.num_advanced = num_advanced
+
+
+class _At(NamedTuple):
+    """Where an output is.
+
+    Attributes:
+        position: among the markers of reasoning.
+        starts: what is left of each marker that may begin reasoning here.
+        prefix: tokens that are left before the text of the answer; None where it has not begun.
+        text: of the answer, of which there are `num_advanced` tokens here.
+    """
+
+    position: ReasoningPosition
+    starts: tuple[tuple[int, ...], ...]
+    prefix: tuple[int, ...] | None
+    text: _Text
+    num_advanced: int
+
+
+class Answer:
+    """The answer in the output of one request: after the reasoning, its grammar constrains it.
+
+    Reasoning may begin where the output does. The prefix of the markers comes before the answer.
+
+    Attributes:
+        request: whose output it is.
+        structured: what the answer must be.
+    """
+
+    def __init__(self, request: Request, compiled: GrammarState, vocab_size: int) -> None:
+        """Begin after the prompt.
+
+        Args:
+            request: whose outputs are followed.
+            compiled: its grammar's state before the first token.
+            vocab_size: of the model.
+        """
+        # Of a row's last number those that stand for tokens; 0 is all.
+        self._last_bits = np.int32((1 << vocab_size % 32) - 1)
+        source = request.source
+        assert source.params.structured is not None
+        self.structured = source.params.structured
+        self.request, self._compiled = request, compiled
+        self._ends = tuple(source.eos_token_ids) or tuple(source.params.stop_token_ids)
+        markers = source.reasoning_markers or ReasoningMarkers()
+        self._tracker = ReasoningTracker(markers)
+        self._prefix = markers.message_prefix + markers.content_prefix
+        prompt = source.prompt_token_ids
+        position = self._tracker.after(prompt)
+        starts: tuple[tuple[int, ...], ...] = ()
+        prefix = None
+        if not position.inside:
+            starts = tuple(filter(None, markers.start))
+            prefix = self._prefix[_overlap(prompt, self._prefix) :]
+        self._at = _At(position, starts, prefix, _Text(compiled), 0)
+        self._seen = 0  # output tokens
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the next token is one of the reasoning."""
+        return self._at.position.inside
+
+    def fill(self, rows: np.ndarray, drafts: Sequence[int] = ()) -> None:
+        """Set the bits of the tokens that may come next, and after each draft.
+
+        Args:
+            rows: int32 [1 + drafts, columns], all zero. Rows after a draft that the grammar forbids
+                allow everything, for no token is chosen there.
+            drafts: tokens after the output so far.
+
+        Raises:
+            ValueError: the grammar forbids the output, or allows no token after it.
+        """
+        outputs = self.request.output_token_ids
+        while self._seen < len(outputs):
+            token = outputs[self._seen]
+            if not self.advance(token):
+                raise ValueError(
+                    f"it does not allow the token {token}, the output's number {self._seen + 1}"
+                )
+            self._seen += 1
+        before = self._at
+        self._fill(rows[0])
+        try:
+            for index, token in enumerate(drafts, 1):
+                if token == NO_DRAFT or not _is_allowed(rows[index - 1], token):
+                    rows[index:] = -1
+                    break
+                if token in self._ends:  # the output ends there
+                    rows[index:] = -1
+                    break
+                if not self.advance(token):
+                    raise ValueError(f"it refused the token {token}, which its mask allows")
+                self._fill(rows[index])
+        finally:
+            self._return_to(before)
+
+    def advance(self, token: int) -> bool:
+        """Follow one more token; return False if the grammar does not allow it.
+
+        Raises:
+            ValueError: the grammar cannot go on.
+        """
+        position, starts, prefix, text, count = self._at
+        if position.inside:
+            position = self._tracker.advance(position, token)
+            if not position.inside:
+                prefix = self._prefix
+            self._at = _At(position, (), prefix, text, count)
+            return True
+        if starts:
+            position = self._tracker.advance(position, token)
+            if position.inside:
+                # The answer begins again after the reasoning.
+                self._at = _At(position, (), None, _Text(self._compiled), 0)
+                return True
+            starts = tuple(rest for marker in starts if marker[0] == token and (rest := marker[1:]))
+        if prefix:
+            prefix = prefix[1:] if prefix[0] == token else None
+        elif prefix is not None:
+            if text.advance(token):
+                count += 1
+            else:
+                prefix = None
+        if prefix is None and not starts:
+            return token in self._ends
+        self._at = _At(position, starts, prefix, text, count)
+        return True
+
+    def _fill(self, row: np.ndarray) -> None:
+        at = self._at
+        if at.position.inside:
+            row[:] = -1
+            _forbid(row, self._ends)
+            return
+        if at.prefix == ():
+            can_end = at.text.state.fill_bitmask(row)
+            if self._last_bits:
+                row[-1] &= self._last_bits
+            (allow_tokens if can_end else _forbid)(row, self._ends)
+        elif at.prefix:
+            allow_tokens(row, at.prefix[:1])
+        if at.starts:
+            allow_tokens(row, [marker[0] for marker in at.starts if self._begins(marker)])
+        if not np.count_nonzero(row):  # quicker than any()
+            raise ValueError("it allows no token after the output so far")
+
+    def _begins(self, rest: tuple[int, ...]) -> bool:
+        """Return whether the next token of a start marker leads to reasoning.
+
+        Its last one does not where a longer end marker, which the prompt began, ends with it.
+        """
+        return len(rest) > 1 or self._tracker.advance(self._at.position, rest[0]).inside
+
+    def _return_to(self, before: _At) -> None:
+        """Undo tokens, for drafts are not accepted yet."""
+        before.text.return_to(before.num_advanced)
+        self._at = before
+
+
+def _overlap(prompt: Sequence[int], prefix: Sequence[int]) -> int:
+    """Return how many tokens of a prefix the prompt ends with."""
+    longest = min(len(prompt), len(prefix))
+    ends = (n for n in range(longest, 0, -1) if tuple(prompt[-n:]) == tuple(prefix[:n]))
+    return next(ends, 0)
+
+
+def _forbid(row: np.ndarray, tokens: Iterable[int]) -> None:
+    bits = row.view(np.uint32)
+    for token in tokens:
+        bits[token // 32] &= ~(1 << token % 32) & 0xFFFFFFFF
+
+
+def _is_allowed(row: np.ndarray, token: int) -> bool:
+    return bool(row.view(np.uint32)[token // 32] >> token % 32 & 1)

@@ -379,7 +379,7 @@ class _Gates:
                     )
         return None
 
-    def take(self, request: Request) -> None:
+    def acquire(self, request: Request) -> None:
         """Count the resources of a request that starts to run."""
         if costs := self._cost_of(request):
             self._costs[request.request_id] = costs

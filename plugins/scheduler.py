@@ -90,7 +90,7 @@ class Gates(Protocol):
 
     A new request that a part `holds` waits outside of the queue until `wait_reason`, asked in each
     step, returns None. One from the queue may run if `lacks` returns None; the scheduler calls
-    `take` when it starts to run, and `release` when it no longer does.
+    `acquire` when it starts to run, and `release` when it no longer does.
     """
 
     def holds(self, request: Request) -> bool:
@@ -106,7 +106,7 @@ class Gates(Protocol):
     def lacks(self, request: Request) -> WaitReason | None:
         """Return which resource of a part has no room for a request; None if all have."""
 
-    def take(self, request: Request) -> None:
+    def acquire(self, request: Request) -> None:
         """Count the resources of a request that starts to run."""
 
     def release(self, request: Request) -> None:

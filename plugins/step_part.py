@@ -1,7 +1,7 @@
 """Step parts: features that take part in the step of the engine and of its workers.
 
-A part gates requests, counts resources, puts data on the plan, masks logits, reads results and
-hears of plans that are lost. The engine binds the methods that a half overrides to lists when it
+A part gates requests, counts resources, puts data on the plan, masks logits, reads results, and is
+notified of plans that are lost. The engine binds the methods that a half overrides to lists when it
 starts; a method that no half overrides is never called, and none is called in a step without a
 request that uses the part.
 """
@@ -75,7 +75,7 @@ class StepPartContext(Context["StepPart"]):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineHalfContext:
-    """Context of the half beside the scheduler.
+    """Context of the half in the engine.
 
     Attributes:
         components: builds components of other kinds.
@@ -131,7 +131,7 @@ class StepRows:
 
 
 class EngineHalf:
-    """The half of a step part beside the scheduler; called by one thread.
+    """The half of a step part in the engine; called by one thread.
 
     Every method is optional. `uses` is called once per request; the others only for requests that
     use the part, and for plans with at least one of them.
@@ -274,7 +274,7 @@ class WorkerHalf:
 
 
 class StepPart(Component):
-    """A feature of the engine's step, with a half beside the scheduler and one in each worker.
+    """A feature of the engine's step, with a half in the engine and one in each worker.
 
     Attributes:
         fault_scope: what a fault of a half ends: the requests of the plan that use the part, its
@@ -289,7 +289,7 @@ class StepPart(Component):
 
     @abstractmethod
     def engine_half(self, context: EngineHalfContext) -> EngineHalf:
-        """Return the half beside the scheduler; called once."""
+        """Return the half in the engine; called once."""
 
     def worker_half(self, context: WorkerHalfContext) -> WorkerHalf | None:  # noqa: ARG002
         """Return the half in a worker; None if there is none. Called once per worker."""

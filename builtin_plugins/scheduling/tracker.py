@@ -109,7 +109,7 @@ class RequestTracker:
         self.loaded.pop(request.request_id, None)
         self.running[request.request_id] = request
         if self.context.gates is not None:
-            self.context.gates.take(request)
+            self.context.gates.acquire(request)
         if request.lora is not None:
             self.active_loras[request.lora.id] += 1
         if self.context.log_stats:

@@ -20,18 +20,18 @@ from hardpoint.plugins.server import (
 from .access.cross_origin import CrossOrigin
 from .access.guard import Guard
 from .application import AdminAuthentication, Application, Authentication
+from .dialects.chat import ChatDialect
+from .dialects.completions import CompletionDialect
+from .dialects.messages import MessagesDialect
+from .dialects.responses import ResponsesDialect
+from .dialects.tokens import TokenRoutes
 from .extensions import Transforms, in_order, routes_of
 from .faults import Owned, ServerFaults
 from .openapi import OpenAPIRoute
 from .operations.addresses import BoundAddress
 from .routes.admin import AdminRoutes
-from .routes.chat import ChatDialect
-from .routes.completions import CompletionDialect
-from .routes.messages import MessagesDialect
 from .routes.models import StatusRoutes
 from .routes.page import live_routes, page_routes, with_page_files
-from .routes.responses import ResponsesDialect
-from .routes.tokens import TokenRoutes
 from .service import Service
 from .streaming import while_connected
 

@@ -317,7 +317,7 @@ class StepRunner:
             raise PluginFaultError(f"{label}: its plan of step {plan.step} {defect}") from error
 
     def _lose(self, plan: SchedulerOutput) -> None:
-        """Return a plan that was not executed, or not to its end, to those who planned it."""
+        """Return a plan that was not executed, or not to its end, to what planned it."""
         self._step_parts.lost(plan)
         if self._parts.connector is not None:
             self._parts.connector.plan_lost(plan)

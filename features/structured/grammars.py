@@ -238,8 +238,21 @@ class GrammarManager(EngineHalf):
         """Close the backends. Compilations under way are left alone."""
         self._compilations.close()
         with contextlib.ExitStack() as stack:
-            for backend in self._backends.values():
-                stack.callback(backend.close)
+            for name in self._backends:
+                stack.callback(self._close, name)
+
+    def _close(self, name: str) -> None:
+        """Close a backend.
+
+        Raises:
+            PluginFaultError: it failed.
+        """
+        try:
+            self._backends[name].close()
+        except BaseException as cause:
+            failed = self._describe_fault(cause)
+            source = self._components.source("grammars", name)
+            raise PluginFaultError(f"{source}: its close failed: {failed}") from cause
 
     def _fault(self, structured: StructuredOutputs, cause: BaseException) -> RequestFault:
         """Return the fault of a request whose grammar failed while it ran."""

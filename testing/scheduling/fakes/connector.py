@@ -222,7 +222,7 @@ class ScriptedGrammars:
         """Return None: no resources are counted."""
         return None
 
-    def take(self, request: Request) -> None:
+    def acquire(self, request: Request) -> None:
         """Count nothing."""
 
     def release(self, request: Request) -> None:

@@ -10,12 +10,12 @@ from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 from support.scripted_server import WEATHER, scripted_server, user
 
+from hardpoint.builtin_plugins.server.dialects.chat import ChatCompletionRequest
+from hardpoint.builtin_plugins.server.dialects.completions import CompletionRequest
+from hardpoint.builtin_plugins.server.dialects.messages import MessagesRequest
+from hardpoint.builtin_plugins.server.dialects.responses import ResponsesRequest
 from hardpoint.builtin_plugins.server.errors import answer_error
-from hardpoint.builtin_plugins.server.routes.chat import ChatCompletionRequest
-from hardpoint.builtin_plugins.server.routes.completions import CompletionRequest
 from hardpoint.builtin_plugins.server.routes.fields import renamed
-from hardpoint.builtin_plugins.server.routes.messages import MessagesRequest
-from hardpoint.builtin_plugins.server.routes.responses import ResponsesRequest
 from hardpoint.errors import PromptTooLongError
 from hardpoint.plugins import CompletionOutput, RequestError, RequestOutput, SamplingParams
 from hardpoint.plugins.server import ServerLimits

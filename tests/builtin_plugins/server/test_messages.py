@@ -14,13 +14,13 @@ from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 
 from hardpoint import AsyncLLM
-from hardpoint.builtin_plugins.server.errors import AnswerError, error_body
-from hardpoint.builtin_plugins.server.routes import messages_input
-from hardpoint.builtin_plugins.server.routes.messages import (
+from hardpoint.builtin_plugins.server.dialects import messages_input
+from hardpoint.builtin_plugins.server.dialects.messages import (
     CountTokensRequest,
     MessagesRequest,
     OutputConfig,
 )
+from hardpoint.builtin_plugins.server.errors import AnswerError, error_body
 from hardpoint.errors import EngineDeadError, OverloadedError
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.server import Authenticator, Client

@@ -15,9 +15,9 @@ from support.delta_engine import DeltaEngine, answering, call, typed_events
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 
-from hardpoint.builtin_plugins.server.routes import items, responses_events, responses_input
-from hardpoint.builtin_plugins.server.routes.chat import TokenLogprob
-from hardpoint.builtin_plugins.server.routes.responses import FunctionTool, ResponsesRequest
+from hardpoint.builtin_plugins.server.dialects import items, responses_events, responses_input
+from hardpoint.builtin_plugins.server.dialects.chat import TokenLogprob
+from hardpoint.builtin_plugins.server.dialects.responses import FunctionTool, ResponsesRequest
 from hardpoint.errors import EngineDeadError, OverloadedError
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.params import RequestOutputKind

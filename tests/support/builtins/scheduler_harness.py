@@ -128,10 +128,10 @@ class Grammars:
     def lacks(self, request):
         return None
 
-    def take(self, request):
+    def acquire(self, request):
         pass
 
-    release = take
+    release = acquire
 
 
 @dataclass

@@ -13,12 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hardpoint.builtin_plugins.server.errors import AnswerError
-from hardpoint.plugins import RequestError, RequestOutput, SamplingParams
-from hardpoint.plugins.server import Route
-from hardpoint.typed import Strict
-
-from .dialects import Asked, Dialect
-from .fields import (
+from hardpoint.builtin_plugins.server.routes.fields import (
     IGNORED,
     REFUSED,
     GenerationFields,
@@ -29,6 +24,11 @@ from .fields import (
     reasoning_variables,
     renamed,
 )
+from hardpoint.plugins import RequestError, RequestOutput, SamplingParams
+from hardpoint.plugins.server import Route
+from hardpoint.typed import Strict
+
+from .dialect import Asked, Dialect
 from .responses_events import ResponseAnswer, ResponseObject, echoed
 from .responses_input import Conversation, InputItem, prepared_input
 

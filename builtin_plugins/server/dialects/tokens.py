@@ -14,6 +14,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hardpoint.builtin_plugins.server.errors import AnswerError
+from hardpoint.builtin_plugins.server.routes.answers import (
+    Usage,
+    check_ended,
+    only,
+    prompt_logprobs,
+)
+from hardpoint.builtin_plugins.server.routes.fields import (
+    Renaming,
+    SamplingFields,
+    StreamOptions,
+    reasoning_variables,
+    renamed,
+)
+from hardpoint.builtin_plugins.server.routes.models import json_response
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import (
     CompletionOutput,
@@ -26,12 +40,9 @@ from hardpoint.plugins import (
 from hardpoint.plugins.server import Route
 from hardpoint.typed import Strict
 
-from .answers import Usage, check_ended, only, prompt_logprobs
 from .chat import ChoiceLogprobs, Effort, Message, choice_logprobs, ended, plain_tools
 from .chunks import ChunkAnswer
-from .dialects import Asked, Dialect
-from .fields import Renaming, SamplingFields, StreamOptions, reasoning_variables, renamed
-from .models import json_response
+from .dialect import Asked, Dialect
 
 T = TypeVar("T")
 

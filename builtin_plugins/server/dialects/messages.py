@@ -13,12 +13,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hardpoint.builtin_plugins.server.errors import MESSAGES_PATH
+from hardpoint.builtin_plugins.server.routes.fields import (
+    REFUSED,
+    GenerationFields,
+    Renaming,
+    check_limits,
+    reasoning_variables,
+    renamed,
+)
 from hardpoint.plugins import RequestError, RequestOutput
 from hardpoint.plugins.server import Route
 from hardpoint.typed import Strict
 
-from .dialects import Asked, Dialect
-from .fields import REFUSED, GenerationFields, Renaming, check_limits, reasoning_variables, renamed
+from .dialect import Asked, Dialect
 from .messages_events import MessageAnswer, MessageObject
 from .messages_input import (
     AnyChoice,

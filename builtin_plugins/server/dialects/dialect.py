@@ -12,13 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hardpoint.builtin_plugins.server.errors import AnswerError, ErrorBody
+from hardpoint.builtin_plugins.server.routes.answers import DONE, engine_id, new_id
+from hardpoint.builtin_plugins.server.routes.fields import GenerationFields
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.builtin_plugins.server.streaming import COMMENT
 from hardpoint.plugins import SamplingParams
 from hardpoint.plugins.server import Call, Route
-
-from .answers import DONE, engine_id, new_id
-from .fields import GenerationFields
 
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 OutputT = TypeVar("OutputT")

@@ -9,11 +9,11 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from hardpoint.builtin_plugins.server.errors import MESSAGES_PATH, AnswerError, error_body
+from hardpoint.builtin_plugins.server.routes.answers import UsageCount, whole_text
 from hardpoint.plugins import CompletionOutput, Tokenizer
 from hardpoint.plugins.server import ToolCall
 
-from .answers import UsageCount, whole_text
-from .dialects import Asked
+from .dialect import Asked
 from .items import ItemAnswer, Kind, whole_arguments
 
 

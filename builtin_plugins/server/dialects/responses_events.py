@@ -10,10 +10,10 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from hardpoint.builtin_plugins.server.errors import AnswerError
+from hardpoint.builtin_plugins.server.routes.answers import UsageCount, new_id, whole_text
 from hardpoint.plugins import CompletionOutput, Tokenizer
 from hardpoint.plugins.server import ToolCall
 
-from .answers import UsageCount, new_id, whole_text
 from .chat import TokenLogprob, choice_logprobs
 from .items import ItemAnswer, Kind, whole_arguments
 from .responses_input import ReasoningText, Status

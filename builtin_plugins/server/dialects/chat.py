@@ -8,15 +8,30 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
+from hardpoint.builtin_plugins.server.routes.answers import (
+    Usage,
+    check_ended,
+    finite,
+    likeliest,
+    only,
+    prompt_logprobs,
+    token_text,
+)
+from hardpoint.builtin_plugins.server.routes.fields import (
+    IGNORED,
+    REFUSED,
+    SamplingFields,
+    check_known,
+    reasoning_variables,
+    renamed,
+)
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput
 from hardpoint.plugins.server import ToolCall
 from hardpoint.typed import Strict
 
-from .answers import Usage, check_ended, finite, likeliest, only, prompt_logprobs, token_text
 from .chunks import ChunkAnswer, identity_of
-from .dialects import Asked, Dialect
-from .fields import IGNORED, REFUSED, SamplingFields, check_known, reasoning_variables, renamed
+from .dialect import Asked, Dialect
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 

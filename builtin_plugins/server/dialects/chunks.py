@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from hardpoint.builtin_plugins.server.routes.answers import DONE, UsageCount
+from hardpoint.builtin_plugins.server.routes.fields import StreamOptions
+from hardpoint.builtin_plugins.server.routes.progress import with_progress
 from hardpoint.builtin_plugins.server.service import Service
 
-from .answers import DONE, UsageCount
-from .dialects import Answer, Asked
-from .fields import StreamOptions
-from .progress import with_progress
+from .dialect import Answer, Asked
 
 OutputT = TypeVar("OutputT")
 

@@ -10,11 +10,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
-from hardpoint.builtin_plugins.server.service import Service
-from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput, Tokenizer
-from hardpoint.plugins.server import Call, ServerLimits
-
-from .answers import (
+from hardpoint.builtin_plugins.server.routes.answers import (
     Usage,
     check_ended,
     finite,
@@ -23,10 +19,14 @@ from .answers import (
     prompt_positions,
     token_text,
 )
+from hardpoint.builtin_plugins.server.routes.fields import REFUSED, SamplingFields, renamed
+from hardpoint.builtin_plugins.server.service import Service
+from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput, Tokenizer
+from hardpoint.plugins.server import Call, ServerLimits
+
 from .chat import ended
 from .chunks import ChunkAnswer, identity_of
-from .dialects import Asked, Dialect
-from .fields import REFUSED, SamplingFields, renamed
+from .dialect import Asked, Dialect
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _PROMPT_SCHEMAS = [

@@ -10,11 +10,16 @@ from typing import Any, Literal
 
 import msgspec
 
+from hardpoint.builtin_plugins.server.routes.answers import (
+    UsageCount,
+    WhiteSpace,
+    check_ended,
+    only,
+)
 from hardpoint.plugins import CompletionOutput, RequestOutput, Tokenizer
 from hardpoint.plugins.server import ToolCall
 
-from .answers import UsageCount, WhiteSpace, check_ended, only
-from .dialects import Answer
+from .dialect import Answer
 
 _LARGE = 1 << 18
 """Bytes of events after which other requests get a turn."""

@@ -1,0 +1,1 @@
+"""Dialects of the API: each reads its own requests and writes its own answers and streams."""

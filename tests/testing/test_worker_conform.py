@@ -159,8 +159,8 @@ DIVISIBLE = {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads"
 """By 2 and 3; the vocabulary is not."""
 
 
-# Families consist of the same layers. Each kind of layer is in one that is not nightly: Llama has the
-# dense ones, Phi3 fused matrices and two rotations, Qwen2Moe experts, shared ones among them.
+# Families consist of the same layers. Each kind of layer is in one that is not nightly: Llama has
+# the dense ones, Phi3 fused matrices and two rotations, Qwen2Moe experts, shared ones among them.
 
 
 class TestLlama(ModelSuite):

@@ -2,14 +2,17 @@
 
     python benchmarks/walk.py             a table by folder
     python benchmarks/walk.py --files     every file, with its functions and calls
+    python benchmarks/walk.py --json      the sums, and the functions that are called most
 
-Model and attention are counted apart: their calls grow with the model's layers. A second prompt is
-counted, so that what happens once per process (imports, first-use caches) is left out.
+Model and attention are counted apart, with the operations that they call: their calls grow with
+the model's layers. A second prompt is counted, so that what happens once per process (imports,
+first-use caches) is left out. `scripts/sizes --walk` compares the sums with their limits.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections import Counter
 from pathlib import Path
@@ -21,11 +24,20 @@ from hardpoint import LLM, SamplingParams
 
 PACKAGE = Path(hardpoint.__file__).resolve().parent
 CHECKOUT = Path(__file__).resolve().parent.parent
-MODEL_FOLDERS = ("builtin_plugins/models", "builtin_plugins/attention")
+MODEL_FOLDERS = (
+    "builtin_plugins/models",
+    "builtin_plugins/attention",
+    "builtin_plugins/ops",
+    "boundary/checked_attention",
+    "boundary/layer_groups",
+    "kernels",
+)
+DEAREST = 12
 FOLDERS = {
     "boundary",
     "builtin_plugins",
     "core",
+    "features",
     "kernels",
     "plugins",
     "registry",
@@ -41,12 +53,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--files", action="store_true", help="print every file")
+    parser.add_argument("--json", action="store_true", help="print the sums as JSON")
     options = parser.parse_args()
     params = SamplingParams(temperature=0.0, max_tokens=1)
     with LLM(options.model) as llm:
         llm.generate("The capital of France is", params)
         calls = count_calls(lambda: llm.generate("One plus one is", params))
-    print_table(calls, by_file=options.files)
+    if options.json:
+        print(json.dumps(sums(calls)))
+    else:
+        print_table(calls, by_file=options.files)
 
 
 def count_calls(run: Any) -> Counter[CodeType]:
@@ -78,6 +94,8 @@ def relative(filename: str) -> str | None:
         return None
     path = Path(filename)
     resolved = path.resolve() if path.exists() else path
+    if "site-packages" in resolved.parts and not resolved.is_relative_to(PACKAGE):
+        return None
     for root in (PACKAGE, CHECKOUT):
         if resolved.is_relative_to(root):
             inside = resolved.relative_to(root)
@@ -86,6 +104,21 @@ def relative(filename: str) -> str | None:
                 return f"api/{inside}"
             return str(inside)
     return None
+
+
+def sums(calls: Counter[CodeType]) -> dict[str, Any]:
+    """Return files and calls, and the functions outside model and attention called most."""
+    places = {code: relative(code.co_filename) or code.co_filename for code in calls}
+    outside = Counter(
+        {code: count for code, count in calls.items() if not places[code].startswith(MODEL_FOLDERS)}
+    )
+    dearest = outside.most_common(DEAREST)
+    return {
+        "files": len(set(places.values())),
+        "calls": outside.total(),
+        "all_calls": calls.total(),
+        "dearest": [(f"{places[code]}: {code.co_qualname}", count) for code, count in dearest],
+    }
 
 
 def print_table(calls: Counter[CodeType], *, by_file: bool) -> None:

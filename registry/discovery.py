@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import importlib_metadata
 
@@ -58,13 +59,19 @@ def discover(foreign_groups: Sequence[str] = ()) -> list[InstalledPlugin]:
     Args:
         foreign_groups: entry-point groups of other engines to include.
     """
+
+    @cache  # a distribution parses its metadata each time that it is asked
+    def origin(distribution: importlib_metadata.Distribution | None) -> tuple[str, str]:
+        if distribution is None:
+            return "unknown", "unknown"
+        return distribution.name, distribution.version
+
     found = {
         InstalledPlugin(
-            kind=_EXTERNAL_GROUPS.get(point.group) or point.group.removeprefix(_PREFIX),
-            name=point.name,
-            value=point.value,
-            distribution=point.dist.name if point.dist else "unknown",
-            version=point.dist.version if point.dist else "unknown",
+            _EXTERNAL_GROUPS.get(point.group) or point.group.removeprefix(_PREFIX),
+            point.name,
+            point.value,
+            *origin(point.dist),
         )
         for point in importlib_metadata.entry_points()
         if point.group.startswith(_PREFIX) or point.group in foreign_groups

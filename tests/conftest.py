@@ -3,17 +3,16 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 import support.searching  # noqa: F401 - registers the profiles
 from hypothesis import settings
-from support.once import once
+from support.durations import Durations
+from support.example_packages import package_fixture
 from support.plugins.fake import Installed
 from support.process.fork_server import STARTS
-from support.processes import ROOT, run
 
 from hardpoint.testing import write_scripted_model
 
@@ -28,12 +27,15 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run what takes long, too")
+    parser.addoption("--durations-file", type=Path, help="write the seconds of each test there")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ:
         # Never the user's own caches; the workers of a run share this one.
         os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="hardpoint-tests-")
+        if path := config.getoption("durations_file"):
+            config.pluginmanager.register(Durations(path))
     settings.load_profile("nightly" if config.getoption("all") else "ci")
     STARTS.install()
 
@@ -55,81 +57,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     STARTS.forks = item.get_closest_marker("fresh_process") is None
 
 
-@pytest.fixture(scope="session")
-def acme(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which the wheel of examples/acme_sampling is installed."""
-    return once(tmp_path_factory, "acme_sampling", install_wheel) / "site"
-
-
-@pytest.fixture(scope="session")
-def acme_scheduling(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which the wheel of examples/acme_scheduling is installed."""
-    return once(tmp_path_factory, "acme_scheduling", install_wheel) / "site"
-
-
-@pytest.fixture(scope="session")
-def acme_caching(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which the wheel of examples/acme_caching is installed."""
-    return once(tmp_path_factory, "acme_caching", install_wheel) / "site"
-
-
-@pytest.fixture(scope="session")
-def acme_executors(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which the wheel of examples/acme_executors is installed."""
-    return once(tmp_path_factory, "acme_executors", install_wheel) / "site"
-
-
-@pytest.fixture(scope="session")
-def acme_gpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which the wheel of examples/acme_gpt is installed."""
-    return once(tmp_path_factory, "acme_gpt", install_wheel) / "site"
-
-
-@pytest.fixture(scope="session")
-def acme_kv_stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which the wheel of examples/acme_kv_stores is installed."""
-    return once(tmp_path_factory, "acme_kv_stores", install_wheel) / "site"
-
-
-@pytest.fixture(scope="session")
-def acme_quantization(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which the wheel of examples/acme_quantization is installed."""
-    return once(tmp_path_factory, "acme_quantization", install_wheel) / "site"
-
-
-@pytest.fixture(scope="session")
-def acme_attention(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which the wheel of examples/acme_attention is installed."""
-    return once(tmp_path_factory, "acme_attention", install_wheel) / "site"
-
-
-@pytest.fixture(scope="session")
-def acme_wrapping(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which the wheel of examples/acme_wrapping is installed."""
-    return once(tmp_path_factory, "acme_wrapping", install_wheel) / "site"
-
-
-@pytest.fixture(scope="session")
-def acme_kv_connector(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which the wheel of examples/acme_kv_connector is installed."""
-    return once(tmp_path_factory, "acme_kv_connector", install_wheel) / "site"
-
-
-@pytest.fixture(scope="session")
-def acme_server(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which the wheel of examples/acme_server is installed."""
-    return once(tmp_path_factory, "acme_server", install_wheel) / "site"
-
-
-def install_wheel(work: Path) -> None:
-    """Build the wheel of the example that `work` is named after; install it into `work/site`."""
-    source = work / "source"
-    ignored = shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
-    shutil.copytree(ROOT / "examples" / work.name, source, ignore=ignored)
-    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", str(source), cwd=work)
-    (wheel,) = (source / "dist").glob("*.whl")
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install")
-    run(*pip, "--no-deps", "--target", str(work / "site"), str(wheel), cwd=work)
+# Folders in which the wheels of the packages in examples/ are installed.
+acme = package_fixture("acme_sampling")
+acme_attention = package_fixture("acme_attention")
+acme_caching = package_fixture("acme_caching")
+acme_executors = package_fixture("acme_executors")
+acme_gpt = package_fixture("acme_gpt")
+acme_kv_connector = package_fixture("acme_kv_connector")
+acme_kv_stores = package_fixture("acme_kv_stores")
+acme_quantization = package_fixture("acme_quantization")
+acme_scheduling = package_fixture("acme_scheduling")
+acme_server = package_fixture("acme_server")
+acme_wrapping = package_fixture("acme_wrapping")
 
 
 @pytest.fixture(scope="session")

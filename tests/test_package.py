@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import subprocess
@@ -32,6 +33,10 @@ FOLDERS = {
     "builtin_plugins": "hardpoint/builtin_plugins",
 }
 
+COMPILER = ROOT / "scripts" / "cached-compiler"
+CACHED = {**os.environ, "CC": f"{COMPILER} cc", "CXX": f"{COMPILER} c++"}
+"""Environment in which the kernels are compiled once: scripts/test has done so."""
+
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory) -> Path:
@@ -58,6 +63,7 @@ def build_wheel(out: Path) -> None:
         [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", out, source],
         check=True,
         capture_output=True,
+        env=CACHED,
     )
 
 
@@ -170,7 +176,7 @@ for wrong in ({"scheduler": {"policy": "priority"}}, {"model": "smollm2", "load"
 
 
 def test_links_for_editors_show_every_module(tmp_path):
-    subprocess.run([ROOT / "scripts" / "links"], check=True)
+    subprocess.run([ROOT / "scripts" / "links"], check=True, env=CACHED)
     for folder, package in FOLDERS.items():
         for path in (ROOT / folder).rglob("*.py"):
             assert (ROOT / ".links" / package / path.relative_to(ROOT / folder)).exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from support.kit_suites import assert_tests_builtins
 from support.searching import kit_examples
 
@@ -24,6 +25,7 @@ class TestSharedMemoryCommunicator(CommunicatorSuite):
     examples = kit_examples()
 
 
+@pytest.mark.nightly  # it passes its calls on to one of the others
 class TestAutoCommunicator(CommunicatorSuite):
     communicator = AutoCommunicator
     name = "auto"

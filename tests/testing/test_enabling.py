@@ -11,6 +11,7 @@ from importlib.metadata import entry_points
 import pytest
 from hypothesis import strategies as st
 from support.broken.processors import Bias, MixesRows
+from support.process.forked_python import forked_python
 
 import hardpoint.testing
 from hardpoint.plugins.kinds import KINDS
@@ -44,13 +45,22 @@ class TestShy(LogitsProcessorSuite):
 """
 
 
-def run_pytest(folder, *arguments, **environment):
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+def run_pytest(folder, *arguments, fresh=False, **environment):
+    """Return what pytest prints; a fresh one has not imported hypothesis before it begins."""
+    command = ["-m", "pytest", "-p", "no:cacheprovider", *arguments]
     environment = {**os.environ, **environment}
     environment.pop("PYTEST_CURRENT_TEST", None)
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
-    )
+    if fresh:
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+    else:
+        done = forked_python().run(command, folder, environment)
     return done.stdout + done.stderr
 
 
@@ -63,7 +73,7 @@ def folder(tmp_path_factory):
 
 
 def test_a_failure_is_replayed_by_the_command_that_it_prints(folder):
-    output = run_pytest(folder, "-k", "test_advance")
+    output = run_pytest(folder, "-k", "test_advance", fresh=True)
     assert "hardpoint conformance suites: HARDPOINT_SEED not set, random" in output
     assert "test_shy.Shy breaks a rule." in output
     section = output.partition("hardpoint conformance: replay")[2]

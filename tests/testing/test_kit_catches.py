@@ -152,6 +152,7 @@ def test_a_broken_processor_fails_its_rule(cls, given, fails):
             assert_fails(LogitsProcessorSuite, attributes(cls, given), test, ".*", pattern)
 
 
+@pytest.mark.nightly  # each processor with each other rule
 @pytest.mark.parametrize(
     ("cls", "given", "fails"), [b for b in BROKEN if b[0].__name__ not in CRASHING], ids=label
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -58,9 +59,14 @@ def build(cls: type[LogitsPlugin], name: str, vocab_size: int = 10, ops: Ops | N
             device=torch.device("cpu"),
             vocab_size=vocab_size,
             max_num_seqs=64,
-            ops=ops or load_ops(torch.float32),
+            ops=ops or _torch_ops(),
         )
     )
+
+
+@cache
+def _torch_ops() -> Ops:
+    return load_ops(torch.float32)
 
 
 def rows_of(processor: LogitsPlugin, *requests: LogitsRequest) -> FakeRows:

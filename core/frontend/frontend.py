@@ -48,7 +48,7 @@ from .plugin_health import PluginHealth
 from .prompts import Prompt
 from .request_state import AnyOutput, OutputSink, ParentRequest
 from .statistics import Statistics
-from .validation import PrebuiltRequestValidator, RequestReceivedHook
+from .validation import ParsedRequest, PrebuiltRequestValidator, RequestReceivedHook
 
 _log = logging.getLogger("hardpoint")
 
@@ -240,10 +240,10 @@ class Frontend:
         arrived = self._clock() if arrived is None else arrived
         if isinstance(prompt, EngineCoreRequest):
             request, text = self._prebuilt.validate(prompt, params, extras), None
-            self._arguments.complete(request)
+            parsers = self._arguments.complete(request)
             request.arrival_time = request.arrival_time or arrived
         else:
-            request, text = self.input.process(
+            request, text, parsers = self.input.process(
                 request_id,
                 prompt,
                 self.input.default_params() if params is None else params,
@@ -251,19 +251,21 @@ class Frontend:
                 arrival_time=arrived,
                 token_ids=token_ids,
             )
-        if request.priority and self._policy_ignoring_priority is not None:
-            self._warn_of_priority(self._policy_ignoring_priority)
-        n = request.params.n if request.pooling_params is None else 1
-        internal_id = self._internal_id(request_id, n)
-        parallel = extras.calls is None or extras.calls.parallel
-        parent = ParentRequest(request_id, internal_id, n, sink, parallel)
-        children = parent.children(request)
-        if self._received_hook is not None:
-            children = [self._received_hook(child) for child in children]
-        structured = request.params.structured
-        may_call = structured is None or structured.structural_tag is not None
-        self._register(children, text, parent, arrived, extras.tools if may_call else None)
-        return Submission(parent, children)
+        with contextlib.ExitStack() as held:
+            held.callback(parsers.close)
+            if request.priority and self._policy_ignoring_priority is not None:
+                self._warn_of_priority(self._policy_ignoring_priority)
+            n = request.params.n if request.pooling_params is None else 1
+            internal_id = self._internal_id(request_id, n)
+            parallel = extras.calls is None or extras.calls.parallel
+            parent = ParentRequest(request_id, internal_id, n, sink, parallel)
+            children = [(child, parsers) for child in parent.children(request)]
+            if self._received_hook is not None:
+                children = [self._received_hook(child, held) for child in children]
+            structured = request.params.structured
+            may_call = structured is None or structured.structural_tag is not None
+            self._register(children, text, parent, arrived, extras.tools if may_call else None)
+        return Submission(parent, [child for child, _ in children])
 
     def _warn_of_priority(self, policy: str) -> None:
         """Log, once, that a policy ignores the priority of requests."""
@@ -277,7 +279,7 @@ class Frontend:
 
     def _register(
         self,
-        children: Sequence[EngineCoreRequest],
+        children: Sequence[ParsedRequest],
         text: str | None,
         parent: ParentRequest,
         arrived: float,
@@ -288,17 +290,12 @@ class Frontend:
         spent = self._clock() - arrived
         registered: list[str] = []
         try:
-            for child in children:
+            for child, parsers in children:
                 if child.timeout is not None:
                     child.timeout = max(child.timeout - spent, _AT_ONCE)
                 # A time to come would give negative latencies.
                 since = child.arrival_time if child.arrival_time <= arrived else arrived
-                parsers = self._arguments.parsers(child)
-                try:
-                    self.output.add_request(child, text, parent, since, parsers or None, tools)
-                except BaseException:
-                    parsers.close()
-                    raise
+                self.output.add_request(child, text, parent, since, parsers or None, tools)
                 registered.append(child.request_id)
         except BaseException:
             self.output.drop(registered, FinishReason.ERROR)

@@ -22,6 +22,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.errors import PromptTooLongError
 from hardpoint.plugins.read_only import read_only
 
+from .output_parts import OutputParsers
 from .plugin_arguments import CallRules, PluginArguments
 from .prompts import (
     Prompt,
@@ -112,8 +113,10 @@ class InputProcessor:
         *,
         arrival_time: float = 0.0,
         token_ids: list[int] | None = None,
-    ) -> tuple[EngineCoreRequest, str | None]:
-        """Return the request and the prompt's text, if that is known.
+    ) -> tuple[EngineCoreRequest, str | None, OutputParsers]:
+        """Return the request, the prompt's text, if that is known, and the parsers of the output.
+
+        The caller closes the parsers.
 
         Fields of `extras` win over those of a tokenised prompt.
 
@@ -143,10 +146,10 @@ class InputProcessor:
             trace_headers=extras.trace_headers,
             kv_transfer_params=extras.kv_transfer_params,
         )
-        fields = self._arguments.resolve(request, extras.tools, extras.calls)
+        fields, parsers = self._arguments.resolve(request, extras.tools, extras.calls)
         # The arguments travel resolved; the originals would only travel twice.
         request.params = msgspec.structs.replace(request.params, **{**fields, "plugin_args": {}})
-        return request, given.text
+        return request, given.text, parsers
 
     def text_of(self, prompt: Prompt) -> str | None:
         """Return the text to tokenise, None if the prompt has token ids."""

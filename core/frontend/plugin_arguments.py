@@ -154,7 +154,7 @@ class PluginArguments:
         request: EngineCoreRequest,
         tools: Mapping[str, Mapping[str, Any]] | None = None,
         calls: CallRules | None = None,
-    ) -> dict[str, Any]:
+    ) -> tuple[dict[str, Any], OutputParsers]:
         """Fill in, for each component that the request uses, its arguments as plain data.
 
         Also fills in `reasoning_ended`, and what a grammar needs.
@@ -167,41 +167,50 @@ class PluginArguments:
         Returns:
             The fields of parameters that the request gives under `plugin_args`. Not only the
             processor reads them: stop strings are held back until `min_tokens`, and a greedy
-            sampler is recognised by `temperature`.
+            sampler is recognised by `temperature`. And its output parsers, which the caller closes.
 
         Raises:
             RequestError: an argument is wrong, belongs to no enabled plugin, or asks for something
                 that no enabled plugin can do; or the reasoning parser failed.
         """
         given = self._located(request.params.plugin_args)
-        self._resolve_all(request, given, tools, calls)
-        if not given:
-            return {}
+        parsers = self._resolve_all(request, given, tools, calls)
         resolved = request.plugin_args
-        return {
+        fields = {
             field: resolved[user.key][field]
-            for user in self._users
+            for user in (self._users if given else ())
             if user.key in given
             for field in user.fields & resolved[user.key].keys()
         }
+        return fields, parsers
 
-    def complete(self, request: EngineCoreRequest) -> None:
+    def complete(self, request: EngineCoreRequest) -> OutputParsers:
         """Resolve the arguments of a request that brings them as a caller gives them.
+
+        Returns:
+            Its output parsers, which the caller closes.
 
         Raises:
             RequestError: as `resolve`.
         """
         ended = request.reasoning_ended
-        self._resolve_all(request, self._located(request.plugin_args))
+        parsers = self._resolve_all(request, self._located(request.plugin_args))
         request.reasoning_ended = ended
+        return parsers
 
-    def revise(self, request: EngineCoreRequest, before: EngineCoreRequest) -> None:
+    def revise(
+        self, request: EngineCoreRequest, before: EngineCoreRequest, parsers: OutputParsers
+    ) -> OutputParsers:
         """Resolve the arguments of a request again after a hook changed its parameters.
 
         Arguments that the hook changed or removed itself stay so.
 
         Args:
             before: the request before the hook.
+            parsers: of that.
+
+        Returns:
+            The output parsers of the changed request, which the caller closes.
 
         Raises:
             RequestError: as `resolve`.
@@ -218,14 +227,20 @@ class PluginArguments:
             request.plugin_args.pop(user.key, None)
         self._check(request.plugin_args)
         self._refuse_unhonoured(request.params)
-        with contextlib.closing(self.parsers(request)) as parsers:
-            markers = parsers.markers
-        if _is_answered_alike(request.params, before.params):
-            request.reasoning_markers = before.reasoning_markers
-        else:
-            request.reasoning_markers = None
-        self._prepare_grammar(request, markers)
-        request.plugin_args |= self._resolved(request, stale, {}, markers)
+        with contextlib.ExitStack() as undo:
+            if self._are_parsed_alike(request, before):
+                parsers.hold()
+            else:
+                parsers = self._open_parsers(request)
+            undo.callback(parsers.close)
+            if _is_answered_alike(request.params, before.params):
+                request.reasoning_markers = before.reasoning_markers
+            else:
+                request.reasoning_markers = None
+            self._prepare_grammar(request, parsers.markers)
+            request.plugin_args |= self._resolved(request, stale, {}, parsers.markers)
+            undo.pop_all()
+        return parsers
 
     def _resolve_all(
         self,
@@ -233,13 +248,19 @@ class PluginArguments:
         given: Mapping[str, _Given],
         tools: Mapping[str, Mapping[str, Any]] | None = None,
         calls: CallRules | None = None,
-    ) -> None:
-        """Fill in the resolved arguments of a request, its grammar, and what concerns reasoning."""
+    ) -> OutputParsers:
+        """Fill in the resolved arguments of a request, its grammar, and what concerns reasoning.
+
+        Returns:
+            Its output parsers, which the caller closes.
+        """
         self._refuse_unhonoured(request.params)
         request.plugin_args = {}
         if self._parsers:
             request.plugin_args = self._resolved(request, self._parsers, given, None)
-        with contextlib.closing(self.parsers(request)) as parsers:
+        with contextlib.ExitStack() as undo:
+            parsers = self._open_parsers(request)
+            undo.callback(parsers.close)
             markers = parsers.markers
             if tools and parsers.tools is None:
                 raise RequestError(
@@ -250,10 +271,12 @@ class PluginArguments:
                 raise RequestError("calls: expected none without tools")
             if calls is not None and tools:
                 _constrain_calls(request, parsers, tools, calls)
-        if markers is not None:
-            request.reasoning_ended = markers.ended(request.prompt_token_ids)
-        self._prepare_grammar(request, markers)
-        request.plugin_args |= self._resolved(request, self._users, given, markers)
+            if markers is not None:
+                request.reasoning_ended = markers.ended(request.prompt_token_ids)
+            self._prepare_grammar(request, markers)
+            request.plugin_args |= self._resolved(request, self._users, given, markers)
+            undo.pop_all()
+        return parsers
 
     def _prepare_grammar(
         self, request: EngineCoreRequest, markers: ReasoningMarkers | None
@@ -341,7 +364,17 @@ class PluginArguments:
             ):
                 yield user
 
-    def parsers(self, request: EngineCoreRequest) -> OutputParsers:
+    def _are_parsed_alike(self, request: EngineCoreRequest, before: EngineCoreRequest) -> bool:
+        """Return whether a request has the same parsers, after a hook changed it."""
+        fields = ("reasoning_parser", "tool_parser")
+        return all(
+            getattr(request.params, name) == getattr(before.params, name) for name in fields
+        ) and all(
+            request.plugin_args.get(user.key) == before.plugin_args.get(user.key)
+            for user in self._parsers
+        )
+
+    def _open_parsers(self, request: EngineCoreRequest) -> OutputParsers:
         """Return the output parsers of a request; the caller closes them.
 
         Raises:
@@ -351,7 +384,7 @@ class PluginArguments:
             return self._named_parsers(request)
         users = [user for user in self._parsers if user.key in request.plugin_args]
         if not users:
-            return self._shared
+            return self._shared.hold()
         own: dict[str, GuardedOutputParser] = {}
         with contextlib.ExitStack() as undo:
             for user in users:

@@ -124,7 +124,7 @@ def test_ids_that_look_like_others_harm_nobody(engine):
 
 class TestReadyMade:
     def request(self, engine, **fields) -> EngineCoreRequest:
-        request, _ = input_processor_of(engine).process("x", "say abc", GREEDY)
+        request, _, _ = input_processor_of(engine).process("x", "say abc", GREEDY)
         for name, value in fields.items():
             setattr(request, name, value)
         return request

@@ -15,7 +15,7 @@ from hardpoint.core.build import build_async_engine
 from hardpoint.core.config import config_from
 from hardpoint.core.engine.utility_calls import AsyncControlCalls
 from hardpoint.core.frontend.async_engine import AsyncEngine
-from hardpoint.core.frontend.prompts import Prompt
+from hardpoint.core.frontend.requests.prompts import Prompt
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from hardpoint.core.frontend.plugin_arguments import CallRules
-from hardpoint.core.frontend.prompts import copied, is_list
+from hardpoint.core.frontend.requests.answer_format import CallRules
+from hardpoint.core.frontend.requests.prompts import copied, is_list
 from hardpoint.plugins import RequestError, Tokenizer, typed
 from hardpoint.plugins.errors import shown
 from hardpoint.plugins.request_options import ChatOptions

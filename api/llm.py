@@ -11,9 +11,9 @@ from typing import Any, NoReturn, Unpack
 from hardpoint.core.build import build_engine
 from hardpoint.core.config import config_from
 from hardpoint.core.engine.utility_calls import SyncControlCalls
-from hardpoint.core.frontend.input_processor import RequestExtras
 from hardpoint.core.frontend.llm_engine import LLMEngine
-from hardpoint.core.frontend.prompts import Prompt, copied, is_list
+from hardpoint.core.frontend.requests.input_processor import RequestExtras
+from hardpoint.core.frontend.requests.prompts import Prompt, copied, is_list
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,

@@ -12,9 +12,9 @@ import msgspec
 
 from hardpoint.core.client.engine_lock import EngineLock
 from hardpoint.core.errors import engine_dead, error_of
-from hardpoint.core.frontend.input_processor import RequestExtras
 from hardpoint.core.frontend.llm_engine import LLMEngine
-from hardpoint.core.frontend.prompts import copied, is_list
+from hardpoint.core.frontend.requests.input_processor import RequestExtras
+from hardpoint.core.frontend.requests.prompts import copied, is_list
 from hardpoint.plugins import (
     HardpointError,
     OverloadedError,

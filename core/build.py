@@ -25,7 +25,7 @@ from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.frontend import EngineParts
 from hardpoint.core.frontend.lifecycle import Restarter
 from hardpoint.core.frontend.llm_engine import LLMEngine
-from hardpoint.core.frontend.output_parts import OutputParsers
+from hardpoint.core.frontend.outputs.output_parts import OutputParsers
 from hardpoint.core.frontend.statistics import Statistics, open_statistics
 from hardpoint.core.worker.model_files import find_files
 from hardpoint.core.worker.threads import short_spin

@@ -38,10 +38,10 @@ from hardpoint.registry.blame import raise_unless_fault
 from hardpoint.registry.discovery import is_third_party
 
 from .frontend import METRICS_TIMEOUT_S, EngineParts, Frontend, Submission
-from .input_processor import NO_EXTRAS, AsyncTokenizer, RequestExtras
 from .lifecycle import DEADLY, WINDOW_S, EngineLifecycle, EngineState, Restarter
-from .output_collector import RequestOutputCollector
-from .prompts import Prompt
+from .outputs.output_collector import RequestOutputCollector
+from .requests.input_processor import NO_EXTRAS, AsyncTokenizer, RequestExtras
+from .requests.prompts import Prompt
 
 _log = logging.getLogger("hardpoint")
 

@@ -40,15 +40,15 @@ from hardpoint.registry.guards import GuardedTokenizer
 from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.plugin_set import PluginSet
 
-from .input_processor import NO_EXTRAS, InputProcessor, RequestExtras
-from .output_parts import OutputParsers
-from .output_processor import OutputProcessor, ProcessedOutputs
-from .plugin_arguments import PluginArguments
+from .outputs.output_parts import OutputParsers
+from .outputs.output_processor import OutputProcessor, ProcessedOutputs
+from .outputs.request_state import AnyOutput, OutputSink, ParentRequest
 from .plugin_health import PluginHealth
-from .prompts import Prompt
-from .request_state import AnyOutput, OutputSink, ParentRequest
+from .requests.input_processor import NO_EXTRAS, InputProcessor, RequestExtras
+from .requests.plugin_arguments import PluginArguments
+from .requests.prompts import Prompt
+from .requests.validation import ParsedRequest, PrebuiltRequestValidator, RequestReceivedHook
 from .statistics import Statistics
-from .validation import ParsedRequest, PrebuiltRequestValidator, RequestReceivedHook
 
 _log = logging.getLogger("hardpoint")
 

@@ -33,9 +33,9 @@ from hardpoint.plugins.typed import convert
 from hardpoint.registry.blame import is_fault, raise_unless_fault
 
 from .frontend import METRICS_TIMEOUT_S, EngineParts, Frontend, ProcessedBatch
-from .input_processor import NO_EXTRAS, RequestExtras
-from .prompts import Prompt
-from .request_state import AnyOutput
+from .outputs.request_state import AnyOutput
+from .requests.input_processor import NO_EXTRAS, RequestExtras
+from .requests.prompts import Prompt
 
 _log = logging.getLogger("hardpoint")
 

@@ -11,7 +11,7 @@ import pytest
 from hardpoint import LLM
 from hardpoint.async_llm import AsyncLLM
 from hardpoint.chat import Chat
-from hardpoint.core.frontend.input_processor import RequestExtras
+from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.options import BatchOptions, takes_options
 from hardpoint.plugins.describing import attribute_docs
 from hardpoint.plugins.request_options import (

@@ -12,9 +12,9 @@ from hardpoint import RequestError, RequestOutputKind, SamplingParams
 from hardpoint.builtin_plugins.parsers.harmony import Harmony
 from hardpoint.builtin_plugins.parsers.json_calls import Hermes
 from hardpoint.builtin_plugins.parsers.think_tags import ThinkTags
-from hardpoint.core.frontend.input_processor import RequestExtras
-from hardpoint.core.frontend.output_parts import OutputParts
-from hardpoint.core.frontend.plugin_arguments import CallRules
+from hardpoint.core.frontend.outputs.output_parts import OutputParts
+from hardpoint.core.frontend.requests.answer_format import CallRules
+from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.plugins import hookimpl
 from hardpoint.plugins.errors import ConfigError, PluginError
 from hardpoint.plugins.output_parser import (

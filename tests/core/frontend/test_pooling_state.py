@@ -6,7 +6,7 @@ import pytest
 from support.core.output_desk import ABORT, DELTA, ERROR, FINAL_ONLY, STOP, Desk
 
 from hardpoint import RequestError, SamplingParams
-from hardpoint.core.frontend.output_collector import RequestOutputCollector
+from hardpoint.core.frontend.outputs.output_collector import RequestOutputCollector
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, typed
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.requests import PoolingRequestOutput

@@ -9,8 +9,8 @@ import pytest
 from support.internals import input_processor_of, keeps_nothing, output_processor_of
 
 from hardpoint import LLM, RequestError, RequestOutputKind, SamplingParams
-from hardpoint.core.frontend.input_processor import RequestExtras
-from hardpoint.core.frontend.request_state import ParentRequest
+from hardpoint.core.frontend.outputs.request_state import ParentRequest
+from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.plugins import EngineCoreRequest, hookimpl
 from hardpoint.testing import scripted_config, scripted_engine
 

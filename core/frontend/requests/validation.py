@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from hardpoint.core.engine.request_check import RequestCheck
+from hardpoint.core.frontend.outputs.output_parts import OutputParsers
 from hardpoint.core.wire import Buffer, Decoder, Encoder, WireError
 from hardpoint.plugins import EngineCoreRequest, RequestError, SamplingParams
 from hardpoint.plugins.errors import PluginFaultError, shown
@@ -17,7 +18,6 @@ from hardpoint.registry.blame import text_of
 from hardpoint.registry.hooks import HookSet
 
 from .input_processor import NO_EXTRAS, InputProcessor, RequestExtras
-from .output_parts import OutputParsers
 from .plugin_arguments import PluginArguments
 
 _CLIENT = 0

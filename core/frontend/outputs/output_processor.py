@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hardpoint.core.frontend.statistics import RequestFigures, Statistics
 from hardpoint.plugins import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -18,7 +19,6 @@ from hardpoint.registry.guards import GuardedTokenizer
 from .output_parts import OutputParsers
 from .pooling_state import PoolingState
 from .request_state import AnyOutput, ParentRequest, RequestState
-from .statistics import RequestFigures, Statistics
 
 _State = RequestState | PoolingState
 

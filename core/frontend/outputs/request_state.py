@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from hardpoint.core.frontend.statistics import RequestFigures
 from hardpoint.plugins import (
     CompletionOutput,
     DecodeStream,
@@ -28,7 +29,6 @@ from hardpoint.registry.guards import GuardedTokenizer
 
 from .detokenizer import Detokenizer
 from .output_parts import OutputParsers, OutputParts, validation_error
-from .statistics import RequestFigures
 
 AnyOutput = RequestOutput | PoolingRequestOutput
 """The outputs that users get."""

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from hardpoint.core.frontend.outputs.output_parts import OutputParsers
 from hardpoint.plugins import (
     EngineCoreRequest,
     ModelConfig,
@@ -22,8 +23,8 @@ from hardpoint.plugins import (
 from hardpoint.plugins.errors import PromptTooLongError
 from hardpoint.plugins.read_only import read_only
 
-from .output_parts import OutputParsers
-from .plugin_arguments import CallRules, PluginArguments
+from .answer_format import CallRules
+from .plugin_arguments import PluginArguments
 from .prompts import (
     Prompt,
     ReadPrompt,

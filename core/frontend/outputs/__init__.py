@@ -1,0 +1,1 @@
+"""Text out: what the engine returns becomes what callers get."""

@@ -22,7 +22,7 @@ from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.core.errors import naming_plugin
 from hardpoint.core.frontend.async_engine import AsyncEngine
-from hardpoint.core.frontend.frontend import EngineParts
+from hardpoint.core.frontend.engine_parts import EngineParts
 from hardpoint.core.frontend.lifecycle import Restarter
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.outputs.output_parts import OutputParsers

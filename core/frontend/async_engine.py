@@ -37,11 +37,13 @@ from hardpoint.plugins.typed import convert
 from hardpoint.registry.blame import raise_unless_fault
 from hardpoint.registry.discovery import is_third_party
 
-from .frontend import METRICS_TIMEOUT_S, EngineParts, Frontend, Submission
+from .engine_parts import EngineParts
+from .frontend import METRICS_TIMEOUT_S, Frontend
 from .lifecycle import DEADLY, WINDOW_S, EngineLifecycle, EngineState, Restarter
 from .outputs.output_collector import RequestOutputCollector
 from .requests.input_processor import NO_EXTRAS, AsyncTokenizer, RequestExtras
 from .requests.prompts import Prompt
+from .requests.submission import Submission
 
 _log = logging.getLogger("hardpoint")
 
@@ -155,7 +157,7 @@ class AsyncEngine:
             await self._ready()
             # A new one each time: outputs of a first attempt do not belong to the second one.
             collector = RequestOutputCollector()
-            submission = self._frontend.submit(
+            submission = self._frontend.submitter.submit(
                 request_id,
                 prompt,
                 params,
@@ -287,7 +289,7 @@ class AsyncEngine:
             manifest = parts.plugins.manifest
             await EngineUtilities.set_policy.call_async(self.call_utility, manifest)
             self.parts = dataclasses.replace(parts, client=self.parts.client)
-            self._frontend.use_plugins(parts.plugins)
+            self._frontend.submitter.use_plugins(parts.plugins)
         return manifest
 
     async def call_utility(self, method: str, *args: Any) -> Any:
@@ -453,7 +455,7 @@ class AsyncEngine:
         self.parts = parts
         self._frontend.quarantine(call, message)
         if call.kind == "scheduling_policies":  # requests may still name another one, to be refused
-            self._frontend.use_plugins(parts.plugins)
+            self._frontend.submitter.use_plugins(parts.plugins)
 
     async def _restart_engine(self) -> None:
         """Start another engine process, with the same configuration."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -172,19 +171,20 @@ class PluginArguments:
             request.plugin_args.pop(taker.key, None)
         self._check(request.plugin_args)
         self._refuse_unhonoured(request.params)
-        with contextlib.ExitStack() as undo:
-            if self._parsers.are_alike(request, before):
-                parsers.hold()
-            else:
-                parsers = self._parsers.open(request)
-            undo.callback(parsers.close)
+        if self._parsers.are_alike(request, before):
+            parsers.hold()
+        else:
+            parsers = self._parsers.open(request)
+        try:
             if is_answered_alike(request.params, before.params):
                 request.reasoning_markers = before.reasoning_markers
             else:
                 request.reasoning_markers = None
             self._grammar.prepare(request, parsers.markers)
             request.plugin_args |= self._resolved(request, stale, {}, parsers.markers)
-            undo.pop_all()
+        except BaseException:
+            parsers.close()
+            raise
         return parsers
 
     def _resolve_all(
@@ -203,9 +203,8 @@ class PluginArguments:
         request.plugin_args = {}
         if self._parsers.takers:
             request.plugin_args = self._resolved(request, self._parsers.takers, given, None)
-        with contextlib.ExitStack() as undo:
-            parsers = self._parsers.open(request)
-            undo.callback(parsers.close)
+        parsers = self._parsers.open(request)
+        try:
             markers = parsers.markers
             if tools and parsers.tools is None:
                 raise RequestError(
@@ -220,7 +219,9 @@ class PluginArguments:
                 request.reasoning_ended = markers.ended(request.prompt_token_ids)
             self._grammar.prepare(request, markers)
             request.plugin_args |= self._resolved(request, self._takers, given, markers)
-            undo.pop_all()
+        except BaseException:
+            parsers.close()
+            raise
         return parsers
 
     def _resolved(

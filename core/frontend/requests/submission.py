@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import secrets
@@ -114,8 +113,8 @@ class Submitter:
                 arrival_time=arrived,
                 token_ids=token_ids,
             )
-        with contextlib.ExitStack() as held:
-            held.callback(parsers.close)
+        held = [parsers]
+        try:
             if request.priority and self._policy_ignoring_priority is not None:
                 self._warn_of_priority(self._policy_ignoring_priority)
             n = request.params.n if request.pooling_params is None else 1
@@ -128,6 +127,9 @@ class Submitter:
             structured = request.params.structured
             may_call = structured is None or structured.structural_tag is not None
             self._register(children, text, parent, arrived, extras.tools if may_call else None)
+        finally:
+            for parsers in held:
+                parsers.close()
         return Submission(parent, [child for child, _ in children])
 
     def _warn_of_priority(self, policy: str) -> None:

@@ -119,8 +119,8 @@ class RequestReceivedHook:
         self._check = prebuilt.checked
         self._arguments = arguments
 
-    def __call__(self, parsed: ParsedRequest, held: contextlib.ExitStack) -> ParsedRequest:
-        """Return the request as the hooks changed it, with its parsers, which `held` closes.
+    def __call__(self, parsed: ParsedRequest, held: list[OutputParsers]) -> ParsedRequest:
+        """Return the request as the hooks changed it, with its parsers, which it adds to `held`.
 
         Raises:
             RequestError: a hook refused it, failed, or made it invalid.
@@ -140,7 +140,7 @@ class RequestReceivedHook:
         except RequestError as error:
             plugins = self._hooks.implementers("request_received")
             raise RequestError(f"{plugins}: after its hook request_received: {error}") from error
-        held.callback(parsers.close)
+        held.append(parsers)
         return checked, parsers
 
 

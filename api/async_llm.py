@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import msgspec
 
@@ -15,7 +15,7 @@ from hardpoint.core.build import build_async_engine
 from hardpoint.core.config import config_from
 from hardpoint.core.engine.utility_calls import AsyncControlCalls
 from hardpoint.core.frontend.async_engine import AsyncEngine
-from hardpoint.core.frontend.prompts import Prompt
+from hardpoint.core.frontend.requests.prompts import Prompt
 from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import (
     ConfigError,
@@ -26,11 +26,13 @@ from hardpoint.plugins import (
     WaitReason,
 )
 from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.request_options import ChatOptions, ChatRequestOptions, RequestOptions
 from hardpoint.plugins.server import InstalledExtension, ServerContext
 from hardpoint.plugins.stats import Health
 
-from .chat import Chat, Messages, ToolChoice, Tools
+from .chat import Chat, Messages
 from .open_model import OpenModel
+from .options import takes_options
 from .progress import ProgressDisplay
 from .requests import make_extras
 
@@ -115,17 +117,13 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
                 config, config_sources, restart=restart == "on_failure", progress=display.report
             )
 
+    @takes_options
     def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
-        *,
-        priority: int = 0,
-        timeout: float | None = None,
-        tags: Mapping[str, str] | None = None,
-        cache_salt: str | None = None,
-        kv_transfer_params: Mapping[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete a prompt; yield outputs as they come, as `sampling_params.output_kind` says.
 
@@ -137,12 +135,7 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
             sampling_params: never changed; None is what the model's files recommend, see
                 `default_sampling_params`.
             request_id: outputs carry it; None numbers them. Live requests may share one.
-            priority: smaller is more important.
-            timeout: seconds after which it ends with finish reason "timeout".
-            tags: free-form labels for policies and sinks, such as {"tenant": "acme"}.
-            cache_salt: prompts with different salts never share cached beginnings.
-            kv_transfer_params: for the KV connector, which puts the like of it into the last
-                output: of a prompt that one engine computes for another one, for example.
+            options: `RequestOptions`.
 
         Raises:
             RequestError: prompt or parameters are wrong.
@@ -150,32 +143,15 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
             EngineDeadError: the engine died; the request may be sent again.
             EngineClosedError: the engine was closed.
         """
-        extras = make_extras(
-            priority=priority,
-            timeout=timeout,
-            tags=tags,
-            cache_salt=cache_salt,
-            kv_transfer_params=kv_transfer_params,
-        )
-        return self._engine.generate(prompt, sampling_params, request_id, extras)
+        return self._engine.generate(prompt, sampling_params, request_id, make_extras(**options))
 
-    async def chat(  # noqa: PLR0913 - as `generate`, and what templates take
+    @takes_options
+    async def chat(
         self,
         messages: Messages,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
-        *,
-        tools: Tools | None = None,
-        tool_choice: ToolChoice = "auto",
-        parallel_tool_calls: bool = True,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        tags: Mapping[str, str] | None = None,
-        cache_salt: str | None = None,
-        kv_transfer_params: Mapping[str, Any] | None = None,
+        **options: Unpack[ChatRequestOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a conversation by the model's chat template; yield outputs as they come.
 
@@ -183,73 +159,38 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
 
         Args:
             messages: `[{"role": "user", "content": "..."}, ...]`.
-            tools: that the model may call: OpenAI's `{"type": "function", ...}`, or Python
-                functions with typed parameters.
-            tool_choice: "none" shows the model no tools; "required" and `{"name": ...}` make it
-                call one, by a grammar. Tools that are `strict` get arguments of their schemas.
-            parallel_tool_calls: whether an answer may have several calls; if not, the first one
-                counts.
-            add_generation_prompt: whether the prompt ends with the beginning of an answer; None is
-                unless the last message is continued.
-            continue_final_message: the model goes on with the last message, of the assistant.
-            chat_template_kwargs: variables of the template that the operator allows, such as
-                `{"enable_thinking": False}`.
-            sampling_params, request_id, priority, timeout, tags, cache_salt, kv_transfer_params:
-                as for `generate`.
+            sampling_params, request_id: as for `generate`.
+            options: `ChatOptions` and `RequestOptions`.
 
         Raises:
             RequestError: the model has no chat template, or it refuses the messages; tools are
                 malformed, or there is no tool parser.
             OverloadedError, EngineDeadError, EngineClosedError: as `generate`.
         """
-        chat = Chat(
-            tools,
-            tool_choice,
-            parallel_tool_calls=parallel_tool_calls,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template_kwargs=chat_template_kwargs,
-        )
+        chat, of_request = Chat.taken_from(options)
         prompt = await asyncio.to_thread(chat.rendered, self.tokenizer, messages)
-        extras = make_extras(
-            priority=priority,
-            timeout=timeout,
-            tags=tags,
-            cache_salt=cache_salt,
-            kv_transfer_params=kv_transfer_params,
-            tools=chat.schemas,
-            calls=chat.calls,
-        )
+        extras = make_extras(**of_request)
         outputs = self._engine.generate(prompt, sampling_params, request_id, extras)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 yield output
 
+    @takes_options
     async def apply_chat_template(
-        self,
-        messages: Messages,
-        *,
-        tools: Tools | None = None,
-        tool_choice: ToolChoice = "auto",
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        self, messages: Messages, **options: Unpack[ChatOptions]
     ) -> Mapping[str, Any]:
         """Return a conversation as a prompt: `prompt` is its text, `prompt_token_ids` its ids.
 
-        The template is rendered in another thread. Arguments are those of `chat`.
+        The template is rendered in another thread.
+
+        Args:
+            messages: as for `chat`.
+            options: `ChatOptions`, of which `parallel_tool_calls` changes nothing.
 
         Raises:
             RequestError: the model has no chat template, or it refuses the messages.
         """
-        chat = Chat(
-            tools,
-            tool_choice,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template_kwargs=chat_template_kwargs,
-        )
-        return await asyncio.to_thread(chat.rendered, self.tokenizer, messages)
+        return await asyncio.to_thread(Chat(**options).rendered, self.tokenizer, messages)
 
     async def tokenise(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return a text's tokens; a long text is tokenised in another thread.

@@ -11,20 +11,17 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from hardpoint.core.frontend.plugin_arguments import CallRules
-from hardpoint.core.frontend.prompts import copied, is_list
+from hardpoint.core.frontend.requests.answer_format import CallRules
+from hardpoint.core.frontend.requests.prompts import copied, is_list
 from hardpoint.errors import shown
 from hardpoint.plugins import RequestError, Tokenizer
+from hardpoint.plugins.request_options import ChatOptions
 from hardpoint.plugins.structured import check_schema
 
 from . import typed
 from .user_text import UserText
 
 Messages = Sequence[Mapping[str, Any]]
-Tools = Sequence[Mapping[str, Any] | Callable[..., Any]]
-"""Tools as OpenAI's API has them, or Python functions."""
-ToolChoice = Literal["none", "auto", "required"] | Mapping[str, str]
-"""Whether the model may call the tools, or has to: any of them, or `{"name": ...}`."""
 
 _ARGUMENT = re.compile(r"^(\w+)(?:\s*\([^)]*\))?:\s+(.*)")
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Yields|Raises|Example|Examples|Note):")
@@ -256,6 +253,18 @@ class Chat:
                 path="chat_template_kwargs",
                 error=RequestError,
             )
+
+    @classmethod
+    def taken_from(cls, options: Mapping[str, Any]) -> tuple[Chat, dict[str, Any]]:
+        """Return the chat of a call's options, and the options of its requests.
+
+        Raises:
+            RequestError: the tools or another option is malformed.
+        """
+        own = ChatOptions.__optional_keys__
+        chat = cls(**{name: value for name, value in options.items() if name in own})
+        rest = {name: value for name, value in options.items() if name not in own}
+        return chat, {**rest, "tools": chat.schemas, "calls": chat.calls}
 
     def rendered(self, tokenizer: Tokenizer, messages: Any) -> Mapping[str, Any]:
         """Return a conversation as a prompt that is tokenised already.

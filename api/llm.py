@@ -6,14 +6,14 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Unpack
 
 from hardpoint.core.build import build_engine
 from hardpoint.core.config import config_from
 from hardpoint.core.engine.utility_calls import SyncControlCalls
-from hardpoint.core.frontend.input_processor import RequestExtras
 from hardpoint.core.frontend.llm_engine import LLMEngine
-from hardpoint.core.frontend.prompts import Prompt, copied, is_list
+from hardpoint.core.frontend.requests.input_processor import RequestExtras
+from hardpoint.core.frontend.requests.prompts import Prompt, copied, is_list
 from hardpoint.errors import shown
 from hardpoint.plugins import (
     ConfigError,
@@ -25,10 +25,12 @@ from hardpoint.plugins import (
     SchedulingPolicy,
 )
 from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.request_options import ChatOptions, ChatRequestOptions, RequestOptions
 from hardpoint.plugins.stats import Health
 
-from .chat import Chat, Messages, ToolChoice, Tools
+from .chat import Chat, Messages
 from .open_model import OpenModel
+from .options import BatchOptions, ChatBatchOptions, takes_options
 from .progress import ProgressDisplay, draw_outputs, shows_progress
 from .requests import (
     OpenCalls,
@@ -111,16 +113,12 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
             self._engine = build_engine(config, config_sources, progress=display.report)
         self._calls = OpenCalls(self._engine)
 
+    @takes_options
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        priority: int | Sequence[int] = 0,
-        timeout: float | Sequence[float | None] | None = None,
-        tags: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None,
-        cache_salt: str | Sequence[str | None] | None = None,
-        kv_transfer_params: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
+        **options: Unpack[BatchOptions],
     ) -> list[RequestOutput]:
         """Complete prompts, all in one running batch.
 
@@ -130,14 +128,7 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
                 `{"type": "token", "prompt_token_ids": ids, ...}`.
             sampling_params: one for all, or one per prompt; never changed. None is what the
                 model's files recommend, see `default_sampling_params`.
-            priority: smaller is more important. This and the following: one for all, or one
-                per prompt.
-            timeout: seconds after which a prompt ends with finish reason "timeout" and what it
-                has so far; None is never.
-            tags: free-form labels for policies and sinks, such as {"tenant": "acme"}.
-            cache_salt: prompts with different salts never share cached beginnings.
-            kv_transfer_params: for the KV connector, which puts the like of it into the last
-                output: of a prompt that one engine computes for another one, for example.
+            options: `RequestOptions`, each one for all, or a list of one per prompt.
 
         Returns:
             One output per prompt, in the order asked.
@@ -148,51 +139,22 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
             EnginePausedError: the engine is paused.
             EngineDeadError: the engine's process has ended.
         """
-        requests = make_requests(
-            prompt_list(prompts),
-            self.default_sampling_params() if sampling_params is None else sampling_params,
-            priority=priority,
-            timeout=timeout,
-            tags=tags,
-            cache_salt=cache_salt,
-            kv_transfer_params=kv_transfer_params,
-        )
+        requests = self._batch(prompt_list(prompts), sampling_params, options)
         return self._run(self._calls.add(requests))
 
-    def chat(  # noqa: PLR0913 - as `generate`, and what templates take
+    @takes_options
+    def chat(
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        tools: Tools | None = None,
-        tool_choice: ToolChoice = "auto",
-        parallel_tool_calls: bool = True,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        priority: int | Sequence[int] = 0,
-        timeout: float | Sequence[float | None] | None = None,
-        tags: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None,
-        cache_salt: str | Sequence[str | None] | None = None,
-        kv_transfer_params: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
+        **options: Unpack[ChatBatchOptions],
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, by the model's chat template.
 
         Args:
             messages: `[{"role": "user", "content": "..."}, ...]`, or a list of such lists.
             sampling_params: one for all, or one per conversation.
-            tools: that the model may call in any of them: OpenAI's `{"type": "function", ...}`, or
-                Python functions with typed parameters.
-            tool_choice: "none" shows the model no tools; "required" and `{"name": ...}` make it
-                call one, by a grammar. Tools that are `strict` get arguments of their schemas.
-            parallel_tool_calls: whether an answer may have several calls; if not, the first one
-                counts.
-            add_generation_prompt: whether the prompt ends with the beginning of an answer; None is
-                unless the last message is continued.
-            continue_final_message: the model goes on with the last message, of the assistant.
-            chat_template_kwargs: variables of the template that the operator allows, such as
-                `{"enable_thinking": False}`.
-            priority, timeout, tags, cache_salt, kv_transfer_params: as for `generate`.
+            options: `ChatOptions` of all conversations, and options as for `generate`.
 
         Raises:
             RequestError: the model has no chat template, or it refuses the messages; tools are
@@ -206,37 +168,20 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
         listed = copied(messages, "messages")
         single = not listed or isinstance(listed[0], Mapping)
         conversations: Sequence[Any] = [listed] if single else listed
-        chat = Chat(
-            tools,
-            tool_choice,
-            parallel_tool_calls=parallel_tool_calls,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template_kwargs=chat_template_kwargs,
-        )
-        requests = make_requests(
-            [self._rendered(conversation, chat) for conversation in conversations],
-            self.default_sampling_params() if sampling_params is None else sampling_params,
-            priority=priority,
-            timeout=timeout,
-            tags=tags,
-            cache_salt=cache_salt,
-            kv_transfer_params=kv_transfer_params,
-            tools=chat.schemas,
-            calls=chat.calls,
-        )
-        return self._run(self._calls.add(requests))
+        chat, of_requests = Chat.taken_from(options)
+        prompts = [self._rendered(conversation, chat) for conversation in conversations]
+        return self._run(self._calls.add(self._batch(prompts, sampling_params, of_requests)))
 
+    def _batch(self, prompts: list[Any], params: Any, options: Mapping[str, Any]) -> list[Request]:
+        params = self.default_sampling_params() if params is None else params
+        return make_requests(prompts, params, **options)
+
+    @takes_options
     def stream(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        timeout: float | None = None,
-        tags: Mapping[str, str] | None = None,
-        cache_salt: str | None = None,
-        kv_transfer_params: Mapping[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
     ) -> OutputStream:
         """Complete one prompt; iterate over what it returns for outputs as they come.
 
@@ -244,20 +189,13 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
         early aborts the request.
 
         Args:
-            prompt, sampling_params, priority, timeout, tags, cache_salt, kv_transfer_params: as for
-                `generate`.
+            prompt, sampling_params: as for `generate`.
+            options: `RequestOptions`.
 
         Raises:
             RequestError, OverloadedError: prompt or parameters are wrong, or too many wait.
         """
-        extras = make_extras(
-            priority=priority,
-            timeout=timeout,
-            tags=tags,
-            cache_salt=cache_salt,
-            kv_transfer_params=kv_transfer_params,
-        )
-        return self._stream(prompt, sampling_params, extras)
+        return self._stream(prompt, sampling_params, make_extras(**options))
 
     def _stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None, extras: RequestExtras
@@ -298,74 +236,41 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
         given = (request(prompt, params) for prompt, params in requests)
         return UnorderedCall(self._calls, given, window).outputs()
 
-    def stream_chat(  # noqa: PLR0913 - as `stream`, and what templates take
+    @takes_options
+    def stream_chat(
         self,
         messages: Messages,
         sampling_params: SamplingParams | None = None,
-        *,
-        tools: Tools | None = None,
-        tool_choice: ToolChoice = "auto",
-        parallel_tool_calls: bool = True,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        tags: Mapping[str, str] | None = None,
-        cache_salt: str | None = None,
-        kv_transfer_params: Mapping[str, Any] | None = None,
+        **options: Unpack[ChatRequestOptions],
     ) -> OutputStream:
         """Answer one conversation; iterate over what it returns for outputs as they come.
 
         Args:
-            messages, tools, tool_choice, parallel_tool_calls, add_generation_prompt,
-                continue_final_message, chat_template_kwargs: as for `chat`.
-            sampling_params, priority, timeout, tags, cache_salt, kv_transfer_params: as for
-                `stream`.
+            messages: as for `chat`.
+            sampling_params: as for `stream`.
+            options: `ChatOptions` and `RequestOptions`.
 
         Raises:
             RequestError, OverloadedError: as `chat` and `stream`.
         """
-        chat = Chat(
-            tools,
-            tool_choice,
-            parallel_tool_calls=parallel_tool_calls,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template_kwargs=chat_template_kwargs,
-        )
-        extras = make_extras(
-            priority=priority,
-            timeout=timeout,
-            tags=tags,
-            cache_salt=cache_salt,
-            kv_transfer_params=kv_transfer_params,
-            tools=chat.schemas,
-            calls=chat.calls,
-        )
-        return self._stream(self._rendered(messages, chat), sampling_params, extras)
+        chat, of_request = Chat.taken_from(options)
+        prompt = self._rendered(messages, chat)
+        return self._stream(prompt, sampling_params, make_extras(**of_request))
 
+    @takes_options
     def apply_chat_template(
-        self,
-        messages: Messages,
-        *,
-        tools: Tools | None = None,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        self, messages: Messages, **options: Unpack[ChatOptions]
     ) -> Mapping[str, Any]:
         """Return a conversation as a prompt: `prompt` is its text, `prompt_token_ids` its ids.
+
+        Args:
+            messages: as for `chat`.
+            options: `ChatOptions`, of which `parallel_tool_calls` changes nothing.
 
         Raises:
             RequestError: the model has no chat template, or it refuses the messages.
         """
-        chat = Chat(
-            tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template_kwargs=chat_template_kwargs,
-        )
-        return self._rendered(messages, chat)
+        return self._rendered(messages, Chat(**options))
 
     def _rendered(self, messages: Messages, chat: Chat) -> Mapping[str, Any]:
         with self._engine.lock:

@@ -12,9 +12,9 @@ import msgspec
 
 from hardpoint.boundary.errors import engine_dead, error_of
 from hardpoint.core.client.engine_lock import EngineLock
-from hardpoint.core.frontend.input_processor import RequestExtras
 from hardpoint.core.frontend.llm_engine import LLMEngine
-from hardpoint.core.frontend.prompts import copied, is_list
+from hardpoint.core.frontend.requests.input_processor import RequestExtras
+from hardpoint.core.frontend.requests.prompts import copied, is_list
 from hardpoint.errors import EngineDeadError, EnginePausedError
 from hardpoint.plugins import (
     HardpointError,
@@ -89,14 +89,14 @@ def make_requests(prompts: Sequence[Any], params: Any, **extras: Any) -> list[Re
     """
     count = len(prompts)
     all_params = one_per_prompt("sampling_params", params, count)
-    columns = [one_per_prompt(name, value, count) for name, value in extras.items()]
+    columns = {name: one_per_prompt(name, value, count) for name, value in extras.items()}
     return [
         (
             prompt,
             with_output_kind(own, RequestOutputKind.FINAL_ONLY),
-            make_extras(**dict(zip(extras, row, strict=True))),
+            make_extras(**{name: column[index] for name, column in columns.items()}),
         )
-        for prompt, own, row in zip(prompts, all_params, zip(*columns, strict=True), strict=True)
+        for index, (prompt, own) in enumerate(zip(prompts, all_params, strict=True))
     ]
 
 

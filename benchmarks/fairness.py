@@ -19,8 +19,8 @@ from typing import Any
 
 from hardpoint.core.build import build_engine
 from hardpoint.core.config import config_from
-from hardpoint.core.frontend.input_processor import RequestExtras
 from hardpoint.core.frontend.llm_engine import LLMEngine
+from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.plugins import RequestOutputKind, SamplingParams
 
 BIG_PER_SMALL = 10

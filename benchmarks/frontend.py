@@ -18,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hardpoint.core.frontend.output_processor import OutputProcessor
-from hardpoint.core.frontend.request_state import ParentRequest
+from hardpoint.core.frontend.outputs.output_processor import OutputProcessor
+from hardpoint.core.frontend.outputs.request_state import ParentRequest
 from hardpoint.core.weights.model_files import find_files
 from hardpoint.plugins import (
     EngineConfig,

@@ -21,10 +21,10 @@ from hardpoint.core.client.process_client import EngineStart, ProcessClient, Sin
 from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.core.frontend.async_engine import AsyncEngine
-from hardpoint.core.frontend.frontend import EngineParts
+from hardpoint.core.frontend.engine_parts import EngineParts
 from hardpoint.core.frontend.lifecycle import Restarter
 from hardpoint.core.frontend.llm_engine import LLMEngine
-from hardpoint.core.frontend.output_parts import OutputParsers
+from hardpoint.core.frontend.outputs.output_parts import OutputParsers
 from hardpoint.core.frontend.statistics import Statistics, open_statistics
 from hardpoint.plugins import (
     ConfigError,

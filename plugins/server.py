@@ -17,7 +17,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, Unpack
 
 import msgspec
 
@@ -27,6 +27,7 @@ from hardpoint.typed import Strict
 from .config import EngineConfig, ServerConfig, ServerLimits
 from .manifest import Manifest
 from .params import SamplingParams
+from .request_options import ChatOptions, ChatRequestOptions, RequestOptions
 from .requests import Prompt, RequestOutput, ToolCall
 from .scheduling_policy import SchedulingPolicy
 from .stats import Health, PluginMeter, SchedulerStats
@@ -155,12 +156,7 @@ class AsyncGenerator(Controls, Protocol):
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
-        *,
-        priority: int = 0,
-        timeout: float | None = None,
-        tags: Mapping[str, str] | None = None,
-        cache_salt: str | None = None,
-        kv_transfer_params: Mapping[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
     ) -> c.AsyncGenerator[RequestOutput, None]:
         """Complete a prompt; yield outputs as they come. Closing it aborts the request.
 
@@ -170,35 +166,17 @@ class AsyncGenerator(Controls, Protocol):
             EngineDeadError: the engine died; the request may be sent again.
         """
 
-    def chat(  # noqa: PLR0913 - as `generate`, and what templates take
+    def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        tool_choice: Literal["none", "auto", "required"] | Mapping[str, str] = "auto",
-        parallel_tool_calls: bool = True,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        tags: Mapping[str, str] | None = None,
-        cache_salt: str | None = None,
-        kv_transfer_params: Mapping[str, Any] | None = None,
+        **options: Unpack[ChatRequestOptions],
     ) -> c.AsyncGenerator[RequestOutput, None]:
         """Answer a conversation by the model's chat template; yield outputs as they come."""
 
     async def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        tool_choice: Literal["none", "auto", "required"] | Mapping[str, str] = "auto",
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]
     ) -> Mapping[str, Any]:
         """Return a conversation as a prompt: `prompt` is its text, `prompt_token_ids` its ids."""
 

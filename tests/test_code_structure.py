@@ -32,7 +32,7 @@ SMALL_MODULES = {
     "hardpoint.completion": "argcomplete, which nothing but a shell's request imports",
     "hardpoint.core.client.output_queue": "the queue of an LLM; EventLoopBridge is AsyncLLM's",
     "hardpoint.system.process.main_module.find_unpicklable": "a search, used for errors alone",
-    "hardpoint.core.frontend.pooling_state": "pooling models fill it",
+    "hardpoint.core.frontend.outputs.pooling_state": "pooling models fill it",
     "hardpoint.core.kv_cache.prefix_lookup": "an algorithm with tests of its own",
     "hardpoint.core.worker.rank_store": "a server, which runs only while ranks of hosts meet",
     "hardpoint.core.worker.profiling": "torch's profiler, which nothing else of a worker needs",

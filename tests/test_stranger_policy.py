@@ -16,7 +16,7 @@ from support.strangers import RESOLVE
 ORDER = """
 import json, sys
 from hardpoint import SamplingParams
-from hardpoint.core.frontend.input_processor import RequestExtras
+from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.testing import scripted_engine
 
 folder, extra, jobs, swap_to = map(json.loads, sys.argv[1:])

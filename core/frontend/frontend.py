@@ -3,135 +3,41 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
-import math
-import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
-from hardpoint import typed
 from hardpoint.boundary.activity import PluginCall
 from hardpoint.boundary.errors import engine_dead
 from hardpoint.boundary.plugin_health import PluginHealth
-from hardpoint.boundary.text_guards import GuardedTokenizer
-from hardpoint.core.client.base import EngineCoreClient
-from hardpoint.core.engine.policy import change_policy
 from hardpoint.errors import EngineDeadError, PluginFaultError, shown
 from hardpoint.plugins import (
-    EngineConfig,
     EngineCoreOutputs,
-    EngineCoreRequest,
     FinishReason,
-    ModelConfig,
     RequestError,
     RequestOutput,
-    SamplingParams,
-    SchedulingPolicy,
 )
-from hardpoint.plugins.component import Component
-from hardpoint.plugins.config import ConfigSources, KVCacheConfig, SchedulerConfig
 from hardpoint.plugins.stats import Health, PluginReport, StepFault
 from hardpoint.registry.blame import describe
 from hardpoint.registry.discovery import is_third_party
-from hardpoint.registry.hooks import HookSet
-from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.typed.read_only import read_only
 
-from .input_processor import NO_EXTRAS, InputProcessor, RequestExtras
-from .output_parts import OutputParsers
-from .output_processor import OutputProcessor, ProcessedOutputs
-from .plugin_arguments import PluginArguments
-from .prompts import Prompt
-from .request_state import AnyOutput, OutputSink, ParentRequest
-from .statistics import Statistics
-from .validation import PrebuiltRequestValidator, RequestReceivedHook
+from .engine_parts import EngineParts
+from .outputs.output_processor import OutputProcessor, ProcessedOutputs
+from .outputs.request_state import AnyOutput
+from .requests.input_processor import InputProcessor
+from .requests.plugin_arguments import PluginArguments
+from .requests.submission import Submitter
 
 _log = logging.getLogger("hardpoint")
 
-_DISPENSABLE = frozenset({"logits_processors", "kv_event_publishers", "hooks"})
 _MOST_NAMED = 8  # requests, in an error
 _ABORTED = str(FinishReason.ABORT)
 
 METRICS_TIMEOUT_S = 1.0
 """How long an export of metrics waits for the engine's answer."""
-
-_AT_ONCE = math.ulp(0.0)
-"""The timeout, in seconds, of a request whose time is up before it is sent."""
-
-
-@dataclass(frozen=True)
-class EngineParts:
-    """The parts of an open engine.
-
-    Attributes:
-        config: with `max_model_len` and `kv_cache.num_blocks` filled in.
-        supported_tasks: of the model, such as "generate".
-        components: closed with the engine, last one first.
-        clock: seconds; gives requests their arrival times.
-        statistics: closed with the engine; None if they are off.
-        why_no_grammars: the reason if the engine has no grammars; None if it has.
-    """
-
-    config: EngineConfig
-    config_sources: ConfigSources
-    plugins: PluginSet
-    hooks: HookSet
-    model_config: ModelConfig
-    tokenizer: GuardedTokenizer
-    parsers: OutputParsers
-    client: EngineCoreClient
-    supported_tasks: tuple[str, ...]
-    components: Sequence[Component]
-    clock: Callable[[], float]
-    statistics: Statistics | None = None
-    why_no_grammars: str | None = None
-
-    def with_policy(
-        self, use: str | type[SchedulingPolicy], options: Mapping[str, Any]
-    ) -> EngineParts:
-        """Return the parts with another scheduling policy, in the next generation of the manifest.
-
-        Args:
-            use: entry-point name, FQCN or class.
-            options: of the policy.
-
-        Raises:
-            ConfigError, PluginError: the policy cannot be built.
-        """
-        config, plugins = change_policy(
-            self.config, self.config_sources, self.plugins, use, options
-        )
-        return dataclasses.replace(self, config=config, plugins=plugins)
-
-    def without(self, call: PluginCall) -> EngineParts | None:
-        """Return the parts of an engine without a plugin; None if it cannot do without.
-
-        The built-in default takes the place of a policy.
-        """
-        if call.kind in _DISPENSABLE:
-            return dataclasses.replace(self, plugins=self.plugins.without(call.kind, call.name))
-        if call.kind == "scheduling_policies":
-            return self.with_policy(SchedulerConfig().policy, {})
-        if call.kind == "eviction_policies":
-            kv_cache = msgspec.structs.replace(
-                self.config.kv_cache, eviction=KVCacheConfig().eviction
-            )
-            config = msgspec.structs.replace(self.config, kv_cache=kv_cache)
-            plugins = self.plugins.changed(config, self.config_sources, call.kind)
-            return dataclasses.replace(self, config=config, plugins=plugins)
-        return None
-
-
-@dataclass(frozen=True)
-class Submission:
-    """A prompt that was checked and registered, and has not been sent to the engine."""
-
-    parent: ParentRequest
-    children: Sequence[EngineCoreRequest]
 
 
 @dataclass(frozen=True)
@@ -148,9 +54,12 @@ class ProcessedBatch:
 
 
 class Frontend:
-    """Checks and registers requests, and turns outputs into what users see. Talks to no engine.
+    """Turns the engine's outputs into what users see, and ends requests. Talks to no engine.
 
     Attributes:
+        submitter: checks prompts and registers their requests.
+        input: makes requests of prompts.
+        output: makes users' outputs of the engine's.
         statistics: the engine records and reports them; None if they are off.
     """
 
@@ -159,8 +68,6 @@ class Frontend:
         config = parts.config
         assert isinstance(config.max_model_len, int)
         self._hooks = parts.hooks
-        self._clock = parts.clock
-        self._tasks = parts.supported_tasks
         self._components = parts.components
         self._health = PluginHealth(parts.plugins, config.plugins.quarantine_after)
         self._arguments = PluginArguments(
@@ -187,122 +94,13 @@ class Frontend:
         self.output = OutputProcessor(
             parts.tokenizer, config.engine.stream_interval, parts.statistics
         )
-        self._prebuilt = PrebuiltRequestValidator(self.input, parts.model_config.vocab_size)
-        self._received_hook: RequestReceivedHook | None = None
-        if parts.hooks.has("request_received"):
-            self._received_hook = RequestReceivedHook(parts.hooks, self._prebuilt, self._arguments)
         self._third_party = {
             entry.name
             for entry in parts.plugins.entries("logits_processors")
             if is_third_party(entry)
         }
         self._has_finished_hook = parts.hooks.has("request_finished")
-        self._warned_policies: set[str] = set()
-        self._policy_ignoring_priority = _policy_ignoring_priority(parts.plugins)
-        self._random_ids = config.engine.random_request_ids
-        if not self._random_ids:
-            _log.warning("engine.random_request_ids is off: two live requests cannot share an id")
-
-    def use_plugins(self, plugins: PluginSet) -> None:
-        """Take the arguments of requests for another generation of the plugins."""
-        self._arguments.use(plugins)
-        name = _policy_ignoring_priority(plugins)
-        self._policy_ignoring_priority = None if name in self._warned_policies else name
-
-    def submit(
-        self,
-        request_id: str,
-        prompt: Prompt | EngineCoreRequest,
-        params: SamplingParams | None,
-        extras: RequestExtras = NO_EXTRAS,
-        *,
-        sink: OutputSink | None = None,
-        token_ids: list[int] | None = None,
-        arrived: float | None = None,
-    ) -> Submission:
-        """Check a prompt and register its requests.
-
-        Args:
-            prompt: or a prebuilt request.
-            sink: gets its outputs; without one, `process_outputs` returns them.
-            token_ids: of a prompt given as text, if it was tokenised already.
-            arrived: time of the call, on the clock of the parts; None is now.
-
-        Raises:
-            RequestError: something is wrong; nothing was registered.
-        """
-        if not isinstance(request_id, str):
-            raise RequestError(f"request_id: expected a string, got {type(request_id).__name__}")
-        typed.check_text(request_id, "request_id", RequestError)
-        self._check_task("generate")
-        if extras is not NO_EXTRAS:
-            extras = typed.convert(extras, RequestExtras, path="", error=RequestError)
-        arrived = self._clock() if arrived is None else arrived
-        if isinstance(prompt, EngineCoreRequest):
-            request, text = self._prebuilt.validate(prompt, params, extras), None
-            self._arguments.complete(request)
-            request.arrival_time = request.arrival_time or arrived
-        else:
-            request, text = self.input.process(
-                request_id,
-                prompt,
-                self.input.default_params() if params is None else params,
-                extras,
-                arrival_time=arrived,
-                token_ids=token_ids,
-            )
-        if request.priority and self._policy_ignoring_priority is not None:
-            self._warn_of_priority(self._policy_ignoring_priority)
-        n = request.params.n if request.pooling_params is None else 1
-        internal_id = self._internal_id(request_id, n)
-        parallel = extras.calls is None or extras.calls.parallel
-        parent = ParentRequest(request_id, internal_id, n, sink, parallel)
-        children = parent.children(request)
-        if self._received_hook is not None:
-            children = [self._received_hook(child) for child in children]
-        structured = request.params.structured
-        may_call = structured is None or structured.structural_tag is not None
-        self._register(children, text, parent, arrived, extras.tools if may_call else None)
-        return Submission(parent, children)
-
-    def _warn_of_priority(self, policy: str) -> None:
-        """Log, once, that a policy ignores the priority of requests."""
-        _log.warning(
-            'priority: the scheduling policy "%s" ignores it; scheduler.policy = "priority" is the '
-            "one that orders by it",
-            policy,
-        )
-        self._warned_policies.add(policy)
-        self._policy_ignoring_priority = None
-
-    def _register(
-        self,
-        children: Sequence[EngineCoreRequest],
-        text: str | None,
-        parent: ParentRequest,
-        arrived: float,
-        tools: Mapping[str, Mapping[str, Any]] | None,
-    ) -> None:
-        """Register all completions of a prompt, or none if the tokenizer fails for one."""
-        # Clocks of two processes do not compare, so the engine gets the time that is left.
-        spent = self._clock() - arrived
-        registered: list[str] = []
-        try:
-            for child in children:
-                if child.timeout is not None:
-                    child.timeout = max(child.timeout - spent, _AT_ONCE)
-                # A time to come would give negative latencies.
-                since = child.arrival_time if child.arrival_time <= arrived else arrived
-                parsers = self._arguments.parsers(child)
-                try:
-                    self.output.add_request(child, text, parent, since, parsers or None, tools)
-                except BaseException:
-                    parsers.close()
-                    raise
-                registered.append(child.request_id)
-        except BaseException:
-            self.output.drop(registered, FinishReason.ERROR)
-            raise
+        self.submitter = Submitter(parts, self._arguments, self.input, self.output)
 
     def process_outputs(self, batch: EngineCoreOutputs) -> ProcessedBatch:
         """Process a batch of outputs; those of requests with a sink go to it."""
@@ -446,30 +244,6 @@ class Frontend:
             stack.callback(close_client)
             stack.callback(self._hooks.call, "engine_closing")
 
-    def _check_task(self, task: str) -> None:
-        if task not in self._tasks:
-            raise RequestError(
-                f"{task}: this model cannot do it; it can: {', '.join(self._tasks) or 'nothing'}"
-            )
-
-    def _internal_id(self, request_id: str, n: int) -> str:
-        """Return an id that no live request has.
-
-        Raises:
-            RequestError: random ids are off, and this id is in use.
-        """
-        if self._random_ids:
-            internal = request_id
-            while internal == request_id or self.output.is_live(internal):
-                internal = f"{request_id}-{secrets.token_hex(4)}"
-            return internal
-        children = (f"{index}_{request_id}" for index in range(n if n > 1 else 0))
-        if any(map(self.output.is_live, (request_id, *children))):
-            raise RequestError(
-                f"request_id: {request_id!r} is the id of a live request, or of a completion of one"
-            )
-        return request_id
-
     def _dispatch(self, processed: ProcessedOutputs) -> ProcessedBatch:
         for fault in processed.faults:
             self._health.record(*fault)
@@ -509,11 +283,3 @@ def _listed(ids: str | Iterable[str]) -> list[str]:
         if not isinstance(request_id, str):
             raise RequestError(f"request_id: expected a string, got {shown(request_id)}")
     return listed
-
-
-def _policy_ignoring_priority(plugins: PluginSet) -> str | None:
-    """Return the name of the policy if it says that it ignores priorities, else None."""
-    if is_third_party(plugins.one("schedulers")):  # which may look at them itself
-        return None
-    entry = plugins.one("scheduling_policies")
-    return None if vars(plugins.target(entry)).get("uses_priority", True) else entry.name

@@ -43,7 +43,7 @@ from hardpoint.core.client.event_loop import EventLoopBridge
 from hardpoint.core.client.process_client import ProcessClient
 from hardpoint.errors import EngineClosedError, EngineDeadError
 
-from .frontend import EngineParts
+from .engine_parts import EngineParts
 
 _log = logging.getLogger("hardpoint")
 

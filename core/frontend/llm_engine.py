@@ -32,10 +32,11 @@ from hardpoint.plugins.stats import Health, StepFault
 from hardpoint.registry.blame import is_fault, raise_unless_fault
 from hardpoint.typed import convert
 
-from .frontend import METRICS_TIMEOUT_S, EngineParts, Frontend, ProcessedBatch
-from .input_processor import NO_EXTRAS, RequestExtras
-from .prompts import Prompt
-from .request_state import AnyOutput
+from .engine_parts import EngineParts
+from .frontend import METRICS_TIMEOUT_S, Frontend, ProcessedBatch
+from .outputs.request_state import AnyOutput
+from .requests.input_processor import NO_EXTRAS, RequestExtras
+from .requests.prompts import Prompt
 
 _log = logging.getLogger("hardpoint")
 
@@ -97,7 +98,7 @@ class LLMEngine:
             EngineTimeoutError: the engine's process takes no messages.
         """
         self._check_open()
-        submission = self._frontend.submit(request_id, prompt, params, extras)
+        submission = self._frontend.submitter.submit(request_id, prompt, params, extras)
         try:
             for child in submission.children:
                 self._client.add_request(child)
@@ -201,7 +202,7 @@ class LLMEngine:
         parts = self.parts.with_policy(use, {} if options is None else options)
         EngineUtilities.set_policy.call(self.call_utility, parts.plugins.manifest)
         self.parts = parts
-        self._frontend.use_plugins(parts.plugins)
+        self._frontend.submitter.use_plugins(parts.plugins)
         return parts.plugins.manifest
 
     @locked

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from hardpoint import SamplingParams
 from hardpoint.builtin_plugins.tokenizer import stream as token_stream
-from hardpoint.core.frontend.detokenizer import Detokenizer
+from hardpoint.core.frontend.outputs.detokenizer import Detokenizer
 
 CHARACTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 CROSSING = ["\u00a9\u00c3", "\u0142\u00e2", "a\u00f0", "\u0141\u00a9z", "\u013a\u013b", "he"]

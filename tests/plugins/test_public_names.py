@@ -23,6 +23,7 @@ PUBLIC = (
     "hardpoint.plugins.output_parser",
     "hardpoint.plugins.parallel",
     "hardpoint.plugins.quantization",
+    "hardpoint.plugins.request_options",
     "hardpoint.plugins.server",
     "hardpoint.plugins.structured",
     "hardpoint.errors",

@@ -11,7 +11,7 @@ from support.driving import Job, alone, run, summary, varied_jobs
 from support.process.harness import open_engine, process_config
 
 from hardpoint import LLM, AsyncLLM, RequestOutputKind, SamplingParams
-from hardpoint.core.frontend.input_processor import RequestExtras
+from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.testing import scripted_config, scripted_engine
 
 DELTA = RequestOutputKind.DELTA

@@ -151,8 +151,8 @@ def test_a_processor_that_the_script_itself_defines(scripted, tmp_path):
         + textwrap.dedent("""
         import msgspec
         from support.internals import input_processor_of
-        request, _ = input_processor_of(llm.llm_engine).process(
-            "bad", "say abc", params, __import__("hardpoint.core.frontend.input_processor",
+        request, _, _ = input_processor_of(llm.llm_engine).process(
+            "bad", "say abc", params, __import__("hardpoint.core.frontend.requests.input_processor",
             fromlist=["NO_EXTRAS"]).NO_EXTRAS, arrival_time=0.0
         )
         request.plugin_args["only"] = {"token": 999}  # as a client that checks nothing would

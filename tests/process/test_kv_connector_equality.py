@@ -23,7 +23,7 @@ from support.parallel import (
 )
 
 from hardpoint import LLM, SamplingParams
-from hardpoint.core.frontend.input_processor import RequestExtras
+from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.plugins.stats import KVTierStats
 from hardpoint.testing import scripted_config, scripted_engine
 

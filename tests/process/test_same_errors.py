@@ -22,7 +22,7 @@ from hardpoint import (
 )
 from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
 from hardpoint.builtin_plugins.scheduling.scheduler import DefaultScheduler
-from hardpoint.core.frontend.input_processor import RequestExtras
+from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.errors import EngineFaultError, PluginFaultError
 from hardpoint.plugins import EngineCoreRequest, LogitsProcessor, Phase, hookimpl
 from hardpoint.testing import scripted_config, scripted_engine

@@ -14,7 +14,7 @@ from support.internals import keeps_nothing, output_processor_of
 from support.process.harness import PATIENCE_S, holdings, nothing_left, open_engine, wait_until
 
 from hardpoint import RequestError, RequestOutputKind, SamplingParams
-from hardpoint.core.frontend.input_processor import RequestExtras
+from hardpoint.core.frontend.requests.input_processor import RequestExtras
 
 MIB = 1 << 20
 SETTINGS = {

@@ -9,9 +9,9 @@ from hardpoint.core.client.event_loop import SendQueue
 from hardpoint.core.client.process_client import ProcessClient
 from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.frontend.async_engine import AsyncEngine
-from hardpoint.core.frontend.input_processor import InputProcessor
 from hardpoint.core.frontend.llm_engine import LLMEngine
-from hardpoint.core.frontend.output_processor import OutputProcessor
+from hardpoint.core.frontend.outputs.output_processor import OutputProcessor
+from hardpoint.core.frontend.requests.input_processor import InputProcessor
 from hardpoint.plugins import EngineConfig
 
 

@@ -1,4 +1,4 @@
-"""Plugins whose every part has the type that a type checker finds; scripts/check-examples runs it.
+"""Plugins and calls whose parts have the types that a checker finds; see scripts/check-examples.
 
 `assert_type` is an error of the checker where the type is another one, or unknown.
 """
@@ -11,7 +11,8 @@ from typing import assert_type
 
 import torch
 
-from hardpoint import plugins
+from hardpoint import LLM, plugins
+from hardpoint.async_llm import AsyncLLM
 from hardpoint.plugins import (
     AttentionBackend,
     AttentionStep,
@@ -126,3 +127,15 @@ def use(backend: Backend, spec: KVSpec, step: AttentionStep) -> None:
 
 def bare(rows: Rows, request: Request, sampled: SamplingRows, backend: AttentionBackend) -> None:
     """Without parameters they are right, too."""
+
+
+def call(llm: LLM, async_llm: AsyncLLM) -> None:
+    """Keywords of calls have types, and wrong ones are errors, each of which is expected here."""
+    llm.generate(["Hi", "You"], priority=[1, 2], timeout=None, tags={"tenant": "acme"})
+    llm.chat([{"role": "user", "content": "Hi"}], tools=[call], tool_choice="none", priority=1)
+    async_llm.chat([], parallel_tool_calls=False, cache_salt="salt")
+    llm.generate("Hi", priorty=1)  # type: ignore[call-arg]
+    llm.generate("Hi", tools=[])  # type: ignore[call-arg]
+    llm.stream("Hi", priority=[1, 2])  # type: ignore[arg-type]
+    llm.chat([], tool_choice="always")  # type: ignore[arg-type]
+    async_llm.generate("Hi", timeout="soon")  # type: ignore[arg-type]

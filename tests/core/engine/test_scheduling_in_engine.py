@@ -20,7 +20,7 @@ from hardpoint import (
 )
 from hardpoint.core.config import config_from
 from hardpoint.core.engine.policy import change_policy
-from hardpoint.core.frontend.input_processor import RequestExtras
+from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import EngineCoreRequest, SchedulingPolicy, WaitingFor, hookimpl
 from hardpoint.registry.plugin_set import resolve_plugins

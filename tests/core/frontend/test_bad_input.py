@@ -7,7 +7,7 @@ import time
 import pytest
 
 from hardpoint import EngineClosedError, RequestError, SamplingParams
-from hardpoint.core.frontend.input_processor import RequestExtras
+from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.testing import scripted_engine
 
 NAN = float("nan")

@@ -9,7 +9,7 @@ from support.internals import input_processor_of
 
 from hardpoint import RequestError, SamplingParams
 from hardpoint.builtin_plugins.parsers.think_tags import ThinkTags
-from hardpoint.core.frontend.input_processor import RequestExtras
+from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.plugins import EngineCoreRequest, hookimpl
 from hardpoint.testing import ScriptedClock, scripted_engine
 

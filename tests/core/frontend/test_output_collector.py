@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.searching import examples
 
 from hardpoint import CompletionOutput, Logprob, RequestOutput, RequestOutputKind
-from hardpoint.core.frontend.output_collector import RequestOutputCollector
+from hardpoint.core.frontend.outputs.output_collector import RequestOutputCollector
 from hardpoint.plugins.requests import ToolCall
 from hardpoint.plugins.stats import RequestMetrics
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
@@ -11,10 +12,11 @@ from hardpoint import RequestError, RequestOutputKind, SamplingParams
 from hardpoint.builtin_plugins.parsers.harmony import Harmony
 from hardpoint.builtin_plugins.parsers.json_calls import Hermes
 from hardpoint.builtin_plugins.parsers.think_tags import ThinkTags
-from hardpoint.core.frontend.input_processor import RequestExtras
-from hardpoint.core.frontend.output_parts import OutputParts
-from hardpoint.core.frontend.plugin_arguments import CallRules
+from hardpoint.core.frontend.outputs.output_parts import OutputParts
+from hardpoint.core.frontend.requests.answer_format import CallRules
+from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.errors import ConfigError, PluginError
+from hardpoint.plugins import hookimpl
 from hardpoint.plugins.output_parser import (
     ContentText,
     MalformedText,
@@ -22,6 +24,7 @@ from hardpoint.plugins.output_parser import (
     ToolCallBegin,
     ToolCallEnd,
 )
+from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.testing import scripted_engine, write_scripted_model
 
 HERE = __name__
@@ -347,10 +350,62 @@ def test_parsers_of_one_request_are_closed_with_it(open_engine):
     params = SamplingParams(plugin_args=arguments, n=2)
     for _ in range(2):
         engine.add_request("r", "why", params)
-        assert len(Tagged.OPEN) == 3
+        assert len(Tagged.OPEN) == 2  # its completions share it
         engine.abort_requests(["r"])
         engine.step()
         assert len(Tagged.OPEN) == 1
+    structured = StructuredOutputs(json={}, backend="none")
+    params = SamplingParams(plugin_args=arguments, structured=structured)
+    with pytest.raises(RequestError, match="structured.backend: expected an enabled"):
+        engine.add_request("r", "why", params)
+    assert len(Tagged.OPEN) == 1
+
+
+class Hook:
+    contract = 1
+    does = staticmethod(lambda request: None)
+
+    @hookimpl
+    def request_received(self, request):
+        type(self).does(request)
+
+
+def retag(request):
+    request.plugin_args["reasoning_parsers/tagged"]["tag"] = "idea"
+
+
+def refuse(request):
+    retag(request)
+    raise ValueError("not today")
+
+
+@pytest.mark.parametrize(
+    ("does", "made", "kept"),
+    [
+        (lambda request: None, ["think"], 1),
+        (retag, ["think", "idea", "idea"], 2),
+        (refuse, ["think"], 0),
+    ],
+)
+def test_a_hook_has_parsers_made_anew_only_if_it_changes_them(
+    open_engine, monkeypatch, does, made, kept
+):
+    enabled = {"plugins": {"enable": ["support.plugins.arguments:Tagged", f"{HERE}:Hook"]}}
+    engine = open_engine(enabled | {"reasoning": {"parser": "tagged"}})
+    monkeypatch.setattr(Hook, "does", staticmethod(does))
+    tags, make = [], Tagged.__init__
+
+    def noted(parser, context):
+        make(parser, context)
+        tags.append(parser.arguments.tag)
+
+    monkeypatch.setattr(Tagged, "__init__", noted)
+    params = SamplingParams(plugin_args={"tagged": {"tag": "think"}}, n=2)
+    with contextlib.nullcontext() if kept else pytest.raises(RequestError, match="not today"):
+        engine.add_request("r", "why", params)
+    assert (tags, len(Tagged.OPEN)) == (made, 1 + kept)
+    engine.abort_requests(["r"])
+    assert len(Tagged.OPEN) == 1
 
 
 TEMPLATES = {

@@ -6,7 +6,7 @@ import pytest
 from support.core.output_desk import ABORT, DELTA, ERROR, FINAL_ONLY, STOP, Desk
 
 from hardpoint import RequestError, SamplingParams, typed
-from hardpoint.core.frontend.output_collector import RequestOutputCollector
+from hardpoint.core.frontend.outputs.output_collector import RequestOutputCollector
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.requests import PoolingRequestOutput
@@ -86,11 +86,11 @@ def test_through_a_frontend_it_is_one_request(scripted, monkeypatch):
     """As it will be once an engine takes them."""
     engine = scripted_engine(scripted)
     frontend = engine._frontend
-    monkeypatch.setattr(frontend._prebuilt, "_check", lambda request: None)
+    monkeypatch.setattr(frontend.submitter._prebuilt, "_check", lambda request: None)
     request = EngineCoreRequest(
         request_id="x", prompt_token_ids=[1], params=SamplingParams(n=3), **EMBED
     )
-    submission = frontend.submit("mine", request, None)
+    submission = frontend.submitter.submit("mine", request, None)
     (child,) = submission.children
     assert (child.request_id, child.child_index) == (submission.parent.internal_id, 0)
     said = EngineCoreOutput(request_id=child.request_id, pooling_output=[1.0], finish_reason=STOP)

@@ -9,8 +9,8 @@ import pytest
 from support.internals import input_processor_of, keeps_nothing, output_processor_of
 
 from hardpoint import LLM, RequestError, RequestOutputKind, SamplingParams
-from hardpoint.core.frontend.input_processor import RequestExtras
-from hardpoint.core.frontend.request_state import ParentRequest
+from hardpoint.core.frontend.outputs.request_state import ParentRequest
+from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.plugins import EngineCoreRequest, hookimpl
 from hardpoint.testing import scripted_config, scripted_engine
 
@@ -124,7 +124,7 @@ def test_ids_that_look_like_others_harm_nobody(engine):
 
 class TestReadyMade:
     def request(self, engine, **fields) -> EngineCoreRequest:
-        request, _ = input_processor_of(engine).process("x", "say abc", GREEDY)
+        request, _, _ = input_processor_of(engine).process("x", "say abc", GREEDY)
         for name, value in fields.items():
             setattr(request, name, value)
         return request

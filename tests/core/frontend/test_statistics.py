@@ -9,8 +9,8 @@ import pytest
 
 from hardpoint import SamplingParams
 from hardpoint.boundary.faults import Fanout, StepFaults
-from hardpoint.core.frontend.output_processor import OutputProcessor
-from hardpoint.core.frontend.request_state import ParentRequest
+from hardpoint.core.frontend.outputs.output_processor import OutputProcessor
+from hardpoint.core.frontend.outputs.request_state import ParentRequest
 from hardpoint.core.frontend.statistics import Statistics
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import (

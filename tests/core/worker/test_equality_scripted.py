@@ -7,7 +7,7 @@ from support.driving import FINAL, alone, run, varied_jobs
 from support.internals import core_of
 
 from hardpoint import SamplingParams
-from hardpoint.core.frontend.input_processor import RequestExtras
+from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.testing import ScriptedClock, history_hash, scripted_engine
 
 

@@ -10,7 +10,7 @@ from support.driving import run
 from support.internals import core_of, worker_of
 
 from hardpoint import LLM, ConfigError, HardpointError, SamplingParams
-from hardpoint.core.frontend.input_processor import RequestExtras
+from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.plugins.requests import LoRARequest
 from hardpoint.testing import ScriptedClock, scripted_config, scripted_engine
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from hardpoint import RequestOutputKind, SamplingParams
-from hardpoint.core.frontend.output_processor import OutputProcessor
-from hardpoint.core.frontend.request_state import ParentRequest
+from hardpoint.core.frontend.outputs.output_processor import OutputProcessor
+from hardpoint.core.frontend.outputs.request_state import ParentRequest
 from hardpoint.plugins import EngineCoreOutput, EngineCoreRequest, FinishReason
 from hardpoint.plugins.requests import TokenLogprobs
 from support.internals import keeps_nothing

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hardpoint import RequestOutputKind, SamplingParams
-from hardpoint.core.frontend.input_processor import RequestExtras
 from hardpoint.core.frontend.llm_engine import LLMEngine
+from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from support.core.scripted_connector import Script, use
 from support.faults import plugins
 from support.faults.plugins import NAME, USE

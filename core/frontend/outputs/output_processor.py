@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hardpoint.boundary.text_guards import GuardedTokenizer
+from hardpoint.core.frontend.statistics import RequestFigures, Statistics
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import (
     EngineCoreOutput,
@@ -18,7 +19,6 @@ from hardpoint.plugins import (
 from .output_parts import OutputParsers
 from .pooling_state import PoolingState
 from .request_state import AnyOutput, ParentRequest, RequestState
-from .statistics import RequestFigures, Statistics
 
 _State = RequestState | PoolingState
 
@@ -78,7 +78,7 @@ class OutputProcessor:
         """Register a request, or a further part of its prompt, before the engine gets it.
 
         Args:
-            parsers: of its output; closed with it if they are its own.
+            parsers: of its output; it holds them until its end.
             tools: JSON schemas of arguments, by the name of the tool; None without tools.
             arrived: arrival time on the frontend's clock, for statistics.
 
@@ -90,9 +90,7 @@ class OutputProcessor:
             if known.parts is None:
                 raise RequestError(f"request_id: {request_id!r} is the id of a live request")
             known.parts.add(request, prompt)
-            if parsers is not None:  # the first part has its own
-                parsers.close()
-            return
+            return  # the first part has the parsers
         state: _State
         if request.pooling_params is not None:
             state = PoolingState(request, parent)

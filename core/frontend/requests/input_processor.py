@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from hardpoint import typed
+from hardpoint.core.frontend.outputs.output_parts import OutputParsers
 from hardpoint.errors import PromptTooLongError
 from hardpoint.plugins import (
     EngineCoreRequest,
@@ -22,7 +23,8 @@ from hardpoint.plugins import (
 )
 from hardpoint.typed.read_only import read_only
 
-from .plugin_arguments import CallRules, PluginArguments
+from .answer_format import CallRules
+from .plugin_arguments import PluginArguments
 from .prompts import (
     Prompt,
     ReadPrompt,
@@ -112,8 +114,10 @@ class InputProcessor:
         *,
         arrival_time: float = 0.0,
         token_ids: list[int] | None = None,
-    ) -> tuple[EngineCoreRequest, str | None]:
-        """Return the request and the prompt's text, if that is known.
+    ) -> tuple[EngineCoreRequest, str | None, OutputParsers]:
+        """Return the request, the prompt's text, if that is known, and the parsers of the output.
+
+        The caller closes the parsers.
 
         Fields of `extras` win over those of a tokenised prompt.
 
@@ -143,10 +147,10 @@ class InputProcessor:
             trace_headers=extras.trace_headers,
             kv_transfer_params=extras.kv_transfer_params,
         )
-        fields = self._arguments.resolve(request, extras.tools, extras.calls)
+        fields, parsers = self._arguments.resolve(request, extras.tools, extras.calls)
         # The arguments travel resolved; the originals would only travel twice.
         request.params = msgspec.structs.replace(request.params, **{**fields, "plugin_args": {}})
-        return request, given.text
+        return request, given.text, parsers
 
     def text_of(self, prompt: Prompt) -> str | None:
         """Return the text to tokenise, None if the prompt has token ids."""

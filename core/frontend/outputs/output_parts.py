@@ -37,7 +37,7 @@ from .detokenizer import Mark
 
 
 class OutputParsers:
-    """The parsers of a request's outputs.
+    """The parsers of a request's outputs, for as long as somebody holds them.
 
     Attributes:
         special: texts of the special tokens that they take, by id.
@@ -57,12 +57,13 @@ class OutputParsers:
         Args:
             tokenizer: whose special tokens they take.
             by_kind: the parsers.
-            own: those of them that `close` closes.
+            own: those of them that are of one request alone, and are closed with it.
 
         Raises:
             RequestError: a parser failed.
         """
         self._tokenizer, self.by_kind, self._to_close = tokenizer, by_kind, list(own)
+        self._holders = 1
         self.reasoning = by_kind.get("reasoning_parsers")
         self.tools = by_kind.get("tool_parsers")
         self._reasoning_ids = (
@@ -94,9 +95,15 @@ class OutputParsers:
         """Each parser once."""
         return list(dict.fromkeys(self.by_kind.values()))
 
+    def hold(self) -> OutputParsers:
+        """Return them to another holder, who closes them too: a completion, for example."""
+        self._holders += 1
+        return self
+
     def close(self) -> None:
-        """Close the parsers that are of one request alone, once."""
-        while self._to_close:
+        """Close the parsers that are of one request alone, once the last holder has closed them."""
+        self._holders -= 1
+        while self._to_close and not self._holders:
             self._to_close.pop().close()
 
     @property

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from hardpoint.core.frontend.statistics import RequestFigures
 from hardpoint.plugins import EngineCoreOutput, EngineCoreRequest, FinishReason, RequestOutputKind
 from hardpoint.plugins.requests import PoolingRequestOutput
 
 from .request_state import ParentRequest
-from .statistics import RequestFigures
 
 
 class PoolingState:

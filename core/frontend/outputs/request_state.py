@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from hardpoint.boundary.text_guards import GuardedTokenizer
+from hardpoint.core.frontend.statistics import RequestFigures
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import (
     CompletionOutput,
@@ -28,7 +29,6 @@ from hardpoint.plugins.requests import PoolingRequestOutput, TokenLogprobs
 
 from .detokenizer import Detokenizer
 from .output_parts import OutputParsers, OutputParts, validation_error
-from .statistics import RequestFigures
 
 AnyOutput = RequestOutput | PoolingRequestOutput
 """The outputs that users get."""
@@ -219,7 +219,8 @@ class RequestState:
         # garbage collector visits each object.
         self._detokenizer: Detokenizer | None = None
         self._token_ids: list[int] | None = None
-        self._parsers, self._tools = parsers, tools
+        self._parsers = None if parsers is None else parsers.hold()
+        self._tools = tools
         self._output: OutputParts | None = None
         # Read once per token: looked up once per request.
         self._final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
@@ -333,9 +334,10 @@ class RequestState:
         self._error = self._error or error
 
     def close(self) -> None:
-        """Close the parsers, if they are of this request alone."""
+        """Hold the parsers no longer."""
         if self._parsers is not None:
             self._parsers.close()
+            self._parsers = None
 
     def _stopped_by(self, stop_string: str) -> None:
         """Record the stop string as the reason of the end, unless a fault ended the request."""

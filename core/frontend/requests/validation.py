@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from hardpoint.core.frontend.outputs.output_parts import OutputParsers
 from hardpoint.core.protocol import Buffer, Decoder, Encoder, WireError
 from hardpoint.core.protocol.request_check import RequestCheck
 from hardpoint.errors import PluginFaultError, shown
@@ -20,6 +21,9 @@ from .input_processor import NO_EXTRAS, InputProcessor, RequestExtras
 from .plugin_arguments import PluginArguments
 
 _CLIENT = 0
+
+ParsedRequest = tuple[EngineCoreRequest, OutputParsers]
+"""A request, and the parsers of its output."""
 
 
 class PrebuiltRequestValidator:
@@ -115,12 +119,13 @@ class RequestReceivedHook:
         self._check = prebuilt.checked
         self._arguments = arguments
 
-    def __call__(self, request: EngineCoreRequest) -> EngineCoreRequest:
-        """Return the request as the hooks changed it.
+    def __call__(self, parsed: ParsedRequest, held: list[OutputParsers]) -> ParsedRequest:
+        """Return the request as the hooks changed it, with its parsers, which it adds to `held`.
 
         Raises:
             RequestError: a hook refused it, failed, or made it invalid.
         """
+        request, parsers = parsed
         before = msgspec.structs.replace(request, plugin_args=copy.deepcopy(request.plugin_args))
         try:
             self._hooks.call("request_received", request=request)
@@ -131,11 +136,12 @@ class RequestReceivedHook:
         try:
             _refuse_changed_identity(request, before)
             checked = self._check(request)
-            self._arguments.revise(checked, before)
+            parsers = self._arguments.revise(checked, before, parsers)
         except RequestError as error:
             plugins = self._hooks.implementers("request_received")
             raise RequestError(f"{plugins}: after its hook request_received: {error}") from error
-        return checked
+        held.append(parsers)
+        return checked, parsers
 
 
 def _refuse_changed_identity(request: EngineCoreRequest, before: EngineCoreRequest) -> None:

@@ -1,0 +1,92 @@
+"""The parts of an open engine, and of one with other plugins."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from hardpoint.boundary.activity import PluginCall
+from hardpoint.boundary.text_guards import GuardedTokenizer
+from hardpoint.core.client.base import EngineCoreClient
+from hardpoint.core.engine.policy import change_policy
+from hardpoint.plugins import (
+    EngineConfig,
+    ModelConfig,
+    SchedulingPolicy,
+)
+from hardpoint.plugins.component import Component
+from hardpoint.plugins.config import ConfigSources, KVCacheConfig, SchedulerConfig
+from hardpoint.registry.hooks import HookSet
+from hardpoint.registry.plugin_set import PluginSet
+
+from .outputs.output_parts import OutputParsers
+from .statistics import Statistics
+
+_DISPENSABLE = frozenset({"logits_processors", "kv_event_publishers", "hooks"})
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """The parts of an open engine.
+
+    Attributes:
+        config: with `max_model_len` and `kv_cache.num_blocks` filled in.
+        supported_tasks: of the model, such as "generate".
+        components: closed with the engine, last one first.
+        clock: seconds; gives requests their arrival times.
+        statistics: closed with the engine; None if they are off.
+        why_no_grammars: the reason if the engine has no grammars; None if it has.
+    """
+
+    config: EngineConfig
+    config_sources: ConfigSources
+    plugins: PluginSet
+    hooks: HookSet
+    model_config: ModelConfig
+    tokenizer: GuardedTokenizer
+    parsers: OutputParsers
+    client: EngineCoreClient
+    supported_tasks: tuple[str, ...]
+    components: Sequence[Component]
+    clock: Callable[[], float]
+    statistics: Statistics | None = None
+    why_no_grammars: str | None = None
+
+    def with_policy(
+        self, use: str | type[SchedulingPolicy], options: Mapping[str, Any]
+    ) -> EngineParts:
+        """Return the parts with another scheduling policy, in the next generation of the manifest.
+
+        Args:
+            use: entry-point name, FQCN or class.
+            options: of the policy.
+
+        Raises:
+            ConfigError, PluginError: the policy cannot be built.
+        """
+        config, plugins = change_policy(
+            self.config, self.config_sources, self.plugins, use, options
+        )
+        return dataclasses.replace(self, config=config, plugins=plugins)
+
+    def without(self, call: PluginCall) -> EngineParts | None:
+        """Return the parts of an engine without a plugin; None if it cannot do without.
+
+        The built-in default takes the place of a policy.
+        """
+        if call.kind in _DISPENSABLE:
+            return dataclasses.replace(self, plugins=self.plugins.without(call.kind, call.name))
+        if call.kind == "scheduling_policies":
+            return self.with_policy(SchedulerConfig().policy, {})
+        if call.kind == "eviction_policies":
+            kv_cache = msgspec.structs.replace(
+                self.config.kv_cache, eviction=KVCacheConfig().eviction
+            )
+            config = msgspec.structs.replace(self.config, kv_cache=kv_cache)
+            plugins = self.plugins.changed(config, self.config_sources, call.kind)
+            return dataclasses.replace(self, config=config, plugins=plugins)
+        return None

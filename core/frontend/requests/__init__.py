@@ -1,0 +1,1 @@
+"""Prompts in: what callers give is checked, and becomes requests of the engine."""

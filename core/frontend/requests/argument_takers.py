@@ -1,0 +1,138 @@
+"""The components that take arguments of requests, and one request's arguments for one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from hardpoint import typed
+from hardpoint.plugins import RequestError, SamplingParams
+from hardpoint.plugins.arguments import ComponentWithArguments, prepared_type
+from hardpoint.plugins.logits import LogitsPlugin
+from hardpoint.plugins.manifest import PluginEntry
+from hardpoint.registry.blame import describe, raise_unless_fault
+from hardpoint.registry.plugin_set import PluginSet
+from hardpoint.registry.request_arguments import (
+    argument_key,
+    convert_arguments,
+    prepares,
+    takes_arguments,
+)
+
+DEFAULTS = SamplingParams()
+LOGITS = "logits_processors"
+
+
+class Given(NamedTuple):
+    """The arguments that a request gives for a component, and their path."""
+
+    path: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class ArgumentTaker:
+    """A component that takes arguments.
+
+    Attributes:
+        key: of its arguments in `EngineCoreRequest.plugin_args`.
+        fields: of SamplingParams that are its own.
+        uses: whether requests without arguments use it; None if the class decides by request. Of a
+            component that every request uses: whether its `prepare` makes arguments for them.
+    """
+
+    entry: PluginEntry
+    cls: Any
+    options: Any
+    key: str
+    fields: frozenset[str]
+    uses: bool | None
+
+    @property
+    def is_processor(self) -> bool:
+        """Whether it is a logits processor."""
+        return self.entry.kind == LOGITS
+
+    def is_asked_for(self, params: SamplingParams) -> bool:
+        """Return whether its class decides that a request without arguments uses it.
+
+        Raises:
+            RequestError: the class failed.
+        """
+        try:
+            return bool(self.cls.uses(params))
+        except BaseException as cause:
+            raise_unless_fault(cause)
+            message = f"{self.entry.source}: its uses failed: {describe(cause)}"
+            raise RequestError(message) from cause
+
+    def arguments(self, params: SamplingParams, given: Given | None) -> tuple[typed.Arguments, str]:
+        """Return the checked arguments of a request that uses it, and where they stand.
+
+        Raises:
+            RequestError: they are wrong, or given twice.
+        """
+        fields = self.set_fields(params)
+        if given is not None:
+            if fields and params.plugin_args:
+                raise RequestError(f"{given.path}: given twice, here and by {', '.join(fields)}")
+            value, path, place = given.value, given.path, given.path
+        elif fields:
+            own = self.cls.Arguments.__struct_fields__
+            value, path = {name: fields[name] for name in fields if name in own}, ""
+            place = "/".join(fields)
+        else:
+            value, path = {}, f"plugin_args.{self.key}"
+            place = path
+        return convert_arguments(self.entry.source, self.cls.Arguments, value, path), place
+
+    def checked(self, plain: Any) -> typed.Arguments:
+        """Return resolved arguments as the component's type.
+
+        Raises:
+            RequestError: they are wrong.
+        """
+        type_ = prepared_type(self.cls)
+        return convert_arguments(self.entry.source, type_, plain, f"plugin_args.{self.key}")
+
+    def set_fields(self, params: SamplingParams) -> dict[str, Any]:
+        """Return the component's own fields that a request sets."""
+        return {
+            field: getattr(params, field)
+            for field in getattr(self.cls, "params_fields", ())
+            if getattr(params, field) != getattr(DEFAULTS, field)
+        }
+
+
+def processor_taker(plugins: PluginSet, entry: PluginEntry) -> ArgumentTaker:
+    """Return a logits processor as one that takes arguments."""
+    cls: type[LogitsPlugin] = plugins.target(entry)
+    default = cls.uses.__func__ is LogitsPlugin.uses.__func__  # type: ignore[attr-defined]
+    return ArgumentTaker(
+        entry,
+        cls,
+        plugins.options(entry),
+        argument_key(entry.kind, entry.name),
+        frozenset(cls.params_fields),
+        cls.uses(DEFAULTS) if default else None,
+    )
+
+
+def takers_of(plugins: PluginSet, entries: Iterable[PluginEntry]) -> list[ArgumentTaker]:
+    """Return those components that take arguments, of kinds that every request uses."""
+    targets: list[tuple[PluginEntry, type[ComponentWithArguments]]] = [
+        (entry, plugins.target(entry)) for entry in entries
+    ]
+    return [
+        ArgumentTaker(
+            entry,
+            cls,
+            plugins.options(entry),
+            argument_key(entry.kind, entry.name),
+            frozenset(),
+            prepares(cls),
+        )
+        for entry, cls in targets
+        if takes_arguments(cls)
+    ]

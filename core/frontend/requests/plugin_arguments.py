@@ -1,0 +1,323 @@
+"""The arguments of a request for the components that take some."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from hardpoint import typed
+from hardpoint.boundary.plugin_health import PluginHealth
+from hardpoint.core.frontend.outputs.output_parts import OutputParsers
+from hardpoint.plugins import (
+    EngineCoreRequest,
+    PrepareContext,
+    ReasoningMarkers,
+    RequestError,
+    SamplingParams,
+    Tokenizer,
+)
+from hardpoint.plugins.config import GrammarConfig
+from hardpoint.registry.plugin_set import PluginSet
+from hardpoint.registry.request_arguments import prepare_arguments, prepares
+from hardpoint.typed.read_only import ReadOnlyList, read_only
+
+from .answer_format import CallRules, GrammarOfRequest, constrain_calls, is_answered_alike
+from .argument_takers import DEFAULTS, LOGITS, ArgumentTaker, Given, processor_taker, takers_of
+from .request_parsers import RequestParsers
+
+_SHAPING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "bad_words",
+    "allowed_token_ids",
+    "thinking_token_budget",
+    "logits_processors",
+)
+"""Fields of SamplingParams that only a logits processor can honour."""
+
+
+class PluginArguments:
+    """Gathers, checks and completes each request's arguments for each component."""
+
+    def __init__(
+        self,
+        plugins: PluginSet,
+        health: PluginHealth,
+        vocab_size: int,
+        tokenizer: Tokenizer,
+        parsers: OutputParsers,
+        grammar: GrammarConfig,
+        why_no_grammars: str | None = None,
+    ) -> None:
+        """Load the classes; instances of most live elsewhere.
+
+        Args:
+            parsers: of requests that give them no arguments.
+            grammar: how structured output is configured.
+            why_no_grammars: the reason if the engine has no grammars; None if it has.
+        """
+        self._grammar = GrammarOfRequest(plugins, grammar, why_no_grammars)
+        self._parsers = RequestParsers(plugins, tokenizer, vocab_size, parsers)
+        self._health = health
+        self._vocab_size = vocab_size
+        self._tokenizer = tokenizer
+        self._load(plugins)
+
+    def use(self, plugins: PluginSet) -> None:
+        """Take the arguments of another generation of the plugins."""
+        self._grammar.use(plugins)
+        self._parsers.use(plugins)
+        self._load(plugins)
+
+    def close(self) -> None:
+        """Close the parsers that requests have chosen."""
+        self._parsers.close()
+
+    def _load(self, plugins: PluginSet) -> None:
+        self._plugins = plugins
+        self._takers = [processor_taker(plugins, entry) for entry in plugins.entries(LOGITS)]
+        for kind in ("samplers", "scheduling_policies"):
+            self._takers += takers_of(plugins, plugins.entries(kind))
+        self._by_name: dict[str, list[ArgumentTaker]] = {}
+        for taker in (*self._parsers.takers, *self._takers):
+            for name in (taker.entry.name, f"{taker.entry.kind}/{taker.entry.name}"):
+                self._by_name.setdefault(name, []).append(taker)
+        self._honoured = {field for taker in self._takers for field in taker.fields}
+
+    def resolve(
+        self,
+        request: EngineCoreRequest,
+        tools: Mapping[str, Mapping[str, Any]] | None = None,
+        calls: CallRules | None = None,
+    ) -> tuple[dict[str, Any], OutputParsers]:
+        """Fill in, for each component that the request uses, its arguments as plain data.
+
+        Also fills in `reasoning_ended`, and what a grammar needs.
+
+        Args:
+            request: to fill in.
+            tools: JSON schemas of arguments, by the name of the tool.
+            calls: of the tools that a grammar allows.
+
+        Returns:
+            The fields of parameters that the request gives under `plugin_args`. Not only the
+            processor reads them: stop strings are held back until `min_tokens`, and a greedy
+            sampler is recognised by `temperature`. And its output parsers, which the caller closes.
+
+        Raises:
+            RequestError: an argument is wrong, belongs to no enabled plugin, or asks for something
+                that no enabled plugin can do; or the reasoning parser failed.
+        """
+        given = self._located(request.params.plugin_args)
+        parsers = self._resolve_all(request, given, tools, calls)
+        resolved = request.plugin_args
+        fields = {
+            field: resolved[taker.key][field]
+            for taker in (self._takers if given else ())
+            if taker.key in given
+            for field in taker.fields & resolved[taker.key].keys()
+        }
+        return fields, parsers
+
+    def complete(self, request: EngineCoreRequest) -> OutputParsers:
+        """Resolve the arguments of a request that brings them as a caller gives them.
+
+        Returns:
+            Its output parsers, which the caller closes.
+
+        Raises:
+            RequestError: as `resolve`.
+        """
+        ended = request.reasoning_ended
+        parsers = self._resolve_all(request, self._located(request.plugin_args))
+        request.reasoning_ended = ended
+        return parsers
+
+    def revise(
+        self, request: EngineCoreRequest, before: EngineCoreRequest, parsers: OutputParsers
+    ) -> OutputParsers:
+        """Resolve the arguments of a request again after a hook changed its parameters.
+
+        Arguments that the hook changed or removed itself stay so.
+
+        Args:
+            before: the request before the hook.
+            parsers: of that.
+
+        Returns:
+            The output parsers of the changed request, which the caller closes.
+
+        Raises:
+            RequestError: as `resolve`.
+        """
+        given = self._located(request.plugin_args)
+        request.plugin_args = {key: arguments.value for key, arguments in given.items()}
+        stale = [
+            taker
+            for taker in self._takers
+            if taker.set_fields(request.params) != taker.set_fields(before.params)
+            and request.plugin_args.get(taker.key) == before.plugin_args.get(taker.key)
+        ]
+        for taker in stale:
+            request.plugin_args.pop(taker.key, None)
+        self._check(request.plugin_args)
+        self._refuse_unhonoured(request.params)
+        if self._parsers.are_alike(request, before):
+            parsers.hold()
+        else:
+            parsers = self._parsers.open(request)
+        try:
+            if is_answered_alike(request.params, before.params):
+                request.reasoning_markers = before.reasoning_markers
+            else:
+                request.reasoning_markers = None
+            self._grammar.prepare(request, parsers.markers)
+            request.plugin_args |= self._resolved(request, stale, {}, parsers.markers)
+        except BaseException:
+            parsers.close()
+            raise
+        return parsers
+
+    def _resolve_all(
+        self,
+        request: EngineCoreRequest,
+        given: Mapping[str, Given],
+        tools: Mapping[str, Mapping[str, Any]] | None = None,
+        calls: CallRules | None = None,
+    ) -> OutputParsers:
+        """Fill in the resolved arguments of a request, its grammar, and what concerns reasoning.
+
+        Returns:
+            Its output parsers, which the caller closes.
+        """
+        self._refuse_unhonoured(request.params)
+        request.plugin_args = {}
+        if self._parsers.takers:
+            request.plugin_args = self._resolved(request, self._parsers.takers, given, None)
+        parsers = self._parsers.open(request)
+        try:
+            markers = parsers.markers
+            if tools and parsers.tools is None:
+                raise RequestError(
+                    "tools: no parser finds calls in what the model writes; set tools.parser "
+                    '("hermes", for example)'
+                )
+            if calls is not None and not tools:
+                raise RequestError("calls: expected none without tools")
+            if calls is not None and tools:
+                constrain_calls(request, parsers, tools, calls)
+            if markers is not None:
+                request.reasoning_ended = markers.ended(request.prompt_token_ids)
+            self._grammar.prepare(request, markers)
+            request.plugin_args |= self._resolved(request, self._takers, given, markers)
+        except BaseException:
+            parsers.close()
+            raise
+        return parsers
+
+    def _resolved(
+        self,
+        request: EngineCoreRequest,
+        takers: Sequence[ArgumentTaker],
+        given: Mapping[str, Given],
+        reasoning: ReasoningMarkers | None,
+    ) -> dict[str, dict[str, Any]]:
+        """Return the arguments for those components that the request uses."""
+        resolved = {}
+        for taker in self._used(takers, request.params, given):
+            arguments, path = taker.arguments(request.params, given.get(taker.key))
+            name = taker.entry.name
+            if taker.is_processor and (name in self._health.ended or name in self._health.deadly):
+                self._health.check(name)
+            if prepares(taker.cls):
+                context = PrepareContext(
+                    options=taker.options,
+                    params=read_only(request.params),
+                    prompt_token_ids=ReadOnlyList(request.prompt_token_ids),
+                    stop_token_ids=request.stop_token_ids,
+                    vocab_size=self._vocab_size,
+                    tokenizer=self._tokenizer,
+                    reasoning=reasoning,
+                )
+                source = taker.entry.source
+                arguments = prepare_arguments(source, taker.cls, arguments, context, path)
+            resolved[taker.key] = msgspec.to_builtins(arguments, str_keys=False)
+        return resolved
+
+    def _used(
+        self, takers: Sequence[ArgumentTaker], params: SamplingParams, given: Mapping[str, Given]
+    ) -> Iterator[ArgumentTaker]:
+        """Yield the components for which a request has arguments: given, by a field, or unasked."""
+        changed = {f for f in self._honoured if getattr(params, f) != getattr(DEFAULTS, f)}
+        for taker in takers:
+            if (
+                taker.key in given
+                or not changed.isdisjoint(taker.fields)
+                or taker.uses
+                or (taker.uses is None and taker.is_asked_for(params))
+            ):
+                yield taker
+
+    def _check(self, plugin_args: Mapping[str, Any]) -> None:
+        """Check arguments that a hook may have changed."""
+        for taker in (*self._parsers.takers, *self._takers):
+            if taker.key in plugin_args:
+                if taker.is_processor:
+                    self._health.check(taker.entry.name)
+                taker.checked(plugin_args[taker.key])
+
+    def _located(self, plugin_args: Mapping[str, Any]) -> dict[str, Given]:
+        """Return the arguments that a request gives, by the key of the component that they are for.
+
+        Raises:
+            RequestError: they are for no component that takes any, for one of several, or two are
+                for the same.
+        """
+        located: dict[str, Given] = {}
+        for name, value in plugin_args.items():
+            path = f"plugin_args.{name}"
+            found = self._by_name.get(name, ())
+            if not found:
+                raise RequestError(f"{path}: {self._why_unknown(name)}")
+            if len(found) > 1:
+                choices = " or ".join(f"{taker.entry.kind}/{taker.entry.name}" for taker in found)
+                raise RequestError(f"{path}: could be {choices}")
+            key = found[0].key
+            if key in located:
+                raise RequestError(f"{path}: given twice, here and by {located[key].path}")
+            located[key] = Given(path, value)
+        return located
+
+    def _why_unknown(self, name: str) -> str:
+        """Return why no component takes arguments under a name."""
+        labels = (f"{entry.kind}/{entry.name}" for entry in self._plugins.manifest.entries)
+        named = [label for label in labels if name in (label, label.partition("/")[2])]
+        if named:
+            return f"{' and '.join(named)} {'takes' if len(named) == 1 else 'take'} no arguments"
+        return (
+            f"no enabled plugin of that name takes arguments"
+            f"{typed.suggest(name, list(self._by_name))}{self._plugins.hint(name, LOGITS)}"
+        )
+
+    def _refuse_unhonoured(self, params: SamplingParams) -> None:
+        for field in _SHAPING_FIELDS:
+            if field in self._honoured:
+                continue
+            value = getattr(params, field)
+            if value == getattr(DEFAULTS, field):
+                continue
+            if field == "temperature" and params.greedy:  # the sampler's own
+                continue
+            raise RequestError(
+                f"{field}: no enabled logits processor applies it, so {value!r} would be "
+                f"ignored; enable one, or leave it at {getattr(DEFAULTS, field)!r}"
+            )

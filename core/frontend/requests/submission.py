@@ -1,0 +1,194 @@
+"""From a caller's prompt to registered requests of the engine."""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hardpoint import typed
+from hardpoint.core.frontend.engine_parts import EngineParts
+from hardpoint.core.frontend.outputs.output_processor import OutputProcessor
+from hardpoint.core.frontend.outputs.request_state import OutputSink, ParentRequest
+from hardpoint.plugins import EngineCoreRequest, FinishReason, RequestError, SamplingParams
+from hardpoint.registry.discovery import is_third_party
+from hardpoint.registry.plugin_set import PluginSet
+
+from .input_processor import NO_EXTRAS, InputProcessor, RequestExtras
+from .plugin_arguments import PluginArguments
+from .prompts import Prompt
+from .validation import ParsedRequest, PrebuiltRequestValidator, RequestReceivedHook
+
+_log = logging.getLogger("hardpoint")
+
+_AT_ONCE = math.ulp(0.0)
+"""The timeout, in seconds, of a request whose time is up before it is sent."""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A prompt that was checked and registered, and has not been sent to the engine."""
+
+    parent: ParentRequest
+    children: Sequence[EngineCoreRequest]
+
+
+class Submitter:
+    """Checks prompts and registers their requests; talks to no engine."""
+
+    def __init__(
+        self,
+        parts: EngineParts,
+        arguments: PluginArguments,
+        processor: InputProcessor,
+        output: OutputProcessor,
+    ) -> None:
+        """Make requests by a processor; register them for the processing of outputs."""
+        self._clock = parts.clock
+        self._tasks = parts.supported_tasks
+        self._arguments, self._input, self._output = arguments, processor, output
+        self._prebuilt = PrebuiltRequestValidator(processor, parts.model_config.vocab_size)
+        self._received_hook: RequestReceivedHook | None = None
+        if parts.hooks.has("request_received"):
+            self._received_hook = RequestReceivedHook(parts.hooks, self._prebuilt, arguments)
+        self._warned_policies: set[str] = set()
+        self._policy_ignoring_priority = _policy_ignoring_priority(parts.plugins)
+        self._random_ids = parts.config.engine.random_request_ids
+        if not self._random_ids:
+            _log.warning("engine.random_request_ids is off: two live requests cannot share an id")
+
+    def use_plugins(self, plugins: PluginSet) -> None:
+        """Take the arguments of requests for another generation of the plugins."""
+        self._arguments.use(plugins)
+        name = _policy_ignoring_priority(plugins)
+        self._policy_ignoring_priority = None if name in self._warned_policies else name
+
+    def submit(
+        self,
+        request_id: str,
+        prompt: Prompt | EngineCoreRequest,
+        params: SamplingParams | None,
+        extras: RequestExtras = NO_EXTRAS,
+        *,
+        sink: OutputSink | None = None,
+        token_ids: list[int] | None = None,
+        arrived: float | None = None,
+    ) -> Submission:
+        """Check a prompt and register its requests.
+
+        Args:
+            prompt: or a prebuilt request.
+            sink: gets its outputs; without one, `process_outputs` returns them.
+            token_ids: of a prompt given as text, if it was tokenised already.
+            arrived: time of the call, on the clock of the parts; None is now.
+
+        Raises:
+            RequestError: something is wrong; nothing was registered.
+        """
+        if not isinstance(request_id, str):
+            raise RequestError(f"request_id: expected a string, got {type(request_id).__name__}")
+        typed.check_text(request_id, "request_id", RequestError)
+        self._check_task("generate")
+        if extras is not NO_EXTRAS:
+            extras = typed.convert(extras, RequestExtras, path="", error=RequestError)
+        arrived = self._clock() if arrived is None else arrived
+        if isinstance(prompt, EngineCoreRequest):
+            request, text = self._prebuilt.validate(prompt, params, extras), None
+            parsers = self._arguments.complete(request)
+            request.arrival_time = request.arrival_time or arrived
+        else:
+            request, text, parsers = self._input.process(
+                request_id,
+                prompt,
+                self._input.default_params() if params is None else params,
+                extras,
+                arrival_time=arrived,
+                token_ids=token_ids,
+            )
+        held = [parsers]
+        try:
+            if request.priority and self._policy_ignoring_priority is not None:
+                self._warn_of_priority(self._policy_ignoring_priority)
+            n = request.params.n if request.pooling_params is None else 1
+            internal_id = self._internal_id(request_id, n)
+            parallel = extras.calls is None or extras.calls.parallel
+            parent = ParentRequest(request_id, internal_id, n, sink, parallel)
+            children = [(child, parsers) for child in parent.children(request)]
+            if self._received_hook is not None:
+                children = [self._received_hook(child, held) for child in children]
+            structured = request.params.structured
+            may_call = structured is None or structured.structural_tag is not None
+            self._register(children, text, parent, arrived, extras.tools if may_call else None)
+        finally:
+            for parsers in held:
+                parsers.close()
+        return Submission(parent, [child for child, _ in children])
+
+    def _warn_of_priority(self, policy: str) -> None:
+        """Log, once, that a policy ignores the priority of requests."""
+        _log.warning(
+            'priority: the scheduling policy "%s" ignores it; scheduler.policy = "priority" is the '
+            "one that orders by it",
+            policy,
+        )
+        self._warned_policies.add(policy)
+        self._policy_ignoring_priority = None
+
+    def _register(
+        self,
+        children: Sequence[ParsedRequest],
+        text: str | None,
+        parent: ParentRequest,
+        arrived: float,
+        tools: Mapping[str, Mapping[str, Any]] | None,
+    ) -> None:
+        """Register all completions of a prompt, or none if the tokenizer fails for one."""
+        # Clocks of two processes do not compare, so the engine gets the time that is left.
+        spent = self._clock() - arrived
+        registered: list[str] = []
+        try:
+            for child, parsers in children:
+                if child.timeout is not None:
+                    child.timeout = max(child.timeout - spent, _AT_ONCE)
+                # A time to come would give negative latencies.
+                since = child.arrival_time if child.arrival_time <= arrived else arrived
+                self._output.add_request(child, text, parent, since, parsers or None, tools)
+                registered.append(child.request_id)
+        except BaseException:
+            self._output.drop(registered, FinishReason.ERROR)
+            raise
+
+    def _check_task(self, task: str) -> None:
+        if task not in self._tasks:
+            raise RequestError(
+                f"{task}: this model cannot do it; it can: {', '.join(self._tasks) or 'nothing'}"
+            )
+
+    def _internal_id(self, request_id: str, n: int) -> str:
+        """Return an id that no live request has.
+
+        Raises:
+            RequestError: random ids are off, and this id is in use.
+        """
+        if self._random_ids:
+            internal = request_id
+            while internal == request_id or self._output.is_live(internal):
+                internal = f"{request_id}-{secrets.token_hex(4)}"
+            return internal
+        children = (f"{index}_{request_id}" for index in range(n if n > 1 else 0))
+        if any(map(self._output.is_live, (request_id, *children))):
+            raise RequestError(
+                f"request_id: {request_id!r} is the id of a live request, or of a completion of one"
+            )
+        return request_id
+
+
+def _policy_ignoring_priority(plugins: PluginSet) -> str | None:
+    """Return the name of the policy if it says that it ignores priorities, else None."""
+    if is_third_party(plugins.one("schedulers")):  # which may look at them itself
+        return None
+    entry = plugins.one("scheduling_policies")
+    return None if vars(plugins.target(entry)).get("uses_priority", True) else entry.name

@@ -1,0 +1,64 @@
+"""Keyword arguments of the calls that generate, stated once for every signature that takes them.
+
+A call takes some of them by `**options: Unpack[RequestOptions]` (PEP 692). A further one is a line
+here, one in `BatchOptions` if several prompts have several values, and a field of `RequestExtras`
+or a parameter of `Chat`, which read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypedDict
+
+__all__ = ["ChatOptions", "ChatRequestOptions", "RequestOptions"]
+
+
+class RequestOptions(TypedDict, total=False):
+    """What a request has besides prompt and sampling parameters.
+
+    Attributes:
+        priority: smaller is more important; by default 0.
+        timeout: seconds after which it ends with finish reason "timeout" and what it has so far;
+            None, the default, is never.
+        tags: free-form labels for policies and sinks, such as {"tenant": "acme"}.
+        cache_salt: prompts with different salts never share cached beginnings.
+        kv_transfer_params: for the KV connector, which puts the like of it into the last output: of
+            a prompt that one engine computes for another one, for example.
+    """
+
+    priority: int
+    timeout: float | None
+    tags: Mapping[str, str] | None
+    cache_salt: str | None
+    kv_transfer_params: Mapping[str, Any] | None
+
+
+class ChatOptions(TypedDict, total=False):
+    """How a conversation becomes a prompt, and how it is answered.
+
+    Attributes:
+        tools: that the model may call: OpenAI's `{"type": "function", ...}`, or Python functions
+            with typed parameters.
+        tool_choice: "none" shows the model no tools; "required" and `{"name": ...}` make it call
+            one, by a grammar; by default "auto". Tools that are `strict` get arguments of their
+            schemas.
+        parallel_tool_calls: whether an answer may have several calls, which is the default; if not,
+            the first one counts.
+        add_generation_prompt: whether the prompt ends with the beginning of an answer; None, the
+            default, is unless the last message is continued.
+        continue_final_message: the model goes on with the last message, of the assistant; by
+            default false.
+        chat_template_kwargs: variables of the template that the operator allows, such as
+            `{"enable_thinking": False}`.
+    """
+
+    tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None
+    tool_choice: Literal["none", "auto", "required"] | Mapping[str, str]
+    parallel_tool_calls: bool
+    add_generation_prompt: bool | None
+    continue_final_message: bool
+    chat_template_kwargs: Mapping[str, Any] | None
+
+
+class ChatRequestOptions(ChatOptions, RequestOptions, total=False):
+    """ChatOptions of a conversation, and the RequestOptions of its request."""

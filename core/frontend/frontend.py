@@ -40,6 +40,7 @@ from hardpoint.registry.guards import GuardedTokenizer
 from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.plugin_set import PluginSet
 
+from .answer_validator import AnswerValidator
 from .input_processor import NO_EXTRAS, InputProcessor, RequestExtras
 from .output_parts import OutputParsers
 from .output_processor import OutputProcessor, ProcessedOutputs
@@ -184,8 +185,9 @@ class Frontend:
         )
         self.statistics = parts.statistics
         self._num_blocks = config.kv_cache.num_blocks
+        self._validator = AnswerValidator(parts.plugins, config.grammar.use)
         self.output = OutputProcessor(
-            parts.tokenizer, config.engine.stream_interval, parts.statistics
+            parts.tokenizer, config.engine.stream_interval, parts.statistics, self._validator
         )
         self._prebuilt = PrebuiltRequestValidator(self.input, parts.model_config.vocab_size)
         self._received_hook: RequestReceivedHook | None = None
@@ -206,6 +208,7 @@ class Frontend:
     def use_plugins(self, plugins: PluginSet) -> None:
         """Take the arguments of requests for another generation of the plugins."""
         self._arguments.use(plugins)
+        self._validator.use_plugins(plugins)
         name = _policy_ignoring_priority(plugins)
         self._policy_ignoring_priority = None if name in self._warned_policies else name
 

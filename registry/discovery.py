@@ -102,9 +102,9 @@ def _left_out(kind: str) -> importlib_metadata.EntryPoints:
     return importlib_metadata.entry_points(group=_LEFT_OUT + kind)
 
 
-def is_complete(module: str) -> bool:
-    """Return whether a module is no one's that the installed distribution may lack."""
-    return not module.startswith(_PREFIX) or not any(
+def may_lack(module: str) -> bool:
+    """Return whether a module may be one of Hardpoint's that the installed distribution lacks."""
+    return module.startswith(_PREFIX) and any(
         point.group.startswith(_LEFT_OUT) for point in importlib_metadata.entry_points()
     )
 

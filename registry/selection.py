@@ -312,7 +312,7 @@ class Selection:
         """Return where to get a component that the installed distribution lacks, else nothing."""
         given, _, name = reference.rpartition("/")
         kinds = [kind.name] if kind else [given] if given else KINDS
-        return next(filter(None, (advice(each, name) for each in kinds)), "")
+        return next(filter(None, (advice(item, name) for item in kinds)), "")
 
     def _of_other_kinds(self, reference: str) -> str:
         """Return a hint at the settings that choose components of this name."""

@@ -40,9 +40,8 @@ from hardpoint.registry.guards import GuardedTokenizer
 from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.plugin_set import PluginSet
 
-from .answer_validator import AnswerValidator
 from .input_processor import NO_EXTRAS, InputProcessor, RequestExtras
-from .output_parts import OutputParsers
+from .output_parts import AnswerValidator, OutputParsers
 from .output_processor import OutputProcessor, ProcessedOutputs
 from .plugin_arguments import PluginArguments
 from .plugin_health import PluginHealth

@@ -15,8 +15,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.registry.guards import GuardedTokenizer
 
-from .answer_validator import AnswerValidator
-from .output_parts import OutputParsers
+from .output_parts import AnswerValidator, OutputParsers
 from .pooling_state import PoolingState
 from .request_state import AnyOutput, ParentRequest, RequestState
 from .statistics import RequestFigures, Statistics

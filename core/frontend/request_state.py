@@ -27,9 +27,8 @@ from hardpoint.plugins.requests import PoolingRequestOutput, TokenLogprobs
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.registry.guards import GuardedTokenizer
 
-from .answer_validator import AnswerValidator
 from .detokenizer import Detokenizer
-from .output_parts import OutputParsers, OutputParts
+from .output_parts import AnswerValidator, OutputParsers, OutputParts
 from .statistics import RequestFigures
 
 AnyOutput = RequestOutput | PoolingRequestOutput

@@ -2,7 +2,13 @@
 
 import sys
 
-from .cli import main
+from hardpoint.registry.discovery import advise
 
 if __name__ == "__main__":
+    try:
+        from .cli import main
+    except ModuleNotFoundError as cause:
+        if cause.name != "hardpoint.cli":
+            raise
+        sys.exit(f"hardpoint: error: {advise('command line')}")
     sys.exit(main())

@@ -7,19 +7,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import TextIO
-
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from typing import TYPE_CHECKING, TextIO
 
 from hardpoint.plugins import RequestOutput
+
+if TYPE_CHECKING:
+    from .progress_bars import ProgressBars
 
 __all__ = ["ProgressDisplay", "draw_outputs", "is_terminal", "shows_progress"]
 
@@ -82,8 +75,7 @@ class ProgressDisplay:
 
     def __init__(self, enabled: bool | None = None) -> None:
         """`enabled`: None decides by standard error being a terminal."""
-        self._progress: Progress | None = None
-        self._tasks: dict[str, TaskID] = {}
+        self._bars: ProgressBars | None = None
         self._lines: _Lines | None = None
         stream = sys.stderr
         if stream is None or not (shows_progress(stream) if enabled is None else enabled):
@@ -91,19 +83,16 @@ class ProgressDisplay:
         if not _draws_bars(stream):
             self._lines = _Lines(stream)
             return
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[note]}"),
-            console=Console(file=stream, force_terminal=True),
-            transient=True,
-        )
+        try:
+            from .progress_bars import ProgressBars  # noqa: PLC0415 - rich, for terminals alone
+        except ModuleNotFoundError:  # hardpoint-core comes without them
+            self._lines = _Lines(stream)
+            return
+        self._bars = ProgressBars(stream)
 
     def __enter__(self) -> ProgressDisplay:
         """Start drawing."""
-        self._draw(lambda progress: progress.start())
+        self._draw(lambda bars: bars.start())
         return self
 
     def __exit__(
@@ -113,7 +102,7 @@ class ProgressDisplay:
         traceback: TracebackType | None,
     ) -> None:
         """Stop drawing and clear the bars."""
-        self._draw(lambda progress: progress.stop())
+        self._draw(lambda bars: bars.stop())
 
     def report(self, what: str, done: int, total: int, note: str = "") -> None:
         """Show that `done` of `total` steps of `what` are over."""
@@ -124,22 +113,16 @@ class ProgressDisplay:
             except (OSError, ValueError):
                 self._lines = None
             return
+        self._draw(lambda bars: bars.report(what, done, total, note))
 
-        def update(progress: Progress) -> None:
-            if what not in self._tasks:
-                self._tasks[what] = progress.add_task(what, total=total, note=note)
-            progress.update(self._tasks[what], completed=done, total=total, note=note)
-
-        self._draw(update)
-
-    def _draw(self, change: Callable[[Progress], None]) -> None:
+    def _draw(self, change: Callable[[ProgressBars], None]) -> None:
         """Change what is drawn; a stream that fails ends the drawing, never the call."""
-        if self._progress is None:
+        if self._bars is None:
             return
         try:
-            change(self._progress)
+            change(self._bars)
         except (OSError, ValueError):  # the terminal is gone, or the stream was closed
-            self._progress = None
+            self._bars = None
 
 
 def draw_outputs(outputs: Iterator[RequestOutput], total: int) -> Iterator[RequestOutput]:

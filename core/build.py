@@ -39,7 +39,7 @@ from hardpoint.plugins.component import Progress
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.manifest import PluginEntry
-from hardpoint.registry.discovery import installed_version
+from hardpoint.registry.discovery import advice, installed_version
 from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 from hardpoint.system.process.launch import Interpreter
@@ -348,7 +348,7 @@ def _vocabulary(
         PluginNotFoundError: the backend that the configuration names is not enabled.
     """
     if not plugins.entries("grammars"):
-        return None, "no grammar backend is enabled"
+        return None, f"no grammar backend is enabled{advice('grammars', config.grammar.use)}"
     plugins.get("grammars", config.grammar.use)
     try:
         return tokenizer.vocabulary(), None

@@ -157,3 +157,18 @@ class GrammarBackend(Component):
             ValueError: it cannot be compiled; the message becomes the request's error. It names
                 what is wrong, such as the keywords of a schema that are not supported.
         """
+
+    @classmethod
+    def validate(cls, structured: StructuredOutputs, answer: str) -> str | None:
+        """Return what is wrong with a finished answer of a `lenient` request; None if nothing is.
+
+        It becomes `CompletionOutput.validation_error`. The frontend calls it, once per answer,
+        while the outputs of other requests wait: limit its time, since a schema may be hostile.
+        What it raises is reported there too, and ends nothing. Where a backend has none, the answer
+        is validated by that of the default backend.
+
+        Args:
+            structured: of the request; `json` is given, as a schema.
+            answer: without reasoning.
+        """
+        raise NotImplementedError

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import importlib_metadata
 
+from hardpoint.errors import PluginConflictError
 from hardpoint.plugins.kinds import KINDS, PLANNED
 from hardpoint.plugins.manifest import PluginEntry, Source
 
 DISTRIBUTION = "hardpoint"
+CORE_DISTRIBUTION = "hardpoint-core"
+"""The distribution of the same package with fewer requirements, in the place of the other."""
+
+_DISTRIBUTIONS = (DISTRIBUTION, CORE_DISTRIBUTION)
 _PREFIX = "hardpoint."
+_LEFT_OUT = "hardpoint_left_out."
+"""Prefix of the groups in which `scripts/build-core` lists what only the other one has."""
 _EXTERNAL_GROUPS = {"vllm.logits_processors": "logits_processors"}
 
 
 def is_third_party(plugin: Source | PluginEntry) -> bool:
     """Return whether a plugin does not come with Hardpoint itself."""
-    return plugin.distribution != DISTRIBUTION
+    return plugin.distribution not in _DISTRIBUTIONS
 
 
 @dataclass(frozen=True, order=True)
@@ -40,7 +48,7 @@ class InstalledPlugin:
     @property
     def builtin(self) -> bool:
         """Whether it comes with Hardpoint itself."""
-        return self.distribution == DISTRIBUTION
+        return self.distribution in _DISTRIBUTIONS
 
     @property
     def known_kind(self) -> bool:
@@ -58,6 +66,9 @@ def discover(foreign_groups: Sequence[str] = ()) -> list[InstalledPlugin]:
 
     Args:
         foreign_groups: entry-point groups of other engines to include.
+
+    Raises:
+        PluginConflictError: Hardpoint is installed twice.
     """
 
     @cache  # a distribution parses its metadata each time that it is asked
@@ -76,7 +87,46 @@ def discover(foreign_groups: Sequence[str] = ()) -> list[InstalledPlugin]:
         for point in importlib_metadata.entry_points()
         if point.group.startswith(_PREFIX) or point.group in foreign_groups
     }
+    if {f.distribution for f in found}.issuperset(_DISTRIBUTIONS):
+        raise PluginConflictError(
+            f"{' and '.join(_DISTRIBUTIONS)} are installed both, and have the same files: "
+            f"pip uninstall {' '.join(_DISTRIBUTIONS)}, then pip install one of them"
+        )
     return sorted(found, key=lambda f: (not f.builtin, f))
+
+
+def is_left_out(kind: str, name: str) -> bool:
+    """Return whether the installed distribution lacks a component that `hardpoint` has."""
+    return name in {point.name for point in _left_out(kind)}
+
+
+def left_out_names(kind: str) -> list[str]:
+    """Return the components of a kind that only `hardpoint` has, where another is installed."""
+    return sorted(point.name for point in _left_out(kind))
+
+
+def _left_out(kind: str) -> importlib_metadata.EntryPoints:
+    return importlib_metadata.entry_points(group=_LEFT_OUT + kind)
+
+
+def may_lack(module: str) -> bool:
+    """Return whether a module may be one of Hardpoint's that the installed distribution lacks."""
+    return module.startswith(_PREFIX) and any(
+        point.group.startswith(_LEFT_OUT) for point in importlib_metadata.entry_points()
+    )
+
+
+def advise(what: str) -> str:
+    """Return where to get what the installed distribution lacks."""
+    return (
+        f"{CORE_DISTRIBUTION} has no {what}; to have it, pip uninstall {CORE_DISTRIBUTION} and "
+        f"pip install {DISTRIBUTION}"
+    )
+
+
+def advice(kind: str, name: str) -> str:
+    """Return, as the end of a message, where to get a component that is left out, else nothing."""
+    return f"; {advise(f'{kind}/{name}')}" if is_left_out(kind, name) else ""
 
 
 def describe_unknown_kind(kind: str) -> str:
@@ -86,4 +136,6 @@ def describe_unknown_kind(kind: str) -> str:
 
 def installed_version() -> str:
     """Return the installed version of Hardpoint."""
-    return importlib_metadata.version(DISTRIBUTION)
+    with contextlib.suppress(importlib_metadata.PackageNotFoundError):
+        return importlib_metadata.version(DISTRIBUTION)
+    return importlib_metadata.version(CORE_DISTRIBUTION)

@@ -31,6 +31,7 @@ from hardpoint.plugins.params import SamplingParams
 from hardpoint.plugins.wrapper import Wrapper
 
 from .blame import describe, raise_unless_fault
+from .discovery import advise, may_lack
 from .request_arguments import prepares
 
 _EXAMPLES = {
@@ -74,7 +75,10 @@ def import_object(source: Source) -> Any:
         target: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as cause:
         if cause.name and (module_name == cause.name or module_name.startswith(f"{cause.name}.")):
-            raise PluginNotFoundError(f"{source}: there is no module {cause.name!r}") from cause
+            lacking = f"; {advise(cause.name)}" if may_lack(cause.name) else ""
+            raise PluginNotFoundError(
+                f"{source}: there is no module {cause.name!r}{lacking}"
+            ) from cause
         raise PluginLoadError(f"{source}: its import failed: {describe(cause)}") from cause
     except BaseException as cause:
         raise_unless_fault(cause)

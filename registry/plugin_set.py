@@ -30,7 +30,7 @@ from hardpoint.plugins.manifest import Manifest, PluginEntry
 
 from .adapt import configured, load_component
 from .blame import describe, raise_unless_fault
-from .discovery import InstalledPlugin, discover, installed_version
+from .discovery import InstalledPlugin, advice, discover, installed_version
 from .hooks import HookSet
 from .loading import inspecting
 from .ordering import ordered, ordered_parts
@@ -94,7 +94,7 @@ class PluginSet:
         return self._entries.get((kind, name))
 
     def hint(self, name: str, kind: str) -> str:
-        """Return advice if an installed component of that name is not enabled, else nothing."""
+        """Return how to get a component of that name that is not enabled, else nothing."""
         for found in self.not_enabled():
             if (found.kind, found.name) == (kind, name):
                 same = [f for f in self.found if f.name == name]
@@ -104,7 +104,7 @@ class PluginSet:
                     f"; {found.distribution} {found.version} offers it: "
                     f'add "{reference}" to plugins.enable'
                 )
-        return ""
+        return advice(kind, name)
 
     def not_enabled(self) -> list[InstalledPlugin]:
         """Return the installed components that are neither enabled nor built in."""

@@ -15,7 +15,7 @@ from hardpoint.plugins.manifest import NO_DISTRIBUTION, UNVERSIONED, Source
 from hardpoint.typed import suggest
 
 from .adapt import adapt
-from .discovery import InstalledPlugin, describe_unknown_kind
+from .discovery import InstalledPlugin, advice, describe_unknown_kind
 from .loading import import_object, inspecting, kinds_of, snake_case
 
 _SET_BY = {"kv_connector.use": "kv_connector.stores"}
@@ -298,7 +298,7 @@ class Selection:
             raise PluginNotFoundError(
                 f"{path}: {what} is called {reference!r}{suggest(reference, known)}"
                 f"{self._of_other_kinds(reference)}; found: {', '.join(known) or 'none'} "
-                f"(from {origin})"
+                f"(from {origin}){self._advice(reference, kind)}"
             )
         builtin = [f for f in candidates if f.builtin]
         if len(candidates) > 1 and len(builtin) == 1 and kind and origin == "default":
@@ -307,6 +307,12 @@ class Selection:
         if len(candidates) > 1:
             raise self._ambiguous(reference, path, candidates)
         return self._chosen(candidates[0], path)
+
+    def _advice(self, reference: str, kind: Kind | None) -> str:
+        """Return where to get a component that the installed distribution lacks, else nothing."""
+        given, _, name = reference.rpartition("/")
+        kinds = [kind.name] if kind else [given] if given else KINDS
+        return next(filter(None, (advice(item, name) for item in kinds)), "")
 
     def _of_other_kinds(self, reference: str) -> str:
         """Return a hint at the settings that choose components of this name."""

@@ -10,6 +10,9 @@ PYTEST_DONT_REWRITE: no `assert` of this module has to be explained by pytest.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hardpoint.plugins import HardpointError
+from hardpoint.registry.discovery import advise
+
 from .pytest_hooks import pytest_report_header, pytest_terminal_summary
 from .scripted import (
     EOS,
@@ -137,5 +140,11 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     # Imported on first use, because the scripted model needs neither pytest nor hypothesis.
     if name in _LAZY:
-        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+        try:
+            module = importlib.import_module(f"{__name__}.{_LAZY[name]}")
+        except ModuleNotFoundError as cause:
+            if cause.name is not None and cause.name.startswith(__name__):
+                raise HardpointError(advise(f"{__name__}.{name}")) from cause
+            raise
+        return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -76,7 +76,7 @@ from hardpoint.registry.loading import check_component, snake_case
 from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 from hardpoint.registry.request_arguments import convert_arguments, prepare_arguments, prepares
 
-from .scripted import scripted_engine, write_scripted_model
+from .scripted import scripted_engine, tokenizer_choice, write_scripted_model
 
 _ABORT_STEP = 9
 
@@ -458,7 +458,7 @@ def _logprobs(processed: torch.Tensor, tokens: Sequence[int]) -> list[float]:
 
 @functools.cache
 def _plugins(policy: str) -> PluginSet:
-    tree = {"scheduler": {"use": "default", "policy": policy}}
+    tree = {"scheduler": {"use": "default", "policy": policy}, **tokenizer_choice()}
     return resolve_plugins(typed.convert(tree, EngineConfig, path=""))
 
 

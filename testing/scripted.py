@@ -7,13 +7,13 @@ from a wrong block changes every token after it.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tokenizers
 import torch
 
 from hardpoint import typed
@@ -28,6 +28,10 @@ from hardpoint.plugins import (
     Model,
     ModelContext,
 )
+from hardpoint.plugins.config import TokenizerConfig
+from hardpoint.registry.discovery import is_left_out
+
+from .scripted_tokenizer import ByteTokens
 
 EOS = 256
 """End-of-sequence token of the scripted model; tokens 0 to 255 stand for one byte each."""
@@ -222,7 +226,7 @@ def write_scripted_model(
         special_tokens: texts of further tokens; their ids follow EOS.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = _byte_tokenizer(special_tokens)
+    tokens = ByteTokens(special_tokens)
     config = {
         "architectures": ["ScriptedForCausalLM"],
         "vocab_size": EOS + 1 + len(special_tokens),
@@ -231,19 +235,20 @@ def write_scripted_model(
         "torch_dtype": "float32",
         "seed": seed,
         "replies": [
-            [tokenizer.encode(prompt).ids, tokenizer.encode(reply).ids]
+            [tokens.encode(prompt), tokens.encode(reply)]
             for prompt, reply in (replies or {}).items()
         ],
     }
     (folder / "config.json").write_text(json.dumps(config))
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"eos_token": "<eos>", "chat_template": _CHAT_TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokens.write(folder, _CHAT_TEMPLATE)
     return folder
 
 
 def scripted_config(folder: Path, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the configuration that loads a folder of `write_scripted_model`.
+
+    Where the default tokenizer is not installed, which hardpoint-core lacks, it names the scripted
+    one.
 
     Args:
         folder: the checkpoint.
@@ -258,6 +263,7 @@ def scripted_config(folder: Path, extra: Mapping[str, Any] | None = None) -> dic
             "enable": [{"use": "hardpoint.testing:ScriptedModel", "name": "ScriptedForCausalLM"}]
         },
     }
+    config |= tokenizer_choice()
     for key, value in (extra or {}).items():
         if key == "plugins":
             value = {**value, "enable": config["plugins"]["enable"] + value.get("enable", [])}
@@ -266,6 +272,14 @@ def scripted_config(folder: Path, extra: Mapping[str, Any] | None = None) -> dic
             value = {**current, **value}
         config[key] = value
     return config
+
+
+@functools.cache
+def tokenizer_choice() -> dict[str, Any]:
+    """Return the configuration of the tokenizer: nothing, where the default one is there."""
+    if not is_left_out("tokenizers", TokenizerConfig().use):
+        return {}
+    return {"tokenizer": {"use": "hardpoint.testing.scripted_tokenizer:ScriptedTokenizer"}}
 
 
 def scripted_engine(
@@ -284,16 +298,3 @@ _CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-
-
-def _byte_tokenizer(special_tokens: Sequence[str]) -> tokenizers.Tokenizer:
-    """Return a tokenizer of one token per byte, EOS, and special tokens."""
-    alphabet: Sequence[str] = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocab = {character: index for index, character in enumerate(alphabet)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens(
-        [tokenizers.AddedToken(text, special=True) for text in ("<eos>", *special_tokens)]
-    )
-    return tokenizer

@@ -30,6 +30,7 @@ SMALL_MODULES = {
     "hardpoint.builtin_plugins.communicators.nccl": "one library of two; gloo has a module",
     "hardpoint.builtin_plugins.server.access.tls": "ssl and its errors, before a model loads",
     "hardpoint.completion": "argcomplete, which nothing but a shell's request imports",
+    "hardpoint.progress_bars": "rich, which only terminals need, and hardpoint-core lacks",
     "hardpoint.core.client.output_queue": "the queue of an LLM; EventLoopBridge is AsyncLLM's",
     "hardpoint.system.process.main_module.find_unpicklable": "a search, used for errors alone",
     "hardpoint.core.frontend.outputs.pooling_state": "pooling models fill it",

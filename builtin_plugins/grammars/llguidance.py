@@ -15,6 +15,7 @@ from hardpoint.plugins.grammars import GrammarBackend, GrammarContext, GrammarSt
 from hardpoint.plugins.structured import StructuralTag, StructuredOutputs
 
 from .limits import check_limits
+from .validation import validation_error
 
 _MAX_ITEMS = 10_000
 """Of one row of llguidance's parser: what an object with 2000 optional properties needs."""
@@ -76,6 +77,12 @@ class LLGuidance(GrammarBackend):
         if structured.format in ("json", "json_object") and state.can_end():
             raise ValueError("no JSON fits the schema")  # it refers to itself alone
         return state
+
+    @classmethod
+    def validate(cls, structured: StructuredOutputs, answer: str) -> str | None:
+        """Return what is wrong with a finished answer of a `lenient` request."""
+        assert structured.json is not None
+        return validation_error(structured.json, answer)
 
     def _grammar(self, structured: StructuredOutputs) -> str:
         """Return a grammar as llguidance reads it."""

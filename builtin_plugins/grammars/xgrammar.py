@@ -16,6 +16,7 @@ from hardpoint import plugins
 from hardpoint.plugins.grammars import GrammarBackend, GrammarContext
 from hardpoint.plugins.structured import StructuredFormat, StructuredOutputs
 
+from .validation import validation_error
 from .xgrammar_compiler import GrammarCompiler
 from .xgrammar_process import Answer, Job, Start, tokenizer_info
 from .xgrammar_schema import unenforced_keywords
@@ -154,6 +155,12 @@ class XGrammar(GrammarBackend):
             warnings = "; ".join(answer.warnings)
             raise ValueError(f"xgrammar does not enforce all of it: {warnings}")
         return self._state(answer, tokens)
+
+    @classmethod
+    def validate(cls, structured: StructuredOutputs, answer: str) -> str | None:
+        """Return what is wrong with a finished answer of a `lenient` request."""
+        assert structured.json is not None
+        return validation_error(structured.json, answer)
 
     @property
     def pids(self) -> Sequence[int]:

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 
+from hardpoint.builtin_plugins import checksums
 from hardpoint.plugins.kv_store import BlockBuffer
 
 _MAGIC = b"HARDPTKV"
-_VERSION = 1
+_VERSION = 1 + checksums.VARIANT
 _CHECKSUM = struct.Struct("<Q")  # of all that follows
 _HEADER = struct.Struct("<8sIIQ32sQ")
 HEADER_BYTES = 128
@@ -67,8 +67,8 @@ def check_block(buffer: BlockBuffer, key: bytes) -> None:
 
 
 def _checksum(buffer: BlockBuffer) -> int:
-    """Return the checksum of all that follows it, xxh3 with 64 bits."""
-    return xxhash.xxh3_64_intdigest(buffer.whole[_CHECKSUM.size :])
+    """Return the checksum of all that follows it."""
+    return checksums.checksum([buffer.whole[_CHECKSUM.size :]])
 
 
 def copy_buffer(source: BlockBuffer, target: BlockBuffer) -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-import xxhash
 from msgspec import Meta
 
 from hardpoint import plugins
+from hardpoint.builtin_plugins import checksums
 from hardpoint.plugins import ConfigError, KVStore
 
 from .disk_files import NO_ROOM, BusyError, RefusedError, file_system_bytes, open_folder
@@ -172,7 +172,7 @@ class DiskStore(KVStore):
         """
         if self._checked[slot] == sequence:
             return True
-        is_right = _checksum(buffer) == self._index.checksum(slot)
+        is_right = checksums.checksum(buffer) == self._index.checksum(slot)
         if is_right:
             self._checked[slot] = sequence
         return is_right
@@ -194,7 +194,7 @@ class DiskStore(KVStore):
 
     def _write(self, key: bytes, buffer: Sequence[memoryview], evicted: list[bytes]) -> bool:
         """Write a block; return whether it is there. Keys of dropped blocks are appended."""
-        checksum = _checksum(buffer)
+        checksum = checksums.checksum(buffer)
         slot = self._reserve(key, checksum, evicted)
         if slot is None or slot < 0:
             return slot is not None
@@ -344,10 +344,3 @@ class DiskStore(KVStore):
         if what not in self._reported:
             self._reported.add(what)
             self.context.report_fault(f"plugin.{self.name}.path: {message}")
-
-
-def _checksum(parts: Sequence[memoryview]) -> int:
-    digest = xxhash.xxh3_64()
-    for part in parts:
-        digest.update(part)
-    return digest.intdigest()

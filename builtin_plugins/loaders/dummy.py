@@ -14,7 +14,7 @@ from hardpoint import plugins
 from hardpoint.plugins import ModelConfig, ModelFiles, WeightLoader
 from hardpoint.toolkit.hf_config import ConfigFields
 
-from .safetensors import read_architecture, read_model_config
+from .config_file import read_architecture, read_model_config
 
 
 class DummyLoader(WeightLoader):

@@ -15,13 +15,10 @@ from hardpoint.plugins import ModelConfig, ModelError, ModelFiles, WeightFormat,
 from hardpoint.plugins.parallel import Cut, needed_part
 from hardpoint.plugins.quantization import QuantizedWeight
 from hardpoint.toolkit.hf_config import (
-    architecture,
-    default_sampling,
-    model_config,
     short,
-    token_ids,
 )
 
+from .config_file import read_architecture, read_config, read_model_config
 from .files import (
     file_inside,
     fingerprint,
@@ -188,7 +185,7 @@ class SafetensorsLoader(WeightLoader):
     def _quantization(self) -> str | None:
         """The scheme of the checkpoint's matrices; None if they are not quantised."""
         path = self.context.files.path
-        return _scheme(_read_config(path / "config.json"), path.name)
+        return _scheme(read_config(path / "config.json"), path.name)
 
     def _stored(
         self, name: str, shape: Sequence[int], tensors: Mapping[str, torch.Tensor]
@@ -233,33 +230,6 @@ def _read(
     return part
 
 
-def read_architecture(path: Path) -> str:
-    """Return the architecture that a config.json names.
-
-    Raises:
-        ModelError: the file cannot be read, or names none.
-    """
-    return architecture(_read_config(path), f"{path.parent.name}/{path.name}")
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    """Return the content of a config.json.
-
-    Raises:
-        ModelError: it cannot be read; where it is missing, says what the directory is instead.
-    """
-    folder = path.parent
-    if folder.is_dir() and not path.exists():
-        names = sorted(found.name for found in folder.iterdir())
-        what = f"a model's directory has one, found {', '.join(names[:8]) or 'no file'}"
-        if "adapter_config.json" in names:
-            what = "this is an adapter (LoRA), which is no model of its own"
-        raise ModelError(
-            f"{folder.name}/{path.name} cannot be read: No such file or directory; {what}"
-        )
-    return read_json(path)
-
-
 def _scheme(hf: Mapping[str, Any], where: str) -> str | None:
     """Return the scheme of quantised weights, a component's name; None if they are not quantised.
 
@@ -299,27 +269,6 @@ def _outline(file: Any, name: str, shard: Path) -> torch.Tensor:
             f"supported, expected one of {', '.join(_DTYPES)}"
         )
     return torch.empty(found.get_shape(), dtype=dtype, device="meta")
-
-
-def read_model_config(path: Path) -> ModelConfig:
-    """Return the ModelConfig of a config.json and the generation_config.json next to it.
-
-    Raises:
-        ModelError: a file cannot be read, or a field is invalid.
-    """
-    hf, source = _read_config(path), f"{path.parent.name}/{path.name}"
-    generation_path = path.parent / "generation_config.json"
-    generation = read_json(generation_path) if generation_path.exists() else {}
-    generation_source = f"{path.parent.name}/{generation_path.name}"
-    eos = token_ids(generation.get("eos_token_id"), "eos_token_id", generation_source)
-    dtype = hf.get("dtype") or hf.get("torch_dtype")
-    return model_config(
-        hf,
-        source,
-        eos_token_ids=eos or token_ids(hf.get("eos_token_id"), "eos_token_id", source),
-        dtype=str(dtype) if dtype else None,
-        sampling=default_sampling(generation, generation_source),
-    )
 
 
 def _check_vocabulary(file: Any, config: ModelConfig, where: str) -> None:

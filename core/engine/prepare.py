@@ -24,6 +24,7 @@ from hardpoint.plugins.component import Progress
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.plugins.scheduler import SchedulerLimits
+from hardpoint.registry.discovery import advise, left_out_names
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.system.memory import is_out_of_memory, memory_limit, out_of_memory
 
@@ -83,7 +84,12 @@ def open_loader(config: EngineConfig, plugins: PluginSet, files: ModelFiles) -> 
     for entry in entries:
         if plugins.target(entry).recognises(files):
             return plugins.create(entry, LoaderContext, files=files)
-    raise unreadable(files, [entry.name for entry in entries])
+    absent = left_out_names("loaders")
+    raise unreadable(
+        files,
+        [entry.name for entry in entries],
+        advise(f"loader {' or '.join(absent)}") if absent else "",
+    )
 
 
 def prepare_worker(

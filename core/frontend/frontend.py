@@ -25,6 +25,7 @@ from hardpoint.registry.discovery import is_third_party
 from hardpoint.typed.read_only import read_only
 
 from .engine_parts import EngineParts
+from .outputs.output_parts import AnswerValidator
 from .outputs.output_processor import OutputProcessor, ProcessedOutputs
 from .outputs.request_state import AnyOutput
 from .requests.input_processor import InputProcessor
@@ -92,7 +93,10 @@ class Frontend:
         self.statistics = parts.statistics
         self._num_blocks = config.kv_cache.num_blocks
         self.output = OutputProcessor(
-            parts.tokenizer, config.engine.stream_interval, parts.statistics
+            parts.tokenizer,
+            config.engine.stream_interval,
+            parts.statistics,
+            AnswerValidator(parts.plugins, config.grammar.use),
         )
         self._third_party = {
             entry.name

@@ -96,6 +96,12 @@ KEYWORD = Rule(
     "for requests that accept such schemas",
 )
 
+VALIDATE = Rule(
+    "validate: what is wrong with an answer is found, and nothing else",
+    "return a text that says what of the whole schema the answer breaks, and None if it breaks "
+    "nothing",
+)
+
 _MAX_PREFIXES = 600  # of a language, that are walked
 _MAX_DRAFTS = 8  # tokens that a rollback undoes
 _POSITIONS = 6  # in a text, at which a check for every token is made
@@ -214,6 +220,12 @@ class GrammarSuite(ComponentSuite):
         if "json" not in self.grammar.formats:
             pytest.skip("it does not compile JSON schemas")
         self._run_checks(KEYWORD.text, *(partial(self._check_keyword, *k) for k in KEYWORDS))
+
+    def test_validate(self) -> None:
+        """What is wrong with an answer is found, if the backend validates answers."""
+        if self.grammar.validate.__func__ is GrammarBackend.validate.__func__:  # type: ignore[attr-defined]
+            pytest.skip("it leaves the validation of answers to the default backend")
+        self._run_checks(VALIDATE.text, *(partial(self._check_validate, *k) for k in KEYWORDS))
 
     def test_memory(self) -> None:
         """A fork is small, and nothing grows with the number of grammars."""
@@ -712,6 +724,20 @@ class GrammarSuite(ComponentSuite):
         for path in self._tokens.tokenisations(invalid):
             if refused is None and self._is_whole(path, root.fork()):
                 raise KEYWORD.violation(f"{described(strict)}: it allows {invalid}")
+
+    def _check_validate(self, schema: Mapping[str, Any], valid: str, invalid: str) -> None:
+        lenient = StructuredOutputs(json=dict(schema), lenient=True)
+        for answer, is_valid in ((valid, True), (invalid, False), (invalid[:-1] + "{", False)):
+            call = f"validate({described(lenient)}, {answer!r})"
+            try:
+                found = self.grammar.validate(lenient, answer)
+            except BaseException as cause:
+                raise VALIDATE.violation(f"{call} raised {cause!r}") from cause
+            if found is not None and not isinstance(found, str):
+                raise VALIDATE.violation(f"{call} returned {found!r}, expected text or None")
+            if (found is None) is not is_valid:
+                expected = "None" if is_valid else "what is wrong with it"
+                raise VALIDATE.violation(f"{call} returned {found!r}, expected {expected}")
 
     def _check_growth(self) -> None:
         sizes, waves = [], 20

@@ -16,7 +16,7 @@ from support.waiting import wait_until
 
 from hardpoint import LLM, RequestError, SamplingParams
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
-from hardpoint.core.engine.grammars import Answer
+from hardpoint.builtin_plugins.server.dialects.dialect import Answer
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.testing import scripted_config, scripted_engine
 

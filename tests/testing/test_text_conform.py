@@ -10,6 +10,7 @@ from support.searching import kit_examples
 
 from hardpoint.builtin_plugins.tokenizer.transformers import TransformersTokenizer
 from hardpoint.testing import TokenizerSuite
+from hardpoint.testing.scripted_tokenizer import ScriptedTokenizer
 
 pytest_plugins = ["hardpoint.testing"]
 
@@ -17,6 +18,15 @@ pytest_plugins = ["hardpoint.testing"]
 class TestTransformers(TokenizerSuite):
     examples = kit_examples()
     tokenizer = TransformersTokenizer
+
+    @pytest.fixture(autouse=True)
+    def _files(self, scripted: Path) -> None:
+        type(self).files = scripted
+
+
+class TestScripted(TokenizerSuite):
+    examples = kit_examples()
+    tokenizer = ScriptedTokenizer
 
     @pytest.fixture(autouse=True)
     def _files(self, scripted: Path) -> None:

@@ -181,11 +181,15 @@ def _scaled(
     parameters: dict[str, Any], hf: Mapping[str, Any], head_size: int, fields: ConfigFields
 ) -> tuple[torch.Tensor, float]:
     """Compute a scaled variant with functions of transformers."""
-    # Imported on use: importing transformers takes seconds, and few models need it.
-    from transformers import LlamaConfig  # noqa: PLC0415
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: PLC0415
-
     kind = parameters["rope_type"]
+    try:  # on use: importing transformers takes seconds, and few models need it
+        from transformers import LlamaConfig  # noqa: PLC0415
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: PLC0415
+    except ModuleNotFoundError as cause:
+        raise fields.error(
+            "rope_type",
+            f"{short(kind)} needs {cause.name}, which is not installed: pip install transformers",
+        ) from cause
     if kind not in ROPE_INIT_FUNCTIONS:
         known = sorted({"default", *ROPE_INIT_FUNCTIONS} - set(_LENGTH_DEPENDENT))
         raise fields.error("rope_type", f"expected one of {', '.join(known)}, got {kind!r}")

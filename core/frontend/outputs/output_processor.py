@@ -15,8 +15,9 @@ from hardpoint.plugins import (
     FinishReason,
     RequestError,
 )
+from hardpoint.registry.plugin_set import PluginSet
 
-from .output_parts import OutputParsers
+from .output_parts import AnswerValidator, OutputParsers
 from .pooling_state import PoolingState
 from .request_state import AnyOutput, ParentRequest, RequestState
 
@@ -51,20 +52,27 @@ class OutputProcessor:
         tokenizer: GuardedTokenizer,
         stream_interval: int = 1,
         statistics: Statistics | None = None,
+        validator: AnswerValidator | None = None,
     ) -> None:
         """The tokenizer decodes all texts.
 
         Args:
             stream_interval: outputs between the first and the last wait for so many new tokens.
             statistics: record every output and every end.
+            validator: of the answers of lenient requests.
         """
         self._tokenizer = tokenizer
-        self._statistics = statistics
+        self._statistics, self._validator = statistics, validator
         self._stream_interval = stream_interval
         self._states: dict[str, _State] = {}
         # Sets in order. A prompt's only completion has the id of the prompt, so it is in no table.
         self._by_parent: dict[str, dict[str, None]] = {}
         self._by_external: dict[str, dict[str, None]] = {}
+
+    def use_plugins(self, plugins: PluginSet) -> None:
+        """Validate answers by another generation of the plugins."""
+        if self._validator is not None:
+            self._validator.use_plugins(plugins)
 
     def add_request(
         self,
@@ -95,8 +103,16 @@ class OutputProcessor:
         if request.pooling_params is not None:
             state = PoolingState(request, parent)
         else:
-            interval = self._stream_interval
-            state = RequestState(request, prompt, parent, self._tokenizer, interval, parsers, tools)
+            state = RequestState(
+                request,
+                prompt,
+                parent,
+                self._tokenizer,
+                self._stream_interval,
+                parsers,
+                tools,
+                self._validator,
+            )
         if self._statistics is not None:
             state.figures = RequestFigures(request, arrived)
         self._states[request_id] = state

@@ -26,9 +26,10 @@ from hardpoint.plugins import (
     RequestOutputKind,
 )
 from hardpoint.plugins.requests import PoolingRequestOutput, TokenLogprobs
+from hardpoint.plugins.structured import StructuredOutputs
 
 from .detokenizer import Detokenizer
-from .output_parts import OutputParsers, OutputParts, validation_error
+from .output_parts import AnswerValidator, OutputParsers, OutputParts
 
 AnyOutput = RequestOutput | PoolingRequestOutput
 """The outputs that users get."""
@@ -177,6 +178,11 @@ _UNANSWERED = (FinishReason.ABORT, FinishReason.ERROR, FinishReason.TIMEOUT)
 """Ends after which no answer is validated."""
 
 
+def _is_validated(structured: StructuredOutputs | None) -> bool:
+    """Return whether the answer is to be validated against the whole schema."""
+    return structured is not None and structured.lenient and structured.json is not None
+
+
 class RequestState:
     """One request's text, tokens and log-probabilities so far.
 
@@ -195,6 +201,7 @@ class RequestState:
         stream_interval: int = 1,
         parsers: OutputParsers | None = None,
         tools: Mapping[str, Mapping[str, Any]] | None = None,
+        validator: AnswerValidator | None = None,
     ) -> None:
         """Start with nothing.
 
@@ -203,6 +210,7 @@ class RequestState:
             parsers: of its output; None without any.
             tools: JSON schemas of arguments, by the name of the tool; None without tools.
             stream_interval: outputs between the first and the last wait for so many new tokens.
+            validator: of the answer, where the request is lenient.
         """
         params = request.params
         self.parent = parent
@@ -231,8 +239,7 @@ class RequestState:
         self._prompt_logprobs: list[Mapping[int, Logprob] | None] | None = (
             None if params.prompt_logprobs is None else []
         )
-        structured = params.structured
-        self._validated = None if structured is None or not structured.lenient else structured.json
+        self._validator = validator if _is_validated(params.structured) else None
         self._answer = ""  # so far, of deltas, where it is validated
         self._stop_reason: int | str | None = None
         self._error: str | None = None
@@ -438,12 +445,14 @@ class RequestState:
         """Find reasoning, content and calls; validate the answer, once it is complete."""
         if self._output is not None:
             self._parse(self._output, completion, finished=finished)
-        if self._validated is None:
+        if self._validator is None:
             return
         answer = completion.content or ""
         self._answer = self._answer + answer if self._delta else answer
         if finished and self.finish_reason not in _UNANSWERED:
-            completion.validation_error = validation_error(self._validated, self._answer)
+            structured = self._request.params.structured
+            assert structured is not None
+            completion.validation_error = self._validator.error(structured, self._answer)
 
     def _reason(self) -> str:
         """Return why the output has ended, as the user gets it."""

@@ -63,6 +63,7 @@ class Submitter:
     def use_plugins(self, plugins: PluginSet) -> None:
         """Take the arguments of requests for another generation of the plugins."""
         self._arguments.use(plugins)
+        self._output.use_plugins(plugins)
         name = _policy_ignoring_priority(plugins)
         self._policy_ignoring_priority = None if name in self._warned_policies else name
 

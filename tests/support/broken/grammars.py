@@ -470,6 +470,30 @@ class RefusesLenient(Finite):
         return super().language(structured)
 
 
+class ValidatesNothing(Finite):
+    contract = 1
+
+    @classmethod
+    def validate(cls, structured, answer):
+        return None
+
+
+class ValidatesWithBools(Finite):
+    contract = 1
+
+    @classmethod
+    def validate(cls, structured, answer):
+        return True
+
+
+class RaisesInValidate(Finite):
+    contract = 1
+
+    @classmethod
+    def validate(cls, structured, answer):
+        raise ValueError("not JSON")
+
+
 class Cached(Finite):
     contract = 1
 

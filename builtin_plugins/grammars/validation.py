@@ -1,0 +1,170 @@
+"""Validation of finished answers against their whole JSON schema, for the grammar backends.
+
+A grammar leaves out what its library cannot enforce where a request is `lenient`; the frontend asks
+here, through the backend's `validate`, whether the answer keeps to it nevertheless.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hardpoint.errors import shown
+
+_VALIDATION_SECONDS = 0.25
+"""For one answer: other outputs wait for it, and a schema may be hostile."""
+
+_MAX_PATTERN = 1000
+_REPEATS = re.compile(r"\{(\d+)(?:,(\d*))?\}")
+
+
+def validation_error(schema: dict[str, Any] | bool, answer: str) -> str | None:
+    """Return what is wrong with an answer that is to be JSON of a schema; None if nothing is."""
+    import jsonschema  # noqa: PLC0415 - takes time, and few requests need it
+    from referencing import Registry  # noqa: PLC0415
+
+    try:
+        value = json.loads(answer)
+    except (ValueError, RecursionError) as cause:
+        return f"the answer is not JSON: {cause}"
+    base = jsonschema.Draft202012Validator
+    keywords = _Keywords(time.monotonic() + _VALIDATION_SECONDS)
+    checks = {**base.VALIDATORS, **keywords.replaced}
+    counted = {name: keywords.timed(check) for name, check in checks.items()}
+    try:
+        # A registry without documents: it opens no files and no connections.
+        validator = jsonschema.validators.extend(base, counted)(schema, registry=Registry())
+        wrong = next(validator.iter_errors(value), None)
+    except Exception as cause:  # of the schema: references to nothing, expressions, recursion
+        described = f"{type(cause).__name__}: {cause}"
+        return f"the answer cannot be validated: {' '.join(described.split())[:300]}"
+    return None if wrong is None else f"{wrong.json_path}: {shown(wrong.message, 300)}"
+
+
+class _Keywords:
+    """Checks of keywords for which the library may need any time, with a limit of it."""
+
+    def __init__(self, end: float) -> None:
+        """`end` is on the monotonic clock."""
+        self._end = end
+        self._sets: dict[int, set[str]] = {}  # of the values of an enum, by its id
+        self.replaced: dict[str, Callable[..., Any]] = {
+            "additionalProperties": self._additional_properties,
+            "enum": self._enum,
+            "pattern": self._pattern,
+            "patternProperties": self._pattern_properties,
+            "unevaluatedProperties": self._unevaluated_properties,
+            "uniqueItems": self._unique_items,
+        }
+
+    def timed(self, check: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a check that raises TimeoutError after the end."""
+
+        def timed(*arguments: Any) -> Any:
+            self._left()
+            return check(*arguments)
+
+        return timed
+
+    def _left(self) -> float:
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(f"it takes more than {_VALIDATION_SECONDS:g} s")
+        return left
+
+    def _matches(self, pattern: str, text: str) -> bool:
+        import regex  # noqa: PLC0415 - as above
+
+        size = len(pattern)
+        for least, limit in _REPEATS.findall(pattern):  # which compiling multiplies
+            size *= max(int(limit or least), 1)
+        if size > _MAX_PATTERN:
+            raise ValueError(f"too long, or with too many repetitions: {shown(pattern, 80)}")
+        return regex.search(pattern, text, timeout=self._left()) is not None
+
+    def _pattern(self, validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[Any]:  # noqa: ARG002
+        if isinstance(value, str) and not self._matches(pattern, value):
+            yield _wrong(f"{value!r} does not match {pattern!r}")
+
+    def _pattern_properties(
+        self,
+        validator: Any,
+        given: Any,
+        value: Any,
+        schema: Any,  # noqa: ARG002
+    ) -> Iterator[Any]:
+        for pattern, inner in given.items() if isinstance(value, dict) else ():
+            for name, item in value.items():
+                if self._matches(pattern, name):
+                    yield from validator.descend(item, inner, path=name, schema_path=pattern)
+
+    def _additional_properties(
+        self, validator: Any, given: Any, value: Any, schema: Any
+    ) -> Iterator[Any]:
+        patterns = schema.get("patternProperties", ())
+        for name, item in value.items() if isinstance(value, dict) else ():
+            known = schema.get("properties", ())
+            if name in known or any(self._matches(pattern, name) for pattern in patterns):
+                continue
+            if given is False:
+                yield _wrong(f"the property {name!r} is not allowed")
+            else:
+                yield from validator.descend(item, given, path=name)
+
+    def _unevaluated_properties(
+        self, validator: Any, given: Any, value: Any, schema: Any
+    ) -> Iterator[Any]:
+        from jsonschema import Draft202012Validator  # noqa: PLC0415
+
+        if _has_key(schema, "patternProperties"):  # which the library matches without a limit
+            raise ValueError("unevaluatedProperties together with patternProperties")
+        check = Draft202012Validator.VALIDATORS["unevaluatedProperties"]
+        yield from check(validator, given, value, schema) or ()
+
+    def _enum(self, validator: Any, given: Any, value: Any, schema: Any) -> Iterator[Any]:  # noqa: ARG002
+        if id(given) not in self._sets:
+            self._sets[id(given)] = set(map(_canonical, given))
+        if _canonical(value) not in self._sets[id(given)]:
+            yield _wrong(f"{value!r} is none of the values of the enum")
+
+    def _unique_items(self, validator: Any, given: Any, value: Any, schema: Any) -> Iterator[Any]:  # noqa: ARG002
+        if given and isinstance(value, list) and len(set(map(_canonical, value))) < len(value):
+            yield _wrong(f"{value!r} has equal items")
+
+
+def _wrong(message: str) -> Any:
+    from jsonschema import ValidationError  # noqa: PLC0415
+
+    return ValidationError(message)
+
+
+def _canonical(value: Any) -> str:
+    """Return the same text for equal JSON values: 1 equals 1.0."""
+    return json.dumps(_whole(value), sort_keys=True)
+
+
+def _whole(value: Any) -> Any:
+    match value:
+        case float() if value.is_integer():
+            return int(value)
+        case list():
+            return [_whole(item) for item in value]
+        case dict():
+            return {name: _whole(item) for name, item in value.items()}
+    return value
+
+
+def _has_key(value: Any, key: str) -> bool:
+    pending = [value]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, dict):
+            if key in part:
+                return True
+            pending += part.values()
+        elif isinstance(part, list):
+            pending += part
+    return False

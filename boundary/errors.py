@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from hardpoint import errors
 from hardpoint.errors import EngineDeadError, EngineFaultError, PluginFaultError
@@ -110,6 +110,21 @@ def close_all(components: Iterable[Component]) -> None:
     with contextlib.ExitStack() as stack:
         for component in components:
             stack.callback(_close, component)
+
+
+def close_named(source: Source, close: Callable[[], None]) -> None:
+    """Close an object of a plugin.
+
+    Raises:
+        PluginFaultError: it failed; the message names the plugin.
+    """
+    try:
+        close()
+    except BaseException as cause:
+        raise_unless_fault(cause)
+        if isinstance(cause, HardpointError):
+            raise
+        raise PluginFaultError(f"{source}: its close() failed: {describe(cause)}") from cause
 
 
 def _close(component: Component) -> None:

@@ -31,9 +31,11 @@ from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.plugin_set import PluginSet
 
 from .activity import PluginCalls
+from .errors import close_named
 from .faults import StepFaults
 
 _SKIPPED = "the step goes on without it"
+_ENDED = "the requests that use it end"
 
 
 class Components:
@@ -103,14 +105,15 @@ class BoundPart:
         message = f"{self.source}: {message}"
         if self._scope == "engine":
             raise PluginFaultError(message) from cause
-        self._faults.note(self.source.name, message, cause, _SKIPPED)
-        return None if self._scope == "step" else RequestFault(message, self.name)
+        goes_on = self._scope == "step"
+        self._faults.note(self.source.name, message, cause, _SKIPPED if goes_on else _ENDED)
+        return None if goes_on else RequestFault(message, self.name)
 
     def close(self) -> None:
         """Close the half and the part."""
         with ExitStack() as stack:
-            stack.callback(self._part.close)
-            stack.callback(self.half.close)
+            stack.callback(close_named, self.source, self._part.close)
+            stack.callback(close_named, self.source, self.half.close)
 
 
 class EngineParts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from hardpoint import typed
 from hardpoint.boundary.activity import PluginCalls
 from hardpoint.boundary.checked_attention import CheckedAttention
 from hardpoint.boundary.checked_model import CheckedModel
+from hardpoint.boundary.worker_parts import WorkerParts
 from hardpoint.core.worker.sampling.grammar_mask import GrammarMask
 from hardpoint.core.worker.sampling.logprobs import prompt_logprobs
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
@@ -33,6 +35,7 @@ from hardpoint.plugins.kinds import KINDS, Process
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.model import Attend
 from hardpoint.plugins.stats import PluginMeter
+from hardpoint.plugins.step_part import StepRows
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.request_arguments import argument_key
 from hardpoint.typed.read_only import ReadOnlyDict, ReadOnlyList, read_only
@@ -78,6 +81,7 @@ class ModelRunner:
     Attributes:
         attention: backend of the model's layers.
         connector: the KV connector of this rank; None if there is none.
+        parts: the worker halves of step parts.
         graphs: decode steps that are recorded in few sizes; None if none are.
     """
 
@@ -128,6 +132,7 @@ class ModelRunner:
         self._device = device
         self._caches: list[Any] = []
         self.connector: WorkerConnector | None = None
+        self.parts = WorkerParts()
         self._kept_logits = torch.empty(0)
         self._pending: _Pending | None = None
         self._broken: dict[str, RequestFault] = {}  # could not start; not reported yet
@@ -199,15 +204,20 @@ class ModelRunner:
         if connector is not None:
             connector.begin(plan)
             wants_layers = plan.total_num_scheduled_tokens > 0 and connector.wants_layers
+        if self.parts:
+            self.parts.begin(plan)
+            wants_layers = wants_layers or self.parts.wants_layers
         if plan.total_num_scheduled_tokens == 0:
-            output = ModelRunnerOutput()
-            return output if connector is None else self._with_report(output, plan)
+            return self._with_reports(ModelRunnerOutput(), plan)
         step = batch.prepare(plan.num_scheduled_tokens, self._device)
         before = None
         if self._are_many:
             before = self._ranks.receive_hidden(self._model.empty_hidden(len(step.token_ids)))
         routed = self._receive_experts(step) if self._has_experts else None
         hidden = self._forward(step, before, routed, wants_layers=wants_layers)
+        if self.parts:
+            names = [request.request_id for request in step.requests]
+            hidden = self.parts.hidden(hidden, StepRows(names, step.query_starts.tolist()))
         if connector is not None:
             connector.wait_for_save()
         if not self._is_last:
@@ -231,7 +241,7 @@ class ModelRunner:
             step: to compute.
             before: hidden states of the stage before.
             routed: gets the experts of the tokens.
-            wants_layers: whether the KV connector is called for each layer.
+            wants_layers: whether the KV connector or a step part is called for each layer.
         """
         can_repeat = routed is None and not wants_layers
         if can_repeat and self.graphs is not None and step.packed is not None:
@@ -240,9 +250,10 @@ class ModelRunner:
             if hidden is not None:
                 return hidden
         attend = self.attention.of_step(self._caches, step.attention)
-        if wants_layers:
-            assert self.connector is not None
+        if wants_layers and self.connector is not None:
             attend = _around_layers(attend, self.connector)
+        if self.parts:
+            attend = self.parts.around_layers(attend)
         inputs = ForwardBatch(step.token_ids, step.positions, attend, before, routed)
         repeats = self._repeats if can_repeat else None
         forward = self._model.forward if repeats is None else repeats.forward
@@ -253,11 +264,12 @@ class ModelRunner:
         attend = self.attention.of_step(self._caches, step.attention)
         return self._model.forward(ForwardBatch(step.token_ids, step.positions, attend))
 
-    def _with_report(self, output: ModelRunnerOutput, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Add what the KV connector reports to the result of a plan."""
-        assert self.connector is not None
-        if (report := self.connector.report(plan)) is not None:
+    def _with_reports(self, output: ModelRunnerOutput, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Add the reports of the KV connector and of step parts to the result of a plan."""
+        if self.connector is not None and (report := self.connector.report(plan)) is not None:
             output.kv_reports.append(report)
+        if self.parts:
+            self.parts.report(output)
         return output
 
     def _receive_experts(self, step: StepInput) -> torch.Tensor | None:
@@ -284,7 +296,9 @@ class ModelRunner:
         (plan, step, hidden, routed), self._pending = self._pending, None
         if self._sampling is None:
             self._help_to_sample(hidden)
-            return None if self.connector is None else self._with_report(ModelRunnerOutput(), plan)
+            if self.connector is None:
+                return None
+            return self._with_reports(ModelRunnerOutput(), plan)
         output = ModelRunnerOutput(
             prompt_logprobs=prompt_logprobs(
                 step, self._device, functools.partial(self._logits, hidden)
@@ -304,7 +318,7 @@ class ModelRunner:
             self._choose(hidden, last, requests, output, bitmask)
         if self._divides_logits:
             self._ranks.ask_for_logits(torch.empty(0, dtype=torch.int64, device=self._device))
-        return output if self.connector is None else self._with_report(output, plan)
+        return self._with_reports(output, plan)
 
     def _help_to_sample(self, hidden: torch.Tensor) -> None:
         """Compute this rank's part of the logits that the output rank asks for."""
@@ -341,9 +355,11 @@ class ModelRunner:
         """
         assert self._sampling is not None
         sampled = self._sampling.run(
-            self._logits(hidden, last),
+            self._with_parts(self._logits(hidden, last), requests),
             requests,
-            lambda: self._compute_logits(hidden, last).to(torch.float32, copy=True),
+            lambda: self._with_parts(
+                self._compute_logits(hidden, last).to(torch.float32, copy=True), requests
+            ),
             None if bitmask is None else GrammarMask(bitmask, requests, self._ops),
         )
         output.faults |= sampled.faults
@@ -369,6 +385,12 @@ class ModelRunner:
                 [sampled.tokens[row] for row in seen],
                 [sampled.observed[row] for row in seen],
             )
+
+    def _with_parts(self, logits: torch.Tensor, requests: Sequence[LogitsRequest]) -> torch.Tensor:
+        """Return logits as step parts change them."""
+        if not self.parts:
+            return logits
+        return self.parts.logits(logits, [request.request_id for request in requests])
 
     def _apply(self, plan: SchedulerOutput, batch: InputBatch) -> None:
         """Apply the plan's additions and removals to the batch."""

@@ -15,6 +15,7 @@ from hardpoint.boundary.activity import Activity, PluginCalls
 from hardpoint.boundary.checked_attention import CheckedAttention
 from hardpoint.boundary.checked_model import CheckedModel, checked_weights
 from hardpoint.boundary.errors import close_all
+from hardpoint.boundary.worker_parts import BoundWorkerHalf, WorkerParts, opened_half
 from hardpoint.core.weights.planned_model import PlannedModel, open_attention, open_ops, plan_model
 from hardpoint.core.weights.shares import check_parallelism
 from hardpoint.core.weights.weight_cache import WeightCache, cache_key
@@ -48,6 +49,7 @@ from hardpoint.plugins.plan import DraftTokenIds, KVReport
 from hardpoint.plugins.quantization import QuantizedWeight
 from hardpoint.plugins.requests import LoRARequest
 from hardpoint.plugins.stats import PluginMeter
+from hardpoint.plugins.step_part import StepPartContext, WorkerHalfContext
 from hardpoint.registry.blame import describe
 from hardpoint.registry.discovery import is_third_party
 from hardpoint.system.memory import (
@@ -179,6 +181,7 @@ class LocalWorker:
             spec.device,
             self._recording(spec, checked, ops, attention),
         )
+        self._runner.parts = self._step_parts(spec, model.hidden_size, reports=ranks.is_output)
         ranks.wait_for_all()
         if (graphs := self._runner.graphs) is not None:
             block_size = spec.config.kv_cache.block_size
@@ -193,6 +196,32 @@ class LocalWorker:
         ):  # level 1 could not move them
             info = dataclasses.replace(info, sleep_levels=(2,))
         return dataclasses.replace(info, records_decode_steps=graphs is not None)
+
+    def _step_parts(self, spec: WorkerSpec, hidden_size: int, *, reports: bool) -> WorkerParts:
+        """Build the worker halves of the step parts.
+
+        Raises:
+            PluginError: one cannot be built; the others are closed.
+        """
+        context = WorkerHalfContext(
+            device=spec.device,
+            rank=spec.rank,
+            world_size=spec.config.parallel.world_size,
+            vocab_size=spec.model_config.vocab_size,
+            hidden_size=hidden_size,
+        )
+        bound: list[BoundWorkerHalf] = []
+        with contextlib.ExitStack() as undo:
+            for entry in spec.plugins.entries("step_parts"):
+                part = spec.plugins.create(entry, StepPartContext, config=spec.config)
+                calls = PluginCalls(self._activity, "step_parts", entry.source)
+                if (half := opened_half(part, context, entry.source)) is None:
+                    part.close()
+                    continue
+                bound.append(BoundWorkerHalf(part, half, calls))
+                undo.callback(bound[-1].close)
+            undo.pop_all()
+        return WorkerParts(bound, reports=reports)
 
     def _recording(
         self, spec: WorkerSpec, model: CheckedModel, ops: Ops, attention: CheckedAttention
@@ -480,6 +509,7 @@ class LocalWorker:
                 with self._naming_memory():
                     self._moved = MovedWeights(self.movable_weights.values())
             self.runner.release_cache()
+            self.runner.parts.sleep(level)
         else:
             self._end_connector()
             self._release()
@@ -519,6 +549,7 @@ class LocalWorker:
             )
         if self._runner.has_batch:
             self._runner.restore_cache(self._num_blocks)
+            self._runner.parts.wake_up()
         else:
             self.initialize_cache(self._num_blocks)
 
@@ -604,7 +635,10 @@ class LocalWorker:
         finally:
             if runner is not None:
                 runner.drop_cache()  # others may still refer to the runner
-            close_all(components)
+            with contextlib.ExitStack() as stack:
+                stack.callback(close_all, components)
+                if runner is not None:
+                    stack.callback(runner.parts.close)
 
     @property
     def runner(self) -> ModelRunner:

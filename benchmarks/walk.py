@@ -28,6 +28,7 @@ MODEL_FOLDERS = (
     "builtin_plugins/models",
     "builtin_plugins/attention",
     "builtin_plugins/ops",
+    "toolkit/layers",
     "boundary/checked_attention",
     "boundary/layer_groups",
     "kernels",

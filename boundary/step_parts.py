@@ -26,6 +26,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Context
 from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.plan import PartData
 from hardpoint.plugins.step_part import EngineHalf, StepPart
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.plugin_set import PluginSet
@@ -177,9 +178,9 @@ class EngineParts:
                 except BaseException as cause:
                     part.fault("its refused() failed", cause)
 
-    def begin(self, plan: SchedulerOutput) -> dict[str, bytes]:
+    def begin(self, plan: SchedulerOutput) -> dict[str, PartData]:
         """Notify the parts of a new plan; return their data for the workers, by part."""
-        data: dict[str, bytes] = {}
+        data: dict[str, PartData] = {}
         if not self._active and not self._again:
             return data
         for request_id in plan.finished_request_ids:
@@ -196,7 +197,8 @@ class EngineParts:
                 if made is not None and not isinstance(made, bytes):
                     self._blame(part, plan, f"its begin() gave {shown(made)}, expected bytes")
                 elif made is not None:
-                    data[part.name] = made
+                    users = [name for name in plan.num_scheduled_tokens if name in part.users]
+                    data[part.name] = PartData(made, users)
         return data
 
     def needs_results(self, plan: SchedulerOutput) -> set[str]:

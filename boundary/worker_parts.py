@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -60,6 +61,7 @@ class WorkerParts:
         self._halves = tuple(halves)
         self._reports = reports
         self._active: list[BoundWorkerHalf] = []
+        self._users: dict[str, frozenset[str]] = {}  # by part
         self._faults: dict[str, str] = {}
 
     def __bool__(self) -> bool:
@@ -70,11 +72,12 @@ class WorkerParts:
         """Begin a step: the halves for which a plan has data take it."""
         self._active, self._faults = [], {}
         for half in self._halves:
-            data = plan.part_data.get(half.name)
-            if data is not None:
+            part = plan.part_data.get(half.name)
+            if part is not None:
                 self._active.append(half)
+                self._users[half.name] = frozenset(part.request_ids)
                 if half.overrides("begin"):
-                    self._run(half, "begin", plan, data)
+                    self._run(half, "begin", plan, part.data)
 
     @property
     def wants_layers(self) -> bool:
@@ -89,27 +92,60 @@ class WorkerParts:
                 attend = inner
         return attend
 
-    def hidden(self, hidden: torch.Tensor, rows: StepRows) -> torch.Tensor:
-        """Return the hidden states of a step as the halves change them."""
-        return self._changed("hidden", hidden, rows)
+    def hidden(
+        self, hidden: torch.Tensor, request_ids: Sequence[str], starts: Sequence[int]
+    ) -> torch.Tensor:
+        """Return the hidden states of a step as the halves change them.
+
+        Args:
+            hidden: [tokens, hidden_size].
+            request_ids: requests of the step.
+            starts: first token of each request, and the number of all tokens.
+        """
+        spans = list(zip(request_ids, starts, starts[1:], strict=False))
+        for half in list(self._active):
+            if half.overrides("hidden"):
+                own = [span for span in spans if span[0] in self._users[half.name]]
+                lengths = [end - start for _, start, end in own]
+                rows = StepRows([name for name, *_ in own], [0, *itertools.accumulate(lengths)])
+                indices = [row for _, start, end in own for row in range(start, end)]
+                hidden = self._changed(half, "hidden", hidden, indices, rows)
+        return hidden
 
     def logits(self, logits: torch.Tensor, request_ids: Sequence[str]) -> torch.Tensor:
-        """Return the logits of a step as the halves change them."""
-        return self._changed("logits", logits, request_ids)
-
-    def _changed(self, method: str, values: torch.Tensor, rows: Any) -> torch.Tensor:
+        """Return the logits of a step, [rows, vocab_size], as the halves change them."""
         for half in list(self._active):
-            if not half.overrides(method):
-                continue
-            changed = self._run(half, method, values, rows)
-            if changed is None:
-                continue
-            if not isinstance(changed, torch.Tensor) or changed.shape != values.shape:
-                expected = f"a tensor {list(values.shape)} or None"
-                self._leave_out(half, f"its {method}() gave {_form(changed)}, expected {expected}")
-            else:
-                values = changed.to(values.dtype)
-        return values
+            if half.overrides("logits"):
+                users = self._users[half.name]
+                indices = [row for row, name in enumerate(request_ids) if name in users]
+                names = [request_ids[row] for row in indices]
+                logits = self._changed(half, "logits", logits, indices, names)
+        return logits
+
+    def _changed(
+        self,
+        half: BoundWorkerHalf,
+        method: str,
+        values: torch.Tensor,
+        indices: Sequence[int],
+        rows: Any,
+    ) -> torch.Tensor:
+        """Return values of which a half has changed its own rows; others' it never gets."""
+        if not indices:
+            return values
+        own = values if len(indices) == len(values) else values[list(indices)]
+        changed = self._run(half, method, own, rows)
+        if changed is None:
+            return values
+        if not isinstance(changed, torch.Tensor) or changed.shape != own.shape:
+            expected = f"a tensor {list(own.shape)} or None"
+            self._leave_out(half, f"its {method}() gave {_form(changed)}, expected {expected}")
+            return values
+        if len(indices) == len(values):
+            return changed.to(values.dtype)
+        result = values.clone()
+        result[list(indices)] = changed.to(values.dtype)
+        return result
 
     def report(self, output: ModelRunnerOutput) -> None:
         """Add the reports and the faults of the halves to the result of the step."""

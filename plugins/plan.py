@@ -20,6 +20,7 @@ __all__ = [
     "KVReport",
     "ModelRunnerOutput",
     "NewRequest",
+    "PartData",
     "RequestFault",
     "SampledTokens",
     "SchedulerOutput",
@@ -72,6 +73,18 @@ class CachedRequests(msgspec.Struct, frozen=True):
     new_block_ids: Mapping[str, BlockIds] = {}
 
 
+class PartData(msgspec.Struct, frozen=True):
+    """Data of a step part for its worker halves.
+
+    Attributes:
+        data: what the engine's half returned from `begin`.
+        request_ids: requests of the plan that use the part, in the plan's order.
+    """
+
+    data: bytes
+    request_ids: Sequence[str]
+
+
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """The plan of one step.
 
@@ -111,7 +124,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     finished_request_ids: frozenset[str] = frozenset()
     sampled: Sequence[SampledTokens] = ()
     kv_connector_metadata: Any = None
-    part_data: Mapping[str, bytes] = {}
+    part_data: Mapping[str, PartData] = {}
 
 
 class DraftTokenIds(msgspec.Struct, frozen=True):

@@ -118,12 +118,11 @@ class WorkerHalfContext:
 
 @dataclass(frozen=True)
 class StepRows:
-    """The requests of a worker's step, in the order of their tokens.
+    """The requests of a worker's step that use a part, in the order of their tokens.
 
     Attributes:
-        request_ids: of the step.
-        starts: index of the first token of each request among those of the step, and at the end
-            the number of all tokens.
+        request_ids: ids of these requests.
+        starts: index of the first token of each request, and at the end the number of all tokens.
     """
 
     request_ids: Sequence[str]
@@ -232,7 +231,8 @@ class EngineHalf:
 class WorkerHalf:
     """The half of a step part in a worker; called in steps for which `begin` gave data.
 
-    Every method is optional.
+    Every method is optional. `hidden` and `logits` get the rows of the requests that use the part,
+    and no others.
     """
 
     def begin(self, plan: SchedulerOutput, data: bytes) -> None:

@@ -35,7 +35,6 @@ from hardpoint.plugins.kinds import KINDS, Process
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.model import Attend
 from hardpoint.plugins.stats import PluginMeter
-from hardpoint.plugins.step_part import StepRows
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.request_arguments import argument_key
 from hardpoint.typed.read_only import ReadOnlyDict, ReadOnlyList, read_only
@@ -217,7 +216,7 @@ class ModelRunner:
         hidden = self._forward(step, before, routed, wants_layers=wants_layers)
         if self.parts:
             names = [request.request_id for request in step.requests]
-            hidden = self.parts.hidden(hidden, StepRows(names, step.query_starts.tolist()))
+            hidden = self.parts.hidden(hidden, names, step.query_starts.tolist())
         if connector is not None:
             connector.wait_for_save()
         if not self._is_last:

@@ -27,8 +27,6 @@ class WaitingFor(Enum):
     """Keys and values that a KV connector is loading."""
     GRAMMAR = "grammar"
     """The compilation of its grammar."""
-    LORA_SLOT = "lora_slot"
-    """An adapter slot: the maximum number of adapters is active."""
     ENCODER = "encoder"
     """Room in the step's encoder budget or in the encoder cache."""
     RESULTS = "results"

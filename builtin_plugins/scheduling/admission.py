@@ -200,9 +200,6 @@ def _reason_to_wait(
     tracker: RequestTracker, request: LiveRequest, step: Step, *, ask_policy: bool
 ) -> WaitReason | None:
     """Return why a request must wait, budget and blocks aside."""
-    limit, lora, active = tracker.limits.max_loras, request.lora, tracker.active_loras
-    if limit and lora is not None and lora.id not in active and len(active) >= limit:
-        return wait_reasons.no_lora_slot(lora.name, limit)
     if ask_policy and "admit" in tracker.policy_hooks:
         message = tracker.policy.admit(request, tracker.load(step.now, step.budget))
         if message is not None:

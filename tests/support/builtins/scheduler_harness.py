@@ -332,7 +332,6 @@ class Simulator:
             "blocked",
             "loaded",
             "pending_free",
-            "active_loras",
         )
         for name in (
             *queues,

@@ -165,7 +165,9 @@ def test_questions_over_the_wire(own):
 
 def test_only_what_is_declared_can_be_called(own):
     client = own.llm_engine.parts.client
-    with pytest.raises(RequestError, match="method: expected one of add_lora, .*, got 'close'"):
+    with pytest.raises(
+        RequestError, match="method: expected one of collective_rpc, .*, got 'close'"
+    ):
         client.call("close").result(PATIENCE_S)
     with pytest.raises(RequestError, match="request_ids: expected a list, got 'r'"):
         client.call("why_waiting", "r").result(PATIENCE_S)

@@ -123,7 +123,6 @@ REQUESTS = whole(
     kv_transfer_params=TABLE,
     external_req_id=MAYBE_TEXT,
     data_parallel_rank=st.none() | st.integers(0, 9),
-    current_wave=COUNT,
     trace_headers=HEADERS,
     resumable=st.booleans(),
     reasoning_ended=st.none() | st.booleans(),
@@ -208,6 +207,4 @@ BATCHES = whole(
     finished_requests=st.none() | st.sets(TEXT, max_size=3),
     engine_index=COUNT,
     scheduler_stats=st.none() | STATS,
-    wave_complete=st.none() | COUNT,
-    start_wave=st.none() | COUNT,
 )

@@ -57,7 +57,7 @@ class LoRARequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fa
         name: of the adapter, as users know it.
         id: 1 or more; identifies the adapter in workers.
         content_hash: of the adapter's weights and configuration, part of the keys of cached blocks;
-            without one, name and id are, which tell nothing of another adapter of that name.
+            without one, name and id are, which another adapter may have later.
     """
 
     name: str

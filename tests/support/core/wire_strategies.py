@@ -118,7 +118,7 @@ REQUESTS = whole(
     tags=st.dictionaries(TEXT, TEXT, max_size=2),
     timeout=st.none() | FLOATS,
     cache_salt=MAYBE_TEXT,
-    lora=st.none() | whole(LoRARequest, name=TEXT, id=st.integers(1, 9)),
+    lora=st.none() | whole(LoRARequest, name=TEXT, id=st.integers(1, 9), content_hash=TEXT),
     features=st.lists(FEATURES, max_size=2),
     kv_transfer_params=TABLE,
     external_req_id=MAYBE_TEXT,

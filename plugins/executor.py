@@ -26,7 +26,6 @@ from .component import Component, Context, Progress
 from .config import EngineConfig, ParallelConfig
 from .parallel import Placement
 from .plan import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
-from .requests import LoRARequest
 from .stats import PluginMeter
 
 __all__ = [
@@ -55,12 +54,8 @@ MAX_CONCURRENT_BATCHES = 7
 _ALONE = frozenset(
     {
         "abort",
-        "add_lora",
         "close",
-        "list_loras",
-        "pin_lora",
         "plugin_meters",
-        "remove_lora",
         "start_kv_connector",
         "start_profile",
         "stop_profile",
@@ -105,9 +100,9 @@ class Worker(Protocol):
     """One rank's share of the model, made by `open_worker`.
 
     Ranks exchange tensors while they load the model and run steps, so every method but
-    `plugin_meters`, `abort`, `start_kv_connector` and those of adapters and profiles is called in
-    all ranks, in the same order, and in threads or processes of their own. A worker is called by
-    one thread at a time.
+    `plugin_meters`, `abort`, `start_kv_connector` and those of profiles is called in all ranks, in
+    the same order, and in threads or processes of their own. A worker is called by one thread at a
+    time.
     """
 
     def load_model(self) -> WorkerInfo:
@@ -204,18 +199,6 @@ class Worker(Protocol):
         Raises:
             HardpointError: no profile is running.
         """
-
-    def add_lora(self, lora: LoRARequest) -> bool:
-        """Load an adapter; return False if it was already loaded."""
-
-    def remove_lora(self, lora_id: int) -> bool:
-        """Unload an adapter; return whether it was loaded."""
-
-    def list_loras(self) -> set[int]:
-        """Return the ids of the loaded adapters."""
-
-    def pin_lora(self, lora_id: int) -> bool:
-        """Keep an adapter loaded when others need memory; return whether it is loaded."""
 
     def abort(self, reason: str) -> None:
         """Let calls of this worker that wait for other ranks fail. May be called in any thread."""

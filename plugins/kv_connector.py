@@ -20,6 +20,7 @@ import msgspec
 
 from hardpoint.errors import RequestError
 
+from .block_hash import block_key
 from .component import Component, Context
 from .config import KVConnectorConfig
 from .kv_cache import BlockIds, KVEvent
@@ -44,8 +45,6 @@ __all__ = [
     "OpenStores",
     "block_key",
 ]
-
-_KEY_VERSION = b"hardpoint kv block 1\0"
 
 
 class BlockIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,30 +84,6 @@ class BlockIdentity(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.sha256(
             msgspec.json.encode(msgspec.to_builtins(self), order="deterministic")
         ).digest()
-
-
-def block_key(
-    identity: bytes,
-    block_hash: bytes,
-    *,
-    layers: tuple[int, int] | None = None,
-    adapter: str | None = None,
-    features: Sequence[str] = (),
-    secret: bytes = b"",
-) -> bytes:
-    """Return the key of a block, 32 bytes: SHA-256 of all that its bytes depend on.
-
-    Args:
-        identity: `BlockIdentity.digest`.
-        block_hash: of the block's tokens and all before them, and the request's salt.
-        layers: the first and the one after the last, if the block is kept in parts; as indices of
-            this rank's layers.
-        adapter: hash of the content of the request's adapter, never its name.
-        features: hashes of the content of the multimodal features up to the block's end.
-        secret: of a transfer, whose blocks only its receiver may ask for.
-    """
-    parts = msgspec.msgpack.encode((identity, block_hash, layers, adapter, list(features), secret))
-    return hashlib.sha256(_KEY_VERSION + parts).digest()
 
 
 class KVConnectorScheduler(ABC):

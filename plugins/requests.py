@@ -54,12 +54,15 @@ class LoRARequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fa
     """The LoRA adapter of a request.
 
     Attributes:
-        name: identifies the adapter; part of the prefix cache's keys.
+        name: of the adapter, as users know it.
         id: 1 or more; identifies the adapter in workers.
+        content_hash: of the adapter's weights and configuration, part of the keys of cached blocks;
+            without one, name and id are, which another adapter may have later.
     """
 
     name: str
     id: int
+    content_hash: str = ""
 
 
 class MultiModalFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -102,7 +105,6 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
         kv_transfer_params: for the KV connector.
         external_req_id: the user's id; set by the frontend.
         data_parallel_rank: of the engine to run on; None lets the balancer choose.
-        current_wave: of data-parallel engines, when it was sent.
         trace_headers: of its trace.
         resumable: whether more of its prompt may follow.
         reasoning_ended: whether the last reasoning marker in the prompt ends the reasoning; None
@@ -134,7 +136,6 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
     kv_transfer_params: dict[str, Any] | None = None
     external_req_id: str | None = None
     data_parallel_rank: int | None = None
-    current_wave: int = 0
     trace_headers: dict[str, str] | None = None
     resumable: bool = False
     reasoning_ended: bool | None = None
@@ -254,8 +255,6 @@ class EngineCoreOutputs(msgspec.Struct, omit_defaults=True, kw_only=True, tag=Tr
             those that the engine aborted or refused. None is none.
         engine_index: of the engine that sends them.
         scheduler_stats: of its scheduler; None unless statistics are collected.
-        wave_complete: the wave of data-parallel engines that ended.
-        start_wave: the wave that idle engines are to start.
     """
 
     outputs: list[EngineCoreOutput] = []
@@ -263,8 +262,6 @@ class EngineCoreOutputs(msgspec.Struct, omit_defaults=True, kw_only=True, tag=Tr
     finished_requests: set[str] | None = None
     engine_index: int = 0
     scheduler_stats: SchedulerStats | None = None
-    wave_complete: int | None = None
-    start_wave: int | None = None
 
     def __post_init__(self) -> None:
         if self.timestamp == 0.0:

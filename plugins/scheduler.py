@@ -128,7 +128,7 @@ class SchedulerLimits:
         max_waiting: maximum number of waiting requests; further ones are refused. None is no limit.
         num_draft_tokens: maximum drafts of a request in a step.
         num_lookahead_tokens: tokens after those of the step that get blocks too.
-        max_loras: maximum number of adapters in a step; 0 is no limit.
+        max_loras: 0: nothing limits adapters. Schedulers of contract 1 read it.
         max_encoder_tokens: maximum tokens to encode in a step.
         asynchronous: whether a step may be planned before the results of the last one are in.
         num_batches: steps under way at once, none of which has a token to compute that follows one

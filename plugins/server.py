@@ -101,9 +101,6 @@ class Controls(Protocol):
     async def reset_encoder_cache(self) -> None:
         """Clear the embeddings of images and the like."""
 
-    async def reset_mm_cache(self) -> None:
-        """Clear the cache of processed images and the like."""
-
     async def collective_rpc(
         self, method: str, timeout: float | None = None, args: Sequence[Any] = ()
     ) -> list[Any]:

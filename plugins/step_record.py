@@ -29,8 +29,6 @@ class WaitingFor(Enum):
     """The compilation of its grammar."""
     PART = "part"
     """A step part: its gate, or room in one of its resources."""
-    LORA_SLOT = "lora_slot"
-    """An adapter slot: the maximum number of adapters is active."""
     ENCODER = "encoder"
     """Room in the step's encoder budget or in the encoder cache."""
     RESULTS = "results"

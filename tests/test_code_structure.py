@@ -11,11 +11,20 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import vulture
 from support.processes import ROOT
-from support.source_tree import FOLDERS, importers, is_package, modules, tree
+from support.source_tree import (
+    FOLDERS,
+    defining_module,
+    imported_names,
+    importers,
+    is_package,
+    modules,
+    tree,
+)
 
 MOST_FILES = 16
 """Python files beside `__init__` in a folder of the package; plugins/, one list, is exempt."""
@@ -34,6 +43,7 @@ SMALL_MODULES = {
     "hardpoint.core.client.output_queue": "the queue of an LLM; EventLoopBridge is AsyncLLM's",
     "hardpoint.system.process.main_module.find_unpicklable": "a search, used for errors alone",
     "hardpoint.core.frontend.outputs.pooling_state": "pooling models fill it",
+    "hardpoint.core.kv_cache.block_hashes": "the hashes of requests; the formula is the contract's",
     "hardpoint.core.kv_cache.prefix_lookup": "an algorithm with tests of its own",
     "hardpoint.core.worker.rank_store": "a server, which runs only while ranks of hosts meet",
     "hardpoint.core.worker.profiling": "torch's profiler, which nothing else of a worker needs",
@@ -47,6 +57,8 @@ SMALL_MODULES = {
 
 UNUSED = ROOT / "tests" / "unused_code.toml"
 """Code without a caller, by the reason for which it stays."""
+OF_THE_KIT = ROOT / "tests" / "kit_code.toml"
+"""Code that the kit and the tests alone reach, by what will reach it."""
 
 
 def test_folders_stay_small():
@@ -82,17 +94,57 @@ def test_the_engine_has_no_module_without_an_importer():
 
 
 def test_code_without_a_caller_is_listed_with_a_reason():
-    reasons = tomllib.loads(UNUSED.read_text(encoding="utf-8"))
-    allowed = {name for names in reasons.values() for name in names}
-    found = dict(unused_code())
+    allowed = listed(UNUSED)
+    found = dict(unused_code(FOLDERS))
     assert {name: place for name, place in found.items() if name not in allowed} == {}
     assert allowed - found.keys() == set()
 
 
-def unused_code() -> Iterator[tuple[str, str]]:
-    """Yield name and place of what nothing in the package uses and nobody outside it may use."""
+def test_what_only_the_kit_reaches_is_listed_with_what_will_reach_it():
+    found = set(modules_of_the_engine()) - reached(starting_points())
+    found |= dict(unused_code(FOLDERS.keys() - {"testing"})).keys() - listed(UNUSED)
+    assert found == listed(OF_THE_KIT)
+
+
+def listed(table: Path) -> set[str]:
+    """Return the names of a table of reasons."""
+    reasons = tomllib.loads(table.read_text(encoding="utf-8"))
+    return {name for names in reasons.values() for name in names}
+
+
+def modules_of_the_engine() -> list[str]:
+    """Return the modules of the package, without the conformance kit."""
+    return [module for module in modules() if not module.startswith("hardpoint.testing")]
+
+
+def starting_points() -> set[str]:
+    """Return the modules that users, configurations and processes begin with."""
+    api = (name for name, path in modules().items() if path.is_relative_to(ROOT / "api"))
+    named = {module for module, _ in references()} | {
+        target.partition(":")[0] for group in entry_point_groups() for target in group.values()
+    }
+    programs = {module for module in modules() if module.endswith(".__main__")}
+    return {*api, *named, *programs} & {*modules_of_the_engine()}
+
+
+def reached(start: set[str]) -> set[str]:
+    """Return the modules that some modules import, directly or not, without the kit's."""
+    found: set[str] = set()
+    left, engine = [*start], {*modules_of_the_engine()}
+    while left:
+        module = left.pop()
+        if module not in found and module in engine:
+            found.add(module)
+            left.append(module.rpartition(".")[0])
+            for source, name in imported_names(module):
+                left += [source, defining_module(source, name)]
+    return found
+
+
+def unused_code(folders: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield name and place of what nothing in folders of the package uses, and no author may."""
     search = vulture.Vulture()
-    search.scavenge([str(ROOT / folder) for folder in FOLDERS])
+    search.scavenge([str(ROOT / folder) for folder in folders])
     public = public_names() | entry_points() | body_fields() | {name for _, name in references()}
     for item in search.get_unused_code():
         if item.name not in public and not item.name.startswith("__"):
@@ -151,9 +203,14 @@ def defined(node: ast.AST) -> list[str]:
 
 def entry_points() -> set[str]:
     """Return the objects that the package's entry points name."""
+    targets = (target for group in entry_point_groups() for target in group.values())
+    return {target.partition(":")[2] for target in targets}
+
+
+def entry_point_groups() -> list[dict[str, str]]:
+    """Return the package's entry points and scripts: `module:object` by name, group by group."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    groups = [project["scripts"], *project["entry-points"].values()]
-    return {target.partition(":")[2] for group in groups for target in group.values()}
+    return [project["scripts"], *project["entry-points"].values()]
 
 
 def test_each_abstract_member_is_used():

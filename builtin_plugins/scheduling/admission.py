@@ -202,9 +202,6 @@ def _reason_to_wait(
     tracker: RequestTracker, request: LiveRequest, step: Step, *, ask_policy: bool
 ) -> WaitReason | None:
     """Return why a request must wait, budget and blocks aside."""
-    limit, lora, active = tracker.limits.max_loras, request.lora, tracker.active_loras
-    if limit and lora is not None and lora.id not in active and len(active) >= limit:
-        return wait_reasons.no_lora_slot(lora.name, limit)
     gates = tracker.context.gates
     if gates is not None and (lack := gates.lacks(request)) is not None:
         return lack

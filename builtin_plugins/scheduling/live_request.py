@@ -42,7 +42,6 @@ class LiveRequest(Request):
         "client_index",
         "features",
         "last_step",
-        "lora",
         "max_total_tokens",
         "num_external_tokens",
         "num_loading_tokens",
@@ -58,7 +57,6 @@ class LiveRequest(Request):
         params = source.params
         self.client_index = source.client_index
         self.features = source.features
-        self.lora = source.lora
         self.num_loading_tokens = 0
         self.skip_connector = False
         self.num_external_tokens = 0

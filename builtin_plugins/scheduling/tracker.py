@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from hardpoint.plugins import (
@@ -35,7 +34,6 @@ class RequestTracker:
         loaded: waiting requests that hold blocks which a connector has filled, by id.
         pending_free: finished requests whose blocks a connector still uses, by id, each with its
             unfinished transfers (LOAD, SAVE or both).
-        active_loras: number of running requests by adapter id.
         finished_outputs: last outputs, with client index, of requests that ended during planning.
         unreported_finished: ids of finished requests that no plan has reported.
         unreported_preempted: ids of preempted requests that no plan has reported.
@@ -57,7 +55,6 @@ class RequestTracker:
         self.blocked: dict[str, LiveRequest] = {}
         self.loaded: dict[str, LiveRequest] = {}
         self.pending_free: dict[str, tuple[LiveRequest, set[str]]] = {}
-        self.active_loras: Counter[int] = Counter()
         self.finished_outputs: list[tuple[int, EngineCoreOutput]] = []
         self.unreported_finished: set[str] = set()
         self.unreported_preempted: set[str] = set()
@@ -110,8 +107,6 @@ class RequestTracker:
         self.running[request.request_id] = request
         if self.context.gates is not None:
             self.context.gates.acquire(request)
-        if request.lora is not None:
-            self.active_loras[request.lora.id] += 1
         if self.context.log_stats:
             request.record_event(EngineCoreEventType.SCHEDULED, now)
 
@@ -280,10 +275,6 @@ class RequestTracker:
         del self.running[request.request_id]
         if self.context.gates is not None:
             self.context.gates.release(request)
-        if request.lora is not None:
-            self.active_loras[request.lora.id] -= 1
-            if not self.active_loras[request.lora.id]:
-                del self.active_loras[request.lora.id]
 
     def _free_blocks(
         self, request: LiveRequest, output: EngineCoreOutput, *, loading: bool

@@ -59,16 +59,6 @@ def held_back(message: str) -> WaitReason:
     return WaitReason(WaitingFor.POLICY, f"the scheduling policy holds it back: {message}")
 
 
-def no_lora_slot(name: str, limit: int) -> WaitReason:
-    """Return the reason: all adapter slots are taken by other adapters."""
-    return WaitReason(
-        WaitingFor.LORA_SLOT,
-        f"its adapter {name!r} is not active, and all adapter slots ({limit}) are taken by others",
-        1,
-        0,
-    )
-
-
 def no_encoder_budget(needed: int, available: int) -> WaitReason:
     """Return the reason: the request's next multimodal feature cannot be encoded in this step."""
     return WaitReason(

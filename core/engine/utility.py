@@ -3,9 +3,9 @@
 A declaration is a method of a table, which is a class such as `utility_calls.ControlCalls`:
 
     @utility()
-    def remove_lora(self: UtilityHost, lora_id: int) -> bool:
-        \"\"\"Remove an adapter; return whether every worker had it.\"\"\"
-        return all(self._parts.executor.collective_rpc("remove_lora", (lora_id,)))
+    def is_paused(self: UtilityHost) -> bool:
+        \"\"\"Return whether the engine is paused.\"\"\"
+        return self._pause.is_paused
 
 An engine core derives from the table and runs the method. A class that derives from the table and
 from SyncCaller or AsyncCaller gets a method of the same name, parameters and documentation that

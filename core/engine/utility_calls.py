@@ -32,11 +32,7 @@ _log = logging.getLogger("hardpoint")
 
 WORKER_METHODS = frozenset(
     {
-        "add_lora",
-        "list_loras",
-        "pin_lora",
         "plugin_meters",
-        "remove_lora",
         "start_profile",
         "stop_profile",
     }
@@ -142,15 +138,6 @@ class ControlCalls:
         """
         raise HardpointError("there is no encoder cache: no worker encodes images or sounds")
 
-    @utility()
-    def reset_mm_cache(self: UtilityHost) -> None:
-        """Clear the cache of processed images and the like.
-
-        Raises:
-            HardpointError: the engine has no multimodal cache.
-        """
-        raise HardpointError("there is no multimodal cache: requests bring no images or sounds")
-
     @utility(has_timeout=False)
     def collective_rpc(
         self: UtilityHost, method: str, timeout: float | None = None, args: Sequence[Any] = ()
@@ -177,30 +164,6 @@ class ControlCalls:
     def stop_profile(self: UtilityHost) -> list[str]:
         """Stop profiling; return the files that the workers' profiles were written to."""
         return self._parts.executor.collective_rpc("stop_profile")
-
-    @utility(has_timeout=False)
-    def add_lora(self: UtilityHost, lora: LoRARequest) -> bool:
-        """Load a LoRA adapter; return whether every worker did.
-
-        Raises:
-            HardpointError: the workers support no adapters.
-        """
-        return all(self._parts.executor.collective_rpc("add_lora", (lora,)))
-
-    @utility()
-    def remove_lora(self: UtilityHost, lora_id: int) -> bool:
-        """Remove a LoRA adapter; return whether every worker had it."""
-        return all(self._parts.executor.collective_rpc("remove_lora", (lora_id,)))
-
-    @utility()
-    def list_loras(self: UtilityHost) -> set[int]:
-        """Return the ids of the LoRA adapters that every worker has."""
-        return set.intersection(*map(set, self._parts.executor.collective_rpc("list_loras")))
-
-    @utility()
-    def pin_lora(self: UtilityHost, lora_id: int) -> bool:
-        """Keep a LoRA adapter from being evicted; return whether every worker had it."""
-        return all(self._parts.executor.collective_rpc("pin_lora", (lora_id,)))
 
     @utility()
     def plugin_meters(self: UtilityHost) -> dict[str, PluginMeter]:
@@ -288,11 +251,55 @@ class EngineUtilities(ControlCalls):
 
 
 class SyncControlCalls(ControlCalls, SyncCaller):
-    """The control calls of a program that waits for them."""
+    """The control calls of a program that waits for them; those of adapters refuse."""
+
+    def add_lora(self, lora: LoRARequest) -> bool:
+        """Refuse: no worker holds adapters.
+
+        Raises:
+            HardpointError: always.
+        """
+        raise _no_adapters(lora, "added")
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Refuse: no worker holds adapters.
+
+        Raises:
+            HardpointError: always.
+        """
+        raise _no_adapters(lora_id, "removed")
+
+    def list_loras(self) -> set[int]:
+        """Return the ids of no adapters: no worker holds any."""
+        return set()
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Refuse: no worker holds adapters.
+
+        Raises:
+            HardpointError: always.
+        """
+        raise _no_adapters(lora_id, "pinned")
 
 
 class AsyncControlCalls(ControlCalls, AsyncCaller):
-    """The control calls of a program that runs an event loop."""
+    """The control calls of a program that runs an event loop; those of adapters refuse."""
+
+    async def add_lora(self, lora: LoRARequest) -> bool:
+        """Refuse, as `SyncControlCalls.add_lora` does."""
+        raise _no_adapters(lora, "added")
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Refuse, as `SyncControlCalls.remove_lora` does."""
+        raise _no_adapters(lora_id, "removed")
+
+    async def list_loras(self) -> set[int]:
+        """Return the ids of no adapters: no worker holds any."""
+        return set()
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        """Refuse, as `SyncControlCalls.pin_lora` does."""
+        raise _no_adapters(lora_id, "pinned")
 
 
 UTILITIES = utilities_of(EngineUtilities)
@@ -390,6 +397,20 @@ def _call_workers(
     if not timeout > 0:
         raise RequestError(f"timeout: expected a number > 0, got {timeout:g}")
     return executor.collective_rpc(method, arguments, timeout)
+
+
+def _no_adapters(adapter: LoRARequest | int, done: str) -> HardpointError:
+    """Return the error of a call for an adapter.
+
+    Raises:
+        RequestError: the argument is neither an adapter where one is added, nor an id elsewhere.
+    """
+    if done == "added":
+        lora = typed.convert(adapter, LoRARequest, path="lora", error=RequestError)
+        named = repr(lora.name)
+    else:
+        named = str(typed.convert(adapter, int, path="lora_id", error=RequestError))
+    return HardpointError(f"adapter {named} cannot be {done}: workers of this version hold none")
 
 
 def _check_name(method: str, callable_names: Collection[str]) -> None:

@@ -7,12 +7,8 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from hardpoint.plugins import EngineCoreRequest, Request
-
-NO_PARENT = bytes(32)
-"""The parent hash of a request's first block."""
+from hardpoint.plugins.block_hash import NO_PARENT, extra_keys, hash_block
 
 _CHUNK = 1024  # tokens packed into bytes at once; these stay in the processor's cache
 
@@ -25,10 +21,7 @@ _ALGORITHMS: dict[str, Callable[[], Any]] = {
 class BlockHashes:
     """The hashes of each request's full blocks, computed once and extended as it grows.
 
-    A block's hash is H(parent + tokens + extra): the hash of the block before it (32 zero bytes for
-    the first), its token ids as little-endian uint32, and, where its keys and values depend on
-    more, a msgpack tuple: the adapter's name, the cache salt (first block only, the others inherit
-    it), and the features that the block overlaps with their offsets in the block.
+    The formula is that of `plugins.block_hash`, which keys of stored blocks share.
     """
 
     def __init__(self, block_size: int, algorithm: str = "sha256") -> None:
@@ -41,7 +34,6 @@ class BlockHashes:
             known = ", ".join(_ALGORITHMS)
             raise ValueError(f"hash_algorithm: expected one of {known}, got {algorithm!r}")
         self.block_size = block_size
-        # Copying a fresh hash object costs half of what creating one does.
         self._fresh = _ALGORITHMS[algorithm]()
         self._by_request: dict[Request, list[bytes]] = {}
 
@@ -81,7 +73,7 @@ class BlockHashes:
         """Append the hashes of all full blocks that have none yet."""
         size = self.block_size
         first, end = len(hashes), request.num_tokens // size
-        extras = _extras(request, first, end, size)
+        extras = extra_keys(request.source, first, end, size)
         parent = hashes[-1] if hashes else NO_PARENT
         fresh, width, index = self._fresh, 4 * size, first
         chunk = max(1, _CHUNK // size) * size
@@ -89,30 +81,7 @@ class BlockHashes:
             tokens = request.token_ids(position, min(position + chunk, end * size))
             data = struct.pack(f"<{len(tokens)}I", *tokens)
             for start in range(0, len(data), width):
-                state = fresh.copy()
-                state.update(parent + data[start : start + width])
-                if index in extras:
-                    state.update(extras[index])
-                parent = state.digest()
+                block = data[start : start + width]
+                parent = hash_block(parent, block, extras.get(index, b""), fresh)
                 hashes.append(parent)
                 index += 1
-
-
-def _extras(request: Request, first: int, end: int, block_size: int) -> dict[int, bytes]:
-    """Return the extra hash input of blocks `first` up to `end`, of those that have any."""
-    source = request.source
-    if source.lora is None and source.cache_salt is None and not source.features:
-        return {}
-    lora = None if source.lora is None else source.lora.name
-    features: dict[int, list[tuple[str, int]]] = {}
-    for feature in source.features:
-        last = (feature.offset + feature.length - 1) // block_size
-        for index in range(max(first, feature.offset // block_size), min(end, last + 1)):
-            part = (feature.identifier, feature.offset - index * block_size)
-            features.setdefault(index, []).append(part)
-    extras = {}
-    for index in range(first, end):
-        salt = source.cache_salt if index == 0 else None
-        if lora is not None or salt is not None or index in features:
-            extras[index] = msgspec.msgpack.encode((lora, salt, features.get(index, [])))
-    return extras

@@ -17,7 +17,7 @@ from .codec import Decoder
 from .errors import MALFORMED, WireError, explain
 from .tensors import Buffer
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised with every change of the order, number or meaning of message fields."""
 
 Count = Annotated[int, Meta(ge=0)]

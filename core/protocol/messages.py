@@ -7,10 +7,9 @@ raise PROTOCOL_VERSION in handshake.py.
 from __future__ import annotations
 
 from enum import Enum, IntEnum, StrEnum
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 
 from .errors import WireError
 from .tensors import Buffer
@@ -18,27 +17,12 @@ from .tensors import Buffer
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
 """The last message of an engine that failed, raw, on every output socket."""
 
-COORDINATOR_CLIENT = -1
-"""The client index of what goes to the data-parallel coordinator."""
-
-NOTIFICATION_CALL = -1
-"""The call id of a utility output that answers no call; its result is an EngineNotification."""
-
-KEEP_RANK, SHUTDOWN_RANK = -1, -2
-"""In a ReconfigureRequest: the rank stays what it is; the engine shuts down."""
-
-Count = Annotated[int, Meta(ge=0)]
-Positive = Annotated[int, Meta(ge=1)]
-Port = Annotated[int, Meta(ge=0, le=65535)]
-Rank = Annotated[int, Meta(ge=SHUTDOWN_RANK)]
-
 
 class RequestType(bytes, Enum):
     """The first frame of a message to an engine; may be sent as it is."""
 
     ADD = b"\x00"
     ABORT = b"\x01"
-    START_DP_WAVE = b"\x02"
     UTILITY = b"\x03"
     EXECUTOR_FAILED = b"\x04"
     """Inside the engine process only."""
@@ -83,15 +67,6 @@ class ShutdownState(IntEnum):
     RUNNING = 0
     REQUESTED = 1
     SHUTTING_DOWN = 2
-
-
-class EngineNotification(StrEnum):
-    """Messages of an engine to client 0 while the number of ranks changes, without a call."""
-
-    NEW_CORE_ENGINES_INIT_READY = "NEW_CORE_ENGINES_INIT_READY"
-    NEW_CORE_ENGINES_WEIGHTS_INIT_READY = "NEW_CORE_ENGINES_WEIGHTS_INIT_READY"
-    RECONFIGURE_FINISHED = "RECONFIGURE_FINISHED"
-    SHUTDOWN_COMPLETE = "SHUTDOWN_COMPLETE"
 
 
 class UtilityCall(msgspec.Struct, array_like=True, frozen=True):
@@ -148,37 +123,6 @@ class UtilityOutput(msgspec.Struct, frozen=True, tag=True):
     def failed(cls, call_id: int, message: str, kind: str | None = None) -> UtilityOutput:
         """Return the answer to a call that failed."""
         return cls(call_id, failure=message, kind=kind)
-
-
-class StartWave(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Makes idle data-parallel engines step.
-
-    Attributes:
-        wave: its number.
-        engine_index: the engine that has started the wave.
-    """
-
-    wave: Count
-    engine_index: int
-
-
-class ReconfigureRequest(msgspec.Struct, array_like=True, frozen=True, kw_only=True, gc=False):
-    """A change of the number of data-parallel ranks, for one engine.
-
-    Attributes:
-        data_parallel_rank: the engine's new rank, KEEP_RANK or SHUTDOWN_RANK.
-        data_parallel_rank_local: the same on its host.
-        data_parallel_master_port_list: further ports for groups that are made later.
-        coord_store_port: of the store in which ranks look up each other.
-    """
-
-    data_parallel_size: Positive
-    data_parallel_rank: Rank
-    data_parallel_rank_local: Rank
-    data_parallel_master_ip: str
-    data_parallel_master_port: Port
-    data_parallel_master_port_list: list[Port] = []
-    coord_store_port: Port = 0
 
 
 def _hex(frame: Buffer) -> str:

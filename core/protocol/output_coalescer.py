@@ -58,8 +58,6 @@ class OutputCoalescer:
             outputs=held.outputs,
             finished_requests=_union(held.finished_requests, later.finished_requests),
             scheduler_stats=_latest(held.scheduler_stats, later.scheduler_stats),
-            wave_complete=_latest(held.wave_complete, later.wave_complete),
-            start_wave=_latest(held.start_wave, later.start_wave),
         )
 
 

@@ -47,7 +47,6 @@ from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.plugins.parallel import Communicator, CommunicatorContext
 from hardpoint.plugins.plan import DraftTokenIds, KVReport
 from hardpoint.plugins.quantization import QuantizedWeight
-from hardpoint.plugins.requests import LoRARequest
 from hardpoint.plugins.stats import PluginMeter
 from hardpoint.plugins.step_part import StepPartContext, WorkerHalfContext
 from hardpoint.registry.blame import describe
@@ -79,7 +78,6 @@ from .recording.padded_trial import PaddedTrial
 _log = logging.getLogger("hardpoint")
 
 _TRIAL_TOKENS = 2
-_NO_ADAPTERS = "workers of this version hold none"
 
 
 class LocalWorker:
@@ -560,22 +558,6 @@ class LocalWorker:
     def stop_profile(self) -> str:
         """Stop the profile; return the file that it was written to."""
         return self._profiling.stop()
-
-    def add_lora(self, lora: LoRARequest) -> bool:
-        """Refuse: this worker holds no adapters."""
-        raise HardpointError(f"adapter {lora.name!r} cannot be added: {_NO_ADAPTERS}")
-
-    def remove_lora(self, lora_id: int) -> bool:
-        """Refuse: this worker holds no adapters."""
-        raise HardpointError(f"adapter {lora_id} cannot be removed: {_NO_ADAPTERS}")
-
-    def list_loras(self) -> set[int]:
-        """Return none."""
-        return set()
-
-    def pin_lora(self, lora_id: int) -> bool:
-        """Refuse: this worker holds no adapters."""
-        raise HardpointError(f"adapter {lora_id} cannot be pinned: {_NO_ADAPTERS}")
 
     def abort(self, reason: str) -> None:
         """Let calls that wait for other ranks fail."""

@@ -321,23 +321,25 @@ class ExecutorSuite(ComponentSuite):
     def _check_calls(self) -> None:
         with self._shared(self._size()) as session:
             count = session.parallel.world_size
-            results = session.rpc("list_loras")
+            results = session.rpc("stop_profile")
             if not isinstance(results, list):
                 raise CALLS.violation(f"it returned {short_repr(results)}, no list")
-            _check_levels(results, count, 0, CALLS, "list_loras")
+            _check_levels(results, count, 0, CALLS, "stop_profile")
             session.rpc("sleep", (2,))
-            _check_levels(session.rpc("list_loras"), count, 2, CALLS, "list_loras after sleep(2)")
+            _check_levels(
+                session.rpc("stop_profile"), count, 2, CALLS, "stop_profile after sleep(2)"
+            )
             session.rpc("sleep", (0,))
             session.check_calls()
 
     def _check_timeout(self) -> None:
         with self._shared(self._size()) as session:
             ranks = tuple(range(session.parallel.world_size))
-            order = Order("pin_lora", Does.TAKE_LONG, ranks[-1:], seconds=_SLOW_SECONDS)
+            order = Order("start_kv_connector", Does.TAKE_LONG, ranks[-1:], seconds=_SLOW_SECONDS)
             began, seconds = time.monotonic(), _SLOW_SECONDS / 4
             with session.script.ordered(order):
                 try:
-                    session.rpc("pin_lora", (0,), timeout=seconds)
+                    session.rpc("start_kv_connector", ("weights",), timeout=seconds)
                     error = False
                 except TimeoutError:
                     error = True
@@ -351,20 +353,23 @@ class ExecutorSuite(ComponentSuite):
                     )
                 if not is_mine:
                     time.sleep(_SLOW_SECONDS)
-            results = session.rpc("list_loras")
-            _check_levels(results, len(ranks), 0, TIMEOUT, "list_loras after the late call")
+            results = session.rpc("stop_profile")
+            _check_levels(results, len(ranks), 0, TIMEOUT, "stop_profile after the late call")
 
     def _check_call_error(self) -> None:
         with self._shared(self._size()) as session:
             for rank in range(session.parallel.world_size):
-                order = Order("pin_lora", Does.FAIL, (rank,))
+                order = Order("start_kv_connector", Does.FAIL, (rank,))
                 with session.script.ordered(order):
                     _expect_error(
-                        lambda: session.rpc("pin_lora", (7,)), order, rank, "collective_rpc"
+                        lambda: session.rpc("start_kv_connector", ("weights",)),
+                        order,
+                        rank,
+                        "collective_rpc",
                     )
-            results = session.rpc("list_loras")
+            results = session.rpc("stop_profile")
             count = session.parallel.world_size
-            _check_levels(results, count, 0, ERRORS, "list_loras after calls that failed")
+            _check_levels(results, count, 0, ERRORS, "stop_profile after calls that failed")
 
     def _step_errors(self) -> Sequence[Callable[[], None]]:
         """Return a check for each method, each rank, and of the other ranks waiting or not."""
@@ -407,8 +412,8 @@ class ExecutorSuite(ComponentSuite):
         with self._shared(self._size()) as session:
             for method, args, level in (("sleep", (1,), 1), ("wake_up", (["kv_cache"],), 0)):
                 session.rpc(method, args)
-                results = session.rpc("list_loras")
-                if not all(1000 + level in result for result in results):
+                results = session.rpc("stop_profile")
+                if not all(result.endswith(f" {level}") for result in results):
                     raise SLEEP.violation(f"after {method}{args} a worker is not at level {level}")
 
     def _check_pipeline(self) -> None:
@@ -528,7 +533,7 @@ class ExecutorSuite(ComponentSuite):
 
     def _check_later(self, session: Session, lost: BaseException) -> None:
         """Check that calls after a loss raise its error."""
-        later = in_thread(lambda: session.executor.collective_rpc("list_loras"))
+        later = in_thread(lambda: session.executor.collective_rpc("stop_profile"))
         what = "a collective_rpc after the loss of a worker"
         self._check_ended(later, what)
         if str(later.exception()) != str(lost):
@@ -613,7 +618,7 @@ def _expect_error(
 
 
 def _check_levels(results: Any, count: int, level: int, rule: Rule, what: str) -> None:
-    expected = [{rank, 1000 + level} for rank in range(count)]
+    expected = [f"rank {rank} at level {level}" for rank in range(count)]
     if results != expected:
         raise rule.violation(
             f"{what}: {count} workers returned {expected}, collective_rpc returned "

@@ -29,14 +29,12 @@ from hardpoint.plugins import (
 from hardpoint.plugins.component import Progress
 from hardpoint.plugins.executor import WorkerLaunch
 from hardpoint.plugins.plan import KVReport
-from hardpoint.plugins.requests import LoRARequest
 from hardpoint.plugins.stats import PluginMeter
 
 FACTORY = f"{__name__}:open_scripted_worker"
 
 _WAIT_SECONDS = 20.0  # a worker waits no longer for what never comes
 _POLL_SECONDS = 0.002
-_NO_LEVEL = 1000
 
 
 class WorkerFailure(Exception):  # noqa: N818 - it stands for any error of a worker
@@ -242,6 +240,11 @@ class ScriptedWorker:
             result.kv_reports = [KVReport(rank=self.rank, message=step_message(plan))]
         return result
 
+    def start_kv_connector(self, weights: str | None) -> bytes | None:
+        """Note it; there is none."""
+        with self._called("start_kv_connector", weights):
+            return None
+
     def execute_dummy_batch(self) -> None:
         """Note it."""
         with self._called("execute_dummy_batch"):
@@ -277,29 +280,9 @@ class ScriptedWorker:
             pass
 
     def stop_profile(self) -> str:
-        """Return the name of a file."""
-        with self._called("stop_profile"):
-            return f"profile-{self.rank}"
-
-    def add_lora(self, lora: LoRARequest) -> bool:
-        """Return whether the id is odd."""
-        with self._called("add_lora", lora.name, lora.id):
-            return lora.id % 2 == 1
-
-    def remove_lora(self, lora_id: int) -> bool:
-        """Raise an error that names the argument."""
-        with self._called("remove_lora", lora_id):
-            raise WorkerFailure(f"adapter {lora_id} of rank {self.rank}")
-
-    def list_loras(self) -> set[int]:
         """Return rank and level."""
-        with self._called("list_loras"):
-            return {self.rank, _NO_LEVEL + self._level}
-
-    def pin_lora(self, lora_id: int) -> bool:
-        """Return whether the id is that of the rank."""
-        with self._called("pin_lora", lora_id):
-            return lora_id == self.rank
+        with self._called("stop_profile"):
+            return f"rank {self.rank} at level {self._level}"
 
     def abort(self, reason: str) -> None:
         """End what waits."""

@@ -45,7 +45,7 @@ FEATURES: dict[str, Feature] = {
         {"encoder_cache_tokens": 6, "max_encoder_tokens": 6},
         {"features": [MultiModalFeature("cat", 0, 2)]},
     ),
-    "loras": Feature({"max_loras": 1}, {"lora": LoRARequest("poet", 1)}),
+    "loras": Feature(request={"lora": LoRARequest("poet", 1)}),
     "windows": Feature({"windows": (None, 3), "blocks": 33}),
     "unchunked": Feature({"chunked_prefill": False, "max_num_batched_tokens": 256}),
     "threshold": Feature({"long_prefill_token_threshold": 2}),

@@ -303,8 +303,6 @@ def _settings(draw: st.DrawFn, features: set[str], ample_cache: bool) -> dict[st
         settings["max_num_batched_tokens"] = max_len + draw(st.integers(0, 6))
     if "threshold" in features:
         settings["long_prefill_token_threshold"] = draw(st.integers(1, 5))
-    if "loras" in features:
-        settings["max_loras"] = draw(st.integers(1, 2))
     if "encoder" in features:
         settings["max_encoder_tokens"] = draw(st.integers(3, 5))
         spare = draw(st.sampled_from([0, 2, 4]))

@@ -116,7 +116,7 @@ class SchedulerSuite(ComponentSuite):
         self._situation(150, always=("encoder",), sometimes=sometimes, events=("abort",))
 
     def test_adapters(self) -> None:
-        """No step has more than max_loras adapters."""
+        """Requests with different adapters share no blocks."""
         sometimes = ("asynchronous", "salts", "stops")
         self._situation(200, always=("loras",), sometimes=sometimes, events=("abort",))
 

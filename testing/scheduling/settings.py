@@ -55,7 +55,6 @@ class SimulatorSettings:
     max_waiting: int | None = None
     num_draft_tokens: int = 0
     num_lookahead_tokens: int = 0
-    max_loras: int = 0
     max_encoder_tokens: int = 0
     asynchronous: bool = False
     policy: PolicySource = "fcfs"
@@ -94,7 +93,6 @@ class SimulatorSettings:
             max_waiting=self.max_waiting,
             num_draft_tokens=self.num_draft_tokens,
             num_lookahead_tokens=self.num_lookahead_tokens,
-            max_loras=self.max_loras,
             max_encoder_tokens=self.max_encoder_tokens,
             asynchronous=self.asynchronous,
         )

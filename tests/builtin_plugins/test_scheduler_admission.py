@@ -273,10 +273,10 @@ def test_events_report_admission_only_with_statistics():
         assert types == ([queued, scheduled] if wanted else [])
 
 
-def test_admission_updates_budget_adapters_and_places_as_for_running_ones():
-    sim = Simulator(max_num_batched_tokens=10, max_loras=1, context={"gates": Grammars()})
+def test_admission_updates_budget_and_places_as_for_running_ones():
+    sim = Simulator(max_num_batched_tokens=10, policy=HoldsBack, context={"gates": Grammars()})
     sim.add("a", prompt=3, lora=adapter(1))
-    sim.add("b", prompt=3, lora=adapter(2))
+    sim.add("b", prompt=3, tags={"hold": "no"})
     sim.add("g1", prompt=3)
     plan = sim.step()
     assert plan.num_scheduled_tokens == {"a": 3, "g1": 3}

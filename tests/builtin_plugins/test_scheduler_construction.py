@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.builtins.scheduler_harness import Connector, Simulator, adapter, feature
+from support.builtins.scheduler_harness import Connector, HoldsBack, Simulator, adapter, feature
 
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.core.engine.encoder_cache import EncoderCacheManager
@@ -242,13 +242,13 @@ def test_one_reading_of_the_clock_stamps_everything_in_a_step():
 
 
 def test_each_resource_has_its_own_limit():
-    sim = Simulator(max_num_seqs=3, encoder_tokens=4, max_loras=1)
+    sim = Simulator(max_num_seqs=3, encoder_tokens=4, policy=HoldsBack)
     sim.context_fields["encoder_cache"] = EncoderCacheManager(4)
     sim.add("a", lora=adapter(1))
-    sim.add("b", lora=adapter(2))
+    sim.add("b", tags={"hold": "no"})
     sim.add("c", prompt=6, features=[feature("x", 0, 4)])
     sim.add("d", prompt=6, features=[feature("y", 0, 4)])
     plan = sim.step()
     assert list(plan.num_scheduled_tokens) == ["a", "c"]
-    assert sim.why("b").waiting_for.value == "lora_slot"
+    assert sim.why("b").waiting_for.value == "policy"
     assert sim.why("d").waiting_for.value == "encoder"

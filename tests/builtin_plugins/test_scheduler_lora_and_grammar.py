@@ -1,70 +1,19 @@
-"""Adapters and grammars: slots that are few, and grammars that are not ready."""
+"""Adapters, which nothing limits, and grammars that are not ready."""
 
 from __future__ import annotations
 
-from support.builtins.scheduler_harness import Connector, Grammars, Simulator, adapter, admitted
+from support.builtins.scheduler_harness import Grammars, Simulator, adapter, admitted
 
 from hardpoint.plugins import FinishReason, RequestStatus, WaitingFor
 
 # LoRA
 
 
-def test_no_more_adapters_than_slots():
-    sim = Simulator(max_loras=2)
-    for i, name in enumerate("abcd"):
-        sim.add(name, lora=adapter(i + 1))
-    sim.add("e", lora=adapter(2))
-    sim.add("f")
-    assert admitted(sim.step()) == ["a", "b", "e", "f"]
-    reason = sim.why("c")
-    assert (reason.waiting_for, reason.needed, reason.available) == (WaitingFor.LORA_SLOT, 1, 0)
-    assert (
-        reason.message
-        == "its adapter 'lora3' is not active, and all adapter slots (2) are taken by others"
-    )
-    sim.abort("a", reason=FinishReason.ABORT)
-    assert admitted(sim.step()) == ["c"]
-    assert sim.why("d").waiting_for is WaitingFor.LORA_SLOT
-
-
-def test_no_limit_on_adapters_by_default():
+def test_no_limit_on_adapters():
     sim = Simulator()
     for i in range(9):
         sim.add(str(i), lora=adapter(i + 1))
     assert len(admitted(sim.step())) == 9
-
-
-def test_running_requests_count_also_where_they_are_not_scheduled():
-    sim = Simulator(max_loras=1, asynchronous=True)
-    sim.add("a", lora=adapter(1), max_tokens=1)
-    sim.plan()
-    sim.add("b", lora=adapter(2))
-    assert sim.plan().num_scheduled_tokens == {}  # a waits for results, but is on the worker
-    assert sim.why("b").waiting_for is WaitingFor.LORA_SLOT
-
-
-def test_a_preempted_request_gives_its_slot_back():
-    sim = Simulator(blocks=2, block_size=4, max_loras=1)
-    sim.add("a", prompt=3)
-    sim.add("b", prompt=3, lora=adapter(1))
-    sim.step()
-    sim.step()
-    assert sim.step().preempted_request_ids == {"b"}
-    sim.add("c", prompt=1, lora=adapter(2), arrival_time=0.0)
-    sim.abort("a", reason=FinishReason.ABORT)
-    assert admitted(sim.step()) == ["c"]
-    assert sim.why("b").waiting_for is WaitingFor.LORA_SLOT
-
-
-def test_an_adapter_of_one_that_loads_takes_no_slot_before_it_runs():
-    connector = Connector(a=(3, True))
-    sim = Simulator(max_loras=1, context={"connector": connector})
-    sim.add("a", lora=adapter(1))
-    sim.add("b", lora=adapter(2))
-    assert admitted(sim.step()) == ["b"]
-    sim.step(kv_loaded=frozenset("a"))
-    assert sim.plan().num_scheduled_tokens == {"b": 1}
-    assert sim.why("a").waiting_for is WaitingFor.LORA_SLOT
 
 
 # Grammars

@@ -6,9 +6,9 @@ import pytest
 from support.builtins.scheduler_harness import (
     Connector,
     FirstComeFirstServed,
+    HoldsBack,
     Priority,
     Simulator,
-    adapter,
     feature,
     make_policy,
     reference,
@@ -65,16 +65,16 @@ def test_several_victims_come_back_at_the_head_in_their_order():
 
 
 def test_of_equal_keys_a_preempted_request_goes_first():
-    class Careless(FirstComeFirstServed):
+    class Careless(HoldsBack):
         def key(self, request):
             return 0
 
-    sim = Simulator(blocks=4, block_size=4, policy=Careless, max_loras=1)
-    sim.add("a", prompt=3, lora=adapter(1))
-    sim.add("b", prompt=3, lora=adapter(2))
+    sim = Simulator(blocks=4, block_size=4, policy=Careless)
+    sim.add("a", prompt=3)
+    sim.add("b", prompt=3, tags={"hold": "no"})
     sim.add("c", prompt=11)
     sim.step()
-    assert sim.why("b").waiting_for is WaitingFor.LORA_SLOT
+    assert sim.why("b").waiting_for is WaitingFor.POLICY
     sim.step()
     assert sim.step().preempted_request_ids == {"c"}
     assert sim.why("b").ahead == 1

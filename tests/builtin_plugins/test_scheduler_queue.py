@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from random import Random
 
-from support.builtins.scheduler_harness import HoldsBack, Simulator, adapter, admitted, make_policy
+from support.builtins.scheduler_harness import (
+    Connector,
+    HoldsBack,
+    Simulator,
+    admitted,
+    make_policy,
+)
 
 from hardpoint.builtin_plugins.scheduling.live_request import LiveRequest
 from hardpoint.builtin_plugins.scheduling.waiting_queue import WaitingQueue
@@ -13,10 +19,16 @@ from hardpoint.plugins import EngineCoreRequest, SamplingParams, SchedulingPolic
 # Overtaking is bounded
 
 
+def looking_up(names, **settings):
+    """Return a sim whose connector never ends the lookup of some requests."""
+    connector = Connector(**dict.fromkeys(names, (None, True)))
+    return Simulator(context={"connector": connector}, **settings)
+
+
 def overtaken(sim):
-    """Count the steps in which somebody is admitted before "b", which waits for a LoRA slot."""
-    sim.add("a", lora=adapter(1), max_tokens=100)
-    sim.add("b", lora=adapter(2))
+    """Count the steps in which somebody is admitted before "b", whose lookup has not ended."""
+    sim.add("a", max_tokens=100)
+    sim.add("b")
     steps = 0
     for i in range(40):
         sim.add(f"c{i}", prompt=1, max_tokens=1)
@@ -27,31 +39,31 @@ def overtaken(sim):
 
 
 def test_one_that_is_set_aside_is_passed_in_so_many_steps_only():
-    sim = Simulator(max_loras=1, options={"max_overtaken": 3}, blocks=200)
+    sim = looking_up("b", options={"max_overtaken": 3}, blocks=200)
     assert overtaken(sim) == 3
     assert sim.live("b").num_overtaken == 3
-    assert sim.records[-1].admission_stopped.waiting_for is WaitingFor.LORA_SLOT
+    assert sim.records[-1].admission_stopped.waiting_for is WaitingFor.REMOTE_KV
     assert sim.why("c20").waiting_for is WaitingFor.BEHIND
 
 
 def test_no_request_is_passed_where_none_may():
-    assert overtaken(Simulator(max_loras=1, options={"max_overtaken": 0}, blocks=200)) == 0
+    assert overtaken(looking_up("b", options={"max_overtaken": 0}, blocks=200)) == 0
 
 
 def test_being_set_aside_without_being_passed_does_not_count():
-    sim = Simulator(max_loras=1, options={"max_overtaken": 3})
-    sim.add("a", lora=adapter(1))
-    sim.add("b", lora=adapter(2))
+    sim = looking_up("b", options={"max_overtaken": 3})
+    sim.add("a")
+    sim.add("b")
     for _ in range(9):
         sim.step()
     assert sim.live("b").num_overtaken == 0
 
 
 def test_a_step_sets_so_many_aside_only():
-    sim = Simulator(max_loras=1, options={"max_set_aside": 2})
-    sim.add("a", lora=adapter(1))
+    sim = looking_up("bcd", options={"max_set_aside": 2})
+    sim.add("a")
     for name in "bcd":
-        sim.add(name, lora=adapter(2))
+        sim.add(name)
     sim.add("e")
     assert admitted(sim.step()) == ["a"]
     assert list(sim.records[-1].waiting) == ["b", "c"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.builtins.scheduler_harness import Connector, Grammars, Simulator, adapter, feature
+from support.builtins.scheduler_harness import Connector, Grammars, HoldsBack, Simulator, feature
 
 from hardpoint.builtin_plugins.policies import Fair
 from hardpoint.builtin_plugins.scheduling import scheduler
@@ -94,15 +94,15 @@ def test_every_reason_can_be_had():
     sim = Simulator(
         asynchronous=True,
         max_num_batched_tokens=30,
-        max_loras=1,
+        policy=HoldsBack,
         encoder_tokens=4,
         context={"gates": grammars, "connector": Connector(kv=(3, True))},
     )
-    sim.add("results", max_tokens=1, lora=adapter(1))
+    sim.add("results", max_tokens=1)
     sim.plan()
     sim.add("g")
     sim.add("kv")
-    sim.add("lora", lora=adapter(2))
+    sim.add("held", tags={"hold": "no"})
     sim.add("image", prompt=9, features=[feature("x", 0, 4)])
     sim.add("images", prompt=9, features=[feature("y", 0, 4)])
     sim.add("behind")
@@ -112,12 +112,12 @@ def test_every_reason_can_be_had():
         "results": WaitingFor.RESULTS,
         "g": WaitingFor.GRAMMAR,
         "kv": WaitingFor.REMOTE_KV,
-        "lora": WaitingFor.LORA_SLOT,
+        "held": WaitingFor.POLICY,
         "images": WaitingFor.ENCODER,
         "behind": WaitingFor.BEHIND,
     }
     record = sim.records[-1]
-    assert set(record.waiting) == {"results", "g", "kv", "lora", "images"}
+    assert set(record.waiting) == {"results", "g", "kv", "held", "images"}
     assert record.admission_stopped == record.waiting["images"]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.builtins.scheduler_harness import Connector, Simulator, adapter, next_token, reference
+from support.builtins.scheduler_harness import Connector, Simulator, next_token, reference
 
 from hardpoint.plugins import FinishReason, RequestError, RequestStatus, WaitingFor
 
@@ -384,8 +384,8 @@ def test_after_a_reset_for_new_weights_nothing_loaded_is_used():
 
 
 def test_loaded_requests_are_admitted_within_the_limits():
-    sim, _ = loading(max_loras=1)
-    sim.add("b", prompt=3, lora=adapter(1))
+    sim, _ = loading(max_num_seqs=2)
+    sim.add("b", prompt=3)
     fill(sim, "a", 8)
     sim.step(kv_loaded=frozenset("a"))
     assert sim.step().num_scheduled_tokens == {"b": 1, "a": 2}

@@ -42,7 +42,7 @@ def ended(error=None):
         ("sleep", [ended(ModelError("no")), ended(ValueError("no"))], True),
         ("sleep", [ended(), ended(ModelError("no"))], True),
         ("sleep", [Future(), ended(ModelError("no"))], True),
-        ("add_lora", [ended(), ended(ModelError("no"))], False),
+        ("plugin_meters", [ended(), ended(ModelError("no"))], False),
         ("start_kv_connector", [ended(), ended(ModelError("no"))], False),
     ],
 )

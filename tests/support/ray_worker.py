@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hardpoint.plugins import HardpointError, ModelError, ModelRunnerOutput, WorkerInfo
 from hardpoint.plugins.executor import WorkerLaunch
+from hardpoint.plugins.stats import PluginMeter
 
 
 class SmallWorker:
@@ -39,15 +40,14 @@ class SmallWorker:
         self.seen.append(plan.step)
         return ModelRunnerOutput({}, num_nans_in_logits={str(n): n for n in self.seen})
 
-    def pin_lora(self, lora_id):
-        time.sleep(lora_id if self.rank else 0)
-        return True
+    def start_kv_connector(self, weights):
+        time.sleep(float(weights) if self.rank else 0)
 
     def stop_profile(self):
         return f"{os.getpid()} {os.environ.get('SMALL_WORKER', '')}"
 
-    def list_loras(self):
-        return set(self.seen)
+    def plugin_meters(self):
+        return {str(step): PluginMeter(steps=step) for step in self.seen}
 
     def abort(self, reason):
         if self.fault.startswith("/"):

@@ -180,10 +180,8 @@ def test_a_grammar_that_fails_ends_its_request_alone():
     assert "cannot be compiled" in simulator.requests["a"].error
 
 
-def test_features_and_adapters_take_turns():
-    simulator = SchedulerSimulator(
-        DefaultScheduler, encoder_cache_tokens=3, max_encoder_tokens=3, max_loras=1
-    )
+def test_features_take_turns_whatever_the_adapters():
+    simulator = SchedulerSimulator(DefaultScheduler, encoder_cache_tokens=3, max_encoder_tokens=3)
     for name in "abc":
         feature = MultiModalFeature(f"cat {name}", 0, 3)
         lora = LoRARequest(f"poet {name}", ord(name))

@@ -50,7 +50,6 @@ SCHEDULERS = [
     (broken.TrustsFailedLoads, "transfers", "KV content|tokens", "could not be loaded|got the tok"),
     (broken.IgnoresReady, "grammars", "grammars", "are running, but their grammars are not ready"),
     (broken.EncodesTooMuch, "encoder", "limits", "encoder tokens are scheduled in one step"),
-    (broken.IgnoresMaxLoras, "adapters", "limits", "are active in one step, max_loras is 1"),
     (broken.ForgetsLostPlans, "lost_plans", "(finish|batch)", "finished before st|preempted, but"),
     (broken.ForgetsToRewind, "lost_plans", "KV content", "was never written|holds anoth|to group"),
     (broken.KeepsComputed, "resets", "KV content", "is read, but was never written"),

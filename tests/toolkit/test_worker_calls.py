@@ -375,7 +375,7 @@ def test_a_damaged_call_is_an_error_of_hardpoint(data):
 
 
 @given(data=BYTES | st.tuples(plain, plain).map(msgspec.msgpack.encode))
-@pytest.mark.parametrize("method", ["execute_model", "load_model", "list_loras"])
+@pytest.mark.parametrize("method", ["execute_model", "load_model", "plugin_meters"])
 def test_a_damaged_result_is_an_error_of_hardpoint(data, method):
     try:
         decode_result(method, data, "rank 0")
@@ -405,5 +405,5 @@ def test_a_damaged_array_is_an_error_of_hardpoint(header):
 
 
 def test_all_methods_are_looked_at():
-    assert len(METHODS) >= 18
+    assert len(METHODS) >= 16
     assert all(inspect.isfunction(vars(Worker)[name]) for name in METHODS)

@@ -125,12 +125,6 @@ class AdminRoutes:
                 Nothing,
                 "Clear the embeddings of images and the like.",
             ),
-            self._post(
-                "/reset_mm_cache",
-                self.reset_mm_cache,
-                Nothing,
-                "Clear the processed images and the like.",
-            ),
             self._post("/policy", self.set_policy, SetPolicy, "Replace the scheduling policy."),
             self._post("/start_profile", self.start_profile, Nothing, "Profile the workers."),
             self._post("/stop_profile", self.stop_profile, Nothing, "Write the profiles."),
@@ -295,11 +289,6 @@ class AdminRoutes:
     async def reset_encoder_cache(self, asked: Nothing) -> dict[str, Any]:  # noqa: ARG002
         """Clear the embeddings of images and the like."""
         await self._engine.reset_encoder_cache()
-        return {}
-
-    async def reset_mm_cache(self, asked: Nothing) -> dict[str, Any]:  # noqa: ARG002
-        """Clear the processed images and the like."""
-        await self._engine.reset_mm_cache()
         return {}
 
     async def set_policy(self, asked: SetPolicy) -> dict[str, Any]:

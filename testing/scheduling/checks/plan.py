@@ -30,7 +30,6 @@ def check_plan(
     starts = _starts(plan)
     for request_id, count in plan.num_scheduled_tokens.items():
         _check_request(requests[request_id], starts[request_id], count, limits)
-    _check_adapters(plan, limits, requests)
     _check_encoder(plan, limits, requests)
     _check_drafts(plan, limits, proposed)
 
@@ -150,17 +149,6 @@ def _check_request(
         raise LIMITS.violation(
             f"{name} computes {count} tokens from position {start} of a prompt of {prompt}, but "
             "chunked_prefill is off"
-        )
-
-
-def _check_adapters(
-    plan: SchedulerOutput, limits: SchedulerLimits, requests: Mapping[str, ExpectedRequest]
-) -> None:
-    loras = {requests[name].source.lora for name in plan.num_scheduled_tokens}
-    active = sorted(lora.name for lora in loras if lora is not None)
-    if limits.max_loras and len(active) > limits.max_loras:
-        raise LIMITS.violation(
-            f"the adapters {active} are active in one step, max_loras is {limits.max_loras}"
         )
 
 

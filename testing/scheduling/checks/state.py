@@ -271,7 +271,6 @@ def _check_reason(state: SimulatorState, request: ExpectedRequest, reason: WaitR
         WaitingFor.POLICY: "admit" in state.policy_monitor.methods,
         WaitingFor.REMOTE_KV: script.transfer.tokens > 0 or script.transfer.pending_lookups > 0,
         WaitingFor.GRAMMAR: script.compile is not None,
-        WaitingFor.LORA_SLOT: source.lora is not None and state.limits.max_loras > 0,
         WaitingFor.ENCODER: bool(source.features),
         WaitingFor.RESULTS: state.settings.asynchronous and name in state.worker.rows,
         WaitingFor.SLOT: len(state.worker.rows) >= state.limits.max_num_seqs,

@@ -181,14 +181,13 @@ def test_a_restarted_engine_is_not_paused(server):
     [
         ("/reset_prefix_cache", {"recompute_running": True}, ("reset_prefix_cache", True)),
         ("/reset_encoder_cache", {}, ("reset_encoder_cache",)),
-        ("/reset_mm_cache", {}, ("reset_mm_cache",)),
         ("/policy", {"use": "fair", "options": {"tag": "x"}}, ("set_policy", "fair", {"tag": "x"})),
         ("/start_profile", {}, ("start_profile",)),
         ("/stop_profile", {}, ("stop_profile",)),
         (
             "/collective_rpc",
-            {"method": "list_loras", "args": [1], "timeout": 2.5},
-            ("collective_rpc", "list_loras", 2.5, [1]),
+            {"method": "plugin_meters", "args": [1], "timeout": 2.5},
+            ("collective_rpc", "plugin_meters", 2.5, [1]),
         ),
     ],
 )

@@ -347,7 +347,7 @@ def test_the_program_serves_a_real_model_and_drains(scripted, tmp_path):
             assert administrator.post("/reset_encoder_cache", json={}).status_code == 409
             assert administrator.get("/stats").json()["num_running"] == 0
             assert administrator.get("/requests").json() == {"requests": []}
-            call = {"method": "list_loras"}
+            call = {"method": "plugin_meters"}
             assert administrator.post("/collective_rpc", json=call).status_code in (200, 409)
         answer = client.post(COMPLETIONS, json=SAY)
         assert answer.json()["choices"][0]["text"] == ABC

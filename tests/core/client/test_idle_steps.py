@@ -109,7 +109,6 @@ STATS = SchedulerStats(
 QUIET = {
     "empty": EngineCoreOutputs(),
     "statistics": EngineCoreOutputs(scheduler_stats=STATS),
-    "wave": EngineCoreOutputs(wave_complete=3),
     "ended": EngineCoreOutputs(finished_requests={"nobody"}),
 }
 

@@ -23,7 +23,7 @@ from hardpoint import (
     PluginError,
     RequestError,
     SamplingParams,
-    plugins,
+    errors,
 )
 from hardpoint.boundary.errors import engine_dead, error_of, kind_of
 from hardpoint.core.protocol import WireError
@@ -165,7 +165,9 @@ def test_questions_over_the_wire(own):
 
 def test_only_what_is_declared_can_be_called(own):
     client = own.llm_engine.parts.client
-    with pytest.raises(RequestError, match="method: expected one of add_lora, .*, got 'close'"):
+    with pytest.raises(
+        RequestError, match="method: expected one of collective_rpc, .*, got 'close'"
+    ):
         client.call("close").result(PATIENCE_S)
     with pytest.raises(RequestError, match="request_ids: expected a list, got 'r'"):
         client.call("why_waiting", "r").result(PATIENCE_S)
@@ -265,9 +267,9 @@ def test_all_who_wait_are_told_of_its_death(scripted, tmp_path):
 # Errors as words
 
 
-@pytest.mark.parametrize("name", [n for n in plugins.errors.__all__ if n[0].isupper()])
+@pytest.mark.parametrize("name", [n for n in errors.__all__ if n[0].isupper()])
 def test_every_class_of_the_tree_travels(name):
-    error = getattr(plugins.errors, name)("words")
+    error = getattr(errors, name)("words")
     assert kind_of(error) == name
     assert type(error_of(kind_of(error), str(error))) is type(error)
     assert str(error_of(name, "words")) == "words"

@@ -220,15 +220,15 @@ def test_what_comes_before_somebody_reads_is_not_lost():
     ("word", "error", "words"),
     [
         (
-            ["SERVING", 2, "abc", 64],
+            ["SERVING", 1, "abc", 64],
             HardpointError,
-            "protocol version: expected 1, got 2; frontend and engine need the same version of ",
+            "protocol version: expected 2, got 1; frontend and engine need the same version of ",
         ),
-        (["SERVING", 0], HardpointError, "protocol version: expected 1, got 0; "),
+        (["SERVING", 0], HardpointError, "protocol version: expected 2, got 0; "),
         (READY, PluginError, "manifest: the engine has the plugin set , expected abc"),
-        (["SERVING", 1, "abd", 64], PluginError, "the plugin set abd, expected abc"),
-        (["SERVING", 1, "abc"], HardpointError, "EngineCoreReadyResponse: expected a list of at"),
-        (["READY", 1, True, True], HardpointError, "status: invalid value 'READY'"),
+        (["SERVING", 2, "abd", 64], PluginError, "the plugin set abd, expected abc"),
+        (["SERVING", 2, "abc"], HardpointError, "EngineCoreReadyResponse: expected a list of at"),
+        (["READY", 2, True, True], HardpointError, "status: invalid value 'READY'"),
         (3, HardpointError, "handshake: expected a list, got a whole number"),
     ],
 )

@@ -118,12 +118,15 @@ class TestPause:
             (lambda llm: llm.sleep(9), "level: expected 0, 1 or 2, got 9"),
             (lambda llm: llm.sleep("1"), "level: expected a whole number, got '1'"),
             (lambda llm: llm.wake_up(["moon"]), "tags: expected some of weights, kv_cache, sched"),
-            (lambda llm: llm.collective_rpc("close"), "method: expected one of add_lora, list_lo"),
-            (lambda llm: llm.collective_rpc("pin_lora"), "pin_lora: expected 1 arguments, got 0"),
+            (lambda llm: llm.collective_rpc("close"), "method: expected one of plugin_meters, "),
+            (
+                lambda llm: llm.collective_rpc("stop_profile", args=[1]),
+                "stop_profile: expected 0 arguments, got 1",
+            ),
             (lambda llm: llm.pin_lora("x"), "lora_id: expected a whole number, got 'x'"),
             (
                 lambda llm: llm.llm_engine.call_utility("close"),
-                "method: expected one of add_lora, co",
+                "method: expected one of collective_rpc, ",
             ),
             (
                 lambda llm: llm.llm_engine.call_utility("resume", 1),
@@ -170,8 +173,6 @@ class TestTheRest:
     def test_caches(self, llm):
         tokens(llm)
         llm.reset_prefix_cache()
-        with pytest.raises(HardpointError, match="there is no multimodal cache"):
-            llm.reset_mm_cache()
         with pytest.raises(HardpointError, match="there is no encoder cache"):
             llm.reset_encoder_cache()
 
@@ -183,13 +184,20 @@ class TestTheRest:
 
     def test_adapters(self, llm):
         assert llm.list_loras() == set()
-        for call in (
-            lambda: llm.add_lora(LoRARequest("poems", 1)),
-            lambda: llm.remove_lora(1),
-            lambda: llm.pin_lora(1),
+        for call, words in (
+            (lambda: llm.add_lora(LoRARequest("poems", 1)), "adapter 'poems' cannot be added"),
+            (lambda: llm.remove_lora(1), "adapter 1 cannot be removed"),
+            (lambda: llm.pin_lora(1), "adapter 1 cannot be pinned"),
         ):
-            with pytest.raises(HardpointError, match="workers of this version hold none"):
+            with pytest.raises(HardpointError, match=f"^{words}: workers of this version hold no"):
                 call()
+        for lora, words in (
+            ("poems", "lora: expected a table, got 'poems'"),
+            ({"name": "x", "id": "two"}, "lora.id: expected"),
+            ({"name": "x", "id": 2, "ib": 3}, "lora.ib: unknown field"),
+        ):
+            with pytest.raises(RequestError, match=f"^{words}"):
+                llm.add_lora(lora)
 
     def test_profiles(self, llm):
         llm.start_profile()
@@ -242,7 +250,6 @@ def test_on_an_event_loop(scripted, tmp_path):
                 llm.add_lora(LoRARequest("poems", 1)),
                 llm.remove_lora(1),
                 llm.pin_lora(1),
-                llm.reset_mm_cache(),
                 llm.reset_encoder_cache(),
             ):
                 with pytest.raises(HardpointError, match="there is no|hold none"):

@@ -15,7 +15,6 @@ from hardpoint.core.engine.step import StepRunner
 from hardpoint.core.engine.step_log import log_failure
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import EngineConfig, HardpointError, RequestError, SchedulerOutput
-from hardpoint.plugins.requests import LoRARequest
 from hardpoint.plugins.stats import PluginMeter
 
 
@@ -225,12 +224,9 @@ class TestCaches:
             rig.run()
         assert rig.core.scheduler_stats().prefix_cache.hit_tokens == 0
 
-    @pytest.mark.parametrize("what", ["encoder", "multimodal"])
-    def test_a_cache_that_there_is_not_is_said_to_be_none(self, what):
-        core = Rig().core
-        reset = {"encoder": core.reset_encoder_cache, "multimodal": core.reset_mm_cache}[what]
-        with pytest.raises(HardpointError, match=f"there is no {what} cache"):
-            reset()
+    def test_a_cache_that_there_is_not_is_said_to_be_none(self):
+        with pytest.raises(HardpointError, match="there is no encoder cache"):
+            Rig().core.reset_encoder_cache()
 
     def test_unfinished_requests_are_warned_of(self, caplog):
         rig = Rig()
@@ -242,12 +238,11 @@ class TestCaches:
         words = [record.getMessage() for record in caplog.records]
         assert words == ["the prefix cache was reset; unfinished requests: 2"]
 
-    @pytest.mark.parametrize("what", ["encoder", "mm"])
-    def test_a_reset_that_is_refused_is_not_said_to_be_done(self, what, caplog):
+    def test_a_reset_that_is_refused_is_not_said_to_be_done(self, caplog):
         rig = Rig()
         rig.add("a")
         with pytest.raises(HardpointError, match="there is no"):
-            getattr(rig.core, f"reset_{what}_cache")()
+            rig.core.reset_encoder_cache()
         assert caplog.records == []
 
     def test_a_prefix_cache_that_cannot_be_reset_is_not_said_to_be(self, caplog):
@@ -273,22 +268,20 @@ class TestWorkers:
 
     def test_a_limit_is_passed_on_only_if_given(self):
         rig = Rig()
-        rig.core.collective_rpc("list_loras")
-        rig.core.collective_rpc("list_loras", 2.5)
-        assert rig.executor.calls == [("list_loras",), ("list_loras", 2.5)]
+        rig.core.collective_rpc("plugin_meters")
+        rig.core.collective_rpc("plugin_meters", 2.5)
+        assert rig.executor.calls == [("plugin_meters",), ("plugin_meters", 2.5)]
 
     @pytest.mark.parametrize(
         ("call", "words"),
         [
-            (("close",), "method: expected one of add_lora, .*stop_profile, got 'close'"),
-            (("pin_lroa",), r"method: .*got 'pin_lroa' \(did you mean 'pin_lora'\?\)$"),
+            (("close",), "method: expected one of plugin_meters, .*stop_profile, got 'close'"),
+            (("stop_porfile",), r"method: .*got 'stop_porfile' \(did you mean 'stop_profile'\?\)$"),
             (("sleep", None, [1]), "method: .*got 'sleep'"),
             (("__init__",), "method: .*got '__init__'"),
-            (("pin_lora",), "expected 1 arguments, got 0"),
-            (("pin_lora", None, [1, 2]), "expected 1 arguments, got 2"),
-            (("pin_lora", None, ["x"]), "lora_id: expected an? .*got 'x'"),
-            (("list_loras", 0.0), "timeout: expected a number > 0, got 0"),
-            (("list_loras", float("nan")), "timeout: expected a number > 0, got nan"),
+            (("stop_profile", None, [1, 2]), "expected 0 arguments, got 2"),
+            (("plugin_meters", 0.0), "timeout: expected a number > 0, got 0"),
+            (("plugin_meters", float("nan")), "timeout: expected a number > 0, got nan"),
         ],
     )
     def test_what_is_not_declared_is_refused(self, call, words):
@@ -296,21 +289,6 @@ class TestWorkers:
         with pytest.raises(RequestError, match=words):
             rig.core.collective_rpc(*call)
         assert rig.executor.calls == []
-
-    def test_adapters_are_passed_on(self):
-        rig = Rig()
-        rig.executor.rpc |= {"add_lora": True, "remove_lora": False, "list_loras": [3, 4]}
-        lora = LoRARequest("poems", 3)
-        assert rig.core.add_lora(lora) is True
-        assert rig.core.remove_lora(4) is False
-        assert rig.core.list_loras() == {3, 4}
-        assert rig.core.pin_lora(3) is False
-        assert rig.executor.calls == [
-            ("add_lora", lora),
-            ("remove_lora", 4),
-            ("list_loras",),
-            ("pin_lora", 3),
-        ]
 
     def test_profiles(self):
         rig = Rig()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import inspect
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from hardpoint.core.engine.utility import (
 from hardpoint.core.engine.utility_calls import UTILITIES, call_utility, result_type
 from hardpoint.core.protocol import Decoder, Encoder, UtilityCall, UtilityOutput
 from hardpoint.plugins import OverloadedError, RequestError, SchedulerStats, WaitReason
+from hardpoint.plugins.manifest import Manifest
 from hardpoint.plugins.requests import LoRARequest
 
 
@@ -51,7 +53,7 @@ class TestWhatMayBeCalled:
     )
     def test_nothing_else_can_be(self, core, method):
         answer = ask(core, method)
-        assert answer.failure.startswith("method: expected one of add_lora, collective_rpc, ")
+        assert answer.failure.startswith("method: expected one of collective_rpc, ")
         close = {"step": "sleep", "add_request": "live_requests", "abort_requests": "live_requests"}
         near = f" (did you mean {close[method]!r}?)" if method in close else ""
         assert answer.failure.endswith(f"why_waiting, got {method!r}{near}")
@@ -71,7 +73,7 @@ class TestWhatMayBeCalled:
             ("pause", ["soon"], 'mode: expected "abort" or "wait" or "keep", got'),
             ("sleep", [1.5], "level: expected"),
             ("wake_up", ["weights"], "tags: expected"),
-            ("add_lora", [{"name": "x"}], "lora"),
+            ("set_policy", [{"hardpoint": "x"}], "manifest"),
         ],
     )
     def test_wrong_arguments_fail_the_call_alone(self, core, method, args, words):
@@ -91,24 +93,26 @@ class TestWhatMayBeCalled:
         answer = ask(rig.core, "live_requests", ["mine"])
         assert (answer.failure, answer.result.value) == (None, [])
 
-    def test_a_structure_comes_as_a_table(self, core):
-        core._parts.executor.rpc["add_lora"] = True
-        answer = ask(core, "add_lora", {"name": "x", "id": 2})
-        assert (answer.failure, answer.result.value) == (None, True)
-        assert core._parts.executor.calls == [("add_lora", LoRARequest("x", 2))]
+    def test_a_structure_comes_as_a_table(self, core, monkeypatch):
+        used = []
+        policy = SimpleNamespace(replace=lambda plugins, _: used.append(plugins))
+        monkeypatch.setattr(core, "_parts", dataclasses.replace(core._parts, policy=policy))
+        answer = ask(core, "set_policy", {"hardpoint": "x", "entries": []})
+        assert (answer.failure, answer.result.value) == (None, None)
+        assert [plugins.manifest for plugins in used] == [Manifest(hardpoint="x", entries=())]
 
     @pytest.mark.parametrize(
         ("table", "words"),
         [
-            ({"name": "x"}, "lora.id: "),
-            ({"name": "x", "id": "two"}, "lora.id: expected"),
-            ({"name": "x", "id": 2, "ib": 3}, "lora.ib: unknown field"),
-            ("x", "lora: expected a table, got 'x'"),
-            (None, "lora: expected a table, got None"),
+            ({"hardpoint": "x"}, "manifest.entries: "),
+            ({"hardpoint": 2, "entries": []}, "manifest.hardpoint: expected"),
+            ({"hardpoint": "x", "entries": [1]}, "manifest.entries[0]: expected"),
+            ("x", "manifest: expected a table, got 'x'"),
+            (None, "manifest: expected a table, got None"),
         ],
     )
     def test_a_table_is_checked_by_its_names(self, core, table, words):
-        failure = ask(core, "add_lora", table).failure
+        failure = ask(core, "set_policy", table).failure
         assert failure.startswith(words), failure
         assert core._parts.executor.calls == []
 

@@ -138,12 +138,11 @@ class TestMerging:
 
     def test_batches_are_merged_too(self):
         queues = ClientSendQueues()
-        queues.put(0, batch(timestamp=1.0, finished_requests={"x"}, wave_complete=4))
+        queues.put(0, batch(timestamp=1.0, finished_requests={"x"}))
         queues.put(0, batch(timestamp=2.0, finished_requests={"y"}))
         (merged,) = taken(queues)
         assert merged.timestamp == 2.0
         assert merged.finished_requests == {"x", "y"}
-        assert merged.wave_complete == 4
 
 
 class TestBounds:

@@ -83,7 +83,7 @@ class TestBadInput:
         client.raw(bytes(RequestType.ADD), b"\xdd\xff\xff\xff\xff")
         client.raw(bytes(RequestType.ABORT), b"\x01")
         client.raw(bytes(RequestType.UTILITY), b"\x93\x00")
-        client.raw(bytes(RequestType.START_DP_WAVE), b"\x92\x00\x00")
+        client.raw(b"\x02", b"\x92\x00\x00")
         client.raw(*[b"\x00"] * 100)
         client.send(RequestType.ADD, request("good"))
         client.until(lambda: "good" in client.ends)

@@ -13,6 +13,7 @@ from support.core.kv_cache_model import make_request
 from support.searching import examples
 
 from hardpoint.core.kv_cache.block_hashes import BlockHashes
+from hardpoint.plugins.block_hash import NO_PARENT
 
 TOKENS = list(range(100, 112))
 
@@ -26,7 +27,7 @@ def packed(*tokens) -> bytes:
 
 
 def test_formula():
-    first = hashlib.sha256(bytes(32) + packed(1, 2)).digest()
+    first = hashlib.sha256(NO_PARENT + packed(1, 2)).digest()
     second = hashlib.sha256(first + packed(3, 70_000)).digest()
     assert hashes_of(make_request(tokens=[1, 2, 3, 70_000, 5]), 2) == [first, second]
 
@@ -35,15 +36,15 @@ def test_formula_with_extra_keys():
     request = make_request(
         tokens=[1, 2, 3, 4], salt="s", lora="adapter", features=[("image", 1, 2)]
     )
-    extra = msgspec.msgpack.encode(["adapter", "s", [["image", 1]]])
-    first = hashlib.sha256(bytes(32) + packed(1, 2) + extra).digest()
-    extra = msgspec.msgpack.encode(["adapter", None, [["image", -1]]])
+    extra = msgspec.msgpack.encode([["name", "adapter", 1], "s", [["image", 1]]])
+    first = hashlib.sha256(NO_PARENT + packed(1, 2) + extra).digest()
+    extra = msgspec.msgpack.encode([["name", "adapter", 1], None, [["image", -1]]])
     second = hashlib.sha256(first + packed(3, 4) + extra).digest()
     assert hashes_of(request, 2) == [first, second]
 
 
 def test_blake2b():
-    expected = hashlib.blake2b(bytes(32) + packed(*TOKENS), digest_size=32).digest()
+    expected = hashlib.blake2b(NO_PARENT + packed(*TOKENS), digest_size=32).digest()
     assert hashes_of(make_request(tokens=TOKENS), 12, "blake2b") == [expected]
 
 
@@ -82,7 +83,7 @@ def test_extending_is_like_starting_anew(tokens, cuts, block_size, salt, feature
 def test_long_prompts(block_size):
     """Prompts longer than what is turned into bytes at once."""
     tokens = [(7 * i) % 50_000 for i in range(5000)]
-    parent, expected = bytes(32), []
+    parent, expected = NO_PARENT, []
     for start in range(0, 5000 - block_size + 1, block_size):
         parent = hashlib.sha256(parent + packed(*tokens[start : start + block_size])).digest()
         expected.append(parent)

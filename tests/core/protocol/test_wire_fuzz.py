@@ -22,7 +22,6 @@ from hardpoint.core.protocol import (
     HandshakeMetadata,
     Hello,
     Ready,
-    ReconfigureRequest,
     RequestType,
     UtilityCall,
     UtilityOutput,
@@ -76,14 +75,6 @@ MESSAGES = [
     UtilityOutput.succeeded(7, [torch.zeros(70), None, 2.5]),
     EngineCoreReadyResponse(
         manifest_hash="abc", max_model_len=4096, num_gpu_blocks=100, dp_stats_address="tcp://x:1"
-    ),
-    ReconfigureRequest(
-        data_parallel_size=2,
-        data_parallel_rank=-1,
-        data_parallel_rank_local=-2,
-        data_parallel_master_ip="::1",
-        data_parallel_master_port=1,
-        data_parallel_master_port_list=[5, 6],
     ),
     HandshakeMetadata(
         addresses=EngineAddresses(inputs=["ipc://a"], outputs=["ipc://b"]), manifest_hash="abc"

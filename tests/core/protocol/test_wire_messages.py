@@ -14,25 +14,18 @@ from support.searching import examples
 
 from hardpoint.core import protocol as wire
 from hardpoint.core.protocol import (
-    COORDINATOR_CLIENT,
     ENGINE_CORE_DEAD,
-    KEEP_RANK,
-    NOTIFICATION_CALL,
     PROTOCOL_VERSION,
-    SHUTDOWN_RANK,
     Decoder,
     Encoder,
     EngineAddresses,
     EngineCoreReadyResponse,
-    EngineNotification,
     HandshakeMetadata,
     Hello,
     PauseMode,
     Ready,
-    ReconfigureRequest,
     RequestType,
     ShutdownState,
-    StartWave,
     UtilityCall,
     UtilityOutput,
     UtilityResult,
@@ -56,7 +49,6 @@ from hardpoint.plugins.stats import PrefixCacheStats
 TEXT = st.text(max_size=9)
 MAYBE = st.none() | TEXT
 COUNT = st.integers(0, 2**40)
-PORT = st.integers(0, 65535)
 PLAIN = st.none() | st.booleans() | st.integers(-9, 9) | TEXT | st.lists(TEXT, max_size=2)
 ADDRESSES = st.builds(
     EngineAddresses,
@@ -66,23 +58,11 @@ ADDRESSES = st.builds(
     coordinator_output=MAYBE,
     frontend_stats_publish=MAYBE,
 )
-RECONFIGURE = st.builds(
-    ReconfigureRequest,
-    data_parallel_size=st.integers(1, 99),
-    data_parallel_rank=st.integers(-2, 99),
-    data_parallel_rank_local=st.integers(-2, 99),
-    data_parallel_master_ip=TEXT,
-    data_parallel_master_port=PORT,
-    data_parallel_master_port_list=st.lists(PORT, max_size=3),
-    coord_store_port=PORT,
-)
 EVERYTHING = st.one_of(
-    RECONFIGURE,
     ADDRESSES,
     st.builds(UtilityCall, st.integers(-1, 9), COUNT, TEXT, st.lists(PLAIN, max_size=3)),
     st.builds(UtilityOutput.succeeded, COUNT, PLAIN),
     st.builds(UtilityOutput.failed, COUNT, TEXT),
-    st.builds(StartWave, COUNT, COUNT),
     st.builds(
         EngineCoreReadyResponse,
         manifest_hash=TEXT,
@@ -133,12 +113,11 @@ def test_request_types():
     assert {kind.name: bytes(kind) for kind in RequestType} == {
         "ADD": b"\x00",
         "ABORT": b"\x01",
-        "START_DP_WAVE": b"\x02",
         "UTILITY": b"\x03",
         "EXECUTOR_FAILED": b"\x04",
         "WAKEUP": b"\x05",
     }
-    for kind in list(RequestType)[:4]:
+    for kind in list(RequestType)[:3]:
         assert RequestType.from_wire(bytes(kind)) is kind
         assert RequestType.from_wire(memoryview(kind)) is kind
 
@@ -146,6 +125,7 @@ def test_request_types():
 @pytest.mark.parametrize(
     ("frame", "got"),
     [
+        (b"\x02", "02"),
         (b"\x04", "04"),
         (b"\x05", "05"),
         (b"\x06", "06"),
@@ -155,7 +135,7 @@ def test_request_types():
     ],
 )
 def test_request_types_that_may_not_arrive(frame, got):
-    known = "00 (ADD), 01 (ABORT), 02 (START_DP_WAVE), 03 (UTILITY)"
+    known = "00 (ADD), 01 (ABORT), 03 (UTILITY)"
     assert refusal(RequestType.from_wire, frame) == (
         f"request type: expected one of {known}, got {got}"
     )
@@ -163,9 +143,7 @@ def test_request_types_that_may_not_arrive(frame, got):
 
 def test_constants():
     assert ENGINE_CORE_DEAD == b"ENGINE_CORE_DEAD"
-    assert (KEEP_RANK, SHUTDOWN_RANK) == (-1, -2)
-    assert (COORDINATOR_CLIENT, NOTIFICATION_CALL) == (-1, -1)
-    assert PROTOCOL_VERSION == 1
+    assert PROTOCOL_VERSION == 2
     assert [(state.name, int(state)) for state in ShutdownState] == [
         ("RUNNING", 0),
         ("REQUESTED", 1),
@@ -186,12 +164,6 @@ def test_pause_modes():
         PauseMode("stop")
     assert decode_plain(PauseMode, "wait") is PauseMode.WAIT
     assert refusal(decode_plain, PauseMode, "stop") == "PauseMode: invalid enum value 'stop'"
-
-
-def test_notifications_travel_as_words():
-    answer = UtilityOutput.succeeded(NOTIFICATION_CALL, EngineNotification.SHUTDOWN_COMPLETE)
-    back = Decoder(UtilityOutput).decode(encoded(answer))
-    assert back.result.value == "SHUTDOWN_COMPLETE"
 
 
 def test_a_utility_call_without_arguments():
@@ -236,33 +208,13 @@ def test_neither_and_both_are_refused():
 
 
 def test_the_ready_response_has_defaults():
-    plain = ["SERVING", 1, "abc", 4096]
+    plain = ["SERVING", 2, "abc", 4096]
     ready = EngineCoreReadyResponse(manifest_hash="abc", max_model_len=4096)
     assert decode_plain(EngineCoreReadyResponse, plain) == ready
     assert (ready.num_gpu_blocks, ready.dp_stats_address) == (0, None)
     plain[3] = 0
     assert refusal(decode_plain, EngineCoreReadyResponse, plain) == (
         "EngineCoreReadyResponse.max_model_len: expected a whole number >= 1"
-    )
-
-
-@pytest.mark.parametrize(
-    ("place", "value", "words"),
-    [
-        (0, 0, "data_parallel_size: expected a whole number >= 1"),
-        (1, -3, "data_parallel_rank: expected a whole number >= -2"),
-        (2, -3, "data_parallel_rank_local: expected a whole number >= -2"),
-        (3, None, "data_parallel_master_ip: expected a string, got nothing"),
-        (4, 65536, "data_parallel_master_port: expected a whole number <= 65535"),
-        (5, [1, -1], "data_parallel_master_port_list[1]: expected a whole number >= 0"),
-    ],
-)
-def test_reconfiguration_is_checked(place, value, words):
-    plain = [2, KEEP_RANK, SHUTDOWN_RANK, "::1", 80, [81, 82], 83]
-    assert decode_plain(ReconfigureRequest, plain).data_parallel_rank == KEEP_RANK
-    plain[place] = value
-    assert refusal(decode_plain, ReconfigureRequest, plain).startswith(
-        f"ReconfigureRequest.{words}"
     )
 
 
@@ -275,12 +227,12 @@ METADATA = HandshakeMetadata(
 
 def test_handshake_messages_begin_with_status_and_version():
     hello = Hello(local=True, headless=False)
-    assert msgpack.decode(encoded(hello)) == ["HELLO", 1, True, False]
-    assert msgpack.decode(encoded(METADATA))[:2] == ["INIT", 1]
+    assert msgpack.decode(encoded(hello)) == ["HELLO", 2, True, False]
+    assert msgpack.decode(encoded(METADATA))[:2] == ["INIT", 2]
     ready = Ready(local=True, headless=False)
-    assert msgpack.decode(encoded(ready)) == ["READY", 1, True, False, 0, None, None]
+    assert msgpack.decode(encoded(ready)) == ["READY", 2, True, False, 0, None, None]
     serving = EngineCoreReadyResponse(manifest_hash="abc", max_model_len=64)
-    assert msgpack.decode(encoded(serving)) == ["SERVING", 1, "abc", 64, 0, None]
+    assert msgpack.decode(encoded(serving)) == ["SERVING", 2, "abc", 64, 0, None]
 
 
 def test_handshake_messages_are_told_apart():
@@ -297,15 +249,15 @@ def test_handshake_messages_are_told_apart():
 @pytest.mark.parametrize(
     "plain",
     [
-        ["HELLO", 2, True, False],
-        ["HELLO", 2],
+        ["HELLO", 1, True, False],
+        ["HELLO", 1],
         ["HELLO", 0, {"other": "fields"}],
-        ["GREETING", 2, True, False, "more"],
+        ["GREETING", 3, True, False, "more"],
     ],
 )
 def test_another_version_is_said_to_be_one(plain):
     assert refusal(decode_handshake, msgpack.encode(plain), Hello, Ready) == (
-        f"protocol version: expected 1, got {plain[1]}; "
+        f"protocol version: expected 2, got {plain[1]}; "
         "frontend and engine need the same version of Hardpoint"
     )
 
@@ -322,9 +274,9 @@ def test_the_version_is_written_even_where_it_is_a_default():
         (b"\x01", "handshake: expected a list, got a whole number"),
         (msgpack.encode(["HELLO"]), "handshake: expected a list of at least length 2, got 1"),
         (msgpack.encode(["HELLO", "1"]), "handshake.protocol: expected a whole number, got a str"),
-        (msgpack.encode(["HELLO", 1, True]), "Hello: expected a list of at least length 4, got 3"),
+        (msgpack.encode(["HELLO", 2, True]), "Hello: expected a list of at least length 4, got 3"),
         (
-            msgpack.encode(["HELLO", 1, True, 5]),
+            msgpack.encode(["HELLO", 2, True, 5]),
             "Hello.headless: expected true or false, got a whole number",
         ),
         (encoded(Hello(local=True, headless=True)) + b"\x00", "handshake: the frame is damaged"),
@@ -354,8 +306,6 @@ def test_types_without_containers_of_anything_are_not_tracked():
         "EngineCoreReadyResponse",
         "Hello",
         "Ready",
-        "ReconfigureRequest",
-        "StartWave",
     }
 
 
@@ -377,7 +327,7 @@ STRUCTS_OF_THE_CONTRACT = [
 
 def test_fields_of_a_call_and_their_order_belong_to_this_version_of_the_protocol():
     """Whoever changes them raises PROTOCOL_VERSION with it."""
-    assert PROTOCOL_VERSION == 1
+    assert PROTOCOL_VERSION == 2
     assert UtilityCall.__struct_fields__ == ("client_index", "call_id", "method", "args")
     assert UtilityCall.__struct_config__.array_like
 

@@ -11,7 +11,6 @@ from support.internals import core_of, worker_of
 
 from hardpoint import LLM, ConfigError, HardpointError, SamplingParams
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
-from hardpoint.plugins.requests import LoRARequest
 from hardpoint.testing import ScriptedClock, scripted_config, scripted_engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -111,19 +110,6 @@ class TestMemory:
 
 
 class TestRefusals:
-    def test_workers_hold_no_adapters(self, scripted):
-        engine = scripted_engine(scripted)
-        core = core_of(engine)
-        assert core.list_loras() == set()
-        for call in (
-            lambda: core.add_lora(LoRARequest("poems", 1)),
-            lambda: core.remove_lora(1),
-            lambda: core.pin_lora(1),
-        ):
-            with pytest.raises(HardpointError, match="workers of this version hold none"):
-                call()
-        engine.close()
-
     def test_profiles_need_a_folder(self, scripted):
         engine = scripted_engine(scripted)
         core = core_of(engine)
@@ -174,10 +160,8 @@ class TestInAnotherProcess:
     def test_errors_are_those_of_the_engine(self, llm):
         with pytest.raises(HardpointError, match="level: expected 0, 1 or 2, got 9"):
             self.call(llm, "sleep", 9)
-        with pytest.raises(HardpointError, match="there is no multimodal cache"):
-            self.call(llm, "reset_mm_cache")
-        with pytest.raises(HardpointError, match="workers of this version hold none"):
-            self.call(llm, "add_lora", LoRARequest("poems", 1))
+        with pytest.raises(HardpointError, match="there is no encoder cache"):
+            self.call(llm, "reset_encoder_cache")
 
     def test_workers_can_be_called(self, llm):
         (meters,) = self.call(llm, "collective_rpc", "plugin_meters")

@@ -66,13 +66,6 @@ class SplitsPrompts(WithLimits):
         return {"chunked_prefill": True, "long_prefill_token_threshold": 2}
 
 
-class IgnoresMaxLoras(WithLimits):
-    contract = 1
-
-    def wrong(self, limits):
-        return {"max_loras": 0}
-
-
 class EncodesTooMuch(WithLimits):
     contract = 1
 

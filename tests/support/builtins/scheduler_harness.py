@@ -344,7 +344,6 @@ class Simulator:
             "blocked",
             "loaded",
             "pending_free",
-            "active_loras",
         )
         for name in (
             *queues,

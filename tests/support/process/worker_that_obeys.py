@@ -19,6 +19,7 @@ from hardpoint.plugins import ExecutorContext, ModelRunnerOutput, SchedulerOutpu
 from hardpoint.plugins.config import ParallelConfig
 from hardpoint.plugins.executor import WorkerLaunch
 from hardpoint.plugins.manifest import Manifest
+from hardpoint.plugins.stats import PluginMeter
 
 FACTORY = f"{__name__}:make_worker"
 _NO_PLUGINS = Manifest(hardpoint="", entries=())
@@ -89,19 +90,14 @@ class Obeying:
             ModelRunnerOutput({"r": [plan.step]}) if self._orders["output"] == self.rank else None
         )
 
-    def pin_lora(self, lora_id: int) -> bool:
-        self._obey([f"{self.rank} sleep {lora_id / 1000}"])
-        return True
+    def start_kv_connector(self, weights: str) -> None:
+        self._obey([weights])
 
     def wake_up(self, tags: Sequence[str]) -> None:
         self._obey(tags)
 
-    def list_loras(self) -> set[int]:
-        return {os.getpid()}
-
-    def remove_lora(self, lora_id: int) -> bool:
-        self._obey([f"{lora_id} raise no adapter", f"{lora_id + 100} kill"])
-        return True
+    def plugin_meters(self) -> dict[str, PluginMeter]:
+        return {"process": PluginMeter(steps=os.getpid())}
 
     def stop_profile(self) -> str:
         return " ".join([str(self.rank), *self._calls])

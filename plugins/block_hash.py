@@ -1,0 +1,95 @@
+"""What identifies a block of the KV cache: one formula, for the prefix cache and for stored blocks.
+
+The engine hashes the blocks of each request with `extra_keys` and `hash_block`
+(core/kv_cache/block_hashes.py); KV connectors store blocks under `block_key`, which hashes the same
+way. Blocks outlive engines, so who changes what goes into a hash raises HASH_VERSION: blocks that
+were stored before are then not found, rather than read as others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+
+from .requests import EngineCoreRequest, LoRARequest
+
+__all__ = ["HASH_VERSION", "NO_PARENT", "block_key", "extra_keys", "hash_block"]
+
+HASH_VERSION = 2
+"""Raised with every change of the formula; part of each hash and of each key."""
+
+NO_PARENT = HASH_VERSION.to_bytes(32, "little")
+"""The parent hash of a request's first block: the version of the formula."""
+
+_SHA256 = hashlib.sha256()
+
+
+def hash_block(parent: bytes, tokens: bytes, extra: bytes = b"", fresh: Any = _SHA256) -> bytes:
+    """Return the hash of a block, 32 bytes: H(parent + tokens + extra).
+
+    Args:
+        parent: hash of the block before it, NO_PARENT for the first.
+        tokens: its token ids as little-endian uint32.
+        extra: of `extra_keys`, if the block has any.
+        fresh: hash object of the algorithm, without data; by default SHA-256.
+    """
+    # Copying a fresh hash object costs half of what creating one does.
+    state = fresh.copy()
+    state.update(parent + tokens + extra)
+    digest: bytes = state.digest()
+    return digest
+
+
+def extra_keys(
+    request: EngineCoreRequest, first: int, end: int, block_size: int
+) -> dict[int, bytes]:
+    """Return what blocks `first` up to `end` depend on besides tokens, of those that have any.
+
+    It is a msgpack array: the adapter, the cache salt (first block only, the others inherit it),
+    and the features that the block overlaps with their offsets in the block.
+    """
+    if request.lora is None and request.cache_salt is None and not request.features:
+        return {}
+    adapter = None if request.lora is None else _adapter_key(request.lora)
+    features: dict[int, list[tuple[str, int]]] = {}
+    for feature in request.features:
+        last = (feature.offset + feature.length - 1) // block_size
+        for index in range(max(first, feature.offset // block_size), min(end, last + 1)):
+            part = (feature.identifier, feature.offset - index * block_size)
+            features.setdefault(index, []).append(part)
+    extras = {}
+    for index in range(first, end):
+        salt = request.cache_salt if index == 0 else None
+        if adapter is not None or salt is not None or index in features:
+            extras[index] = msgspec.msgpack.encode((adapter, salt, features.get(index, [])))
+    return extras
+
+
+def block_key(
+    identity: bytes,
+    block_hash: bytes,
+    *,
+    layers: tuple[int, int] | None = None,
+    secret: bytes = b"",
+) -> bytes:
+    """Return the key of a stored block, 32 bytes: SHA-256 of all that its bytes depend on.
+
+    Args:
+        identity: `BlockIdentity.digest`.
+        block_hash: of the block's tokens and all before them, and of the request's adapter, salt
+            and features: made by `hash_block`.
+        layers: the first and the one after the last, if the block is kept in parts; as indices of
+            this rank's layers.
+        secret: of a transfer, whose blocks only its receiver may ask for.
+    """
+    parts = msgspec.msgpack.encode((HASH_VERSION, block_hash, layers, secret))
+    return hash_block(identity, b"", parts)
+
+
+def _adapter_key(lora: LoRARequest) -> tuple[str | int, ...]:
+    """Return what identifies an adapter: its content, or without a hash of it, name and id."""
+    if lora.content_hash:
+        return ("content", lora.content_hash)
+    return ("name", lora.name, lora.id)

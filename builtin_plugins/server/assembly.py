@@ -105,11 +105,7 @@ def assemble(
             keys and no one to ask for them.
     """
     settings = engine.config.server
-    if settings.root_path and not re.fullmatch(r"(/[^/?#]+)+", settings.root_path):
-        raise ConfigError(
-            "server.root_path: expected a path such as '/llm', without a slash at the end, got "
-            f"{settings.root_path!r}"
-        )
+    _check_root_path(settings.root_path)
     faults = ServerFaults(settings.extension_seconds)
     service = Service(engine, version, faults)
     context = ServerContext(
@@ -137,25 +133,45 @@ def assemble(
     )
     if admin is None:
         return Applications(service, users)
-    live = live_routes() if settings.page else []
     for_admin = [item for item in installed if _is_for_admin(item)]
     administrators = in_order(admin_authenticators, Authenticator)
-    if not administrators and (admin.host is not None or settings.admin_keys_file is not None):
-        raise ConfigError("server.admin_keys_file: expected keys that can be checked, got none")
     return Applications(
-        service,
-        users,
-        Application(
-            service,
-            routes_of(for_admin, admin_routes(service, live), ()),
-            faults,
-            guard=Guard(admin.host, None),
-            authentication=AdminAuthentication(
-                administrators, faults, [route.path for route in live]
-            ),
-            is_admin=True,
-        ),
+        service, users, _for_administrators(service, faults, admin, for_admin, administrators)
     )
+
+
+def _for_administrators(
+    service: Service,
+    faults: ServerFaults,
+    address: BoundAddress,
+    installed: Sequence[InstalledExtension],
+    administrators: Sequence[Owned],
+) -> Application:
+    """Return the application of the administrators' address.
+
+    Raises:
+        ConfigError: they have keys, and none can be checked.
+    """
+    settings = service.engine.config.server
+    if not administrators and (address.host is not None or settings.admin_keys_file is not None):
+        raise ConfigError("server.admin_keys_file: expected keys that can be checked, got none")
+    live = live_routes() if settings.page else []
+    return Application(
+        service,
+        routes_of(installed, admin_routes(service, live), ()),
+        faults,
+        guard=Guard(address.host, None),
+        authentication=AdminAuthentication(administrators, faults, [route.path for route in live]),
+        is_admin=True,
+    )
+
+
+def _check_root_path(path: str) -> None:
+    if path and not re.fullmatch(r"(/[^/?#]+)+", path):
+        raise ConfigError(
+            f"server.root_path: expected a path such as '/llm', without a slash at the end, got "
+            f"{path!r}"
+        )
 
 
 def _is_for_admin(item: InstalledExtension) -> bool:

@@ -106,20 +106,10 @@ def build_core(
         ConfigError: the KV cache does not fit; the message says what would.
         PluginError: a component could not be built.
     """
-    config, plugins = spec.config, spec.plugins
     activity = activity or Activity()
-    faults = StepFaults.under(config.plugins, activity)
+    faults = StepFaults.under(spec.config.plugins, activity)
     with contextlib.ExitStack() as undo:
-        policy = PolicySlot(plugins, faults, spec.model_config.vocab_size)
-        undo.callback(policy.close)
-        publishers = create_all(plugins, "kv_event_publishers", faults, PublisherContext)
-        kv_events = KVEventFanout(publishers, time.time)
-        undo.callback(kv_events.close)
-        blocks = BlockMetadata(clock)
-        eviction = _eviction_policy(plugins, blocks, clock)
-        undo.callback(eviction.close)
-        step_parts = _step_parts(spec, vocabulary, faults, clock)
-        undo.callback(step_parts.close)
+        opened = _open_plugins(spec, vocabulary, clock, faults, undo)
         launcher = WorkerLauncher(spec, config_sources, activity)
         undo.callback(launcher.close)
         executor = _executor(spec, launcher)
@@ -128,45 +118,43 @@ def build_core(
         start = _connector_start(spec, executor, undo)
         info, size, config = _start(executor, spec, config_sources)
         launcher.close()
-        limits = _limits(config, size, executor)
         needs = block_needs(config, info)
-        kv_cache = _kv_cache(config.kv_cache, needs, plugins, eviction, blocks, faults)
+        kv_cache = _kv_cache(config.kv_cache, needs, spec.plugins, opened, faults)
         connector = None
         if start is not None:
-            connector = _connector(spec, kv_cache, kv_events, clock, faults)
+            connector = _connector(spec, kv_cache, opened.kv_events, clock, faults)
             undo.callback(connector.close)
             start.start(connector)
-        record = _recorder(hooks, faults)
-        scheduler = plugins.create(
-            plugins.one("schedulers"),
+        scheduler = spec.plugins.create(
+            spec.plugins.one("schedulers"),
             SchedulerContext,
-            limits=limits,
+            limits=_limits(config, size, executor),
             kv_cache=kv_cache,
-            policy=policy.policy,
+            policy=opened.policy.policy,
             clock=clock,
             watermark=config.kv_cache.watermark,
-            policy_fault=policy.report_fault,
+            policy_fault=opened.policy.report_fault,
             connector=connector,
-            gates=step_parts.gates if step_parts else None,
-            grammars=GatesAsGrammars(step_parts) if step_parts else None,
-            record=record,
+            gates=opened.step_parts.gates if opened.step_parts else None,
+            grammars=GatesAsGrammars(opened.step_parts) if opened.step_parts else None,
+            record=_recorder(hooks, faults),
             log_stats=config.stats.on,
         )
         parts = EngineCoreParts(
             scheduler,
             executor,
             kv_cache,
-            policy,
-            kv_events,
+            opened.policy,
+            opened.kv_events,
             faults,
-            scheduler_label=str(plugins.one("schedulers").source),
-            executor_label=str(plugins.one("executors").source),
-            components=[eviction],
+            scheduler_label=str(spec.plugins.one("schedulers").source),
+            executor_label=str(spec.plugins.one("executors").source),
+            components=[opened.eviction],
             config=config,
             log_stats=config.stats.on,
             connector=connector,
             connector_start=start,
-            step_parts=step_parts,
+            step_parts=opened.step_parts,
             step_log=StepLog() if config.engine.log_steps else None,
             sleep_levels=info.sleep_levels,
             records_decode_steps=info.records_decode_steps,
@@ -174,6 +162,38 @@ def build_core(
         )
         undo.pop_all()
         return BuiltCore(EngineCore(parts), size)
+
+
+@dataclass(frozen=True)
+class _EnginePlugins:
+    """The plugins of the engine's process, which are built before the workers."""
+
+    policy: PolicySlot
+    kv_events: KVEventFanout
+    blocks: BlockMetadata
+    eviction: EvictionPolicy
+    step_parts: EngineParts
+
+
+def _open_plugins(
+    spec: WorkerSpec,
+    vocabulary: Vocabulary | None,
+    clock: _Clock,
+    faults: StepFaults,
+    undo: contextlib.ExitStack,
+) -> _EnginePlugins:
+    """Build the plugins of the engine: one that cannot start fails before a model loads."""
+    policy = PolicySlot(spec.plugins, faults, spec.model_config.vocab_size)
+    undo.callback(policy.close)
+    publishers = create_all(spec.plugins, "kv_event_publishers", faults, PublisherContext)
+    kv_events = KVEventFanout(publishers, time.time)
+    undo.callback(kv_events.close)
+    blocks = BlockMetadata(clock)
+    eviction = _eviction_policy(spec.plugins, blocks, clock)
+    undo.callback(eviction.close)
+    step_parts = _step_parts(spec, vocabulary, faults, clock)
+    undo.callback(step_parts.close)
+    return _EnginePlugins(policy, kv_events, blocks, eviction, step_parts)
 
 
 def _step_parts(
@@ -285,11 +305,10 @@ def _kv_cache(
     config: KVCacheConfig,
     needs: BlockNeeds,
     plugins: PluginSet,
-    eviction: EvictionPolicy,
-    blocks: BlockMetadata,
+    opened: _EnginePlugins,
     faults: StepFaults,
 ) -> BlockManager:
-    entry = plugins.one("eviction_policies")
+    entry, eviction = plugins.one("eviction_policies"), opened.eviction
     if is_third_party(entry):
         eviction = _tracked(eviction, faults.calls("eviction_policies", entry.source))
     assert config.num_blocks is not None, "_resolved() has set it"
@@ -301,7 +320,7 @@ def _kv_cache(
         prefix_caching=config.prefix_caching,
         hash_algorithm=config.hash_algorithm,
         eviction=Eviction(eviction, faults.reporter(entry.source)),
-        metadata=blocks,
+        metadata=opened.blocks,
         events=bool(plugins.entries("kv_event_publishers")),
     )
 

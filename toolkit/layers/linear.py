@@ -76,6 +76,23 @@ class Linear:
         stored = [(name, rows, [mine]) for (name, rows), mine in zip(parts, ranges, strict=True)]
         if stored_as is not None:
             stored = [_stacked(stored_as, [rows for _, rows in parts], ranges)]
+        self._rows = self._add_all(stored, columns, column_range, bias=bias)
+        self._missing = set(self._slices)
+        self._quantizable = [n for n in self._slices if quantize and n.endswith(".weight")]
+        self._matrices: dict[str, QuantizedMatrix] = {}
+        self._packed: dict[str, torch.Tensor] | None = {}
+        self._bias_name = f"{stored[0][0]}.packed_bias"
+        self._has_bias = bias
+
+    def _add_all(
+        self,
+        stored: Sequence[tuple[str, int, Sequence[range]]],
+        columns: int,
+        column_range: range | None,
+        *,
+        bias: bool,
+    ) -> int:
+        """Add the tensors of the matrices; return how many rows this rank has of them together."""
         start = 0
         for name, rows, mine in stored:
             self._add(f"{name}.weight", (rows, columns), start, mine)
@@ -85,13 +102,7 @@ class Linear:
             if bias:
                 self._add(f"{name}.bias", (rows,), start, mine)
             start += sum(map(len, mine))
-        self._rows = start
-        self._missing = set(self._slices)
-        self._quantizable = [n for n in self._slices if quantize and n.endswith(".weight")]
-        self._matrices: dict[str, QuantizedMatrix] = {}
-        self._packed: dict[str, torch.Tensor] | None = {}
-        self._bias_name = f"{stored[0][0]}.packed_bias"
-        self._has_bias = bias
+        return start
 
     def _add(self, name: str, whole: tuple[int, ...], start: int, mine: Sequence[range]) -> None:
         """Add a tensor, of which this rank has the rows `mine`, from row `start` of the matrix."""

@@ -309,13 +309,13 @@ class SamplerConfig(Strict):
 
 
 class AttentionConfig(Strict):
-    """The attention backend; "auto" is the fastest built-in that runs on the device."""
+    """The attention backend; "auto" is that of `backend`."""
 
     use: Reference = "auto"
 
 
 class OpsConfig(Strict):
-    """The operations of models; "auto" as for attention."""
+    """The operations of models; "auto" are those of `backend`."""
 
     use: Reference = "auto"
 
@@ -535,6 +535,8 @@ class EngineConfig(Strict):
         device: "auto" is cuda if available, else cpu.
         max_model_len: maximum length of prompt plus output; None is the model's own limit, "auto"
             what fits into the KV cache, up to the model's limit.
+        backend: attention and operations of this name, as a pair; "auto" is the fastest built-in
+            one of each that runs on the device.
         seed: for requests without a seed of their own; None draws one.
         plugin: options of plugins, by their names.
     """
@@ -543,6 +545,7 @@ class EngineConfig(Strict):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_model_len: Count | Literal["auto"] | None = None
+    backend: Reference = "auto"
     seed: Annotated[int, Meta(ge=0)] | None = None
     plugins: PluginsConfig = PluginsConfig()
     scheduler: SchedulerConfig = SchedulerConfig()

@@ -296,7 +296,7 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
     """Stores keys and values in blocks and computes attention over them. One per device.
 
     `AttentionBackend[Cache, Plan]` as a base says what `allocate` and `plan` return. A constructor
-    raises ModelError if the backend cannot run here, so that `attention.use = "auto"` tries others.
+    raises ModelError if the backend cannot run here, so that `backend = "auto"` tries others.
     """
 
     kv_layout: ClassVar[str] = ""
@@ -318,8 +318,12 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
     context: AttentionContext
 
     def describe(self) -> str:
-        """Return what runs, for the line that the engine logs: "native_cpu (avx2)" for example."""
-        return self.name
+        """Return what runs, for the line that the engine logs: "native_cpu (avx2)" for example.
+
+        By default the name, and why the engine does not use the one that it prefers.
+        """
+        reason = self.context.reason
+        return f"{self.name} ({reason})" if reason else self.name
 
     @property
     def replayable(self) -> bool:

@@ -102,9 +102,10 @@ def _forwarded(old: str, name: str, targets: tuple[str, ...]) -> Any:
 def register(package: str) -> None:
     """Register the old modules of a package, where nothing has yet, and the names that moved."""
     for name in MOVED:
-        module = _MovedModule(f"{package}.{name}", "Moved; see hardpoint.plugins.moved.")
-        sys.modules.setdefault(module.__name__, module)
-        setattr(sys.modules[package], name, sys.modules[module.__name__])
+        old = _MovedModule(f"{package}.{name}", "Moved; see hardpoint.plugins.moved.")
+        sys.modules.setdefault(old.__name__, old)
+        setattr(sys.modules[package], name, sys.modules[old.__name__])
     for name in MOVED_NAMES:
+        module = importlib.import_module(f"{package}.{name}")
         # Not in its source: type checkers would take the module to have every name.
-        importlib.import_module(f"{package}.{name}").__getattr__ = _NamesMoved(f"{package}.{name}")
+        vars(module)["__getattr__"] = _NamesMoved(module.__name__)

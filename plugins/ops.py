@@ -82,7 +82,7 @@ class Ops(Component):
     Sums are of float32 at least, and results are rounded once. On a CPU they compute in as many
     threads as `torch.get_num_threads()` says, which may change between steps.
 
-    A constructor raises ModelError if the operations cannot run here, so that `ops.use = "auto"`
+    A constructor raises ModelError if the operations cannot run here, so that `backend = "auto"`
     tries the next ones.
     """
 
@@ -92,8 +92,12 @@ class Ops(Component):
     context: OpsContext
 
     def describe(self) -> str:
-        """Return what runs, for the line that the engine logs: "native_cpu (avx2)" for example."""
-        return self.name
+        """Return what runs, for the line that the engine logs: "native_cpu (avx2)" for example.
+
+        By default the name, and why the engine does not use the one that it prefers.
+        """
+        reason = self.context.reason
+        return f"{self.name} ({reason})" if reason else self.name
 
     @property
     def replayable(self) -> bool:

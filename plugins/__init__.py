@@ -19,7 +19,6 @@ from hardpoint.typed import Arguments, Options, State
 from . import moved
 from .arguments import PrepareContext
 from .commands import Command, CommandContext
-from .component import is_replayable
 from .config import EngineConfig
 from .executor import Executor, ExecutorContext, WorkerInfo
 from .grammars import GrammarBackend, GrammarContext
@@ -57,6 +56,7 @@ from .logits import (
     SparseLogitsProcessor,
     TensorSpec,
 )
+from .logits_ops import LogitsOps, Op
 from .markers import ReasoningMarkers, ReasoningPosition, ReasoningTracker
 from .model import (
     AttentionBackend,
@@ -72,7 +72,7 @@ from .model import (
     WeightFormat,
     WeightLoader,
 )
-from .ops import Op, Ops, OpsContext, Recorded
+from .ops import Ops, OpsContext, Recorded
 from .output_parser import OutputParser, OutputParserContext, ParserRequest
 from .parallel import Communicator, CommunicatorContext
 from .params import RepetitionDetection, RequestOutputKind, SamplingParams
@@ -146,6 +146,7 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "BatchUpdate",
     "Edits",
     "LogitsContext",
+    "LogitsOps",
     "LogitsProcessor",
     "LogitsRequest",
     "Move",
@@ -228,7 +229,6 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "Quantization",
     "QuantizationContext",
     "Recorded",
-    "is_replayable",
     "WeightFormat",
     "WeightLoader",
     # Tokenizers: provisional

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -31,6 +32,9 @@ MOVED = {
 """By old name in `hardpoint.plugins`: the modules that have its names now."""
 
 MOVED_NAMES = {
+    "": {
+        "is_replayable": "hardpoint.plugins.component",
+    },
     "executor": {
         "are_out_of_step": "hardpoint.toolkit.workers.joining",
         "failed_rank": "hardpoint.toolkit.workers.joining",
@@ -41,7 +45,7 @@ MOVED_NAMES = {
         "worker_method": "hardpoint.toolkit.workers.joining",
     },
 }
-"""By module of `hardpoint.plugins` that stays: names that left it, and their modules now."""
+"""By module of `hardpoint.plugins`, "" for itself: names that left it, and their modules now."""
 
 
 class _MovedModule(ModuleType):
@@ -61,10 +65,10 @@ class _MovedModule(ModuleType):
 class _NamesMoved:
     """The `__getattr__` of a module that stays; reading a name that left it warns."""
 
-    def __init__(self, module: str) -> None:
-        """Forward the names of a module, by its full name."""
+    def __init__(self, module: str, targets: Mapping[str, str]) -> None:
+        """Forward the names of a module, by its full name, to their modules."""
         self._module = module
-        self._targets = MOVED_NAMES[module.rpartition(".")[2]]
+        self._targets = targets
 
     def __call__(self, name: str) -> Any:
         """Return a name of another module.
@@ -105,7 +109,7 @@ def register(package: str) -> None:
         old = _MovedModule(f"{package}.{name}", "Moved; see hardpoint.plugins.moved.")
         sys.modules.setdefault(old.__name__, old)
         setattr(sys.modules[package], name, sys.modules[old.__name__])
-    for name in MOVED_NAMES:
-        module = importlib.import_module(f"{package}.{name}")
+    for name, targets in MOVED_NAMES.items():
+        module = importlib.import_module(f"{package}.{name}" if name else package)
         # Not in its source: type checkers would take the module to have every name.
-        vars(module)["__getattr__"] = _NamesMoved(module.__name__)
+        vars(module)["__getattr__"] = _NamesMoved(module.__name__, targets)

@@ -15,18 +15,24 @@ NAMES = [
     for old, targets in MOVED.items()
     for target in targets
     for name in importlib.import_module(target).__all__
-] + [(old, target, name) for old, names in MOVED_NAMES.items() for name, target in names.items()]
+]
+NAMES += [
+    (old, target, name) for old, names in MOVED_NAMES.items() for name, target in names.items()
+]
+
+
+def module_of(old):
+    return f"hardpoint.plugins.{old}" if old else "hardpoint.plugins"
 
 
 @pytest.mark.parametrize(("old", "target", "name"), NAMES)
 def test_an_old_path_gives_the_same_object_and_names_the_new_one(old, target, name):
     with pytest.warns(DeprecationWarning, match="moved to") as caught:
-        found = getattr(importlib.import_module(f"hardpoint.plugins.{old}"), name)
+        found = getattr(importlib.import_module(module_of(old)), name)
     assert found is getattr(importlib.import_module(target), name)
     (warning,) = caught
     assert str(warning.message) == (
-        f"hardpoint.plugins.{old}.{name} moved to {target}.{name}; the old path works until "
-        "hardpoint 0.3"
+        f"{module_of(old)}.{name} moved to {target}.{name}; the old path works until hardpoint 0.3"
     )
     assert warning.filename == __file__
 
@@ -51,4 +57,4 @@ def test_an_unknown_name_is_an_error_without_a_warning():
 
 def test_names_that_moved_are_in_no_list_of_the_old_module():
     for old, names in MOVED_NAMES.items():
-        assert not set(names) & set(importlib.import_module(f"hardpoint.plugins.{old}").__all__)
+        assert not set(names) & set(importlib.import_module(module_of(old)).__all__)

@@ -18,6 +18,7 @@ from hardpoint.typed import Arguments, Options, State
 
 from . import moved
 from .arguments import PrepareContext
+from .attention import AttentionBackend, AttentionContext, AttentionStep, KVSpec
 from .commands import Command, CommandContext
 from .config import EngineConfig
 from .executor import Executor, ExecutorContext, WorkerInfo
@@ -39,6 +40,7 @@ from .kv_cache import (
 )
 from .kv_connector import KVConnector, KVConnectorContext
 from .kv_store import KVStore, KVStoreContext
+from .loader import LoaderContext, ModelConfig, ModelFiles, WeightFormat, WeightLoader
 from .logits import (
     Added,
     BatchLogitsProcessor,
@@ -58,20 +60,7 @@ from .logits import (
 )
 from .logits_ops import LogitsOps, Op
 from .markers import ReasoningMarkers, ReasoningPosition, ReasoningTracker
-from .model import (
-    AttentionBackend,
-    AttentionContext,
-    AttentionStep,
-    ForwardBatch,
-    KVSpec,
-    LoaderContext,
-    Model,
-    ModelConfig,
-    ModelContext,
-    ModelFiles,
-    WeightFormat,
-    WeightLoader,
-)
+from .model import ForwardBatch, Model, ModelContext
 from .ops import Ops, OpsContext, Recorded
 from .output_parser import OutputParser, OutputParserContext, ParserRequest
 from .parallel import Communicator, CommunicatorContext

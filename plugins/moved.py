@@ -32,6 +32,17 @@ MOVED = {
 """By old name in `hardpoint.plugins`: the modules that have its names now."""
 
 MOVED_NAMES = {
+    "config": {
+        "ServerLimits": "hardpoint.plugins.server_config",
+    },
+    "model": {
+        "AttentionBackend": "hardpoint.plugins.attention",
+        "AttentionContext": "hardpoint.plugins.attention",
+        "LoaderContext": "hardpoint.plugins.loader",
+        "ModelFiles": "hardpoint.plugins.loader",
+        "WeightFormat": "hardpoint.plugins.loader",
+        "WeightLoader": "hardpoint.plugins.loader",
+    },
     "": {
         "is_replayable": "hardpoint.plugins.component",
     },

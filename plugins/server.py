@@ -24,11 +24,12 @@ import msgspec
 from hardpoint.errors import EngineDeadError
 from hardpoint.typed import Strict
 
-from .config import EngineConfig, ServerConfig, ServerLimits
+from .config import EngineConfig, ServerConfig
 from .manifest import Manifest
 from .params import SamplingParams
 from .requests import Prompt, RequestOutput, ToolCall
 from .scheduling_policy import SchedulingPolicy
+from .server_config import ServerLimits
 from .stats import Health, PluginMeter, SchedulerStats
 from .step_record import LiveRequest
 from .tokenizer import Tokenizer

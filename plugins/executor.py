@@ -29,8 +29,6 @@ __all__ = [
     "MAX_CONCURRENT_BATCHES",
     "Executor",
     "ExecutorContext",
-    "LaunchWorker",
-    "StartProcess",
     "Worker",
     "WorkerInfo",
     "WorkerLaunch",

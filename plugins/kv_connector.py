@@ -41,7 +41,6 @@ __all__ = [
     "KVConnectorWorker",
     "KVSchedulerContext",
     "KVWorkerContext",
-    "OpenStores",
     "block_key",
 ]
 

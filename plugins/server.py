@@ -42,7 +42,6 @@ __all__ = [
     "App",
     "AsyncGenerator",
     "Authenticator",
-    "BodyReader",
     "Call",
     "Client",
     "Controls",
@@ -59,7 +58,6 @@ __all__ = [
     "ServerLimits",
     "ToolCall",
     "Transform",
-    "WorkRunner",
 ]
 
 Scope = MutableMapping[str, Any]

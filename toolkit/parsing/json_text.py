@@ -18,7 +18,6 @@ __all__ = [
     "JsonText",
     "arguments_format",
     "call_as_json",
-    "is_json",
     "json_value",
     "named_types",
     "quoted",

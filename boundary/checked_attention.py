@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from hardpoint.errors import ConfigError, ModelError, PluginFaultError
-from hardpoint.plugins import AttentionBackend, AttentionStep, KVSpec, Wrapper, is_replayable
+from hardpoint.plugins import AttentionBackend, AttentionStep, KVSpec, Wrapper
+from hardpoint.plugins.component import is_replayable
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.model import Attend
 

@@ -19,8 +19,8 @@ from hardpoint.plugins import (
     Model,
     WeightLoader,
     Wrapper,
-    is_replayable,
 )
+from hardpoint.plugins.component import is_replayable
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import QuantizedWeight

@@ -18,8 +18,8 @@ from hardpoint.typed import Arguments, Options, State
 
 from . import moved
 from .arguments import PrepareContext
+from .attention import AttentionBackend, AttentionContext, AttentionStep, KVSpec
 from .commands import Command, CommandContext
-from .component import is_replayable
 from .config import EngineConfig
 from .executor import Executor, ExecutorContext, WorkerInfo
 from .grammars import GrammarBackend, GrammarContext
@@ -40,6 +40,7 @@ from .kv_cache import (
 )
 from .kv_connector import KVConnector, KVConnectorContext
 from .kv_store import KVStore, KVStoreContext
+from .loader import LoaderContext, ModelConfig, ModelFiles, WeightFormat, WeightLoader
 from .logits import (
     Added,
     BatchLogitsProcessor,
@@ -57,22 +58,10 @@ from .logits import (
     SparseLogitsProcessor,
     TensorSpec,
 )
+from .logits_ops import LogitsOps, Op
 from .markers import ReasoningMarkers, ReasoningPosition, ReasoningTracker
-from .model import (
-    AttentionBackend,
-    AttentionContext,
-    AttentionStep,
-    ForwardBatch,
-    KVSpec,
-    LoaderContext,
-    Model,
-    ModelConfig,
-    ModelContext,
-    ModelFiles,
-    WeightFormat,
-    WeightLoader,
-)
-from .ops import Op, Ops, OpsContext, Recorded
+from .model import ForwardBatch, Model, ModelContext
+from .ops import Ops, OpsContext, Recorded
 from .output_parser import OutputParser, OutputParserContext, ParserRequest
 from .parallel import Communicator, CommunicatorContext
 from .params import RepetitionDetection, RequestOutputKind, SamplingParams
@@ -147,6 +136,7 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "BatchUpdate",
     "Edits",
     "LogitsContext",
+    "LogitsOps",
     "LogitsProcessor",
     "LogitsRequest",
     "Move",
@@ -229,7 +219,6 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "Quantization",
     "QuantizationContext",
     "Recorded",
-    "is_replayable",
     "WeightFormat",
     "WeightLoader",
     # Tokenizers: provisional

@@ -31,12 +31,15 @@ class Context(Generic[ComponentT_co]):
         options: the component's own `Options`, checked.
         source: its identity in messages; None if the context was made by hand.
         creator: what `create` calls; None if the context was made by hand.
+        reason: why another component, which the engine prefers, is not used; empty if there is
+            none.
     """
 
     name: str
     options: Any
     source: Source | None = field(default=None, repr=False, compare=False)
     creator: Callable[[str], Any] | None = field(default=None, repr=False, compare=False)
+    reason: str = field(default="", repr=False, compare=False)
 
     def create(self, use: str) -> ComponentT_co:
         """Build another component of the same kind, which its creator owns and closes.

@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, field
+from msgspec import Meta
 
 from hardpoint.typed import Strict
+
+from .config_values import Count, Name, PositiveSeconds, Reference, Seconds
+from .server_config import ServerConfig
 
 __all__ = [
     "AttentionConfig",
@@ -27,24 +30,11 @@ __all__ = [
     "SamplerConfig",
     "SchedulerConfig",
     "ServerConfig",
-    "ServerLimits",
     "StatsConfig",
     "TokenizerConfig",
     "WeightCacheConfig",
 ]
 
-Reference = Annotated[
-    str,
-    Meta(
-        min_length=1,
-        description="An entry-point name, or an FQCN `package.module:Class`.",
-    ),
-]
-Name = Annotated[str, Meta(min_length=1, description="The name of an enabled component.")]
-Count = Annotated[int, Meta(ge=1)]
-# Timers of the system take no more.
-Seconds = Annotated[float, Meta(ge=0, le=1e9)]
-PositiveSeconds = Annotated[float, Meta(gt=0, le=1e9)]
 _STORES = "stores"
 """Name of the connector that drives stores."""
 
@@ -309,13 +299,13 @@ class SamplerConfig(Strict):
 
 
 class AttentionConfig(Strict):
-    """The attention backend; "auto" is the fastest built-in that runs on the device."""
+    """The attention backend; "auto" is that of `backend`."""
 
     use: Reference = "auto"
 
 
 class OpsConfig(Strict):
-    """The operations of models; "auto" as for attention."""
+    """The operations of models; "auto" are those of `backend`."""
 
     use: Reference = "auto"
 
@@ -409,122 +399,6 @@ class WeightCacheConfig(Strict):
     max_bytes: Annotated[int, Meta(ge=1)] = 1 << 34
 
 
-class ServerLimits(Strict):
-    """What a request to the HTTP server may ask for at most; more is answered with 400 or 413.
-
-    Attributes:
-        body_bytes: of a request's body.
-        buffered_bytes: of all bodies larger than 64 KiB that are not yet used, together; further
-            ones are answered with 503. One alone may have `body_bytes` in any case.
-        items: of a body: its commas, and 8 for each opening bracket, those in its texts too.
-        header_bytes: of its request line and headers.
-        connections: that are open at once; further ones are answered with 503.
-        depth: of arrays and objects in one another, in a body.
-        requests: that are being answered at once; further ones are answered with 429.
-        prompts: in one request.
-        prompt_characters: of all texts of a request; None is 32 for each token of `max_model_len`.
-        n: completions of a prompt.
-        max_tokens: None is what fits into the context.
-        logprobs: likeliest tokens per position, of prompts too.
-        stop: stop strings, and stop token ids.
-        bad_words: that must not be produced.
-        logit_bias: tokens with a bias, and tokens that are allowed.
-        messages: of a conversation.
-        tools: that the model may call.
-        schema_bytes: of a JSON schema or grammar, of all tools together too.
-        timeout_seconds: for one request; None is no limit.
-    """
-
-    body_bytes: Count = 8 << 20
-    buffered_bytes: Count = 128 << 20
-    items: Count = 1 << 20
-    header_bytes: Count = 64 << 10
-    connections: Count = 4096
-    depth: Annotated[int, Meta(ge=1, le=200)] = 128
-    requests: Count = 1024
-    prompts: Count = 1024
-    prompt_characters: Count | None = None
-    n: Count = 128
-    max_tokens: Count | None = None
-    logprobs: Annotated[int, Meta(ge=0)] = 20
-    stop: Annotated[int, Meta(ge=0)] = 64
-    bad_words: Annotated[int, Meta(ge=0)] = 1024
-    logit_bias: Annotated[int, Meta(ge=0)] = 4096
-    messages: Count = 4096
-    tools: Count = 256
-    schema_bytes: Count = 1 << 18
-    timeout_seconds: PositiveSeconds | None = None
-
-
-class ServerConfig(Strict):
-    """The HTTP server of `hardpoint serve`.
-
-    Attributes:
-        host: address that it listens on.
-        port: 0 is any free one.
-        uds: path of a Unix socket to listen on instead.
-        uds_mode: permissions of its file, in octal digits.
-        root_path: prefix of its paths at the proxy before it.
-        served_names: of the model; by default `model`.
-        keys_file: TOML file of the users' keys; None needs no key.
-        open_routes: that need no key, even if there are keys.
-        allowed_hosts: names that requests may address the server by; None is loopback names and
-            the bound address. "*" is any.
-        allowed_origins: of web pages that browsers let use the server; none but its own.
-        tls_certificate, tls_key: PEM files; with them it speaks HTTPS.
-        admin: address of the admin routes: "unix:PATH", or "HOST:PORT", which needs
-            `admin_keys_file`; None is none.
-        admin_keys_file: TOML file of the administrators' keys.
-        unknown_fields: "error" refuses requests with fields that the server does not know, "warn"
-            leaves them out and logs them.
-        replace_routes: paths of the server's own routes that plugins may replace.
-        extension_seconds: maximum time that an authenticator, a transform or a middleware of a
-            plugin may take for a request, without what it wraps.
-        page: whether `/` is a web page.
-        access_log: of requests, on standard error.
-        heartbeat_seconds: time without an event after which a stream gets a comment, so that no
-            proxy ends it; 0 is never.
-        header_seconds: maximum time from a connection to the end of a request's headers.
-        body_seconds: maximum time between two parts of a request's body, and for all of it, with
-            a second more for each 10000 bytes that came.
-        send_seconds: maximum time that a client may leave an answer unread.
-        keep_alive_seconds: that an idle connection is kept.
-        drain_delay: time to serve on after SIGTERM while `/ready` says 503.
-        drain_seconds: time for requests to finish after that.
-        restart: whether a dead engine is restarted; if not, the server ends.
-        limits: of requests.
-    """
-
-    host: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535)] = 8000
-    uds: Annotated[str, Meta(min_length=1)] | None = None
-    uds_mode: Annotated[str, Meta(pattern="^0?[0-7]{3}$")] = "0600"
-    root_path: str = ""
-    served_names: list[Annotated[str, Meta(min_length=1)]] = []
-    keys_file: str | None = None
-    open_routes: list[str] = field(default_factory=lambda: ["/health", "/ready", "/"])
-    allowed_hosts: list[str] | None = None
-    allowed_origins: list[str] = []
-    tls_certificate: str | None = None
-    tls_key: str | None = None
-    admin: str | None = None
-    admin_keys_file: str | None = None
-    unknown_fields: Literal["error", "warn"] = "error"
-    replace_routes: list[str] = []
-    extension_seconds: PositiveSeconds = 10.0
-    page: bool = True
-    access_log: Literal["text", "json", "off"] = "text"
-    heartbeat_seconds: Seconds = 15.0
-    header_seconds: PositiveSeconds = 10.0
-    body_seconds: PositiveSeconds = 30.0
-    send_seconds: PositiveSeconds = 60.0
-    keep_alive_seconds: PositiveSeconds = 5.0
-    drain_delay: Seconds = 0.0
-    drain_seconds: Seconds = 30.0
-    restart: Literal["never", "on_failure"] = "on_failure"
-    limits: ServerLimits = ServerLimits()
-
-
 class EngineConfig(Strict):
     """The whole configuration of an engine.
 
@@ -535,6 +409,8 @@ class EngineConfig(Strict):
         device: "auto" is cuda if available, else cpu.
         max_model_len: maximum length of prompt plus output; None is the model's own limit, "auto"
             what fits into the KV cache, up to the model's limit.
+        backend: attention and operations of this name, as a pair; "auto" is the fastest built-in
+            one of each that runs on the device.
         seed: for requests without a seed of their own; None draws one.
         plugin: options of plugins, by their names.
     """
@@ -543,6 +419,7 @@ class EngineConfig(Strict):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_model_len: Count | Literal["auto"] | None = None
+    backend: Reference = "auto"
     seed: Annotated[int, Meta(ge=0)] | None = None
     plugins: PluginsConfig = PluginsConfig()
     scheduler: SchedulerConfig = SchedulerConfig()

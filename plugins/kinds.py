@@ -6,19 +6,21 @@ from dataclasses import dataclass
 from enum import Enum
 
 from .arguments import ComponentWithArguments
+from .attention import AttentionBackend
 from .component import Component
 from .executor import Executor
 from .grammars import GrammarBackend
 from .kv_cache import EvictionPolicy, KVEventPublisher
 from .kv_connector import KVConnector
 from .kv_store import KVStore
+from .loader import WeightLoader
 from .logits import (
     BatchLogitsProcessor,
     LogitsPlugin,
     LogitsProcessor,
     SparseLogitsProcessor,
 )
-from .model import AttentionBackend, Model, WeightLoader
+from .model import Model
 from .ops import Ops
 from .output_parser import OutputParser, Role
 from .parallel import Communicator

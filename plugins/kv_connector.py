@@ -42,7 +42,6 @@ __all__ = [
     "KVConnectorWorker",
     "KVSchedulerContext",
     "KVWorkerContext",
-    "OpenStores",
     "block_key",
 ]
 

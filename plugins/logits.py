@@ -13,7 +13,7 @@ from hardpoint import typed
 
 from .arguments import ComponentWithArguments
 from .component import Context
-from .ops import Op, Ops
+from .logits_ops import LogitsOps, Op
 from .params import SamplingParams
 from .type_variables import ArgumentsT_co, StateT_co
 
@@ -203,7 +203,7 @@ class LogitsContext(Context["LogitsPlugin"]):
     device: torch.device
     vocab_size: int
     max_num_seqs: int
-    ops: Ops
+    ops: LogitsOps
 
 
 @dataclass(slots=True, eq=False, frozen=True)

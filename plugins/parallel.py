@@ -25,7 +25,6 @@ __all__ = [
     "Communicator",
     "CommunicatorContext",
     "Cut",
-    "IndivisibleError",
     "Parallel",
     "Placement",
     "SingleRank",

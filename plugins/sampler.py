@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Generic
 
 from .arguments import ComponentWithArguments, argument_column
 from .component import Context
-from .ops import Ops
+from .logits_ops import LogitsOps
 from .type_variables import ArgumentsT_co
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class SamplerContext(Context["Sampler"]):
 
     device: torch.device
     vocab_size: int
-    ops: Ops
+    ops: LogitsOps
 
 
 @dataclass(frozen=True)

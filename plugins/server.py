@@ -24,12 +24,13 @@ import msgspec
 from hardpoint.errors import EngineDeadError
 from hardpoint.typed import Strict
 
-from .config import EngineConfig, ServerConfig, ServerLimits
+from .config import EngineConfig, ServerConfig
 from .manifest import Manifest
 from .params import SamplingParams
 from .request_options import ChatOptions, ChatRequestOptions, RequestOptions
 from .requests import Prompt, RequestOutput, ToolCall
 from .scheduling_policy import SchedulingPolicy
+from .server_config import ServerLimits
 from .stats import Health, PluginMeter, SchedulerStats
 from .step_record import LiveRequest
 from .tokenizer import Tokenizer
@@ -42,7 +43,6 @@ __all__ = [
     "App",
     "AsyncGenerator",
     "Authenticator",
-    "BodyReader",
     "Call",
     "Client",
     "Controls",
@@ -59,7 +59,6 @@ __all__ = [
     "ServerLimits",
     "ToolCall",
     "Transform",
-    "WorkRunner",
 ]
 
 Scope = MutableMapping[str, Any]

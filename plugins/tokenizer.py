@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from .component import Component, Context
 from .grammars import Vocabulary
-from .model import ModelFiles
+from .loader import ModelFiles
 
 __all__ = ["DecodeStream", "Tokenizer", "TokenizerContext"]
 

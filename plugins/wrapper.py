@@ -92,7 +92,7 @@ class _Forwarded:
 def _members(interface: type[Component]) -> Iterator[tuple[str, Any]]:
     """Yield the public members of an interface, those of every component left out."""
     for base in reversed(interface.__mro__):
-        if base is not Component and issubclass(base, Component):
+        if base not in Component.__mro__:
             for name, member in vars(base).items():
                 if not name.startswith("_") and name not in _OWN:
                     yield name, member

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar, cast
 
 import msgspec
 
@@ -29,18 +29,17 @@ from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.manifest import Manifest, PluginEntry
 
 from .adapt import configured, load_component
+from .backends import check_devices, first_that_runs
 from .blame import describe, raise_unless_fault
 from .discovery import InstalledPlugin, advice, discover, installed_version
 from .hooks import HookSet
 from .loading import inspecting
 from .ordering import ordered, ordered_parts
+from .plugin_options import Key, checked_options, option_path, options_by_component, options_of
 from .request_arguments import takes_arguments
-from .selection import SelectedPlugin, Selection
+from .selection import AUTO, BACKEND_KINDS, SelectedPlugin, Selection
 
 C = TypeVar("C", bound=Component)
-
-Key = tuple[str, str, str]
-"""Kind, name and value of a component, see `PluginEntry.key`."""
 
 
 class PluginSet:
@@ -65,13 +64,16 @@ class PluginSet:
         self.warnings = warnings
         self._entries = {(e.kind, e.name): e for e in manifest.entries}
         self._targets = dict(targets or {})
+        self._used: dict[str, PluginEntry] = {}  # by kind, of several candidates
 
     def entries(self, kind: str) -> list[PluginEntry]:
         """Return the entries of a kind in their resolved order."""
         return sorted((e for e in self.manifest.entries if e.kind == kind), key=lambda e: e.place)
 
     def one(self, kind: str) -> PluginEntry:
-        """Return the only entry of a kind."""
+        """Return the only entry of a kind; of candidates, that of the component in use."""
+        if (used := self._used.get(kind)) is not None:
+            return used
         (entry,) = self.entries(kind)
         return entry
 
@@ -116,7 +118,7 @@ class PluginSet:
         if entry.key not in self._targets:
             target = load_component(KINDS[entry.kind], entry.source)
             self._targets[entry.key] = configured(
-                target, _checked_options(target, entry.options, f"plugin.{entry.name}")
+                target, checked_options(target, entry.options, f"plugin.{entry.name}")
             )
         return self._targets[entry.key]
 
@@ -126,7 +128,7 @@ class PluginSet:
 
     def options(self, entry: PluginEntry) -> Any:
         """Return an entry's checked options."""
-        return _checked_options(self.target(entry), entry.options, f"plugin.{entry.name}")
+        return checked_options(self.target(entry), entry.options, f"plugin.{entry.name}")
 
     def create(self, entry: PluginEntry, context_type: type[Context[C]], **fields: Any) -> C:
         """Build an entry's component.
@@ -143,6 +145,29 @@ class PluginSet:
             entry, context_type(name=entry.name, options=self.options(entry), **fields)
         )
 
+    def create_for_device(
+        self, kind: str, context_type: type[Context[C]], *, device: Any, **fields: Any
+    ) -> C:
+        """Build the component of a kind of which there is one per device.
+
+        Args:
+            kind: `attention_backends` or `ops`.
+            context_type: class of the context.
+            device: torch's device.
+            fields: of the context, in addition to name, options and device.
+
+        Raises:
+            ModelError: it does not run on the device.
+            PluginLoadError: its constructor failed; the cause is chained.
+        """
+
+        def build(entry: PluginEntry, reason: str) -> C:
+            return self.create(entry, context_type, device=device, reason=reason, **fields)
+
+        entries = {entry.name: entry for entry in self.entries(kind)}
+        self._used[kind], component = first_that_runs(entries, device.type, self.target, build)
+        return component
+
     def with_creator(self, entry: PluginEntry, context: Context[C], undo: ExitStack) -> Context[C]:
         """Return an entry's context, which builds the components that the entry wraps.
 
@@ -152,14 +177,21 @@ class PluginSet:
             undo: closes the components that were built.
         """
 
+        def build(wrapped: PluginEntry, reason: str = "") -> C:
+            name, options = wrapped.name, self.options(wrapped)
+            return self._build(wrapped, replace(context, name=name, options=options, reason=reason))
+
         def create(use: str) -> C:
-            if (wrapped := entry.wraps.get(use)) is None:
+            if (wrapped := entry.wraps.get(use)) is not None:
+                component = build(wrapped)
+            elif use == AUTO and entry.kind in BACKEND_KINDS and entry.wraps:
+                device: str = cast(Any, context).device.type
+                _, component = first_that_runs(entry.wraps, device, self.target, build)
+            else:
                 named = ", ".join(map(repr, entry.wraps)) or "none"
                 raise PluginContractError(
                     f"{entry.source}: it builds {use!r}, which its wraps() does not return: {named}"
                 )
-            inner = replace(context, name=wrapped.name, options=self.options(wrapped))
-            component = self._build(wrapped, inner)
             undo.callback(component.close)
             return component
 
@@ -264,9 +296,10 @@ def resolve_plugins(
         if item.kind.number is not Number.BY_NAME or item.path:
             targets[item.key] = load_component(item.kind, item.source, item.target)
     _check_on_error(config, config_sources, chosen)
+    check_devices(chosen, targets)
     wraps = _find_wrapped(selection, config, config_sources, chosen, targets)
     every = [*chosen, *(inner for found_ in wraps.values() for inner in found_.values())]
-    options = _options_by_component(config, config_sources, every, targets)
+    options = options_by_component(config, config_sources, every, targets)
     places = _places(chosen, targets)
     warnings = [*selection.warnings, *_unknown_neighbours(chosen, targets, found)]
 
@@ -311,10 +344,8 @@ def _find_wrapped(
                 f"{outer.source}: a logits processor wraps no other one; enable both, and order "
                 f"them with before and after"
             )
-        options = _options_of(outer, target, _option_path(config, outer), config, config_sources)
-        for use in _wraps(outer, target, options):
-            path = _path_of_wrapped(outer, options, use)
-            inner = selection.wrapped(outer, use, path)
+        options = options_of(outer, target, option_path(config, outer), config, config_sources)
+        for use, path, inner in _wrapped(selection, outer, target, options):
             names = [item.name for item in chain]
             if inner.source.value in (item.source.value for item in chain):
                 raise PluginConflictError(
@@ -330,6 +361,16 @@ def _find_wrapped(
     for item in chosen:
         add(item, (item,))
     return found
+
+
+def _wrapped(
+    selection: Selection, outer: SelectedPlugin, target: type[Component], options: Any
+) -> Iterator[tuple[str, str, SelectedPlugin]]:
+    """Yield what a component wraps: by which reference, the path that names it, and itself."""
+    for named in _wraps(outer, target, options):
+        path = _path_of_wrapped(outer, options, named)
+        for use, inner in selection.wrapped(outer, named, path).items():
+            yield use, path, inner
 
 
 def _check_arguments(
@@ -372,11 +413,6 @@ def _path_of_wrapped(outer: SelectedPlugin, options: Any, use: str) -> str:
     return f"plugin.{outer.name}"
 
 
-def _checked_options(target: Any, options: Mapping[str, Any], path: str) -> Any:
-    """Return options as the target's own type; hooks have none of their own."""
-    return typed.convert(options, getattr(target, "Options", typed.Options), path=path)
-
-
 def _check_on_error(
     config: EngineConfig, config_sources: ConfigSources, chosen: Sequence[SelectedPlugin]
 ) -> None:
@@ -395,95 +431,6 @@ def _check_on_error(
                 f'{path}: expected "{scopes[name].value}" or "engine", got "{scope}" '
                 f"(from {origin})"
             )
-
-
-def _options_by_component(
-    config: EngineConfig,
-    config_sources: ConfigSources,
-    chosen: Sequence[SelectedPlugin],
-    targets: dict[Key, Any],
-) -> dict[Key, dict[str, Any]]:
-    """Return each component's options with defaults, checked by the component's type.
-
-    Adapters are replaced in `targets` by ones with their options applied.
-    """
-    paths = _option_paths(config, config_sources, chosen)
-    result: dict[Key, dict[str, Any]] = {}
-    for item in chosen:
-        path = paths.get(item.key)
-        if item.key not in targets:  # loaded by name; checked when it is
-            result[item.key] = dict(_table(config, path))
-            continue
-        checked = _options_of(item, targets[item.key], path, config, config_sources)
-        result[item.key] = msgspec.to_builtins(checked)
-        try:
-            targets[item.key] = configured(targets[item.key], checked)
-        except ConfigError as error:
-            raise _located(error, item, path, config_sources) from None
-    return result
-
-
-def _options_of(
-    item: SelectedPlugin,
-    target: Any,
-    path: str | None,
-    config: EngineConfig,
-    config_sources: ConfigSources,
-) -> Any:
-    """Return a component's options, given the path of its table, if it has one."""
-    try:
-        return _checked_options(target, _table(config, path), path or f"plugin.{item.name}")
-    except ConfigError as error:
-        raise _located(error, item, path, config_sources) from None
-
-
-def _located(
-    error: ConfigError, item: SelectedPlugin, path: str | None, config_sources: ConfigSources
-) -> ConfigError:
-    """Return an error of options with the origin of the table, or of the component without one."""
-    message = str(error)
-    return ConfigError(config_sources.locate(message) if path else f"{message} (for {item.source})")
-
-
-def _table(config: EngineConfig, path: str | None) -> Mapping[str, Any]:
-    return config.plugin[path.removeprefix("plugin.")] if path else {}
-
-
-def _option_path(config: EngineConfig, item: SelectedPlugin) -> str | None:
-    """Return the path of the table that has a component's name, which may belong to another one."""
-    names = (f"{item.kind.name}/{item.name}", item.name)
-    return next((f"plugin.{name}" for name in names if name in config.plugin), None)
-
-
-def _option_paths(
-    config: EngineConfig, config_sources: ConfigSources, chosen: Sequence[SelectedPlugin]
-) -> dict[Key, str]:
-    """Return the path of the `[plugin.<name>]` table of each component that has one.
-
-    Where a component wraps another one of its own name, the table is the wrapper's.
-    """
-    owners: dict[tuple[str, str], SelectedPlugin] = {}
-    for item in chosen:  # those that are wrapped come last
-        owners.setdefault((item.kind.name, item.name), item)
-    paths: dict[Key, str] = {}
-    for name in config.plugin:
-        path = f"plugin.{name}"
-        origin = config_sources.of(path)
-        keys = [
-            owner.key for (kind, own), owner in owners.items() if name in (own, f"{kind}/{own}")
-        ]
-        if not keys:
-            known = sorted({c.name for c in chosen})
-            raise ConfigError(
-                f"{path}: no plugin {name!r} is enabled{typed.suggest(name, known)} (from {origin})"
-            )
-        if len(keys) > 1:
-            choices = ", ".join(f'"{kind}/{own}"' for kind, own, _ in keys)
-            raise ConfigError(f"{path}: {name!r} could be any of {choices} (from {origin})")
-        if keys[0] in paths:
-            raise ConfigError(f"{path}: given twice, here and by {paths[keys[0]]} (from {origin})")
-        paths[keys[0]] = path
-    return paths
 
 
 def _unknown_neighbours(

@@ -18,6 +18,12 @@ from .adapt import adapt
 from .discovery import InstalledPlugin, advice, describe_unknown_kind
 from .loading import import_object, inspecting, kinds_of, snake_case
 
+AUTO = "auto"
+"""The word that leaves a choice to the engine."""
+BACKEND_KINDS = ("attention_backends", "ops")
+"""Kinds whose "auto" follows the setting `backend`."""
+_CANDIDATES = ("native_cpu", "triton", "torch")
+"""Built-ins of both kinds, of which each device has one if `backend` is "auto"."""
 _SET_BY = {"kv_connector.use": "kv_connector.stores"}
 """Settings by the path of another one that has a value because of them."""
 
@@ -93,6 +99,8 @@ class Selection:
             named = getattr(named, step)
         if named is None:
             return []
+        if named == AUTO and kind.name in BACKEND_KINDS:
+            return list(self._of_backend(kind, path).values())
         if isinstance(named, str):
             return [self._resolve(named, path, kind)]
         path_of: dict[tuple[str, str | None], str] = {}
@@ -121,10 +129,33 @@ class Selection:
             )
         return use, name
 
-    def wrapped(self, outer: SelectedPlugin, reference: str, path: str) -> SelectedPlugin:
-        """Return the component that an enabled one wraps, which the option at `path` names."""
-        found = self._resolve(reference, path, outer.kind)
-        return replace(found, source=replace(found.source, origin=str(outer.source)))
+    def _of_backend(self, kind: Kind, path: str) -> dict[str, SelectedPlugin]:
+        """Return what "auto" stands for, by reference: the configured backend, or candidates."""
+        if (backend := self._config.backend) != AUTO:
+            return {AUTO: self._resolve(backend, "backend", kind)}
+        found = (f for f in self._found if f.builtin and f.kind == kind.name)
+        by_name = {f.name: self._chosen(f, path) for f in found}
+        return {name: by_name[name] for name in _CANDIDATES if name in by_name}
+
+    def wrapped(
+        self, outer: SelectedPlugin, reference: str, path: str
+    ) -> dict[str, SelectedPlugin]:
+        """Return the components that an enabled one wraps, by reference.
+
+        Args:
+            outer: the enabled component.
+            reference: as the option names it; "auto" may stand for several.
+            path: of the option.
+        """
+        if reference == AUTO and outer.kind.name in BACKEND_KINDS:
+            found = self._of_backend(outer.kind, path)
+        else:
+            found = {reference: self._resolve(reference, path, outer.kind)}
+        origin = str(outer.source)
+        return {
+            use: replace(inner, source=replace(inner.source, origin=origin))
+            for use, inner in found.items()
+        }
 
     def _enable(self, wanted: str | PluginUse, path: str) -> None:
         use, name = self._use_of(wanted, path)

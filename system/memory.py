@@ -15,7 +15,7 @@ import torch
 from hardpoint.plugins import EngineConfig, Model, ModelError, WorkerInfo
 from hardpoint.plugins.executor import max_step_tokens
 from hardpoint.plugins.kv_cache import BlockNeeds, KVCacheGroup
-from hardpoint.plugins.model import WeightFormat
+from hardpoint.plugins.loader import WeightFormat
 
 from .control_groups import PROC, control_groups, read_control
 

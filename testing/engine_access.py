@@ -75,6 +75,7 @@ from hardpoint.registry.hooks import HookSet as HookSet
 from hardpoint.registry.loading import check_component, snake_case
 from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 from hardpoint.registry.request_arguments import convert_arguments, prepare_arguments, prepares
+from hardpoint.registry.selection import BACKEND_KINDS
 
 from .scripted import scripted_engine, tokenizer_choice, write_scripted_model
 
@@ -107,14 +108,18 @@ def with_creator(context: Context[Any], kind: str) -> Context[Any]:
             table, _, key = path.partition(".")
             tree = {table: {key: use if KINDS[kind].number is Number.ONE else [use]}}
         plugins = resolve_plugins(typed.convert(tree, EngineConfig, path=""))
-        *_, entry = (e for e in plugins.entries(kind) if use in (e.name, e.value))
         own = {field.name for field in dataclasses.fields(Context)}
         fields = {
             field.name: getattr(context, field.name)
             for field in dataclasses.fields(context)
             if field.name not in own
         }
-        component: Component = plugins.create(entry, type(context), **fields)
+        component: Component
+        if kind in BACKEND_KINDS:
+            component = plugins.create_for_device(kind, type(context), **fields)
+        else:
+            *_, entry = (e for e in plugins.entries(kind) if use in (e.name, e.value))
+            component = plugins.create(entry, type(context), **fields)
         return component
 
     return dataclasses.replace(context, creator=create)
@@ -181,7 +186,7 @@ def load_ops(dtype: torch.dtype, device: torch.device | None = None, use: str = 
     """
     plugins = resolve_plugins(typed.convert({"ops": {"use": use}}, EngineConfig, path=""))
     device = device or torch.device("cpu")
-    return plugins.create(plugins.one("ops"), OpsContext, dtype=dtype, device=device)
+    return plugins.create_for_device("ops", OpsContext, dtype=dtype, device=device)
 
 
 def load_quantization(name: str, dtype: torch.dtype, config: Mapping[str, Any]) -> Quantization:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hardpoint.errors import ModelError, RequestError
-from hardpoint.plugins.model import ModelConfig
+from hardpoint.plugins import ModelConfig
 from hardpoint.plugins.params import SamplingParams
 
 __all__ = [

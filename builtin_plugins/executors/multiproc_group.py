@@ -17,8 +17,9 @@ import msgspec
 
 from hardpoint.errors import CommunicationAbortedError, EngineClosedError, EngineDeadError
 from hardpoint.plugins import ExecutorContext
-from hardpoint.plugins.executor import WorkerProcess, is_joint
+from hardpoint.plugins.executor import WorkerProcess
 from hardpoint.toolkit.workers.calls import encode_call
+from hardpoint.toolkit.workers.joining import is_joint
 
 from .multiproc_calls import CallsEndedError, CallSender
 from .multiproc_messages import Frame, FrameReader, Kind, Progress, Setup, send

@@ -7,8 +7,8 @@ from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 from hardpoint.errors import CommunicationAbortedError
-from hardpoint.plugins.executor import is_joint, join_outputs
 from hardpoint.toolkit.workers.calls import decode_result
+from hardpoint.toolkit.workers.joining import is_joint, join_outputs
 
 
 class PendingCall:

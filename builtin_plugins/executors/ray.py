@@ -25,14 +25,10 @@ from hardpoint.plugins import (
     SchedulerOutput,
     WorkerInfo,
 )
-from hardpoint.plugins.executor import (
-    MAX_CONCURRENT_BATCHES,
-    are_out_of_step,
-    failed_rank,
-    first_error_or,
-)
+from hardpoint.plugins.executor import MAX_CONCURRENT_BATCHES
 from hardpoint.plugins.parallel import Placement
 from hardpoint.toolkit.workers.calls import decode_result, encode_call
+from hardpoint.toolkit.workers.joining import are_out_of_step, failed_rank, first_error_or
 
 from .ray_cluster import (
     Connection,

@@ -15,7 +15,8 @@ from hardpoint.plugins import (
     SchedulerOutput,
     WorkerInfo,
 )
-from hardpoint.plugins.executor import open_worker, worker_method
+from hardpoint.plugins.executor import open_worker
+from hardpoint.toolkit.workers.joining import worker_method
 
 T = TypeVar("T")
 

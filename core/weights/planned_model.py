@@ -56,8 +56,7 @@ def open_ops(spec: WorkerSpec) -> Ops:
     Raises:
         ModelError: they do not run on the device.
     """
-    entry = spec.entry_for_device("ops")
-    return spec.plugins.create(entry, OpsContext, device=spec.device, dtype=spec.dtype)
+    return spec.plugins.create_for_device("ops", OpsContext, device=spec.device, dtype=spec.dtype)
 
 
 def open_attention(spec: WorkerSpec) -> AttentionBackend:
@@ -66,8 +65,8 @@ def open_attention(spec: WorkerSpec) -> AttentionBackend:
     Raises:
         ModelError: it does not run on the device.
     """
-    return spec.plugins.create(
-        spec.entry_for_device("attention_backends"),
+    return spec.plugins.create_for_device(
+        "attention_backends",
         AttentionContext,
         device=spec.device,
         dtype=spec.dtype,

@@ -19,8 +19,8 @@ from hardpoint.plugins import (
     Model,
     ModelError,
 )
+from hardpoint.plugins.loader import WeightFormat
 from hardpoint.plugins.manifest import Source
-from hardpoint.plugins.model import WeightFormat
 from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import (
     AffineCodes,

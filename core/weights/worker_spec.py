@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from hardpoint.plugins import EngineConfig, ModelConfig, ModelError, WeightLoader
+from hardpoint.plugins import EngineConfig, ModelConfig, WeightLoader
 from hardpoint.plugins.component import Progress
-from hardpoint.plugins.kinds import KINDS
 from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.plugins.parallel import Placement
+from hardpoint.registry.backends import check_device
 from hardpoint.registry.plugin_set import PluginSet
 
 
@@ -44,10 +44,5 @@ class WorkerSpec:
             ModelError: it does not run on this device.
         """
         entry = self.plugins.one(kind)
-        devices = self.plugins.target(entry).devices
-        if self.device.type not in devices:
-            raise ModelError(
-                f"{KINDS[kind].chosen_by}: {entry.name!r} runs on {', '.join(devices)}, "
-                f"the device is {self.device.type}"
-            )
+        check_device(entry, self.plugins.target(entry), self.device.type)
         return entry

@@ -18,7 +18,7 @@ from hardpoint.errors import PluginFaultError, shown
 from hardpoint.plugins import HardpointError, KVConnector, SchedulerOutput
 from hardpoint.plugins.kv_cache import KVEvent
 from hardpoint.plugins.kv_connector import KVConnectorWorker, KVWorkerContext
-from hardpoint.plugins.model import ModelConfig
+from hardpoint.plugins.loader import ModelConfig
 from hardpoint.plugins.plan import KVReport
 from hardpoint.plugins.stats import KVTierStats
 from hardpoint.registry.blame import describe, raise_unless_fault

@@ -16,7 +16,7 @@ from hardpoint.core.build import no_progress
 from hardpoint.core.config import load_config
 from hardpoint.core.engine.prepare import prepare_worker
 from hardpoint.core.weights.planned_model import open_attention, open_ops, plan_model
-from hardpoint.plugins.model import WeightFormat
+from hardpoint.plugins.loader import WeightFormat
 from hardpoint.plugins.parallel import Parallel
 from hardpoint.plugins.quantization import QuantizedWeight
 from hardpoint.registry.plugin_set import resolve_plugins

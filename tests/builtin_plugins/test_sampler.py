@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from support.searching import examples
 
 from hardpoint.builtin_plugins.sampler import DefaultSampler
-from hardpoint.plugins import ModelError, SamplerContext, SamplingRows
-from hardpoint.plugins import ops as module
+from hardpoint.plugins import ModelError, SamplerContext, SamplingRows, exponential_race
+from hardpoint.plugins import logits_ops as module
 from hardpoint.testing import load_ops
 
 SEEDS = [0, 1, -1, 2**63 - 1, -(2**63), 0x9E3779B97F4A7C15 - 2**64, 12345]
@@ -167,7 +167,7 @@ class TestRepeatable:
         logits = random_logits(6, 800)
         rows = rows_of(list(range(6)), [1] * 6, [True, False] * 3)
         tokens = torch.arange(800, dtype=torch.int32)
-        chosen = module._race(logits, tokens, rows.seeds, rows.positions, rows.greedy)
+        chosen = exponential_race.race(logits, tokens, rows.seeds, rows.positions, rows.greedy)
         assert torch.equal(chosen, build(800).sample(logits, rows))
 
     def test_the_hash_is_the_documented_one(self):
@@ -198,8 +198,10 @@ class TestRepeatable:
 class TestNoise:
     def test_extreme_hashes_stay_finite(self):
         """In the float32 race of the torch path."""
-        largest = torch.tensor([2.0**31 - 1]).add(0.5).mul(-module._TO_UNIT).log1p().neg().log()
-        smallest = torch.tensor([0.0]).add(0.5).mul(-module._TO_UNIT).log1p().neg().log()
+        largest = (
+            torch.tensor([2.0**31 - 1]).add(0.5).mul(-exponential_race._TO_UNIT).log1p().neg().log()
+        )
+        smallest = torch.tensor([0.0]).add(0.5).mul(-exponential_race._TO_UNIT).log1p().neg().log()
         assert largest.isfinite().all()
         assert smallest.item() == pytest.approx(math.log(2**-32), rel=1e-6)
 

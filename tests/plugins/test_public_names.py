@@ -33,6 +33,7 @@ PUBLIC = (
     "hardpoint.toolkit.parsing.format_parser",
     "hardpoint.toolkit.parsing.json_text",
     "hardpoint.toolkit.workers.calls",
+    "hardpoint.toolkit.workers.joining",
 )
 FOR_AUTHORS = ("hardpoint.plugins", "hardpoint.errors", "hardpoint.typed", "hardpoint.toolkit")
 MOST_NAMES = 127

@@ -30,9 +30,9 @@ DEFAULTS = {
     "scheduling_policies/fcfs",
     "eviction_policies/lru",
     "executors/uniproc",
-    "attention_backends/auto",
+    "attention_backends/torch",
     "communicators/auto",
-    "ops/auto",
+    "ops/torch",
     "tokenizers/transformers",
 }
 

@@ -16,7 +16,6 @@ from support.triton import kernel_device
 from hardpoint.builtin_plugins.attention.native_cpu import NativeAttention
 from hardpoint.builtin_plugins.attention.torch import TorchAttention
 from hardpoint.builtin_plugins.attention.triton import TritonAttention
-from hardpoint.builtin_plugins.auto import AutoAttention, AutoOps
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.builtin_plugins.loaders.gguf import GGUFLoader
 from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
@@ -53,13 +52,6 @@ class TestDefaultSampler(SamplerSuite):
     sampler = DefaultSampler
 
 
-@pytest.mark.nightly  # it passes its calls on to one of the others
-class TestAutoAttention(AttentionBackendSuite):
-    examples = kit_examples(0.1)
-    backend = AutoAttention
-    name = "auto"
-
-
 class TestTorchOps(OpsSuite):
     ops = TorchOps
 
@@ -79,12 +71,6 @@ class TestTritonOps(OpsSuite):
         sizes = (50,)
         rows = (3,)  # each is run alone, too
         vocab_sizes = (999,)
-
-
-@pytest.mark.nightly  # it passes its calls on to one of the others
-class TestAutoOps(OpsSuite):
-    ops = AutoOps
-    name = "auto"
 
 
 class TestTorchAttention(AttentionBackendSuite):

@@ -19,8 +19,9 @@ import numpy as np
 
 from hardpoint import errors
 from hardpoint.errors import CommunicationAbortedError, HardpointError
-from hardpoint.plugins.executor import Worker, worker_method
+from hardpoint.plugins.executor import Worker
 from hardpoint.plugins.plan import GrammarBitmask, SchedulerOutput
+from hardpoint.toolkit.workers.joining import worker_method
 
 __all__ = ["WorkerServer", "decode_result", "encode_call", "encode_failure", "has_failed"]
 

@@ -11,7 +11,8 @@ import torch
 
 from hardpoint.boundary.checked_attention import CheckedAttention
 from hardpoint.boundary.checked_model import CheckedModel, wrong_result
-from hardpoint.plugins import Ops, is_replayable
+from hardpoint.plugins import Ops
+from hardpoint.plugins.component import is_replayable
 from hardpoint.plugins.manifest import Source
 
 from .decode_graphs import DecodeGraphs

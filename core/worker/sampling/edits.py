@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hardpoint.plugins import Edits, Op, Ops
+from hardpoint.plugins import Edits, LogitsOps, Op
 from hardpoint.plugins.device import to_device
 
 CompiledEdits = Callable[[torch.Tensor], None]
@@ -14,7 +14,7 @@ CompiledEdits = Callable[[torch.Tensor], None]
 
 
 def compile_edits(
-    edits: Edits, batch_rows: Sequence[int], logits: torch.Tensor, ops: Ops
+    edits: Edits, batch_rows: Sequence[int], logits: torch.Tensor, ops: LogitsOps
 ) -> CompiledEdits:
     """Check edits and return a function that applies them.
 

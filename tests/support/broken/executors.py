@@ -9,13 +9,8 @@ import threading
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 
 from hardpoint.plugins import ConfigError, Executor, HardpointError, ModelRunnerOutput, Wrapper
-from hardpoint.plugins.executor import (
-    MAX_CONCURRENT_BATCHES,
-    are_out_of_step,
-    first_error_or,
-    open_worker,
-    results_of,
-)
+from hardpoint.plugins.executor import MAX_CONCURRENT_BATCHES, open_worker
+from hardpoint.toolkit.workers.joining import are_out_of_step, first_error_or, results_of
 
 
 class Kept(Wrapper[Executor], Executor):

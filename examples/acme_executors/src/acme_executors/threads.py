@@ -14,12 +14,10 @@ from hardpoint.plugins import (
     SchedulerOutput,
     WorkerInfo,
 )
-from hardpoint.plugins.executor import (
-    MAX_CONCURRENT_BATCHES,
-    Worker,
+from hardpoint.plugins.executor import MAX_CONCURRENT_BATCHES, Worker, open_worker
+from hardpoint.toolkit.workers.joining import (
     are_out_of_step,
     first_error_or,
-    open_worker,
     results_of,
     worker_method,
 )

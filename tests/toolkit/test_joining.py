@@ -5,7 +5,7 @@ from concurrent.futures import Future
 import pytest
 
 from hardpoint.plugins import HardpointError, ModelError
-from hardpoint.plugins.executor import are_out_of_step, worker_method
+from hardpoint.toolkit.workers.joining import are_out_of_step, worker_method
 
 
 class Sleeper:

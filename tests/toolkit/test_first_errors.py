@@ -10,9 +10,9 @@ import pytest
 
 from hardpoint.errors import CommunicationAbortedError
 from hardpoint.plugins import ModelError
-from hardpoint.plugins.executor import failed_rank, first_error_or, results_of
 from hardpoint.system.memory import is_out_of_memory
 from hardpoint.toolkit.workers.calls import decode_result, encode_failure
+from hardpoint.toolkit.workers.joining import failed_rank, first_error_or, results_of
 
 ABORTED = CommunicationAbortedError("rank 1 failed: out of memory")
 OWN = ModelError("model: not enough memory")

@@ -1,0 +1,188 @@
+"""Weight loaders: what reads a model's configuration and weights from its files."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .component import Component, Context
+from .parallel import Cut, needed_part
+from .quantization import QuantizedWeight
+
+if TYPE_CHECKING:
+    import torch
+
+
+__all__ = [
+    "LoaderContext",
+    "ModelConfig",
+    "ModelFiles",
+    "WeightFormat",
+    "WeightLoader",
+]
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """Location of a model.
+
+    Attributes:
+        name: as configured.
+        path: a directory, or a single file.
+    """
+
+    name: str
+    path: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Configuration of a model, known before its weights are read.
+
+    Attributes:
+        architecture: for example "LlamaForCausalLM"; the name of a `models` plugin.
+        hf: fields of a Hugging Face `config.json`, possibly translated from another format.
+        vocab_size: width of a row of logits.
+        max_position_embeddings: maximum context length that the model was trained for.
+        eos_token_ids: end-of-sequence tokens that the model's files name.
+        dtype: of the weights on disk, "bfloat16" for example; None if mixed or unknown.
+        quantization: name of the scheme (kind `quantizations`) without which weights cannot be
+            read; None if each weight says how it is stored.
+        default_sampling: fields of SamplingParams that the model's files recommend, checked.
+    """
+
+    architecture: str
+    hf: Mapping[str, Any]
+    vocab_size: int
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: str | None = None
+    quantization: str | None = None
+    default_sampling: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How files store a weight.
+
+    Attributes:
+        name: of a `quantizations` component, "q4_k" for example; else a dtype, "bfloat16", or what
+            the format calls numbers that the loader itself dequantises, "q2_k".
+        num_bytes: in the files.
+        is_quantized: whether the name is that of a scheme.
+        stored: what the scheme is to read, without content: tensors on torch's device "meta". None
+            if the loader does not say it.
+    """
+
+    name: str
+    num_bytes: int
+    is_quantized: bool = False
+    stored: QuantizedWeight | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderContext(Context["WeightLoader"]):
+    """Context of a weight loader."""
+
+    files: ModelFiles
+
+
+class WeightLoader(Component):
+    """Reads one format: the model's configuration and its weights."""
+
+    context: LoaderContext
+
+    @classmethod
+    @abstractmethod
+    def recognises(cls, files: ModelFiles) -> bool:
+        """Return whether the files have this format. Must be fast and read no weights."""
+
+    def architecture(self) -> str | None:
+        """Return the architecture's name; None, the default, leaves it to `config`.
+
+        Called before `config`, so that an architecture that is not supported is reported before
+        its fields are, which may have other names.
+
+        Raises:
+            ModelError: if the files do not say it.
+        """
+        return None
+
+    @abstractmethod
+    def config(self) -> ModelConfig:
+        """Return the model's configuration.
+
+        Raises:
+            ModelError: if the files are damaged, incomplete or of an unknown architecture.
+        """
+
+    @abstractmethod
+    def weights(
+        self, shapes: Mapping[str, Sequence[int]]
+    ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
+        """Yield every weight once, as (name, CPU tensor).
+
+        A matrix that the files store with few bits is a `QuantizedWeight`, under the name of the
+        matrix; the scheme that it names reads it.
+
+        Args:
+            shapes: of the weights that the model needs, by Hugging Face name. A loader that reads
+                files may also yield others; the framework checks names and shapes.
+        """
+
+    def cut_weights(
+        self, shapes: Mapping[str, Sequence[int]], cuts: Mapping[str, Cut]
+    ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
+        """Yield every weight once, and of those in `cuts` the part that is needed.
+
+        A `QuantizedWeight` has the shape of that part, or of the whole, which is cut then.
+
+        By default they are read whole and cut; a loader that can reads less, and finds what to read
+        with `hardpoint.plugins.parallel.needed_part`. For a class that overrides `weights` alone,
+        the default is called, whatever it inherits.
+
+        Args:
+            shapes: as for `weights`, of whole weights.
+            cuts: by name.
+
+        Raises:
+            ModelError: a weight that is to be cut has another shape than `shapes` says.
+        """
+        for name, weight in self.weights(shapes):
+            if isinstance(weight, QuantizedWeight):
+                yield name, weight
+                continue
+            cut = needed_part(name, weight.shape, shapes, cuts)
+            yield name, weight if cut is None else cut.of(weight)
+
+    def formats(self, shapes: Mapping[str, Sequence[int]]) -> Mapping[str, WeightFormat]:  # noqa: ARG002
+        """Return how the files store the weights in `shapes`, by name, without reading them.
+
+        An empty mapping, the default: it is not known.
+
+        Raises:
+            ModelError: a weight is stored in a way that cannot be read.
+        """
+        return {}
+
+    def content_hash(self, hash_file: Callable[[Path], str]) -> str | None:  # noqa: ARG002
+        """Return a text that says what the weights are, the same wherever their files lie.
+
+        It is part of the keys of KV blocks. None, the default: the loader cannot say, and a model
+        that it loads cannot have a KV connector.
+
+        Args:
+            hash_file: returns the SHA-256 of a file's content, which it keeps for the next time.
+        """
+        return None
+
+    def fingerprint(self) -> str | None:
+        """Return a text that differs whenever `weights` would yield something else.
+
+        For weights in files, their names, sizes and times of change. What the model makes of them
+        is then kept in the weight cache. None, the default: it is not.
+        """
+        return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from hardpoint.boundary.activity import Activity, PluginCalls, tracked
+from hardpoint.boundary.activity import Activity
 from hardpoint.boundary.faults import CALL_LOST, StepFaults, create_all
 from hardpoint.core.kv_cache import (
     BlockManager,
@@ -49,7 +48,6 @@ from hardpoint.plugins.kv_cache import BlockNeeds
 from hardpoint.plugins.kv_connector import KVConnectorScheduler, KVSchedulerContext
 from hardpoint.plugins.scheduler import SchedulerLimits
 from hardpoint.registry.blame import describe, raise_unless_fault
-from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.typed.read_only import read_only
@@ -262,8 +260,7 @@ def _kv_cache(
     faults: StepFaults,
 ) -> BlockManager:
     entry = plugins.one("eviction_policies")
-    if is_third_party(entry):
-        eviction = _tracked(eviction, faults.calls("eviction_policies", entry.source))
+    calls = faults.calls("eviction_policies", entry.source)
     assert config.num_blocks is not None, "_resolved() has set it"
     return BlockManager(
         config.num_blocks,
@@ -272,22 +269,10 @@ def _kv_cache(
         max_step_tokens=needs.max_step_tokens,
         prefix_caching=config.prefix_caching,
         hash_algorithm=config.hash_algorithm,
-        eviction=Eviction(eviction, faults.reporter(entry.source)),
+        eviction=Eviction(eviction, faults.reporter(entry.source), calls),
         metadata=blocks,
         events=bool(plugins.entries("kv_event_publishers")),
     )
-
-
-def _tracked(policy: EvictionPolicy, calls: PluginCalls) -> EvictionPolicy:
-    """Return a policy whose methods are called through `calls`."""
-
-    def evict(count: int) -> list[int]:
-        # One more than wanted shows that there are too many, even in an endless iterator.
-        return list(itertools.islice(policy.evict(count), count + 1))
-
-    result: EvictionPolicy = tracked(policy, calls, ("released", "taken", "dropped"))
-    vars(result)["evict"] = calls.bound("evict", evict)
-    return result
 
 
 def _start(

@@ -193,9 +193,11 @@ def _guarded_type(interface: type[Component]) -> type[Component]:
         for name in dir(interface)
         if not name.startswith("_") and name not in methods and not hasattr(Component, name)
     }
-    cls = type(f"Guarded{interface.__name__}", (Guarded, interface), {"contract": 1, **members})
+    cls: Any = type(
+        f"Guarded{interface.__name__}", (Guarded, interface), {"contract": 1, **members}
+    )
     cls.__abstractmethods__ = frozenset()  # each guarded component has them itself
-    return cls
+    return cast(type[Component], cls)
 
 
 def _methods(interface: type[Component]) -> list[tuple[str, Callable[..., Any]]]:
@@ -250,7 +252,8 @@ class SortKeys:
 
     def owner(self, given: Sequence[Any]) -> Hashable:
         """Return the id of the request, or the group, of a call."""
-        return given[0].request_id if self._of_requests else given[0]
+        owner: Hashable = given[0].request_id if self._of_requests else given[0]
+        return owner
 
     def report(self, one: SortKey, other: SortKey, cause: BaseException) -> None:
         """Report two keys that do not compare."""

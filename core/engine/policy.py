@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -28,7 +28,7 @@ from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.kinds import KINDS
 from hardpoint.plugins.manifest import PluginEntry, Source
 from hardpoint.plugins.request import RequestView
-from hardpoint.registry.blame import describe, raise_unless_fault
+from hardpoint.registry.blame import faults_as, raise_unless_fault
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.registry.references import with_references
 from hardpoint.registry.request_arguments import (
@@ -217,9 +217,9 @@ class PolicySlot:
             undo.callback(new.close)
             carried_over = self._carried_over(arguments, scheduler)
             if new.state_format and new.state_format == old.state_format:
-                with _named(self._source, "export_state"):
+                with faults_as(PluginFaultError, f"{self._source}: export_state()"):
                     state = old.export_state()
-                with _named(source, "import_state"):
+                with faults_as(PluginFaultError, f"{source}: import_state()"):
                     new.import_state(state)
             for request, plugin_args in carried_over:
                 before = request.source.plugin_args, request.arguments, request.view
@@ -285,17 +285,6 @@ def _restore(
     view: RequestView | None,
 ) -> None:
     request.source.plugin_args, request.arguments, request.view = plugin_args, arguments, view
-
-
-@contextlib.contextmanager
-def _named(source: Source, method: str) -> Iterator[None]:
-    """Raise errors of a plugin's method as a PluginFaultError that names both."""
-    try:
-        yield
-    except BaseException as cause:
-        raise_unless_fault(cause)
-        message = f"{source}: {method}() failed: {describe(cause)}"
-        raise PluginFaultError(message) from cause
 
 
 def change_policy(

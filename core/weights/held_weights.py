@@ -7,12 +7,11 @@ import math
 from collections.abc import Mapping
 
 from hardpoint.boundary.checked_model import CheckedModel, is_quantized_weight, wrong_result
-from hardpoint.errors import PluginFaultError
+from hardpoint.errors import PluginFaultError, shown
 from hardpoint.plugins import HardpointError, Model, Ops, WeightLoader
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.model import WeightFormat
 from hardpoint.registry.blame import describe, raise_unless_fault
-from hardpoint.registry.tensor_checks import shown
 from hardpoint.system.memory import HeldWeight
 
 from .quantized_weights import QuantizedWeights

@@ -1,4 +1,4 @@
-"""The guard around a plugin's component: made from what the contract declares beside each method.
+"""The guard around a plugin's component: made from what the contract declares with each method.
 
 Each call is recorded and timed, its result checked; what a plugin does wrong is reported with its
 cause, and the declared default decides in its place.
@@ -110,7 +110,7 @@ class Boundary:
                 value = function(*handed)
                 return None if check is None else check(value, handed, given)
             except BaseException as cause:
-                self._failed(name, _words(name, first, given), cause)
+                self._failed(name, _call_text(name, first, given), cause)
                 return otherwise(*given)
             finally:
                 calls.seconds += time.perf_counter() - began
@@ -118,7 +118,7 @@ class Boundary:
 
         return call
 
-    def _failed(self, name: str, words: str, error: BaseException) -> None:
+    def _failed(self, name: str, text: str, error: BaseException) -> None:
         """Report a fault."""
         problem: str
         cause: BaseException | None
@@ -129,7 +129,7 @@ class Boundary:
         if raised is not None:
             raise_unless_fault(raised)
         self.failing.add(name)
-        self.report(f"{words} {problem}", cause)
+        self.report(f"{text} {problem}", cause)
 
 
 def guard(
@@ -206,7 +206,7 @@ def _methods(interface: type[Component]) -> list[tuple[str, Callable[..., Any]]]
     return [(name, f) for name, f in found if inspect.isfunction(f) and not name.startswith("_")]
 
 
-def _words(name: str, first: str, given: Sequence[Any]) -> str:
+def _call_text(name: str, first: str, given: Sequence[Any]) -> str:
     """Return a call as the beginning of a message."""
     match first:
         case "request":
@@ -221,7 +221,7 @@ def _words(name: str, first: str, given: Sequence[Any]) -> str:
 
 
 def blocks(number: int) -> str:
-    """Return a number of blocks in words."""
+    """Return a number of blocks as text."""
     return "1 block" if number == 1 else f"{number} blocks"
 
 
@@ -237,8 +237,8 @@ def _sortable(behaviour: Behaviour, keys: SortKeys) -> Behaviour:
     def otherwise(*given: Any) -> SortKey:
         return SortKey(keys.owner(given), decide(*given))
 
-    words = behaviour.otherwise.words
-    return Behaviour(Returned(returned.words, check), Default(words, otherwise))
+    text = behaviour.otherwise.text
+    return Behaviour(Returned(returned.text, check), Default(text, otherwise))
 
 
 class SortKeys:
@@ -246,7 +246,7 @@ class SortKeys:
 
     def __init__(self, name: str, first: str, boundary: Boundary) -> None:
         """`name` and `first` are the method's, and its first parameter's."""
-        self._words = f"{name}() of {first}s"
+        self._prefix = f"{name}() of {first}s"
         self._of_requests = first == "request"
         self._boundary = boundary
 
@@ -258,7 +258,7 @@ class SortKeys:
     def report(self, one: SortKey, other: SortKey, cause: BaseException) -> None:
         """Report two keys that do not compare."""
         owners = f"{_short(one.owner)} and {_short(other.owner)}"
-        self._boundary.report(f"{self._words} {owners} do not compare", cause)
+        self._boundary.report(f"{self._prefix} {owners} do not compare", cause)
 
 
 class SortKey:

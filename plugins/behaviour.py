@@ -1,4 +1,4 @@
-"""What a method of an interface must return, and what follows where it does not: stated beside it.
+"""What a method of an interface must return, and what follows where it does not: stated with it.
 
 The guard around plugins, the conformance suites and the reference read it.
 """
@@ -41,12 +41,12 @@ class Returned:
     """What a method must return.
 
     Attributes:
-        words: what it is.
+        text: what it is.
         check: returns the value to use, given the value that the method returned, the arguments
             that it got, and those of its caller. Raises UnusableError, or what the value raises.
     """
 
-    words: str
+    text: str
     check: Callable[[Any, Sequence[Any], Sequence[Any]], Any]
 
 
@@ -55,11 +55,11 @@ class Default:
     """What decides in place of a method that failed.
 
     Attributes:
-        words: what it is.
+        text: what it is.
         decide: returns the value, given the arguments of the caller.
     """
 
-    words: str
+    text: str
     decide: Callable[..., Any]
 
 
@@ -80,8 +80,8 @@ class Behaviour:
         if self.returned is None:
             return "If it raises, the fault is counted, and nothing else follows."
         return (
-            f"Must return {self.returned.words}. If it raises or returns anything else, the fault "
-            f"is counted and {self.otherwise.words}."
+            f"Must return {self.returned.text}. If it raises or returns anything else, the fault "
+            f"is counted and {self.otherwise.text}."
         )
 
 
@@ -101,13 +101,16 @@ def notifies(method: F) -> F:
     return method
 
 
+def declared_of(method: Any) -> Behaviour | None:
+    """Return what is declared of one function; None for any other one."""
+    declared = getattr(method, _MARK, None)
+    return declared if isinstance(declared, Behaviour) else None
+
+
 def behaviour_of(cls: type, method: str) -> Behaviour | None:
     """Return what an interface declares of a method, also if a class derives from it."""
-    for base in cls.__mro__:
-        declared = getattr(vars(base).get(method), _MARK, None)
-        if isinstance(declared, Behaviour):
-            return declared
-    return None
+    declared = (declared_of(vars(base).get(method)) for base in cls.__mro__)
+    return next(filter(None, declared), None)
 
 
 def equals_itself(value: Any) -> bool:
@@ -157,7 +160,7 @@ def _one_of_first(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> An
 
 def _text(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> str:  # noqa: ARG001
     if not isinstance(value, str):
-        raise TypeError(f"expected a str, got {type(value).__name__}")
+        raise UnusableError(value, ", expected a str")
     value.encode()
     return value
 

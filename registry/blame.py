@@ -41,13 +41,13 @@ def raise_unless_fault(error: BaseException) -> None:
 
 @contextlib.contextmanager
 def faults_as(
-    error: type[HardpointError], words: str, *, passing: tuple[type[BaseException], ...] = ()
+    error: type[HardpointError], message: str, *, passing: tuple[type[BaseException], ...] = ()
 ) -> Iterator[None]:
-    """Raise what the body raises as an error with the text `<words> failed: <cause>`.
+    """Raise what the body raises as an error with the text `<message> failed: <cause>`.
 
     Args:
         error: its class.
-        words: the plugin and what it did.
+        message: the plugin and what it did.
         passing: classes of exceptions that are raised as they are.
     """
     try:
@@ -56,7 +56,7 @@ def faults_as(
         raise_unless_fault(cause)
         if isinstance(cause, passing):
             raise
-        raise error(f"{words} failed: {describe(cause)}") from cause
+        raise error(f"{message} failed: {describe(cause)}") from cause
 
 
 def innermost(
@@ -66,7 +66,7 @@ def innermost(
 
     Args:
         error: what left a call of a plugin.
-        owner_of: returns who owns a frame; None for a frame of whoever called it.
+        owner_of: returns who owns a frame; None for a frame of the caller.
     """
     found: tuple[T, str] | None = None
     trace = error.__traceback__

@@ -53,8 +53,8 @@ def inspecting(source: Source) -> Iterator[None]:
     Raises:
         PluginContractError: its metaclass, a descriptor or its module failed; the cause is chained.
     """
-    words = f"{source}: looking at it"
-    with faults_as(PluginContractError, words, passing=(HardpointError,)):
+    message = f"{source}: looking at it"
+    with faults_as(PluginContractError, message, passing=(HardpointError,)):
         yield
 
 

@@ -169,8 +169,8 @@ class PluginSet:
         cls: type[C] = self.target(entry)
         with ExitStack() as undo:
             context = self.with_creator(entry, context, undo)
-            words = f"{entry.source}: its constructor"
-            with faults_as(PluginLoadError, words, passing=(HardpointError,)):
+            message = f"{entry.source}: its constructor"
+            with faults_as(PluginLoadError, message, passing=(HardpointError,)):
                 component = cls(context)
             if getattr(component, "context", None) is not context:
                 raise PluginContractError(

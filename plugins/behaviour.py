@@ -160,7 +160,7 @@ def _one_of_first(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> An
 
 def _text(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> str:  # noqa: ARG001
     if not isinstance(value, str):
-        raise UnusableError(value, ", expected a str")
+        raise TypeError(f"expected a str, got {type(value).__name__}")
     value.encode()
     return value
 

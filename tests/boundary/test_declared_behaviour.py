@@ -44,7 +44,7 @@ KINDS_OF = {
 CALLS = [
     ("scheduling_policies", "key", (A,), "key() of request 'a'", None, "has no order", None),
     ("scheduling_policies", "group", (A,), "group() of request 'a'", [], "expected some", None),
-    ("scheduling_policies", "group_key", ("g", 0.0), "group_key() of group 'g'", 1j, "no order", None),
+    ("scheduling_policies", "group_key", ("g", 0.0), "group_key() of group 'g'", 1j, "order", None),
     ("scheduling_policies", "admit", (A, LOAD), "admit() of request 'a'", "", "expected No", None),
     ("scheduling_policies", "victim", ([A, B], LOAD), "victim()", A, "which is not running", B),
     ("scheduling_policies", "added", (A,), "added() of request 'a'", ..., "", None),

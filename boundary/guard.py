@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from array import array
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import islice
 from operator import attrgetter
 from typing import Any, TypeVar, cast
 
@@ -22,13 +22,13 @@ from hardpoint.plugins.behaviour import (
     Returned,
     UnusableError,
     behaviour_of,
-    parameters_of,
 )
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.kinds import KINDS
+from hardpoint.plugins.manifest import Source
 from hardpoint.registry.blame import raise_unless_fault
 
-from .activity import PluginCalls
+from .activity import Activity, PluginCalls
 
 FaultReporter = Callable[[str, BaseException | None], None]
 """Called with a message such as "victim() returned None", and the cause or None."""
@@ -63,11 +63,11 @@ class Boundary:
 
     Attributes:
         report: the reporter of its faults.
-        calls: record and time its methods; None does neither.
+        calls: record and time its methods.
         failing: names of the methods that had a fault.
     """
 
-    def __init__(self, report: FaultReporter, calls: PluginCalls | None = None) -> None:
+    def __init__(self, report: FaultReporter, calls: PluginCalls) -> None:
         """Store both; they are the attributes."""
         self.report = report
         self.calls = calls
@@ -90,14 +90,13 @@ class Boundary:
             declared: the interface's.
             hand_over: for its arguments.
         """
-        first = next(iter(parameters_of(declared)), "")
+        first = next(islice(inspect.signature(declared).parameters, 1, None), "")
         adapt = hand_over.get(first)
         if behaviour.returned is ORDERED:
             behaviour = _sortable(behaviour, SortKeys(name, first, self))
         check = None if behaviour.returned is None else behaviour.returned.check
         otherwise = behaviour.otherwise.decide
-        calls = self.calls or _Unrecorded()
-        cells, number = calls.cells, calls.number(name)
+        calls, cells, number = self.calls, self.calls.cells, self.calls.number(name)
 
         # Policies are called for each running request and step: this is one frame.
         def call(*given: Any, **more: Any) -> Any:
@@ -147,35 +146,26 @@ def guard(
         component: to guard.
         kind: its kind.
         report: is called with each fault.
-        calls: record and time its methods; without them, they are called directly.
+        calls: record and time its methods.
         hand_over: for the arguments of its methods.
     """
     interface = KINDS[kind].interface
     assert interface is not None, "functions are guarded by HookSet"
     cls = _guarded_type(interface)
     guarded = cls.__new__(cls)
-    boundary = Boundary(report, calls)
+    context = component.context
+    source = context.source or Source(context.name, "", "", "", "")
+    boundary = Boundary(report, calls or PluginCalls(Activity(), kind, source))
     own = vars(guarded)
-    own.update(wrapped=component, boundary=boundary, context=component.context)
-    own.update(name=component.context.name, options=component.context.options)
+    own.update(wrapped=component, boundary=boundary, context=context)
+    own.update(name=context.name, options=context.options)
     for name, declared in _methods(interface):
         behaviour, function = behaviour_of(interface, name), getattr(component, name)
         if behaviour is None:
-            own[name] = function if calls is None else calls.bound(name, function)
+            own[name] = boundary.calls.bound(name, function)
         else:
             own[name] = boundary.method(name, behaviour, function, declared, hand_over or {})
     return cast(C, guarded)
-
-
-class _Unrecorded:
-    """Stands for `PluginCalls` where nothing is recorded."""
-
-    def __init__(self) -> None:
-        self.cells = array("H", [0])
-        self.seconds = 0.0
-
-    def number(self, method: str) -> int:  # noqa: ARG002
-        return 0
 
 
 def boundary_of(component: Component) -> Boundary:

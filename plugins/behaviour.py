@@ -5,7 +5,6 @@ The guard around plugins, the conformance suites and the reference read it.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -175,7 +174,7 @@ HASHABLE = Returned("something hashable that is equal to itself", _hashable)
 NONE_OR_TEXT = Returned("None, or text that is not empty", _none_or_text)
 ONE_OF_FIRST = Returned("a member of its first argument", _one_of_first)
 TEXT = Returned("text", _text)
-BLOCK_IDS = Returned("so many different candidates", _block_ids)
+BLOCK_IDS = Returned("`count` different candidates", _block_ids)
 
 NOTHING = Default("nothing else follows", lambda *_: None)
 """Also for a method whose result may be None."""
@@ -183,11 +182,6 @@ EQUAL = Default("all are equal", lambda *_: 0.0)
 ARRIVAL_ORDER = Default("the order of arrival decides", lambda request, *_: request.arrival_time)
 COMMON_GROUP = Default("the request waits in the common group, None", lambda *_: None)
 ADMITTED = Default("the request is admitted", lambda *_: None)
-LAST_OF_FIRST = Default("the last of them is taken", lambda members, *_: members[-1])
+LAST_OF_FIRST = Default("its last member is taken", lambda members, *_: members[-1])
 NO_TEXT = Default("it has no text", lambda *_: "")
 RELEASE_ORDER = Default("those released first are evicted", lambda *_: None)
-
-
-def parameters_of(method: Callable[..., Any]) -> list[str]:
-    """Return the names of a method's parameters, without `self`."""
-    return list(inspect.signature(method).parameters)[1:]

@@ -11,7 +11,7 @@ from hardpoint.errors import PluginFaultError, shown
 from hardpoint.plugins import HardpointError, Model, Ops, WeightLoader
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.model import WeightFormat
-from hardpoint.registry.blame import describe, raise_unless_fault
+from hardpoint.registry.blame import faults_as
 from hardpoint.system.memory import HeldWeight
 
 from .quantized_weights import QuantizedWeights
@@ -108,13 +108,8 @@ def _formats(
         ModelError: a weight is stored in a way that cannot be read.
         PluginFaultError: the loader raised something else, or gave something else.
     """
-    try:
+    with faults_as(PluginFaultError, f"{source}: its formats()", passing=(HardpointError,)):
         formats = loader.formats(dict(shapes))
-    except BaseException as cause:
-        raise_unless_fault(cause)
-        if isinstance(cause, HardpointError):
-            raise
-        raise PluginFaultError(f"{source}: its formats() failed: {describe(cause)}") from cause
     if not isinstance(formats, Mapping):
         raise wrong_result(source, "formats", formats, "a WeightFormat per name")
     for name, found in formats.items():

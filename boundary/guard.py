@@ -90,7 +90,8 @@ class Boundary:
             declared: the interface's.
             hand_over: for its arguments.
         """
-        first = next(islice(inspect.signature(declared).parameters, 1, None), "")
+        parameters = inspect.signature(declared).parameters
+        first = next(islice(parameters, 1, None), "")
         adapt = hand_over.get(first)
         if behaviour.returned is ORDERED:
             behaviour = _sortable(behaviour, SortKeys(name, first, self))
@@ -98,12 +99,13 @@ class Boundary:
         otherwise = behaviour.otherwise.decide
         calls, cells, number = self.calls, self.calls.cells, self.calls.number(name)
 
-        # Policies are called for each running request and step: this is one frame.
+        clock = time.perf_counter
+
         def call(*given: Any, **more: Any) -> Any:
             if more:
                 given = inspect.signature(declared).bind(None, *given, **more).args[1:]
             outer, cells[0] = cells[0], number
-            began = time.perf_counter()
+            began = clock()
             try:
                 handed = given if adapt is None else (adapt(given[0]), *given[1:])
                 value = function(*handed)
@@ -112,10 +114,22 @@ class Boundary:
                 self._failed(name, _call_text(name, first, given), cause)
                 return otherwise(*given)
             finally:
-                calls.seconds += time.perf_counter() - began
+                calls.seconds += clock() - began
                 cells[0] = outer
 
-        return call
+        def scheduled(request: Any, tokens: int) -> None:
+            """Do as `call` does, in half the time: for each running request and step."""
+            outer, cells[0] = cells[0], number
+            began = clock()
+            try:
+                function(request if adapt is None else adapt(request), tokens)
+            except BaseException as cause:
+                self._failed(name, _call_text(name, first, (request,)), cause)
+            finally:
+                calls.seconds += clock() - began
+                cells[0] = outer
+
+        return scheduled if list(parameters) == ["self", "request", "tokens"] else call
 
     def _failed(self, name: str, text: str, error: BaseException) -> None:
         """Report a fault."""

@@ -96,6 +96,7 @@ class Boundary:
         if behaviour.returned is ORDERED:
             behaviour = _sortable(behaviour, SortKeys(name, first, self))
         check = None if behaviour.returned is None else behaviour.returned.check
+        assert behaviour.otherwise is not None, "kinds of scope request have guards of their own"
         otherwise = behaviour.otherwise.decide
         calls, cells, number = self.calls, self.calls.cells, self.calls.number(name)
 
@@ -231,8 +232,10 @@ def blocks(number: int) -> str:
 
 def _sortable(behaviour: Behaviour, keys: SortKeys) -> Behaviour:
     """Return the behaviour of a method whose values are wrapped, so that all of them compare."""
-    returned, decide = behaviour.returned, behaviour.otherwise.decide
+    returned, default = behaviour.returned, behaviour.otherwise
     assert returned is not None
+    assert default is not None
+    decide = default.decide
 
     def check(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> SortKey:
         returned.check(value, handed, given)
@@ -241,8 +244,7 @@ def _sortable(behaviour: Behaviour, keys: SortKeys) -> Behaviour:
     def otherwise(*given: Any) -> SortKey:
         return SortKey(keys.owner(given), decide(*given))
 
-    text = behaviour.otherwise.text
-    return Behaviour(Returned(returned.text, check), Default(text, otherwise))
+    return Behaviour(Returned(returned.text, check), Default(default.text, otherwise))
 
 
 class SortKeys:

@@ -24,15 +24,16 @@ __all__ = [
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
+_LONG = 500  # characters of a quoted value
 _MARK = "__behaviour__"
 
 
 class UnusableError(Exception):
     """A method returned what cannot be used; the text is what follows its name in a message."""
 
-    def __init__(self, value: Any, problem: str) -> None:
-        """`value` is what it returned, `problem` the rest of the sentence."""
-        super().__init__(f"returned {shown(value, limit=60)}{problem}")
+    def __init__(self, value: Any, problem: str, limit: int = 60) -> None:
+        """`value` is what it returned, cut to a limit, `problem` the rest of the sentence."""
+        super().__init__(f"returned {shown(value, limit)}{problem}")
 
 
 @dataclass(frozen=True)
@@ -68,27 +69,39 @@ class Behaviour:
 
     Attributes:
         returned: None for a method whose result is not used.
-        otherwise: decides in its place.
+        otherwise: decides in its place; None if the call fails with an error that names the plugin.
+        raises: exceptions that are meant for the caller.
     """
 
     returned: Returned | None
-    otherwise: Default
+    otherwise: Default | None
+    raises: tuple[type[Exception], ...] = ()
 
     def __str__(self) -> str:
         """Return both as sentences."""
         if self.returned is None:
             return "If it raises, the fault is counted, and nothing else follows."
+        if self.otherwise is None:
+            return (
+                f"Must return {self.returned.text}. If it returns anything else, or raises what is "
+                f"not stated here, the call fails with an error that names the plugin."
+            )
         return (
             f"Must return {self.returned.text}. If it raises or returns anything else, the fault "
             f"is counted and {self.otherwise.text}."
         )
 
 
-def returns(returned: Returned, *, otherwise: Default) -> Callable[[F], F]:
-    """Declare what a method returns, and what decides where it fails."""
+def returns(
+    returned: Returned,
+    *,
+    otherwise: Default | None = None,
+    raises: tuple[type[Exception], ...] = (),
+) -> Callable[[F], F]:
+    """Declare what a method returns, and what decides where it fails; as `Behaviour` has them."""
 
     def declare(method: F) -> F:
-        setattr(method, _MARK, Behaviour(returned, otherwise))
+        setattr(method, _MARK, Behaviour(returned, otherwise, raises))
         return method
 
     return declare
@@ -101,8 +114,8 @@ def notifies(method: F) -> F:
 
 
 def declared_of(method: Any) -> Behaviour | None:
-    """Return what is declared of one function; None for any other one."""
-    declared = getattr(method, _MARK, None)
+    """Return what is declared of a function or property; None for any other one."""
+    declared = getattr(getattr(method, "fget", method), _MARK, None)
     return declared if isinstance(declared, Behaviour) else None
 
 
@@ -164,6 +177,38 @@ def _text(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> str:  # no
     return value
 
 
+def _some_text(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> str:  # noqa: ARG001
+    if not isinstance(value, str):
+        raise UnusableError(value, ", expected text", _LONG)
+    return value
+
+
+def _none_or_some_text(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> str | None:
+    return None if value is None else _some_text(value, handed, given)
+
+
+def _token_ids(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> list[int]:  # noqa: ARG001
+    try:
+        ids = list(value)
+        if set(map(type, ids)) != {int}:
+            ids = [int(index(token)) for token in ids]
+    except BaseException as error:
+        raise UnusableError(value, ", expected token ids", _LONG) from error
+    return ids
+
+
+def _number(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> int:  # noqa: ARG001
+    if type(value) is not int or value < 1:
+        raise UnusableError(value, ", expected a number of tokens", _LONG)
+    return value
+
+
+def _stream(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Any:  # noqa: ARG001
+    if not callable(getattr(value, "step", None)):
+        raise UnusableError(value, ", which has no step()", _LONG)
+    return value
+
+
 def _block_ids(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> list[int]:  # noqa: ARG001
     # One more than wanted shows that there are too many, even in an endless iterator.
     return [index(block) for block in islice(value, handed[0] + 1)]
@@ -174,6 +219,11 @@ HASHABLE = Returned("something hashable that is equal to itself", _hashable)
 NONE_OR_TEXT = Returned("None, or text that is not empty", _none_or_text)
 ONE_OF_FIRST = Returned("a member of its first argument", _one_of_first)
 TEXT = Returned("text", _text)
+SOME_TEXT = Returned("text", _some_text)
+NONE_OR_SOME_TEXT = Returned("text or None", _none_or_some_text)
+TOKEN_IDS = Returned("token ids of the model", _token_ids)
+NUMBER_OF_TOKENS = Returned("a whole number >= 1", _number)
+DECODE_STREAM = Returned("an object with the method `step`", _stream)
 BLOCK_IDS = Returned("`count` different candidates", _block_ids)
 
 NOTHING = Default("nothing else follows", lambda *_: None)

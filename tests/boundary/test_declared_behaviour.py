@@ -12,12 +12,14 @@ import hardpoint
 from hardpoint.boundary import guard as guard_module
 from hardpoint.boundary.faults import Fanout, StepFaults
 from hardpoint.boundary.guard import guard
+from hardpoint.boundary.text_guards import GuardedTokenizer
 from hardpoint.builtin_plugins.kv_cache.events import NullPublisher
 from hardpoint.builtin_plugins.kv_cache.eviction import LeastRecentlyUsed
 from hardpoint.builtin_plugins.policies import Fair
 from hardpoint.builtin_plugins.stats.log import LogSink
+from hardpoint.builtin_plugins.tokenizer.transformers import TransformersTokenizer
 from hardpoint.core.engine.policy import guarded_policy
-from hardpoint.errors import PluginFaultError
+from hardpoint.errors import PluginFaultError, RequestError
 from hardpoint.plugins import (
     EvictionContext,
     EvictionPolicy,
@@ -27,6 +29,7 @@ from hardpoint.plugins import (
     SchedulingPolicy,
     StatSink,
     StatSinkContext,
+    Tokenizer,
 )
 from hardpoint.plugins.behaviour import behaviour_of
 from hardpoint.plugins.kinds import KINDS
@@ -113,7 +116,7 @@ class Guarded:
 
 
 def raising(error):
-    def method(*_):
+    def method(*_, **__):
         raise error
 
     return method
@@ -139,7 +142,8 @@ def test_the_table_has_every_declared_method():
         for name in dir(kind.interface)
         if behaviour_of(kind.interface, name) is not None
     }
-    assert declared == {(kind, method) for kind, method, *_ in CALLS}
+    tokenizers = {("tokenizers", method) for method, *_ in RAISING}
+    assert declared == {(kind, method) for kind, method, *_ in CALLS} | tokenizers
 
 
 @cases
@@ -194,6 +198,68 @@ def test_it_ends_the_engine_where_it_is_configured(case):
         guarded = Guarded(case, raising(ValueError("oh")), built_in=built_in, ends_engine=["odd"])
         with pytest.raises(PluginFaultError, match=r"^plugin 'odd' .*failed: ValueError: oh$"):
             guarded.call()
+
+
+# method, arguments, a wrong value, what is said of it; the call fails
+RAISING = [
+    ("encode", ("x",), 1, "returned 1, expected token ids: TypeError: "),
+    ("decode", ([1],), b"x", "returned b'x', expected text"),
+    ("decode_stream", ([1],), None, "returned None, which has no step()"),
+    ("apply_chat_template", ([],), 1, "returned 1, expected text"),
+    ("vocabulary", (), [], "returned [], expected a Vocabulary"),
+    ("vocab_size", None, "9", "returned '9', expected a number of tokens"),
+    ("chat_template", None, 1, "returned 1, expected text"),
+    ("eos_token_ids", None, None, "returned None, expected token ids: TypeError: "),
+]
+
+
+def use(component, member, arguments):
+    value = getattr(component, member)
+    return value if arguments is None else value(*arguments)
+
+
+def errors_of_tokenizer(case, does):
+    """Return what comes of a stranger's and of a built-in's method; both agree."""
+    method, arguments, *_ = case
+    member = property(does) if arguments is None else does
+    found = []
+    for base, origin in ((Tokenizer, "acme"), (TransformersTokenizer, "hardpoint")):
+        cls = type("Odd", (base,), {"contract": 1, method: member})
+        cls.__abstractmethods__ = frozenset()
+        odd = cls.__new__(cls)
+        odd.context = PolicyContext(name="odd", options=None)
+        source = Source("odd", "acme:Odd", origin, "1.0", "default")
+        guarded = GuardedTokenizer(odd, source, vocab_size=9)
+        with pytest.raises((PluginFaultError, RequestError, NotImplementedError)) as error:
+            use(guarded, method, arguments)
+        found.append((type(error.value), str(error.value).removeprefix(f"{source}: ")))
+    assert found[0] == found[1]
+    return found[0]
+
+
+tokenizer_cases = pytest.mark.parametrize("case", RAISING, ids=lambda case: case[0])
+
+
+@tokenizer_cases
+@pytest.mark.parametrize("error", [ValueError("oh"), KeyboardInterrupt("oh"), SystemExit(3)])
+def test_a_tokenizer_raises(case, error):
+    expected = f"its {case[0]} failed: {type(error).__name__}: {error}"
+    assert errors_of_tokenizer(case, raising(error)) == (PluginFaultError, expected)
+
+
+@tokenizer_cases
+def test_a_tokenizer_raises_what_is_meant_for_the_caller(case):
+    for error in (RequestError("no"), NotImplementedError("no")):
+        cls, _ = errors_of_tokenizer(case, raising(error))
+        declared = behaviour_of(Tokenizer, case[0]).raises
+        assert cls is (type(error) if isinstance(error, declared) else PluginFaultError)
+
+
+@tokenizer_cases
+def test_a_tokenizer_returns_something_else(case):
+    cls, message = errors_of_tokenizer(case, lambda *_, **__: case[2])
+    assert cls is PluginFaultError
+    assert message.startswith(f"its {case[0]} {case[3]}")
 
 
 class Late:

@@ -23,6 +23,7 @@ HardpointError
 
 from __future__ import annotations
 
+import sys
 import traceback
 
 __all__ = [
@@ -150,7 +151,14 @@ class EngineFaultError(EngineDeadError, PluginFaultError):
 
 
 def shown(value: object, limit: int = _MAX_VALUE) -> str:
-    """Return a value as a message quotes it: its repr, or its type if it has none; cut if long."""
+    """Return a value as a message quotes it: its repr, or its type if it has none; cut if long.
+
+    A tensor is described without its values.
+    """
+    torch = sys.modules.get("torch")  # it need not be installed
+    if torch is not None and isinstance(value, torch.Tensor):
+        where = f"{value.layout}, on {value.device}"
+        return f"a {value.dtype} tensor {list(value.shape)} ({where})"
     try:
         return _cut(repr(value), limit)
     except KeyboardInterrupt:

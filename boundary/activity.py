@@ -8,10 +8,9 @@ from __future__ import annotations
 import functools
 import mmap
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import msgspec
 
@@ -187,32 +186,41 @@ class Activity:
 class PluginCalls:
     """Calls the methods of one plugin: records which one runs, and adds up the time.
 
+    Where a call by `run` costs too much, the caller writes `cells` and `seconds` itself.
+
     Attributes:
         source: names the plugin in messages.
+        kind: of the plugin.
+        cells: the activity's.
+        seconds: spent in the plugin's methods since `take_seconds`.
     """
 
     def __init__(self, activity: Activity, kind: str, source: Source) -> None:
         """Record in `activity`."""
         self.source = source
-        self._kind = kind
+        self.kind = kind
+        self.cells = activity.cells
+        self.seconds = 0.0
         self._activity = activity
-        self._cells = activity.cells
         self._numbers: dict[str, int] = {}
-        self._seconds = 0.0
+
+    def number(self, method: str) -> int:
+        """Return what stands in `cells[0]` while a method runs."""
+        number = self._numbers.get(method)
+        if number is None:
+            number = self._activity.number(self.kind, self.source, method)
+            self._numbers[method] = number
+        return number
 
     def run(self, method: str, function: Callable[P, R], *arguments: P.args, **more: P.kwargs) -> R:
         """Call a method of the plugin; return what it returns."""
-        number = self._numbers.get(method)
-        if number is None:
-            number = self._activity.number(self._kind, self.source, method)
-            self._numbers[method] = number
-        cells = self._cells
+        number, cells = self.number(method), self.cells
         outer, cells[0] = cells[0], number
         began = time.perf_counter()
         try:
             return function(*arguments, **more)
         finally:
-            self._seconds += time.perf_counter() - began
+            self.seconds += time.perf_counter() - began
             cells[0] = outer
 
     def bound(self, method: str, function: Callable[P, R]) -> Callable[P, R]:
@@ -221,12 +229,5 @@ class PluginCalls:
 
     def take_seconds(self) -> float:
         """Return the time spent in the plugin's methods since the last call of this."""
-        seconds, self._seconds = self._seconds, 0.0
+        seconds, self.seconds = self.seconds, 0.0
         return seconds
-
-
-def tracked(component: object, calls: PluginCalls, methods: Iterable[str]) -> Any:
-    """Return an object with some methods of a component, each called through `calls`."""
-    return SimpleNamespace(
-        **{name: calls.bound(name, getattr(component, name)) for name in methods}
-    )

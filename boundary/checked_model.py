@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hardpoint.errors import PluginFaultError
+from hardpoint.errors import PluginFaultError, shown
 from hardpoint.plugins import (
     ForwardBatch,
     HardpointError,
@@ -25,7 +25,6 @@ from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import QuantizedWeight
 from hardpoint.registry.blame import describe, raise_unless_fault
-from hardpoint.registry.tensor_checks import shown
 from hardpoint.system.memory import is_out_of_memory
 
 

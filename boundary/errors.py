@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 
 from hardpoint import errors
 from hardpoint.errors import EngineDeadError, EngineFaultError, PluginFaultError
@@ -15,7 +16,14 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.manifest import Source
-from hardpoint.registry.blame import describe, raise_unless_fault, text_of
+from hardpoint.registry.blame import (
+    component_of,
+    describe,
+    faults_as,
+    innermost,
+    raise_unless_fault,
+    text_of,
+)
 from hardpoint.registry.plugin_set import PluginSet
 
 
@@ -57,22 +65,21 @@ def responsible_plugin(error: BaseException, plugins: PluginSet) -> Source | Non
 
     An executor runs the worker, and is not responsible for what the worker itself does wrong.
     """
-    found: Component | None = None
-    traceback = error.__traceback__
-    while traceback is not None:
-        frame = traceback.tb_frame
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, Component):
-            found = owner
-        elif frame.f_globals.get("__name__", "").startswith(_WORKER):
-            found = None
-        traceback = traceback.tb_next
-    if found is None:
+    found, _ = innermost(error, _owner_of) or (None, "")
+    if not isinstance(found, Component):
         return None
     for entry in plugins.manifest.tree():
         if entry.name == found.name and plugins.loaded(entry) is type(found):
             return entry.source
     return None
+
+
+def _owner_of(frame: FrameType) -> Component | str | None:
+    """Return the component whose method runs in a frame, or the worker."""
+    component = component_of(frame)
+    if component is None and frame.f_globals.get("__name__", "").startswith(_WORKER):
+        return "the worker"
+    return component
 
 
 def attribute_error(error: BaseException, plugins: PluginSet) -> BaseException:
@@ -128,15 +135,11 @@ def close_named(source: Source, close: Callable[[], None]) -> None:
 
 
 def _close(component: Component) -> None:
-    try:
+    cls = type(component)
+    source = f"plugin {component.name!r} ({cls.__module__}:{cls.__qualname__})"
+    # One of Hardpoint's errors is of a component that this one closes.
+    with faults_as(PluginFaultError, f"{source}: its close", passing=(HardpointError,)):
         component.close()
-    except BaseException as cause:
-        raise_unless_fault(cause)
-        if isinstance(cause, HardpointError):  # of a component that this one closes
-            raise
-        cls = type(component)
-        source = f"plugin {component.name!r} ({cls.__module__}:{cls.__qualname__})"
-        raise PluginFaultError(f"{source}: its close failed: {describe(cause)}") from cause
 
 
 def rejection_output(request_id: str, error: BaseException) -> EngineCoreOutputs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Generic, TypeVar
 
 from hardpoint.errors import PluginFaultError
@@ -11,16 +11,14 @@ from hardpoint.plugins.component import Component, Context
 from hardpoint.plugins.config import PluginsConfig
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.stats import StepFault
-from hardpoint.registry.blame import describe, raise_unless_fault, responsible
-from hardpoint.registry.discovery import is_third_party
+from hardpoint.registry.blame import describe, responsible
 from hardpoint.registry.plugin_set import PluginSet
 
 from .activity import Activity, PluginCalls
+from .guard import FaultReporter as FaultReporter
+from .guard import guard
 
 _log = logging.getLogger("hardpoint")
-
-FaultReporter = Callable[[str, BaseException | None], None]
-"""Called with a message such as "victim() returned None", and the cause or None."""
 
 CALL_LOST = "the engine goes on, and only this call is lost"
 """The consequence of a fault where no default replaces the plugin's decision."""
@@ -58,9 +56,9 @@ class StepFaults:
         return cls(ends_engine, config.slow_seconds, activity)
 
     def calls(self, kind: str, source: Source) -> PluginCalls:
-        """Return what calls the methods of a plugin; the time of a third-party one is checked."""
+        """Return what calls the methods of a plugin, whose time is checked."""
         calls = PluginCalls(self._activity, kind, source)
-        if is_third_party(source) and self._slow_seconds:
+        if self._slow_seconds:
             self._timed.append(calls)
         return calls
 
@@ -147,34 +145,29 @@ class Fanout(Generic[C]):
 
     def __init__(self, components: Sequence[tuple[C, FaultReporter, PluginCalls]]) -> None:
         """`components` come with the reporters of their faults, in the order of calls."""
-        self._components = tuple(components)
+        self._components = [
+            guard(component, calls.kind, report, calls) for component, report, calls in components
+        ]
 
     def __bool__(self) -> bool:
         """Return whether there are any components."""
         return bool(self._components)
 
-    def call(self, call: Callable[[C], None], method: str) -> None:
-        """Call every component.
-
-        Args:
-            call: called with each component.
-            method: the name of the component's method, for the message of a fault.
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of every component; return what they return.
 
         Raises:
             PluginFaultError: a component whose faults end the engine failed; all were called.
         """
-        fatal: PluginFaultError | None = None
-        for component, report, calls in self._components:
+        results, fatal = [], None  # type: list[Any], PluginFaultError | None
+        for component in self._components:
             try:
-                calls.run(method, call, component)
-            except BaseException as cause:
-                raise_unless_fault(cause)
-                try:
-                    report(f"{method}() failed", cause)
-                except PluginFaultError as error:
-                    fatal = fatal or error
+                results.append(getattr(component, method)(*arguments))
+            except PluginFaultError as error:
+                fatal = fatal or error
         if fatal is not None:
             raise fatal
+        return results
 
     def close(self) -> None:
         """Close every component.
@@ -182,7 +175,7 @@ class Fanout(Generic[C]):
         Raises:
             PluginFaultError: a component whose faults end the engine failed; all were closed.
         """
-        self.call(lambda component: component.close(), "close")
+        self.call("close")
 
 
 def create_all(

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.stats import Health, StepFault
-from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.plugin_set import PluginSet
 
 
 class PluginHealth:
-    """Counts the requests that each plugin ended; quarantines third-party logits processors.
+    """Counts the requests that each plugin ended; quarantines logits processors.
 
-    A built-in is never quarantined, for too much depends on it. Nor is a plugin that every request
-    needs, such as the tokenizer.
+    A plugin that every request needs, such as the tokenizer, is never quarantined.
 
     Attributes:
         ended: by plugin name, the requests that it ended.
@@ -21,9 +19,7 @@ class PluginHealth:
 
     def __init__(self, plugins: PluginSet, quarantine_after: int) -> None:
         """Quarantine a plugin after `quarantine_after` distinct requests; 0 never does."""
-        self._dispensable = {
-            entry.name for entry in plugins.entries("logits_processors") if is_third_party(entry)
-        }
+        self._dispensable = {entry.name for entry in plugins.entries("logits_processors")}
         self._quarantine_after = quarantine_after
         self.ended: dict[str, set[str]] = {}
         self.deadly: dict[str, str] = {}

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from hardpoint import typed
 from hardpoint.errors import PluginFaultError, shown
@@ -18,6 +17,7 @@ from hardpoint.plugins import (
     RequestError,
     Tokenizer,
 )
+from hardpoint.plugins.behaviour import TOKEN_IDS, Behaviour, UnusableError, behaviour_of
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.manifest import PluginEntry, Source
@@ -38,12 +38,6 @@ from hardpoint.registry.plugin_set import PluginSet
 
 T = TypeVar("T")
 
-_MAY_REFUSE = frozenset({"encode", "apply_chat_template"})
-"""Methods whose RequestError is for the caller; a RequestError of another method is a fault."""
-
-_MAY_LACK = frozenset({"vocab_size", "vocabulary"})
-"""Methods of tokenizers that need not say anything, and raise NotImplementedError then."""
-
 
 class _Guard(Component):
     """Calls a component; whatever it raises or wrongly returns becomes an error that names it.
@@ -52,6 +46,10 @@ class _Guard(Component):
     """
 
     contract = 1
+    _declared: ClassVar[dict[str, Behaviour | None]]
+
+    def __init_subclass__(cls) -> None:
+        cls._declared = {name: behaviour_of(cls, name) for name in dir(cls)}
 
     def __init__(self, component: Component, source: Source) -> None:
         super().__init__(component.context)
@@ -66,7 +64,10 @@ class _Guard(Component):
     def fault(self, method: str, reason: str | BaseException) -> HardpointError:
         """Return the error for a method that failed."""
         source, name = self._source, self.name
-        if isinstance(reason, BaseException):
+        if isinstance(reason, UnusableError):
+            cause = reason.__cause__
+            reason = str(reason) if cause is None else f"{reason}: {describe(cause)}"
+        elif isinstance(reason, BaseException):
             source, method = responsible(reason, source, method)
             name = name if source is self._source else source.name
             reason = f"failed: {describe(reason)}"
@@ -75,34 +76,34 @@ class _Guard(Component):
         return fault
 
     def _call(self, method: str, call: Callable[..., T], *args: Any, **options: Any) -> T:
+        """Return what a method gives, if it is what the contract declares."""
+        behaviour = self._declared.get(method)
         try:
-            return call(*args, **options)
+            result = call(*args, **options)
+            if behaviour is not None and behaviour.returned is not None:
+                result = behaviour.returned.check(result, args, args)
+            return result
         except BaseException as cause:
-            raise_unless_fault(cause)
+            origin = cause.__cause__ if isinstance(cause, UnusableError) else cause
+            if origin is not None:
+                raise_unless_fault(origin)
             # A fault that names another plugin passes, as does what the contract allows.
-            if (
-                isinstance(cause, PluginFaultError)
-                or (isinstance(cause, RequestError) and method in _MAY_REFUSE)
-                or (isinstance(cause, NotImplementedError) and method in _MAY_LACK)
-            ):
+            allowed = () if behaviour is None else behaviour.raises
+            if isinstance(cause, (PluginFaultError, *allowed)):
                 raise
-            raise self.fault(method, cause) from cause
-
-    def _text(self, method: str, value: Any) -> str:
-        if not isinstance(value, str):
-            raise self.fault(method, f"returned {shown(value)}, expected text")
-        return value
+            raise self.fault(method, cause) from origin
 
     def _ids(self, method: str, value: Any, limit: int) -> list[int]:
         """Return token ids as a new list of whole numbers, all of them in the vocabulary."""
         try:
-            ids = list(value)
-            if set(map(type, ids)) != {int}:
-                ids = [int(operator.index(token)) for token in ids]
-        except BaseException as cause:
-            raise_unless_fault(cause)
-            returned = f"returned {shown(value)}, expected token ids: {describe(cause)}"
-            raise self.fault(method, returned) from cause
+            ids: list[int] = TOKEN_IDS.check(value, (), ())
+        except UnusableError as wrong:
+            if wrong.__cause__ is not None:
+                raise_unless_fault(wrong.__cause__)
+            raise self.fault(method, wrong) from wrong.__cause__
+        return self._within(method, ids, limit)
+
+    def _within(self, method: str, ids: list[int], limit: int) -> list[int]:
         if ids and not (min(ids) >= 0 and max(ids) < limit):
             wrong = next(token for token in ids if not 0 <= token < limit)
             raise self.fault(
@@ -136,10 +137,7 @@ class GuardedTokenizer(_Guard, Tokenizer):
         Raises:
             NotImplementedError: the tokenizer does not say.
         """
-        size = self._call("vocab_size", lambda: self._tokenizer.vocab_size)
-        if type(size) is not int or size < 1:
-            raise self.fault("vocab_size", f"returned {shown(size)}, expected a number of tokens")
-        return size
+        return self._call("vocab_size", lambda: self._tokenizer.vocab_size)
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
@@ -164,8 +162,6 @@ class GuardedTokenizer(_Guard, Tokenizer):
             PluginFaultError: the tokenizer failed.
         """
         found = self._call("vocabulary", self._tokenizer.vocabulary)
-        if not isinstance(found, Vocabulary):
-            raise self.fault("vocabulary", f"returned {shown(found)}, expected a Vocabulary")
         tokens = found.tokens
         if not isinstance(tokens, tuple):
             wrong = f"returned tokens in a {type(tokens).__name__}, expected a tuple of bytes"
@@ -188,39 +184,34 @@ class GuardedTokenizer(_Guard, Tokenizer):
         Raises:
             PluginFaultError: the tokenizer failed.
         """
-        source = self._call("chat_template", lambda: self._tokenizer.chat_template)
-        return None if source is None else self._text("chat_template", source)
+        return self._call("chat_template", lambda: self._tokenizer.chat_template)
 
     @property
     def eos_token_ids(self) -> Sequence[int]:
         """The end-of-sequence tokens."""
         ids = self._call("eos_token_ids", lambda: self._tokenizer.eos_token_ids)
         # A tokenizer may know more special tokens than the model.
-        return self._ids("eos_token_ids", ids, 1 << 31)
+        return self._within("eos_token_ids", list(ids), 1 << 31)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`."""
         encode = self._tokenizer.encode
         ids = self._call("encode", encode, text, add_special_tokens=add_special_tokens)
-        return self._ids("encode", ids, self._vocab_size)
+        return self._within("encode", ids, self._vocab_size)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`."""
         decode = self._tokenizer.decode
-        text = self._call("decode", decode, token_ids, skip_special_tokens=skip_special_tokens)
-        return self._text("decode", text)
+        return self._call("decode", decode, token_ids, skip_special_tokens=skip_special_tokens)
 
     def decode_stream(
         self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True
     ) -> DecodeStream:
         """Return the tokenizer's own decoder; the detokenizer reports its faults."""
         make = self._tokenizer.decode_stream
-        stream = self._call(
+        return self._call(
             "decode_stream", make, prompt_token_ids, skip_special_tokens=skip_special_tokens
         )
-        if not callable(self._call("decode_stream", getattr, stream, "step", None)):
-            raise self.fault("decode_stream", f"returned {shown(stream)}, which has no step()")
-        return stream
 
     def apply_chat_template(
         self,
@@ -239,7 +230,7 @@ class GuardedTokenizer(_Guard, Tokenizer):
             "continue_final_message": continue_final_message,
             "variables": variables,
         }
-        text = self._call(
+        return self._call(
             "apply_chat_template",
             apply,
             messages,
@@ -247,7 +238,6 @@ class GuardedTokenizer(_Guard, Tokenizer):
             template=template,
             **{name: value for name, value in more.items() if value},
         )
-        return self._text("apply_chat_template", text)
 
 
 class GuardedOutputParser(_Guard, OutputParser):

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import msgspec
 
+from .behaviour import BLOCK_IDS, RELEASE_ORDER, notifies, returns
 from .component import Component, Context
 from .request import Request
 from .stats import PrefixCacheStats
@@ -284,10 +285,12 @@ class EvictionPolicy(Component):
 
     context: EvictionContext
 
+    @notifies
     @abstractmethod
     def released(self, block_ids: Sequence[int]) -> None:
         """Add candidates, in the order in which to evict them, other things being equal."""
 
+    @notifies
     @abstractmethod
     def taken(self, block_ids: Sequence[int]) -> None:
         """Remove candidates that a request found and uses: these are hits.
@@ -296,6 +299,7 @@ class EvictionPolicy(Component):
         counts all.
         """
 
+    @notifies
     @abstractmethod
     def dropped(self, block_ids: Sequence[int]) -> None:
         """Remove candidates whose content is discarded; these are no hits.
@@ -305,6 +309,7 @@ class EvictionPolicy(Component):
         history say of them is valid until this returns.
         """
 
+    @returns(BLOCK_IDS, otherwise=RELEASE_ORDER)
     @abstractmethod
     def evict(self, count: int) -> Sequence[int]:
         """Remove and return `count` different candidates; there are at least as many.
@@ -390,6 +395,11 @@ class KVEventPublisher(Component):
 
     context: PublisherContext
 
+    @notifies
     @abstractmethod
     def publish(self, batch: KVEventBatch) -> None:
         """Publish the events of a step; there is at least one."""
+
+    @notifies
+    def close(self) -> None:
+        """Release resources; a second call must do no harm."""

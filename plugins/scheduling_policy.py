@@ -8,6 +8,19 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .arguments import ComponentWithArguments
+from .behaviour import (
+    ADMITTED,
+    ARRIVAL_ORDER,
+    COMMON_GROUP,
+    EQUAL,
+    HASHABLE,
+    LAST_OF_FIRST,
+    NONE_OR_TEXT,
+    ONE_OF_FIRST,
+    ORDERED,
+    notifies,
+    returns,
+)
 from .component import Context
 from .request import Request
 
@@ -88,6 +101,7 @@ class SchedulingPolicy(ComponentWithArguments):
             if getattr(getattr(self, name), "__func__", None) is not getattr(SchedulingPolicy, name)
         )
 
+    @returns(ORDERED, otherwise=ARRIVAL_ORDER)
     @abstractmethod
     def key(self, request: Request) -> Any:
         """Return the sort key of a waiting request within its group, smallest first.
@@ -97,6 +111,7 @@ class SchedulingPolicy(ComponentWithArguments):
         re-enters ahead of waiting ones with an equal key.
         """
 
+    @returns(HASHABLE, otherwise=COMMON_GROUP)
     def group(self, request: Request) -> Hashable:  # noqa: ARG002
         """Return the group in which a request waits; by default all are in one, None.
 
@@ -104,6 +119,7 @@ class SchedulingPolicy(ComponentWithArguments):
         """
         return None
 
+    @returns(ORDERED, otherwise=EQUAL)
     def group_key(self, group: Any, now: float) -> Any:  # noqa: ARG002
         """Return the sort key of a group; the group with the smallest one is admitted from first.
 
@@ -116,6 +132,7 @@ class SchedulingPolicy(ComponentWithArguments):
         """
         return 0
 
+    @returns(NONE_OR_TEXT, otherwise=ADMITTED)
     def admit(self, request: Request, load: Load) -> str | None:  # noqa: ARG002
         """Return None to admit a waiting request, or the reason to hold it back in this step.
 
@@ -124,6 +141,7 @@ class SchedulingPolicy(ComponentWithArguments):
         """
         return None
 
+    @returns(ONE_OF_FIRST, otherwise=LAST_OF_FIRST)
     def victim(self, running: Sequence[Request], load: Load) -> Request:  # noqa: ARG002
         """Return the request to preempt when blocks run out; by default the last admitted.
 
@@ -133,6 +151,7 @@ class SchedulingPolicy(ComponentWithArguments):
         """
         return running[-1]
 
+    @notifies
     def added(self, request: Request) -> None:
         """Handle a new request; calls of `key` and `group` follow.
 
@@ -140,15 +159,18 @@ class SchedulingPolicy(ComponentWithArguments):
         in order of arrival; for those with status RUNNING no call of `key` follows.
         """
 
+    @notifies
     def scheduled(self, request: Request, tokens: int) -> None:
         """Handle the assignment of a step's tokens to a request, drafts included.
 
         `request.num_computed_tokens` does not include them yet.
         """
 
+    @notifies
     def preempted(self, request: Request) -> None:
         """Handle the preemption of a request; it lost its blocks and is computed again."""
 
+    @notifies
     def finished(self, request: Request) -> None:
         """Handle the end of a request, for any reason, whether it ran or not."""
 

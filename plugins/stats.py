@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from .behaviour import NO_TEXT, TEXT, notifies, returns
 from .component import Component, Context
 
 __all__ = [
@@ -288,16 +289,19 @@ class StatSink(Component):
 
     context: StatSinkContext
 
+    @notifies
     @abstractmethod
     def record(self, stats: IterationStats) -> None:
         """Record the statistics of a batch; they are read-only, for all sinks share the object."""
 
+    @notifies
     def report(self) -> None:
         """Report collected statistics; called about every `stats.interval_seconds`, and at the end.
 
         `AsyncLLM` also calls it while idle, `LLM` and `LLMEngine` only in steps.
         """
 
+    @returns(TEXT, otherwise=NO_TEXT)
     def exposition(self, plugins: PluginReport) -> str:  # noqa: ARG002
         """Return what this sink exports, in Prometheus's text format; nothing by default.
 
@@ -308,3 +312,7 @@ class StatSink(Component):
             plugins: of this moment; read-only.
         """
         return ""
+
+    @notifies
+    def close(self) -> None:
+        """Release resources; a second call must do no harm."""

@@ -7,6 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from hardpoint.errors import RequestError
+
+from .behaviour import (
+    DECODE_STREAM,
+    NONE_OR_SOME_TEXT,
+    NUMBER_OF_TOKENS,
+    SOME_TEXT,
+    TOKEN_IDS,
+    Returned,
+    UnusableError,
+    returns,
+)
 from .component import Component, Context
 from .grammars import Vocabulary
 from .loader import ModelFiles
@@ -32,6 +44,15 @@ class DecodeStream(Protocol):
         """Add a token of the model's vocabulary; return the text that is final now, or None."""
 
 
+def _vocabulary(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Vocabulary:  # noqa: ARG001
+    if not isinstance(value, Vocabulary):
+        raise UnusableError(value, ", expected a Vocabulary", limit=500)
+    return value
+
+
+VOCABULARY = Returned("a `Vocabulary`", _vocabulary)
+
+
 class Tokenizer(Component):
     """Converts text to token ids and back, and applies the chat template, in the frontend.
 
@@ -43,6 +64,7 @@ class Tokenizer(Component):
     context: TokenizerContext
 
     @property
+    @returns(NUMBER_OF_TOKENS, raises=(NotImplementedError,))
     def vocab_size(self) -> int:
         """Number of token ids, special ones included; may be left out.
 
@@ -59,6 +81,7 @@ class Tokenizer(Component):
         """
         return {}
 
+    @returns(VOCABULARY, raises=(NotImplementedError,))
     def vocabulary(self) -> Vocabulary:
         """Return the bytes of each token, for grammars; called once, if any backend is enabled.
 
@@ -71,15 +94,18 @@ class Tokenizer(Component):
         raise NotImplementedError(f"the tokenizer {self.name!r} has no vocabulary()")
 
     @property
+    @returns(NONE_OR_SOME_TEXT)
     def chat_template(self) -> str | None:
         """The source of the chat template, if there is one; it shows which formats it is for."""
         return None
 
     @property
+    @returns(TOKEN_IDS)
     @abstractmethod
     def eos_token_ids(self) -> Sequence[int]:
         """End-of-sequence tokens of the tokenizer; may be empty."""
 
+    @returns(TOKEN_IDS, raises=(RequestError,))
     @abstractmethod
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`.
@@ -90,6 +116,7 @@ class Tokenizer(Component):
             RequestError: the text cannot be encoded.
         """
 
+    @returns(SOME_TEXT)
     @abstractmethod
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`; incomplete characters become U+FFFD.
@@ -97,12 +124,14 @@ class Tokenizer(Component):
         Ids that the model has and the tokenizer has not are skipped.
         """
 
+    @returns(DECODE_STREAM)
     @abstractmethod
     def decode_stream(
         self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True
     ) -> DecodeStream:
         """Return a decoder for the tokens that follow the prompt."""
 
+    @returns(SOME_TEXT, raises=(RequestError,))
     @abstractmethod
     def apply_chat_template(
         self,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeVar
 
+from hardpoint.errors import HardpointError
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.manifest import Source
+
+T = TypeVar("T")
 
 _RAISE = dis.opmap["RAISE_VARARGS"]
 _MAX_CHARACTERS = 4000
@@ -35,6 +39,51 @@ def raise_unless_fault(error: BaseException) -> None:
         raise error
 
 
+@contextlib.contextmanager
+def faults_as(
+    error: type[HardpointError], message: str, *, passing: tuple[type[BaseException], ...] = ()
+) -> Iterator[None]:
+    """Raise what the body raises as an error with the text `<message> failed: <cause>`.
+
+    Args:
+        error: its class.
+        message: the plugin and what it did.
+        passing: classes of exceptions that are raised as they are.
+    """
+    try:
+        yield
+    except BaseException as cause:
+        raise_unless_fault(cause)
+        if isinstance(cause, passing):
+            raise
+        raise error(f"{message} failed: {describe(cause)}") from cause
+
+
+def innermost(
+    error: BaseException, owner_of: Callable[[FrameType], T | None]
+) -> tuple[T, str] | None:
+    """Return the innermost owner in a traceback, and the name of its outermost function there.
+
+    Args:
+        error: what left a call of a plugin.
+        owner_of: returns who owns a frame; None for a frame of the caller.
+    """
+    found: tuple[T, str] | None = None
+    trace = error.__traceback__
+    while trace is not None:
+        owner = owner_of(trace.tb_frame)
+        if owner is not None and (found is None or owner is not found[0]):
+            found = owner, trace.tb_frame.f_code.co_name
+        trace = trace.tb_next
+    return found
+
+
+def component_of(frame: FrameType) -> Component | None:
+    """Return the component whose method runs in a frame."""
+    owner = frame.f_locals.get("self")
+    return owner if isinstance(owner, Component) else None
+
+
 def responsible(error: BaseException, source: Source, method: str) -> tuple[Source, str]:
     """Return the plugin and the method that are responsible for an error.
 
@@ -45,13 +94,7 @@ def responsible(error: BaseException, source: Source, method: str) -> tuple[Sour
         source: that plugin.
         method: that method.
     """
-    owner: Component | None = None
-    trace = error.__traceback__
-    while trace is not None:
-        current = trace.tb_frame.f_locals.get("self")
-        if isinstance(current, Component) and current is not owner:
-            owner, name = current, trace.tb_frame.f_code.co_name
-        trace = trace.tb_next
+    owner, name = innermost(error, component_of) or (None, method)
     inner = getattr(getattr(owner, "context", None), "source", None)
     return (source, method) if inner in (None, source) else (inner, name)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from types import CodeType, TracebackType
+from types import CodeType, FrameType
 from typing import Any
 
 import pluggy
@@ -15,7 +15,7 @@ from hardpoint.plugins.hooks import PROJECT, HookSpecs
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.server import InstalledExtension, ServerContext
 
-from .blame import describe, raise_unless_fault
+from .blame import describe, faults_as, innermost, raise_unless_fault
 from .server_extensions import checked_extensions
 
 
@@ -76,7 +76,7 @@ class HookSet:
             results: list[Any] = caller(**arguments)
         except BaseException as cause:
             raise_unless_fault(cause)
-            plugin = self._responsible_plugin(caller, cause.__traceback__)
+            plugin = self._responsible_plugin(caller, cause)
             raise PluginFaultError(
                 f"{plugin}: its hook {hook} failed: {describe(cause)}"
             ) from cause
@@ -95,41 +95,29 @@ class HookSet:
                 continue
             source = self._sources[impl.plugin_name]
             arguments = {"server": server} if "server" in impl.argnames else {}
-            try:
+            with faults_as(PluginFaultError, f"{source}: its hook server_extensions"):
                 extensions = impl.function(**arguments)
-            except BaseException as cause:
-                raise_unless_fault(cause)
-                raise PluginFaultError(
-                    f"{source}: its hook server_extensions failed: {describe(cause)}"
-                ) from cause
             installed += checked_extensions(extensions, source)
         return installed
 
-    def _responsible_plugin(
-        self, caller: pluggy.HookCaller, traceback: TracebackType | None
-    ) -> str:
-        """Return the plugin whose function is in a traceback."""
+    def _responsible_plugin(self, caller: pluggy.HookCaller, error: BaseException) -> str:
+        """Return the plugin whose function is in the traceback of an error."""
         impls = caller.get_hookimpls()
-        while traceback is not None:
-            frame = traceback.tb_frame
+
+        def plugin_of(frame: FrameType) -> str | None:
             matching = [impl for impl in impls if frame.f_code in _codes(impl.function)]
             if len(matching) > 1:  # several objects of one class
                 values = list(frame.f_locals.values())
-                matching = [
-                    impl for impl in matching if any(impl.plugin is value for value in values)
-                ]
-            if len(matching) == 1:
-                return str(self._sources[matching[0].plugin_name])
-            traceback = traceback.tb_next
-        return _one_of(impls)
+                matching = [i for i in matching if any(i.plugin is value for value in values)]
+            return matching[0].plugin_name if len(matching) == 1 else None
+
+        found = innermost(error, plugin_of)
+        return str(self._sources[found[0]]) if found else _one_of(impls)
 
 
 def _built(cls: type, source: Source) -> Any:
-    try:
+    with faults_as(PluginLoadError, f"{source}: its constructor"):
         return cls()
-    except BaseException as cause:
-        raise_unless_fault(cause)
-        raise PluginLoadError(f"{source}: its constructor failed: {describe(cause)}") from cause
 
 
 def _check_runs(impl: pluggy.HookImpl, hook: str, source: Source) -> None:

@@ -30,8 +30,7 @@ from hardpoint.plugins.output_parser import OutputParser, Role
 from hardpoint.plugins.params import SamplingParams
 from hardpoint.plugins.wrapper import Wrapper
 
-from .blame import describe, raise_unless_fault
-from .discovery import advise, may_lack
+from .blame import faults_as
 from .request_arguments import prepares
 
 _EXAMPLES = {
@@ -54,13 +53,9 @@ def inspecting(source: Source) -> Iterator[None]:
     Raises:
         PluginContractError: its metaclass, a descriptor or its module failed; the cause is chained.
     """
-    try:
+    message = f"{source}: looking at it"
+    with faults_as(PluginContractError, message, passing=(HardpointError,)):
         yield
-    except HardpointError:
-        raise
-    except BaseException as cause:
-        raise_unless_fault(cause)
-        raise PluginContractError(f"{source}: looking at it failed: {describe(cause)}") from cause
 
 
 def import_object(source: Source) -> Any:
@@ -71,18 +66,14 @@ def import_object(source: Source) -> Any:
         PluginNotFoundError: the module has no such attribute.
     """
     module_name, _, qualname = source.value.partition(":")
-    try:
-        target: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as cause:
-        if cause.name and (module_name == cause.name or module_name.startswith(f"{cause.name}.")):
-            lacking = f"; {advise(cause.name)}" if may_lack(cause.name) else ""
-            raise PluginNotFoundError(
-                f"{source}: there is no module {cause.name!r}{lacking}"
-            ) from cause
-        raise PluginLoadError(f"{source}: its import failed: {describe(cause)}") from cause
-    except BaseException as cause:
-        raise_unless_fault(cause)
-        raise PluginLoadError(f"{source}: its import failed: {describe(cause)}") from cause
+    with faults_as(PluginLoadError, f"{source}: its import", passing=(PluginNotFoundError,)):
+        try:
+            target: Any = importlib.import_module(module_name)
+        except ModuleNotFoundError as cause:
+            if cause.name and f"{module_name}.".startswith(f"{cause.name}."):
+                missing = f"{source}: there is no module {cause.name!r}"
+                raise PluginNotFoundError(missing) from cause
+            raise
     with inspecting(source):
         for part in qualname.split(".") if qualname else ():
             if not hasattr(target, part):

@@ -30,7 +30,7 @@ from hardpoint.plugins.manifest import Manifest, PluginEntry
 
 from .adapt import configured, load_component
 from .backends import check_devices, first_that_runs
-from .blame import describe, raise_unless_fault
+from .blame import faults_as
 from .discovery import InstalledPlugin, advice, discover, installed_version
 from .hooks import HookSet
 from .loading import inspecting
@@ -201,15 +201,9 @@ class PluginSet:
         cls: type[C] = self.target(entry)
         with ExitStack() as undo:
             context = self.with_creator(entry, context, undo)
-            try:
+            message = f"{entry.source}: its constructor"
+            with faults_as(PluginLoadError, message, passing=(HardpointError,)):
                 component = cls(context)
-            except HardpointError:
-                raise
-            except BaseException as cause:
-                raise_unless_fault(cause)
-                raise PluginLoadError(
-                    f"{entry.source}: its constructor failed: {describe(cause)}"
-                ) from cause
             if getattr(component, "context", None) is not context:
                 raise PluginContractError(
                     f"{entry.source}: its __init__ must call super().__init__(context)"

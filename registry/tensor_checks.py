@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
-
-from hardpoint import errors
 
 if TYPE_CHECKING:
     import torch
@@ -45,14 +42,6 @@ class HandedOver:
                     raise ValueError(f"expected logits of {attribute} {expected}, got {got}")
             tensor = result.detach().contiguous()
         return tensor
-
-
-def shown(value: Any) -> str:
-    """Return what a plugin returned as a message quotes it; a tensor without its values."""
-    if "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor):
-        tensor: torch.Tensor = value
-        return f"a {tensor.dtype} tensor {list(tensor.shape)} ({tensor.layout}, on {tensor.device})"
-    return errors.shown(value)
 
 
 _PARTS = ("shape", "strides", "dtype", "device", "memory", "memory's size")

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
-from hardpoint.boundary.activity import Activity, PluginCalls, tracked
+from hardpoint.boundary.activity import Activity
 from hardpoint.boundary.faults import CALL_LOST, StepFaults, create_all
 from hardpoint.boundary.step_parts import (
     Components,
@@ -58,7 +58,6 @@ from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.plugins.scheduler import SchedulerLimits
 from hardpoint.plugins.step_part import EngineHalf, EngineHalfContext, StepPart, StepPartContext
 from hardpoint.registry.blame import describe, raise_unless_fault
-from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.typed.read_only import read_only
@@ -100,7 +99,7 @@ def build_core(
         config_sources: for messages.
         clock: seconds.
         activity: records what the engine does; None is in memory of this process.
-        vocabulary: of the tokenizer, for grammars; None is an engine without them.
+        vocabulary: of the tokenizer, for grammars.
 
     Raises:
         ConfigError: the KV cache does not fit; the message says what would.
@@ -112,9 +111,7 @@ def build_core(
         opened = _open_plugins(spec, vocabulary, clock, faults, undo)
         launcher = WorkerLauncher(spec, config_sources, activity)
         undo.callback(launcher.close)
-        executor = _executor(spec, launcher)
-        undo.callback(executor.close)
-        _check_depth(executor)
+        executor = _executor(spec, launcher, undo)
         start = _connector_start(spec, executor, undo)
         info, size, config = _start(executor, spec, config_sources)
         launcher.close()
@@ -130,35 +127,24 @@ def build_core(
             SchedulerContext,
             limits=_limits(config, size, executor),
             kv_cache=kv_cache,
-            policy=opened.policy.policy,
             clock=clock,
             watermark=config.kv_cache.watermark,
-            policy_fault=opened.policy.report_fault,
             connector=connector,
-            gates=opened.step_parts.gates if opened.step_parts else None,
-            grammars=GatesAsGrammars(opened.step_parts) if opened.step_parts else None,
             record=_recorder(hooks, faults),
             log_stats=config.stats.on,
+            **opened.for_scheduler(),
         )
         parts = EngineCoreParts(
             scheduler,
             executor,
             kv_cache,
-            opened.policy,
-            opened.kv_events,
-            faults,
-            scheduler_label=str(spec.plugins.one("schedulers").source),
-            executor_label=str(spec.plugins.one("executors").source),
-            components=[opened.eviction],
-            config=config,
-            log_stats=config.stats.on,
+            faults=faults,
             connector=connector,
             connector_start=start,
-            step_parts=opened.step_parts,
-            step_log=StepLog() if config.engine.log_steps else None,
             sleep_levels=info.sleep_levels,
             records_decode_steps=info.records_decode_steps,
             activity=activity,
+            **opened.for_core(spec.plugins, config),
         )
         undo.pop_all()
         return BuiltCore(EngineCore(parts), size)
@@ -173,6 +159,30 @@ class _EnginePlugins:
     blocks: BlockMetadata
     eviction: EvictionPolicy
     step_parts: EngineParts
+
+    def for_scheduler(self) -> dict[str, Any]:
+        """Return the fields of the scheduler's context that show these plugins."""
+        parts = self.step_parts
+        return {
+            "policy": self.policy.policy,
+            "policy_fault": self.policy.report_fault,
+            "gates": parts.gates if parts else None,
+            "grammars": GatesAsGrammars(parts) if parts else None,
+        }
+
+    def for_core(self, plugins: PluginSet, config: EngineConfig) -> dict[str, Any]:
+        """Return the fields of `EngineCoreParts` that follow from plugins and configuration."""
+        return {
+            "scheduler_label": str(plugins.one("schedulers").source),
+            "executor_label": str(plugins.one("executors").source),
+            "policy": self.policy,
+            "kv_events": self.kv_events,
+            "components": [self.eviction],
+            "step_parts": self.step_parts,
+            "config": config,
+            "log_stats": config.stats.on,
+            "step_log": StepLog() if config.engine.log_steps else None,
+        }
 
 
 def _open_plugins(
@@ -224,10 +234,15 @@ def _eviction_policy(plugins: PluginSet, blocks: BlockMetadata, clock: _Clock) -
     return plugins.create(entry, EvictionContext, blocks=blocks, history=history, clock=clock)
 
 
-def _executor(spec: WorkerSpec, launcher: WorkerLauncher) -> Executor:
+def _executor(spec: WorkerSpec, launcher: WorkerLauncher, undo: contextlib.ExitStack) -> Executor:
+    """Build the executor.
+
+    Raises:
+        PluginError: it cannot be built, or its depth is out of range.
+    """
     if spec.config.parallel.world_size > 1:  # here, too, since it takes time to start workers
         check_shares(spec.plugins, spec.model_config, spec.dtype, spec.config.parallel)
-    return spec.plugins.create(
+    executor = spec.plugins.create(
         spec.plugins.one("executors"),
         ExecutorContext,
         parallel=spec.config.parallel,
@@ -237,6 +252,9 @@ def _executor(spec: WorkerSpec, launcher: WorkerLauncher) -> Executor:
         watchdog_seconds=spec.config.engine.watchdog_seconds,
         all_report=bool(spec.plugins.entries("kv_connectors")),
     )
+    undo.callback(executor.close)
+    _check_depth(executor)
+    return executor
 
 
 def _connector_start(
@@ -308,9 +326,8 @@ def _kv_cache(
     opened: _EnginePlugins,
     faults: StepFaults,
 ) -> BlockManager:
-    entry, eviction = plugins.one("eviction_policies"), opened.eviction
-    if is_third_party(entry):
-        eviction = _tracked(eviction, faults.calls("eviction_policies", entry.source))
+    entry = plugins.one("eviction_policies")
+    calls = faults.calls("eviction_policies", entry.source)
     assert config.num_blocks is not None, "_resolved() has set it"
     return BlockManager(
         config.num_blocks,
@@ -319,22 +336,10 @@ def _kv_cache(
         max_step_tokens=needs.max_step_tokens,
         prefix_caching=config.prefix_caching,
         hash_algorithm=config.hash_algorithm,
-        eviction=Eviction(eviction, faults.reporter(entry.source)),
+        eviction=Eviction(opened.eviction, faults.reporter(entry.source), calls),
         metadata=opened.blocks,
         events=bool(plugins.entries("kv_event_publishers")),
     )
-
-
-def _tracked(policy: EvictionPolicy, calls: PluginCalls) -> EvictionPolicy:
-    """Return a policy whose methods are called through `calls`."""
-
-    def evict(count: int) -> list[int]:
-        # One more than wanted shows that there are too many, even in an endless iterator.
-        return list(itertools.islice(policy.evict(count), count + 1))
-
-    result: EvictionPolicy = tracked(policy, calls, ("released", "taken", "dropped"))
-    vars(result)["evict"] = calls.bound("evict", evict)
-    return result
 
 
 def _start(

@@ -6,6 +6,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import msgspec
 
@@ -244,8 +245,7 @@ class Statistics:
         """
         stats, self._stats = self._stats, IterationStats()
         if self.has_sinks:
-            shown = read_only(stats)
-            self._call_sinks(lambda sink: sink.record(shown), "record")
+            self._call_sinks("record", read_only(stats))
 
     def report(self) -> None:
         """Call `report` of every sink.
@@ -257,7 +257,7 @@ class Statistics:
             self._reported_at = self._clock()
             if self._stats.finished or self._stats.scheduler is not None:
                 self.record()
-            self._call_sinks(lambda sink: sink.report(), "report")
+            self._call_sinks("report")
 
     def report_if_due(self) -> None:
         """Report if the interval has passed.
@@ -280,10 +280,8 @@ class Statistics:
         Raises:
             PluginFaultError: a sink whose faults end the engine failed; all were called.
         """
-        texts: list[str] = []
-        shown = read_only(report)
-        self._call_sinks(lambda sink: texts.append(_checked(sink.exposition(shown))), "exposition")
-        return "".join(texts)
+        texts = self._call_sinks("exposition", read_only(report))
+        return "".join(f"{text}\n" if text and text[-1] != "\n" else text for text in texts)
 
     def close(self, live: Iterable[RequestFigures] = ()) -> None:
         """Report a last time and close the sinks. In any thread, and twice does nothing.
@@ -307,11 +305,13 @@ class Statistics:
                 self._closed = True
                 self._release()
 
-    def _call_sinks(self, call: Callable[[StatSink], None], method: str) -> None:
+    def _call_sinks(self, method: str, *arguments: Any) -> list[Any]:
         with self._lock:
-            if not self._closed:
-                self._sinks.call(call, method)
-                self._faults.check_slow()
+            if self._closed:
+                return []
+            results = self._sinks.call(method, *arguments)
+            self._faults.check_slow()
+            return results
 
     def _take_events(self, request: RequestFigures, output: EngineCoreOutput) -> None:
         for event in output.events:
@@ -323,18 +323,6 @@ class Statistics:
                     request.scheduled_at = event.timestamp
             elif request.queued_at is None:
                 request.queued_at = event.timestamp
-
-
-def _checked(text: object) -> str:
-    """Return the text of a sink, complete lines.
-
-    Raises:
-        TypeError, UnicodeEncodeError: it is no text that can be sent.
-    """
-    if not isinstance(text, str):
-        raise TypeError(f"expected a str, got {type(text).__name__}")
-    text.encode()
-    return text + "\n" if text and not text.endswith("\n") else text
 
 
 def _between(first: float | None, second: float | None) -> float | None:

@@ -39,7 +39,7 @@ class KVEventFanout:
         """
         if events and self._publishers:
             batch = read_only(KVEventBatch(self._wall_clock(), list(events), self._rank))
-            self._publishers.call(lambda publisher: publisher.publish(batch), "publish")
+            self._publishers.call("publish", batch)
 
     def close(self) -> None:
         """Close all publishers.

@@ -7,12 +7,11 @@ import math
 from collections.abc import Mapping
 
 from hardpoint.boundary.checked_model import CheckedModel, is_quantized_weight, wrong_result
-from hardpoint.errors import PluginFaultError
+from hardpoint.errors import PluginFaultError, shown
 from hardpoint.plugins import HardpointError, Model, Ops, WeightLoader
 from hardpoint.plugins.loader import WeightFormat
 from hardpoint.plugins.manifest import Source
-from hardpoint.registry.blame import describe, raise_unless_fault
-from hardpoint.registry.tensor_checks import shown
+from hardpoint.registry.blame import faults_as
 from hardpoint.system.memory import HeldWeight
 
 from .quantized_weights import QuantizedWeights
@@ -109,13 +108,8 @@ def _formats(
         ModelError: a weight is stored in a way that cannot be read.
         PluginFaultError: the loader raised something else, or gave something else.
     """
-    try:
+    with faults_as(PluginFaultError, f"{source}: its formats()", passing=(HardpointError,)):
         formats = loader.formats(dict(shapes))
-    except BaseException as cause:
-        raise_unless_fault(cause)
-        if isinstance(cause, HardpointError):
-            raise
-        raise PluginFaultError(f"{source}: its formats() failed: {describe(cause)}") from cause
     if not isinstance(formats, Mapping):
         raise wrong_result(source, "formats", formats, "a WeightFormat per name")
     for name, found in formats.items():

@@ -29,7 +29,7 @@ from hardpoint.plugins.quantization import (
     QuantizedMatrix,
     QuantizedWeight,
 )
-from hardpoint.registry.blame import describe, raise_unless_fault
+from hardpoint.registry.blame import faults_as
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 Scheme = tuple[Quantization, Source]
@@ -167,13 +167,8 @@ class QuantizedWeights:
         """
         component, source = self._scheme(scheme)
         rows, columns = shape
-        try:
+        with faults_as(PluginFaultError, f"{source}: its stored_bytes()"):
             found = component.stored_bytes((rows, columns))
-        except BaseException as cause:
-            raise_unless_fault(cause)
-            raise PluginFaultError(
-                f"{source}: its stored_bytes() failed: {describe(cause)}"
-            ) from cause
         if found is not None and (type(found) is not int or found < 0):
             raise wrong_result(source, "stored_bytes", found, "a number of bytes, or None")
         return found

@@ -50,7 +50,6 @@ from hardpoint.plugins.quantization import QuantizedWeight
 from hardpoint.plugins.stats import PluginMeter
 from hardpoint.plugins.step_part import StepPartContext, WorkerHalfContext
 from hardpoint.registry.blame import describe
-from hardpoint.registry.discovery import is_third_party
 from hardpoint.system.memory import (
     MemoryEstimate,
     MemoryLimit,
@@ -652,7 +651,7 @@ class LocalWorker:
                     ends_engine=spec.config.plugins.on_error.get(entry.name) == "engine",
                     rebuild=build,
                     activity=self._activity,
-                    slow_seconds=slow_seconds if is_third_party(entry) else 0.0,
+                    slow_seconds=slow_seconds,
                 )
             )
         entry = spec.plugins.one("samplers")

@@ -29,8 +29,9 @@ from hardpoint.plugins.stats import (
     StepFault,
 )
 from hardpoint.testing.component_suite import ComponentSuite
+from hardpoint.testing.declared import declared_result
 from hardpoint.testing.scripted import ScriptedClock
-from hardpoint.testing.suite import Rule, reject_replaced_tests, short_repr
+from hardpoint.testing.suite import Rule, reject_replaced_tests
 from hardpoint.typed.read_only import read_only
 
 from .calls import (
@@ -355,9 +356,8 @@ def _exported(sink: StatSink, report: PluginReport) -> str:
         Violation: it raises, or returns no text.
     """
     text = call(EXPOSITION, sink.exposition, read_only(report))
-    if not isinstance(text, str):
-        raise EXPOSITION.violation(f"exposition() returned {short_repr(text)}, expected a str")
-    return text
+    checked: str = declared_result(EXPOSITION, StatSink, "exposition", text, ())
+    return checked
 
 
 def _counters(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hardpoint.plugins import EvictionContext, EvictionPolicy
 from hardpoint.plugins.component import Component
 from hardpoint.testing.component_suite import ComponentSuite
+from hardpoint.testing.declared import declared_result
 from hardpoint.testing.engine_access import load_default_scheduler
 from hardpoint.testing.scheduling.fakes.blocks import FakeBlocks
 from hardpoint.testing.snapshots import count_elements
@@ -250,10 +251,7 @@ class _PolicyDriver:
     def evict(self, count: int) -> None:
         result = self._call("evict", count)
         what = f"evict({count}) returned {short_repr(result)}"
-        try:
-            blocks = [int(block) for block in result]
-        except TypeError as cause:
-            raise EVICTION.violation(f"{what}: {cause}") from cause
+        blocks = declared_result(EVICTION, EvictionPolicy, "evict", result, (count,))
         candidates = {self._block_of[content]: content for content in self.candidates}
         for block in blocks:
             if block not in candidates:

@@ -15,7 +15,7 @@ from support.searching import examples
 
 from hardpoint.boundary.faults import StepFaults
 from hardpoint.builtin_plugins.policies import Fair, FirstComeFirstServed, Priority
-from hardpoint.core.engine.policy import GuardedPolicy
+from hardpoint.core.engine.policy import guarded_policy
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import PolicyContext, SchedulingPolicy
 from hardpoint.plugins.manifest import Source
@@ -55,7 +55,7 @@ def policy_of(**methods):
 
 
 def guard_of(told=None, **methods):
-    return GuardedPolicy(policy_of(**methods), Told() if told is None else told)
+    return guarded_policy(policy_of(**methods), Told() if told is None else told)
 
 
 def returning(value):
@@ -72,24 +72,23 @@ def raising(error):
 class TestWhatIsThere:
     def test_it_is_the_policy_to_whoever_asks(self):
         fair = Fair(PolicyContext(name="mine", options=Fair.Options(tag="team")))
-        guard = GuardedPolicy(fair, Told())
+        guard = guarded_policy(fair, Told())
         assert guard.wrapped is fair
         assert guard.context is fair.context
         assert (guard.name, guard.options.tag) == ("mine", "team")
         assert guard.state_format == Fair.state_format != ""
-        assert GuardedPolicy.state_format == ""
 
     @pytest.mark.parametrize("name", OPTIONAL)
     def test_what_a_policy_does_not_override_is_seen_and_costs_nothing(self, name):
         assert guard_of().overridden == frozenset()
         policy = policy_of(**{name: returning(None)})
-        assert GuardedPolicy(policy, Told()).overridden == policy.overridden == {name}
+        assert guarded_policy(policy, Told()).overridden == policy.overridden == {name}
 
     def test_methods_inherited_from_another_policy_are_guarded(self):
         class Child(Priority):
             contract = 1
 
-        guard = GuardedPolicy(Child(PolicyContext(name="p", options=None)), Told())
+        guard = guarded_policy(Child(PolicyContext(name="p", options=None)), Told())
         assert "victim" in guard.overridden
         assert guard.victim([A, B], LOAD) is B
 

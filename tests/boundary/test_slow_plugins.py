@@ -10,7 +10,7 @@ from support.driving import FINAL
 from support.fault_cases import run_all
 
 from hardpoint import SamplingParams, plugins
-from hardpoint.boundary import activity
+from hardpoint.boundary import activity, guard
 from hardpoint.boundary.activity import Activity, PluginCalls
 from hardpoint.core.frontend.lifecycle import Restarter
 from hardpoint.core.worker.sampling import processor_runner
@@ -44,7 +44,7 @@ def wait(*_, seconds=SECONDS):
 def clock(monkeypatch):
     """Let only the plugins that wait take time: a busy machine would slow others."""
     counter = SimpleNamespace(perf_counter=lambda: now, monotonic=time.monotonic)
-    for module in (activity, processor_runner):
+    for module in (activity, guard, processor_runner):
         monkeypatch.setattr(module, "time", counter)
 
 

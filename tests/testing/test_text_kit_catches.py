@@ -63,7 +63,7 @@ SINKS = [
     (sinks.AddsNone, "statistics", "statistics", "raised TypeError: unsupported operand"),
     (sinks.AddsSizes, "statistics", "statistics", "raised TypeError: unsupported operand"),
     (sinks.Rates, "statistics", "statistics", r"report\(\) raised ZeroDivisionError"),
-    (sinks.ExportsNothing, "exposition", "exposition", r"exposition\(\) returned None, expected"),
+    (sinks.ExportsNothing, "exposition", "exposition", r"exposition\(\) returned None: expected"),
     (sinks.ExportsMeans, "exposition", "exposition", r"exposition\(.*\) raised ZeroDivisionErr"),
     (sinks.ExportsRawLabels, "exposition", "exposition", "the text cannot be read: ValueError: "),
     (sinks.ExportsTwice, "exposition", "exposition", r"tokens_total{} is there twice"),

@@ -10,7 +10,7 @@ from support.plugins.policies import LOAD
 from support.plugins.writing import POLICY_WRITES, PROCESSOR_WRITES, WritingPolicy
 
 from hardpoint import RequestError, SamplingParams
-from hardpoint.core.engine.policy import GuardedPolicy
+from hardpoint.core.engine.policy import guarded_policy
 from hardpoint.plugins import EngineCoreRequest, PolicyContext, Request
 from hardpoint.plugins.hooks import hookimpl
 from hardpoint.testing import scripted_engine
@@ -46,7 +46,7 @@ def test_a_policy_that_writes_disturbs_no_request(scripted, expected, write):
 def test_no_part_of_a_request_can_be_written_by_a_policy(write):
     policy = WritingPolicy(PolicyContext(name="p", options=WritingPolicy.Options(write=write)))
     told = []
-    guard = GuardedPolicy(policy, lambda message, cause: told.append((message, str(cause))))
+    guard = guarded_policy(policy, lambda message, cause: told.append((message, str(cause))))
     source = EngineCoreRequest(
         request_id="r", prompt_token_ids=[1], params=SamplingParams(), tags={"tenant": "a"}
     )

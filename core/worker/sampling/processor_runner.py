@@ -28,7 +28,7 @@ from hardpoint.plugins.device import to_device
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.stats import PluginMeter
-from hardpoint.registry.blame import describe, raise_unless_fault
+from hardpoint.registry.blame import describe, faults_as, raise_unless_fault
 from hardpoint.registry.tensor_checks import HandedOver
 
 from .device_state import DeviceState
@@ -87,12 +87,8 @@ class ProcessorRunner:
         self.greedy_skips = self.processor.argmax_invariant or (
             self.processor.phase is Phase.TEMPERATURE
         )
-        try:
+        with faults_as(PluginFaultError, f"{self.source}: its device_state"):
             self.device_state = DeviceState(self.processor, self.max_rows, self.device)
-        except BaseException as cause:
-            raise_unless_fault(cause)
-            message = f"{self.source}: its device_state failed: {describe(cause)}"
-            raise PluginFaultError(message) from cause
         self.has_device_state = bool(self.device_state)
         self.number = self._number(self.method_name)  # read in every step
 

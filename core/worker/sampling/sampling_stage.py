@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import torch
 
 from hardpoint.boundary.activity import PluginCalls
-from hardpoint.errors import PluginFaultError
+from hardpoint.errors import PluginFaultError, shown
 from hardpoint.plugins import LogitsRequest, Ops, Phase, RequestFault, Sampler, SamplingRows
 from hardpoint.plugins.device import to_device
 from hardpoint.plugins.requests import TokenLogprobs
-from hardpoint.registry.tensor_checks import shown
 
 from .fault_isolation import FaultIsolation, Recompute
 from .grammar_mask import GrammarMask

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from hardpoint.plugins import EngineCoreRequest, Load, Request, SchedulingPolicy
+from hardpoint.plugins import EngineCoreRequest, Request, SchedulingPolicy
+from hardpoint.testing.declared import declared_result
 from hardpoint.testing.engine_access import policy_arguments
 from hardpoint.testing.scheduling.rules import POLICY_CALLS
 from hardpoint.testing.suite import Rule, Violation, short_repr
@@ -16,7 +17,6 @@ RETURN_VALUES = Rule(
 )
 
 _NOTIFICATIONS = ("added", "scheduled", "preempted", "finished")
-_QUERIES = ("key", "group", "group_key", "admit", "victim")
 
 
 class PolicyMonitor:
@@ -79,11 +79,9 @@ class PolicyMonitor:
         self._check_unfinished("finished", request)
         del self.unfinished[request.request_id]
 
-    def record_violation(self, method: str, given: Sequence[Any], message: str) -> Violation:
-        """Record a wrong result of a call; return the first violation."""
-        if self.first_violation is None:
-            arguments = ", ".join(map(short_repr, given))
-            self.first_violation = RETURN_VALUES.violation(f"{method}({arguments}) {message}")
+    def record(self, violation: Violation) -> Violation:
+        """Record a violation by a call; return the first one."""
+        self.first_violation = self.first_violation or violation
         return self.first_violation
 
     def _check_unfinished(self, method: str, request: Request) -> None:
@@ -134,48 +132,13 @@ def _monitored_method(
             getattr(monitor, name)(*given)
         try:
             result = getattr(policy, name)(*given)
+            declared_result(RETURN_VALUES, SchedulingPolicy, name, result, given)
+        except Violation as violation:
+            raise monitor.record(violation) from None
         except Exception as cause:
-            message = f"raised {type(cause).__name__}: {cause}"
-            raise monitor.record_violation(name, given, message) from cause
-        error = _CHECKS[name](result, *given) if name in _QUERIES else None
-        if error is not None:
-            message = f"returned {short_repr(result)}, {error}"
-            raise monitor.record_violation(name, given, message)
+            arguments = ", ".join(map(short_repr, given))
+            message = f"{name}({arguments}) raised {type(cause).__name__}: {cause}"
+            raise monitor.record(RETURN_VALUES.violation(message)) from cause
         return result
 
     return call
-
-
-def _check_key(key: Any, *_: Any) -> str | None:
-    try:
-        bad = bool(key < key)
-    except Exception as cause:
-        return f"which does not compare: {type(cause).__name__}: {cause}"
-    return "which is less than itself" if bad else None
-
-
-def _check_group(group: Hashable, *_: Any) -> str | None:
-    try:
-        hash(group)
-    except TypeError as cause:
-        return f"which does not hash: {cause}"
-    return None
-
-
-def _check_admit(reason: Any, *_: Any) -> str | None:
-    if reason is None or (isinstance(reason, str) and reason):
-        return None
-    return "which is neither None nor a reason"
-
-
-def _check_victim(victim: Any, running: Sequence[Request], _load: Load) -> str | None:
-    return None if any(victim is request for request in running) else "which is not running"
-
-
-_CHECKS: dict[str, Callable[..., str | None]] = {
-    "key": _check_key,
-    "group": _check_group,
-    "group_key": _check_key,
-    "admit": _check_admit,
-    "victim": _check_victim,
-}

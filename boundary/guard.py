@@ -1,0 +1,303 @@
+"""The guard around a plugin's component: made from what the contract declares with each method.
+
+Each call is recorded and timed, its result checked; what a plugin does wrong is reported with its
+cause, and the declared default decides in its place.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import islice
+from operator import attrgetter
+from typing import Any, TypeVar, cast
+
+from hardpoint.errors import shown
+from hardpoint.plugins.behaviour import (
+    ORDERED,
+    Behaviour,
+    Default,
+    Returned,
+    UnusableError,
+    behaviour_of,
+)
+from hardpoint.plugins.component import Component
+from hardpoint.plugins.kinds import KINDS
+from hardpoint.plugins.manifest import Source
+from hardpoint.registry.blame import raise_unless_fault
+
+from .activity import Activity, PluginCalls
+
+FaultReporter = Callable[[str, BaseException | None], None]
+"""Called with a message such as "victim() returned None", and the cause or None."""
+
+C = TypeVar("C", bound=Component)
+
+HandOver = Mapping[str, Callable[[Any], Any]]
+"""By the name of a first parameter, what makes of an argument what the plugin gets."""
+
+_short = functools.partial(shown, limit=60)
+
+
+class Guarded:
+    """What a guarded component is besides a component of its kind.
+
+    Members that its interface does not have are the component's own.
+
+    Attributes:
+        wrapped: the component.
+        boundary: what its calls pass.
+    """
+
+    wrapped: Any
+    boundary: Boundary
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["wrapped"], name)
+
+
+class Boundary:
+    """What the calls of one component pass.
+
+    Attributes:
+        report: the reporter of its faults.
+        calls: record and time its methods.
+        failing: names of the methods that had a fault.
+    """
+
+    def __init__(self, report: FaultReporter, calls: PluginCalls) -> None:
+        """Store both; they are the attributes."""
+        self.report = report
+        self.calls = calls
+        self.failing: set[str] = set()
+
+    def method(
+        self,
+        name: str,
+        behaviour: Behaviour,
+        function: Callable[..., Any],
+        declared: Callable[..., Any],
+        hand_over: HandOver,
+    ) -> Callable[..., Any]:
+        """Return a method that raises nothing and returns what can be used.
+
+        Args:
+            name: of the method.
+            behaviour: what the contract says of it.
+            function: the component's.
+            declared: the interface's.
+            hand_over: for its arguments.
+        """
+        parameters = inspect.signature(declared).parameters
+        first = next(islice(parameters, 1, None), "")
+        adapt = hand_over.get(first)
+        if behaviour.returned is ORDERED:
+            behaviour = _sortable(behaviour, SortKeys(name, first, self))
+        check = None if behaviour.returned is None else behaviour.returned.check
+        assert behaviour.otherwise is not None, "kinds of scope request have guards of their own"
+        otherwise = behaviour.otherwise.decide
+        calls, cells, number = self.calls, self.calls.cells, self.calls.number(name)
+
+        clock = time.perf_counter
+
+        def call(*given: Any, **more: Any) -> Any:
+            if more:
+                given = inspect.signature(declared).bind(None, *given, **more).args[1:]
+            outer, cells[0] = cells[0], number
+            began = clock()
+            try:
+                handed = given if adapt is None else (adapt(given[0]), *given[1:])
+                value = function(*handed)
+                return None if check is None else check(value, handed, given)
+            except BaseException as cause:
+                self._failed(name, _call_text(name, first, given), cause)
+                return otherwise(*given)
+            finally:
+                calls.seconds += clock() - began
+                cells[0] = outer
+
+        def scheduled(request: Any, tokens: int) -> None:
+            """Do as `call` does, in half the time: for each running request and step."""
+            outer, cells[0] = cells[0], number
+            began = clock()
+            try:
+                function(request if adapt is None else adapt(request), tokens)
+            except BaseException as cause:
+                self._failed(name, _call_text(name, first, (request,)), cause)
+            finally:
+                calls.seconds += clock() - began
+                cells[0] = outer
+
+        return scheduled if list(parameters) == ["self", "request", "tokens"] else call
+
+    def _failed(self, name: str, text: str, error: BaseException) -> None:
+        """Report a fault."""
+        problem: str
+        cause: BaseException | None
+        raised: BaseException | None
+        problem, cause, raised = "failed", error, error
+        if isinstance(error, UnusableError):
+            problem, cause, raised = str(error), error.__cause__, error.__context__
+        if raised is not None:
+            raise_unless_fault(raised)
+        self.failing.add(name)
+        self.report(f"{text} {problem}", cause)
+
+
+def guard(
+    component: C,
+    kind: str,
+    report: FaultReporter,
+    calls: PluginCalls | None = None,
+    hand_over: HandOver | None = None,
+) -> C:
+    """Return a component of the same kind around one, whose declared methods raise nothing.
+
+    The methods of which nothing is declared are recorded and timed, and raise what they raise.
+
+    Args:
+        component: to guard.
+        kind: its kind.
+        report: is called with each fault.
+        calls: record and time its methods.
+        hand_over: for the arguments of its methods.
+    """
+    interface = KINDS[kind].interface
+    assert interface is not None, "functions are guarded by HookSet"
+    cls = _guarded_type(interface)
+    guarded = cls.__new__(cls)
+    context = component.context
+    source = context.source or Source(context.name, "", "", "", "")
+    boundary = Boundary(report, calls or PluginCalls(Activity(), kind, source))
+    own = vars(guarded)
+    own.update(wrapped=component, boundary=boundary, context=context)
+    own.update(name=context.name, options=context.options)
+    for name, declared in _methods(interface):
+        behaviour, function = behaviour_of(interface, name), getattr(component, name)
+        if behaviour is None:
+            own[name] = boundary.calls.bound(name, function)
+        else:
+            own[name] = boundary.method(name, behaviour, function, declared, hand_over or {})
+    return cast(C, guarded)
+
+
+def boundary_of(component: Component) -> Boundary:
+    """Return what the calls of a guarded component pass."""
+    assert isinstance(component, Guarded), "it comes from guard()"
+    return component.boundary
+
+
+@functools.cache
+def _guarded_type(interface: type[Component]) -> type[Component]:
+    """Return the class of guarded components, whose other members are the component's."""
+    methods = {name for name, _ in _methods(interface)}
+    members = {
+        name: property(attrgetter(f"wrapped.{name}"))
+        for name in dir(interface)
+        if not name.startswith("_") and name not in methods and not hasattr(Component, name)
+    }
+    cls: Any = type(
+        f"Guarded{interface.__name__}", (Guarded, interface), {"contract": 1, **members}
+    )
+    cls.__abstractmethods__ = frozenset()  # each guarded component has them itself
+    return cast(type[Component], cls)
+
+
+def _methods(interface: type[Component]) -> list[tuple[str, Callable[..., Any]]]:
+    """Return the public methods of an interface."""
+    found = ((name, inspect.getattr_static(interface, name)) for name in dir(interface))
+    return [(name, f) for name, f in found if inspect.isfunction(f) and not name.startswith("_")]
+
+
+def _call_text(name: str, first: str, given: Sequence[Any]) -> str:
+    """Return a call as the beginning of a message."""
+    match first:
+        case "request":
+            return f"{name}() of request {_short(given[0].request_id)}"
+        case "group":
+            return f"{name}() of group {_short(given[0])}"
+        case "block_ids":
+            return f"{name}() of {blocks(len(given[0]))}"
+        case "count":
+            return f"{name}({given[0]})"
+    return f"{name}()"
+
+
+def blocks(number: int) -> str:
+    """Return a number of blocks as text."""
+    return "1 block" if number == 1 else f"{number} blocks"
+
+
+def _sortable(behaviour: Behaviour, keys: SortKeys) -> Behaviour:
+    """Return the behaviour of a method whose values are wrapped, so that all of them compare."""
+    returned, default = behaviour.returned, behaviour.otherwise
+    assert returned is not None
+    assert default is not None
+    decide = default.decide
+
+    def check(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> SortKey:
+        returned.check(value, handed, given)
+        return SortKey(keys.owner(given), decide(*given), value, keys)
+
+    def otherwise(*given: Any) -> SortKey:
+        return SortKey(keys.owner(given), decide(*given))
+
+    return Behaviour(Returned(returned.text, check), Default(default.text, otherwise))
+
+
+class SortKeys:
+    """The values that one method gave to sort by; reports those that do not compare."""
+
+    def __init__(self, name: str, first: str, boundary: Boundary) -> None:
+        """`name` and `first` are the method's, and its first parameter's."""
+        self._prefix = f"{name}() of {first}s"
+        self._of_requests = first == "request"
+        self._boundary = boundary
+
+    def owner(self, given: Sequence[Any]) -> Hashable:
+        """Return the id of the request, or the group, of a call."""
+        owner: Hashable = given[0].request_id if self._of_requests else given[0]
+        return owner
+
+    def report(self, one: SortKey, other: SortKey, cause: BaseException) -> None:
+        """Report two keys that do not compare."""
+        owners = f"{_short(one.owner)} and {_short(other.owner)}"
+        self._boundary.report(f"{self._prefix} {owners} do not compare", cause)
+
+
+class SortKey:
+    """A value to sort by that compares with every other one of its method, whatever it is.
+
+    Where two do not compare, or one is unusable, their defaults do.
+    """
+
+    __slots__ = ("default", "is_reported", "keys", "owner", "value")
+
+    def __init__(
+        self, owner: Hashable, default: float = 0.0, value: Any = None, keys: SortKeys | None = None
+    ) -> None:
+        """Without `keys`, the value is not usable."""
+        self.owner = owner
+        self.default = default
+        self.value = value
+        self.keys = keys
+        self.is_reported = False
+
+    def __lt__(self, other: SortKey) -> bool:
+        if self.keys is not None and other.keys is not None:
+            try:
+                return bool(self.value < other.value)
+            except BaseException as cause:
+                raise_unless_fault(cause)
+                if not (self.is_reported and other.is_reported):  # once is enough
+                    self.is_reported = other.is_reported = True
+                    self.keys.report(self, other, cause)
+        return self.default < other.default
+
+    def __eq__(self, other: object) -> bool:
+        # By order alone, so that values which only have `<` can be equal.
+        return isinstance(other, SortKey) and not (self < other or other < self)
+
+    __hash__ = None  # type: ignore[assignment]

@@ -1,0 +1,237 @@
+"""What a method of an interface must return, and what follows where it does not: stated with it.
+
+The guard around plugins, the conformance suites and the reference read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from operator import index
+from typing import Any, TypeVar
+
+from hardpoint.errors import shown
+
+__all__ = [
+    "Behaviour",
+    "Default",
+    "Returned",
+    "UnusableError",
+    "behaviour_of",
+    "notifies",
+    "returns",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+_LONG = 500  # characters of a quoted value
+_MARK = "__behaviour__"
+
+
+class UnusableError(Exception):
+    """A method returned what cannot be used; the text is what follows its name in a message."""
+
+    def __init__(self, value: Any, problem: str, limit: int = 60) -> None:
+        """`value` is what it returned, cut to a limit, `problem` the rest of the sentence."""
+        super().__init__(f"returned {shown(value, limit)}{problem}")
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What a method must return.
+
+    Attributes:
+        text: what it is.
+        check: returns the value to use, given the value that the method returned, the arguments
+            that it got, and those of its caller. Raises UnusableError, or what the value raises.
+    """
+
+    text: str
+    check: Callable[[Any, Sequence[Any], Sequence[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Default:
+    """What decides in place of a method that failed.
+
+    Attributes:
+        text: what it is.
+        decide: returns the value, given the arguments of the caller.
+    """
+
+    text: str
+    decide: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """What a method returns, and what follows where it fails; a fault is counted in any case.
+
+    Attributes:
+        returned: None for a method whose result is not used.
+        otherwise: decides in its place; None if the call fails with an error that names the plugin.
+        raises: exceptions that are meant for the caller.
+    """
+
+    returned: Returned | None
+    otherwise: Default | None
+    raises: tuple[type[Exception], ...] = ()
+
+    def __str__(self) -> str:
+        """Return both as sentences."""
+        if self.returned is None:
+            return "If it raises, the fault is counted, and nothing else follows."
+        if self.otherwise is None:
+            return (
+                f"Must return {self.returned.text}. If it returns anything else, or raises what is "
+                f"not stated here, the call fails with an error that names the plugin."
+            )
+        return (
+            f"Must return {self.returned.text}. If it raises or returns anything else, the fault "
+            f"is counted and {self.otherwise.text}."
+        )
+
+
+def returns(
+    returned: Returned,
+    *,
+    otherwise: Default | None = None,
+    raises: tuple[type[Exception], ...] = (),
+) -> Callable[[F], F]:
+    """Declare what a method returns, and what decides where it fails; as `Behaviour` has them."""
+
+    def declare(method: F) -> F:
+        setattr(method, _MARK, Behaviour(returned, otherwise, raises))
+        return method
+
+    return declare
+
+
+def notifies(method: F) -> F:
+    """Declare that a method's result is not used, and that nothing depends on it."""
+    setattr(method, _MARK, Behaviour(None, NOTHING))
+    return method
+
+
+def declared_of(method: Any) -> Behaviour | None:
+    """Return what is declared of a function or property; None for any other one."""
+    declared = getattr(getattr(method, "fget", method), _MARK, None)
+    return declared if isinstance(declared, Behaviour) else None
+
+
+def behaviour_of(cls: type, method: str) -> Behaviour | None:
+    """Return what an interface declares of a method, also if a class derives from it."""
+    declared = (declared_of(vars(base).get(method)) for base in cls.__mro__)
+    return next(filter(None, declared), None)
+
+
+def equals_itself(value: Any) -> bool:
+    """Return whether a value is equal to itself; NaN is not, nor is a sequence with NaN."""
+    if isinstance(value, tuple | list):  # these compare identical members as equal
+        return all(map(equals_itself, value))
+    return bool(value == value)
+
+
+def _ordered(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Any:  # noqa: ARG001
+    try:
+        bool(value < value)
+        is_equal = equals_itself(value)
+    except BaseException as error:
+        raise UnusableError(value, ", which has no order") from error
+    if not is_equal:
+        raise UnusableError(value, ", which is not equal to itself")
+    return value
+
+
+def _hashable(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Hashable:  # noqa: ARG001
+    problem = ", expected something hashable that is equal to itself"
+    try:
+        hash(value)
+        is_equal = equals_itself(value)
+    except BaseException:
+        raise UnusableError(value, problem) from None
+    if not is_equal:
+        raise UnusableError(value, problem)
+    return value  # type: ignore[no-any-return]
+
+
+def _none_or_text(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> str | None:  # noqa: ARG001
+    if value is None:
+        return None
+    if isinstance(value, str) and (text := str.__str__(value)):  # a subclass may do anything
+        return text
+    raise UnusableError(value, ", expected None or the reason as a string that is not empty")
+
+
+def _one_of_first(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Any:
+    for one, original in zip(handed[0], given[0], strict=True):
+        if value is one:
+            return original
+    raise UnusableError(value, ", which is not running")
+
+
+def _text(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> str:  # noqa: ARG001
+    if not isinstance(value, str):
+        raise TypeError(f"expected a str, got {type(value).__name__}")
+    value.encode()
+    return value
+
+
+def _some_text(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> str:  # noqa: ARG001
+    if not isinstance(value, str):
+        raise UnusableError(value, ", expected text", _LONG)
+    return value
+
+
+def _none_or_some_text(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> str | None:
+    return None if value is None else _some_text(value, handed, given)
+
+
+def _token_ids(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> list[int]:  # noqa: ARG001
+    try:
+        ids = list(value)
+        if set(map(type, ids)) != {int}:
+            ids = [int(index(token)) for token in ids]
+    except BaseException as error:
+        raise UnusableError(value, ", expected token ids", _LONG) from error
+    return ids
+
+
+def _number(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> int:  # noqa: ARG001
+    if type(value) is not int or value < 1:
+        raise UnusableError(value, ", expected a number of tokens", _LONG)
+    return value
+
+
+def _stream(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Any:  # noqa: ARG001
+    if not callable(getattr(value, "step", None)):
+        raise UnusableError(value, ", which has no step()", _LONG)
+    return value
+
+
+def _block_ids(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> list[int]:  # noqa: ARG001
+    # One more than wanted shows that there are too many, even in an endless iterator.
+    return [index(block) for block in islice(value, handed[0] + 1)]
+
+
+ORDERED = Returned("a value that has an order (`<`) and is equal to itself", _ordered)
+HASHABLE = Returned("something hashable that is equal to itself", _hashable)
+NONE_OR_TEXT = Returned("None, or text that is not empty", _none_or_text)
+ONE_OF_FIRST = Returned("a member of its first argument", _one_of_first)
+TEXT = Returned("text", _text)
+SOME_TEXT = Returned("text", _some_text)
+NONE_OR_SOME_TEXT = Returned("text or None", _none_or_some_text)
+TOKEN_IDS = Returned("token ids of the model", _token_ids)
+NUMBER_OF_TOKENS = Returned("a whole number >= 1", _number)
+DECODE_STREAM = Returned("an object with the method `step`", _stream)
+BLOCK_IDS = Returned("`count` different candidates", _block_ids)
+
+NOTHING = Default("nothing else follows", lambda *_: None)
+"""Also for a method whose result may be None."""
+EQUAL = Default("all are equal", lambda *_: 0.0)
+ARRIVAL_ORDER = Default("the order of arrival decides", lambda request, *_: request.arrival_time)
+COMMON_GROUP = Default("the request waits in the common group, None", lambda *_: None)
+ADMITTED = Default("the request is admitted", lambda *_: None)
+LAST_OF_FIRST = Default("its last member is taken", lambda members, *_: members[-1])
+NO_TEXT = Default("it has no text", lambda *_: "")
+RELEASE_ORDER = Default("those released first are evicted", lambda *_: None)

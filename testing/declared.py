@@ -1,0 +1,32 @@
+"""What the contract declares of a method's result, as a rule of the suites."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hardpoint.plugins.behaviour import UnusableError, behaviour_of
+from hardpoint.plugins.component import Component
+from hardpoint.testing.suite import Rule, short_repr
+
+
+def declared_result(
+    rule: Rule, interface: type[Component], method: str, result: Any, given: Sequence[Any]
+) -> Any:
+    """Return what the engine makes of what a method returned; None if it uses nothing of it.
+
+    Raises:
+        Violation: of the rule, since it is not what the interface declares of the method.
+    """
+    behaviour = behaviour_of(interface, method)
+    if behaviour is None or behaviour.returned is None:
+        return None
+    call = f"{method}({', '.join(map(short_repr, given))})"
+    try:
+        return behaviour.returned.check(result, given, given)
+    except UnusableError as error:
+        cause = error.__cause__
+        detail = "" if cause is None else f": {type(cause).__name__}: {cause}"
+        raise rule.violation(f"{call} {error}{detail}") from cause
+    except Exception as cause:
+        raise rule.violation(f"{call} returned {short_repr(result)}: {cause}") from cause

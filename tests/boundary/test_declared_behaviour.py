@@ -1,0 +1,321 @@
+"""What the contract declares of each method follows, in all kinds, for built-ins and strangers."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from support.plugins.policies import LOAD, request
+
+import hardpoint
+from hardpoint.boundary import guard as guard_module
+from hardpoint.boundary.faults import Fanout, StepFaults
+from hardpoint.boundary.guard import guard
+from hardpoint.boundary.text_guards import GuardedTokenizer
+from hardpoint.builtin_plugins.kv_cache.events import NullPublisher
+from hardpoint.builtin_plugins.kv_cache.eviction import LeastRecentlyUsed
+from hardpoint.builtin_plugins.policies import Fair
+from hardpoint.builtin_plugins.stats.log import LogSink
+from hardpoint.builtin_plugins.tokenizer.transformers import TransformersTokenizer
+from hardpoint.core.engine.policy import guarded_policy
+from hardpoint.errors import PluginFaultError, RequestError
+from hardpoint.plugins import (
+    EvictionContext,
+    EvictionPolicy,
+    KVEventPublisher,
+    PolicyContext,
+    PublisherContext,
+    SchedulingPolicy,
+    StatSink,
+    StatSinkContext,
+    Tokenizer,
+)
+from hardpoint.plugins.behaviour import behaviour_of
+from hardpoint.plugins.kinds import KINDS
+from hardpoint.plugins.manifest import Source
+
+A, B = request("a", arrival=1.0), request("b", arrival=2.0)
+SECONDS = 0.5
+KINDS_OF = {
+    "scheduling_policies": SchedulingPolicy,
+    "eviction_policies": EvictionPolicy,
+    "stat_sinks": StatSink,
+    "kv_event_publishers": KVEventPublisher,
+}
+# kind, method, arguments, the call in messages, a wrong value and what is said of it, what decides
+CALLS = [
+    ("scheduling_policies", "key", (A,), "key() of request 'a'", None, "has no order", None),
+    ("scheduling_policies", "group", (A,), "group() of request 'a'", [], "expected some", None),
+    ("scheduling_policies", "group_key", ("g", 0.0), "group_key() of group 'g'", 1j, "order", None),
+    ("scheduling_policies", "admit", (A, LOAD), "admit() of request 'a'", "", "expected No", None),
+    ("scheduling_policies", "victim", ([A, B], LOAD), "victim()", A, "which is not running", B),
+    ("scheduling_policies", "added", (A,), "added() of request 'a'", ..., "", None),
+    ("scheduling_policies", "scheduled", (A, 1), "scheduled() of request 'a'", ..., "", None),
+    ("scheduling_policies", "preempted", (A,), "preempted() of request 'a'", ..., "", None),
+    ("scheduling_policies", "finished", (A,), "finished() of request 'a'", ..., "", None),
+    ("eviction_policies", "released", ((1,),), "released() of 1 block", ..., "", None),
+    ("eviction_policies", "taken", ((1, 2),), "taken() of 2 blocks", ..., "", None),
+    ("eviction_policies", "dropped", ((1,),), "dropped() of 1 block", ..., "", None),
+    ("eviction_policies", "evict", (2,), "evict(2)", None, "not iterable", None),
+    ("stat_sinks", "record", (None,), "record()", ..., "", None),
+    ("stat_sinks", "report", (), "report()", ..., "", None),
+    ("stat_sinks", "exposition", (None,), "exposition()", 1, "expected a str", ""),
+    ("stat_sinks", "close", (), "close()", ..., "", None),
+    ("kv_event_publishers", "publish", (None,), "publish()", ..., "", None),
+    ("kv_event_publishers", "close", (), "close()", ..., "", None),
+]  # fmt: skip
+CONTEXTS = {
+    "scheduling_policies": (PolicyContext, {}),
+    "eviction_policies": (EvictionContext, {"blocks": None, "history": None, "clock": None}),
+    "stat_sinks": (StatSinkContext, {"clock": None, "model": "m"}),
+    "kv_event_publishers": (PublisherContext, {}),
+}
+BUILT_IN = {
+    "scheduling_policies": Fair,
+    "eviction_policies": LeastRecentlyUsed,
+    "stat_sinks": LogSink,
+    "kv_event_publishers": NullPublisher,
+}
+cases = pytest.mark.parametrize("case", CALLS, ids=lambda case: f"{case[0]}-{case[1]}")
+
+
+class Guarded:
+    """A guarded plugin of which one method does something else, and the books of its faults."""
+
+    def __init__(self, case, does, *, built_in=False, ends_engine=()):
+        kind, method, self.arguments, *_ = case
+        interface = KINDS_OF[kind]
+        base = BUILT_IN[kind] if built_in else interface
+        others = {n: lambda *_: 0.0 for n in interface.__abstractmethods__} if not built_in else {}
+        cls = type("Odd", (base,), {"contract": 1, **others, method: does})
+        cls.__abstractmethods__ = frozenset()
+        context, fields = CONTEXTS[kind]
+        component = cls.__new__(cls)
+        component.context = context(name="odd", options=None, **fields)
+        component.name, component.options = "odd", None
+        origin = ("hardpoint", "0.1.0") if built_in else ("acme", "1.0")
+        source = Source("odd", "acme:Odd", *origin, "default")
+        self.faults = StepFaults(ends_engine, slow_seconds=SECONDS)
+        report, calls = self.faults.reporter(source), self.faults.calls(kind, source)
+        if kind == "scheduling_policies":
+            self.plugin = guarded_policy(component, report, calls)
+        else:
+            self.plugin = guard(component, kind, report, calls)
+        self.method = method
+
+    def call(self):
+        return getattr(self.plugin, self.method)(*self.arguments)
+
+    @property
+    def message(self):
+        """The message of the only fault, without the plugin's description."""
+        (fault,) = self.faults.report().values()
+        assert fault.count == 1
+        return fault.message.partition("): ")[2] or fault.message.partition("default: ")[2]
+
+
+def raising(error):
+    def method(*_, **__):
+        raise error
+
+    return method
+
+
+def answers(case, does):
+    """Return what a stranger's and a built-in's method give, and their messages; both agree."""
+    found = []
+    for built_in in (False, True):
+        guarded = Guarded(case, does, built_in=built_in)
+        result = guarded.call()
+        found.append((result, guarded.message))
+    assert found[0][1] == found[1][1]
+    assert found[0][0] == found[1][0]
+    return found[0]
+
+
+def test_the_table_has_every_declared_method():
+    declared = {
+        (kind.name, name)
+        for kind in KINDS.values()
+        if kind.interface is not None
+        for name in dir(kind.interface)
+        if behaviour_of(kind.interface, name) is not None
+    }
+    tokenizers = {("tokenizers", method) for method, *_ in RAISING}
+    assert declared == {(kind, method) for kind, method, *_ in CALLS} | tokenizers
+
+
+@cases
+@pytest.mark.parametrize("error", [ValueError("oh"), KeyboardInterrupt("oh"), SystemExit(3)])
+def test_it_raises(case, error):
+    result, message = answers(case, raising(error))
+    assert message == f"{case[3]} failed: {type(error).__name__}: {error}"
+    if case[1] not in ("key", "group_key"):
+        assert result == case[6]
+
+
+@cases
+def test_an_interrupt_of_the_user_passes(case):
+    for built_in in (False, True):
+        guarded = Guarded(case, lambda *_: signal.raise_signal(signal.SIGINT), built_in=built_in)
+        with pytest.raises(KeyboardInterrupt):
+            guarded.call()
+        assert guarded.faults.report() == {}
+
+
+@cases
+def test_it_returns_something_else(case):
+    if case[4] is ...:  # the result of a notification is not used
+        guarded = Guarded(case, lambda *_: object())
+        assert guarded.call() is None
+        assert guarded.faults.report() == {}
+        return
+    result, message = answers(case, lambda *_: case[4])
+    assert message.startswith(case[3])
+    assert case[5] in message
+    if case[1] not in ("key", "group_key"):
+        assert result == case[6]
+
+
+@cases
+def test_it_is_slow(case, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(guard_module.time, "perf_counter", lambda: now[0])
+
+    def wait(*_):
+        now[0] += 2 * SECONDS
+
+    for built_in in (False, True):
+        guarded = Guarded(case, wait, built_in=built_in)
+        guarded.call()
+        assert guarded.faults.slow()["odd"].count == 1
+
+
+@cases
+def test_it_ends_the_engine_where_it_is_configured(case):
+    for built_in in (False, True):
+        guarded = Guarded(case, raising(ValueError("oh")), built_in=built_in, ends_engine=["odd"])
+        with pytest.raises(PluginFaultError, match=r"^plugin 'odd' .*failed: ValueError: oh$"):
+            guarded.call()
+
+
+# method, arguments, a wrong value, what is said of it; the call fails
+RAISING = [
+    ("encode", ("x",), 1, "returned 1, expected token ids: TypeError: "),
+    ("decode", ([1],), b"x", "returned b'x', expected text"),
+    ("decode_stream", ([1],), None, "returned None, which has no step()"),
+    ("apply_chat_template", ([],), 1, "returned 1, expected text"),
+    ("vocabulary", (), [], "returned [], expected a Vocabulary"),
+    ("vocab_size", None, "9", "returned '9', expected a number of tokens"),
+    ("chat_template", None, 1, "returned 1, expected text"),
+    ("eos_token_ids", None, None, "returned None, expected token ids: TypeError: "),
+]
+
+
+def use(component, member, arguments):
+    value = getattr(component, member)
+    return value if arguments is None else value(*arguments)
+
+
+def errors_of_tokenizer(case, does):
+    """Return what comes of a stranger's and of a built-in's method; both agree."""
+    method, arguments, *_ = case
+    member = property(does) if arguments is None else does
+    found = []
+    for base, origin in ((Tokenizer, "acme"), (TransformersTokenizer, "hardpoint")):
+        cls = type("Odd", (base,), {"contract": 1, method: member})
+        cls.__abstractmethods__ = frozenset()
+        odd = cls.__new__(cls)
+        odd.context = PolicyContext(name="odd", options=None)
+        source = Source("odd", "acme:Odd", origin, "1.0", "default")
+        guarded = GuardedTokenizer(odd, source, vocab_size=9)
+        with pytest.raises((PluginFaultError, RequestError, NotImplementedError)) as error:
+            use(guarded, method, arguments)
+        found.append((type(error.value), str(error.value).removeprefix(f"{source}: ")))
+    assert found[0] == found[1]
+    return found[0]
+
+
+tokenizer_cases = pytest.mark.parametrize("case", RAISING, ids=lambda case: case[0])
+
+
+@tokenizer_cases
+@pytest.mark.parametrize("error", [ValueError("oh"), KeyboardInterrupt("oh"), SystemExit(3)])
+def test_a_tokenizer_raises(case, error):
+    expected = f"its {case[0]} failed: {type(error).__name__}: {error}"
+    assert errors_of_tokenizer(case, raising(error)) == (PluginFaultError, expected)
+
+
+@tokenizer_cases
+def test_a_tokenizer_raises_what_is_meant_for_the_caller(case):
+    for error in (RequestError("no"), NotImplementedError("no")):
+        cls, _ = errors_of_tokenizer(case, raising(error))
+        declared = behaviour_of(Tokenizer, case[0]).raises
+        assert cls is (type(error) if isinstance(error, declared) else PluginFaultError)
+
+
+@tokenizer_cases
+def test_a_tokenizer_returns_something_else(case):
+    cls, message = errors_of_tokenizer(case, lambda *_, **__: case[2])
+    assert cls is PluginFaultError
+    assert message.startswith(f"its {case[0]} {case[3]}")
+
+
+class Late:
+    """A value that fails when it is used, after the method has returned."""
+
+    def __init__(self):
+        self.used = 0
+
+    def __lt__(self, other):
+        self.used += 1
+        if other is not self:
+            raise OSError("late")
+        return False
+
+
+def test_what_fails_after_its_method_returned_is_a_fault_of_it_too():
+    case = next(case for case in CALLS if case[1] == "key")
+    guarded = Guarded(case, lambda self, request: Late())
+    one, other = guarded.call(), guarded.plugin.key(B)
+    assert one < other  # by arrival
+    assert guarded.message == "key() of requests 'a' and 'b' do not compare: OSError: late"
+
+
+def endless(self, count):
+    yield 1
+    raise OSError("late")
+
+
+def test_what_fails_while_it_is_read_is_a_fault_of_its_method():
+    case = next(case for case in CALLS if case[1] == "evict")
+    assert answers(case, endless) == (None, "evict(2) failed: OSError: late")
+
+
+def test_one_of_several_that_fails_keeps_nobody_from_being_called():
+    case = next(case for case in CALLS if case[1] == "publish")
+    called = []
+    broken = Guarded(case, raising(ValueError("oh")))
+    sound = Guarded(case, lambda self, batch: called.append(batch))
+    parts = [
+        (g.plugin.wrapped, g.plugin.boundary.report, g.plugin.boundary.calls)
+        for g in (broken, sound)
+    ]
+    Fanout(parts).call("publish", "batch")
+    assert called == ["batch"]
+    assert broken.message == "publish() failed: ValueError: oh"
+
+
+def test_where_it_matters_whose_a_plugin_is():
+    """Each module here is named in the docstring of `is_third_party`."""
+    root = Path(hardpoint.__file__).parent
+    folders = ("boundary", "core", "builtin_plugins", "registry")
+    asking = {
+        f"{folder}/{path.relative_to(root / folder)}"
+        for folder in folders
+        for path in (root / folder).rglob("*.py")
+        if "is_third_party(" in path.read_text()
+    }
+    expected = {"core/frontend/frontend.py", "core/frontend/async_engine.py"}
+    assert asking == expected | {"registry/discovery.py"}

@@ -60,7 +60,7 @@ class AnswerFile:
         """Open and lock the file; nothing in it is changed before `begin`.
 
         Args:
-            path: of the file; created if it does not exist.
+            path: path of the file; created if it does not exist.
             model: that answers.
             resume: whether answers that are there count.
             overwrite: whether they are removed.

@@ -27,8 +27,8 @@ class Rendezvous:
     """Where the ranks of a group meet.
 
     Attributes:
-        address: of this rank, the only one that it listens on.
-        store: of the group alone.
+        address: address of this rank, the only one that it listens on.
+        store: key-value store of the group alone.
     """
 
     def __init__(self, context: CommunicatorContext) -> None:

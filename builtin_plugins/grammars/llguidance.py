@@ -35,7 +35,7 @@ class LLGuidance(GrammarBackend):
 
         Attributes:
             max_whitespace: characters of white space between two parts of JSON; 0 is none.
-            max_lexer_states: of a grammar's lexer; a state has 1 to 2 KB.
+            max_lexer_states: maximum number of states of a grammar's lexer; a state has 1 to 2 KB.
         """
 
         max_whitespace: Annotated[int, Meta(ge=0, le=1000)] = 64

@@ -103,7 +103,7 @@ class XGrammar(GrammarBackend):
             strict_mode: whether objects have only properties, and arrays only items, that the
                 schema describes, unless it says otherwise itself.
             processes: maximum number of processes that compile.
-            threads: of each process.
+            threads: number of threads of each process.
             max_bytes: memory that each process may use for grammars.
         """
 

@@ -114,7 +114,7 @@ def answer(
         compiler: an xgrammar.GrammarCompiler.
         request: a `Job`, encoded.
         read_warnings: returns what was written to the standard error since its last call.
-        max_bytes: of memory that there is for it.
+        max_bytes: memory that the process may use for it.
     """
     job = msgspec.msgpack.decode(request, type=Job)
     try:

@@ -9,8 +9,8 @@ class Lookup(msgspec.Struct, frozen=True, array_like=True):
     """How many leading blocks of these are stored?
 
     Attributes:
-        serial: of the answer.
-        hashes: of consecutive blocks.
+        serial: serial number of the answer.
+        hashes: hashes of consecutive blocks.
     """
 
     serial: int
@@ -33,7 +33,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     """Load the blocks of a request.
 
     Attributes:
-        hashes: of consecutive blocks.
+        hashes: hashes of consecutive blocks.
         block_ids: where to.
         in_step: whether the step reads them; if not, the request waits for them.
         transfer: the engine that offers them; None loads from the stores.
@@ -62,7 +62,7 @@ class Renewal(msgspec.Struct, frozen=True, array_like=True):
     """Keep blocks that are offered for longer.
 
     Attributes:
-        hashes: of the blocks.
+        hashes: hashes of the blocks.
         transfer: whose blocks they are; a peer of "" is this engine.
     """
 

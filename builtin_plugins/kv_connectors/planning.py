@@ -39,8 +39,8 @@ class _Query:
         first: index of its first block.
         ranks: that have not answered.
         count: leading blocks that all ranks which have answered have.
-        serial: of the lookup.
-        hashes: of the blocks.
+        serial: serial number of the lookup.
+        hashes: hashes of the blocks.
     """
 
     first: int
@@ -95,7 +95,7 @@ class StoresScheduler(KVConnectorScheduler):
 
         Args:
             connector: whose configuration it has.
-            context: of the half.
+            context: context of the half.
             loads_in_step: whether blocks that another engine offers are loaded in the step that
                 needs them, layers after layers, and not before.
         """

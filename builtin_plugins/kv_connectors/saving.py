@@ -37,7 +37,7 @@ class Saver:
             tiers: borrowed.
             groups: layers of each part of a block.
             key: called with a block's hash, group and secret.
-            options: of the connector.
+            options: options of the connector.
             lease: seconds for which blocks are offered.
             open_threads: called with a name and a number of threads.
             pools: for blocks that are stored, and for those that are offered.

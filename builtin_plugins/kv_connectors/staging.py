@@ -37,7 +37,7 @@ def write_header(buffer: BlockBuffer, key: bytes, generation: int) -> None:
 
     Args:
         buffer: the header, then the layers.
-        key: of the block.
+        key: key of the block.
         generation: a number that no other write has.
     """
     whole, size = buffer.whole, len(buffer.whole) - HEADER_BYTES
@@ -81,7 +81,7 @@ class Buffer:
 
     Attributes:
         layers: uint8 [bytes] of each layer; pinned tensors, or arrays.
-        views: of the header and of each layer, for stores.
+        views: views of the header and of each layer, for stores.
     """
 
     def __init__(self, layer_bytes: Sequence[int], *, pin_memory: bool) -> None:

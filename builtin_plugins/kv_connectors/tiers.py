@@ -85,7 +85,7 @@ class _Call:
 
     Attributes:
         began: when, on the monotonic clock.
-        views: of the buffer that the store uses.
+        views: views of the buffer that the store uses.
         future: that was waited for in vain.
     """
 
@@ -114,7 +114,7 @@ class Tier:
 
         Args:
             store: borrowed.
-            breaker: of its own.
+            breaker: circuit breaker of this store.
             timeout: seconds after which a call has failed.
             report_fault: counts a fault: name, message.
             events: says what the store keeps; None if no events are published.

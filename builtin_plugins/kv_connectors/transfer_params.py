@@ -24,7 +24,7 @@ class TransferParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         do_remote_prefill: another engine has computed the prompt.
         remote_engine_id: which one.
         transfer_token: that it gave.
-        num_tokens: of the prompt, whose blocks it offers.
+        num_tokens: length of the prompt, whose blocks it offers.
     """
 
     do_remote_decode: bool = False
@@ -49,7 +49,7 @@ def read_params(
     Args:
         request: that has some.
         peers: engines that the configuration knows; None if no store exchanges blocks.
-        engine_id: of this engine; "" if it has none.
+        engine_id: id of this engine; "" if it has none.
 
     Raises:
         RequestError: they are wrong.

@@ -39,8 +39,8 @@ class ChainStore(KVStore):
                 its own, `[plugin.<name>]`.
             write: blocks are stored in all stores at once ("through"), or in those after the
                 nearest later, from a copy ("behind").
-            copy_bytes: of host memory for these copies; when it is full, blocks are stored in the
-                nearest alone.
+            copy_bytes: bytes of host memory for these copies; when it is full, blocks are stored in
+                the nearest alone.
             breaker_failures: failed calls in a row, after which a store is left out.
             breaker_seconds: for how long.
         """

@@ -44,13 +44,13 @@ class DiskStore(KVStore):
         """Where, and how much.
 
         Attributes:
-            path: of a folder on a disk of this machine, for this store alone; it is made if it is
-                not there. Only this user may have access to it. No file in it may be cut short
+            path: path of a folder on a disk of this machine, for this store alone; it is made if it
+                is not there. Only this user may have access to it. No file in it may be cut short
                 while an engine uses it.
-            size_bytes: of all files together, those of all engines and ranks that share the path;
-                equal for all of them. Blocks of each size have a file of their own. As one grows,
-                those that no engine uses are removed if there is no other room; those in use stay,
-                and it may have an eighth of the size all the same.
+            size_bytes: size of all files together, those of all engines and ranks that share the
+                path; equal for all of them. Blocks of each size have a file of their own. As one
+                grows, those that no engine uses are removed if there is no other room; those in use
+                stay, and it may have an eighth of the size all the same.
         """
 
         path: Annotated[str, Meta(min_length=1)]

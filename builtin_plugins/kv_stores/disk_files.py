@@ -46,7 +46,7 @@ def open_folder(path: str | Path, within: int | None = None) -> int:
     """Return the descriptor of a folder that only this user can use; it is made if it is not there.
 
     Args:
-        path: of the folder.
+        path: path of the folder.
         within: descriptor of the folder that a relative path starts from.
 
     Raises:
@@ -67,9 +67,9 @@ def open_file(name: str, within: int, flags: int = 0) -> int:
     """Return the descriptor of a file that only this user can use; it is made if it is not there.
 
     Args:
-        name: of the file.
+        name: name of the file.
         within: descriptor of its folder.
-        flags: of `os.open` besides those for reading and writing.
+        flags: flags of `os.open` besides those for reading and writing.
 
     Raises:
         RefusedError: it is a symbolic link, or not a file, or others can use it.

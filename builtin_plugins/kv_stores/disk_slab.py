@@ -69,8 +69,8 @@ class Slab:
 
         Args:
             folder: descriptor of the folder of slabs, borrowed.
-            block_bytes: of each block.
-            size_bytes: of all slabs together at most, with their indexes.
+            block_bytes: size of each block.
+            size_bytes: maximum size of all slabs together, with their indexes.
             seconds: to wait for others that are opening or removing slabs.
 
         Raises:

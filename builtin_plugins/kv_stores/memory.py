@@ -34,7 +34,7 @@ class MemoryStore(KVStore):
         """Its size.
 
         Attributes:
-            size_bytes: of all blocks together, in each rank.
+            size_bytes: size of all blocks together, in each rank.
         """
 
         size_bytes: Annotated[int, Meta(ge=1)] = 1 << 30

@@ -38,8 +38,8 @@ def address_of_rank(address: str, path: str, rank: int, world_size: int) -> str:
 
     Args:
         address: ipc:///PATH or tcp://HOST:PORT, in which "{rank}" stands for the rank.
-        path: of the setting, for messages.
-        rank: of the worker.
+        path: path of the setting, for messages.
+        rank: rank of the worker.
         world_size: number of ranks.
 
     Raises:
@@ -89,7 +89,7 @@ class SocketPlace:
 
         Args:
             address: ipc:///PATH.
-            path: of the setting, for messages.
+            path: path of the setting, for messages.
 
         Raises:
             ConfigError: others can reach what is in the folder, or a process listens there already.
@@ -194,7 +194,7 @@ def read_key_pair(file: str, path: str) -> KeyPair:
     Args:
         file: holds the secret one, 40 characters in Z85 as `zmq.curve_keypair` makes them; "~" at
             its start is this user's home.
-        path: of the setting, for messages.
+        path: path of the setting, for messages.
 
     Raises:
         ConfigError: the file cannot be read, others can read it, or it holds no key.

@@ -44,7 +44,7 @@ class Take(_Question, frozen=True):
 
     Attributes:
         seconds: to wait for it.
-        identity: of the blocks that the client can use, see `KVStoreContext.identity`.
+        identity: identity of the blocks that the client can use, see `KVStoreContext.identity`.
     """
 
     key: _Key

@@ -60,7 +60,7 @@ class BlockServer:
             keys: bound to ZeroMQ's authentication, where clients need keys; owned from now on.
             allowed: public keys of those that may ask, in Z85.
             pool: borrowed.
-            identity: of the pool's blocks.
+            identity: identity of the pool's blocks.
             report_fault: called if the thread fails.
         """
         self._listening, self._keys = listening, keys

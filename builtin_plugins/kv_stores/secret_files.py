@@ -13,7 +13,7 @@ def read_secret(file: str, path: str, limit: int) -> bytes:
 
     Args:
         file: may be a symbolic link, as mounted secrets are.
-        path: of the setting that names it, for messages.
+        path: path of the setting that names it, for messages.
         limit: number of bytes at most.
 
     Raises:

@@ -29,7 +29,7 @@ class DummyLoader(WeightLoader):
         """The seed.
 
         Attributes:
-            seed: of all weights.
+            seed: seed of all weights.
         """
 
         seed: int = 0

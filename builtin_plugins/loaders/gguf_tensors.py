@@ -84,7 +84,8 @@ class StoredTensor:
 
         Args:
             cut: the part; None is all.
-            head_size: of q or k whose rows llama.cpp has permuted within each head; else None.
+            head_size: head size of q or k, whose rows llama.cpp has permuted within each head; else
+                None.
         """
         scheme = self._scheme
         if scheme is not None and cut is not None and cut.dim and cut.more:

@@ -152,7 +152,7 @@ class Llama(Model):
         """Return whether each layer has full attention or the sliding window, from `layer_types`.
 
         Args:
-            default: of a config without that field.
+            default: types of a config without that field.
 
         Raises:
             ModelError: there are others, or not one for each layer.

@@ -38,7 +38,7 @@ class _Weights:
     """How the matrices of one of the `config_groups` are stored.
 
     Attributes:
-        bits: of a code.
+        bits: number of bits of a code.
         symmetric: whether there are no zeros.
         strategy: "group", "channel" (a scale per row) or "tensor" (one for the matrix).
         group: columns that share a scale, of the strategy "group".

@@ -97,7 +97,7 @@ class AnswerError(Exception):
     """An error with the status that it is answered with.
 
     Attributes:
-        status: of HTTP.
+        status: HTTP status.
         detail: the body.
         headers: further headers, such as Retry-After.
     """

@@ -84,7 +84,7 @@ def openapi_document(
     """Return the OpenAPI 3.1 document of some routes.
 
     Args:
-        version: of Hardpoint.
+        version: version of Hardpoint.
         arguments: JSON schemas of `plugin_args`, by the names of the plugins.
         open_routes: paths that need no key; None if none needs one.
     """

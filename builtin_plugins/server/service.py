@@ -170,18 +170,18 @@ class Service:
     Attributes:
         engine: that is served.
         settings: the table `server` of the configuration.
-        names: of the model; the first one is in answers to requests that name another one.
-        version: of Hardpoint.
-        phase: of the server's end.
-        load: of the routes that generate.
-        faults: of extensions.
-        transforms: of plugins.
-        routes: of the users' address, those of plugins too.
+        names: names of the model; the first one is in answers to requests that name another one.
+        version: version of Hardpoint.
+        phase: phase of the server's end.
+        load: load of the routes that generate.
+        faults: fault counts of extensions.
+        transforms: transforms of plugins.
+        routes: routes of the users' address, those of plugins too.
         has_keys: whether routes need a client.
         paused: why requests are refused although the engine runs; None if they are not.
         drain_asked: whether an administrator has asked for the server's end.
-        traffic: of all routes.
-        receiver: of the users' bodies.
+        traffic: traffic of all routes.
+        receiver: receiver of the users' bodies.
     """
 
     def __init__(self, engine: Engine, version: str, faults: ServerFaults) -> None:
@@ -325,7 +325,7 @@ class Service:
 
         Args:
             parts: texts, messages and tools.
-            name: of the field that has them.
+            name: name of the field that has them.
 
         Raises:
             RequestError: they have more characters than the server allows.

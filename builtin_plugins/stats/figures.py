@@ -37,7 +37,7 @@ class Histogram:
     """Counts of values by the smallest bound that is not below them.
 
     Attributes:
-        sum: of all values.
+        sum: sum of all values.
     """
 
     __slots__ = ("_bounds", "_counts", "sum")
@@ -135,7 +135,7 @@ class EngineFigures:
     Attributes:
         scheduler: its state; its totals are followed by other attributes.
         sleep_level: 0 is awake.
-        tiers: of the KV connector.
+        tiers: figures of the KV connector's tiers.
     """
 
     def __init__(self) -> None:
@@ -222,8 +222,8 @@ class PluginFigures:
 
     Attributes:
         quarantined: 1 for a plugin that is quarantined, else 0.
-        restarts: of the engine.
-        num_blocks: of the KV cache; None if it is unknown.
+        restarts: number of restarts of the engine.
+        num_blocks: number of blocks of the KV cache; None if it is unknown.
     """
 
     def __init__(self) -> None:

@@ -125,8 +125,8 @@ def main(seconds: float, max_characters: int, max_bytes: int) -> None:
 
     Args:
         seconds: after which a request that is still being rendered ends the process.
-        max_characters: of an answer.
-        max_bytes: of memory that the process may use.
+        max_characters: maximum length of an answer.
+        max_bytes: memory that the process may use.
     """
     if hasattr(signal, "SIGINT"):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the caller's

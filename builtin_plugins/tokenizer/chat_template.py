@@ -32,7 +32,7 @@ class ChatRenderer:
 
         Args:
             seconds: that rendering a conversation may take.
-            max_characters: of a conversation's text.
+            max_characters: maximum length of a conversation's text.
         """
         self._seconds = seconds
         self._max_characters = max_characters

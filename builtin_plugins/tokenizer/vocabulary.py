@@ -52,7 +52,7 @@ def read_vocabulary(tokenizer: FastTokenizer, num_ids: int) -> Vocabulary:
     """Return the bytes that each token adds to the text, where it is not the first.
 
     Args:
-        tokenizer: of the library.
+        tokenizer: tokenizer of the library.
         num_ids: what `num_token_ids` returns for it.
 
     Raises:

@@ -84,7 +84,7 @@ class KeyStore:
         """Read the keys.
 
         Args:
-            path: of the TOML file; None is none.
+            path: path of the TOML file; None if there is no file.
             single: a further key, of the client "default".
             what: the field of the configuration that names the file, for messages.
             admin: whether they are keys of administrators.
@@ -242,7 +242,7 @@ class Stores:
 
     Attributes:
         users: None if requests need no key.
-        admin: of administrators; None without a file of them.
+        admin: keys of administrators; None without a file of them.
     """
 
     users: KeyStore | None

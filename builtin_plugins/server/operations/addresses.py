@@ -32,8 +32,8 @@ class BoundAddress:
     Attributes:
         host: that it is bound to; None for a Unix socket.
         url: for people.
-        path: of a Unix socket.
-        inode: of that path.
+        path: path of a Unix socket.
+        inode: inode of that path.
         is_encrypted: whether it speaks HTTPS.
     """
 

@@ -40,7 +40,7 @@ class Connection(HttpToolsProtocol):
         """Serve a connection.
 
         Args:
-            kwargs: of uvicorn.
+            kwargs: arguments of uvicorn's protocol.
         """
         super().__init__(**kwargs)
         self._settings, self._traffic = settings, traffic

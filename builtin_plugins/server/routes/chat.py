@@ -28,8 +28,9 @@ class Message(Strict):
         content: a text, or parts `{"type": "text", "text": ...}`.
         reasoning, reasoning_content: what the assistant thought; two names of one thing.
         tool_calls: that the assistant made.
-        tool_call_id: of the call that a message of role "tool" answers.
-        refusal, audio, function_call, annotations, parsed: of answers that are sent back; ignored.
+        tool_call_id: id of the call that a message of role "tool" answers.
+        refusal, audio, function_call, annotations, parsed: fields of answers that are sent back;
+            ignored.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -101,7 +102,8 @@ class ChatCompletionRequest(SamplingFields):
             unless the last message is continued.
         continue_final_message: go on with the last message, of the assistant.
         chat_template_kwargs: variables of the template that the operator allows.
-        max_completion_tokens: of the answer with its reasoning; `max_tokens` is the same.
+        max_completion_tokens: maximum length of the answer with its reasoning; `max_tokens` is the
+            same.
         logprobs: whether choices hold log-probabilities.
         top_logprobs: likeliest tokens per position; needs `logprobs`.
         reasoning_effort: for templates that have it; "none" asks for no reasoning.

@@ -69,7 +69,7 @@ class CompletionRequest(SamplingFields):
         """Return the prompts.
 
         Args:
-            limits: of the server.
+            limits: limits of the server.
 
         Raises:
             RequestError: they are none, or too many, also together with `n`.
@@ -231,7 +231,7 @@ async def merged(
     """Yield the outputs of several requests as they come, each with the number of its source.
 
     Args:
-        paths: of the prompts, for errors.
+        paths: paths of the prompts, for errors.
 
     Raises:
         Exception: raised by a source; the others are closed.
@@ -284,7 +284,7 @@ class CompletionAnswer(ChunkAnswer[Numbered]):
         """Prepare the answer of a request.
 
         Args:
-            ids: of the prompts, in the engine.
+            ids: ids of the prompts, in the engine.
         """
         self._asked = asked.body
         self._identity = identity_of(asked, "text_completion")

@@ -30,7 +30,7 @@ class Asked(Generic[BodyT]):
 
     Attributes:
         call: who asks.
-        body: of the request.
+        body: body of the request.
         model: name of the model for the answer.
         answer_id: that clients see.
         request_id: in the engine.

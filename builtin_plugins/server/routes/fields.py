@@ -122,7 +122,7 @@ class GenerationFields(Strict):
         priority: smaller is more important; within the bounds of the key.
         tags: labels for policies and sinks; those of the key win.
         cache_salt: requests with different salts share no cached prompts.
-        request_id: of the answer, in place of a random one.
+        request_id: id of the answer, in place of a random one.
         plugin_args, vllm_xargs: arguments of plugins by name; two names of one thing.
         structured_outputs: what the answer must be, see `StructuredOutputs`.
     """
@@ -387,7 +387,7 @@ def check_known(name: str, known: Sequence[Any], path: str) -> None:
 
     Args:
         known: names of the tools.
-        path: of the name.
+        path: path of the choice's name.
 
     Raises:
         RequestError: it is not.
@@ -427,7 +427,7 @@ async def renamed(
     """Yield outputs; name the fields in errors as the route does that calls the engine.
 
     Args:
-        names: of the route.
+        names: field names of the route.
         asked: the request, whose own fields say what the answer must be and how long.
 
     Raises:

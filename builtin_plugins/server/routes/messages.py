@@ -71,7 +71,7 @@ class OutputConfig(Strict):
     """The form of the answer.
 
     Attributes:
-        effort: of the reasoning, for templates that have it.
+        effort: effort of the reasoning, for templates that have it.
     """
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
@@ -93,9 +93,9 @@ class MessagesRequest(GenerationFields):
     """A conversation to answer.
 
     Attributes:
-        messages: of which the last one is continued, if it is the assistant's.
+        messages: the conversation; the last message is continued if it is the assistant's.
         system: the system prompt.
-        max_tokens: of the answer with its thinking.
+        max_tokens: maximum length of the answer with its thinking.
         stop_sequences: strings that end the text.
         thinking: left out, it is as the model's chat template has it.
     """

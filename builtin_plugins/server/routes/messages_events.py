@@ -55,7 +55,7 @@ class MessageUsage(msgspec.Struct):
     """Tokens of a request.
 
     Attributes:
-        input_tokens: of the prompt, those that were not cached.
+        input_tokens: tokens of the prompt that were not cached.
     """
 
     input_tokens: int

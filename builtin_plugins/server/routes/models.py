@@ -47,7 +47,7 @@ class EngineHealth(msgspec.Struct, omit_defaults=True):
         faults: how many, by plugin.
         fallbacks: what runs instead of a plugin, and why.
         slow: plugins that take long.
-        restarts: of the engine.
+        restarts: number of restarts of the engine.
         paused: why no requests are taken.
     """
 

@@ -22,8 +22,8 @@ class PromptProgress(msgspec.Struct):
 
     Attributes:
         total: tokens of the prompts.
-        cached: of them, those that needed no computing; also named `cache`, as in llama.cpp.
-        processed: of them, those that are done, cached ones included.
+        cached: how many of them needed no computing; also named `cache`, as in llama.cpp.
+        processed: how many of them are done, cached ones included.
         time_ms: since the request came.
     """
 
@@ -40,8 +40,8 @@ async def with_progress(
     """Yield the events of an answer; before the first one, how much of the prompts is computed.
 
     Args:
-        request_ids: of the prompts, in the engine.
-        events: of the answer.
+        request_ids: ids of the prompts, in the engine.
+        events: events of the answer.
         head: the beginning of an event, up to the list of choices.
     """
     watch = _WATCHES.setdefault(id(engine), _Watch(engine))

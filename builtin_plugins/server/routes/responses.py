@@ -148,7 +148,7 @@ class ResponsesRequest(GenerationFields):
     Attributes:
         input: a text of the user, or items: messages, calls, their results, and reasoning.
         instructions: the system message.
-        max_output_tokens: of the answer with its reasoning.
+        max_output_tokens: maximum length of the answer with its reasoning.
         include: "message.output_text.logprobs" asks for log-probabilities; others add nothing.
         top_logprobs: likeliest tokens per position; needs that.
         store: ignored and answered as false.

@@ -189,7 +189,8 @@ def text_positions(
     """Return the positions of the tokens that a text is made of.
 
     Args:
-        positions: of the tokens of the text, and of reasoning, markers and calls around it.
+        positions: positions of the tokens of the text, and of reasoning, markers and calls around
+            it.
         text: that is searched; if it is not there, since some tokens are no whole characters,
             all positions are returned.
         before: reasoning that is before the text.

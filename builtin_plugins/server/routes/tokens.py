@@ -91,7 +91,7 @@ class GenerateRequest(Strict):
     Attributes:
         token_ids: the prompt.
         sampling_params: how tokens are chosen.
-        request_id: of the answer, in place of a random one.
+        request_id: id of the answer, in place of a random one.
         stream: send the answer as it comes.
     """
 

@@ -87,8 +87,8 @@ class ComponentSuite(ConformanceSuite):
         """Return a new instance.
 
         Args:
-            context_type: of the context.
-            fields: of the context; `options` are those of `_checked_options` if not given.
+            context_type: class of the context.
+            fields: fields of the context; `options` are those of `_checked_options` if not given.
 
         Raises:
             Violation: it cannot be built.

@@ -188,8 +188,8 @@ def load_quantization(name: str, dtype: torch.dtype, config: Mapping[str, Any]) 
     """Return the installed quantisation scheme of a name.
 
     Args:
-        name: of the scheme.
-        dtype: of hidden states.
+        name: name of the scheme.
+        dtype: dtype of hidden states.
         config: the `quantization_config` of the checkpoint.
 
     Raises:
@@ -375,7 +375,7 @@ class ProcessorPipeline:
         """Advance the states of each request by one token; return the faults.
 
         Args:
-            requests: of the last `apply`.
+            requests: requests of the last `apply`.
             tokens: one per request.
             processed: the logits that it returned, [requests, vocab].
         """

@@ -105,7 +105,7 @@ class SamplerSuite(ComponentSuite):
     Attributes:
         sampler: the class under test.
         vocab_size: width of the logits, at least 16.
-        device: of the logits.
+        device: device of the logits.
         budget_us_per_row: maximum microseconds per row of `budget_vocab_size` logits; None does
             not measure.
     """

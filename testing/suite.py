@@ -113,7 +113,7 @@ class Search:
 
     Attributes:
         examples: number of cases to try.
-        seed: of the search; None draws one.
+        seed: seed of the search; None draws one.
     """
 
     examples: int

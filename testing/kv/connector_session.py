@@ -126,7 +126,7 @@ class Live:
     """A request.
 
     Attributes:
-        internal_id: of the engine.
+        internal_id: id of the request in the engine.
         tokens: that it got.
         cached: number of tokens of its prompt that were not computed.
         is_aborted: whether it was ended before its time.
@@ -146,7 +146,7 @@ class Session:
     """An engine on the scripted model, with the connector under test.
 
     Attributes:
-        watch: of the connector's halves.
+        watch: watch of the connector's halves.
         requests: by id.
     """
 
@@ -161,7 +161,7 @@ class Session:
 
         Args:
             connector: under test; None is an engine without.
-            config: of the engine, see `session_config`.
+            config: config of the engine, see `session_config`.
             model: folder of the scripted model.
             disturb: lets the storage do something.
         """

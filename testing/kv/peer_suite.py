@@ -51,7 +51,7 @@ class PeerKVStoreSuite(KVStoreSuite):
 
         Args:
             folder: private, and shared by the two.
-            engine_id: of this engine.
+            engine_id: id of this engine.
             peer: id of the other one.
         """
         raise NotImplementedError
@@ -224,7 +224,7 @@ class _PeerSession(StoreSession):
 
         Args:
             store: an open one.
-            sizes: of the parts of its buffers.
+            sizes: sizes of the parts of its buffers.
             blocks: what was stored in it.
             offered: what the engines have offered, under the same keys.
             seconds: in which a call has to return.

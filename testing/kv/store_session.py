@@ -54,7 +54,7 @@ class StoreSession:
 
         Args:
             store: an open one.
-            sizes: of the parts of its buffers.
+            sizes: sizes of the parts of its buffers.
             blocks: what was stored where it keeps its blocks.
             seconds: after which a future has to be done.
         """

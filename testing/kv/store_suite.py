@@ -75,7 +75,7 @@ class Call:
     Attributes:
         method: its name.
         keys: numbers of the keys.
-        version: of what is stored.
+        version: version of what is stored.
     """
 
     method: str
@@ -110,9 +110,9 @@ class KVStoreSuite(ComponentSuite):
         shared: whether stores of one place, in several ranks or engines, serve each other's
             blocks.
         durable: whether blocks are there when a place is opened again.
-        sizes: of the parts of a buffer; several models.
+        sizes: sizes of the parts of a buffer; several models.
         timeout_seconds: that the context gives; every call has to return by then.
-        budget_us_per_key: of a lookup of 256 keys; None does not measure.
+        budget_us_per_key: time limit of a lookup of 256 keys, per key; None does not measure.
     """
 
     kind = "kv_stores"

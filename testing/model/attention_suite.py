@@ -91,7 +91,7 @@ class Case:
     Attributes:
         heads: query heads and key heads per layer.
         windows: per layer.
-        softcap: of all layers.
+        softcap: softcap of all layers.
         steps: tokens by sequence; an ended sequence of the same name starts again.
         ends: sequences that end after each step.
         shuffled: whether blocks are handed out in any order.
@@ -126,7 +126,7 @@ class AttentionBackendSuite(ComponentSuite):
     Attributes:
         backend: the class under test.
         device: where it runs; None is the first of its `devices` that this machine has.
-        dtypes: of queries, keys and values; all but the first in `test_dtypes` alone.
+        dtypes: dtypes of queries, keys and values; all but the first in `test_dtypes` alone.
         heads: numbers of query heads and of key heads of a layer.
         head_sizes: elements of a head.
         block_sizes: tokens per block.

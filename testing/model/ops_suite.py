@@ -69,7 +69,7 @@ class OpsSuite(ComponentSuite):
     Attributes:
         ops: the class under test.
         device: where it runs; None is the first of its `devices` that this machine has.
-        dtypes: of weights and hidden states.
+        dtypes: dtypes of weights and hidden states.
         sizes: widths of rows; odd ones show what happens after the last whole vector.
         rows: numbers of rows.
         vocab_sizes: widths of logits.
@@ -623,7 +623,7 @@ class OpsSuite(ComponentSuite):
         Args:
             ops: under test.
             logits: to change.
-            name: of the method.
+            name: name of the method.
             what: it does, after its name in messages.
             arguments: the other ones; tensors are moved to the device.
         """
@@ -661,10 +661,10 @@ class OpsSuite(ComponentSuite):
         """Check a function's result, that x is left alone, and each row alone.
 
         Args:
-            function: of x.
+            function: a function of x.
             x: its argument.
             expected: its result.
-            dtype: of that.
+            dtype: dtype of the result.
             what: it is, for messages.
             rounded: a coarser dtype that results may have been rounded to; None is that of x.
             scale: numbers that errors are relative to, if they are larger than the results.

@@ -61,11 +61,11 @@ class QuantizationSuite(ComponentSuite):
 
     Attributes:
         quantization: the class under test.
-        max_error: of `quantize` for normal numbers: the norm of the difference, relative to the
-            weight's. None for a scheme that only reads.
+        max_error: error of `quantize` for normal numbers: the norm of the difference, relative to
+            the weight's. None for a scheme that only reads.
         config: the `quantization_config` of a checkpoint.
-        shapes: of weights. Two ranks have to be able to cut the columns of one of them.
-        dtypes: of hidden states.
+        shapes: shapes of weights. Two ranks have to be able to cut the columns of one of them.
+        dtypes: dtypes of hidden states.
         batch_invariant: whether rows of the matrices' own products are compared bit for bit alone
             and among others; otherwise within the tolerance.
         tolerance: maximum difference of products and of what was read, relative to the largest

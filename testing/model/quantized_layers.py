@@ -140,7 +140,7 @@ def load_layers(
     """Return a model that has loaded one matrix as all of its matrices, and its results.
 
     Args:
-        shape: of the matrix.
+        shape: shape of the matrix.
         weight: the matrix, whole.
         scheme: reads or makes it.
         way: in which it is loaded.

@@ -62,7 +62,7 @@ class SequenceBlocks:
         """Return one for each group of layers; all hand out these blocks.
 
         Args:
-            windows: of the groups. Blocks that a window has passed are handed out again.
+            windows: windows of the groups. Blocks that a window has passed are handed out again.
         """
         result = [copy.copy(self) for _ in windows]
         for group, (blocks, window) in enumerate(zip(result, windows, strict=True)):
@@ -183,7 +183,7 @@ class WholeHistory:
         Args:
             counts: the step.
             q: its queries.
-            spec: of the layer.
+            spec: spec of the layer.
             later: whether a query sees the later tokens of its sequence.
             cached: whether it sees the tokens of earlier steps.
             kv_heads: the key head of each query head.

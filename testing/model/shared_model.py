@@ -71,7 +71,7 @@ class RankResult:
         cuts: its `weight_cuts`.
         specs: its `kv_specs`.
         hidden: hidden states of each step.
-        logits: of the last step; None in a stage that is not the last.
+        logits: logits of the last step; None in a stage that is not the last.
     """
 
     stage: int

@@ -67,7 +67,7 @@ class RankRun:
     Attributes:
         suite: the test class, which makes communicators.
         size: number of ranks.
-        folder: of the placement.
+        folder: folder of the placement.
         program: what to run.
         groups: names of the groups to build; the first one's communicator is the program's.
         seconds: after which waits are ended.
@@ -125,12 +125,12 @@ class Operation:
     """An operation that all ranks run.
 
     Attributes:
-        name: of the method.
-        shape: of x, or of a row of it.
-        dtype: of x.
-        seed: of the values.
+        name: name of the method.
+        shape: shape of x, or of a row of it.
+        dtype: dtype of x.
+        seed: seed of the values.
         source: rank of a broadcast, modulo the number of ranks; distance of a message.
-        values: of each rank's x, instead of random ones.
+        values: the x of each rank, instead of random ones.
     """
 
     name: str

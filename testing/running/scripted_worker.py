@@ -58,7 +58,7 @@ class Order(msgspec.Struct, frozen=True):
     """What workers are to do.
 
     Attributes:
-        method: of `Worker`; "open" is its construction.
+        method: name of a method of `Worker`; "open" is its construction.
         does: what.
         ranks: that do it.
         others_wait: whether the other ranks wait for an abort, as in a collective.
@@ -76,10 +76,11 @@ class Call(msgspec.Struct, frozen=True):
     """A call that a worker got.
 
     Attributes:
-        method: of `Worker`; "open" is its construction, "defect" none: `what` says what was wrong.
+        method: name of a method of `Worker`; "open" is its construction, "defect" is no call:
+            `what` describes the defect.
         what: the step of a plan, or the arguments.
         process: that it runs in.
-        thread: of that process.
+        thread: thread of that process.
     """
 
     method: str

@@ -191,7 +191,7 @@ def scenarios(
         events: names of EVENTS that may occur.
         policies: the policies to draw from.
         ample_cache: whether the cache has room for all requests at once.
-        plugin_args: of requests; None leaves them out.
+        plugin_args: plugin arguments of requests; None leaves them out.
     """
     drawn = [name for name in sometimes if draw(st.integers(0, 2)) == 0]
     features = unsupported.supported_subset([*always, *drawn])

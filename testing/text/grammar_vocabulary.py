@@ -29,7 +29,7 @@ def build_vocabulary(texts: Sequence[str], special: Sequence[str]) -> Vocabulary
     have two ids.
 
     Args:
-        texts: of samples.
+        texts: texts of samples.
         special: texts of further special tokens.
     """
     random_choice = random.Random(0)
@@ -76,7 +76,7 @@ class Mask:
     """What `fill_bitmask` says.
 
     Attributes:
-        row: of the bitmask, as bytes.
+        row: row of the bitmask, as bytes.
         may_end: what it returned.
     """
 

@@ -121,8 +121,8 @@ class OutputSample:
 
     Attributes:
         text: as the model writes it, markers included.
-        reasoning: of it.
-        content: of it.
+        reasoning: the reasoning in the text.
+        content: the content in the text.
         calls: name and arguments of each.
         malformed: whether a call in it is malformed; its text is content.
         reasoning_open: whether the prompt ends inside reasoning.
@@ -149,7 +149,8 @@ class OutputParserSuite(ComponentSuite):
     Attributes:
         parser: the class under test.
         samples: outputs as models write them.
-        special_tokens: of the tokenizer that the parser gets, which has one token per byte, too.
+        special_tokens: special tokens of the tokenizer that the parser gets, which has one token
+            per byte, too.
         tokenizer: another one to give it: a tokenizer, or the folder of one.
     """
 

@@ -30,7 +30,7 @@ def allocate_group(size: int, slot_bytes: int, ring_bytes: int) -> int:
 
     Args:
         size: number of ranks.
-        slot_bytes: of the pieces in which large tensors are exchanged, at least 4096.
+        slot_bytes: size of the pieces in which large tensors are exchanged, at least 4096.
         ring_bytes: that a rank may have sent to another which has not received them; rounded up to
             a power of two.
 
@@ -65,9 +65,9 @@ class Group:
         """Join a group; `watch` once all ranks have joined.
 
         Args:
-            descriptor: of the group's memory; it may be closed afterwards.
+            descriptor: descriptor of the group's memory; it may be closed afterwards.
             rank: this one.
-            names: of all ranks, for messages.
+            names: names of all ranks, for messages.
         """
         library, region = cpu.load(), Region(descriptor)
         try:

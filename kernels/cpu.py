@@ -192,7 +192,7 @@ class Library:
 
         Args:
             name: without prefix and dtype.
-            dtype: of the rows that it works on; None if it works on none.
+            dtype: dtype of the rows that it works on; None if it works on none.
             releases: whether other Python threads may run meanwhile. For calls that take long:
                 to get the lock back from a busy thread can take 5 ms.
         """

@@ -186,10 +186,10 @@ class Session:
         """Join.
 
         Args:
-            library: of the kernels.
+            library: library of the kernels.
             region: which this closes; its contents have been created.
             member: which one this is.
-            names: of all members, for messages.
+            names: names of all members, for messages.
             describe_note: returns what a member did, of its note.
         """
         self._library = library
@@ -307,7 +307,7 @@ class BroadcastRing:
         """Return the writer's end of a new ring.
 
         Args:
-            size_bytes: of messages under way; rounded up to a power of two.
+            size_bytes: maximum size of messages under way; rounded up to a power of two.
             num_readers: how many ends `open` returns.
 
         Raises:

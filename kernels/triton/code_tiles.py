@@ -27,12 +27,12 @@ class Tile(NamedTuple):
     """Launch parameters.
 
     Attributes:
-        x_rows: of x, for a program.
-        rows: of W, for a program.
-        lines: of words of a row of W, for a step of its loop.
+        x_rows: number of rows of x, for a program.
+        rows: number of rows of W, for a program.
+        lines: number of words of a row of W, for a step of its loop.
         warps, stages: as for the launch.
-        programs: of one tile of x, that a GPU takes to be busy: if there are fewer tiles of W,
-            columns are divided. 1 never divides them.
+        programs: number of programs of one tile of x that keep a GPU busy: if there are fewer tiles
+            of W, columns are divided. 1 never divides them.
     """
 
     x_rows: int

@@ -140,10 +140,10 @@ def _leave_kernel(
     """Compute some columns of down x, times the weight, of a tile's pairs.
 
     Args:
-        x: of pairs in their order, [pairs, depth_size].
+        x: rows of the pairs in their order, [pairs, depth_size].
         matrices: addresses of [columns and others, depth_size] of each expert, int64.
-        weights: of pairs, float32.
-        out: of pairs as they are numbered, float32 [pairs, columns].
+        weights: weights of the pairs, float32.
+        out: results of the pairs as they are numbered, float32 [pairs, columns].
         first_column: row of a matrix that the first column of `out` is of.
     """
     tile, column_tile = _place(bound, column_tiles, GROUP)
@@ -222,7 +222,7 @@ def list_tiles(chosen: torch.Tensor, experts: int, rows: int) -> Tiles:
     Args:
         chosen: contiguous; numbers that are not 0 to experts - 1 are none.
         experts: how many there are.
-        rows: of a tile.
+        rows: number of rows of a tile.
     """
     pairs = chosen.numel()
     bound = min(pairs, pairs // rows + experts)

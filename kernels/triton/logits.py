@@ -214,7 +214,7 @@ def _found(
     Those of the last pass are kept for the next one by one program of the row, the first.
 
     Args:
-        number: of this pass.
+        number: index of this pass.
         KIND: 0 or 1 for the first and the second pass, 2 for later ones.
     """
     if KIND == 0:

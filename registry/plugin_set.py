@@ -132,9 +132,9 @@ class PluginSet:
         """Build an entry's component.
 
         Args:
-            entry: of the kind whose components are built with such a context.
+            entry: an entry of the kind whose components are built with such a context.
             context_type: class of the context.
-            fields: of the context, in addition to name and options.
+            fields: fields of the context, in addition to name and options.
 
         Raises:
             PluginLoadError: its constructor failed; the cause is chained.
@@ -147,7 +147,7 @@ class PluginSet:
         """Return an entry's context, which builds the components that the entry wraps.
 
         Args:
-            entry: of the component that gets the context.
+            entry: entry of the component that gets the context.
             context: its fields.
             undo: closes the components that were built.
         """
@@ -198,7 +198,7 @@ class PluginSet:
         Args:
             config: names the new component.
             config_sources: sources of the configuration.
-            kind: of which there is one component; other kinds are not changed.
+            kind: a kind that has one component; other kinds are not changed.
         """
         entry = (fresh := resolve_plugins(config, config_sources, self.found)).one(kind)
         manifest = msgspec.structs.replace(

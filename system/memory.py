@@ -120,7 +120,7 @@ class HeldWeight:
     Attributes:
         stored: how the files store all of it; None if the loader does not say.
         scheme: that holds it; None if it is held as numbers of the model's dtype.
-        shape: of the part.
+        shape: shape of the part.
         num_bytes: in memory, once it is loaded.
         loading_bytes: that it takes besides that while it is loaded.
         is_vocabulary: whether it has a row per token.
@@ -140,7 +140,7 @@ class RequestMemory:
 
     Attributes:
         needs: in blocks.
-        bytes_per_block: of all caches.
+        bytes_per_block: size of a block of all caches.
         max_model_len: the longest request.
     """
 
@@ -164,12 +164,12 @@ class MemoryEstimate:
     """What a model needs, in bytes, and what it may use.
 
     Attributes:
-        weights: of the loaded model.
+        weights: size of the loaded model.
         cache: the configured KV cache; else that of one request of the maximum length.
-        loading: of what is needed while weights are loaded only.
-        step: of the largest step.
+        loading: size of what is needed while weights are loaded only.
+        step: size of the largest step's intermediate results.
         limit: before anything was allocated.
-        share: of what weights and step leave, at most, that the cache takes.
+        share: maximum share that the cache takes of what weights and step leave.
         request: what requests need of the cache.
         is_configured: whether the size of the cache is.
         graphs: what is kept free for recorded decode steps, once that is known.
@@ -252,8 +252,8 @@ def estimate_memory(
         model: without weights.
         config: the engine's.
         weights: those that this rank has, by name.
-        bytes_per_block: of the KV cache, all layers together that have one table.
-        groups: of the KV cache.
+        bytes_per_block: size of a block of the KV cache, all layers together that have one table.
+        groups: layer groups of the KV cache.
         limit: what may be allocated.
     """
     context, cache, scheduler = model.context, config.kv_cache, config.scheduler

@@ -144,7 +144,7 @@ class CPUUsage:
 
     Attributes:
         seconds: the time.
-        idle: of all of these CPUs together.
+        idle: idle time of all of these CPUs together.
         own: CPU time of this process.
     """
 

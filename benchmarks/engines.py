@@ -431,7 +431,7 @@ class Engine:
         Args:
             name: one of ENGINES.
             python: its interpreter.
-            folder: of `export`.
+            folder: folder that `export` wrote.
             program: reads lines of JSON and answers each by `answer`.
             more: arguments of the program after name and folder.
         """

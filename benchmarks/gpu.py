@@ -45,8 +45,8 @@ class Rates:
     """What the device reaches, and what its data sheet says; else the former again.
 
     Attributes:
-        bandwidth: of memory, bytes per second.
-        peak: of matrix products in bf16, FLOP per second.
+        bandwidth: memory bandwidth, bytes per second.
+        peak: rate of matrix products in bf16, FLOP per second.
         copied, multiplied: the same, as measured here.
         has_aims: whether the aims are for this device.
     """
@@ -63,8 +63,8 @@ class Load:
     """Prompts of one length, continued by as many tokens.
 
     Attributes:
-        name: of the figures.
-        count: of prompts.
+        name: name of the figures.
+        count: number of prompts.
         prompt: tokens of each.
         output: tokens that follow.
     """

@@ -53,7 +53,7 @@ class Reading:
 
     Attributes:
         choices: the likeliest token after each token but the last of every text.
-        perplexity: of the tokens that follow.
+        perplexity: perplexity of the tokens that follow.
     """
 
     choices: list[int]

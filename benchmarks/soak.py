@@ -77,7 +77,7 @@ class Counts:
         failed: failures of the requests that use the failing processor, by kind.
         survived: such requests that ended well, since they were shorter.
         left: clients that went away, by where.
-        refused_connections: of clients that wanted to go away.
+        refused_connections: number of refused connections of clients that wanted to go away.
     """
 
     whole: list[Timeline] = field(default_factory=list)
@@ -98,7 +98,7 @@ class Soak:
         Args:
             target: the server.
             workload: the questions.
-            options: of the command line.
+            options: options of the command line.
         """
         self._target = target
         self._workload = workload
@@ -209,8 +209,8 @@ async def holdings_at_rest(pid: int, is_done: Callable[[Holdings, Holdings], boo
     """Return what the server holds, as soon as that is done, or after a while.
 
     Args:
-        pid: of the server.
-        is_done: of what it held just before, and what it holds.
+        pid: process id of the server.
+        is_done: a predicate of what it held just before, and what it holds.
     """
     deadline = time.monotonic() + _REST_S
     last = Holdings.of(pid)

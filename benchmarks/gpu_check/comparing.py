@@ -30,7 +30,7 @@ class Continuation:
     Attributes:
         prompt: token ids.
         tokens: that follow it.
-        logprobs: of each.
+        logprobs: log-probability of each of them.
         gaps: between the two best logits, at each.
     """
 
@@ -50,7 +50,7 @@ class Forced:
     """A text, and what a reference chooses after each of its tokens.
 
     Attributes:
-        tokens: of the text.
+        tokens: token ids of the text.
         best: after item token but the last, in float32.
         bf16_equal: how many of these transformers chooses in bf16.
     """
@@ -75,8 +75,8 @@ def demo_texts(count: int | None, length: int | None) -> list[Forced]:
     """Return the texts of which transformers computed each position, in float32 and bf16.
 
     Args:
-        count: of texts; None is all.
-        length: of each, in positions; None is all.
+        count: number of texts; None is all.
+        length: length of each, in positions; None is all.
     """
     found = [item for item in _reference()["greedy"] if item.get("best")][:count]
     texts = []

@@ -72,7 +72,7 @@ class Counts:
     """What a file says.
 
     Attributes:
-        num_bytes: of each recorded step.
+        num_bytes: size in bytes of each recorded step.
         times: at which they were recorded.
         repeated: number of repeated steps.
     """

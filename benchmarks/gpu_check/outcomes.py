@@ -79,7 +79,7 @@ class Outcomes:
         failed: what each failed test says, by name.
         running: the test that began last and has not ended.
         device: where kernels ran; empty if the process did not come to its end.
-        num_bytes: of the GPU's memory that the tests took.
+        num_bytes: size of the GPU memory that the tests took.
     """
 
     passed: int = 0

@@ -38,7 +38,7 @@ class Check:
         problems: why it failed.
         facts: counts and names.
         figures: what was measured, with units in the names; None is not measured.
-        aims: of the figures.
+        aims: aims of the figures.
     """
 
     part: str
@@ -90,7 +90,7 @@ class Recorder:
         """Append to a file.
 
         Args:
-            part: of all checks.
+            part: name of a part of all checks.
             file: to write.
             is_dry: whether fakes stand in for a GPU.
         """

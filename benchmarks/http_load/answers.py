@@ -112,7 +112,7 @@ class StreamAnswer:
     """Receives a streamed completion, and writes its course down.
 
     Attributes:
-        timeline: of the request.
+        timeline: timeline of the request.
         on_text: called at each chunk with text.
     """
 
@@ -235,7 +235,7 @@ class Document:
     """Receives a JSON document.
 
     Attributes:
-        status: of the answer.
+        status: status of the answer.
         content: the body.
     """
 

@@ -34,7 +34,7 @@ class ServerProcess:
 
     Attributes:
         url: its address.
-        pid: of its process.
+        pid: process id of the server.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ServerProcess:
 
         Args:
             model: as `hardpoint serve` takes it.
-            settings: of the configuration, path to TOML value.
+            settings: settings of the configuration, path to TOML value.
             python: the interpreter.
 
         Raises:

@@ -14,8 +14,8 @@ class Target:
     """The address of a server.
 
     Attributes:
-        host, port: of TCP; the host is also what the `Host` header says.
-        prefix: of the paths of all routes: "" or "/gateway".
+        host, port: TCP address; the host is also what the `Host` header has.
+        prefix: prefix of the paths of all routes: "" or "/gateway".
         uds: path of a Unix socket, instead of TCP.
         secure: whether TLS is used.
         verify: whether the server's certificate is checked.

@@ -18,7 +18,7 @@ class Span:
     Attributes:
         queries: its tokens in the step.
         blocks: those that hold its keys and values, int64 [blocks].
-        length: of the sequence, the step's tokens included.
+        length: length of the sequence, the step's tokens included.
     """
 
     queries: slice

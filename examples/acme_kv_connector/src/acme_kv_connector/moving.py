@@ -56,8 +56,8 @@ class FilesWorker(KVConnectorWorker):
         """Start the threads.
 
         Args:
-            folder: of the files.
-            context: of the half.
+            folder: folder of the files.
+            context: context of the half.
             threads: number of them.
             max_unwritten: blocks that may wait to be written.
             timeout: seconds to wait for a layer.

@@ -24,7 +24,7 @@ class TernaryMatrix(QuantizedMatrix):
     Attributes:
         packed: uint8 [rows, groups * 16], four codes in a byte, the first one in its lowest bits.
         scales: float32 [rows, groups].
-        num_columns: of W; the last group may have fewer.
+        num_columns: number of columns of W; the last group may have fewer.
     """
 
     packed: torch.Tensor

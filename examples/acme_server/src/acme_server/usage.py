@@ -30,7 +30,7 @@ class UsageAnswer(msgspec.Struct):
 
     Attributes:
         requests: that were answered whole.
-        tokens: of their prompts and completions.
+        tokens: number of tokens of their prompts and completions.
         waiting: requests of all clients that wait in the engine now.
     """
 

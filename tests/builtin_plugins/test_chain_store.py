@@ -26,7 +26,7 @@ class Chain:
     Attributes:
         store: the chain.
         stores: those in it, by name.
-        calls: of their methods.
+        calls: calls of their methods.
         before: called with name and method before each.
         faults: that the chain has reported.
     """

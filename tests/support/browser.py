@@ -101,7 +101,7 @@ class Page:
     """A tab.
 
     Attributes:
-        session: of the protocol.
+        session: session of the protocol.
     """
 
     def __init__(self, browser):

@@ -21,7 +21,7 @@ class DeltaEngine(FakeEngine):
     Without deltas, it answers as a FakeEngine.
 
     Attributes:
-        deltas: of the answer; `tokens` of each are texts of tokens.
+        deltas: deltas of the answer; `tokens` of each are texts of tokens.
         num_cached: prompt tokens that were cached.
     """
 

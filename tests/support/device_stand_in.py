@@ -46,7 +46,7 @@ class Wait:
     Attributes:
         what: makes it wait.
         place: file and function, the innermost of the sources.
-        line: of the file.
+        line: line number in the file.
     """
 
     what: str

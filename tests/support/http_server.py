@@ -19,9 +19,9 @@ class RunningServer:
 
     Attributes:
         engine: that it serves.
-        service: of the server, for what no client sees.
-        client: of httpx, with the URL as its base.
-        admin: of httpx, for the admin address; None without one.
+        service: service of the server, for what no client sees.
+        client: an httpx client with the server's URL as its base.
+        admin: an httpx client of the admin address; None without one.
         thread: that the server runs in.
     """
 
@@ -96,7 +96,7 @@ def running(engine, **kwargs):
     """Run a server with an engine while the body runs.
 
     Args:
-        kwargs: of `assemble`.
+        kwargs: keyword arguments of `assemble`.
     """
     started, box = threading.Event(), {}
 

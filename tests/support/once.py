@@ -15,7 +15,7 @@ def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None
 
     Args:
         factory: pytest's fixture `tmp_path_factory`.
-        name: of the folder.
+        name: name of the folder.
         make: fills it; the other workers wait meanwhile.
     """
     shared = factory.getbasetemp()

@@ -147,7 +147,7 @@ def padded(make, part=lambda value: value):
     """Return the value of exactly `schema_bytes` of JSON, and of one more, by a longer text.
 
     Args:
-        part: of a value that is counted.
+        part: the part of a value that is counted.
     """
     short = len(msgspec.json.encode(part(make(""))))
     room = LIMITS["schema_bytes"] - short

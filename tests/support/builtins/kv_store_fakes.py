@@ -138,7 +138,7 @@ class Rank:
 
     Attributes:
         stores: nearest first.
-        caches: of each layer, uint8 [blocks, 32] and [blocks, 16].
+        caches: caches of each layer, uint8 [blocks, 32] and [blocks, 16].
         faults: (component, message).
     """
 

@@ -65,7 +65,7 @@ class ScriptedExecutor:
     """Computes each step when it is started; its futures are done at once, or when told.
 
     Attributes:
-        depth: of the pipeline.
+        depth: depth of the pipeline.
         late: whether futures wait for `finish`.
         calls: what was called, in order.
         sampled: by step, the plan and the bitmask that sampling got.

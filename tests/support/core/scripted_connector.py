@@ -25,7 +25,7 @@ class Script:
     Attributes:
         asynchronous: whether loads are between steps; if not, they are in the step, by layers.
         asks: how often it does not know yet how much there is.
-        delay: of a load between steps, in steps.
+        delay: duration of a load between steps, in steps.
         keeps: whether it keeps the blocks of ended requests until it has saved them.
         faults: by "half.method", what is raised or, where it can be called, what is called in place
             of the method, with the half and its arguments.
@@ -33,7 +33,7 @@ class Script:
         bad: hashes of blocks that cannot be loaded.
         calls: "half.method" in order.
         ended: what `load_ended` said.
-        params: of the last output.
+        params: parameters of the last output.
     """
 
     asynchronous: bool = True

@@ -74,7 +74,7 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a machine reaches.
+    """The measured rates of a machine.
 
     Attributes:
         read: bytes per second, all cores.

@@ -45,7 +45,7 @@ class ClosedLoop:
 
 @dataclass
 class Times:
-    """What a closed loop took.
+    """The durations of a closed loop.
 
     Attributes:
         seconds: altogether.

@@ -29,7 +29,7 @@ class Continuation:
 
     Attributes:
         prompt: token ids.
-        tokens: that follow it.
+        tokens: tokens that follow it.
         logprobs: log-probability of each of them.
         gaps: between the two best logits, at each.
     """
@@ -61,7 +61,7 @@ class Forced:
 
 
 def demo_references(count: int | None, new_tokens: int) -> list[Continuation]:
-    """Return what transformers computed with the demo model in float32."""
+    """Return the results that transformers computed with the demo model in float32."""
     found = _reference()["greedy"][:count]
     return [
         Continuation(e["prompt_ids"], e["tokens"], e["logprobs"], e["gaps"]).first(
@@ -160,7 +160,7 @@ def compare_greedy(llm: LLM, references: Sequence[Continuation], check: Check) -
     facts["tokens"] = facts.get("tokens", 0) + compared
     facts["ties"] = facts.get("ties", 0) + ties
     facts["largest_difference"] = max(facts.get("largest_difference", 0.0), largest)
-    check.say(
+    check.set_detail(
         f"{facts['tokens']} tokens, {facts['ties']} of them ties that were taken from the "
         f"reference; log-probabilities at most {facts['largest_difference']:.1e} apart"
     )

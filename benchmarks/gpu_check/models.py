@@ -108,7 +108,7 @@ class Sizes:
         mixture: fields of config.json of a mixture of experts.
         running_lengths: lengths of its prompts, in tokens.
         sleep_blocks: number of blocks of the KV cache of the engine that sleeps.
-        steps_before: that run before the host's waits of one are counted.
+        steps_before: number of steps before the one whose waits are counted.
         cache_bytes: size of other KV caches.
         loads: loads of the benchmark: names, prompts, tokens of each, and tokens that follow.
         rounds: number of rounds of the benchmark.
@@ -228,7 +228,7 @@ def has_room(
     """Return whether a model fits on the device in bf16; if not, skip the check `name`.
 
     Args:
-        recorder: that writes what is skipped.
+        recorder: writes what is skipped.
         device: where it would run.
         name: name of the check.
         fields: fields of the model's config.json.

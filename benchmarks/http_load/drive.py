@@ -59,14 +59,14 @@ class Part:
 
 @dataclass
 class Outcome:
-    """What became known of a part of a load.
+    """The measurements of a part of a load.
 
     Attributes:
         timelines: timelines of its requests.
         cpu_share: share of a core that the process used.
         lags: seconds that the event loop ran timers after their time.
         late: seconds that Poisson arrivals were sent after their time.
-        connections: that were opened.
+        connections: number of connections that were opened.
     """
 
     timelines: list[Timeline] = field(default_factory=list)

@@ -60,7 +60,7 @@ class Target:
         return host if self.port in (80, 443) else f"{host}:{self.port}"
 
     def tls(self) -> ssl.SSLContext | None:
-        """Return what TLS needs, or None."""
+        """Return the TLS context, or None."""
         if not self.secure:
             return None
         context = ssl.create_default_context()

@@ -1,4 +1,4 @@
-"""What is asked: prompts and lengths, determined by a seed and a request's number."""
+"""The requests of a load: prompts and lengths, determined by a seed and a request's number."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class SharedPrefix:
         """Read `TOKENSxGROUPS`.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the text has another form.
         """
         found = re.fullmatch(r"(\d+)(?:x(\d+))?", text)
         if not found or not int(found[1]) or not int(found[2] or 1):

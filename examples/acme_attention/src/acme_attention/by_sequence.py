@@ -34,7 +34,7 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What the layers share in a step: where keys and values are written, and the sequences."""
+    """Data that layers share in a step: where keys and values are written, and the sequences."""
 
     slots: torch.Tensor
     spans: Sequence[Span]

@@ -75,7 +75,7 @@ class FilesWorker(KVConnectorWorker):
         self._errors: set[int] = set()
 
     def handshake(self) -> bytes:
-        """Say by what this rank keys its blocks."""
+        """Return the key of this rank's blocks."""
         return self._identity
 
     def register_kv_caches(self, caches: Sequence[Sequence[torch.Tensor]]) -> None:

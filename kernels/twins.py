@@ -1,4 +1,4 @@
-"""What the kernels compute, in plain torch: the reference that their tests compare them with."""
+"""Twins of the kernels in plain torch: the reference that their tests compare them with."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class PluginSet:
     Attributes:
         manifest: plain data of the set, for other processes.
         found: all installed components, enabled or not.
-        warnings: what the configuration or a plugin asks for in vain.
+        warnings: requests of the configuration or of a plugin that have no effect.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class PluginSet:
         """Return the entry of a name.
 
         Raises:
-            PluginNotFoundError: it is not enabled; the message says what is, and who offers it.
+            PluginNotFoundError: it is not enabled; the message names what is, and what offers it.
         """
         if entry := self.find(kind, name):
             return entry

@@ -62,7 +62,7 @@ def convert_arguments(
 def prepare_arguments(
     source: Source, cls: Any, arguments: typed.Arguments, context: PrepareContext, path: str
 ) -> typed.Arguments:
-    """Return what the `prepare` of a component makes of a request's arguments.
+    """Return the result of a component's `prepare` for a request's arguments.
 
     Args:
         source: source of the component, for messages.

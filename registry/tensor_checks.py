@@ -48,7 +48,7 @@ class HandedOver:
 
 
 def shown(value: Any) -> str:
-    """Return what a plugin returned as a message quotes it; a tensor without its values."""
+    """Return a plugin's result as a message quotes it; a tensor without its values."""
     if "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor):
         tensor: torch.Tensor = value
         return f"a {tensor.dtype} tensor {list(tensor.shape)} ({tensor.layout}, on {tensor.device})"

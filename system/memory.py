@@ -118,11 +118,11 @@ class HeldWeight:
     """How a weight, or the part of it that a rank has, is held.
 
     Attributes:
-        stored: how the files store all of it; None if the loader does not say.
-        scheme: that holds it; None if it is held as numbers of the model's dtype.
+        stored: how the files store all of it; None if the loader does not report it.
+        scheme: name of its scheme; None if it is held as numbers of the model's dtype.
         shape: shape of the part.
         num_bytes: in memory, once it is loaded.
-        loading_bytes: that it takes besides that while it is loaded.
+        loading_bytes: further memory while it is loaded.
         is_vocabulary: whether it has a row per token.
     """
 
@@ -136,7 +136,7 @@ class HeldWeight:
 
 @dataclass(frozen=True)
 class RequestMemory:
-    """What one request needs of the KV cache.
+    """The needs of one request of the KV cache.
 
     Attributes:
         needs: in blocks.
@@ -161,7 +161,7 @@ class RequestMemory:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What a model needs, in bytes, and what it may use.
+    """The memory that a model needs, in bytes, and that it may use.
 
     Attributes:
         weights: size of the loaded model.
@@ -187,7 +187,7 @@ class MemoryEstimate:
 
     @property
     def room(self) -> int:
-        """What the cache may take."""
+        """The memory that the cache may take."""
         return int((self.limit.available - self.weights - self.step) * self.share)
 
     @property
@@ -220,7 +220,7 @@ class MemoryEstimate:
         """Raise unless the model fits.
 
         Raises:
-            ModelError: it does not; the message says what would.
+            ModelError: it does not; the message names what would.
         """
         rest, room = self.limit.available - self.weights, self.room
         if self.loading <= rest and self.cache <= room:
@@ -306,7 +306,7 @@ def trim_memory() -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory could not be allocated."""
+    """Return whether an error means that memory could not be allocated."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError | OSError) and any(

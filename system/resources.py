@@ -1,4 +1,4 @@
-"""What the sockets of an engine process need of the system: descriptors and a private folder."""
+"""System resources for the sockets of an engine process: descriptors and a private folder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_descriptors() -> None:
     libzmq ends the whole program if it gets none.
 
     Raises:
-        HardpointError: too few are free; says how many are wanted, free and allowed.
+        HardpointError: too few are free; the message has the numbers wanted, free and allowed.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = _used_descriptors(limit)
@@ -53,7 +53,7 @@ def make_socket_folder() -> Path:
     private folders, in a short one of the system.
 
     Raises:
-        HardpointError: none can be made; says what was tried, with the lengths and the limit.
+        HardpointError: none can be made; the message lists the attempts, with the lengths and the limit.
     """
     refused = []
     for base in _bases():

@@ -298,7 +298,7 @@ def _attend_split(
     BLOCK_D: tl.constexpr, SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Attend for the only query of a sequence to a split; program 1 says for which heads."""
+    """Attend for the only query of a sequence to a split; program 1 gives the heads."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     PACKS: tl.constexpr = (GROUP + PACK - 1) // PACK
     length = tl.load(lens + sequence).to(tl.int32)
@@ -406,7 +406,7 @@ def combine_kernel(
 
 @dataclass(frozen=True)
 class _Layer:
-    """What kernels are compiled for.
+    """The sizes that kernels are compiled for.
 
     Attributes:
         heads: query heads.

@@ -16,7 +16,7 @@ INTERPRETER = "TRITON_INTERPRET"
 
 
 class KernelsUnavailableError(Exception):
-    """Triton's kernels cannot run on a device; the message says why."""
+    """Triton's kernels cannot run on a device; the message gives the reason."""
 
 
 @dataclass(frozen=True)

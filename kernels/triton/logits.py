@@ -1,4 +1,4 @@
-"""Choices and masks of logits, float32 [rows, vocab]; `Ops` of the plugin API says what is right.
+"""Choices and masks of logits, float32 [rows, vocab]; `Ops` of the plugin API defines the results.
 
 argmax:  logits.argmax(-1)
 draw:    (logits - best - (-(-(noise + 0.5) / 2**31).log1p()).log()).argmax(-1), in float64

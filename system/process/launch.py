@@ -23,7 +23,7 @@ LAUNCH_PROTOCOL = 1
 
 
 class ChildLaunch(msgspec.Struct, frozen=True, kw_only=True):
-    """What every child process needs; each kind of process adds fields.
+    """The fields that every child process needs; each kind of process adds more.
 
     Attributes:
         main_objects: objects of the parent's `__main__`, from `main_objects`.

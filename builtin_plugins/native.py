@@ -1,4 +1,4 @@
-"""What the plugins that run this package's C++ kernels share."""
+"""Checks that the plugins share which run this package's C++ kernels."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def make_socket_folder() -> Path:
     private folders, in a short one of the system.
 
     Raises:
-        HardpointError: none can be made; the message lists the attempts, with the lengths and the limit.
+        HardpointError: none can be made; the message has the attempts, with lengths and the limit.
     """
     refused = []
     for base in _bases():

@@ -23,7 +23,7 @@ _BEGINNING = b'{"id":'
 
 
 class _Answer(msgspec.Struct):
-    """What a run that goes on needs of an answer."""
+    """The fields of an answer that a continued run needs."""
 
     id: str | int
     request: str
@@ -61,7 +61,7 @@ class AnswerFile:
 
         Args:
             path: path of the file; created if it does not exist.
-            model: that answers.
+            model: name of the model that answers.
             resume: whether answers that are there count.
             overwrite: whether they are removed.
 

@@ -17,7 +17,7 @@ class AutoCommunicator(Auto, Wrapper[Communicator], Communicator):
     final_errors = (RankMissingError,)
 
     class Options(Wrapper.Options):
-        """What is tried.
+        """The communicators to try.
 
         Attributes:
             wraps: is used if it runs between the ranks of the group.

@@ -1,4 +1,4 @@
-"""What the two halves of the connector "stores" say to each other."""
+"""Messages between the two halves of the connector "stores"."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         peer: id of the engine.
-        secret: that it gave.
+        secret: the secret that it gave.
     """
 
     peer: str
@@ -90,7 +90,7 @@ class Jobs(msgspec.Struct, array_like=True):
 
 
 class WorkerMessage(msgspec.Struct, array_like=True):
-    """What a worker answers.
+    """The answer of a worker.
 
     Attributes:
         found: number of leading blocks that are stored, by serial of the lookup.
@@ -103,12 +103,12 @@ class WorkerMessage(msgspec.Struct, array_like=True):
     unoffered: list[tuple[bytes, bytes]] = msgspec.field(default_factory=list)
 
     def __bool__(self) -> bool:
-        """Return whether there is anything to say."""
+        """Return whether there is anything to report."""
         return bool(self.found or self.unsaved or self.unoffered)
 
 
 class Handshake(msgspec.Struct, frozen=True):
-    """What a worker says at its start.
+    """The message of a worker at its start.
 
     Attributes:
         peers: engines whose blocks it can fetch; None if no store can.

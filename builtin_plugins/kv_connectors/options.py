@@ -16,8 +16,9 @@ class StoresOptions(plugins.Options):
     """Options, in `[plugin.stores]`.
 
     Attributes:
-        threads: that load, and as many for each other engine whose blocks are fetched.
-        save_threads: that store, and as many that offer blocks to other engines.
+        threads: number of threads that load, and as many for each other engine whose blocks are
+            fetched.
+        save_threads: number of threads that store, and as many that offer blocks to other engines.
         save_bytes: bytes of host memory for blocks that are about to be stored, and as many for
             those that are about to be offered; when it is full, blocks are not stored.
         save_wait_seconds: maximum time for which a step waits for room there.

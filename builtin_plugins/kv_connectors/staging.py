@@ -1,6 +1,6 @@
 """Blocks in host memory: a header, then the bytes of each layer; copies to and from the KV cache.
 
-The header says whose block it is, and has a checksum of all bytes. It is compared after each load,
+The header identifies the block, and has a checksum of all bytes. It is compared after each load,
 so that damaged, foreign and outdated bytes are misses.
 
 Stores never touch the KV cache: a store that goes on writing after its time would overwrite the
@@ -29,7 +29,7 @@ HEADER_BYTES = 128
 
 
 class BadBlockError(Exception):
-    """A block is not what was asked for; the message says why."""
+    """A block is not what was asked for; the message gives the reason."""
 
 
 def write_header(buffer: BlockBuffer, key: bytes, generation: int) -> None:

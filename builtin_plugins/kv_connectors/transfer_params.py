@@ -22,8 +22,8 @@ class TransferParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         do_remote_decode: this engine computes the prompt, and offers its blocks to another one. Its
             last output has the parameters for that one.
         do_remote_prefill: another engine has computed the prompt.
-        remote_engine_id: which one.
-        transfer_token: that it gave.
+        remote_engine_id: id of that engine.
+        transfer_token: the token that it gave.
         num_tokens: length of the prompt, whose blocks it offers.
     """
 
@@ -47,7 +47,7 @@ def read_params(
     """Return the parameters of a request, checked.
 
     Args:
-        request: that has some.
+        request: a request with such parameters.
         peers: engines that the configuration knows; None if no store exchanges blocks.
         engine_id: id of this engine; "" if it has none.
 

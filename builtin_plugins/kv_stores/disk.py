@@ -62,7 +62,7 @@ class DiskStore(KVStore):
         """Open the files, or make them.
 
         Raises:
-            ConfigError: that cannot be done.
+            ConfigError: it is not possible.
         """
         super().__init__(context)
         options, setting = self.options, f"plugin.{self.name}"

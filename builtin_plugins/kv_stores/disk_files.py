@@ -19,7 +19,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class RefusedError(Exception):
-    """A folder or file cannot be used; the message says why."""
+    """A folder or file cannot be used; the message gives the reason."""
 
 
 class DamagedError(RefusedError):
@@ -31,7 +31,7 @@ class BusyError(RefusedError):
 
 
 def file_system_bytes(path: Path) -> int:
-    """Return the size of the file system that a path is on, or will be; 0 if it does not say.
+    """Return the size of the file system that a path is on, or will be; 0 if it is unknown.
 
     Raises:
         OSError: it cannot be found out.

@@ -56,7 +56,7 @@ class Slab:
     """The slab of blocks of one size, shared by all that open it.
 
     Attributes:
-        index: says which blocks are in its slots.
+        index: the blocks in its slots.
         capacity: most slots that it may have.
         wanted: how many there should be; the index may have room for fewer, if others use it that
             were opened with a smaller size, or the disk has no room for a larger index.
@@ -110,7 +110,7 @@ class Slab:
         """Return the index.
 
         Raises:
-            DamagedError: it is not one, or the slab has fewer slots than it says.
+            DamagedError: it is not one, or the slab has fewer slots than it lists.
         """
         descriptor = open_file("index", self._directory)
         try:

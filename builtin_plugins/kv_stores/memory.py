@@ -236,7 +236,7 @@ class _Memory:
     """
 
     def __init__(self, path: str, size: int, *, pin: bool) -> None:
-        """Reserve it; `path` is the option that says how much."""
+        """Reserve it; `path` is the option with its size."""
         self._pinned = False
         try:
             self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -158,7 +158,7 @@ class SocketPlace:
 
 
 def _folder_fault(folder: Path) -> str:
-    """Return what is wrong with the folder of a socket; empty if nothing is."""
+    """Return the problem with the folder of a socket; empty if there is none."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode):
         return f"expected a folder, not a link, at {str(folder)!r}"
@@ -213,7 +213,7 @@ def public_key(text: str, path: str) -> bytes:
     """Return a public key, checked.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not a public key.
     """
     key = text.encode()
     if not _is_key(key):

@@ -1,4 +1,4 @@
-"""What engines that exchange blocks say to each other.
+"""Messages between engines that exchange blocks.
 
 A question is the frames `[serial, body]`, an answer `[serial, status, payload]`, where the payload
 is a block or, for `Has`, a byte for each key.

@@ -139,7 +139,7 @@ class RedisStore(KVStore):
         connection = self._library.connection
         encoder = connection.Encoder("utf-8", "strict", decode_responses=False)
         settings: dict[str, Any] = {
-            "protocol": 2,  # which all servers know, and which needs no right to say HELLO
+            "protocol": 2,  # which all servers know, and which needs no right to use HELLO
             "socket_timeout": options.timeout_seconds,
             "socket_connect_timeout": options.connect_timeout_seconds,
             "socket_read_size": _READ_BYTES,

@@ -63,7 +63,8 @@ def file_inside(folder: Path, name: str, where: str) -> Path:
     the folder's files.
 
     Raises:
-        ModelError: the name is none, leads out of the folder, or is that of a pickle or of no file.
+        ModelError: the name is not a name, leads out of the folder, or belongs to a pickle or to no
+            file.
     """
     if not name or "\0" in name:
         raise ModelError(f"{where}: expected the name of a file, got {short(name)}")

@@ -130,7 +130,7 @@ class StoredTensor:
         head_size: int | None,
         read: Callable[[Cut | None], torch.Tensor],
     ) -> torch.Tensor:
-        """Return what `read` gives of a part, in Hugging Face's order of rows."""
+        """Return the result of `read` for a part, in Hugging Face's order of rows."""
         if cut is not None and cut.more:
             parts = [self._rows(part, head_size, read) for part in cut.parts]
             return torch.cat(parts, cut.dim)

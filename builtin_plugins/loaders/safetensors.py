@@ -71,8 +71,8 @@ class SafetensorsLoader(WeightLoader):
         """Return the configuration in config.json and generation_config.json.
 
         Raises:
-            ModelError: config.json is missing or invalid, does not say how the checkpoint is
-                quantised, or a shard is missing or truncated.
+            ModelError: config.json is missing or invalid, does not describe how the checkpoint
+                is quantised, or a shard is missing or truncated.
         """
         path = self.context.files.path
         config = read_model_config(path / "config.json")
@@ -159,7 +159,7 @@ class SafetensorsLoader(WeightLoader):
         """Return the names of the tensors of each quantised matrix.
 
         It has others than a weight and a bias, `q_proj.qweight` and `q_proj.scales` for example,
-        next to `q_proj.weight` or in its place; or a weight of whole numbers, whose scheme says
+        next to `q_proj.weight` or in its place; or a weight of whole numbers, whose scheme reports
         what it lacks.
         """
         if self._quantization is None:
@@ -246,7 +246,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     """Return the content of a config.json.
 
     Raises:
-        ModelError: it cannot be read; where it is missing, says what the directory is instead.
+        ModelError: it cannot be read; where it is missing, with what the directory is instead.
     """
     folder = path.parent
     if folder.is_dir() and not path.exists():

@@ -147,7 +147,7 @@ class ThinkingBudget(SparseLogitsProcessor):
 
 @dataclass(frozen=True)
 class _Rules:
-    """What is the same for a request's whole life."""
+    """The constants of a request's whole life."""
 
     budget: int
     tracker: ReasoningTracker

@@ -1,4 +1,4 @@
-"""What schemes of safetensors checkpoints share: checks, packed numbers, and groups of columns."""
+"""Base of the schemes of safetensors checkpoints: checks, packed numbers, and groups of columns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GROUPS = 16, 32
 
 
 class StoredScheme(Quantization):
-    """A scheme that reads checkpoints, whose config.json says how they are quantised."""
+    """A scheme that reads checkpoints, whose config.json describes how they are quantised."""
 
     contract = 1
     neutral: ClassVar[Collection[str]]

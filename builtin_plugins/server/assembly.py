@@ -97,7 +97,7 @@ def assemble(
         version: version of Hardpoint.
         bound: address that the users' application listens on; None is a Unix socket.
         authenticators: the server's own, asked before those of plugins.
-        admin: address of the administrators; None is none.
+        admin: address of the administrators; None is no address.
         admin_authenticators: authenticators of the administrators; plugins have no part in them.
 
     Raises:

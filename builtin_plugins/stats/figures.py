@@ -1,4 +1,4 @@
-"""What the Prometheus sink adds up: plain numbers, for a step may end many requests at once."""
+"""The sums of the Prometheus sink: plain numbers, since a step may end many requests at once."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Histogram:
         self.sum = 0.0
 
     def add(self, value: float | None) -> None:
-        """Add a value; None is none."""
+        """Add a value; None is ignored."""
         if value is not None:
             self._counts[bisect_left(self._bounds, value)] += 1
             self.sum += value
@@ -89,7 +89,7 @@ class TierFigures:
     """The figures of the tiers of a KV connector, by name, nearest first.
 
     Attributes:
-        used_bytes: by tier, of those that say it.
+        used_bytes: by tier, for tiers that report it.
     """
 
     _TOTALS = tuple(name for name in KVTierStats.__struct_fields__ if name != "used_bytes")

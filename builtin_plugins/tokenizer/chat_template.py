@@ -31,7 +31,7 @@ class ChatRenderer:
         """Start nothing.
 
         Args:
-            seconds: that rendering a conversation may take.
+            seconds: time limit for rendering a conversation.
             max_characters: maximum length of a conversation's text.
         """
         self._seconds = seconds

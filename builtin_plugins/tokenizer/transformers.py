@@ -63,8 +63,8 @@ class TransformersTokenizer(Tokenizer):
 
         Attributes:
             chat_template: path of a Jinja file that takes the place of the model's template.
-            template_variables: that callers may set, by `chat_template_kwargs`.
-            template_seconds: that rendering a conversation may take.
+            template_variables: variables that callers may set, by `chat_template_kwargs`.
+            template_seconds: time limit for rendering a conversation.
             template_characters: maximum length of a conversation's text.
         """
 

@@ -89,7 +89,7 @@ def _is_text(token: bytes) -> bool:
 
 
 def _decoders(tokenizer: FastTokenizer) -> list[_Decode]:
-    """Return what the tokenizer's decoder does to a token that is not the first, in order.
+    """Return the changes of the tokenizer's decoder to a token that is not the first, in order.
 
     Raises:
         NotImplementedError: a part of the decoder is not known.

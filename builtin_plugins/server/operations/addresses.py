@@ -30,7 +30,7 @@ class BoundAddress:
     """A socket that is bound, and does not listen yet.
 
     Attributes:
-        host: that it is bound to; None for a Unix socket.
+        host: host that it is bound to; None for a Unix socket.
         url: for people.
         path: path of a Unix socket.
         inode: inode of that path.
@@ -180,7 +180,7 @@ def _inode(path: Path) -> tuple[int, int] | None:
 
 
 def allow_descriptors(connections: int) -> None:
-    """Raise the soft limit of open files, if so many connections need it; say so."""
+    """Raise the soft limit of open files, if so many connections need it; log it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = connections + _OTHER_DESCRIPTORS
     if soft == resource.RLIM_INFINITY or soft >= needed:

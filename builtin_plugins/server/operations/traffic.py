@@ -1,4 +1,4 @@
-"""What goes through a server: the access log, and figures for Prometheus."""
+"""The traffic of a server: the access log, and figures for Prometheus."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Traffic:
     """Counts and logs what goes through a server.
 
     Attributes:
-        connections: that are open.
+        connections: number of open connections.
         open: requests that are being answered.
         requests: answered so far, by route and status.
         rejected: requests and connections that were refused so far, by reason.
@@ -196,7 +196,7 @@ class Traffic:
         """Count and log a connection that ends before it has a request.
 
         Args:
-            status: that it was answered with; None if it got no answer.
+            status: status of the answer; None if it got no answer.
         """
         self.rejected[reason] += 1
         if self._format is not None:

@@ -171,7 +171,7 @@ class WhiteSpace:
 
 
 def whole_text(completion: CompletionOutput) -> str:
-    """Return the text of a whole completion; white space next to calls is none."""
+    """Return the text of a whole completion; white space next to calls is no text."""
     text = completion.content or ""
     return "" if text.isspace() and completion.tool_calls else text
 

@@ -35,7 +35,7 @@ _PROMPT_SCHEMAS = [
     {"type": "array", "items": {"type": "string"}, "minItems": 1},
     {"type": "array", "items": _IDS, "minItems": 1},
 ]
-"""What msgspec cannot say of a field: a union of lists."""
+"""A schema that msgspec cannot derive: a union of lists."""
 
 Given = str | list[int] | dict[str, Any]
 """A prompt as the engine takes it."""
@@ -46,7 +46,7 @@ class CompletionRequest(SamplingFields):
 
     Attributes:
         prompt: a text, token ids, or a list of texts or of lists of token ids.
-        max_tokens: 16 unless the model says otherwise; 0 with `echo` computes the prompt alone.
+        max_tokens: 16 unless the model has a default; 0 with `echo` computes the prompt alone.
         logprobs: likeliest tokens per position.
         echo: whether answers begin with the prompt, and its log-probabilities with `logprobs`.
         best_of: must be `n`.
@@ -72,7 +72,7 @@ class CompletionRequest(SamplingFields):
             limits: limits of the server.
 
         Raises:
-            RequestError: they are none, or too many, also together with `n`.
+            RequestError: there are none, or too many, also together with `n`.
         """
         given = self._prompts(limits.prompts)
         n = self.n if isinstance(self.n, int) else 1

@@ -32,7 +32,7 @@ class Asked(Generic[BodyT]):
         call: who asks.
         body: body of the request.
         model: name of the model for the answer.
-        answer_id: that clients see.
+        answer_id: id that clients see.
         request_id: in the engine.
     """
 
@@ -47,7 +47,7 @@ class Answer(ABC, Generic[OutputT]):
     """Writes the answer to a request, whole or as a stream."""
 
     heartbeat: ClassVar[bytes] = COMMENT
-    """What says that the stream lives."""
+    """The sign that the stream lives."""
 
     @abstractmethod
     async def whole(self, outputs: AsyncGenerator[OutputT, None]) -> Any:

@@ -116,7 +116,7 @@ class MessagesRequest(GenerationFields):
     prepared = staticmethod(_prepared)
 
     def answer_forms(self) -> dict[str, dict[str, Any]]:
-        """Return the fields that say what the answer must be; see the base."""
+        """Return the fields for the form of the answer; see the base."""
         found = super().answer_forms()
         if self.output_config.format is not None:
             found["output_config.format"] = {"json": self.output_config.format.schema}

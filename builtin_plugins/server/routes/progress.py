@@ -109,7 +109,7 @@ class _Watch:
         await asyncio.sleep(_SECONDS)
         ids, self._ids = self._ids, set()
         found: dict[str, list[LiveRequest]] = {}
-        with contextlib.suppress(HardpointError):  # the answers' own events say what is wrong
+        with contextlib.suppress(HardpointError):  # the answers' own events report the error
             for request in await self._engine.live_requests(list(ids)):
                 found.setdefault(request.external_id, []).append(request)
         return found
@@ -120,7 +120,7 @@ _WATCHES: weakref.WeakValueDictionary[int, _Watch] = weakref.WeakValueDictionary
 
 
 def _progress(live: Sequence[LiveRequest], started: float) -> PromptProgress | None:
-    """Return the progress of prompts; None if the engine has none of them, or does not say."""
+    """Return the progress of prompts; None if the engine has none of them, or no report."""
     # The completions of a prompt share it: the one that is furthest stands for it.
     furthest: dict[str, LiveRequest] = {}
     for request in live:

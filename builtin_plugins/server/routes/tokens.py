@@ -364,7 +364,7 @@ class TokenRoutes:
         asked = await self._service.read_plain(request, DetokenizeRequest)
         self._service.model(asked.model)
         tokenizer = self._service.engine.tokenizer
-        with contextlib.suppress(NotImplementedError):  # which does not say
+        with contextlib.suppress(NotImplementedError):  # without details of the request
             size = tokenizer.vocab_size
             for index, token in enumerate(asked.tokens):
                 if token >= size:

@@ -40,7 +40,7 @@ def first_device(cls: Any, name: str | None) -> torch.device:
 
 
 def class_under_test(suite: object, attribute: str, interface: type[ClassT]) -> type[ClassT]:
-    """Return the class that a suite's attribute names; fail the test if it is none."""
+    """Return the class that a suite's attribute names; fail the test if it is no class."""
     found = getattr(suite, attribute, None)
     if inspect.isclass(found) and issubclass(found, interface):
         return found

@@ -161,7 +161,7 @@ def prepare_request_arguments(
 
 
 def policy_arguments(policy: SchedulingPolicy) -> PolicyArguments:
-    """Return what converts the arguments of requests for a policy."""
+    """Return the converter of requests' arguments for a policy."""
     source = _source(type(policy), policy.name)
     entry = PluginEntry(
         kind="scheduling_policies",
@@ -212,7 +212,7 @@ def load_quantized(
     Args:
         model: with its `weight_cuts`.
         weights: those that it needs, tensors cut.
-        scheme: that reads or makes its matrices.
+        scheme: the scheme that reads or makes its matrices.
         use: `quantization.use`.
 
     Raises:
@@ -334,7 +334,7 @@ class ProcessorPipeline:
 
     @property
     def update_error(self) -> BaseException | None:
-        """Return what the processor's update_state raised; None if nothing."""
+        """Return the error of the processor's update_state; None if there was none."""
         return self._runner.broken
 
     def start(self, request: LogitsRequest) -> RequestFault | None:

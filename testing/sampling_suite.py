@@ -340,7 +340,7 @@ class SamplerSuite(ComponentSuite):
         return logits, tokens
 
     def _sample(self, sampler: Sampler, logits: torch.Tensor, rows: SamplingRows) -> list[int]:
-        """Return the sampled tokens; raise a Violation if they are none."""
+        """Return the sampled tokens; raise a Violation if they are not tokens."""
         chosen = sampler.sample(logits, rows)
         if not isinstance(chosen, torch.Tensor):
             raise RESULT.violation(f"sample returned {short_repr(chosen)}, no tensor")

@@ -127,7 +127,7 @@ class Live:
 
     Attributes:
         internal_id: id of the request in the engine.
-        tokens: that it got.
+        tokens: tokens that it got.
         cached: number of tokens of its prompt that were not computed.
         is_aborted: whether it was ended before its time.
         error: with which it ended.
@@ -255,7 +255,7 @@ class Session:
         """Run steps until all requests have ended and no block is kept.
 
         Raises:
-            Violation: that takes too long.
+            Violation: it takes too long.
         """
         limit = time.monotonic() + _PATIENCE_SECONDS
         while self._engine.has_unfinished_requests():
@@ -276,7 +276,7 @@ class Session:
             self._engine.step()
 
     def faults(self) -> dict[str, str]:
-        """Return what the engine has counted as faults, by component."""
+        """Return the faults that the engine has counted, by component."""
         health = self._engine.health()
         return {name: str(fault) for name, fault in health.fallbacks.items()}
 

@@ -57,7 +57,7 @@ class PeerKVStoreSuite(KVStoreSuite):
         raise NotImplementedError
 
     def test_peers(self) -> None:
-        """The store says whom it can reach: the engines that the configuration names."""
+        """The store reports the peers that it can reach: the engines of the configuration."""
         self._run_checks(OFFERS.text, self._in_pair(self._check_peers))
 
     def test_offers(self) -> None:
@@ -235,7 +235,7 @@ class _PeerSession(StoreSession):
 
     @property
     def peers(self) -> Any:
-        """What the store names as its peers."""
+        """The peers that the store names."""
         return self._peer_store.peers
 
     def offer(self, index: int, seconds: float) -> bool:

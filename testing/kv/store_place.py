@@ -25,7 +25,7 @@ class Place:
 
     Attributes:
         session: session of the store.
-        blocks: that it was given.
+        blocks: blocks that it was given.
     """
 
     session: StoreSession

@@ -46,7 +46,7 @@ RESULTS = Rule(
 
 
 class Watch:
-    """What was seen of the halves of a connector.
+    """The observations of the halves of a connector.
 
     Attributes:
         violations: broken rules, in the order in which they were seen.

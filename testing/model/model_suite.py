@@ -123,7 +123,7 @@ class ModelSuite(ComponentSuite):
 
         Args:
             name: name of the weight.
-            shape: that `weight_shapes` says.
+            shape: its shape in `weight_shapes`.
             generator: to draw from.
         """
         mean = 1.0 if len(shape) == 1 and name.endswith("weight") else 0.0
@@ -159,7 +159,7 @@ class ModelSuite(ComponentSuite):
         )
 
     def test_packed(self) -> None:
-        """What `packed_weights` returns makes the same model, if it returns something."""
+        """The weights of `packed_weights` make the same model, if it returns some."""
         self._run_checks(PACKED.text, self._check_packed)
 
     def test_quantized(self) -> None:

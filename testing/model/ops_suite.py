@@ -154,7 +154,7 @@ class OpsSuite(ComponentSuite):
         self._check_all("experts", self._check_experts)
 
     def test_lora(self) -> None:
-        """What adapters change, of rows with one, none, or one that is not there."""
+        """The changes by adapters, for rows with one, none, or one that is not there."""
         self._check_all("add_lora", self._check_lora)
 
     def test_argmax(self) -> None:
@@ -483,7 +483,7 @@ class OpsSuite(ComponentSuite):
         gate, up = torch.einsum("rh,ewh->erw", x.double(), enter).chunk(2, -1)
         results = torch.einsum("erw,ehw->erh", _silu(gate) * up, leave)
         for per_row in (1, 3):
-            # Those that are not 0 to 3 are none.
+            # Numbers but 0 to 3 stand for no expert.
             draws = [torch.randperm(count + 2)[:per_row] - 1 for _ in range(rows)]
             chosen = torch.stack(draws).to(x.device)
             weights = torch.rand(rows, per_row, device=x.device).to(dtype)

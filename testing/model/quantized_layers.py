@@ -119,7 +119,7 @@ class QuantizedLayers(Model):
         return self._head(hidden)
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Return what each layer gives for the first tokens, by a name of it, in float64.
+        """Return the result of each layer for the first tokens, by a name of it, in float64.
 
         Of a product of two matrices, [tokens, 2, rows]: this rank's rows.
         """

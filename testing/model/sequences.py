@@ -178,7 +178,7 @@ class WholeHistory:
         cached: bool = True,
         kv_heads: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Return the attention of a step, with the mistakes that the arguments say.
+        """Return the attention of a step, with the mistakes that the arguments ask for.
 
         Args:
             counts: the step.

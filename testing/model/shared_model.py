@@ -1,4 +1,4 @@
-"""What the ranks that share a model have of it, and the rules for that."""
+"""The parts of a model that its ranks have, and the rules for that."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Division:
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank says and computes.
+    """The declarations and results of one rank.
 
     Attributes:
         stage, rank: which one it is.

@@ -69,7 +69,7 @@ class TestServer:
 
     @property
     def log(self) -> str:
-        """What the server has written so far."""
+        """The output of the server so far."""
         return "".join(self._log)
 
     def ask(

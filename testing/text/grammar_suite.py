@@ -165,7 +165,7 @@ class GrammarSuite(ComponentSuite):
         self._run_checks(TEXTS.text, *self._for_samples(self._check_texts))
 
     def test_rollback(self) -> None:
-        """What is undone leaves no trace."""
+        """Undone tokens leave no trace."""
         self._run_checks(ROLLBACK.text, *self._for_samples(self._check_rollback))
 
     def test_fork(self) -> None:
@@ -198,7 +198,7 @@ class GrammarSuite(ComponentSuite):
         self._run_checks(THREADS.text, self._check_threads)
 
     def test_refused(self) -> None:
-        """A description that means nothing is refused by a ValueError that says why."""
+        """A description that means nothing is refused by a ValueError that gives the reason."""
         given = [one for name in self.grammar.formats for one in REFUSED.get(name, ())]
         self._run_checks(
             REFUSED_RULE.text, *(partial(self._check_refused, g) for g in (*given, *self.refused))
@@ -363,7 +363,7 @@ class GrammarSuite(ComponentSuite):
                     )
 
     def _check_raises(self, structured: StructuredOutputs, rule: Rule, reason: str) -> None:
-        """Check that a description is refused by a ValueError that says why."""
+        """Check that a description is refused by a ValueError that gives the reason."""
         text = described(structured)
         try:
             self._subject.compile(structured)
@@ -614,7 +614,7 @@ class GrammarSuite(ComponentSuite):
                     self._allowed(sample, mask, where),
                     key=lambda t: (len(self._tokens.texts[t]), t),
                 )
-                if ids:  # short ones more often, for more of them are in a text
+                if ids:  # short ones more often: more of them are in a text
                     path.append(ids[number // 2 % len(ids) if number % 2 else 0])
                     self._move(state, path[-1], where)
                     own += 1

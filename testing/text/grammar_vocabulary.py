@@ -73,7 +73,7 @@ def _byte(value: int) -> bytes:
 
 @dataclass(frozen=True)
 class Mask:
-    """What `fill_bitmask` says.
+    """The results of `fill_bitmask`.
 
     Attributes:
         row: row of the bitmask, as bytes.
@@ -120,7 +120,7 @@ class SampleTokens:
         self._longest = max(map(len, self._ids))
 
     def text(self, given: str, *, special: bool) -> str:
-        """Return a sample's text; special tokens in it are tokens if `special` says so."""
+        """Return a sample's text; special tokens in it are tokens if `special` is true."""
         parts = self.vocabulary.split(given) if special else [given]
         return "".join(
             part.encode().decode("latin-1") if isinstance(part, str) else chr(_FIRST_SPECIAL + part)

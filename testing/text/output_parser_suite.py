@@ -222,7 +222,7 @@ class OutputParserSuite(ComponentSuite):
         self._run_checks(ROLES.text, *(lambda s=s: self._check_roles(s) for s in self.samples))
 
     def test_call_format(self) -> None:
-        """A parser of tools gives a grammar of their calls, or says that it has none."""
+        """A parser of tools gives a grammar of their calls, or reports that it has none."""
         if "tools" in self.parser.roles:
             self._run_checks(CALL_FORMAT.text, self._check_call_formats)
 

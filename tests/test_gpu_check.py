@@ -1,4 +1,4 @@
-"""scripts/gpu-check: what it says and how it ends, without a GPU; with --all, a whole dry run."""
+"""scripts/gpu-check: what it prints and how it ends, without a GPU; with --all, a whole dry run."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_dry_run_shows_no_figure(parts, tmp_path, capsys):
 
 
 class Engine:
-    """Continues prompts of one token with tokens of a table, and says their log-probabilities."""
+    """Continues prompts of one token with tokens of a table, with log-probabilities."""
 
     def __init__(self, tokens, logprob=-0.5):
         self.tokens = tokens
@@ -221,7 +221,7 @@ def test_slow():
 
 @pytest.mark.nightly
 def test_tests_of_kernels_that_fail_and_take_too_long(parts, tmp_path, monkeypatch):
-    """What ended before the limit is known, and the limit ends no other process."""
+    """Checks that ended before the limit are known, and the limit ends no other process."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     (tmp_path / "test_slow_kernels.py").write_text(TESTS)

@@ -20,10 +20,10 @@ class Answer:
         first: seconds before the first text.
         gap: seconds between two chunks.
         chunks: number of chunks with text.
-        tokens: in each chunk, as usage says.
+        tokens: number of tokens in each chunk, for the usage.
         status, body, headers: head and body of an answer that is no stream.
         cut: chunks after which the connection is closed.
-        close: whether the connection is closed after the answer, which says so.
+        close: whether the connection is closed after the answer, which announces it.
         usage, marker, finish: whether these come.
         fault: message of an error event after the chunks.
         framing: "chunked", "length" (one body), or "close" (until the end of the connection).

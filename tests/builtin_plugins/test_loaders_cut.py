@@ -88,7 +88,7 @@ def some_cuts(draw) -> dict[str, Cut]:
 
 
 def numbers(weight: torch.Tensor | QuantizedWeight, cut: Cut | None = None) -> torch.Tensor:
-    """Return what a loader yields, cut if it is the whole of blocks that a cut divides."""
+    """Return the weights of a loader, cut if it is the whole of blocks that a cut divides."""
     if isinstance(weight, torch.Tensor):
         return weight
     matrix = scheme(weight.scheme).read(weight)
@@ -115,7 +115,7 @@ def test_any_part_of_a_gguf_tensor_is_that_of_the_whole(stored):
     check()
 
 
-def test_formats_say_what_is_yielded(stored):
+def test_formats_describe_what_is_yielded(stored):
     loader, kind = stored
     formats, yielded = loader.formats(SHAPES), dict(loader.weights(SHAPES))
     assert formats.keys() == SHAPES.keys()

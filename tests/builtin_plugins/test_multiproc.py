@@ -58,8 +58,8 @@ def test_every_rank_runs_each_call_once_and_one_gives_the_result(opened):
     assert workers.max_concurrent_batches == 2
     workers.initialize_cache(5)
     assert step(workers, 1) == ModelRunnerOutput({"r": [1]})
-    said = workers.collective_rpc("stop_profile")
-    assert said == [f"{rank} cache 5 execute 1" for rank in range(4)]
+    received = workers.collective_rpc("stop_profile")
+    assert received == [f"{rank} cache 5 execute 1" for rank in range(4)]
 
 
 def test_infos_come_in_rank_order_and_progress_is_the_sum_of_the_ranks(opened):
@@ -357,12 +357,12 @@ def test_stderr_is_passed_on_and_stacks_of_a_long_call_are_written(opened, capfd
     step(workers, 1, "1 sleep 0.5")
     workers.collective_rpc("stop_profile")
     deadline = time.monotonic() + 5
-    said = ""
-    while "in _sleep" not in said:
-        assert time.monotonic() < deadline, said
+    received = ""
+    while "in _sleep" not in received:
+        assert time.monotonic() < deadline, received
         time.sleep(0.02)
-        said += capfd.readouterr().err
-    assert "Timeout (0:00:00.2" in said
+        received += capfd.readouterr().err
+    assert "Timeout (0:00:00.2" in received
 
 
 def test_an_executor_that_is_dropped_ends_its_processes():
@@ -375,15 +375,15 @@ def test_an_executor_that_is_dropped_ends_its_processes():
 
 def test_calls_of_several_threads_do_not_mix(opened):
     workers = opened(2)
-    said = []
+    received = []
 
     def ask():
         for _ in range(20):
-            said.append(workers.collective_rpc("stop_profile", timeout=10))
+            received.append(workers.collective_rpc("stop_profile", timeout=10))
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert said == [["0", "1"]] * 80
+    assert received == [["0", "1"]] * 80

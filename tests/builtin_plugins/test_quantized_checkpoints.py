@@ -140,7 +140,7 @@ def test_tokens_are_those_of_the_numbers(written, tmp_path, caplog):
     assert tokens(folder, quantization={"use": scheme}) == expected
 
 
-def test_matrices_that_no_codes_hold_are_dequantised_and_that_is_said(tmp_path, caplog):
+def test_matrices_that_no_codes_hold_are_dequantised_and_logged(tmp_path, caplog):
     config = gptq_config(desc_act=True)
     dense = write_checkpoint(tmp_path / "m", config, checkpoints.gptq, shuffled=True)
     expected = tokens(plain(tmp_path / "plain", dense))

@@ -203,7 +203,7 @@ def test_progress_is_that_of_the_slowest(open_executor):
     assert {what for what, _, _ in executor.told} == {"weights"}
 
 
-def test_the_start_line_says_where_ranks_are_and_when_a_lost_node_is_noticed(
+def test_the_start_line_has_the_places_of_ranks_and_the_time_to_notice_a_lost_node(
     open_executor, nodes, caplog
 ):
     caplog.set_level(logging.INFO, "hardpoint")

@@ -1,4 +1,4 @@
-"""What the default scheduler is built with, what it refuses, and how a step is shared."""
+"""The parts of the default scheduler, what it refuses, and how a step is shared."""
 
 from __future__ import annotations
 

@@ -348,7 +348,7 @@ def test_a_policy_that_fails_to_take_over_changes_nothing():
 # Standing
 
 
-def test_stats_say_how_it_stands():
+def test_stats_describe_the_queues():
     sim = Simulator(blocks=8, block_size=4, max_num_seqs=1)
     sim.add("a", prompt=[5] * 9, max_tokens=2)
     sim.add("b", prompt=[5] * 9, max_tokens=2)

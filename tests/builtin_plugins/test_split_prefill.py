@@ -64,7 +64,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wanted(model):
-    """What an engine without a connector answers."""
+    """The answer of an engine without a connector."""
     llm = LLM(str(model), config={**scripted_config(model), "kv_cache": {"num_blocks": 96}})
     yield lambda prompt=PROMPT, **fields: tokens(llm.generate([prompt], params(**fields))[0])
     llm.close()

@@ -135,7 +135,7 @@ def test_answers_that_are_neither_true_nor_false(method):
     assert "neither true nor false" in one.faults[0][1]
 
 
-def test_a_store_that_says_it_has_loaded_and_has_not():
+def test_a_store_that_reports_a_load_and_has_not_loaded():
     """Even though its buffer holds the very block, from before."""
     one = Guarded()
     one.tier.keep(KEY, block().views)
@@ -284,7 +284,7 @@ def test_breaker():
     assert breaker.allows("load")
     assert breaker.failed("load")
     assert not breaker.allows("load")
-    assert not breaker.failed("load")  # it was said already
+    assert not breaker.failed("load")  # it was reported already
     time.sleep(0.06)
     assert breaker.allows("load")
     assert not breaker.allows("load")  # one call tries

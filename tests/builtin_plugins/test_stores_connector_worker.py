@@ -1,4 +1,4 @@
-"""The worker half of the connector "stores": which bytes go where, and when it says so."""
+"""The worker half of the connector "stores": which bytes go where, and when it reports them."""
 
 from __future__ import annotations
 

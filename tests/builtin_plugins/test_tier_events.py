@@ -1,4 +1,4 @@
-"""What tiers tell: KV events of what they keep, no more than is known, and their size."""
+"""Reports of tiers: KV events of what they keep, no more than is known, and their size."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_threads_do_not_disturb_each_other(most_blocks):
         assert kept == {name.encode() for name in names if ord(name) % 3}
 
 
-# What a store says of its size
+# The size that a store reports
 
 
 class Sized(MemoryStore):
@@ -148,7 +148,7 @@ class Sized(MemoryStore):
         (OSError("gone"), None, "used_bytes() failed: OSError: gone"),
     ],
 )
-def test_a_store_may_say_its_size_and_a_wrong_one_is_a_fault_alone(answer, shown, message):
+def test_a_store_may_report_its_size_and_a_wrong_one_is_a_fault_alone(answer, shown, message):
     buffer = Buffer((8,), pin_memory=False)
     write_header(buffer.views, bytes(32), 1)
     sizes = (HEADER_BYTES, 8)

@@ -26,7 +26,7 @@ from hardpoint.plugins.parallel import Placement
 
 
 def in_ranks(size, function):
-    """Return what a function of the rank returns or raises, by rank."""
+    """Return the result or error of a function of the rank, by rank."""
 
     def run(rank):
         try:
@@ -131,7 +131,7 @@ def test_what_fails_in_a_rank_alone_keeps_its_class(tmp_path, monkeypatch):
     assert isinstance(there, CommunicationAbortedError)
 
 
-def test_an_abort_says_why_and_ends_ranks_one_after_the_other(tmp_path):
+def test_an_abort_has_its_reason_and_ends_ranks_one_after_the_other(tmp_path):
     placement = Placement(hosts=("",) * 3, folder=str(tmp_path))
 
     def run(rank):

@@ -69,7 +69,7 @@ def start_process():
 
 
 def leftovers():
-    """Return what would be left: descriptors, and mappings of shared memory."""
+    """Return the resources that would be left: descriptors, and mappings of shared memory."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     mapped = [line for line in maps if "hardpoint" in line]
     return len(os.listdir("/proc/self/fd")), len(mapped), len(os.listdir("/dev/shm"))
@@ -300,7 +300,7 @@ def test_nothing_is_left(make_ring):
             call(b"")
 
 
-def test_too_little_memory_says_how_much_is_needed():
+def test_too_little_memory_reports_how_much_is_needed():
     before = leftovers()
     with pytest.raises(
         NoMemoryError,

@@ -88,7 +88,7 @@ def test_frontend_killed_ends_the_engine(endless, tmp_path):
             llm.llm_engine.step()
     """
     with Program(source, folder=tmp_path) as program:
-        engine = program.said()
+        engine = program.next_value()
         assert alive(engine)
         os.kill(program.pid, signal.SIGKILL)
         told("frontend killed, engine gone", gone(engine), 5)
@@ -104,7 +104,7 @@ def test_frontend_that_ends_by_an_error_ends_the_engine(endless, tmp_path):
         raise SystemExit(7)
     """
     with Program(source, folder=tmp_path) as program:
-        engine = program.said()
+        engine = program.next_value()
         assert program.popen.wait(60) == 7
         told("frontend exited, engine gone", gone(engine), 10)
 
@@ -138,7 +138,7 @@ def test_a_frontend_that_cannot_clean_up_leaves_no_sockets(endless, tmp_path, en
     sockets.mkdir()
     source = LEAVING.format(sockets=str(sockets), model=str(endless), end=end, params=params)
     with Program(source, folder=tmp_path) as program:
-        engine, (folder,) = program.said()
+        engine, (folder,) = program.next_value()
         assert folder.startswith("hardpoint-")
         program.popen.wait(60)
         gone(engine)

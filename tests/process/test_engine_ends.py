@@ -1,4 +1,4 @@
-"""What an engine process shows of itself, and how it ends: in order, by a fault, by force."""
+"""Output of an engine process, and how it ends: in order, by a fault, by force."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def using(plugin: str, max_tokens: int = 10, **arguments) -> dict[str, Any]:
 
 
 def lines_of(client: RawClient) -> list[str]:
-    """What the engine has logged, without the labels, which every line must have."""
+    """The log of the engine, without the labels, which every line must have."""
     words = []
     for line in client.log.read_text().splitlines():
         labelled = re.fullmatch(LABELLED.format(pid=client.process.pid), line)
@@ -128,7 +128,7 @@ def test_a_failure_is_told_before_a_cleanup_that_hangs(engine, tmp_path):
     assert last == [ENGINE_CORE_DEAD]
 
 
-def test_a_start_that_fails_says_nothing_on_the_sockets(engine):
+def test_a_start_that_fails_sends_nothing_on_the_sockets(engine):
     client = engine(plugins={"enable": ["test_start_errors:Refuses"]}, waits=False)
     assert client.process.wait(60) == 1
     assert left_in(client) == []

@@ -85,7 +85,7 @@ def test_one_worker_cannot_be_several(llama):
     fails(llama | {"parallel": {"tensor": 2, "pipeline": 2}}, ConfigError, words)
 
 
-def test_models_say_how_they_can_be_divided(scripted):
+def test_models_report_how_they_can_be_divided(scripted):
     def config(name, **ranks):
         config = scripted_config(scripted, several(**ranks))
         config["plugins"]["enable"] = [{"use": f"{BROKEN}:{name}", "name": "ScriptedForCausalLM"}]

@@ -1,4 +1,4 @@
-"""What several ranks take of a host: its memory once, and no port that others can reach."""
+"""The resources of several ranks on a host: its memory once, and no port that others can reach."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def engine(scripted):
 
 @pytest.fixture(scope="module")
 def without(engine):
-    """What the 32 requests give where no plugin is at fault."""
+    """The results of the 32 requests where no plugin is at fault."""
     return run(engine, jobs())
 
 
@@ -153,7 +153,7 @@ def enabled(**plugins):
 # Faults that end the engine
 
 
-def test_on_error_engine_ends_the_engine_and_says_who(scripted):
+def test_on_error_engine_ends_the_engine_and_names_the_plugin(scripted):
     engine = open_engine(scripted, enabled(on_error={"dense": "engine"}))
     pid = engine.parts.client.pid
     engine.add_request("other", "x", SamplingParams(max_tokens=400))
@@ -194,7 +194,7 @@ def notes_of(error: BaseException | None) -> list[str]:
 
 
 class Planned:
-    """Fails where the engine is; says where it was."""
+    """Fails where the engine is; reports where it was."""
 
     contract = 1
 

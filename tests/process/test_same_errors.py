@@ -1,4 +1,4 @@
-"""What a program catches does not depend on where the engine runs."""
+"""Errors that a program catches do not depend on where the engine runs."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ class BrokenAdd(DefaultScheduler):
 
 
 class BrokenEnd(plugins.SchedulingPolicy):
-    """Cannot say goodbye."""
+    """Fails when it is closed."""
 
     contract = 1
 

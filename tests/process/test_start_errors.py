@@ -1,4 +1,4 @@
-"""An engine process that cannot start says why, in its own words, once, and leaves nothing."""
+"""An engine process that cannot start reports its error, once, and leaves nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HERE = __name__
 
 
 class Refuses(Dense):
-    """Cannot be made; what it says is on several lines."""
+    """Cannot be made; its message has several lines."""
 
     contract = 1
 

@@ -141,7 +141,7 @@ def test_a_plugin_that_fails_in_one_rank_is_the_error_of_the_start(scripted, cle
 
 @pytest.mark.nightly
 @pytest.mark.fresh_process
-def test_the_command_line_says_it_in_one_error_and_leaves_nothing(scripted, tmp_path):
+def test_the_command_line_reports_one_error_and_leaves_nothing(scripted, tmp_path):
     settings = ('executor.use = "multiproc"', "parallel.tensor = 2", f'sampler.use = "{FAULTY}"')
     write_config(tmp_path, scripted, *settings)
     path = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
@@ -196,7 +196,7 @@ PROGRAM = """
 def test_workers_of_an_engine_process_have_the_plugins_of_main(scripted, tmp_path, dies):
     source = PROGRAM.format(folder=str(scripted), dies=dies)
     with Program(source, folder=tmp_path) as program:
-        text, pids = program.said()
+        text, pids = program.next_value()
         assert text == text[0] * 20
         assert sorted(pids) == ["EngineCore", "Worker_0", "Worker_1"]
         if dies:

@@ -1,4 +1,4 @@
-"""What was written for other engines is recognised by its form, and refused by its name."""
+"""Plugins for other engines are recognised by their form, and refused by their name."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_a_class_that_grows_less_invariant_is_refused(loaded):
         built(plugins)
 
 
-def test_the_configuration_says_what_it_has(loaded):
+def test_the_configuration_lists_what_it_has(loaded):
     plugins, _ = loaded(foreign.ReadsConfig)
     with pytest.raises(PluginLoadError) as error:
         built(plugins)

@@ -1,4 +1,4 @@
-"""What messages about names advise: it parses as TOML, and works when it is followed literally."""
+"""Advice of messages about names: it parses as TOML, and works when it is followed literally."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_kind_that_is_not_here_is_named(installed, refusal, name, words):
     "config",
     [{"disable": ["min_p", "min_p"]}, {"disable": ["min_p"], "replace": {"min_p": "top_k"}}],
 )
-def test_what_is_disabled_already_says_by_what(refusal, config):
+def test_a_disabled_plugin_is_reported_with_the_setting(refusal, config):
     message = refusal(PluginNotFoundError, plugins=config)
     assert "'min_p' is off, by plugins.disable[0]; remove one of the two" in message
 

@@ -158,7 +158,7 @@ class TestCalling:
             hooks.call("engine_closing")
 
 
-def test_every_hook_says_in_which_process_it_is_called():
+def test_every_hook_documents_the_process_it_is_called_in():
     hooks = {name: hook for name, hook in vars(HookSpecs).items() if not name.startswith("_")}
     assert hooks
     for name, hook in hooks.items():

@@ -127,7 +127,7 @@ class TestEnable:
         with pytest.raises(PluginContractError, match="models must be classes derived from"):
             installed.resolve(plugins={"enable": ["OtherForCausalLM"]})
 
-    def test_an_unknown_name_suggests_a_known_one_and_says_where_it_came_from(self, installed):
+    def test_an_unknown_name_suggests_a_known_one_and_has_its_origin(self, installed):
         installed.offer("logits_processors/mirostat", component(LogitsProcessor))
         config_sources = ConfigSources({"plugins.enable": "file hardpoint.toml"})
         with pytest.raises(PluginNotFoundError) as error:
@@ -189,7 +189,7 @@ class TestOne:
             "takes the one of kind kv_stores; found: none (from default)"
         )
 
-    def test_what_another_setting_chooses_says_so(self, installed):
+    def test_a_component_that_another_setting_chooses_is_reported(self, installed):
         installed.offer("kv_connectors/stores", component(KVConnector), "hardpoint", "0.1.0")
         installed.offer("kv_stores/memory", component(KVStore))
         sources = ConfigSources({"kv_connector.stores": "file x.toml"})

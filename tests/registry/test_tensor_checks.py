@@ -1,4 +1,4 @@
-"""What a plugin may make of a tensor that it is given, and may return for it."""
+"""Changes that a plugin may make to a tensor that it is given, and results for it."""
 
 from __future__ import annotations
 

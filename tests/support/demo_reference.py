@@ -1,4 +1,4 @@
-"""What transformers computes with the demo model, as scripts/demo-reference wrote it."""
+"""The results of transformers with the demo model, as scripts/demo-reference wrote it."""
 
 from __future__ import annotations
 

@@ -18,11 +18,11 @@ class RunningServer:
     """A server that answers at `url`.
 
     Attributes:
-        engine: that it serves.
+        engine: the engine that it serves.
         service: service of the server, for what no client sees.
         client: an httpx client with the server's URL as its base.
         admin: an httpx client of the admin address; None without one.
-        thread: that the server runs in.
+        thread: thread that the server runs in.
     """
 
     def __init__(self, engine, url, admin_url, service, serving, loop):

@@ -1,4 +1,4 @@
-"""What a suite of the conformance kit says of a component: for the kit's own tests."""
+"""Results of a suite of the conformance kit for a component: for the kit's own tests."""
 
 from __future__ import annotations
 

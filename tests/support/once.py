@@ -1,4 +1,4 @@
-"""What all workers of a test run share: made by the first that needs it."""
+"""Folders that all workers of a test run share: made by the first that needs them."""
 
 from __future__ import annotations
 

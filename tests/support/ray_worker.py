@@ -11,7 +11,7 @@ from hardpoint.plugins.executor import WorkerLaunch
 
 
 class SmallWorker:
-    """Answers with what it was asked; the data of its launch says what fails."""
+    """Answers with what it was asked; the data of its launch has what fails."""
 
     def __init__(self, launch, progress):
         self.rank = launch.rank

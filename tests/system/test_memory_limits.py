@@ -1,4 +1,4 @@
-"""What memory this process may use, and what is said when a model needs more."""
+"""The memory that this process may use, and the message when a model needs more."""
 
 from __future__ import annotations
 

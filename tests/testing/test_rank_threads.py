@@ -1,4 +1,4 @@
-"""Ranks as threads communicate exactly, and end with an error that says who waits where."""
+"""Ranks as threads communicate exactly, and end with an error that names the ranks that wait."""
 
 from __future__ import annotations
 

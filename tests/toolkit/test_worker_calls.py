@@ -244,7 +244,7 @@ def same(one, other):
 
 
 def answer(method, args=(), result=None, error=None):
-    """Return what a call comes to, over bytes, and the worker."""
+    """Return the result of a call, over bytes, and the worker."""
     worker = Recording(result, error)
     answered = WorkerServer(worker).run(encode_call(method, args))
     return decode_result(method, answered, "rank 1"), worker

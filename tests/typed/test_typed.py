@@ -22,7 +22,7 @@ class Inner(Strict):
     """A table.
 
     Attributes:
-        size: of something.
+        size: size of something.
     """
 
     size: Annotated[int, Meta(ge=1)] = 1

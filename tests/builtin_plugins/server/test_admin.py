@@ -98,7 +98,7 @@ def test_plugins(server):
     server.engine.health_now = Health({}, {})
 
 
-def test_requests_say_why_they_wait(server):
+def test_requests_report_why_they_wait(server):
     server.engine.live = [WAITING]
     (request,) = server.admin.get("/requests").json()["requests"]
     assert request["external_id"] == "chatcmpl-a"
@@ -350,7 +350,7 @@ def test_addresses_that_are_wrong_or_unsafe(settings, words):
     assert words in str(raised.value)
 
 
-def test_every_route_says_what_it_does(server):
+def test_every_route_has_a_summary(server):
     from hardpoint.builtin_plugins.server.assembly import admin_routes
 
     for route in admin_routes(server.service):

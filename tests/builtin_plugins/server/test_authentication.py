@@ -53,7 +53,7 @@ def test_every_route_needs_the_key(server, method, path):
             assert kind.get("code", "invalid_api_key") == "invalid_api_key"
             assert kind["type"] == "authentication_error"
             assert "valid key as `Authorization: Bearer KEY`" in response.text
-    # 404: routes that say what this version does not have.
+    # 404: routes that report what this version does not have.
     assert server.client.request(method, path, headers=RIGHT).status_code in (200, 400, 404, 405)
 
 
@@ -91,7 +91,7 @@ def test_every_route_needs_the_key(server, method, path):
 )
 @pytest.mark.parametrize("method", ["GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "TRACE"])
 def test_unknown_paths_are_401_before_404(server, method, path):
-    """Sent as written, for a client library would normalise it; a key in the URL is not read."""
+    """Sent as written, since a client library would normalise it; a key in the URL is not read."""
     assert answered(server, method, path) == 401
 
 

@@ -159,7 +159,7 @@ def test_a_grammar_for_a_prompt(server):
         ({}, "prompt", "missing"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_path(server, fields, param, words):
+def test_wrong_fields_are_reported_with_their_path(server, fields, param, words):
     response = server.post(PATH, fields)
     assert response.status_code == 400, response.text
     error = response.json()["error"]

@@ -220,7 +220,7 @@ def test_health_names_plugins_without_their_words():
     assert SECRET not in response.text
 
 
-def test_a_dead_engine_is_said_without_its_words():
+def test_a_dead_engine_is_reported_without_its_message():
     dead = EngineDeadError(f"the engine process failed: OSError: {SECRET}")
     engine = FakeEngine(config=configured())
     with running(engine) as server:

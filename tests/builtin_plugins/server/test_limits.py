@@ -239,7 +239,7 @@ def test_the_size_of_bodies(server, chunked):
 
 
 def test_the_items_of_bodies(server):
-    """What is over the limit is refused before there are objects of it."""
+    """Bodies over the limit are refused before there are objects of them."""
     start = '{"prompt": "x", "tags": "' + "[" * 3748  # with the first one, 29992 items
     fits = server.client.post(TEXT, content=start + "," * 6 + '",}', headers=JSON)
     assert fits.status_code == 400

@@ -27,7 +27,7 @@ from hardpoint.plugins.server import Authenticator, Client
 from hardpoint.testing import write_scripted_model
 
 ENDED = "the engine is being restarted; send the request again"
-"""What clients are told of an engine that died; the log says the rest."""
+"""The message to clients about an engine that died; the log has the details."""
 
 PATH = "/v1/messages"
 HI = [{"role": "user", "content": "Hi"}]

@@ -57,7 +57,7 @@ class Program:
         self.process.send_signal(number)
 
     def end(self):
-        """Return the exit code, and what it said on standard error."""
+        """Return the exit code, and its standard error."""
         _, errors = self.process.communicate(timeout=30)
         return self.process.returncode, errors
 

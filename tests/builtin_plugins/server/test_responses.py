@@ -24,7 +24,7 @@ from hardpoint.plugins.params import RequestOutputKind
 from hardpoint.plugins.server import Transform
 
 ENDED = "the engine is being restarted; send the request again"
-"""What clients are told of an engine that died; the log says the rest."""
+"""The message to clients about an engine that died; the log has the details."""
 
 PATH = "/v1/responses"
 TOOL = {

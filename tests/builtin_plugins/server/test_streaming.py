@@ -14,7 +14,7 @@ from hardpoint.plugins import EngineConfig, OverloadedError, RequestError
 from hardpoint.plugins.server import Middleware
 
 ENDED = "the engine is being restarted; send the request again"
-"""What clients are told of an engine that died; the log says the rest."""
+"""The message to clients about an engine that died; the log has the details."""
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
 

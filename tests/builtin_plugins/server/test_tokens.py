@@ -90,7 +90,7 @@ def test_stop_strings_and_grammars_work_on_tokens(server):
         ({"stream_options": {}}, "stream_options", "stream to be true"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_path(server, fields, param, words):
+def test_wrong_fields_are_reported_with_their_path(server, fields, param, words):
     response = server.post(GENERATE, {"token_ids": [1], **fields})
     assert response.status_code == 400, response.text
     error = response.json()["error"]
@@ -98,7 +98,7 @@ def test_what_is_wrong_is_said_with_its_path(server, fields, param, words):
     assert words in error["message"]
 
 
-def test_an_engine_gets_what_a_request_says():
+def test_an_engine_gets_the_fields_of_a_request():
     engine = FakeEngine(config=configured())
     engine.live = []
     with running(engine) as server:
@@ -162,7 +162,7 @@ def test_conversations_to_tokens(server):
         ("/v1/embeddings", {"input": "x"}, 404, "no pooling models"),
     ],
 )
-def test_what_cannot_be_answered_is_said(server, path, body, status, words):
+def test_unsupported_fields_are_reported(server, path, body, status, words):
     response = server.post(path, body)
     assert response.status_code == status, response.text
     assert words in response.json()["error"]["message"]

@@ -473,7 +473,7 @@ class KeepsWaiting(Threaded):
 
 
 class Vague(Threaded):
-    """Does not say which rank was lost."""
+    """Does not report which rank was lost."""
 
     contract = 1
 

@@ -55,7 +55,7 @@ def write_gguf(
 
     Args:
         path: path of the file.
-        model: gets the numbers that are stored, where `kinds` says that they are rounded.
+        model: gets the numbers that are stored, where `kinds` are rounded.
         architecture: llama.cpp's name.
         changes: values of the metadata; None is to leave one out.
         extra: further tensors.

@@ -263,7 +263,7 @@ class Opener:
 
 @dataclass
 class Cost:
-    """What something took.
+    """The resources that something took.
 
     Attributes:
         seconds: seconds of wall time.

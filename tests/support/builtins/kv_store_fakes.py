@@ -194,7 +194,7 @@ class Rank:
     def step(
         self, *jobs: Lookup | Load | Save | Renewal, layers: bool | None = None
     ) -> tuple[Any, set[int]]:
-        """Run a step; return what `get_finished` and `load_errors` say."""
+        """Run a step; return the results of `get_finished` and `load_errors`."""
         metadata = Jobs()
         for job in jobs:
             getattr(metadata, _FIELDS[type(job)]).append(job)

@@ -220,7 +220,7 @@ class NoGraphs(GraphedOps):
 
 
 class Unpadded(PaddedAttention):
-    """Does not say that it takes padding."""
+    """Does not report that it takes padding."""
 
     contract = 1
     replayable = True

@@ -50,7 +50,7 @@ def finish(manager: BlockManager, request: Request) -> None:
 
 @dataclass
 class Live:
-    """A request and what the model says of it."""
+    """A request and the model's results for it."""
 
     request: Request
     tables: list[list[int]] | None = None
@@ -62,7 +62,7 @@ class Live:
 
 @dataclass
 class Model:
-    """What the cache should hold, by content: (group, salt, lora, tokens up to the block's end)."""
+    """The expected cache, by content: (group, salt, lora, tokens up to the block's end)."""
 
     manager: BlockManager
     block_size: int

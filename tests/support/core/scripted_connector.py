@@ -1,4 +1,4 @@
-"""A KV connector that keeps blocks in this process, and does wrong what a test says."""
+"""A KV connector that keeps blocks in this process, and fails as a test asks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GARBAGE = 0xA5
 
 @dataclass
 class Script:
-    """What both halves do, and did.
+    """The script of both halves, and their calls.
 
     Attributes:
         asynchronous: whether loads are between steps; if not, they are in the step, by layers.
@@ -32,7 +32,7 @@ class Script:
         kept: bytes by block hash.
         bad: hashes of blocks that cannot be loaded.
         calls: "half.method" in order.
-        ended: what `load_ended` said.
+        ended: arguments of `load_ended`.
         params: parameters of the last output.
     """
 
@@ -81,7 +81,7 @@ class _Half:
         script.halves.append(self)
 
     def _hit(self, method: str, *args: Any) -> Any:
-        """Record a call; return what the script says instead, or `...`."""
+        """Record a call; return the result in the script, or `...`."""
         called = f"{self.name}.{method}"
         self.script.calls.append(called)
         fault = self.script.faults.get(called)

@@ -10,7 +10,7 @@ from transformers import LogitsProcessorList
 
 
 class MoveDirectionality(Enum):
-    """What such modules bring along for where vLLM is not installed."""
+    """The stand-ins of such modules for where vLLM is not installed."""
 
     UNIDIRECTIONAL = auto()
     SWAP = auto()

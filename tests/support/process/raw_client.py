@@ -88,7 +88,7 @@ class RawClient:
         assert self.router.recv_multipart()[0] == IDENTITY
 
     def logged(self) -> str:
-        """What the engine has written to its standard error since this was asked last."""
+        """The standard error of the engine since the last call."""
         words = self.log.read_text()[self._read :]
         self._read += len(words)
         return words
@@ -97,13 +97,13 @@ class RawClient:
         """Send frames, the first of which should be a request type."""
         self.router.send_multipart([IDENTITY, *frames])
 
-    def say(self, kind: RequestType, message: Any) -> None:
-        """Send a message that is well formed, whatever it says."""
+    def send_message(self, kind: RequestType, message: Any) -> None:
+        """Send a message that is well formed, with any contents."""
         self.send(kind, *map(bytes, Encoder().encode(message)))
 
     def add(self, request_id: str, **fields: Any) -> None:
         """Send a request; every field may be anything."""
-        self.say(RequestType.ADD, request(request_id, **fields))
+        self.send_message(RequestType.ADD, request(request_id, **fields))
 
     def receive(self, limit_ms: int = _LIMIT_MS) -> EngineCoreOutputs | UtilityOutput:
         """Wait for the next message."""
@@ -115,7 +115,7 @@ class RawClient:
     def call(self, method: str, *args: Any) -> UtilityOutput:
         """Call a utility and wait for its answer; what else comes meanwhile is dropped."""
         self._calls += 1
-        self.say(RequestType.UTILITY, UtilityCall(0, self._calls, method, list(args)))
+        self.send_message(RequestType.UTILITY, UtilityCall(0, self._calls, method, list(args)))
         while True:
             answer = self.receive()
             if isinstance(answer, UtilityOutput) and answer.call_id == self._calls:

@@ -251,9 +251,11 @@ def test_pickles_are_refused_by_name(suffix, folder, opener):
         path.unlink()
     pickle = folder / f"pytorch_model{suffix}"
     pickle.write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
-    words = f"{pickle.name} is a pickle, which can run any code .* expected .safetensors or .gguf"
+    expected = (
+        f"{pickle.name} is a pickle, which can run any code .* expected .safetensors or .gguf"
+    )
     for path in (folder, pickle):
-        with pytest.raises(ModelError, match=words):
+        with pytest.raises(ModelError, match=expected):
             opener.open_and_close(path)
 
 

@@ -224,14 +224,14 @@ def test_three_ranks_read_the_demo_model_once_together(demo_loader, read):
 def test_a_weight_of_another_shape_is_refused_before_it_is_cut(stored, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     save_file({UP: torch.zeros(4, 6)}, tmp_path / "model.safetensors")
-    words = f"model: weight '{UP}' has shape "
+    message = f"model: weight '{UP}' has shape "
     for loader, shape in (
         (stored[0], (ROWS, COLUMNS)),
         (open_loader(SafetensorsLoader, tmp_path), (4, 6)),
     ):
         with pytest.raises(ModelError) as refused:
             list(loader.cut_weights({UP: (2 * shape[0], shape[1])}, {UP: Cut(0, 0, shape[0])}))
-        expected = f"{words}{shape}, the model needs {(2 * shape[0], shape[1])}"
+        expected = f"{message}{shape}, the model needs {(2 * shape[0], shape[1])}"
         assert str(refused.value) == expected
 
 

@@ -108,7 +108,7 @@ def test_a_method_that_raises_is_a_miss(method, error):
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"),
+    ("answer", "expected"),
     [
         (None, "None for 2 keys"),
         ([True], "[True] for 2 keys"),
@@ -118,12 +118,12 @@ def test_a_method_that_raises_is_a_miss(method, error):
         ([Unreadable(), True], "neither true nor false"),
     ],
 )
-def test_answers_of_lookup_that_make_no_sense(answer, words):
+def test_answers_of_lookup_that_make_no_sense(answer, expected):
     one = Guarded()
     one.store.instead["lookup"] = lambda _keys: answer
     assert one.tier.lookup([KEY, OTHER]) == [False, False]
     assert one.stats.failures == 1
-    assert words in one.faults[0][1]
+    assert expected in one.faults[0][1]
 
 
 @pytest.mark.parametrize("method", ["store", "load"])

@@ -133,8 +133,8 @@ def test_with_one_group_no_layer_is_waited_for(groups):
 
 
 def test_groups_that_do_not_divide():
-    words = "plugin.stores.layer_groups: 4 layers cannot be divided into 3 equal groups; 1, 2, 4"
-    with pytest.raises(ConfigError, match=re.escape(words)), opened(layers=4, layer_groups=3):
+    message = "plugin.stores.layer_groups: 4 layers cannot be divided into 3 equal groups; 1, 2, 4"
+    with pytest.raises(ConfigError, match=re.escape(message)), opened(layers=4, layer_groups=3):
         pass
 
 

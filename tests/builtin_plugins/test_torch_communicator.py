@@ -230,7 +230,7 @@ class TestErrors:
             pass
 
     @pytest.mark.parametrize(
-        ("placement", "words"),
+        ("placement", "message"),
         [
             (Placement(hosts=("", ""), folder="/no/such"), "there is no folder '/no/such'"),
             (Placement(hosts=("", "")), "placement.store: expected host:port where there is no f"),
@@ -241,8 +241,8 @@ class TestErrors:
             ),
         ],
     )
-    def test_a_placement_that_lacks_something_is_refused(self, placement, words):
-        with pytest.raises(ModelError, match=words):
+    def test_a_placement_that_lacks_something_is_refused(self, placement, message):
+        with pytest.raises(ModelError, match=message):
             join(0, placement, seconds=0.2)
 
 

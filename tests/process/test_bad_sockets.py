@@ -60,9 +60,9 @@ def test_random_bytes(client):
         for _ in range(200):
             client.send(kind, rng.randbytes(rng.randint(0, 60)))
     client.call("scheduler_stats")
-    words = client.logged()
-    assert "dropped a message" in words
-    assert "request type: expected one of 00 (ADD)" in words
+    text = client.logged()
+    assert "dropped a message" in text
+    assert "request type: expected one of 00 (ADD)" in text
 
 
 def test_truncated_and_mutated_requests(client):
@@ -114,7 +114,7 @@ def test_request_types_that_are_none_of_a_clients(client, kind):
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "text"),
     [
         ({"prompt_token_ids": [1, 99_999]}, "99999"),
         ({"prompt_token_ids": [-1]}, "-1"),
@@ -128,12 +128,12 @@ def test_request_types_that_are_none_of_a_clients(client, kind):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_wrong_request_ends_with_an_error(client, fields, words):
+def test_a_wrong_request_ends_with_an_error(client, fields, text):
     client.add("wrong", **fields)
     client.add("beside")
     ends = client.ends(["wrong", "beside"])
     assert ends["wrong"].finish_reason is FinishReason.ERROR
-    assert words in ends["wrong"].error
+    assert text in ends["wrong"].error
     assert ends["beside"].finish_reason is FinishReason.LENGTH
 
 
@@ -171,8 +171,8 @@ def test_a_live_id_is_refused_and_the_first_goes_on(client, expected, tmp_path):
     held = HeldSteps(tmp_path)
     client.add("twin", params=GREEDY_200, plugin_args=held.slow(0.1))
     client.add("twin")
-    words = "that has the id of its live request 'twin': request_id: 'twin' is "
-    wait_until(lambda: words in client.log.read_text(), PATIENCE_S, "the refusal")
+    text = "that has the id of its live request 'twin': request_id: 'twin' is "
+    wait_until(lambda: text in client.log.read_text(), PATIENCE_S, "the refusal")
     held.let_go()
     seen, tokens = [], []
     while not seen:
@@ -218,7 +218,7 @@ def test_what_is_not_on_the_list_is_not_called(client, method):
 
 
 @pytest.mark.parametrize(
-    ("method", "args", "words"),
+    ("method", "args", "text"),
     [
         ("reset_prefix_cache", ["yes"], "recompute_running: expected"),
         ("why_waiting", [3], "request_ids: expected"),
@@ -228,9 +228,9 @@ def test_what_is_not_on_the_list_is_not_called(client, method):
         ("scheduler_stats", [1, 2], "scheduler_stats: expected 0 arguments, got 2"),
     ],
 )
-def test_wrong_arguments_are_told_to_the_caller(client, method, args, words):
+def test_wrong_arguments_are_told_to_the_caller(client, method, args, text):
     answer = client.call(method, *args)
-    assert answer.failure.startswith(words)
+    assert answer.failure.startswith(text)
     assert answer.kind == "RequestError"
 
 

@@ -349,12 +349,12 @@ def test_a_step_that_hangs_is_reported_with_stacks(opened, endless, tmp_path, ca
     llm = opened(endless, SLOW | {"engine": {"watchdog_seconds": 0.3}})
     held = HeldSteps(tmp_path)
     add(llm, 1, SamplingParams(max_tokens=40, ignore_eos=True, plugin_args=held.slow(1.0)))
-    words = ""
+    logged = ""
 
     def reported():
-        nonlocal words
-        words += capfd.readouterr().err
-        stacks = words.rpartition("Timeout (0:00:00.3")[2]
+        nonlocal logged
+        logged += capfd.readouterr().err
+        stacks = logged.rpartition("Timeout (0:00:00.3")[2]
         threads = stacks.count("Thread 0x")  # the loop, the reader and the writer
         return "slow.py" in stacks and "in apply" in stacks and threads >= 3
 
@@ -368,9 +368,9 @@ def test_a_step_that_hangs_ends_the_engine_if_it_shall(opened, endless, tmp_path
     engine = {"watchdog_seconds": 2.0, "watchdog_exits": True}
     llm = opened(endless, SLOW | {"engine": engine})
     began = time.monotonic()
-    words = "was ended by its watchdog: a step took longer than 2 s"
+    message = "was ended by its watchdog: a step took longer than 2 s"
     add(llm, 1, hangs(tmp_path / "begun"))
-    with pytest.raises(EngineDeadError, match=words) as error:
+    with pytest.raises(EngineDeadError, match=message) as error:
         finals(llm)
     assert "(engine.watchdog_seconds), in apply() of plugin 'slow'" in str(error.value)
     told("hanging engine ended", time.monotonic() - began, 20)

@@ -62,12 +62,12 @@ def using(plugin: str, max_tokens: int = 10, **arguments) -> dict[str, Any]:
 
 def lines_of(client: RawClient) -> list[str]:
     """The log of the engine, without the labels, which every line must have."""
-    words = []
+    logged = []
     for line in client.log.read_text().splitlines():
         labelled = re.fullmatch(LABELLED.format(pid=client.process.pid), line)
         assert labelled, f"no label: {line!r}"
-        words.append(labelled[1])
-    return words
+        logged.append(labelled[1])
+    return logged
 
 
 def left_in(client: RawClient, awaited: list[bytes] | None = None) -> list[list[bytes]]:
@@ -91,12 +91,12 @@ def test_a_clean_end(engine, tmp_path):
     held.let_go()
     client.ends(["a"])
     assert client.process.wait(PATIENCE_S) == 0
-    words = lines_of(client)
-    warnings = [line for line in words if not line.startswith("INFO")]
+    logged = lines_of(client)
+    warnings = [line for line in logged if not line.startswith("INFO")]
     assert warnings[0].startswith("WARNING: dropped a message of client 0: request type")
-    assert words[-1] == "INFO: the engine exits, as requested"
-    assert len([line for line in words if "the engine exits" in line]) == 1
-    assert not [line for line in words if "CRITICAL" in line]
+    assert logged[-1] == "INFO: the engine exits, as requested"
+    assert len([line for line in logged if "the engine exits" in line]) == 1
+    assert not [line for line in logged if "CRITICAL" in line]
     assert left_in(client) == []
     assert (tmp_path / "closed").exists()
 
@@ -109,10 +109,10 @@ def test_a_fault_that_nothing_contains(engine, tmp_path):
     assert client.process.wait(PATIENCE_S) == 1
     *_, last = left_in(client, [ENGINE_CORE_DEAD])
     assert last == [ENGINE_CORE_DEAD]
-    words = lines_of(client)
-    assert len([line for line in words if line.startswith("CRITICAL: the engine failed")]) == 1
-    assert not [line for line in words if "the engine exits" in line]
-    assert "broken apply" in "".join(words)
+    logged = lines_of(client)
+    assert len([line for line in logged if line.startswith("CRITICAL: the engine failed")]) == 1
+    assert not [line for line in logged if "the engine exits" in line]
+    assert "broken apply" in "".join(logged)
     assert (tmp_path / "closed").exists()
     assert "broken apply" in "".join(client.process.failure().__notes__)
 

@@ -92,11 +92,11 @@ def test_ranks_with_other_groups_are_refused(scripted, monkeypatch):
         "executor": {"use": "support.plugins.parallel_broken:Uneven"},
         "parallel": {"pipeline": 2},
     }
-    words = (
+    message = (
         r"Uneven.*: its start\(\) gave workers whose KV cache groups have the windows "
         r"\(None, 64\) and \(None,\), expected the same in all ranks"
     )
-    with pytest.raises(PluginFaultError, match=words):
+    with pytest.raises(PluginFaultError, match=message):
         LLM(config=scripted_config(scripted, extra))
 
 

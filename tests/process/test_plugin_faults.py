@@ -53,12 +53,12 @@ def undisturbed(finals, without, guilty=("r6",)) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "how", "words"),
-    [("dense", how, words) for how, words in DENSE_MESSAGES.items()]
-    + [("sparse", how, words) for how, words in SPARSE_MESSAGES.items()],
+    ("name", "how", "fragment"),
+    [("dense", how, fragment) for how, fragment in DENSE_MESSAGES.items()]
+    + [("sparse", how, fragment) for how, fragment in SPARSE_MESSAGES.items()],
 )
 @pytest.mark.parametrize("using", ["one", "half", "all"])
-def test_31_of_32_are_as_without_it(engine, without, name, how, words, using):
+def test_31_of_32_are_as_without_it(engine, without, name, how, fragment, using):
     """The plugin used by one, by half, by all, with one guilty."""
     users = {"one": (), "half": range(0, 32, 2), "all": range(32)}[using]
     faults = engine.call_utility("plugin_meters")[name].faults
@@ -66,7 +66,7 @@ def test_31_of_32_are_as_without_it(engine, without, name, how, words, using):
     guilty = finals["r6"].outputs[0]
     assert guilty.finish_reason == "error"
     assert f"plugin '{name}'" in guilty.error
-    assert words in guilty.error
+    assert fragment in guilty.error
     undisturbed(finals, without)
     assert engine.call_utility("plugin_meters")[name].faults == faults + 1
     assert engine.health().faults[name] >= 1
@@ -117,13 +117,13 @@ def test_device_state_is_contained(engine):
 
 
 def test_a_request_refused_in_prepare_never_reaches_the_engine(engine):
-    for how, words in (
+    for how, fragment in (
         ("refuse", "plugin_args.dense: not this one"),
         ("prepare", "its prepare failed: KeyError: 'prepare'"),
     ):
         with pytest.raises(RequestError) as error:
             engine.add_request("r", "x", SamplingParams(plugin_args={"dense": {"how": how}}))
-        assert words in str(error.value)
+        assert fragment in str(error.value)
     assert not engine.has_unfinished_requests()
 
 
@@ -225,11 +225,11 @@ def test_a_plugin_that_only_the_parent_can_import(scripted, monkeypatch):
     config = process_config(scripted, {"plugins": {"enable": ["ghost:Dense"]}})
     with pytest.raises(PluginNotFoundError) as error:
         LLM(config=config)
-    words = str(error.value)
-    assert "plugin 'dense'" in words
-    assert "ghost:Dense" in words
-    assert "asked for by plugins.enable[1]" in words
-    assert "there is no module 'ghost'" in words
+    fragment = str(error.value)
+    assert "plugin 'dense'" in fragment
+    assert "ghost:Dense" in fragment
+    assert "asked for by plugins.enable[1]" in fragment
+    assert "there is no module 'ghost'" in fragment
     (note,) = [note for note in notes_of(error.value) if "In the engine process" in note]
     assert "ModuleNotFoundError" in note
 
@@ -250,10 +250,10 @@ def test_a_plugin_that_is_another_version_where_the_engine_is(scripted, tmp_path
         monkeypatch.setattr(EngineProcess, "launch", replaced)
         with pytest.raises(PluginLoadError) as error:
             LLM(config=process_config(scripted, {"plugins": {"enable": ["dry"]}}))
-    words = str(error.value)
-    assert "plugin 'dry'" in words
-    assert "version 2.0 was found where the engine was asked for" in words
-    assert "version 3.1 is installed in the engine process" in words
+    fragment = str(error.value)
+    assert "plugin 'dry'" in fragment
+    assert "version 2.0 was found where the engine was asked for" in fragment
+    assert "version 3.1 is installed in the engine process" in fragment
 
 
 def test_a_plugin_whose_constructor_fails_in_the_engine_is_named(scripted):
@@ -309,13 +309,13 @@ class Elsewhere(LogitsProcessor):
 
 
 @pytest.mark.parametrize(
-    ("how", "words"),
+    ("how", "fragment"),
     [
         ("refuse", r"^plugin_args\.elsewhere: how: not in this process"),
         ("break", r"^plugin 'elsewhere'.*: its Arguments failed: LookupError: nothing here$"),
     ],
 )
-def test_arguments_that_are_wrong_in_the_engine_only(scripted, monkeypatch, how, words):
+def test_arguments_that_are_wrong_in_the_engine_only(scripted, monkeypatch, how, fragment):
     monkeypatch.setenv("TESTS", str(os.getpid()))
     enable = [f"{__name__}:Elsewhere"]
     settings = {"plugins": {"enable": enable, "quarantine_after": 2}}
@@ -325,7 +325,7 @@ def test_arguments_that_are_wrong_in_the_engine_only(scripted, monkeypatch, how,
             final = llm.generate(["x", "say abc"], [bad, SamplingParams(temperature=0.0)])
             (broken,), (well,) = (output.outputs for output in final)
             assert broken.finish_reason == "error"
-            assert re.search(words, broken.error)
+            assert re.search(fragment, broken.error)
             assert well.text == " abc abc abc"
             assert llm.health().faults == {"elsewhere": times}
         with pytest.raises(RequestError, match=r"plugin_args\.elsewhere: the plugin is quarant"):

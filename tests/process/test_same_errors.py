@@ -89,7 +89,7 @@ def engine(request):
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "message"),
     [
         ({"request_id": f"r{HALF}"}, f"request_id: {WORDS}1"),
         ({"prompt": f"say {HALF}"}, f"prompt: {WORDS}4"),
@@ -107,11 +107,11 @@ def engine(request):
     ],
     ids=lambda value: value.split(":")[0] if isinstance(value, str) else "",
 )
-def test_text_that_utf_8_cannot_hold(engine, fields, words):
+def test_text_that_utf_8_cannot_hold(engine, fields, message):
     given = {"request_id": "r", "prompt": "x"} | fields
     with pytest.raises(RequestError) as error:
         engine.add_request(**given)
-    assert str(error.value) == words
+    assert str(error.value) == message
 
 
 def test_text_beyond_ascii_is_well(engine):
@@ -151,8 +151,8 @@ def test_a_wrong_object_is_named_by_its_path(engine):
 
 def test_arguments_that_a_hook_has_spoilt(engine):
     """The plugin is not at fault, so it is not told to be; the hook's is."""
-    words = r"^plugin 'meddling' .*: plugin_args\.dense\.how: expected a string, got 3$"
-    with pytest.raises(RequestError, match=words):
+    message = r"^plugin 'meddling' .*: plugin_args\.dense\.how: expected a string, got 3$"
+    with pytest.raises(RequestError, match=message):
         engine.add_request("r", "x", None, RequestExtras(tags={"spoil": "yes"}))
     request = EngineCoreRequest(
         request_id="r",
@@ -166,8 +166,8 @@ def test_arguments_that_a_hook_has_spoilt(engine):
 
 
 def test_arguments_whose_own_check_is_broken(engine):
-    words = r"^plugin 'odd'.*: its Arguments failed: LookupError: no such table$"
-    with pytest.raises(RequestError, match=words):
+    message = r"^plugin 'odd'.*: its Arguments failed: LookupError: no such table$"
+    with pytest.raises(RequestError, match=message):
         engine.add_request("r", "x", SamplingParams(plugin_args={"odd": {}}))
 
 
@@ -230,7 +230,7 @@ def abort_and_step(engine):
 
 @pytest.mark.parametrize("opens", [scripted_engine, open_engine], ids=["inside", "apart"])
 @pytest.mark.parametrize(
-    ("settings", "fields", "words"),
+    ("settings", "fields", "message"),
     [
         (
             {"enable": ["support.plugins.faulty:Dense"], "on_error": {"dense": "engine"}},
@@ -247,12 +247,12 @@ def abort_and_step(engine):
     ],
     ids=["logits", "sampler", "schedule", "add"],
 )
-def test_a_fault_that_ends_the_engine(scripted, opens, settings, fields, words):
+def test_a_fault_that_ends_the_engine(scripted, opens, settings, fields, message):
     """It may be caught as the end of the engine or as the plugin's fault."""
     tables = ("sampler", "scheduler")
     settings = {k: {"use": v} for k, v in settings.items() if k in tables} or {"plugins": settings}
     engine = opens(scripted, settings)
-    with pytest.raises(EngineDeadError, match=words) as error:
+    with pytest.raises(EngineDeadError, match=message) as error:
         complete(engine, SamplingParams(**fields))
     assert type(error.value) is EngineFaultError
     assert isinstance(error.value, PluginError)

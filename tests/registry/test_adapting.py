@@ -115,7 +115,7 @@ def test_constructor_arguments_come_from_the_options(loaded, refused):
 
 
 @pytest.mark.parametrize(
-    ("target", "words"),
+    ("target", "expected"),
     [
         (
             foreign.TwoArguments,
@@ -147,10 +147,10 @@ def test_constructor_arguments_come_from_the_options(loaded, refused):
         (3, "it is no plugin: it derives from no interface"),
     ],
 )
-def test_refused_forms(refused, target, words):
+def test_refused_forms(refused, target, expected):
     message = refused(target)
     assert message.startswith("plugin 'thing' (") or message.startswith("plugin 'Thing'")
-    assert words in message
+    assert expected in message
 
 
 class Raising(type):

@@ -108,7 +108,7 @@ def test_a_second_use_needs_a_name(installed, refusal):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "expected"),
     [
         (
             "speculators/foo",
@@ -119,12 +119,12 @@ def test_a_second_use_needs_a_name(installed, refusal):
         ("sampler/best", "no sampler (did you mean 'samplers'?); kinds here: logits_processors, "),
     ],
 )
-def test_a_kind_that_is_not_here_is_named(installed, refusal, name, words):
+def test_a_kind_that_is_not_here_is_named(installed, refusal, name, expected):
     installed.offer("speculators/guess", object())
     installed.offer("teleporters/beam", object())
     message = refusal(PluginNotFoundError, plugins={"enable": [name]})
     assert message.startswith("plugins.enable[0]: ")
-    assert words in message
+    assert expected in message
     assert message.endswith("(from file hardpoint.toml)")
 
 

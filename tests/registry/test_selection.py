@@ -415,6 +415,6 @@ class TestRoles:
 
     def test_a_group_whose_role_it_lacks_is_refused(self, installed):
         installed.offer("reasoning_parsers/calls", parser("tools"))
-        words = "as one of reasoning_parsers it needs 'reasoning' among its roles, got"
-        with pytest.raises(PluginContractError, match=words):
+        expected = "as one of reasoning_parsers it needs 'reasoning' among its roles, got"
+        with pytest.raises(PluginContractError, match=expected):
             installed.resolve(plugins={"enable": ["calls"]})

@@ -158,8 +158,8 @@ def test_an_allocation_that_fails_gives_the_figures(error, scripted):
             raise error
 
         worker_of(llm.llm_engine).runner.execute = fail
-        words = "not enough memory .*weights .*, KV cache 8 KiB, working memory .*may use"
-        with pytest.raises(EngineDeadError, match=words):
+        expected = "not enough memory .*weights .*, KV cache 8 KiB, working memory .*may use"
+        with pytest.raises(EngineDeadError, match=expected):
             llm.generate("say abc", SamplingParams(max_tokens=2))
 
 

@@ -97,8 +97,8 @@ def test_hooks_and_sinks_that_write_are_named(scripted, expected):
     finals = run_all(engine, jobs(COUNT))
     for name, final in finals.items():
         (completion,) = final.outputs
-        words = "plugin 'writing_hooks' (support.plugins.writing:WritingHooks)"
-        assert words in completion.error
+        text = "plugin 'writing_hooks' (support.plugins.writing:WritingHooks)"
+        assert text in completion.error
         assert "its hook request_finished failed: TypeError: this list is" in completion.error
         assert completion.token_ids == expected[name][0][0][1]
     faults = engine.health().fallbacks

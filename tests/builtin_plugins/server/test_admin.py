@@ -217,7 +217,7 @@ def test_errors_of_the_engine_are_answered(server, monkeypatch, error, status):
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "words"),
+    ("path", "body", "expected"),
     [
         ("/pause", {"mode": "now"}, "mode: expected"),
         ("/pause", {"mod": "keep"}, "mod"),
@@ -230,11 +230,11 @@ def test_errors_of_the_engine_are_answered(server, monkeypatch, error, status):
         ("/collective_rpc", {"method": 3}, "method: expected"),
     ],
 )
-def test_bad_bodies_are_refused(server, path, body, words):
+def test_bad_bodies_are_refused(server, path, body, expected):
     before = len(server.engine.utilities)
     answer = post(server, path, body)
     assert answer.status_code == 400
-    assert words in answer.json()["error"]["message"]
+    assert expected in answer.json()["error"]["message"]
     assert len(server.engine.utilities) == before
 
 
@@ -332,7 +332,7 @@ def test_a_port_needs_the_key_of_an_administrator():
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "expected"),
     [
         ({"admin": "127.0.0.1:0"}, "server.admin_keys_file: expected a file of keys"),
         ({"admin": "here"}, 'server.admin: expected "unix:PATH" or "HOST:PORT", got \'here\''),
@@ -344,10 +344,10 @@ def test_a_port_needs_the_key_of_an_administrator():
         ),
     ],
 )
-def test_addresses_that_are_wrong_or_unsafe(settings, words):
+def test_addresses_that_are_wrong_or_unsafe(settings, expected):
     with pytest.raises(ConfigError) as raised, running(FakeEngine(config=configured(**settings))):
         pass
-    assert words in str(raised.value)
+    assert expected in str(raised.value)
 
 
 def test_every_route_has_a_summary(server):

@@ -203,7 +203,7 @@ def test_an_answer_of_a_schema(server):
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "words"),
+    ("fields", "param", "expected"),
     [
         ({"guided_regex": "("}, "guided_regex", "unclosed"),
         (
@@ -246,10 +246,10 @@ def test_an_answer_of_a_schema(server):
         ({"reasoning_effort": "huge"}, "reasoning_effort", '"low"'),
     ],
 )
-def test_wrong_fields_are_reported_with_their_path(server, fields, param, words):
+def test_wrong_fields_are_reported_with_their_path(server, fields, param, expected):
     path, message = refused(server, **fields)
     assert path == param
-    assert words in message
+    assert expected in message
 
 
 def test_another_model_is_not_found(server):

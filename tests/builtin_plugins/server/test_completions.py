@@ -138,7 +138,7 @@ def test_a_grammar_for_a_prompt(server):
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "words"),
+    ("fields", "param", "expected"),
     [
         ({"prompt": []}, "prompt", "at least one prompt"),
         ({"prompt": {}}, "prompt", "expected a text"),
@@ -159,12 +159,12 @@ def test_a_grammar_for_a_prompt(server):
         ({}, "prompt", "missing"),
     ],
 )
-def test_wrong_fields_are_reported_with_their_path(server, fields, param, words):
+def test_wrong_fields_are_reported_with_their_path(server, fields, param, expected):
     response = server.post(PATH, fields)
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert error["param"] == param
-    assert words in error["message"]
+    assert expected in error["message"]
 
 
 def test_too_many_prompts_are_refused():

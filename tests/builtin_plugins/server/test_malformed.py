@@ -307,13 +307,13 @@ def test_none_is_a_500_and_a_neighbours_stream_goes_on(program):
     with Neighbour(program.url, dict(program.client.headers)) as neighbour:
         before = neighbour.events
         assert before, neighbour.error
-        for name, ((path, content), status, words) in REFUSED.items():
+        for name, ((path, content), status, expected) in REFUSED.items():
             begun = time.monotonic()
             response = program.client.post(path, content=content, headers=JSON)
             took = time.monotonic() - begun
             error = response.json().get("error", {})
             message = error.get("message", response.text)
-            if response.status_code != status or words not in message or took > 5:
+            if response.status_code != status or expected not in message or took > 5:
                 wrong.append(f"{name}: {response.status_code} in {took:.1f} s: {message[:300]}")
         for name, (path, content) in TAKEN.items():
             response = program.client.post(path, content=content, headers=JSON)

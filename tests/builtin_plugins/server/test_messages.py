@@ -421,7 +421,7 @@ def test_thinking_sets_the_variables_of_the_template(server, thinking, variables
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "fragment"),
     [
         ({"max_tokens": None}, "max_tokens: missing"),
         ({"max_tokens": 0}, "max_tokens: expected"),
@@ -481,8 +481,8 @@ def test_thinking_sets_the_variables_of_the_template(server, thinking, variables
         ({"stop_sequences": ["a"] * 65}, "stop_sequences: expected at most 64 on this server"),
     ],
 )
-def test_what_is_wrong_is_named(server, fields, words):
-    assert words in refusal(server, **fields)
+def test_what_is_wrong_is_named(server, fields, fragment):
+    assert fragment in refusal(server, **fields)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -545,8 +545,8 @@ def test_a_message_without_blocks_is_refused(server, path, before, role):
     asked = {"messages": [*before, {"role": role, "content": []}]}
     answer = server.post(path, asked if "count" in path else {**asked, "max_tokens": 2})
     assert answer.status_code == 400, answer.text
-    words = f"messages[{len(before)}].content: expected at least one block"
-    assert answer.json()["error"]["message"] == words
+    fragment = f"messages[{len(before)}].content: expected at least one block"
+    assert answer.json()["error"]["message"] == fragment
 
 
 def test_an_empty_answer_may_be_sent_back(server):

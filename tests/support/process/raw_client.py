@@ -89,9 +89,9 @@ class RawClient:
 
     def logged(self) -> str:
         """The standard error of the engine since the last call."""
-        words = self.log.read_text()[self._read :]
-        self._read += len(words)
-        return words
+        lines = self.log.read_text()[self._read :]
+        self._read += len(lines)
+        return lines
 
     def send(self, *frames: bytes) -> None:
         """Send frames, the first of which should be a request type."""

@@ -1,4 +1,4 @@
-"""Foreign logits processors inside a running engine: theirs is theirs, and nobody else's row."""
+"""Foreign logits processors inside a running engine: they change their own rows, and no other."""
 
 from __future__ import annotations
 
@@ -188,15 +188,15 @@ def test_a_shared_object_keeps_its_state_per_request(scripted):
 )
 def test_an_unsuitable_callable_ends_its_request_alone(scripted, plain, what, message):
     engine = engine_with(scripted, "odd")
-    guilty = SamplingParams(**GREEDY, plugin_args={"thing": {"extra_args": {"what": what}}})
+    failing = SamplingParams(**GREEDY, plugin_args={"thing": {"extra_args": {"what": what}}})
     jobs = [(f"r{i}", "x" * (i + 1), SamplingParams(**GREEDY)) for i in range(4)]
     wanted = run(plain, jobs)
     finals = {}
-    for request_id, prompt, params in [*jobs[:2], ("guilty", "say abc", guilty), *jobs[2:]]:
+    for request_id, prompt, params in [*jobs[:2], ("failing", "say abc", failing), *jobs[2:]]:
         engine.add_request(request_id, prompt, params)
     while engine.has_unfinished_requests():
         finals.update((o.request_id, o) for o in engine.step() if o.finished)
-    (failed,) = finals.pop("guilty").outputs
+    (failed,) = finals.pop("failing").outputs
     assert failed.finish_reason == "error"
     assert "plugin 'thing'" in failed.error
     assert message in failed.error

@@ -1,4 +1,4 @@
-"""The rules that keep the source in order: folders, modules, unused code, words.
+"""The rules that keep the source in order: folders, modules, unused code, vocabulary.
 
 Layers and import cycles are import-linter's (`.importlinter`), sizes of functions are ruff's.
 """
@@ -18,9 +18,9 @@ from support.processes import ROOT
 from support.source_tree import FOLDERS, importers, is_package, modules, tree
 
 MOST_FILES = 16
-"""Python files beside `__init__` in a folder of the package; plugins/, one list, is exempt."""
+"""Python files besides `__init__` in a folder of the package; plugins/, one list, is exempt."""
 MOST_FILES_IN_CORE = 5
-"""Python files beside `__init__` in core/ itself."""
+"""Python files besides `__init__` in core/ itself."""
 SMALL = 100
 """Lines below which a module that only one other imports belongs into that one."""
 
@@ -89,7 +89,7 @@ def test_code_without_a_caller_is_listed_with_a_reason():
 
 
 def unused_code() -> Iterator[tuple[str, str]]:
-    """Yield name and place of what nothing in the package uses and nobody outside it may use."""
+    """Yield name and place of what nothing in the package uses and no code outside it may use."""
     search = vulture.Vulture()
     search.scavenge([str(ROOT / folder) for folder in FOLDERS])
     public = public_names() | entry_points() | body_fields() | {name for _, name in references()}

@@ -220,7 +220,7 @@ def test_dry_and_xtc_give_the_same_alone_batched_in_chunks_and_preempted(acme, s
 
 
 class TestThroughTheEngine:
-    """With the real model: the plugin changes tokens, and only for those who ask."""
+    """With the real model: the plugin changes tokens, and only for requests that ask."""
 
     @pytest.fixture
     def generate(self, acme, tmp_path):

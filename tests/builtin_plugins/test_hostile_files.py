@@ -1,4 +1,4 @@
-"""Files of a model that are damaged or hostile: they load or are refused, soon and in words."""
+"""Files of a model that are damaged or hostile: they load or are soon refused with a message."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def test_pickles_are_refused_by_name(suffix, folder, opener):
 
 
 def test_code_in_a_folder_never_runs(folder, opener, monkeypatch):
-    """Nor is anybody asked: the standard input has an answer that nobody reads."""
+    """Nor is the user asked: the answer on the standard input is not read."""
     code = "open({0!r}, 'w').close()\nclass T: pass\nclass C: pass\n"
     for name in ("tok.py", "conf.py", "modeling.py"):
         (folder / name).write_text(code.format(str(folder.parent / "ran")))

@@ -1,4 +1,4 @@
-"""Calls, results and errors of worker processes, with workers that do as they are told."""
+"""Calls, results and errors of worker processes, with scripted workers."""
 
 import os
 import re
@@ -63,15 +63,15 @@ def test_every_rank_runs_each_call_once_and_one_gives_the_result(opened):
 
 
 def test_infos_come_in_rank_order_and_progress_is_the_sum_of_the_ranks(opened):
-    told = []
-    workers = executor(3, progress=lambda *progress: told.append(progress))
+    reports = []
+    workers = executor(3, progress=lambda *progress: reports.append(progress))
     try:
         infos = workers.start()
     finally:
         workers.close()
     assert [info.available_bytes for info in infos] == [1000, 1001, 1002]
-    assert told[-1] == ("Loading weights", 9, 9)
-    assert all(total == 9 and done < 9 for _, done, total in told[:-1])
+    assert reports[-1] == ("Loading weights", 9, 9)
+    assert all(total == 9 and done < 9 for _, done, total in reports[:-1])
 
 
 def test_results_come_in_the_order_of_plans_of_which_several_are_under_way(opened):
@@ -126,7 +126,7 @@ def test_a_rank_that_fails_a_step_fails_it_for_all_and_no_rank_waits_for_it(open
     assert f"In rank {rank} (pid" in raised.value.__notes__[0]
     with pytest.raises(ModelError, match="^broken"):
         workers.collective_rpc("stop_profile")
-    assert not failures  # the call has told it
+    assert not failures  # the call has reported it
     began = time.monotonic()
     workers.close()
     assert time.monotonic() - began < 1  # the others were released
@@ -157,7 +157,7 @@ def test_a_rank_that_fails_what_the_output_rank_has_done_ends_the_executor(opene
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("when", ["open", "load"])
-def test_the_death_of_a_rank_that_starts_is_told_by_start(rank, when):
+def test_the_death_of_a_rank_that_starts_is_reported_by_start(rank, when):
     before = holdings()
     workers = executor(2, orders={when: [f"{rank} kill", f"{1 - rank} meet"]})
     if when == "open":
@@ -165,7 +165,7 @@ def test_the_death_of_a_rank_that_starts_is_told_by_start(rank, when):
     began = time.monotonic()
     with pytest.raises(EngineDeadError) as raised:
         workers.start()
-    print("told within", time.monotonic() - began)
+    print("reported within", time.monotonic() - began)
     message = str(raised.value)
     assert re.match(
         rf"the worker process of rank {rank} \(pid \d+\) was killed by signal 9", message
@@ -208,7 +208,7 @@ def test_the_death_of_a_rank_ends_everything_within_a_second(opened, rank, when)
     assert len(failures) == 1
 
 
-def test_a_death_before_the_callback_is_registered_is_told_to_it(opened):
+def test_a_death_before_the_callback_is_registered_is_reported_to_it(opened):
     workers = opened(2)
     with pytest.raises(EngineDeadError):
         workers.collective_rpc("remove_lora", (-99,))

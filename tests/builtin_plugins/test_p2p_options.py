@@ -344,7 +344,7 @@ class TestOverTcp:
         assert c.lookup([key(1)]) == [False]
         assert not c.fetch("a", key(2), block(), 0.4)
 
-    def test_who_listens_in_the_place_of_a_peer_is_told_nothing(self, tcp):
+    def test_a_listener_in_the_place_of_a_peer_receives_nothing(self, tcp):
         impostor, b = tcp("a", secret_of="c"), tcp("b")
         impostor.store(key(1), block(4))
         assert b.lookup([key(1)]) == [False]

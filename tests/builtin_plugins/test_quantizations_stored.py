@@ -152,7 +152,7 @@ def test_reordered_columns_of_compressed_tensors():
     assert isinstance(check(build_scheme(CompressedTensors, config), matrix, tensors), DenseMatrix)
 
 
-def test_several_groups_of_the_config_are_told_apart_by_what_they_store():
+def test_several_groups_of_the_config_are_distinguished_by_what_they_store():
     config = integers_config(32)
     other = integers_config(-1, 8, symmetric=True)["config_groups"]["group_0"]
     config["config_groups"]["group_1"] = other | {"format": "int-quantized"}

@@ -140,7 +140,7 @@ def test_a_deadline_ends_a_request_wherever_it_stands(when):
     assert plan.finished_request_ids == {name}
     assert sim.records[-1].timed_out == [name]
     assert sim.live(name) is None
-    outputs = sim.update(plan)  # the next update tells
+    outputs = sim.update(plan)  # the next update reports it
     assert outputs[name].finish_reason is FinishReason.TIMEOUT
     assert str(outputs[name].finish_reason) == "timeout"
     sim.step()

@@ -179,7 +179,7 @@ def test_tokens_that_were_not_brought_after_all_are_not():
     assert stats == PrefillStats(10, 4, 4)
 
 
-# What else workers tell
+# Other reports of workers
 
 
 def test_trace_headers_come_with_the_last_output():

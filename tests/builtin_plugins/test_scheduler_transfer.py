@@ -1,4 +1,4 @@
-"""Keys and values from elsewhere: what the scheduler asks, tells and waits for."""
+"""Keys and values from elsewhere: what the scheduler asks, reports and waits for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives through shared memory give numpy's results; every mistake is an error in words."""
+"""Collectives through shared memory give numpy's results; every mistake is an error."""
 
 from __future__ import annotations
 

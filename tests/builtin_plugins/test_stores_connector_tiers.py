@@ -445,7 +445,7 @@ def test_what_a_store_writes_late_is_not_loaded(answer):
     assert contents(again) == [{5}, {5}]
 
 
-def test_blocks_are_told_apart_by_generation(two):
+def test_blocks_are_distinguished_by_generation(two):
     _, _, tiers = two
     a, b = block(), block()
     tiers.begin(KEY, a.views)

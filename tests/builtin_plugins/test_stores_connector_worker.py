@@ -184,7 +184,7 @@ def test_each_load_is_reported_once(rank, saved):
     assert rank.step() == (frozenset(), set())
 
 
-def test_a_load_that_begins_anew(rank, saved):
+def test_a_load_that_begins_again(rank, saved):
     """As it does if the plan that began it was lost."""
     hold = threading.Event()
     rank.store.instead["load"] = lambda key, buffer: (
@@ -224,7 +224,7 @@ def test_a_load_ends_if_a_thread_fails(rank, saved):
     assert "KVLoad: " in rank.faults[0][1]
 
 
-def test_what_a_late_future_writes_is_used_by_nobody():
+def test_what_a_late_future_writes_is_not_used():
     """The store goes on writing into a buffer that it was given, long after its time."""
     with opened(timeout_seconds=0.02, threads=1) as rank:
         rank.until_saved(Save(hashes(0, 1), [3, 4]))

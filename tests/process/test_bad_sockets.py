@@ -154,7 +154,7 @@ def test_a_wrong_request_ends_with_an_error(client, fields, text):
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_a_strange_request_harms_nobody(client, expected, fields):
+def test_a_strange_request_harms_no_other(client, expected, fields):
     client.add("strange", **fields)
     client.add("beside")
     assert client.ends(["strange", "beside"])["beside"].new_token_ids == expected
@@ -195,7 +195,7 @@ def test_aborts_of_unknown_ended_and_repeated_ids(client, expected):
     client.send_message(ABORT, ["right"])
 
 
-def test_an_abort_right_behind_its_request_wins(client):
+def test_an_abort_right_after_its_request_wins(client):
     params = SamplingParams(max_tokens=30_000, ignore_eos=True, seed=1)
     for _ in range(20):
         client.add("brief", params=params, plugin_args={"slow": {"seconds": 0.01}})
@@ -228,7 +228,7 @@ def test_what_is_not_on_the_list_is_not_called(client, method):
         ("scheduler_stats", [1, 2], "scheduler_stats: expected 0 arguments, got 2"),
     ],
 )
-def test_wrong_arguments_are_told_to_the_caller(client, method, args, text):
+def test_wrong_arguments_are_reported_to_the_caller(client, method, args, text):
     answer = client.call(method, *args)
     assert answer.failure.startswith(text)
     assert answer.kind == "RequestError"
@@ -243,7 +243,7 @@ def test_calls_that_are_no_calls(client):
 # Strangers
 
 
-def test_a_second_client_on_the_output_address_harms_nobody(client):
+def test_a_second_client_on_the_output_address_harms_no_other(client):
     """Anything that connects to the input address is not the engine."""
     stranger = client.context.socket(zmq.DEALER)
     stranger.setsockopt(zmq.IDENTITY, b"stranger")

@@ -37,7 +37,7 @@ def test_a_plain_program_without_a_guard(scripted, tmp_path, how):
     assert errors == ""
 
 
-def test_in_a_thread_beside_others(scripted, tmp_path):
+def test_in_a_thread_next_to_others(scripted, tmp_path):
     source = f"""
         import threading
         values = []
@@ -168,7 +168,7 @@ def test_a_processor_that_the_script_itself_defines(scripted, tmp_path):
     assert error == "plugin_args.only.token: expected a whole number <= 256, got 999"
 
 
-def test_a_module_beside_the_script_when_started_from_elsewhere(scripted, tmp_path):
+def test_a_module_next_to_the_script_when_started_from_elsewhere(scripted, tmp_path):
     here, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
     here.mkdir()
     elsewhere.mkdir()

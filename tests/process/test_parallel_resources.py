@@ -115,7 +115,7 @@ def test_no_rank_takes_more_than_the_configured_bytes(scripted, monkeypatch):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("communicator", ["auto", "torch"])
-def test_nobody_else_can_reach_a_port(folder, communicator):
+def test_no_one_else_can_reach_a_port(folder, communicator):
     """Every process of an engine listens on addresses of this host alone, if at all."""
     config = parallel_config(
         2, 2, model=str(folder), load={"use": "dummy"}, engine={"in_process": False}

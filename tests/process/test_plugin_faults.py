@@ -59,7 +59,7 @@ def undisturbed(finals, without, guilty=("r6",)) -> None:
 )
 @pytest.mark.parametrize("using", ["one", "half", "all"])
 def test_31_of_32_are_as_without_it(engine, without, name, how, fragment, using):
-    """The plugin used by one, by half, by all, with one guilty."""
+    """The plugin used by one, by half, by all, with one that fails."""
     users = {"one": (), "half": range(0, 32, 2), "all": range(32)}[using]
     faults = engine.call_utility("plugin_meters")[name].faults
     finals = run_all(engine, jobs(using=users, guilty={6}, name=name, how=how))
@@ -76,7 +76,7 @@ def test_31_of_32_are_as_without_it(engine, without, name, how, fragment, using)
 @pytest.mark.parametrize(
     ("how", "ended"), [("raise", {3, 6, 9}), ("nan", {6}), ("update", {3, 6, 9})]
 )
-def test_a_batch_level_fault_ends_all_of_its_users_and_nobody_else(engine, without, how, ended):
+def test_a_batch_level_fault_ends_all_of_its_users_and_no_other(engine, without, how, ended):
     work = jobs(using={3, 9}, guilty={6}, name="whole", how=how)
     engine.call_utility("pause", "keep")  # so that all of them are in the step that fails
     for job in work:
@@ -88,7 +88,7 @@ def test_a_batch_level_fault_ends_all_of_its_users_and_nobody_else(engine, witho
     undisturbed(finals, without, {f"r{index}" for index in ended})
 
 
-def test_batch_level_books_follow_the_rows(engine, without):
+def test_batch_level_state_follows_the_rows(engine, without):
     work = jobs(guilty=set(range(1, 32, 3)), name="whole", how="bias")
     results = run(engine, work, per_step=2)
     for index in range(32):
@@ -203,7 +203,7 @@ class Planned:
         raise RuntimeError(f"no room in {os.getpid()}")
 
 
-def test_a_hook_that_raises_in_the_engine_is_counted_and_told(scripted):
+def test_a_hook_that_raises_in_the_engine_is_counted_and_reported(scripted):
     hook = {"plugins": {"enable": ["test_plugin_faults:Planned"]}}
     with LLM(config=process_config(scripted, hook)) as llm:
         pid = llm.llm_engine.parts.client.pid
@@ -269,7 +269,7 @@ class Unbuildable(Dense):
         raise OSError("no such thing")
 
 
-def test_a_plugin_that_ends_the_process_is_told_by_its_exit_code(scripted):
+def test_a_plugin_that_ends_the_process_is_reported_by_its_exit_code(scripted):
     """Not an exception but an end: `os._exit` inside of a step."""
     engine = open_engine(scripted, {"plugins": {"enable": ["test_plugin_faults:Exits"]}})
     engine.add_request("r", "x", SamplingParams(plugin_args={"exits": {}}))

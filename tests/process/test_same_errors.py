@@ -28,7 +28,7 @@ from hardpoint.plugins import EngineCoreRequest, LogitsProcessor, Phase, hookimp
 from hardpoint.testing import scripted_config, scripted_engine
 
 HALF = "\ud800"  # of a pair
-WORDS = r"expected text that UTF-8 can hold, got '\ud800' at character "
+MESSAGE = r"expected text that UTF-8 can hold, got '\ud800' at character "
 HERE = __name__
 ENABLED = {
     "plugins": {
@@ -39,7 +39,7 @@ ENABLED = {
 
 
 class Meddling:
-    """Spoils the arguments of requests that are tagged so."""
+    """Corrupts the arguments of requests that are tagged so."""
 
     contract = 1
 
@@ -91,18 +91,18 @@ def engine(request):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"request_id": f"r{HALF}"}, f"request_id: {WORDS}1"),
-        ({"prompt": f"say {HALF}"}, f"prompt: {WORDS}4"),
-        ({"prompt": {"prompt": HALF}}, f"prompt: {WORDS}0"),
-        ({"extras": RequestExtras(cache_salt=f"é{HALF}")}, f"cache_salt: {WORDS}1"),
-        ({"extras": RequestExtras(tags={"tenant": HALF})}, f"tags.tenant: {WORDS}0"),
-        ({"extras": RequestExtras(tags={HALF: "x"})}, f"tags, a key: {WORDS}0"),
-        ({"params": SamplingParams(stop=f"a{HALF}")}, f"stop: {WORDS}1"),
-        ({"params": SamplingParams(stop=["a", HALF])}, f"stop[1]: {WORDS}0"),
-        ({"params": SamplingParams(bad_words=[HALF])}, f"bad_words[0]: {WORDS}0"),
+        ({"request_id": f"r{HALF}"}, f"request_id: {MESSAGE}1"),
+        ({"prompt": f"say {HALF}"}, f"prompt: {MESSAGE}4"),
+        ({"prompt": {"prompt": HALF}}, f"prompt: {MESSAGE}0"),
+        ({"extras": RequestExtras(cache_salt=f"é{HALF}")}, f"cache_salt: {MESSAGE}1"),
+        ({"extras": RequestExtras(tags={"tenant": HALF})}, f"tags.tenant: {MESSAGE}0"),
+        ({"extras": RequestExtras(tags={HALF: "x"})}, f"tags, a key: {MESSAGE}0"),
+        ({"params": SamplingParams(stop=f"a{HALF}")}, f"stop: {MESSAGE}1"),
+        ({"params": SamplingParams(stop=["a", HALF])}, f"stop[1]: {MESSAGE}0"),
+        ({"params": SamplingParams(bad_words=[HALF])}, f"bad_words[0]: {MESSAGE}0"),
         (
             {"params": SamplingParams(plugin_args={"dense": {"how": HALF}})},
-            f"plugin_args.dense.how: {WORDS}0",
+            f"plugin_args.dense.how: {MESSAGE}0",
         ),
     ],
     ids=lambda value: value.split(":")[0] if isinstance(value, str) else "",
@@ -137,7 +137,7 @@ def test_requests_made_elsewhere(engine, fields, path):
     right = {"request_id": "r", "prompt_token_ids": [1], "params": SamplingParams()}
     with pytest.raises(RequestError) as error:
         engine.add_request("r", EngineCoreRequest(**right | fields))
-    assert str(error.value) == f"{path}: {WORDS}0"
+    assert str(error.value) == f"{path}: {MESSAGE}0"
 
 
 def test_a_wrong_object_is_named_by_its_path(engine):
@@ -149,8 +149,8 @@ def test_a_wrong_object_is_named_by_its_path(engine):
         engine.add_request("r", "x", params)
 
 
-def test_arguments_that_a_hook_has_spoilt(engine):
-    """The plugin is not at fault, so it is not told to be; the hook's is."""
+def test_arguments_that_a_hook_has_corrupted(engine):
+    """The plugin is not at fault, so it is not named; the hook is."""
     message = r"^plugin 'meddling' .*: plugin_args\.dense\.how: expected a string, got 3$"
     with pytest.raises(RequestError, match=message):
         engine.add_request("r", "x", None, RequestExtras(tags={"spoil": "yes"}))
@@ -222,7 +222,7 @@ def test_one_that_an_abort_brings_out_ends_the_engine_too(scripted, opens):
 
 
 def abort_and_step(engine):
-    """Where the engine is apart, what an abort led to is told with the next outputs."""
+    """Where the engine is apart, the result of an abort comes with the next outputs."""
     engine.abort_requests(["a"])
     while engine.has_unfinished_requests():
         engine.step()

@@ -17,9 +17,9 @@ from support.plugins.faulty import Dense
 from support.process.harness import (
     OWN_PROCESS,
     Program,
+    assert_fast,
     holdings,
     nothing_left,
-    told,
 )
 from support.processes import ROOT
 from support.scripted_folder import write_config
@@ -127,10 +127,10 @@ def test_a_worker_that_dies_in_a_collective_ends_the_engine_in_a_second(scripted
         victim.kill()
         thread.join()
         ((ended, error),) = errors
-        told("the death of a worker in a collective", ended - began, 1)
+        assert_fast("the death of a worker in a collective", ended - began, 1)
         assert re.match(KILLED.format(rank=rank, pid=victim.pid), str(error))
         began = time.monotonic()
-    told("close after it", time.monotonic() - began, 2)
+    assert_fast("close after it", time.monotonic() - began, 2)
 
 
 def test_a_plugin_that_fails_in_one_rank_is_the_error_of_the_start(scripted, clean):
@@ -230,7 +230,7 @@ def test_a_restarted_engine_serves_with_new_workers(scripted):
                 old[rank].kill()
                 with pytest.raises(EngineDeadError, match=f"rank {rank}"):
                     await stuck
-                told("the death of a worker", time.monotonic() - began, 1)
+                assert_fast("the death of a worker", time.monotonic() - began, 1)
                 assert await ask(llm) == " abc abc abc"
                 assert not any(alive(process.pid) for process in old)
                 assert len(workers()) == 2

@@ -249,7 +249,7 @@ def test_a_batch_update_in_vllms_shape(loaded):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_books_stay_true_through_any_history(loaded, seed):
+def test_the_rows_stay_true_through_any_history(loaded, seed):
     """Against a plain list of who stands where; rows are added, left, moved and swapped."""
     plugins, cls = loaded(foreign.OneToken)
     processor = built(plugins, max_num_seqs=6)
@@ -364,7 +364,7 @@ def test_draft_rows_have_copies(loaded):
 
 
 def foreign_point(installed, monkeypatch, value):
-    """Offer `tokens` under vLLM's group, beside what is installed."""
+    """Offer `tokens` under vLLM's group, in addition to what is installed."""
 
     class Point:
         group, name = "vllm.logits_processors", "tokens"

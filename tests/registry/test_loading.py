@@ -1,4 +1,4 @@
-"""Loading one component: every way to be wrong is told with who it is and what to write."""
+"""Loading one component: every fault is reported with its component and what to write."""
 
 from __future__ import annotations
 

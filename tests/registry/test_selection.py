@@ -55,7 +55,7 @@ class TestDefaults:
         assert [found.kind for found in plugins.not_enabled()] == ["teleporters"]
 
     def test_what_is_not_imported_for_sure_is_not_imported(self, installed):
-        """A broken model that nobody names stops nothing."""
+        """A broken model that is not named stops nothing."""
         installed.found.append(
             InstalledPlugin("models", "Broken", "no.such:Model", "hardpoint", "0.1.0")
         )
@@ -266,7 +266,7 @@ class TestReplace:
 
 
 class TestDuplicates:
-    def test_a_strangers_entry_point_with_a_built_ins_name_harms_nobody(self, installed):
+    def test_a_strangers_entry_point_with_a_built_ins_name_harms_no_other(self, installed):
         installed.offer("logits_processors/min_p", component(LogitsProcessor))
         plugins = installed.resolve()
         assert plugins.get("logits_processors", "min_p").distribution == "hardpoint"
@@ -334,7 +334,7 @@ class TestLists:
         with pytest.raises(ConfigError, match="choose it with kv_events.publishers"):
             publishers.resolve(plugins={"enable": ["zmq"]})
 
-    def test_a_wrong_name_is_told_with_its_place(self, publishers):
+    def test_a_wrong_name_is_reported_with_its_place(self, publishers):
         with pytest.raises(PluginNotFoundError) as error:
             publishers.resolve(kv_events={"publishers": ["null", "zqm"]})
         assert str(error.value).startswith(

@@ -33,7 +33,7 @@ CHANGES = {
 
 @pytest.mark.parametrize(("what", "change"), CHANGES.items())
 @pytest.mark.parametrize("returned", ["the tensor itself", "another"])
-def test_a_changed_layout_is_told_by_what_changed(what, change, returned):
+def test_a_changed_layout_is_reported_by_what_changed(what, change, returned):
     logits = torch.zeros(2, 5)
     handed_over = HandedOver(logits)
     result = change(logits) if returned != "another" else (change(logits), torch.zeros(2, 5))[1]

@@ -180,7 +180,7 @@ class TestAtStart:
             "plugin.one.wraps: no executors component is called 'uniprok' (did you mean 'uniproc'?)"
         )
 
-    def test_the_option_that_names_it_is_told(self, installed):
+    def test_the_option_that_names_it_is_reported(self, installed):
         """It has the name that the class gave it, and may be a list; without one, the table."""
 
         class Several(component(Executor)):

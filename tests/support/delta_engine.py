@@ -76,7 +76,7 @@ def answering(server, **attributes):
 
 
 def copied(part):
-    """Return an equal part of a call, which nobody else changes."""
+    """Return an equal part of a call, which no other caller changes."""
     return call(part.index, part.id, part.name, part.arguments)
 
 

@@ -16,7 +16,7 @@ def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None
     Args:
         factory: pytest's fixture `tmp_path_factory`.
         name: name of the folder.
-        make: fills it; the other workers wait meanwhile.
+        make: fills it; the other workers wait.
     """
     shared = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:

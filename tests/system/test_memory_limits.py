@@ -38,7 +38,7 @@ NO_LIMIT = 9223372036854771712
             400,
             "memory.max, of 500 MiB",
         ),
-        (  # memory.high is closer; cached files are given back
+        (  # memory.high is closer; cached files are released
             "0::/app\n",
             V2,
             {
@@ -166,8 +166,8 @@ def test_an_allocation_that_fails_gives_the_figures(error, scripted):
 def test_an_engine_that_is_dropped_closes_its_parts(scripted, monkeypatch):
     closed = []
     close = "hardpoint.system.memory.trim_memory"
-    monkeypatch.setattr(close, lambda: closed.append("memory given back"))
+    monkeypatch.setattr(close, lambda: closed.append("memory released"))
     llm = LLM(config=scripted_config(scripted))
     llm.generate("say abc", SamplingParams(max_tokens=2))
     del llm
-    assert closed == ["memory given back"]
+    assert closed == ["memory released"]

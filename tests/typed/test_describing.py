@@ -1,4 +1,4 @@
-"""Types and docstrings in words, and the places that use them."""
+"""Types and docstrings as text, and the places that use them."""
 
 from enum import Enum
 from typing import Annotated, Any, Literal
@@ -74,7 +74,7 @@ class Derived(Base):
         (bytes, "bytes"),
     ],
 )
-def test_types_in_words(type_, message):
+def test_types_as_text(type_, message):
     assert type_text(types.type_info(type_)) == message
 
 

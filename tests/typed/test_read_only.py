@@ -45,14 +45,14 @@ def test_a_policy_that_writes_disturbs_no_request(scripted, expected, write):
 @pytest.mark.parametrize("write", POLICY_WRITES)
 def test_no_part_of_a_request_can_be_written_by_a_policy(write):
     policy = WritingPolicy(PolicyContext(name="p", options=WritingPolicy.Options(write=write)))
-    told = []
-    guard = GuardedPolicy(policy, lambda message, cause: told.append((message, str(cause))))
+    reported = []
+    guard = GuardedPolicy(policy, lambda message, cause: reported.append((message, str(cause))))
     source = EngineCoreRequest(
         request_id="r", prompt_token_ids=[1], params=SamplingParams(), tags={"tenant": "a"}
     )
     live, before = Request(source), msgspec.msgpack.encode(source)
     guard.scheduled(live, 1)
-    ((message, cause),) = told
+    ((message, cause),) = reported
     assert message == "scheduled() of request 'r' failed"
     assert "read-only" in cause or "immutable type: 'EngineCoreRequest'" in cause
     assert msgspec.msgpack.encode(source) == before
@@ -64,11 +64,11 @@ def test_a_processor_that_writes_ends_its_own_request_alone(scripted, expected):
     """One request per kind of write, among eight that do nothing of the sort."""
     engine = scripted_engine(scripted, {"plugins": {"enable": [f"{HERE}:WritingProcessor"]}})
     writes = [*PROCESSOR_WRITES, "in start"]
-    guilty = [
+    responsible = [
         (write, [1, 2], SamplingParams(plugin_args={"writing_processor": {"write": write}}))
         for write in writes
     ]
-    finals = run_all(engine, [*jobs(COUNT), *guilty])
+    finals = run_all(engine, [*jobs(COUNT), *responsible])
     for write in writes:
         (completion,) = finals.pop(write).outputs
         assert completion.finish_reason == "error"

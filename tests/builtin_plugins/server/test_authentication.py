@@ -237,7 +237,7 @@ def test_the_timeout_of_a_key_is_bounded(bounded):
 
 
 def test_salts_differ_by_key_and_by_request(bounded):
-    """CVE-2025-46570: whoever shares cached prompts can find out others' by their speed."""
+    """CVE-2025-46570: a client that shares cached prompts can find out others' by their speed."""
     given = [{}, {"cache_salt": "x"}, {"cache_salt": "y"}]
     salts = [
         asked(bounded, name, **fields)["cache_salt"]

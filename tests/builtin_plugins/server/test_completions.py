@@ -229,7 +229,7 @@ class Merged(FakeEngine):
             )
 
 
-def test_merged_outputs_are_told_apart():
+def test_merged_outputs_are_distinguished():
     with running(Merged(config=configured())) as server:
         asked = {"n": 2, "logprobs": 0, "echo": True, "max_tokens": 4, "prompt_logprobs": 0}
         events = stream(server, "xy", **asked, stream_options={"include_usage": True})

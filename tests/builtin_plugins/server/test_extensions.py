@@ -84,7 +84,7 @@ def route(path="/acme", endpoint=count, **kwargs):
     return Route(path=path, endpoint=endpoint, **kwargs)
 
 
-def test_a_route_reads_its_body_with_the_servers_limits_and_words():
+def test_a_route_reads_its_body_with_the_servers_limits_and_messages():
     def extension(plugin):
         async def endpoint(request):
             body = await plugin.context.read(request, Count)
@@ -794,7 +794,7 @@ def test_an_authenticator_that_takes_its_time_does_not_delay_probes():
         assert server.client.get("/health", timeout=5).json() == {"status": "ok"}
 
 
-def test_an_authenticator_may_refuse_in_its_own_words():
+def test_an_authenticator_may_refuse_with_its_own_message():
     async def authenticate(headers, path):
         raise HTTPException(403, "your account is closed")
 

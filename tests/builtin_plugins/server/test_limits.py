@@ -117,12 +117,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "path", "fields", "param", "words_of_it"), CASES)
-def test_at_a_limit_and_one_over_it(server, name, path, fields, param, words_of_it):
+@pytest.mark.parametrize(("name", "path", "fields", "param", "texts_of_it"), CASES)
+def test_at_a_limit_and_one_over_it(server, name, path, fields, param, texts_of_it):
     limit = LIMITS[name]
     assert send(server, path, fields(limit)).status_code == 200
     response = send(server, path, fields(limit + 1))
-    message = words_of_it.format(limit=limit, over=limit + 1)
+    message = texts_of_it.format(limit=limit, over=limit + 1)
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["message"] == f"{param}: {message}"
@@ -306,7 +306,7 @@ def test_a_large_wrong_body_does_not_stop_the_others(path, start, part, end, siz
 
 
 class Sending(threading.Thread):
-    """Sends a body meanwhile."""
+    """Sends a body at the same time."""
 
     def __init__(self, server, path, body):
         super().__init__()
@@ -318,7 +318,7 @@ class Sending(threading.Thread):
             self.response = client.post(self.path, content=self.body, headers=JSON)
 
 
-def test_large_bodies_are_checked_beside_the_event_loop(monkeypatch):
+def test_large_bodies_are_checked_outside_the_event_loop(monkeypatch):
     threads = []
 
     def noting(body, limits):

@@ -207,7 +207,7 @@ def test_blocks_come_in_the_order_of_the_answer(server):
         {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"place": "Rome"}},
         {"type": "tool_use", "id": "call_2", "name": "weather", "input": {}},
     ]
-    # The fake tokenizer has more tokens than the words that the fake engine generates.
+    # The fake tokenizer has more tokens than the fake engine generates.
     usage = answer["usage"]
     assert usage["output_tokens_details"] == {"thinking_tokens": usage["output_tokens"]}
 
@@ -265,7 +265,7 @@ def test_an_error_ends_a_stream_without_the_call_that_was_held_back(server):
     assert last is None
 
 
-def test_a_full_context_is_told_from_max_tokens(server):
+def test_a_full_context_is_distinguished_from_max_tokens(server):
     deltas = ({"content": "Half", "finish_reason": "length"},)
     with answering(server, deltas=deltas):
         answer = server.post(PATH, body(max_tokens=2)).json()

@@ -510,7 +510,7 @@ def test_the_live_view_moves(browser, tmp_path):
         check_accessible(page)
 
 
-def test_the_live_view_rests_when_nobody_looks(browser):
+def test_the_live_view_rests_when_it_is_hidden(browser):
     with running_live_view() as (server, figures), new_page(browser, server.url + "/") as page:
         page.wait_for("document.querySelectorAll('#requests tr').length === 4")
         page.click("#pause")

@@ -87,7 +87,7 @@ def test_paths_that_no_socket_can_have(tmp_path, name):
 def test_a_unix_socket_that_another_one_took_is_noticed_and_not_removed(tmp_path):
     path = tmp_path / "server.sock"
     first = bind(settings(uds=str(path)))
-    second = bind(settings(uds=str(path)))  # nobody listens there yet
+    second = bind(settings(uds=str(path)))  # no server listens there yet
     with pytest.raises(ConfigError, match="another program took the address"):
         first.check()
     first.close()

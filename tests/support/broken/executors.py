@@ -463,7 +463,7 @@ class Repeats(Threaded):
 
 
 class KeepsWaiting(Threaded):
-    """Tells the loss of a worker, but not to those that wait for it."""
+    """Reports the loss of a worker, but not to calls that wait for it."""
 
     contract = 1
 

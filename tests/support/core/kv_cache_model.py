@@ -104,7 +104,7 @@ class Model:
         return 0, []
 
     def allocated(self, blocks: list[int]) -> None:
-        """Take new blocks: nobody had them, empty ones went first, then those released first."""
+        """Take new blocks: they were free, empty ones went first, then those released first."""
         assert len(set(blocks)) == len(blocks)
         assert all(self.holders(block) == 0 for block in blocks)
         cached = set(self.found.values())

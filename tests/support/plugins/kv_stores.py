@@ -112,7 +112,7 @@ class HostileStore(FolderStore):
         if way == "forget":
             return True
         if way == "nonsense":
-            return Future()  # nobody ever completes it
+            return Future()  # it is never completed
         return super().store(key, buffer)
 
     def load(self, key: bytes, buffer: Sequence[memoryview]) -> bool | Future[bool]:

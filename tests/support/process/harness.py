@@ -85,7 +85,7 @@ def in_step(begun: Path) -> None:
 
 
 def drains(ask: Callable[[], object]) -> bool:
-    """Whether an engine has heard of its end, so that it refuses what `ask` asks."""
+    """Whether an engine knows of its end, so that it refuses what `ask` asks."""
     try:
         ask()
     except EngineDeadError as error:
@@ -98,7 +98,7 @@ def gone(pid: int, limit_s: float = PATIENCE_S) -> float:
     return wait_until(lambda: not alive(pid), limit_s, f"the end of process {pid}")
 
 
-def told(name: str, seconds: float, limit_s: float) -> None:
+def assert_fast(name: str, seconds: float, limit_s: float) -> None:
     """Print a measured time and hold it against its limit."""
     print(f"\n[measured] {name}: {seconds:.3f} s (limit {limit_s:g} s)")
     assert seconds < limit_s, f"{name}: {seconds:.3f} s, expected less than {limit_s:g} s"
@@ -140,7 +140,7 @@ def _is_ours(path: Path) -> bool:
 def _open_files() -> Iterator[str]:
     """The objects that the descriptors of this program stand for."""
     for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the listing's own, and what closes meanwhile
+        with contextlib.suppress(OSError):  # the listing's own, and what closes at the same time
             yield os.readlink(f"/proc/self/fd/{descriptor}")
 
 

@@ -35,7 +35,7 @@ _LIMIT_MS = 30_000
 
 @contextlib.contextmanager
 def _standard_error_to(path: Path) -> Iterator[None]:
-    """Have processes that start now write their standard error to a file."""
+    """Redirect the standard error of processes that start now to a file."""
     kept = os.dup(2)
     with path.open("wb") as file:
         os.dup2(file.fileno(), 2)
@@ -113,7 +113,7 @@ class RawClient:
         return self._decoder.decode(frames)
 
     def call(self, method: str, *args: Any) -> UtilityOutput:
-        """Call a utility and wait for its answer; what else comes meanwhile is dropped."""
+        """Call a utility and wait for its answer; what else comes before it is dropped."""
         self._calls += 1
         self.send_message(RequestType.UTILITY, UtilityCall(0, self._calls, method, list(args)))
         while True:

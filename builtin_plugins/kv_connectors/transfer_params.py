@@ -69,7 +69,8 @@ def read_params(
         )
     if request.params.n != 1:
         raise RequestError(
-            f"{path}: expected n = 1 with it, for blocks are fetched once, got {request.params.n}"
+            f"{path}: expected n = 1 with it, because blocks are fetched once, "
+            f"got {request.params.n}"
         )
     source = {"remote_engine_id", "transfer_token", "num_tokens"}
     given = {name for name in source if getattr(read, name) is not None}

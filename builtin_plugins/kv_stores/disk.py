@@ -318,7 +318,7 @@ class DiskStore(KVStore):
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[bool]:
-        """Keep others from changing the index; gives whether they let go of it in time."""
+        """Keep others from changing the index; give whether they released it in time."""
         with self._lock, self.slab.writing_index(_BUSY_SECONDS) as may_change:
             if not may_change:
                 self._store_at = time.monotonic() + _BUSY_SECONDS

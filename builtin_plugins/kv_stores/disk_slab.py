@@ -193,7 +193,7 @@ class Slab:
 
     @contextlib.contextmanager
     def writing_index(self, seconds: float) -> Iterator[bool]:
-        """Keep other processes from changing the index; gives whether they let go of it in time."""
+        """Keep other processes from changing the index; give whether they released it in time."""
         is_locked = self._locks.lock(_WRITER, seconds)
         try:
             yield is_locked

@@ -47,8 +47,8 @@ def address_of_rank(address: str, path: str, rank: int, world_size: int) -> str:
     """
     if world_size > 1 and _RANK not in address:
         raise ConfigError(
-            f"{path}: expected {_RANK} in it, for this engine has {world_size} ranks and each has "
-            f"an address of its own, got {address!r}"
+            f"{path}: expected {_RANK} in it, because this engine has {world_size} ranks and each "
+            f"has an address of its own, got {address!r}"
         )
     result = address.replace(_RANK, str(rank))
     scheme, _, rest = result.partition("://")

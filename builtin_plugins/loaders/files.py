@@ -26,7 +26,7 @@ def regular_file(path: Path, where: str) -> Path:
             return path
         found = "something else, a directory or a pipe for example" if path.exists() else None
     except (OSError, ValueError) as cause:  # the name is too long, for example
-        raise ModelError(f"{where}: expected a file, got a path that is none: {cause}") from cause
+        raise ModelError(f"{where}: expected a file, got an invalid path: {cause}") from cause
     if found is None:
         raise ModelError(f"{where} cannot be read: No such file or directory")
     raise ModelError(f"{where}: expected a regular file, got {found}")

@@ -385,7 +385,7 @@ class Service:
             raise AnswerError(403, message, param=path)
         if self.engine.config.kv_connector.use is None:
             raise RequestError(
-                f"{path}: expected none, for this server has no KV connector (kv_connector.use)"
+                f"{path}: expected none, because this server has no KV connector (kv_connector.use)"
             )
 
     def _timeout(self, client: Client, asked: float | None) -> float | None:

@@ -88,7 +88,7 @@ def bind_admin(settings: ServerConfig) -> BoundAddress | None:
         )
     if settings.admin_keys_file is None:
         raise ConfigError(
-            f"server.admin_keys_file: expected a file of keys, for server.admin is a port, "
+            f"server.admin_keys_file: expected a file of keys, because server.admin is a port, "
             f"{settings.admin!r}; a Unix socket needs none"
         )
     host = host.removeprefix("[").removesuffix("]")

@@ -192,7 +192,9 @@ class CompletionDialect(Dialect[CompletionRequest, Numbered]):
         ids: Sequence[str],
     ) -> list[AsyncGenerator[RequestOutput, None]]:
         if asked.best_of not in (None, 1 if asked.n is msgspec.UNSET else asked.n):
-            raise RequestError("best_of: expected the value of n, for all completions are returned")
+            raise RequestError(
+                "best_of: expected the value of n, because all completions are returned"
+            )
         fields: dict[str, Any] = {"logprobs": asked.logprobs}
         if asked.max_tokens is not None:
             if asked.max_tokens == 0 and not asked.echo:

@@ -244,8 +244,8 @@ class Conversation:
     def _add_output(self, item: FunctionOutputItem, path: str) -> None:
         if item.call_id not in self._names:
             raise RequestError(
-                f"{path}.call_id: expected the call_id of a function_call before it, for nothing "
-                f"is stored; got {item.call_id[:100]!r}"
+                f"{path}.call_id: expected the call_id of a function_call before it, because "
+                f"nothing is stored; got {item.call_id[:100]!r}"
             )
         name = self._names[item.call_id]
         message = {"role": "tool", "tool_call_id": item.call_id, "name": name}

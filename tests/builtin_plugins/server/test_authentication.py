@@ -258,7 +258,8 @@ def test_kv_transfer_params_need_a_marked_key(bounded):
     status, param, message = refused(bounded, "bob", kv_transfer_params={"remote": 1})
     assert (status, param) == (400, "kv_transfer_params")
     assert message == (
-        "kv_transfer_params: expected none, for this server has no KV connector (kv_connector.use)"
+        "kv_transfer_params: expected none, because this server has no KV connector "
+        "(kv_connector.use)"
     )
     response = bounded.post(
         "/v1/completions", {"prompt": "x", "kv_transfer_params": {}}, headers={"x-api-key": KEY}

@@ -1,4 +1,8 @@
-"""How the ranks of a group on one host exchange what they need to share memory."""
+"""The meeting of a group's ranks on one host, where they exchange what they need to share memory.
+
+The communicator "shared_memory" is built in it. A rank that cannot take part gives all others its
+error, so that `auto` chooses the same communicator in every rank.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Threads that call stores, some of which may never return."""
+"""Threads that call stores, some of which may never return.
+
+The worker half of the connector "stores" loads (moving.py) and saves (saving.py) in them, so that a
+store that hangs costs a thread and no step.
+"""
 
 from __future__ import annotations
 

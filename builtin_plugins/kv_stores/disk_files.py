@@ -1,4 +1,7 @@
-"""Folders and files of this user alone, and locks that end with their process."""
+"""Folders and files of this user alone, and locks that end with their process.
+
+The store "disk" opens all its files here: several engines share them, and others must not.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Files that hold a secret."""
+"""Files that hold a secret, such as the keys of "p2p" and the password of "redis".
+
+They are refused where other users can read them, before the secret is used.
+"""
 
 from __future__ import annotations
 

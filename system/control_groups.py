@@ -1,7 +1,7 @@
 """The control groups of this process, which limit the resources of containers and services.
 
-The system's own figures are those of the whole host: memory.py and threads.py, which size caches and
-thread pools, ask here for the smaller limits of a container.
+The figures of the system are those of the whole host: memory.py and threads.py, which size caches
+and thread pools, ask here for the smaller limits of a container.
 """
 
 from __future__ import annotations

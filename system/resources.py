@@ -1,7 +1,7 @@
 """System resources for the sockets of an engine process: descriptors and a private folder.
 
-They are checked before an engine or its client opens a socket: libzmq ends the whole program when it
-gets no descriptor.
+They are checked before an engine or its client opens a socket: libzmq ends the whole program when
+it gets no descriptor.
 """
 
 from __future__ import annotations

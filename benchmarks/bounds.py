@@ -33,8 +33,8 @@ class ModelSize:
 
     Attributes:
         linears: (rows, columns) of the matrices of a layer.
-        head: of the matrix that gives logits.
-        kv_bytes: of a token's keys and values, all layers.
+        head: (rows, columns) of the matrix that gives logits.
+        kv_bytes: size of a token's keys and values, all layers.
     """
 
     layers: int
@@ -74,7 +74,7 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a machine reaches.
+    """The measured rates of a machine.
 
     Attributes:
         read: bytes per second, all cores.
@@ -151,7 +151,7 @@ def bound_seconds(
 
     Args:
         machine: measured.
-        size: of the model.
+        size: sizes of the model.
         lengths: prompt and output tokens per request.
         shared: number of prompt tokens that all requests share.
     """

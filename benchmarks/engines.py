@@ -417,7 +417,7 @@ class Engine:
     """An engine in its own process, which runs a program of these benchmarks.
 
     Attributes:
-        about: what the program said once it was ready: version, settings and others.
+        about: the program's report once it was ready: version, settings and others.
         start_seconds: until then.
     """
 
@@ -431,7 +431,7 @@ class Engine:
         Args:
             name: one of ENGINES.
             python: its interpreter.
-            folder: of `export`.
+            folder: folder that `export` wrote.
             program: reads lines of JSON and answers each by `answer`.
             more: arguments of the program after name and folder.
         """
@@ -485,7 +485,7 @@ def answer(value: Any) -> None:
 
 
 def about(name: str, settings: str) -> dict[str, str]:
-    """Return what an engine says once it is ready."""
+    """Return an engine's report once it is ready."""
     return {"version": importlib.metadata.version(ENGINES[name].package), "settings": settings}
 
 

@@ -1,4 +1,4 @@
-"""What a step costs with several workers, next to one in this process, side by side in one run.
+"""Measures the cost of a step with several workers, next to one in this process, in one run.
 
     python benchmarks/executors.py [--rounds 5] [--json result.json]
 
@@ -8,7 +8,7 @@ answers. Bytes: what is sent to the workers and back per step. A real shape: out
 second of a random Llama, and which share of a step of rank 0 is spent in collectives, which is
 mostly waiting for the other ranks.
 
-More ranks than cores take turns on them: the line above the tables says how many there are.
+More ranks than cores take turns on them: the line above the tables has their number.
 """
 
 from __future__ import annotations

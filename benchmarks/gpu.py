@@ -8,7 +8,7 @@ transformers run in this process, in turns, the same prompts of random tokens, g
 medians. A decode step is a request's time less that of its first token, by the other tokens. It
 reads the weights, but for the embedding's table, and keys and values of the tokens before: by the
 time, that is the bandwidth which is reached. Prefill counts the FLOP of matrix products and causal
-attention. Both are shares of what the data sheet of the GPU says, where that is known, and of what
+attention. Both are shares of what the data sheet of the GPU lists, where that is known, and of what
 a copy and a large matrix product reach in the same run.
 """
 
@@ -42,11 +42,11 @@ _POLL_S, _QUIET_S, _PATIENCE_S = 0.2, 3.0, 30.0
 
 @dataclass(frozen=True)
 class Rates:
-    """What the device reaches, and what its data sheet says; else the former again.
+    """The rates that the device reaches, and those of its data sheet; else the former again.
 
     Attributes:
-        bandwidth: of memory, bytes per second.
-        peak: of matrix products in bf16, FLOP per second.
+        bandwidth: memory bandwidth, bytes per second.
+        peak: rate of matrix products in bf16, FLOP per second.
         copied, multiplied: the same, as measured here.
         has_aims: whether the aims are for this device.
     """
@@ -63,8 +63,8 @@ class Load:
     """Prompts of one length, continued by as many tokens.
 
     Attributes:
-        name: of the figures.
-        count: of prompts.
+        name: name of the figures.
+        count: number of prompts.
         prompt: tokens of each.
         output: tokens that follow.
     """
@@ -109,7 +109,7 @@ def measure_device(recorder: Recorder, device: Device) -> Rates:
             copy_share_of_data_sheet=copied / bandwidth,
             product_share_of_data_sheet=multiplied / peak,
         )
-        check.say(
+        check.set_detail(
             f"shares are those of the {source}'s {bandwidth / 1e12:.2f} TB/s and "
             f"{peak / 1e12:.0f} TFLOP/s"
             if not device.is_fake
@@ -117,7 +117,7 @@ def measure_device(recorder: Recorder, device: Device) -> Rates:
         )
         has_aims = name in DATA_SHEETS and name.startswith(AIMED)
         return Rates(bandwidth, peak, copied, multiplied, has_aims)
-    return Rates(1.0, 1.0, 1.0, 1.0, has_aims=False)  # the check has failed, and says why
+    return Rates(1.0, 1.0, 1.0, 1.0, has_aims=False)  # the check has failed, and has the reason
 
 
 def _compare(
@@ -152,7 +152,7 @@ def _compare(
         ):
             check.aim(aim, figure, at_least, is_judged=rates.has_aims)
     settings = f"{sizes.rounds} rounds; max_num_batched_tokens {sizes.step_tokens}; no prefix cache"
-    check.say(settings)
+    check.set_detail(settings)
 
 
 def _config(sizes: Sizes) -> dict[str, Any]:
@@ -337,7 +337,7 @@ def _record_ahead(
         recorded_s_after_first_answer=max([answered, *found.times]) - answered,
         recorded_mib=sum(found.num_bytes) / 2**20,
     )
-    check.say(f"{recorded} sizes recorded after the first answer, no other request came")
+    check.set_detail(f"{recorded} sizes recorded after the first answer, no other request came")
     check.expect(recorded > 0, "nothing was recorded")
     check.expect(
         all(at >= ready for at in found.times), "a size was recorded before the engine was ready"

@@ -1,4 +1,4 @@
-"""What grammars cost: microseconds per mask, share of a step, compile times.
+"""Measures the cost of grammars: microseconds per mask, share of a step, compile times.
 
     python benchmarks/grammars.py [--parts masks compile step] [--json FILE]
     python benchmarks/grammars.py --python vllm=/opt/vllm/bin/python    # its xgrammar, by itself
@@ -222,7 +222,7 @@ def measure_masks(
     batches: Sequence[int],
     rounds: int,
 ) -> list[dict[str, Any]]:
-    """Return what a row costs in each part, by size of the batch."""
+    """Return the cost of a row in each part, by size of the batch."""
     size = len(vocabulary.tokens)
     structured = StructuredOutputs.checked(load.structured)
     texts = [tokenizer.encode(text, add_special_tokens=False) for text in load.texts()]

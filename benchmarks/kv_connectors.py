@@ -1,4 +1,4 @@
-"""What KV stores save: the time to the first token of a long prompt, computed and loaded.
+"""Measures what KV stores save: the time to the first token of a long prompt, computed and loaded.
 
     python benchmarks/kv_connectors.py [--tokens 4000] [--rounds 3] [--large] [--quick]
 
@@ -9,10 +9,10 @@ to each: what was loaded, how long that took, which is what the first token take
 the same prompt in the engine's own cache, and the share of the bandwidth that the same bytes have
 when they are read from the same place by as many threads and nothing else is done with them.
 
-A second table says what saving costs others: output tokens per second of 16 streams that all store
+A second table shows what saving costs others: output tokens per second of 16 streams that all store
 their blocks, next to the same streams without a connector, in turns.
 
-Stores whose server is not installed are left out, which is said. `--large` adds a shape of 1.2
+Stores whose server is not installed are left out, which is reported. `--large` adds a shape of 1.2
 billion random weights, whose prompt takes minutes to compute on few cores.
 """
 

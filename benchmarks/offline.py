@@ -9,7 +9,7 @@ file, in 4 bits; hardpoint-int8 makes 8 bits of the bf16 weights), and may live 
 its own: `--python` names its interpreter. The processes stay up and take turns: load by load, round
 by round. Printed are medians of output tokens per second (prefill: prompt tokens per second), how
 many times as fast Hardpoint is, and the share of the bound that the machine sets, which is measured
-in the same run (benchmarks/bounds.py says how).
+in the same run (benchmarks/bounds.py explains how).
 
 No engine makes text. Prefix caching is on where there is any; every prompt is random, so that
 prompts share nothing with other loads and rounds, and with each other only in the load `shared`.

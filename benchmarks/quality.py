@@ -49,11 +49,11 @@ def read_texts(checkpoint: Path, positions: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Reading:
-    """What an engine says about the texts.
+    """The predictions of an engine for the texts.
 
     Attributes:
         choices: the likeliest token after each token but the last of every text.
-        perplexity: of the tokens that follow.
+        perplexity: perplexity of the tokens that follow.
     """
 
     choices: list[int]

@@ -11,7 +11,7 @@ arrive at random, as a Poisson process, whether others have ended or not. Answer
 Printed are, in milliseconds, percentiles of the time to the first text (TTFT), the time per output
 token after it (TPOT), the time between two chunks with text (ITL), and the time to the end (E2E),
 of the requests that ended well. Others are counted by what their error was; a stream waits after an
-error for as long as Retry-After says (0.1 s without it, at most 5 s). Prompts and lengths depend on
+error for as long as Retry-After asks (0.1 s without it, at most 5 s). Prompts and lengths depend on
 the seed alone; no two prompts begin alike, unless they share a prefix. Exit code: 1 if a load had
 no request that ended well.
 """

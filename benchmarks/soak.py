@@ -12,7 +12,7 @@ alone, before the load: neighbours of failing requests get the same tokens. A mo
 depend on the batch may differ in near ties, which `--different` allows for.
 
 When the load has ended and the server is idle, nothing of it may be left: no request, no block of
-the KV cache, no process, descriptor or thread, and not more memory than `--memory` says. The last
+the KV cache, no process, descriptor or thread, and not more memory than `--memory` allows. The last
 line is the verdict; exit code: 1 if something was left or an answer was wrong.
 """
 
@@ -68,7 +68,7 @@ _CHECKED_AFTER = 8
 
 @dataclass
 class Counts:
-    """What the load came to.
+    """The results of the load.
 
     Attributes:
         whole: timelines of the requests that were read to their end.
@@ -77,7 +77,7 @@ class Counts:
         failed: failures of the requests that use the failing processor, by kind.
         survived: such requests that ended well, since they were shorter.
         left: clients that went away, by where.
-        refused_connections: of clients that wanted to go away.
+        refused_connections: number of refused connections of clients that wanted to go away.
     """
 
     whole: list[Timeline] = field(default_factory=list)
@@ -98,7 +98,7 @@ class Soak:
         Args:
             target: the server.
             workload: the questions.
-            options: of the command line.
+            options: options of the command line.
         """
         self._target = target
         self._workload = workload
@@ -206,11 +206,11 @@ class Soak:
 
 
 async def holdings_at_rest(pid: int, is_done: Callable[[Holdings, Holdings], bool]) -> Holdings:
-    """Return what the server holds, as soon as that is done, or after a while.
+    """Return the server's resources, as soon as it is at rest, or after a while.
 
     Args:
-        pid: of the server.
-        is_done: of what it held just before, and what it holds.
+        pid: process id of the server.
+        is_done: a predicate of what it held just before, and what it holds.
     """
     deadline = time.monotonic() + _REST_S
     last = Holdings.of(pid)
@@ -267,7 +267,7 @@ async def run(target: Target, pid: int | None, options: argparse.Namespace) -> d
 
 
 def wrong(counts: Counts, allowed: float) -> list[str]:
-    """Return what the load's answers show to be wrong."""
+    """Return the problems that the load's answers show."""
     problems = []
     if failed := sum(bool(timeline.error) for timeline in counts.whole):
         problems.append(f"{failed} requests without a fault of their own failed")

@@ -31,7 +31,7 @@ class ClosedLoop:
         streams: number of streams.
         requests: each stream's number of requests.
         prompt, output: tokens of each request.
-        seed: of the prompts, which are random.
+        seed: seed of the prompts, which are random.
         seconds: after which no output is awaited any more, from the first one.
     """
 
@@ -45,7 +45,7 @@ class ClosedLoop:
 
 @dataclass
 class Times:
-    """What a closed loop took.
+    """The durations of a closed loop.
 
     Attributes:
         seconds: altogether.

@@ -1,4 +1,4 @@
-"""What the plugins that run this package's C++ kernels share."""
+"""Checks that the plugins share which run this package's C++ kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def load_kernels(context: AttentionContext | OpsContext, path: str) -> cpu.Libra
 
     Args:
         context: the component's.
-        path: of the configuration, which names the component.
+        path: path in the configuration, which names the component.
 
     Raises:
         ModelError: they cannot run here, or there are none for the dtype.

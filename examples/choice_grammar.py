@@ -38,7 +38,7 @@ class ChoiceGrammar(GrammarBackend):
 
 
 class Choices:
-    """What is left of each possible text: a list per token so far."""
+    """The rest of each possible text: a list per token so far."""
 
     def __init__(self, grammar: ChoiceGrammar, rests: list[list[bytes]]) -> None:
         self.grammar, self.rests = grammar, rests

@@ -21,7 +21,7 @@ PREFILL, DECODE = "prefill", "decode"
 
 
 def engine_config(name: str, sockets: str) -> dict[str, Any]:
-    """Return what makes an engine one of two that exchange blocks of the KV cache."""
+    """Return the configuration of one of two engines that exchange blocks of the KV cache."""
     return {
         "kv_connector": {"engine_id": name, "stores": ["p2p"]},
         "plugin": {

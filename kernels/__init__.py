@@ -1,1 +1,1 @@
-"""Kernels for processors, each with a twin in plain torch that says what is right."""
+"""Kernels for processors, each with a twin in plain torch that defines its results."""

@@ -30,9 +30,9 @@ def allocate_group(size: int, slot_bytes: int, ring_bytes: int) -> int:
 
     Args:
         size: number of ranks.
-        slot_bytes: of the pieces in which large tensors are exchanged, at least 4096.
-        ring_bytes: that a rank may have sent to another which has not received them; rounded up to
-            a power of two.
+        slot_bytes: size of the pieces in which large tensors are exchanged, at least 4096.
+        ring_bytes: maximum size of what a rank has sent to another that has not received it;
+            rounded up to a power of two.
 
     Returns:
         Its descriptor, which the caller closes once all ranks have opened it.
@@ -65,9 +65,9 @@ class Group:
         """Join a group; `watch` once all ranks have joined.
 
         Args:
-            descriptor: of the group's memory; it may be closed afterwards.
+            descriptor: descriptor of the group's memory; it may be closed afterwards.
             rank: this one.
-            names: of all ranks, for messages.
+            names: names of all ranks, for messages.
         """
         library, region = cpu.load(), Region(descriptor)
         try:
@@ -137,7 +137,7 @@ def _code(x: torch.Tensor) -> int:
 
 
 def _note_text(note: int) -> str:
-    """Return what a rank called, of the note that the ranks compare."""
+    """Return the call of a rank, from the note that the ranks compare."""
     operation, root, code = note >> 60, note >> 52 & 0xFF, note >> 44 & 0xFF
     name = _OPERATIONS[operation]
     if name == "broadcast":

@@ -106,7 +106,7 @@ _RETURNS = {**dict.fromkeys(_COUNTS, ctypes.c_long), "shared_join": ctypes.c_voi
 
 
 class KernelsUnavailableError(RuntimeError):
-    """The kernels cannot run here; the message says why."""
+    """The kernels cannot run here; the message gives the reason."""
 
 
 class Recording:
@@ -124,7 +124,7 @@ class Recording:
             self._calls.append((function.recorded, *words))  # type: ignore[attr-defined]
 
     def words(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Return what `replay` takes, [calls, words]."""
+        """Return the argument of `replay`, [calls, words]."""
         words = np.zeros((len(self._calls), _CALL_WORDS), np.int64)
         for row, call in zip(words, self._calls, strict=True):
             row[: len(call)] = call
@@ -192,7 +192,7 @@ class Library:
 
         Args:
             name: without prefix and dtype.
-            dtype: of the rows that it works on; None if it works on none.
+            dtype: dtype of the rows that it works on; None if it works on none.
             releases: whether other Python threads may run meanwhile. For calls that take long:
                 to get the lock back from a busy thread can take 5 ms.
         """
@@ -260,7 +260,7 @@ class Codes(Protocol):
 
 
 def codes_form(part: Codes) -> tuple[int, ...]:
-    """Return what `codes_size` and `pack_codes` of a library take for a part of a matrix."""
+    """Return the arguments of a library's `codes_size` and `pack_codes` for a part of a matrix."""
     offsets = 0 if part.offsets is None else _STORED[part.offsets.dtype]
     return (len(part.codes), part.bits, part.group, _STORED[part.scales.dtype], offsets)
 
@@ -280,7 +280,7 @@ def pack_codes(
     """Return a matrix of parts, its rows one part after the other, as `linear_codes` takes it.
 
     Args:
-        parts: which have the same number of columns, and are contiguous in memory.
+        parts: parts with the same number of columns, contiguous in memory.
         allocate: returns uint8 [count], 64-byte aligned.
     """
     forms, depth = [codes_form(part) for part in parts], parts[0].codes.shape[1]

@@ -53,11 +53,11 @@ _LIMITS = (  # of a control group: what it allows, and what it uses
 
 
 class AbortedError(RuntimeError):
-    """A region was aborted, or another member has ended; the message says why."""
+    """A region was aborted, or another member has ended; the message gives the reason."""
 
 
 class NoMemoryError(RuntimeError):
-    """There is too little memory for a region; the message says how much it needs."""
+    """There is too little memory for a region; the message has the size that it needs."""
 
 
 class Region:
@@ -170,7 +170,7 @@ def ring_size(num_bytes: int) -> int:
 
 
 class Session:
-    """What a member of a region has: its mapping, and the calls that wait for others.
+    """The mapping of a member of a region, and the calls that wait for others.
 
     Calls are made by one thread at a time; `abort` and `close` by any thread.
     """
@@ -186,10 +186,10 @@ class Session:
         """Join.
 
         Args:
-            library: of the kernels.
-            region: which this closes; its contents have been created.
-            member: which one this is.
-            names: of all members, for messages.
+            library: library of the kernels.
+            region: closed by this object; its contents have been created.
+            member: index of this member.
+            names: names of all members, for messages.
             describe_note: returns what a member did, of its note.
         """
         self._library = library
@@ -307,7 +307,7 @@ class BroadcastRing:
         """Return the writer's end of a new ring.
 
         Args:
-            size_bytes: of messages under way; rounded up to a power of two.
+            size_bytes: maximum size of messages under way; rounded up to a power of two.
             num_readers: how many ends `open` returns.
 
         Raises:
@@ -336,7 +336,7 @@ class BroadcastRing:
 
         Args:
             fd: what `fileno` returns, in the process that has it; it may be closed afterwards.
-            reader: which one this is, from 0.
+            reader: index of this reader, from 0.
 
         Raises:
             KernelsUnavailableError: the compiled kernels are not there.

@@ -1,4 +1,4 @@
-"""What the kernels compute, in plain torch: the reference that their tests compare them with."""
+"""Twins of the kernels in plain torch: the reference that their tests compare them with."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class AffineCodes:
 
     Attributes:
         codes: uint8 [rows, columns], of 8 bits int8.
-        bits: of a code: 4, 5, 6 or 8.
+        bits: number of bits of a code: 4, 5, 6 or 8.
         group: columns that share a scale: 16, or a multiple of 32.
         scales: [rows, groups], float16, float32, int8 or uint8.
         offsets: as scales, or None.

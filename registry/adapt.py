@@ -26,7 +26,7 @@ def adapt(target: Any, source: Source) -> Any:
     """Return the adapter of an object in an accepted external form; other objects unchanged.
 
     Raises:
-        PluginContractError: it nearly has such a form; the message says which and what is wrong.
+        PluginContractError: it nearly has such a form; the message names it and what is wrong.
     """
     if isinstance(target, ModuleType) or marks_hooks(target):
         return target

@@ -61,7 +61,7 @@ def check_device(entry: PluginEntry, target: Any, device: str) -> None:
     """Refuse a component of a kind of which there is one per device where it does not run.
 
     Args:
-        entry: of the component.
+        entry: entry of the component.
         target: its class.
         device: type of the device.
 

@@ -91,8 +91,8 @@ def responsible(error: BaseException, source: Source, method: str) -> tuple[Sour
 
     Args:
         error: left a method of a plugin.
-        source: that plugin.
-        method: that method.
+        source: the plugin.
+        method: the method.
     """
     owner, name = innermost(error, component_of) or (None, method)
     inner = getattr(getattr(owner, "context", None), "source", None)
@@ -105,7 +105,7 @@ def describe(error: BaseException) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of an exception, cut to a few lines; say so if its `__str__` raises."""
+    """Return the text of an exception, cut to a few lines; state it if its `__str__` raises."""
     try:
         text = str(error)
     except BaseException as further:

@@ -107,7 +107,7 @@ def check_component(target: Any, kind: Kind, source: Source) -> None:
     """Check that an imported object keeps its kind's contract.
 
     Raises:
-        PluginContractError: saying what is wrong and what to write.
+        PluginContractError: it does not; the message names the fault and what to write.
     """
     if kind.interface is None:
         if not marks_hooks(target):

@@ -48,7 +48,7 @@ class PluginSet:
     Attributes:
         manifest: plain data of the set, for other processes.
         found: all installed components, enabled or not.
-        warnings: what the configuration or a plugin asks for in vain.
+        warnings: requests of the configuration or of a plugin that have no effect.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class PluginSet:
         """Return the entry of a name.
 
         Raises:
-            PluginNotFoundError: it is not enabled; the message says what is, and who offers it.
+            PluginNotFoundError: it is not enabled; the message names what is, and what offers it.
         """
         if entry := self.find(kind, name):
             return entry
@@ -134,9 +134,9 @@ class PluginSet:
         """Build an entry's component.
 
         Args:
-            entry: of the kind whose components are built with such a context.
+            entry: an entry of the kind whose components are built with such a context.
             context_type: class of the context.
-            fields: of the context, in addition to name and options.
+            fields: fields of the context, in addition to name and options.
 
         Raises:
             PluginLoadError: its constructor failed; the cause is chained.
@@ -154,7 +154,7 @@ class PluginSet:
             kind: `attention_backends` or `ops`.
             context_type: class of the context.
             device: torch's device.
-            fields: of the context, in addition to name, options and device.
+            fields: fields of the context, in addition to name, options and device.
 
         Raises:
             ModelError: it does not run on the device.
@@ -172,7 +172,7 @@ class PluginSet:
         """Return an entry's context, which builds the components that the entry wraps.
 
         Args:
-            entry: of the component that gets the context.
+            entry: entry of the component that gets the context.
             context: its fields.
             undo: closes the components that were built.
         """
@@ -224,7 +224,7 @@ class PluginSet:
         Args:
             config: names the new component.
             config_sources: sources of the configuration.
-            kind: of which there is one component; other kinds are not changed.
+            kind: a kind that has one component; other kinds are not changed.
         """
         entry = (fresh := resolve_plugins(config, config_sources, self.found)).one(kind)
         manifest = msgspec.structs.replace(

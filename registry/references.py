@@ -30,9 +30,9 @@ def with_references(value: Any, path: str, origin: str) -> Any:
     Structs that may hold references become tables; all else is returned unchanged.
 
     Args:
-        value: of the path, maybe nested.
+        value: value at the path, maybe nested.
         path: dotted; empty for the whole configuration.
-        origin: of the value, for error messages.
+        origin: origin of the value, for error messages.
 
     Raises:
         ConfigError: an object can be found by no FQCN; it is named, with what would be right.

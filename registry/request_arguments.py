@@ -42,10 +42,10 @@ def convert_arguments(
     """Return arguments as the type of a component, checked.
 
     Args:
-        source: of the component, for messages.
+        source: source of the component, for messages.
         type_: its `Arguments` or `Prepared`.
         given: plain data or an instance.
-        path: of the arguments, for messages.
+        path: path of the arguments, for messages.
 
     Raises:
         RequestError: they do not fit, or the component's own check failed.
@@ -62,18 +62,18 @@ def convert_arguments(
 def prepare_arguments(
     source: Source, cls: Any, arguments: typed.Arguments, context: PrepareContext, path: str
 ) -> typed.Arguments:
-    """Return what the `prepare` of a component makes of a request's arguments.
+    """Return the result of a component's `prepare` for a request's arguments.
 
     Args:
-        source: of the component, for messages.
+        source: source of the component, for messages.
         cls: its class.
         arguments: converted.
-        context: of the request.
-        path: of the arguments, for messages.
+        context: context of the request.
+        path: path of the arguments, for messages.
 
     Raises:
         RequestError: it refused the request, failed, or returned something else.
-        PluginFaultError: of a component that it called.
+        PluginFaultError: a component that it called failed.
     """
     try:
         prepared: typed.Arguments = cls.prepare(arguments, context)

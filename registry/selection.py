@@ -57,7 +57,7 @@ class Selection:
     """Resolves the references of a configuration; `run` returns the enabled components.
 
     Attributes:
-        warnings: what was asked for in vain.
+        warnings: requests of the configuration that have no effect.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Selection:
         return use, name
 
     def _of_backend(self, kind: Kind, path: str) -> dict[str, SelectedPlugin]:
-        """Return what "auto" stands for, by reference: the configured backend, or candidates."""
+        """Return the components of "auto", by reference: the configured backend, or candidates."""
         if (backend := self._config.backend) != AUTO:
             return {AUTO: self._resolve(backend, "backend", kind)}
         found = (f for f in self._found if f.builtin and f.kind == kind.name)
@@ -145,7 +145,7 @@ class Selection:
         Args:
             outer: the enabled component.
             reference: as the option names it; "auto" may stand for several.
-            path: of the option.
+            path: path of the option.
         """
         if reference == AUTO and outer.kind.name in BACKEND_KINDS:
             found = self._of_backend(outer.kind, path)
@@ -247,7 +247,7 @@ class Selection:
             self._on[key] = chosen
 
     def _another_name(self, other: SelectedPlugin, chosen: SelectedPlugin) -> str:
-        """Return what to do about a component that has the name of another one."""
+        """Return the remedy for a component that has the name of another one."""
         kind, value = chosen.kind, chosen.source.value
         if kind.chosen_by is not None:
             return f"remove one of them from {kind.chosen_by}"
@@ -286,7 +286,7 @@ class Selection:
         return self._by_name(reference, path, kind)
 
     def _resolve_all(self, reference: str, path: str) -> list[SelectedPlugin]:
-        """Return what a reference enables: a class of several kinds is one component of each."""
+        """Return the components that a reference enables: one for each kind of a class."""
         if ":" in reference:
             first = self._by_fqcn(reference, path, None)
             with inspecting(first.source):
@@ -387,7 +387,7 @@ class Selection:
         return SelectedPlugin(KINDS[found.kind], source, path)
 
     def _asked_by(self, path: str, *, builtin: bool) -> str:
-        """Return what named a component; "default" for a built-in that is not configured."""
+        """Return the origin of a component's name; "default" for an unconfigured built-in."""
         origin = self._config_sources.of(path)
         if origin == "default" and path in _SET_BY:
             origin = self._config_sources.of(_SET_BY[path])

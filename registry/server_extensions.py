@@ -1,4 +1,4 @@
-"""What plugins add to a server, checked when the server starts, so that no request finds it out."""
+"""Checks what plugins add to a server when it starts, before a request can meet a fault."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE")
 
 
 def checked_extensions(extensions: Any, source: Source) -> list[InstalledExtension]:
-    """Return what a plugin's hook `server_extensions` returned, with the plugin.
+    """Return the result of a plugin's hook `server_extensions`, with the plugin.
 
     Raises:
         PluginContractError: naming the plugin and what is wrong.

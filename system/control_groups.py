@@ -1,4 +1,8 @@
-"""The control groups of this process, which limit the resources of containers and services."""
+"""The control groups of this process, which limit the resources of containers and services.
+
+The figures of the system are those of the whole host: memory.py and threads.py, which size caches
+and thread pools, ask here for the smaller limits of a container.
+"""
 
 from __future__ import annotations
 

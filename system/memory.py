@@ -118,11 +118,11 @@ class HeldWeight:
     """How a weight, or the part of it that a rank has, is held.
 
     Attributes:
-        stored: how the files store all of it; None if the loader does not say.
-        scheme: that holds it; None if it is held as numbers of the model's dtype.
-        shape: of the part.
+        stored: how the files store all of it; None if the loader does not report it.
+        scheme: name of its scheme; None if it is held as numbers of the model's dtype.
+        shape: shape of the part.
         num_bytes: in memory, once it is loaded.
-        loading_bytes: that it takes besides that while it is loaded.
+        loading_bytes: further memory while it is loaded.
         is_vocabulary: whether it has a row per token.
     """
 
@@ -136,11 +136,11 @@ class HeldWeight:
 
 @dataclass(frozen=True)
 class RequestMemory:
-    """What one request needs of the KV cache.
+    """The needs of one request of the KV cache.
 
     Attributes:
         needs: in blocks.
-        bytes_per_block: of all caches.
+        bytes_per_block: size of a block of all caches.
         max_model_len: the longest request.
     """
 
@@ -161,15 +161,15 @@ class RequestMemory:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What a model needs, in bytes, and what it may use.
+    """The memory that a model needs, in bytes, and that it may use.
 
     Attributes:
-        weights: of the loaded model.
+        weights: size of the loaded model.
         cache: the configured KV cache; else that of one request of the maximum length.
-        loading: of what is needed while weights are loaded only.
-        step: of the largest step.
+        loading: size of what is needed while weights are loaded only.
+        step: size of the largest step's intermediate results.
         limit: before anything was allocated.
-        share: of what weights and step leave, at most, that the cache takes.
+        share: maximum share that the cache takes of what weights and step leave.
         request: what requests need of the cache.
         is_configured: whether the size of the cache is.
         graphs: what is kept free for recorded decode steps, once that is known.
@@ -187,7 +187,7 @@ class MemoryEstimate:
 
     @property
     def room(self) -> int:
-        """What the cache may take."""
+        """The memory that the cache may take."""
         return int((self.limit.available - self.weights - self.step) * self.share)
 
     @property
@@ -220,7 +220,7 @@ class MemoryEstimate:
         """Raise unless the model fits.
 
         Raises:
-            ModelError: it does not; the message says what would.
+            ModelError: it does not; the message names what would.
         """
         rest, room = self.limit.available - self.weights, self.room
         if self.loading <= rest and self.cache <= room:
@@ -252,8 +252,8 @@ def estimate_memory(
         model: without weights.
         config: the engine's.
         weights: those that this rank has, by name.
-        bytes_per_block: of the KV cache, all layers together that have one table.
-        groups: of the KV cache.
+        bytes_per_block: size of a block of the KV cache, all layers together that have one table.
+        groups: layer groups of the KV cache.
         limit: what may be allocated.
     """
     context, cache, scheduler = model.context, config.kv_cache, config.scheduler
@@ -306,7 +306,7 @@ def trim_memory() -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory could not be allocated."""
+    """Return whether an error means that memory could not be allocated."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError | OSError) and any(

@@ -1,4 +1,8 @@
-"""What the sockets of an engine process need of the system: descriptors and a private folder."""
+"""System resources for the sockets of an engine process: descriptors and a private folder.
+
+They are checked before an engine or its client opens a socket: libzmq ends the whole program when
+it gets no descriptor.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,7 @@ def check_descriptors() -> None:
     libzmq ends the whole program if it gets none.
 
     Raises:
-        HardpointError: too few are free; says how many are wanted, free and allowed.
+        HardpointError: too few are free; the message has the numbers wanted, free and allowed.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = _used_descriptors(limit)
@@ -53,7 +57,7 @@ def make_socket_folder() -> Path:
     private folders, in a short one of the system.
 
     Raises:
-        HardpointError: none can be made; says what was tried, with the lengths and the limit.
+        HardpointError: none can be made; the message has the attempts, with lengths and the limit.
     """
     refused = []
     for base in _bases():

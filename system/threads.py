@@ -119,7 +119,7 @@ class ComputeThreads:
         if before is None or time.monotonic() - before.seconds < _ADAPT_INTERVAL_S:
             return
         after = self._usage = CPUUsage.now(self._proc)
-        # What others did while this process waited for requests says nothing about now.
+        # The load by others while this process waited for requests is no measure of the load now.
         if after is not None and after.computed_since(before):
             self._set(min(adapted(self._count, before.free_until(after)), self._limit))
 
@@ -144,7 +144,7 @@ class CPUUsage:
 
     Attributes:
         seconds: the time.
-        idle: of all of these CPUs together.
+        idle: idle time of all of these CPUs together.
         own: CPU time of this process.
     """
 
@@ -219,7 +219,7 @@ def shared_limit(
 
 
 def crowding(num_ranks: int, proc: Path = PROC, cpus: Path = _CPUS) -> str | None:
-    """Return what is wrong with so many ranks on this host; None if each has a core."""
+    """Return the problem with so many ranks on this host; None if each has a core."""
     cores = _core_limit(proc, cpus)
     if num_ranks <= cores.count:
         return None

@@ -40,7 +40,7 @@ def first_device(cls: Any, name: str | None) -> torch.device:
 
 
 def class_under_test(suite: object, attribute: str, interface: type[ClassT]) -> type[ClassT]:
-    """Return the class that a suite's attribute names; fail the test if it is none."""
+    """Return the class that a suite's attribute names; fail the test if it is no class."""
     found = getattr(suite, attribute, None)
     if inspect.isclass(found) and issubclass(found, interface):
         return found
@@ -87,8 +87,8 @@ class ComponentSuite(ConformanceSuite):
         """Return a new instance.
 
         Args:
-            context_type: of the context.
-            fields: of the context; `options` are those of `_checked_options` if not given.
+            context_type: class of the context.
+            fields: fields of the context; `options` are those of `_checked_options` if not given.
 
         Raises:
             Violation: it cannot be built.

@@ -1,4 +1,4 @@
-"""What the contract declares of a method's result, as a rule of the suites."""
+"""Declared results of methods, as a rule of the suites."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hardpoint.testing.suite import Rule, short_repr
 def declared_result(
     rule: Rule, interface: type[Component], method: str, result: Any, given: Sequence[Any]
 ) -> Any:
-    """Return what the engine makes of what a method returned; None if it uses nothing of it.
+    """Return the value that the engine uses of a method's result; None if it uses nothing of it.
 
     Raises:
-        Violation: of the rule, since it is not what the interface declares of the method.
+        Violation: violation of the rule, since it is not what the interface declares of the method.
     """
     behaviour = behaviour_of(interface, method)
     if behaviour is None or behaviour.returned is None:

@@ -166,7 +166,7 @@ def prepare_request_arguments(
 
 
 def policy_arguments(policy: SchedulingPolicy) -> PolicyArguments:
-    """Return what converts the arguments of requests for a policy."""
+    """Return the converter of requests' arguments for a policy."""
     source = _source(type(policy), policy.name)
     entry = PluginEntry(
         kind="scheduling_policies",
@@ -193,8 +193,8 @@ def load_quantization(name: str, dtype: torch.dtype, config: Mapping[str, Any]) 
     """Return the installed quantisation scheme of a name.
 
     Args:
-        name: of the scheme.
-        dtype: of hidden states.
+        name: name of the scheme.
+        dtype: dtype of hidden states.
         config: the `quantization_config` of the checkpoint.
 
     Raises:
@@ -217,7 +217,7 @@ def load_quantized(
     Args:
         model: with its `weight_cuts`.
         weights: those that it needs, tensors cut.
-        scheme: that reads or makes its matrices.
+        scheme: the scheme that reads or makes its matrices.
         use: `quantization.use`.
 
     Raises:
@@ -339,7 +339,7 @@ class ProcessorPipeline:
 
     @property
     def update_error(self) -> BaseException | None:
-        """Return what the processor's update_state raised; None if nothing."""
+        """Return the error of the processor's update_state; None if there was none."""
         return self._runner.broken
 
     def start(self, request: LogitsRequest) -> RequestFault | None:
@@ -380,7 +380,7 @@ class ProcessorPipeline:
         """Advance the states of each request by one token; return the faults.
 
         Args:
-            requests: of the last `apply`.
+            requests: requests of the last `apply`.
             tokens: one per request.
             processed: the logits that it returned, [requests, vocab].
         """

@@ -105,7 +105,7 @@ class SamplerSuite(ComponentSuite):
     Attributes:
         sampler: the class under test.
         vocab_size: width of the logits, at least 16.
-        device: of the logits.
+        device: device of the logits.
         budget_us_per_row: maximum microseconds per row of `budget_vocab_size` logits; None does
             not measure.
     """
@@ -340,7 +340,7 @@ class SamplerSuite(ComponentSuite):
         return logits, tokens
 
     def _sample(self, sampler: Sampler, logits: torch.Tensor, rows: SamplingRows) -> list[int]:
-        """Return the sampled tokens; raise a Violation if they are none."""
+        """Return the sampled tokens; raise a Violation if they are not tokens."""
         chosen = sampler.sample(logits, rows)
         if not isinstance(chosen, torch.Tensor):
             raise RESULT.violation(f"sample returned {short_repr(chosen)}, no tensor")

@@ -44,7 +44,7 @@ class Rule:
 
     Attributes:
         text: a short name, a colon, and what always holds.
-        fix: what an author does about a violation, unless the check says something better.
+        fix: what an author does about a violation, unless the check has something better.
     """
 
     text: str
@@ -113,7 +113,7 @@ class Search:
 
     Attributes:
         examples: number of cases to try.
-        seed: of the search; None draws one.
+        seed: seed of the search; None draws one.
     """
 
     examples: int

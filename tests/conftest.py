@@ -16,8 +16,8 @@ from support.process.fork_server import STARTS
 
 from hardpoint.testing import write_scripted_model
 
-# Triton's kernels are interpreted where there is no GPU, unless the environment says otherwise; it
-# is read when they are imported. The files are of NVIDIA's driver, AMD's, and Windows' for Linux.
+# Triton's kernels are interpreted where there is no GPU, unless the environment has another value;
+# it is read when they are imported. The files are NVIDIA's, AMD's, and Windows' for Linux.
 if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

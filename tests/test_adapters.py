@@ -1,4 +1,4 @@
-"""Foreign logits processors inside a running engine: theirs is theirs, and nobody else's row."""
+"""Foreign logits processors inside a running engine: they change their own rows, and no other."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_transformers_own_repetition_penalty_equals_the_built_in(scripted):
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "message"),
     [
         ({"extra_args": {"target_token": "x"}}, "plugin_args.thing: target_token value x is not"),
         ({"extra_args": {"target_token": 13}}, "plugin 'thing'"),
@@ -141,11 +141,11 @@ def test_transformers_own_repetition_penalty_equals_the_built_in(scripted):
         ({"target_token": 3}, "plugin_args.thing.target_token: unknown field"),
     ],
 )
-def test_a_request_that_the_class_does_not_like_is_refused(scripted, given, words):
+def test_a_request_that_the_class_does_not_like_is_refused(scripted, given, message):
     engine = engine_with(scripted, "OneToken")
     with pytest.raises(RequestError) as error:
         tokens(engine, plugin_args={"thing": given})
-    assert words in str(error.value)
+    assert message in str(error.value)
     assert tokens(engine, plugin_args={"thing": {"extra_args": {"target_token": 70}}}) == [
         70,
         71,
@@ -171,7 +171,7 @@ def test_a_shared_object_keeps_its_state_per_request(scripted):
 
 
 @pytest.mark.parametrize(
-    ("what", "words"),
+    ("what", "message"),
     [
         ("variadic", "_variadic(output_ids, *rest): 'rest' is variadic"),
         ("defaulted", "_defaulted(output_ids, logits, scale=1.0): 'scale' has a default"),
@@ -186,20 +186,20 @@ def test_a_shared_object_keeps_its_state_per_request(scripted):
         ("missing", "KeyError: 'missing'"),
     ],
 )
-def test_an_unsuitable_callable_ends_its_request_alone(scripted, plain, what, words):
+def test_an_unsuitable_callable_ends_its_request_alone(scripted, plain, what, message):
     engine = engine_with(scripted, "odd")
-    guilty = SamplingParams(**GREEDY, plugin_args={"thing": {"extra_args": {"what": what}}})
+    failing = SamplingParams(**GREEDY, plugin_args={"thing": {"extra_args": {"what": what}}})
     jobs = [(f"r{i}", "x" * (i + 1), SamplingParams(**GREEDY)) for i in range(4)]
     wanted = run(plain, jobs)
     finals = {}
-    for request_id, prompt, params in [*jobs[:2], ("guilty", "say abc", guilty), *jobs[2:]]:
+    for request_id, prompt, params in [*jobs[:2], ("failing", "say abc", failing), *jobs[2:]]:
         engine.add_request(request_id, prompt, params)
     while engine.has_unfinished_requests():
         finals.update((o.request_id, o) for o in engine.step() if o.finished)
-    (failed,) = finals.pop("guilty").outputs
+    (failed,) = finals.pop("failing").outputs
     assert failed.finish_reason == "error"
     assert "plugin 'thing'" in failed.error
-    assert words in failed.error
+    assert message in failed.error
     assert {request_id: [summary(final)] for request_id, final in finals.items()} == wanted
     engine.close()
 

@@ -50,7 +50,7 @@ def result(output):
 
 @pytest.fixture(scope="module")
 def alone():
-    """Return what each prompt gives alone, in one piece, without a cache."""
+    """Return the result of each prompt alone, in one piece, without a cache."""
     try:
         cpu.load()
     except cpu.KernelsUnavailableError as cause:

@@ -10,7 +10,7 @@ from support.processes import ROOT, run
 
 
 def grammars(tmp_path, *arguments):
-    """Return what the benchmark of grammars measures."""
+    """Return the measurements of the benchmark of grammars."""
     script = str(ROOT / "benchmarks" / "grammars.py")
     short = ("--sizes", "49152", "--rounds", "2", "--json", "found.json")
     run(sys.executable, script, *short, *arguments, cwd=tmp_path, examples=0.05)
@@ -38,7 +38,7 @@ def test_grammars_in_steps(tmp_path):
 
 
 def executors(tmp_path, *arguments):
-    """Return what the benchmark of executors measures."""
+    """Return the measurements of the benchmark of executors."""
     script = str(ROOT / "benchmarks" / "executors.py")
     short = ("--rounds", "1", "--tokens", "4", "--hidden", "64", "--layers", "2")
     run(sys.executable, script, *short, "--json", "found.json", *arguments, cwd=tmp_path)

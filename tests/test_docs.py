@@ -140,7 +140,7 @@ PARSERS = {
 
 
 def parts_of(cls, text: str) -> list[str]:
-    """Return what an output parser finds in an output, as pages show it."""
+    """Return the parts that an output parser finds in an output, as pages show them."""
     tokenizer = ByteTokenizer(cls.required_tokens)
     parser = cls(OutputParserContext(name="it", options=cls.Options(), tokenizer=tokenizer))
     state = parser.open(ParserRequest())

@@ -1,4 +1,4 @@
-"""scripts/gpu-check: what it says and how it ends, without a GPU; with --all, a whole dry run."""
+"""scripts/gpu-check: what it prints and how it ends, without a GPU; with --all, a whole dry run."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def write_checks(parts, file, *, is_dry=False):
         check.aim("decode, share of the bandwidth", "share", 0.7)
         check.aim("tokens per second", "tokens", 2500)
         check.aim("tokens elsewhere", "tokens", 2500, is_judged=False)
-        check.say("3 rounds")
+        check.set_detail("3 rounds")
     recorder.skip("level 1", "weights stay on the device")
     recorder.end()
     lines = parts.recorder.Lines()
@@ -146,7 +146,7 @@ def test_a_dry_run_shows_no_figure(parts, tmp_path, capsys):
 
 
 class Engine:
-    """Continues prompts of one token with tokens of a table, and says their log-probabilities."""
+    """Continues prompts of one token with tokens of a table, with log-probabilities."""
 
     def __init__(self, tokens, logprob=-0.5):
         self.tokens = tokens
@@ -221,7 +221,7 @@ def test_slow():
 
 @pytest.mark.nightly
 def test_tests_of_kernels_that_fail_and_take_too_long(parts, tmp_path, monkeypatch):
-    """What ended before the limit is known, and the limit ends no other process."""
+    """Checks that ended before the limit are known, and the limit ends no other process."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     (tmp_path / "test_slow_kernels.py").write_text(TESTS)

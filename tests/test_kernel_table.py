@@ -126,7 +126,7 @@ def test_names_are_given_once_and_those_asked_for_exist(folder):
 
 
 @pytest.mark.nightly
-def test_all_kernels_are_compiled_as_the_page_says():
+def test_all_kernels_are_compiled_as_on_the_page():
     done = kernel_table("--check")
     assert done.returncode == 0, done.stderr
 

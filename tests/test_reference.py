@@ -1,4 +1,4 @@
-"""The reference pages are what the code says."""
+"""The reference pages are as the code generates them."""
 
 import re
 import subprocess
@@ -59,7 +59,7 @@ def test_every_kind_is_described(pages, kind):
             assert f"def {method}(" in section
 
 
-def test_every_public_name_is_described_and_says_how_stable_it_is(pages):
+def test_every_public_name_is_described_with_its_stability(pages):
     page = pages["types.md"]
     rows = [line.split("|")[1:4] for line in page.splitlines() if line.startswith("| ")]
     stability = {name: stable.strip() for _, stable, names in rows for name in links(names)}
@@ -80,7 +80,7 @@ def test_the_order_of_fields_is_no_part_of_the_contract():
 
 
 def test_every_field_of_a_type_is_described(pages):
-    """What an interface passes is described whole: structs, dataclasses and protocols."""
+    """Data that an interface passes is described whole: structs, dataclasses and protocols."""
     page = pages["types.md"]
     for cls in (plugins.SchedulerOutput, plugins.LogitsRequest, plugins.Rows, plugins.Request):
         section = page.split(f"\n### {cls.__name__}\n")[1].split("\n### ")[0]

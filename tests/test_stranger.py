@@ -220,7 +220,7 @@ def test_dry_and_xtc_give_the_same_alone_batched_in_chunks_and_preempted(acme, s
 
 
 class TestThroughTheEngine:
-    """With the real model: the plugin changes tokens, and only for those who ask."""
+    """With the real model: the plugin changes tokens, and only for requests that ask."""
 
     @pytest.fixture
     def generate(self, acme, tmp_path):
@@ -272,6 +272,6 @@ class TestThroughTheEngine:
         assert "plugin_args.topa: no enabled plugin of that name" in unknown
         assert "(did you mean 'top_a'?)" in unknown
 
-    def test_arguments_for_what_is_not_enabled_say_how_to_enable_it(self, generate):
+    def test_errors_of_arguments_name_how_to_enable_their_component(self, generate):
         (message,) = generate([{"plugin_args": {"top_a": {"a": 0.5}}}])
         assert 'acme-sampling 1.0.0 offers it: add "top_a" to plugins.enable' in message

@@ -71,7 +71,7 @@ def test_they_change_no_token(command, scripted, in_process, rounds, policies):
 
 
 def test_hit_rates(command, tmp_path):
-    """What must hold of the benchmark's workloads, on a short form of them."""
+    """Rules that must hold of the benchmark's workloads, on a short form of them."""
     script = str(ROOT / "benchmarks" / "eviction.py")
     command(script, "--requests", "400", "--sizes", "512", "--json", "rates.json")
     results = json.loads((tmp_path / "rates.json").read_text())

@@ -58,7 +58,7 @@ def python(acme_scheduling, tmp_path):
 
 @pytest.fixture
 def complete(python, scripted):
-    """Runs requests one at a time, or as many as are said, under a policy."""
+    """Runs requests one at a time, or as many as are asked for, under a policy."""
 
     def run_it(jobs, policy, max_num_seqs=1, swap_to=None, **options):
         scheduler = {"policy": policy, "max_num_seqs": max_num_seqs}
@@ -99,7 +99,7 @@ class TestThroughTheContract:
             {"tag": "tenant", **options},
         ]
 
-    def test_naming_it_under_enable_says_where_it_belongs(self, python):
+    def test_naming_it_under_enable_reports_where_it_belongs(self, python):
         result = python(RESOLVE, {"plugins": {"enable": ["tenant_cap"]}})
         assert result["error"] == "ConfigError"
         assert "choose it with scheduler.policy" in result["message"]

@@ -57,7 +57,7 @@ class Schemas:
     """Makes random schemas.
 
     Attributes:
-        definitions: of the schema that is being made, by name.
+        definitions: definitions of the schema that is being made, by name.
         unsupported: keywords in it that llguidance does not have.
     """
 

@@ -29,8 +29,8 @@ class Continuation:
 
     Attributes:
         prompt: token ids.
-        tokens: that follow it.
-        logprobs: of each.
+        tokens: tokens that follow it.
+        logprobs: log-probability of each of them.
         gaps: between the two best logits, at each.
     """
 
@@ -50,7 +50,7 @@ class Forced:
     """A text, and what a reference chooses after each of its tokens.
 
     Attributes:
-        tokens: of the text.
+        tokens: token ids of the text.
         best: after item token but the last, in float32.
         bf16_equal: how many of these transformers chooses in bf16.
     """
@@ -61,7 +61,7 @@ class Forced:
 
 
 def demo_references(count: int | None, new_tokens: int) -> list[Continuation]:
-    """Return what transformers computed with the demo model in float32."""
+    """Return the results that transformers computed with the demo model in float32."""
     found = _reference()["greedy"][:count]
     return [
         Continuation(e["prompt_ids"], e["tokens"], e["logprobs"], e["gaps"]).first(
@@ -75,8 +75,8 @@ def demo_texts(count: int | None, length: int | None) -> list[Forced]:
     """Return the texts of which transformers computed each position, in float32 and bf16.
 
     Args:
-        count: of texts; None is all.
-        length: of each, in positions; None is all.
+        count: number of texts; None is all.
+        length: length of each, in positions; None is all.
     """
     found = [item for item in _reference()["greedy"] if item.get("best")][:count]
     texts = []
@@ -160,7 +160,7 @@ def compare_greedy(llm: LLM, references: Sequence[Continuation], check: Check) -
     facts["tokens"] = facts.get("tokens", 0) + compared
     facts["ties"] = facts.get("ties", 0) + ties
     facts["largest_difference"] = max(facts.get("largest_difference", 0.0), largest)
-    check.say(
+    check.set_detail(
         f"{facts['tokens']} tokens, {facts['ties']} of them ties that were taken from the "
         f"reference; log-probabilities at most {facts['largest_difference']:.1e} apart"
     )

@@ -21,7 +21,7 @@ class CountedOps(Wrapper[Ops], Ops):
     devices = ("cpu", "cuda")
 
     class Options(Wrapper.Options):
-        """What is wrapped.
+        """The wrapped component.
 
         Attributes:
             wraps: the operations.
@@ -69,10 +69,10 @@ class _Counted:
 
 @dataclass(frozen=True)
 class Counts:
-    """What a file says.
+    """The contents of a file.
 
     Attributes:
-        num_bytes: of each recorded step.
+        num_bytes: size in bytes of each recorded step.
         times: at which they were recorded.
         repeated: number of repeated steps.
     """

@@ -1,4 +1,4 @@
-"""What only a GPU has, behind one interface with a fake for dry runs on a CPU."""
+"""The features that only a GPU has, behind one interface with a fake for dry runs on a CPU."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class Gpu:
 
 
 class Fake:
-    """A CPU that stands in for a GPU in a dry run; what it says of memory and speed is made up."""
+    """A CPU that stands in for a GPU in a dry run; its memory and speed are made up."""
 
     name = "cpu"
     is_fake = True
@@ -218,7 +218,7 @@ def open_device(*, is_dry: bool) -> Device:
 
 
 def _driver() -> str | None:
-    """Return the version of NVIDIA's driver; None where nvidia-smi does not say it."""
+    """Return the version of NVIDIA's driver; None where nvidia-smi does not report it."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None

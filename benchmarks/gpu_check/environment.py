@@ -1,4 +1,4 @@
-"""What the machine has, and that an engine on it chooses Triton's kernels by itself."""
+"""Checks the machine's equipment, and that an engine on it chooses Triton's kernels by itself."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def check_scheduling(recorder: Recorder, device: Device, sizes: Sizes) -> None:
             preemptions = llm.scheduler_stats().num_preemptions
         check.facts["preemptions"] = preemptions
         check.expect(preemptions > 0, "no request was preempted: nothing was shown")
-        check.say(f"{check.detail}; {preemptions} preemptions")
+        check.set_detail(f"{check.detail}; {preemptions} preemptions")
 
 
 def _demo_limits(sizes: Sizes) -> dict[str, Any]:

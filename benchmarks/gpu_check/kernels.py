@@ -41,7 +41,7 @@ def run_tests(
     """Run tests in processes, some at once; write the check of each as it ends.
 
     Args:
-        recorder: that writes.
+        recorder: writes the checks.
         device: on which they have to run.
         sizes: which tests, and how long.
         tests: arguments of pytest by the check's name.

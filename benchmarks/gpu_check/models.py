@@ -90,27 +90,28 @@ class Sizes:
 
     Attributes:
         qwen, llama: fields of config.json.
-        few_layers: of `llama` in float32.
-        reference_prompts: of the demo model; None is all that the reference file has.
-        demo_tokens: of each of them, at most.
+        few_layers: number of layers of `llama` in float32.
+        reference_prompts: number of prompts of the demo model; None is all that the reference file
+            has.
+        demo_tokens: maximum number of tokens of each of them.
         together: number of prompts of the running model.
-        new_tokens: of each other prompt.
-        forced_texts: of the demo model in bf16; None is all.
-        forced_length: of each, in positions; None is all.
-        forced_positions: of these texts, at least.
-        quantizations: of the demo model.
-        lengths: of random prompts, in tokens.
-        max_model_len: of random models.
+        new_tokens: number of tokens that follow each other prompt.
+        forced_texts: number of texts of the demo model in bf16; None is all.
+        forced_length: length of each, in positions; None is all.
+        forced_positions: minimum number of positions of these texts.
+        quantizations: quantisations of the demo model.
+        lengths: lengths of random prompts, in tokens.
+        max_model_len: maximum length of random models.
         small_pool: configuration in which requests of the demo model have to give way.
-        graph_tokens: of each prompt, with CUDA graphs and without.
+        graph_tokens: number of tokens that follow each prompt, with CUDA graphs and without.
         running: fields of the model that runs on with them; None is the demo model.
         mixture: fields of config.json of a mixture of experts.
-        running_lengths: of its prompts, in tokens.
-        sleep_blocks: of the KV cache of the engine that sleeps.
-        steps_before: that run before the host's waits of one are counted.
-        cache_bytes: of other KV caches.
-        loads: of the benchmark: names, prompts, tokens of each, and tokens that follow.
-        rounds: of the benchmark.
+        running_lengths: lengths of its prompts, in tokens.
+        sleep_blocks: number of blocks of the KV cache of the engine that sleeps.
+        steps_before: number of steps before the one whose waits are counted.
+        cache_bytes: size of other KV caches.
+        loads: loads of the benchmark: names, prompts, tokens of each, and tokens that follow.
+        rounds: number of rounds of the benchmark.
         num_seqs, step_tokens: limits of its steps.
         all_tests: whether all tests of kernels run, or the first of each class and file.
         tests_s: seconds that the tests of a file may take.
@@ -227,12 +228,12 @@ def has_room(
     """Return whether a model fits on the device in bf16; if not, skip the check `name`.
 
     Args:
-        recorder: that writes what is skipped.
+        recorder: writes what is skipped.
         device: where it would run.
-        name: of the check.
-        fields: of the model's config.json.
-        cache_bytes: of the KV cache.
-        copies: of the weights, at once.
+        name: name of the check.
+        fields: fields of the model's config.json.
+        cache_bytes: size of the KV cache.
+        copies: number of copies of the weights, at once.
     """
     hidden, size = fields["hidden_size"], fields["head_dim"]
     heads = 2 * fields["num_attention_heads"] + 2 * fields["num_key_value_heads"]

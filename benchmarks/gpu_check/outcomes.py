@@ -62,8 +62,8 @@ def _short(nodeid: str) -> str:
 def _problem(report: pytest.TestReport) -> str:
     """Return the first line of an error, and the last line of the kernels' code that it names."""
     lines = report.longreprtext.splitlines()
-    said = [line[1:].strip() for line in lines if line.startswith("E ")]
-    text = (said or lines[-1:] or ["failed"])[0][:_LENGTH]
+    errors = [line[1:].strip() for line in lines if line.startswith("E ")]
+    text = (errors or lines[-1:] or ["failed"])[0][:_LENGTH]
     places = [line for line in lines if _KERNELS in line.partition(" ")[0]]
     if places:
         text += f" (in {_KERNELS}{places[-1].partition(_KERNELS)[2].partition(': ')[0]})"
@@ -72,14 +72,14 @@ def _problem(report: pytest.TestReport) -> str:
 
 @dataclass
 class Outcomes:
-    """What a file says.
+    """The results of the tests of a file.
 
     Attributes:
         passed, skipped: numbers of tests.
-        failed: what each failed test says, by name.
+        failed: message of each failed test, by name.
         running: the test that began last and has not ended.
         device: where kernels ran; empty if the process did not come to its end.
-        num_bytes: of the GPU's memory that the tests took.
+        num_bytes: size of the GPU memory that the tests took.
     """
 
     passed: int = 0

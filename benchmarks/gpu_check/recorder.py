@@ -29,16 +29,16 @@ class Check:
     """One check.
 
     Attributes:
-        part: that it belongs to.
+        part: the part that it belongs to.
         name: what is checked.
         status: how it ended.
-        seconds: that it took.
+        seconds: its duration.
         detail: what was found.
         faked: what stood in for what only a GPU has.
         problems: why it failed.
         facts: counts and names.
         figures: what was measured, with units in the names; None is not measured.
-        aims: of the figures.
+        aims: aims of the figures.
     """
 
     part: str
@@ -58,7 +58,7 @@ class Check:
         if not condition:
             self.problems.append(problem)
 
-    def say(self, detail: str) -> None:
+    def set_detail(self, detail: str) -> None:
         """Replace the detail, but for what stands in for a GPU."""
         self.detail = "; ".join(filter(None, [self.faked, detail]))
 
@@ -76,11 +76,11 @@ class Check:
         )
 
     def fake(self, what: str) -> None:
-        """In a dry run, say what stands in for what only a GPU has."""
+        """In a dry run, record what stands in for what only a GPU has."""
         if self.is_dry:
             self.status = Status.FAKED
             self.faked = f"{what} replaced by a fake"
-            self.say("")
+            self.set_detail("")
 
 
 class Recorder:
@@ -90,7 +90,7 @@ class Recorder:
         """Append to a file.
 
         Args:
-            part: of all checks.
+            part: name of a part of all checks.
             file: to write.
             is_dry: whether fakes stand in for a GPU.
         """
@@ -130,10 +130,10 @@ class Recorder:
 
 @dataclass
 class Lines:
-    """What a part has written so far.
+    """The checks that a part has written so far.
 
     Attributes:
-        checks: that ended.
+        checks: checks that ended.
         running: the names of those that have begun and not ended.
         has_ended: whether the part has come to its end.
     """

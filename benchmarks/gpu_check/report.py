@@ -19,7 +19,7 @@ def page(about: dict[str, Any], parts: dict[str, list[Check]], seconds: dict[str
     Args:
         about: the machine and the program.
         parts: their checks.
-        seconds: that each part took; one that did not run has none.
+        seconds: duration of each part that ran.
     """
     checks = [check for found in parts.values() for check in found]
     lines = [*_head(about, checks), ""]
@@ -62,7 +62,7 @@ def _part(part: str, checks: list[Check], seconds: float | None) -> list[str]:
 
 
 def show_figures(checks: list[Check]) -> list[str]:
-    """Return what was measured, by check."""
+    """Return the measurements, by check."""
     lines = []
     for check in checks:
         if check.figures:
@@ -76,9 +76,9 @@ def show_aims(checks: list[Check]) -> list[str]:
     lines = []
     for aim in (aim for check in checks for aim in check.aims):
         unknown = _NOT_MEASURED if aim["value"] is None else _NOT_JUDGED
-        said = {True: "reached", False: "NOT reached", None: unknown}[aim["reached"]]
+        outcome = {True: "reached", False: "NOT reached", None: unknown}[aim["reached"]]
         value = "" if aim["value"] is None else f" ({_figure_text(aim['value'])})"
-        lines.append(f"  {aim['name']}, at least {_figure_text(aim['at_least'])}: {said}{value}")
+        lines.append(f"  {aim['name']}, at least {_figure_text(aim['at_least'])}: {outcome}{value}")
     return ["Aims", *lines, ""] if lines else []
 
 
@@ -88,7 +88,7 @@ def _limits(
     parts: dict[str, list[Check]],
     seconds: dict[str, float],
 ) -> list[str]:
-    """Return what the run could not show."""
+    """Return the limits of the run: what it could not show."""
     lines = [f"the part {part} did not run" for part in parts if part not in seconds]
     lines += [
         f"{check.name}: {check.faked or check.detail}"

@@ -96,7 +96,7 @@ def _count_syncs(
     running.abort_requests(["r0", "r1", "r2"])
     check.facts["places"] = places
     found = f"{len(places)} ({', '.join(places)})" if places else "none"
-    check.say(found)
+    check.set_detail(found)
     check.expect(len(places) <= 1, f"expected one wait, for the tokens, got {found}")
 
 

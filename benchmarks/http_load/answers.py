@@ -15,7 +15,7 @@ MESSAGE_TERMS = 8
 
 
 class Delta(msgspec.Struct):
-    """What is new in a chat's choice; only what is text is read."""
+    """The new part of a chat's choice; only text is read."""
 
     content: str | None = None
     reasoning_content: str | None = None
@@ -112,7 +112,7 @@ class StreamAnswer:
     """Receives a streamed completion, and writes its course down.
 
     Attributes:
-        timeline: of the request.
+        timeline: timeline of the request.
         on_text: called at each chunk with text.
     """
 
@@ -144,7 +144,7 @@ class StreamAnswer:
             pass
 
     def body(self, data: bytes, now: float) -> None:
-        """Read events, or keep the beginning of what is none."""
+        """Read events, or keep the beginning of a body without events."""
         if self._status != 200 or not self._is_stream:
             if len(self._kept) < BODY_LIMIT:
                 self._kept += data
@@ -235,7 +235,7 @@ class Document:
     """Receives a JSON document.
 
     Attributes:
-        status: of the answer.
+        status: status of the answer.
         content: the body.
     """
 

@@ -42,7 +42,7 @@ def run_load(
 
     Args:
         target: the server.
-        headers: of each request.
+        headers: headers of each request.
         workload: what is asked.
         load: how.
         processes: number of processes that send it, at most one per stream.

@@ -26,7 +26,7 @@ class Load:
     """How requests come.
 
     Attributes:
-        name: of the load; its prompts depend on it.
+        name: name of the load; its prompts depend on it.
         concurrency: streams, each of which sends a request when its last one ended; or 0.
         rate: mean of Poisson arrivals per second, if there are no streams.
         requests: number of requests, or None.
@@ -49,7 +49,7 @@ class Part:
     """The part of a load that one of several processes sends: every `of`-th request.
 
     Attributes:
-        index: of the process.
+        index: index of the process.
         of: number of processes.
     """
 
@@ -59,14 +59,14 @@ class Part:
 
 @dataclass
 class Outcome:
-    """What became known of a part of a load.
+    """The measurements of a part of a load.
 
     Attributes:
-        timelines: of its requests.
-        cpu_share: of a core, that the process used.
+        timelines: timelines of its requests.
+        cpu_share: share of a core that the process used.
         lags: seconds that the event loop ran timers after their time.
         late: seconds that Poisson arrivals were sent after their time.
-        connections: that were opened.
+        connections: number of connections that were opened.
     """
 
     timelines: list[Timeline] = field(default_factory=list)
@@ -103,11 +103,11 @@ class Client:
 
         Args:
             target: the server.
-            headers: of each request.
+            headers: headers of each request.
             workload: what is asked.
             load: how.
             part: which of its requests are sent.
-            counters: of requests that ended well, and of those that failed, for each part.
+            counters: numbers of requests that ended well, and of those that failed, for each part.
         """
         self._pool = Pool(target, headers)
         self._workload = workload
@@ -210,7 +210,7 @@ async def send(pool: Pool, request: bytes, timeout: float, *, keep_text: bool = 
     """Send a request and read its stream to the end.
 
     Args:
-        pool: of the server's connections.
+        pool: pool of the server's connections.
         request: bytes of it.
         timeout: seconds that it may last.
         keep_text: whether the timeline has the text.

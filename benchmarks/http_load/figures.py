@@ -1,4 +1,4 @@
-"""What a load's timelines come to."""
+"""Computes the figures of a load from its timelines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from http_load.drive import Outcome
 
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 CPU_LIMIT = 0.7
-"""Share of a core from which on a client process is said to limit the load."""
+"""Share of a core from which on a client process is reported to limit the load."""
 LAG_LIMIT_S = 0.01
 _SEVERAL_TOKENS = 1.05
 

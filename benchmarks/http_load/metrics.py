@@ -1,4 +1,4 @@
-"""Reads what a server's /metrics says of its load."""
+"""Reads the figures of a server's load from its /metrics."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{[^}]*\})? (\S+)", re.MULT
 
 
 async def read_metrics(pool: Pool) -> dict[str, float]:
-    """Return what /metrics says, by the names of NAMES; sums over all labels."""
+    """Return the values of /metrics, by the names of NAMES; sums over all labels."""
     document = Document()
     await pool.ask(pool.request("GET", "/metrics"), document)
     return parse_metrics(document.content.decode()) if document.status == 200 else {}
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Return what a text in Prometheus' format says, as `read_metrics` does."""
+    """Return the values of a text in Prometheus' format, as `read_metrics` does."""
     sums: dict[str, float] = {}
     for name, value in _SAMPLE.findall(text):
         sums[name] = sums.get(name, 0.0) + float(value)

@@ -19,7 +19,7 @@ def show(title: str, results: dict[str, dict[str, Any]], notes: Sequence[str] = 
     """Print the figures of loads by name, with their errors and notes.
 
     Args:
-        title: of the table.
+        title: title of the table.
         results: what `figures` returned.
         notes: further lines.
     """

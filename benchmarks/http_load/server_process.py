@@ -34,7 +34,7 @@ class ServerProcess:
 
     Attributes:
         url: its address.
-        pid: of its process.
+        pid: process id of the server.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ServerProcess:
 
         Args:
             model: as `hardpoint serve` takes it.
-            settings: of the configuration, path to TOML value.
+            settings: settings of the configuration, path to TOML value.
             python: the interpreter.
 
         Raises:
@@ -114,7 +114,7 @@ def cpu_seconds(pid: int) -> float:
 
 @dataclass(frozen=True)
 class Holdings:
-    """What a server's process and its children hold.
+    """The resources that a server's process and its children hold.
 
     Attributes:
         processes, descriptors, threads: numbers of them.
@@ -128,7 +128,7 @@ class Holdings:
 
     @classmethod
     def of(cls, pid: int) -> Holdings:
-        """Return what a process and its children hold now."""
+        """Return the resources that a process and its children hold now."""
         process = psutil.Process(pid)
         family = [process, *process.children(recursive=True)]
         return cls(
@@ -139,11 +139,11 @@ class Holdings:
         )
 
     def leaks(self, before: Holdings, memory_mib: float) -> list[str]:
-        """Return what grew, in plain sentences.
+        """Return the resources that grew, in plain sentences.
 
         Args:
             before: the same process before the load.
-            memory_mib: that its memory may have grown by.
+            memory_mib: how much its memory may have grown by.
         """
         found = []
         for name in ("processes", "descriptors", "threads"):

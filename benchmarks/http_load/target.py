@@ -14,8 +14,8 @@ class Target:
     """The address of a server.
 
     Attributes:
-        host, port: of TCP; the host is also what the `Host` header says.
-        prefix: of the paths of all routes: "" or "/gateway".
+        host, port: TCP address; the host is also what the `Host` header has.
+        prefix: prefix of the paths of all routes: "" or "/gateway".
         uds: path of a Unix socket, instead of TCP.
         secure: whether TLS is used.
         verify: whether the server's certificate is checked.
@@ -60,7 +60,7 @@ class Target:
         return host if self.port in (80, 443) else f"{host}:{self.port}"
 
     def tls(self) -> ssl.SSLContext | None:
-        """Return what TLS needs, or None."""
+        """Return the TLS context, or None."""
         if not self.secure:
             return None
         context = ssl.create_default_context()

@@ -1,4 +1,4 @@
-"""What is asked: prompts and lengths, determined by a seed and a request's number."""
+"""The requests of a load: prompts and lengths, determined by a seed and a request's number."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class Lengths:
     Attributes:
         text: as it was written.
         low, high: bounds of a uniform distribution, or equal.
-        mean, deviation: of a normal distribution, cut at 1; a deviation of 0 means uniform.
+        mean, deviation: parameters of a normal distribution, cut at 1; a deviation of 0 means
+            uniform.
     """
 
     text: str
@@ -87,7 +88,7 @@ class SharedPrefix:
         """Read `TOKENSxGROUPS`.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the text has another form.
         """
         found = re.fullmatch(r"(\d+)(?:x(\d+))?", text)
         if not found or not int(found[1]) or not int(found[2] or 1):
@@ -118,12 +119,12 @@ class Workload:
     Attributes:
         model: name that the server knows.
         chat: whether the route is /v1/chat/completions, or /v1/completions.
-        seed: of prompts and lengths.
+        seed: seed of prompts and lengths.
         input_tokens, output_tokens: distributions.
         shared: prefix that prompts share, in addition to their input tokens.
         ignore_eos: whether answers have exactly the output tokens.
         extra: further fields of the body.
-        costs: of text.
+        costs: costs of text.
     """
 
     model: str
@@ -146,7 +147,7 @@ class Workload:
 
         Args:
             load: what the request belongs to: loads have prompts of their own.
-            index: of the request in it.
+            index: index of the request in it.
         """
         rng = random.Random(f"{self.seed}, {load}, {index}")
         wanted = self.input_tokens.draw(rng)

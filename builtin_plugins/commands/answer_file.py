@@ -23,7 +23,7 @@ _BEGINNING = b'{"id":'
 
 
 class _Answer(msgspec.Struct):
-    """What a run that goes on needs of an answer."""
+    """The fields of an answer that a continued run needs."""
 
     id: str | int
     request: str
@@ -60,8 +60,8 @@ class AnswerFile:
         """Open and lock the file; nothing in it is changed before `begin`.
 
         Args:
-            path: of the file; created if it does not exist.
-            model: that answers.
+            path: path of the file; created if it does not exist.
+            model: name of the model that answers.
             resume: whether answers that are there count.
             overwrite: whether they are removed.
 

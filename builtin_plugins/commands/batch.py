@@ -208,7 +208,7 @@ class _Batch:
         return f"{self._tokens / seconds:.0f} tokens/s{failed}"
 
     def _summary(self) -> str:
-        """Return what has been done, as one line."""
+        """Return the progress so far, as one line."""
         if self._total in (None, self._finished):
             done = _prompts(self._finished)
         else:

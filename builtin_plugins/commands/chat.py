@@ -246,7 +246,7 @@ def _talk_on_terminal(chat: _Chat) -> None:
 
 
 def _open_terminal(chat: _Chat) -> tuple[Iterator[str], AbstractContextManager[None]]:
-    """Return what is typed, and a context in which nothing typed is shown amid an answer.
+    """Return the typed lines, and a context in which nothing typed is shown amid an answer.
 
     Answers are wrapped on a terminal. A terminal that cannot move its cursor has no line editor.
     """

@@ -32,13 +32,13 @@ class Completion:
 
     @property
     def error(self) -> str | None:
-        """What ended it, if it failed."""
+        """The error that ended it, if it failed."""
         if self.last is None or self.last.finish_reason != "error":
             return None
         return self.last.error or "the request failed"
 
     def as_json(self) -> dict[str, Any]:
-        """Return what `--json` prints of it."""
+        """Return the fields that `--json` prints."""
         last = self.last
         line: dict[str, Any] = {
             "index": self.index,

@@ -104,7 +104,7 @@ class Conversation:
     def _prompt(
         self, generator: Generator, params: SamplingParams, question: Message
     ) -> Mapping[str, Any]:
-        """Return what is sent: as many turns before the question as leave room for an answer.
+        """Return the messages to send: as many turns before the question as there is room for.
 
         Raises:
             RequestError: they do not all fit, and none may be dropped.

@@ -102,7 +102,7 @@ def _print_known(catalog: PluginCatalog, *, as_json: bool) -> None:
 
 
 def _about(catalog: PluginCatalog, info: ComponentInfo) -> str:
-    """Return what a component's documentation says; empty if it is not imported."""
+    """Return a component's documentation; empty if it is not imported."""
     if not info.enabled:
         return ""
     details = catalog.details(f"{info.kind}/{info.name}")

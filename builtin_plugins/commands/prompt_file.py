@@ -31,7 +31,7 @@ class BatchRequest:
 
     Attributes:
         line: its number, from 1.
-        id: of the answer.
+        id: id of the answer.
         given: `prompt` or `messages`, as the line has it.
         messages: the conversation, if the chat template is to be used.
         params: sampling parameters of the options, with those of the line.
@@ -57,7 +57,7 @@ class PromptFile:
 
         Args:
             path: "-" is standard input.
-            params: of lines without their own.
+            params: parameters of lines without their own.
             is_text: whether each line is a prompt, instead of JSON.
             chat: whether prompts go through the chat template.
 

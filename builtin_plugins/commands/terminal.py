@@ -83,7 +83,7 @@ class LineEditor:
             termios.tcsetattr(stdin, termios.TCSANOW, before)
 
     def typed(self) -> str:
-        """Return what was on the line when the last `read` ended."""
+        """Return the contents of the line when the last `read` ended."""
         return self._session.default_buffer.text
 
 

@@ -18,7 +18,7 @@ class AutoCommunicator(Wrapper[Communicator], Communicator):
     devices = ("cpu", "cuda")
 
     class Options(Wrapper.Options):
-        """What is tried.
+        """The communicators to try.
 
         Attributes:
             wraps: is used if it runs between the ranks of the group.
@@ -42,11 +42,11 @@ class AutoCommunicator(Wrapper[Communicator], Communicator):
 
     @classmethod
     def wraps(cls, options: Any) -> Sequence[str]:
-        """Return what may be chosen."""
+        """Return the names that may be chosen."""
         return (options.wraps, options.fallback)
 
     def describe(self) -> str:
-        """Return what was chosen, and why."""
+        """Return the choice and its reason."""
         return self._description
 
 

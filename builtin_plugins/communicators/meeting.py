@@ -1,4 +1,8 @@
-"""How the ranks of a group on one host exchange what they need to share memory."""
+"""The meeting of a group's ranks on one host, where they exchange what they need to share memory.
+
+The communicator "shared_memory" is built in it. A rank that cannot take part gives all others its
+error, so that `auto` chooses the same communicator in every rank.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from hardpoint.plugins.parallel import CommunicatorContext
 _POLL_SECONDS = 0.002
 _RETRY_SECONDS = 0.1
 _CONNECT_SECONDS = 1.0  # of one try
-_FAILED, _SAID = "!", "="
+_FAILED, _MADE = "!", "="
 
 
 class RankMissingError(ModelError):
@@ -140,7 +144,7 @@ class Meeting:
             raise self._error(f"the store at {self._place} does not answer: {cause}") from cause
 
     def agree(self, what: str, make: Callable[[], str]) -> list[str]:
-        """Return what `make` returns in each rank, once it has returned in all.
+        """Return the results of `make` in each rank, once it has returned in all.
 
         Args:
             what: names the step; ranks agree on each once.
@@ -154,18 +158,18 @@ class Meeting:
         rank, size = self._context.rank, self._context.size
         cause: Exception | None = None
         try:
-            text = _SAID + make()
+            text = _MADE + make()
         except (RuntimeError, OSError, ValueError, MemoryError) as error:
             cause, text = error, f"{_FAILED}rank {rank}: {error}"
         self._board.put(f"{what}-{rank}", text)
-        said = [self._wait_for(what, other) for other in range(size)]
-        failures = [text[1:] for text in said if text[0] == _FAILED]
+        texts = [self._wait_for(what, other) for other in range(size)]
+        failures = [text[1:] for text in texts if text[0] == _FAILED]
         if failures:
             raise self._error("; ".join(failures)) from cause
-        return [text[1:] for text in said]
+        return [text[1:] for text in texts]
 
     def _wait_for(self, what: str, rank: int) -> str:
-        """Return what a rank has put up."""
+        """Return the text that a rank has put on the board."""
         while True:
             text = self._board.get(f"{what}-{rank}")
             if text is not None:

@@ -27,8 +27,8 @@ class Rendezvous:
     """Where the ranks of a group meet.
 
     Attributes:
-        address: of this rank, the only one that it listens on.
-        store: of the group alone.
+        address: address of this rank, the only one that it listens on.
+        store: key-value store of the group alone.
     """
 
     def __init__(self, context: CommunicatorContext) -> None:
@@ -56,7 +56,7 @@ class Rendezvous:
         return timedelta(seconds=max(self._deadline - time.monotonic(), 0.1))
 
     def agree(self, make: Callable[[], T], what: str) -> T:
-        """Return what `make` returns, once it has returned in all ranks.
+        """Return the result of `make`, once it has returned in all ranks.
 
         Args:
             make: raises what keeps this rank from taking part.
@@ -90,8 +90,8 @@ class Rendezvous:
             for rank in list(missing):
                 if self.store.check([f"{what}/{rank}"]):
                     missing.remove(rank)
-                    said = self.store.get(f"{what}/{rank}").decode()
-                    failures += [said] if said != "ready" else []
+                    outcome = self.store.get(f"{what}/{rank}").decode()
+                    failures += [outcome] if outcome != "ready" else []
             if not missing:
                 return failures
             check_abort(self._context)

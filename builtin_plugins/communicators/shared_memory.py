@@ -36,7 +36,7 @@ class SharedMemoryCommunicator(Communicator):
 
         Attributes:
             chunk_bytes: the pieces in which large tensors are exchanged; each rank has two.
-            ring_bytes: that a rank can have sent to another before it receives any; of each pair
+            ring_bytes: how much a rank can send to another before that receives any; of each pair
                 there are two. Larger tensors stream through.
         """
 
@@ -128,7 +128,7 @@ class SharedMemoryCommunicator(Communicator):
 
         def join() -> str:
             # Rank 0 has it open until all have joined.
-            memory = os.open(f"/proc/{said[0]}", os.O_RDWR | os.O_CLOEXEC)
+            memory = os.open(f"/proc/{files[0]}", os.O_RDWR | os.O_CLOEXEC)
             try:
                 joined.append(Group(memory, context.rank, names))
             finally:
@@ -136,9 +136,9 @@ class SharedMemoryCommunicator(Communicator):
             return ""
 
         try:
-            said = meeting.agree("memory", allocate)
+            files = meeting.agree("memory", allocate)
             names = [
-                f"rank {rank} (process {text.partition('/')[0]})" for rank, text in enumerate(said)
+                f"rank {rank} (process {text.partition('/')[0]})" for rank, text in enumerate(files)
             ]
             meeting.agree("joined", join)
             joined[0].watch()
@@ -153,7 +153,7 @@ class SharedMemoryCommunicator(Communicator):
 
     @contextmanager
     def _running(self, call: str, x: torch.Tensor) -> Iterator[None]:
-        """Check a tensor, and say which call failed."""
+        """Check a tensor, and name the call if it fails."""
         if not x.is_contiguous() or x.device.type != "cpu":
             raise ValueError(
                 f"x: expected a contiguous tensor on the CPU, got one with strides {x.stride()} on "

@@ -61,7 +61,7 @@ class LarkWriter:
 
         Args:
             vocabulary: whose special tokens are matched by id.
-            schema_options: of llguidance for JSON schemas.
+            schema_options: options of llguidance for JSON schemas.
         """
         self._vocabulary = vocabulary
         self._schema_options = dict(schema_options)

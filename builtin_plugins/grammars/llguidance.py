@@ -24,7 +24,7 @@ _MAX_ITEMS = 10_000
 class LLGuidance(GrammarBackend):
     """llguidance (https://github.com/guidance-ai/llguidance): strict, and quick to compile.
 
-    What a JSON schema says is enforced, or the schema is refused with the keywords that are not
+    A JSON schema is enforced, or the schema is refused with the keywords that are not
     supported. Grammars are Lark's, in llguidance's dialect, or GBNF.
     """
 
@@ -35,8 +35,8 @@ class LLGuidance(GrammarBackend):
         """White space in JSON, and limits of one grammar.
 
         Attributes:
-            max_whitespace: characters of white space between two parts of JSON; 0 is none.
-            max_lexer_states: of a grammar's lexer; a state has 1 to 2 KB.
+            max_whitespace: characters of white space between two parts of JSON; 0 allows none.
+            max_lexer_states: maximum number of states of a grammar's lexer; a state has 1 to 2 KB.
         """
 
         max_whitespace: Annotated[int, Meta(ge=0, le=1000)] = 64
@@ -80,7 +80,7 @@ class LLGuidance(GrammarBackend):
 
     @classmethod
     def validate(cls, structured: StructuredOutputs, answer: str) -> str | None:
-        """Return what is wrong with a finished answer of a `lenient` request."""
+        """Return the first error of a finished answer of a `lenient` request."""
         assert structured.json is not None
         return validation_error(structured.json, answer)
 
@@ -218,7 +218,7 @@ _PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")
 
 
 def _reason(message: str) -> str:
-    """Return what is wrong, in one line, without the library's picture of the grammar or stack."""
+    """Return the error, in one line, without the library's picture of the grammar or stack."""
     message = message.partition("<backtrace>")[0]
     reason = " ".join(message.partition("\n   1 | ")[0].split())
     found = _PLACE.match(reason)

@@ -22,7 +22,7 @@ _REPEATS = re.compile(r"\{(\d+)(?:,(\d*))?\}")
 
 
 def validation_error(schema: dict[str, Any] | bool, answer: str) -> str | None:
-    """Return what is wrong with an answer that is to be JSON of a schema; None if nothing is."""
+    """Return the first error of an answer that is to be JSON of a schema; None without one."""
     import jsonschema  # noqa: PLC0415 - takes time, and few requests need it
     from referencing import Registry  # noqa: PLC0415
 

@@ -102,9 +102,9 @@ class XGrammar(GrammarBackend):
             any_whitespace: whether JSON may have any white space between its parts, or is written
                 as Python's json.dumps does.
             strict_mode: whether objects have only properties, and arrays only items, that the
-                schema describes, unless it says otherwise itself.
+                schema describes, unless it allows others itself.
             processes: maximum number of processes that compile.
-            threads: of each process.
+            threads: number of threads of each process.
             max_bytes: memory that each process may use for grammars.
         """
 
@@ -158,7 +158,7 @@ class XGrammar(GrammarBackend):
 
     @classmethod
     def validate(cls, structured: StructuredOutputs, answer: str) -> str | None:
-        """Return what is wrong with a finished answer of a `lenient` request."""
+        """Return the first error of a finished answer of a `lenient` request."""
         assert structured.json is not None
         return validation_error(structured.json, answer)
 
@@ -172,7 +172,7 @@ class XGrammar(GrammarBackend):
         self._compiler.close()
 
     def _job(self, structured: StructuredOutputs) -> tuple[Job, set[int]]:
-        """Return what to compile, and the special tokens that it has."""
+        """Return the source to compile, and the special tokens that it has."""
         match structured.format:
             case "json":
                 if not structured.lenient:

@@ -31,7 +31,7 @@ class CompileProcess:
 
         Args:
             start: what the process is sent first.
-            seconds: that compiling a grammar may take.
+            seconds: time limit for compiling a grammar.
             program: what the process runs.
         """
         self._start_message = start
@@ -43,7 +43,7 @@ class CompileProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, if there is one."""
+        """Id of the process, if there is one."""
         return None if self._process is None else self._process.pid
 
     def compile(self, job: Job, seconds: float) -> Answer:
@@ -51,7 +51,7 @@ class CompileProcess:
 
         Args:
             job: the request.
-            seconds: that it may take. A process that has to start first may need up to
+            seconds: its time limit. A process that has to start first may need up to
                 `_START_SECONDS` for that; half of `seconds`, at least, are left for the request.
 
         Raises:
@@ -160,7 +160,7 @@ class GrammarCompiler:
 
         Args:
             start: what each process is sent first.
-            seconds: that compiling a grammar may take.
+            seconds: time limit for compiling a grammar.
             processes: maximum number of them.
             program: what they run.
         """

@@ -49,7 +49,7 @@ class Job(msgspec.Struct):
 
 
 class Start(msgspec.Struct):
-    """What the process needs to know of the engine."""
+    """The facts about the engine that the process needs."""
 
     tokens: list[bytes]
     special: list[int]
@@ -63,7 +63,7 @@ class Answer(msgspec.Struct):
 
     Attributes:
         grammar: serialised.
-        warnings: what xgrammar says that it ignored.
+        warnings: what xgrammar reported as ignored.
         error: why there is no grammar.
     """
 
@@ -114,7 +114,7 @@ def answer(
         compiler: an xgrammar.GrammarCompiler.
         request: a `Job`, encoded.
         read_warnings: returns what was written to the standard error since its last call.
-        max_bytes: of memory that there is for it.
+        max_bytes: memory that the process may use for it.
     """
     job = msgspec.msgpack.decode(request, type=Job)
     try:
@@ -174,7 +174,7 @@ def main(seconds: float) -> None:
 
 
 def read_frame(stream: IO[bytes]) -> bytes:
-    """Return what `write_frame` wrote; nothing if the stream ends before."""
+    """Return the bytes that `write_frame` wrote; nothing if the stream ends before."""
     header = stream.read(LENGTH.size)
     if len(header) < LENGTH.size:
         return b""

@@ -78,7 +78,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def unenforced_keywords(schema: Any) -> list[str]:
-    """Return what a schema has that xgrammar does not enforce, sorted.
+    """Return the keywords of a schema that xgrammar does not enforce, sorted.
 
     xgrammar reads the parts of a schema that its `$ref`s reach from the root, and ignores much of
     them without a word; of the rest it warns.

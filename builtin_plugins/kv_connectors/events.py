@@ -1,4 +1,4 @@
-"""Says in KV events which blocks the stores of a rank keep."""
+"""Publishes KV events of the blocks that the stores of a rank keep."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TierEvents:
     """Follows what is stored in tiers and dropped there; its methods may be called by any thread.
 
     Stores know keys, and events have the hashes of blocks. So the hashes of the newest keys are
-    kept. A block whose key is not among them any more is said to be removed, since its eviction
+    kept. A block whose key is not among them any more is reported as removed, since its eviction
     could not be published.
     """
 

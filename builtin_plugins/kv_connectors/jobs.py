@@ -1,4 +1,4 @@
-"""What the two halves of the connector "stores" say to each other."""
+"""Messages between the two halves of the connector "stores"."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ class Lookup(msgspec.Struct, frozen=True, array_like=True):
     """How many leading blocks of these are stored?
 
     Attributes:
-        serial: of the answer.
-        hashes: of consecutive blocks.
+        serial: serial number of the answer.
+        hashes: hashes of consecutive blocks.
     """
 
     serial: int
@@ -22,7 +22,7 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         peer: id of the engine.
-        secret: that it gave.
+        secret: the secret that it gave.
     """
 
     peer: str
@@ -33,7 +33,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     """Load the blocks of a request.
 
     Attributes:
-        hashes: of consecutive blocks.
+        hashes: hashes of consecutive blocks.
         block_ids: where to.
         in_step: whether the step reads them; if not, the request waits for them.
         transfer: the engine that offers them; None loads from the stores.
@@ -62,7 +62,7 @@ class Renewal(msgspec.Struct, frozen=True, array_like=True):
     """Keep blocks that are offered for longer.
 
     Attributes:
-        hashes: of the blocks.
+        hashes: hashes of the blocks.
         transfer: whose blocks they are; a peer of "" is this engine.
     """
 
@@ -90,7 +90,7 @@ class Jobs(msgspec.Struct, array_like=True):
 
 
 class WorkerMessage(msgspec.Struct, array_like=True):
-    """What a worker answers.
+    """The answer of a worker.
 
     Attributes:
         found: number of leading blocks that are stored, by serial of the lookup.
@@ -103,12 +103,12 @@ class WorkerMessage(msgspec.Struct, array_like=True):
     unoffered: list[tuple[bytes, bytes]] = msgspec.field(default_factory=list)
 
     def __bool__(self) -> bool:
-        """Return whether there is anything to say."""
+        """Return whether there is anything to report."""
         return bool(self.found or self.unsaved or self.unoffered)
 
 
 class Handshake(msgspec.Struct, frozen=True):
-    """What a worker says at its start.
+    """The message of a worker at its start.
 
     Attributes:
         peers: engines whose blocks it can fetch; None if no store can.

@@ -166,7 +166,7 @@ class StoresWorker(KVConnectorWorker):
         self._cache = None
 
     def handshake(self) -> Handshake:
-        """Say which peers can be reached."""
+        """Return the peers that can be reached."""
         tier = self._tiers.peer_tier
         if tier is None:
             return Handshake()
@@ -255,7 +255,7 @@ class StoresWorker(KVConnectorWorker):
                 job.give_up()
 
     def take_message(self) -> WorkerMessage | None:
-        """Return what was found, and what could not be saved."""
+        """Return the blocks that were found, and those that could not be saved."""
         with self._lock:
             answers, self._answers = self._answers, WorkerMessage()
         answers.unsaved, answers.unoffered = self._saver.take_left_out()
@@ -453,7 +453,7 @@ class StoresWorker(KVConnectorWorker):
 
 
 def _events(context: KVWorkerContext) -> TierEvents | None:
-    """Return what publishes events; the first rank does, since all keep the same blocks."""
+    """Return the publisher of events; the first rank does, since all keep the same blocks."""
     if context.publish is None or context.rank:
         return None
     return TierEvents(context.publish, context.identity.block_size)

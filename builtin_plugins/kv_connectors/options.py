@@ -16,10 +16,11 @@ class StoresOptions(plugins.Options):
     """Options, in `[plugin.stores]`.
 
     Attributes:
-        threads: that load, and as many for each other engine whose blocks are fetched.
-        save_threads: that store, and as many that offer blocks to other engines.
-        save_bytes: of host memory for blocks that are about to be stored, and as many for those
-            that are about to be offered; when it is full, blocks are not stored.
+        threads: number of threads that load, and as many for each other engine whose blocks are
+            fetched.
+        save_threads: number of threads that store, and as many that offer blocks to other engines.
+        save_bytes: bytes of host memory for blocks that are about to be stored, and as many for
+            those that are about to be offered; when it is full, blocks are not stored.
         save_wait_seconds: maximum time for which a step waits for room there.
         offer_wait_seconds: the same, for blocks that are to be offered.
         write: blocks are stored in all stores at once ("through"), or in those after the nearest
@@ -28,7 +29,8 @@ class StoresOptions(plugins.Options):
             them are loaded; a divisor of the number of layers.
         load_in_step: load what another engine offers within the step that needs it, a group of
             layers after the other, instead of before.
-        timeout_seconds: of each call of a store; at most half of `kv_connector.load_seconds`.
+        timeout_seconds: time limit of each call of a store; at most half of
+            `kv_connector.load_seconds`.
         breaker_failures: failed calls in a row, after which a store is left out.
         breaker_seconds: for how long.
     """

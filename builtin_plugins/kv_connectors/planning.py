@@ -37,10 +37,10 @@ class _Query:
 
     Attributes:
         first: index of its first block.
-        ranks: that have not answered.
+        ranks: ranks that have not answered.
         count: leading blocks that all ranks which have answered have.
-        serial: of the lookup.
-        hashes: of the blocks.
+        serial: serial number of the lookup.
+        hashes: hashes of the blocks.
     """
 
     first: int
@@ -95,7 +95,7 @@ class StoresScheduler(KVConnectorScheduler):
 
         Args:
             connector: whose configuration it has.
-            context: of the half.
+            context: context of the half.
             loads_in_step: whether blocks that another engine offers are loaded in the step that
                 needs them, layers after layers, and not before.
         """
@@ -126,9 +126,9 @@ class StoresScheduler(KVConnectorScheduler):
         self._queries.clear()
         self._saved.clear()
         self._jobs = Jobs()
-        said = [msgspec.convert(data, Handshake) for data in handshakes]
-        if all(one.peers is not None for one in said):
-            self._peers = sorted(set.intersection(*(set(one.peers or ()) for one in said)))
+        received = [msgspec.convert(data, Handshake) for data in handshakes]
+        if all(one.peers is not None for one in received):
+            self._peers = sorted(set.intersection(*(set(one.peers or ()) for one in received)))
 
     def check_request(self, request: EngineCoreRequest) -> None:
         """Check the parameters of a transfer; remember to renew what waits for it.
@@ -338,7 +338,7 @@ class StoresScheduler(KVConnectorScheduler):
         request: Request,
         block_ids: BlockIds,  # noqa: ARG002 - what is saved was copied in its step
     ) -> tuple[bool, Mapping[str, Any] | None]:
-        """Forget a request; say where its blocks are offered."""
+        """Forget a request; return where its blocks are offered."""
         request_id = request.request_id
         for known in (self._queries, self._matched, self._admitted, self._incoming):
             known.pop(request_id, None)

@@ -37,7 +37,7 @@ class Saver:
             tiers: borrowed.
             groups: layers of each part of a block.
             key: called with a block's hash, group and secret.
-            options: of the connector.
+            options: options of the connector.
             lease: seconds for which blocks are offered.
             open_threads: called with a name and a number of threads.
             pools: for blocks that are stored, and for those that are offered.
@@ -154,7 +154,7 @@ class Saver:
             self._changed = True
 
     def _not_saved(self, hashes: Sequence[bytes], secret: bytes | None = None) -> None:
-        """Say which blocks were not stored; with a secret, not offered."""
+        """Report the blocks that were not stored; with a secret, not offered."""
         with self._lock:
             if secret is None:
                 self._unsaved += hashes
@@ -163,7 +163,7 @@ class Saver:
             self._changed = True
 
     def _no_room(self, hashes: Sequence[bytes], secret: bytes, hint: str) -> None:
-        """Say which blocks were not offered, and report it once per request and step."""
+        """Report the blocks that were not offered, and log it once per request and step."""
         with self._lock:
             is_known = any(secret == one for one, _ in self._unoffered)
         self._not_saved(hashes, secret)

@@ -1,6 +1,6 @@
 """Blocks in host memory: a header, then the bytes of each layer; copies to and from the KV cache.
 
-The header says whose block it is, and has a checksum of all bytes. It is compared after each load,
+The header identifies the block, and has a checksum of all bytes. It is compared after each load,
 so that damaged, foreign and outdated bytes are misses.
 
 Stores never touch the KV cache: a store that goes on writing after its time would overwrite the
@@ -29,7 +29,7 @@ HEADER_BYTES = 128
 
 
 class BadBlockError(Exception):
-    """A block is not what was asked for; the message says why."""
+    """A block is not what was asked for; the message gives the reason."""
 
 
 def write_header(buffer: BlockBuffer, key: bytes, generation: int) -> None:
@@ -37,7 +37,7 @@ def write_header(buffer: BlockBuffer, key: bytes, generation: int) -> None:
 
     Args:
         buffer: the header, then the layers.
-        key: of the block.
+        key: key of the block.
         generation: a number that no other write has.
     """
     whole, size = buffer.whole, len(buffer.whole) - HEADER_BYTES
@@ -81,7 +81,7 @@ class Buffer:
 
     Attributes:
         layers: uint8 [bytes] of each layer; pinned tensors, or arrays.
-        views: of the header and of each layer, for stores.
+        views: views of the header and of each layer, for stores.
     """
 
     def __init__(self, layer_bytes: Sequence[int], *, pin_memory: bool) -> None:

@@ -1,4 +1,8 @@
-"""Threads that call stores, some of which may never return."""
+"""Threads that call stores, some of which may never return.
+
+The worker half of the connector "stores" loads (moving.py) and saves (saving.py) in them, so that a
+store that hangs costs a thread and no step.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +27,8 @@ class TaskThreads:
         """Start no thread yet.
 
         Args:
-            name: of the threads.
-            count: of threads at most, without those that are stuck.
+            name: name of the threads.
+            count: maximum number of threads, without those that are stuck.
             timeout: seconds after which a task's thread is stuck.
             report: called with a message if a task raises.
         """
@@ -110,7 +114,7 @@ class PeerThreads:
 
         Args:
             open_threads: called with a name and a number of threads.
-            count: of threads that fetch blocks from one peer.
+            count: number of threads that fetch blocks from one peer.
         """
         self._open_threads, self._count = open_threads, count
         self._fetchers: dict[str, TaskThreads] = {}

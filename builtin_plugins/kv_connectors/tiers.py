@@ -76,7 +76,7 @@ class CircuitBreaker:
 
 
 class _BadAnswerError(Exception):
-    """A store has returned what it must not; the message says what."""
+    """A store has returned what it must not; the message describes it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -85,8 +85,8 @@ class _Call:
 
     Attributes:
         began: when, on the monotonic clock.
-        views: of the buffer that the store uses.
-        future: that was waited for in vain.
+        views: views of the buffer that the store uses.
+        future: the future that did not end in time.
     """
 
     began: float
@@ -98,7 +98,7 @@ class Tier:
     """One store; its methods are called by several threads and never raise.
 
     Attributes:
-        store: that it calls.
+        store: the store that it calls.
         stats: totals since the start.
     """
 
@@ -114,10 +114,10 @@ class Tier:
 
         Args:
             store: borrowed.
-            breaker: of its own.
+            breaker: circuit breaker of this store.
             timeout: seconds after which a call has failed.
             report_fault: counts a fault: name, message.
-            events: says what the store keeps; None if no events are published.
+            events: reports what the store keeps; None if no events are published.
         """
         self.store = store
         self.stats = KVTierStats()
@@ -125,13 +125,13 @@ class Tier:
         self._timeout = timeout
         self._report_fault = report_fault
         self._events = events
-        self._says_size = type(store).used_bytes is not KVStore.used_bytes
+        self._reports_size = type(store).used_bytes is not KVStore.used_bytes
         self._lock = threading.Lock()
         self._calls: dict[_Call, None] = {}
         self._local = threading.local()
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return for each key whether the store says that it has it."""
+        """Return for each key whether the store reports that it has it."""
 
         def answers(found: Any) -> list[bool]:
             if not isinstance(found, Sequence) or isinstance(found, str | bytes):
@@ -183,7 +183,7 @@ class Tier:
             return bool(is_there)
 
         began = time.perf_counter()
-        room.whole[:8] = bytes(8)  # a store that says it has loaded and has not is found out
+        room.whole[:8] = bytes(8)  # detects a store that reports a load and has not loaded
         is_there = self._call(method, lambda: load(room), check, room)
         if is_there is not None:  # after a failure, it may still be in use
             self._local.room = room
@@ -199,7 +199,7 @@ class Tier:
         if is_kept:
             if self._events is not None:
                 self._events.stored(self.store.name, key)
-            if self._says_size:
+            if self._reports_size:
                 self._read_size()
         return is_kept
 
@@ -257,7 +257,7 @@ class Tier:
         check: Callable[[Any], _T],
         views: BlockBuffer | None = None,
     ) -> _T | None:
-        """Return what `check` makes of a result; None if it failed, or the store is left out."""
+        """Return a result after `check`; None if it failed, or the store is left out."""
         if not self._breaker.allows(method) or self._is_stuck(method):
             return None
         running = _Call(time.monotonic(), views)

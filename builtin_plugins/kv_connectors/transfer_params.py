@@ -22,9 +22,9 @@ class TransferParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         do_remote_decode: this engine computes the prompt, and offers its blocks to another one. Its
             last output has the parameters for that one.
         do_remote_prefill: another engine has computed the prompt.
-        remote_engine_id: which one.
-        transfer_token: that it gave.
-        num_tokens: of the prompt, whose blocks it offers.
+        remote_engine_id: id of that engine.
+        transfer_token: the token that it gave.
+        num_tokens: length of the prompt, whose blocks it offers.
     """
 
     do_remote_decode: bool = False
@@ -47,9 +47,9 @@ def read_params(
     """Return the parameters of a request, checked.
 
     Args:
-        request: that has some.
+        request: a request with such parameters.
         peers: engines that the configuration knows; None if no store exchanges blocks.
-        engine_id: of this engine; "" if it has none.
+        engine_id: id of this engine; "" if it has none.
 
     Raises:
         RequestError: they are wrong.
@@ -69,7 +69,8 @@ def read_params(
         )
     if request.params.n != 1:
         raise RequestError(
-            f"{path}: expected n = 1 with it, for blocks are fetched once, got {request.params.n}"
+            f"{path}: expected n = 1 with it, because blocks are fetched once, "
+            f"got {request.params.n}"
         )
     source = {"remote_engine_id", "transfer_token", "num_tokens"}
     given = {name for name in source if getattr(read, name) is not None}

@@ -39,8 +39,8 @@ class ChainStore(KVStore):
                 its own, `[plugin.<name>]`.
             write: blocks are stored in all stores at once ("through"), or in those after the
                 nearest later, from a copy ("behind").
-            copy_bytes: of host memory for these copies; when it is full, blocks are stored in the
-                nearest alone.
+            copy_bytes: bytes of host memory for these copies; when it is full, blocks are stored in
+                the nearest alone.
             breaker_failures: failed calls in a row, after which a store is left out.
             breaker_seconds: for how long.
         """
@@ -107,7 +107,7 @@ class ChainStore(KVStore):
 
     @property
     def used_bytes(self) -> int | None:
-        """Bytes of the blocks in all stores; None if one does not say it."""
+        """Bytes of the blocks in all stores; None if one does not report it."""
         sizes = [link.used_bytes() for link in self._links]
         known = [size for size in sizes if size is not None]
         return sum(known) if len(known) == len(sizes) else None
@@ -147,7 +147,7 @@ class _Link:
         return bool(self._call(method, *args))
 
     def used_bytes(self) -> int | None:
-        """Return the bytes that it keeps, if it says so."""
+        """Return the bytes that it keeps, if it reports them."""
         try:
             return self._store.used_bytes
         except Exception as cause:

@@ -44,13 +44,13 @@ class DiskStore(KVStore):
         """Where, and how much.
 
         Attributes:
-            path: of a folder on a disk of this machine, for this store alone; it is made if it is
-                not there. Only this user may have access to it. No file in it may be cut short
+            path: path of a folder on a disk of this machine, for this store alone; it is made if it
+                is not there. Only this user may have access to it. No file in it may be cut short
                 while an engine uses it.
-            size_bytes: of all files together, those of all engines and ranks that share the path;
-                equal for all of them. Blocks of each size have a file of their own. As one grows,
-                those that no engine uses are removed if there is no other room; those in use stay,
-                and it may have an eighth of the size all the same.
+            size_bytes: size of all files together, those of all engines and ranks that share the
+                path; equal for all of them. Blocks of each size have a file of their own. As one
+                grows, those that no engine uses are removed if there is no other room; those in use
+                stay, and it may have an eighth of the size all the same.
         """
 
         path: Annotated[str, Meta(min_length=1)]
@@ -62,7 +62,7 @@ class DiskStore(KVStore):
         """Open the files, or make them.
 
         Raises:
-            ConfigError: that cannot be done.
+            ConfigError: it is not possible.
         """
         super().__init__(context)
         options, setting = self.options, f"plugin.{self.name}"
@@ -318,7 +318,7 @@ class DiskStore(KVStore):
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[bool]:
-        """Keep others from changing the index; gives whether they let go of it in time."""
+        """Keep others from changing the index; give whether they released it in time."""
         with self._lock, self.slab.writing_index(_BUSY_SECONDS) as may_change:
             if not may_change:
                 self._store_at = time.monotonic() + _BUSY_SECONDS

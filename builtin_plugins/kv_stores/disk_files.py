@@ -1,4 +1,7 @@
-"""Folders and files of this user alone, and locks that end with their process."""
+"""Folders and files of this user alone, and locks that end with their process.
+
+The store "disk" opens all its files here: several engines share them, and others must not.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class RefusedError(Exception):
-    """A folder or file cannot be used; the message says why."""
+    """A folder or file cannot be used; the message gives the reason."""
 
 
 class DamagedError(RefusedError):
@@ -31,7 +34,7 @@ class BusyError(RefusedError):
 
 
 def file_system_bytes(path: Path) -> int:
-    """Return the size of the file system that a path is on, or will be; 0 if it does not say.
+    """Return the size of the file system that a path is on, or will be; 0 if it is unknown.
 
     Raises:
         OSError: it cannot be found out.
@@ -46,7 +49,7 @@ def open_folder(path: str | Path, within: int | None = None) -> int:
     """Return the descriptor of a folder that only this user can use; it is made if it is not there.
 
     Args:
-        path: of the folder.
+        path: path of the folder.
         within: descriptor of the folder that a relative path starts from.
 
     Raises:
@@ -67,9 +70,9 @@ def open_file(name: str, within: int, flags: int = 0) -> int:
     """Return the descriptor of a file that only this user can use; it is made if it is not there.
 
     Args:
-        name: of the file.
+        name: name of the file.
         within: descriptor of its folder.
-        flags: of `os.open` besides those for reading and writing.
+        flags: flags of `os.open` besides those for reading and writing.
 
     Raises:
         RefusedError: it is a symbolic link, or not a file, or others can use it.

@@ -56,7 +56,7 @@ class Slab:
     """The slab of blocks of one size, shared by all that open it.
 
     Attributes:
-        index: says which blocks are in its slots.
+        index: the blocks in its slots.
         capacity: most slots that it may have.
         wanted: how many there should be; the index may have room for fewer, if others use it that
             were opened with a smaller size, or the disk has no room for a larger index.
@@ -69,8 +69,8 @@ class Slab:
 
         Args:
             folder: descriptor of the folder of slabs, borrowed.
-            block_bytes: of each block.
-            size_bytes: of all slabs together at most, with their indexes.
+            block_bytes: size of each block.
+            size_bytes: maximum size of all slabs together, with their indexes.
             seconds: to wait for others that are opening or removing slabs.
 
         Raises:
@@ -110,7 +110,7 @@ class Slab:
         """Return the index.
 
         Raises:
-            DamagedError: it is not one, or the slab has fewer slots than it says.
+            DamagedError: it is not one, or the slab has fewer slots than it lists.
         """
         descriptor = open_file("index", self._directory)
         try:
@@ -193,7 +193,7 @@ class Slab:
 
     @contextlib.contextmanager
     def writing_index(self, seconds: float) -> Iterator[bool]:
-        """Keep other processes from changing the index; gives whether they let go of it in time."""
+        """Keep other processes from changing the index; give whether they released it in time."""
         is_locked = self._locks.lock(_WRITER, seconds)
         try:
             yield is_locked

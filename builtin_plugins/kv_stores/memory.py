@@ -34,7 +34,7 @@ class MemoryStore(KVStore):
         """Its size.
 
         Attributes:
-            size_bytes: of all blocks together, in each rank.
+            size_bytes: size of all blocks together, in each rank.
         """
 
         size_bytes: Annotated[int, Meta(ge=1)] = 1 << 30
@@ -236,7 +236,7 @@ class _Memory:
     """
 
     def __init__(self, path: str, size: int, *, pin: bool) -> None:
-        """Reserve it; `path` is the option that says how much."""
+        """Reserve it; `path` is the option with its size."""
         self._pinned = False
         try:
             self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -66,11 +66,11 @@ class PeerToPeerStore(PeerKVStore):
                 "{rank}" in it stands for the rank.
             peers: addresses of other engines by `kv_connector.engine_id`; this engine's own id is
                 passed over, so that all may have the same table.
-            public_keys: of other engines by id; those with tcp addresses need one, and at a tcp
-                address only these may ask.
+            public_keys: public keys of other engines by id; those with tcp addresses need one, and
+                at a tcp address only these may ask.
             secret_key_file: with the secret key of this engine, which tcp needs; owned by the user
                 or root, and with mode 0600 or 0640.
-            size_bytes: of all blocks together, in each rank.
+            size_bytes: size of all blocks together, in each rank.
             lookup_seconds: to wait for peers that are asked, all at once, whether they have blocks.
             connect_seconds: to wait for a connection to a peer.
             wait_seconds: to wait for a block that a peer has offered, but does not have yet.

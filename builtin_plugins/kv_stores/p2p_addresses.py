@@ -38,8 +38,8 @@ def address_of_rank(address: str, path: str, rank: int, world_size: int) -> str:
 
     Args:
         address: ipc:///PATH or tcp://HOST:PORT, in which "{rank}" stands for the rank.
-        path: of the setting, for messages.
-        rank: of the worker.
+        path: path of the setting, for messages.
+        rank: rank of the worker.
         world_size: number of ranks.
 
     Raises:
@@ -47,8 +47,8 @@ def address_of_rank(address: str, path: str, rank: int, world_size: int) -> str:
     """
     if world_size > 1 and _RANK not in address:
         raise ConfigError(
-            f"{path}: expected {_RANK} in it, for this engine has {world_size} ranks and each has "
-            f"an address of its own, got {address!r}"
+            f"{path}: expected {_RANK} in it, because this engine has {world_size} ranks and each "
+            f"has an address of its own, got {address!r}"
         )
     result = address.replace(_RANK, str(rank))
     scheme, _, rest = result.partition("://")
@@ -89,7 +89,7 @@ class SocketPlace:
 
         Args:
             address: ipc:///PATH.
-            path: of the setting, for messages.
+            path: path of the setting, for messages.
 
         Raises:
             ConfigError: others can reach what is in the folder, or a process listens there already.
@@ -158,7 +158,7 @@ class SocketPlace:
 
 
 def _folder_fault(folder: Path) -> str:
-    """Return what is wrong with the folder of a socket; empty if nothing is."""
+    """Return the problem with the folder of a socket; empty if there is none."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode):
         return f"expected a folder, not a link, at {str(folder)!r}"
@@ -194,7 +194,7 @@ def read_key_pair(file: str, path: str) -> KeyPair:
     Args:
         file: holds the secret one, 40 characters in Z85 as `zmq.curve_keypair` makes them; "~" at
             its start is this user's home.
-        path: of the setting, for messages.
+        path: path of the setting, for messages.
 
     Raises:
         ConfigError: the file cannot be read, others can read it, or it holds no key.
@@ -213,7 +213,7 @@ def public_key(text: str, path: str) -> bytes:
     """Return a public key, checked.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not a public key.
     """
     key = text.encode()
     if not _is_key(key):

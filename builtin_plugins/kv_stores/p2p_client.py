@@ -37,11 +37,11 @@ class Exchange:
     """A question to a peer and its answer.
 
     Attributes:
-        client: of the peer.
+        client: client of the peer.
         socket: lent by the client.
         is_probe: whether the peer did not answer a moment ago.
         is_sent: whether the peer was connected.
-        payload: of the answer; None if there is none.
+        payload: payload of the answer; None if there is none.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class PeerClient:
         """Connect later.
 
         Args:
-            name: of the peer.
+            name: name of the peer.
             connect: opens a socket.
             retry_seconds: for which the peer is not asked after it did not answer.
             report_fault: called with a message, once until the peer answers again.

@@ -1,4 +1,4 @@
-"""What engines that exchange blocks say to each other.
+"""Messages between engines that exchange blocks.
 
 A question is the frames `[serial, body]`, an answer `[serial, status, payload]`, where the payload
 is a block or, for `Has`, a byte for each key.
@@ -44,7 +44,7 @@ class Take(_Question, frozen=True):
 
     Attributes:
         seconds: to wait for it.
-        identity: of the blocks that the client can use, see `KVStoreContext.identity`.
+        identity: identity of the blocks that the client can use, see `KVStoreContext.identity`.
     """
 
     key: _Key

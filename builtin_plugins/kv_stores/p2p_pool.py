@@ -19,7 +19,7 @@ class _Offer:
     """A block that one other engine may take.
 
     Attributes:
-        seconds: of its lease, also when it is renewed.
+        seconds: length of its lease, also when it is renewed.
         until: end of the lease, on the monotonic clock.
     """
 

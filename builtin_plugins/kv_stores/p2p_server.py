@@ -60,7 +60,7 @@ class BlockServer:
             keys: bound to ZeroMQ's authentication, where clients need keys; owned from now on.
             allowed: public keys of those that may ask, in Z85.
             pool: borrowed.
-            identity: of the pool's blocks.
+            identity: identity of the pool's blocks.
             report_fault: called if the thread fails.
         """
         self._listening, self._keys = listening, keys
@@ -122,12 +122,12 @@ class BlockServer:
         return min(max(first - time.monotonic(), 0.001), _SWEEP_S)
 
     def _check_key(self, keys: Socket | None) -> None:
-        """Say whether a client's key is known, by ZeroMQ's authentication protocol."""
+        """Answer whether a client's key is known, by ZeroMQ's authentication protocol."""
         assert keys is not None
         version, serial, _domain, _address, _name, mechanism, *rest = keys.recv_multipart()
         is_known = mechanism == b"CURVE" and len(rest) == 1 and rest[0] in self._allowed
-        said = (b"200", b"OK") if is_known else (b"400", b"unknown key")
-        keys.send_multipart([version, serial, *said, b"", b""])
+        status = (b"200", b"OK") if is_known else (b"400", b"unknown key")
+        keys.send_multipart([version, serial, *status, b"", b""])
 
     def _answer_some(self) -> None:
         for _ in range(_BURST):

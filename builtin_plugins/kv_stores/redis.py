@@ -45,7 +45,7 @@ class RedisStore(KVStore):
         Attributes:
             url: `redis://HOST:PORT/DB`, `rediss://HOST:PORT/DB` for TLS, or `unix:///PATH`;
                 without user and password.
-            username: of an access control list; None is the default user.
+            username: user of an access control list; None is the default user.
             password_file: whose text is the password; owned by the user or root, and not readable
                 by others. It is read for each new connection.
             password_env: environment variable that holds the password, instead.
@@ -53,7 +53,7 @@ class RedisStore(KVStore):
                 system's.
             ssl_certfile: the client's certificate, if the server wants one.
             ssl_keyfile: its key.
-            prefix: of all keys.
+            prefix: prefix of all keys.
             ttl_seconds: for which a block is kept; None is until the server drops it.
             timeout_seconds: without a byte of the server's answer.
             connect_timeout_seconds: until a connection stands.
@@ -139,7 +139,7 @@ class RedisStore(KVStore):
         connection = self._library.connection
         encoder = connection.Encoder("utf-8", "strict", decode_responses=False)
         settings: dict[str, Any] = {
-            "protocol": 2,  # which all servers know, and which needs no right to say HELLO
+            "protocol": 2,  # which all servers know, and which needs no right to use HELLO
             "socket_timeout": options.timeout_seconds,
             "socket_connect_timeout": options.connect_timeout_seconds,
             "socket_read_size": _READ_BYTES,

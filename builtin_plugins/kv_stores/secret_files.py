@@ -1,4 +1,7 @@
-"""Files that hold a secret."""
+"""Files that hold a secret, such as the keys of "p2p" and the password of "redis".
+
+They are refused where other users can read them, before the secret is used.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ def read_secret(file: str, path: str, limit: int) -> bytes:
 
     Args:
         file: may be a symbolic link, as mounted secrets are.
-        path: of the setting that names it, for messages.
+        path: path of the setting that names it, for messages.
         limit: number of bytes at most.
 
     Raises:

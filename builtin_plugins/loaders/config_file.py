@@ -24,7 +24,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """Return the content of a config.json.
 
     Raises:
-        ModelError: it cannot be read; where it is missing, says what the directory is instead.
+        ModelError: it cannot be read; where it is missing, the message describes the directory.
     """
     folder = path.parent
     if folder.is_dir() and not path.exists():

@@ -29,7 +29,7 @@ class DummyLoader(WeightLoader):
         """The seed.
 
         Attributes:
-            seed: of all weights.
+            seed: seed of all weights.
         """
 
         seed: int = 0
@@ -52,7 +52,7 @@ class DummyLoader(WeightLoader):
         return read_model_config(self._path)
 
     def content_hash(self, hash_file: Callable[[Path], str]) -> str:  # noqa: ARG002 - it has none
-        """Return the seed; that the names and shapes of weights are the same says the config."""
+        """Return the seed; the config determines the names and shapes of the weights."""
         return f"random numbers of seed {self.options.seed}, generator of torch {torch.__version__}"
 
     @property

@@ -26,7 +26,7 @@ def regular_file(path: Path, where: str) -> Path:
             return path
         found = "something else, a directory or a pipe for example" if path.exists() else None
     except (OSError, ValueError) as cause:  # the name is too long, for example
-        raise ModelError(f"{where}: expected a file, got a path that is none: {cause}") from cause
+        raise ModelError(f"{where}: expected a file, got an invalid path: {cause}") from cause
     if found is None:
         raise ModelError(f"{where} cannot be read: No such file or directory")
     raise ModelError(f"{where}: expected a regular file, got {found}")
@@ -63,7 +63,8 @@ def file_inside(folder: Path, name: str, where: str) -> Path:
     the folder's files.
 
     Raises:
-        ModelError: the name is none, leads out of the folder, or is that of a pickle or of no file.
+        ModelError: the name is not a name, leads out of the folder, or belongs to a pickle or to no
+            file.
     """
     if not name or "\0" in name:
         raise ModelError(f"{where}: expected the name of a file, got {short(name)}")

@@ -176,7 +176,7 @@ class GGUFLoader(WeightLoader):
         return found
 
     def _refuse_changes(self, head_size: int) -> None:
-        """Refuse metadata that says that the model is another one than would be computed.
+        """Refuse metadata of another model than would be computed.
 
         Raises:
             ModelError: there is some.
@@ -232,7 +232,7 @@ class GGUFLoader(WeightLoader):
         found, prefix = dict[str, Any](), f"{self._source}: {self._name}"
         for key, (name, kind) in self._architecture.all_fields().items():
             value = self._file.scalar(f"{self._name}.{key}", kind)
-            if name == "sliding_window" and value == 0:  # as converters of Phi-3 say "none"
+            if name == "sliding_window" and value == 0:  # as converters of Phi-3 write "none"
                 value = None
             if value is None and key in REQUIRED:
                 raise ModelError(f"{prefix}.{key}: missing")

@@ -1,4 +1,4 @@
-"""How GGUF files say what model they have: architectures, metadata and names of tensors.
+"""The model of a GGUF file: architectures, metadata and names of tensors.
 
 The names are those of llama.cpp (gguf-py's constants.py); what converters change and models assume
 is in its convert_hf_to_gguf.py and src/llama-model.cpp.
@@ -154,7 +154,7 @@ class Architecture:
 
 
 def _gemma(config: Fields, largest: int) -> Fields:
-    """Return what both have; of the model with `largest` layers heads are scaled otherwise."""
+    """Return the fields of both; of the model with `largest` layers heads are scaled otherwise."""
     size = config["head_dim"]
     if config["num_hidden_layers"] == largest:
         size = config["hidden_size"] / config["num_attention_heads"]

@@ -84,7 +84,8 @@ class StoredTensor:
 
         Args:
             cut: the part; None is all.
-            head_size: of q or k whose rows llama.cpp has permuted within each head; else None.
+            head_size: head size of q or k, whose rows llama.cpp has permuted within each head; else
+                None.
         """
         scheme = self._scheme
         if scheme is not None and cut is not None and cut.dim and cut.more:
@@ -129,7 +130,7 @@ class StoredTensor:
         head_size: int | None,
         read: Callable[[Cut | None], torch.Tensor],
     ) -> torch.Tensor:
-        """Return what `read` gives of a part, in Hugging Face's order of rows."""
+        """Return the result of `read` for a part, in Hugging Face's order of rows."""
         if cut is not None and cut.more:
             parts = [self._rows(part, head_size, read) for part in cut.parts]
             return torch.cat(parts, cut.dim)

@@ -68,7 +68,7 @@ class SafetensorsLoader(WeightLoader):
         """Return the configuration in config.json and generation_config.json.
 
         Raises:
-            ModelError: config.json is missing or invalid, does not say how the checkpoint is
+            ModelError: config.json is missing or invalid, does not state how the checkpoint is
                 quantised, or a shard is missing or truncated.
         """
         path = self.context.files.path
@@ -156,7 +156,7 @@ class SafetensorsLoader(WeightLoader):
         """Return the names of the tensors of each quantised matrix.
 
         It has others than a weight and a bias, `q_proj.qweight` and `q_proj.scales` for example,
-        next to `q_proj.weight` or in its place; or a weight of whole numbers, whose scheme says
+        next to `q_proj.weight` or in its place; or a weight of whole numbers, whose scheme states
         what it lacks.
         """
         if self._quantization is None:

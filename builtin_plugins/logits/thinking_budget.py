@@ -63,7 +63,7 @@ class ThinkingBudget(SparseLogitsProcessor):
         """The arguments, and the markers to look for.
 
         Attributes:
-            markers: of `start` and `end`, or the reasoning parser's.
+            markers: markers of `start` and `end`, or the reasoning parser's.
         """
 
         markers: ReasoningMarkers = ReasoningMarkers()
@@ -147,7 +147,7 @@ class ThinkingBudget(SparseLogitsProcessor):
 
 @dataclass(frozen=True)
 class _Rules:
-    """What is the same for a request's whole life."""
+    """The constants of a request's whole life."""
 
     budget: int
     tracker: ReasoningTracker
@@ -158,7 +158,7 @@ class ThinkingState(NamedTuple):
 
     Attributes:
         rules: the same for a request's whole life.
-        position: of its tokens among the markers.
+        position: position among the markers that its tokens have led to.
         left: tokens left in the budget of this thinking block.
         forced: the token to force next; None if none.
     """

@@ -38,7 +38,7 @@ _MAX_LAYERS = 1 << 10
 _MAX_HEAD_SIZE = 1 << 16
 
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
-"""What a config's `layer_types` says of a layer."""
+"""The value of a config's `layer_types` for a layer."""
 
 _GATES: dict[str, Callable[[Ops], Callable[[torch.Tensor], torch.Tensor]]] = {
     "silu": lambda ops: ops.silu_and_mul,
@@ -152,7 +152,7 @@ class Llama(Model):
         """Return whether each layer has full attention or the sliding window, from `layer_types`.
 
         Args:
-            default: of a config without that field.
+            default: types of a config without that field.
 
         Raises:
             ModelError: there are others, or not one for each layer.
@@ -174,7 +174,7 @@ class Llama(Model):
         return [rope] * self._num_layers
 
     def attention_scale(self) -> float:
-        """Return what attention scores are multiplied by."""
+        """Return the factor of attention scores."""
         return 1.0 / math.sqrt(self._head_size)
 
     def attention_softcap(self) -> float | None:
@@ -182,7 +182,7 @@ class Llama(Model):
         return None
 
     def embedding_scale(self) -> float:
-        """Return what the embedded tokens are multiplied by."""
+        """Return the factor of embedded tokens."""
         return 1.0
 
     def attention_biases(self) -> tuple[bool, bool]:
@@ -207,7 +207,7 @@ class Llama(Model):
         return weight_shapes(self._stored_layers())
 
     def weight_cuts(self) -> dict[str, Cut]:
-        """Return what this rank has of them."""
+        """Return the parts of them that this rank has."""
         return weight_cuts(self._stored_layers())
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -274,7 +274,7 @@ class Llama(Model):
         return x
 
     def run_mlp(self, index: int, h: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:  # noqa: ARG002
-        """Return what the MLP of a layer of this stage gives for h [tokens, hidden]."""
+        """Return the result of the MLP of a layer of this stage for h [tokens, hidden]."""
         return self._decoder_layers[index].mlp(h)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,7 @@ class Mixture(Llama):
             name: field with the number of experts.
 
         Raises:
-            ModelError: they are none, or the activation is not that of the operations.
+            ModelError: they are not counts, or the operations have another activation.
         """
         fields = self._fields
         count = fields.whole(name, at_most=_MAX_EXPERTS)

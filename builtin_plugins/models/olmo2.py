@@ -87,7 +87,7 @@ class _PartialNorm(RMSNorm):
 
         Args:
             x: the part of this rank.
-            mean: of the squares of all parts, float32 [tokens].
+            mean: mean of the squares of all parts, float32 [tokens].
         """
         scale = torch.rsqrt(mean + self._eps)[:, None]
         return (x.flatten(1).float() * scale * self._weight).to(x.dtype).view_as(x)

@@ -25,7 +25,7 @@ class Phi3(Llama):
     config_defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-5}
 
     def rotary_embeddings(self) -> Sequence[RotaryEmbedding | None]:
-        """Return each layer's, for a context that was extended from 4096 unless the config says."""
+        """Return each layer's embedding; by default, for a context that was extended from 4096."""
         fields = self._fields
         parameters = fields.table("rope_parameters") or fields.table("rope_scaling")
         stated = (self._hf.get(_ORIGINAL), parameters.get(_ORIGINAL), _DEFAULT_ORIGINAL)
@@ -39,5 +39,5 @@ class Phi3(Llama):
         return [rope] * self._num_layers
 
     def attention_biases(self) -> tuple[bool, bool]:
-        """Return (False, False); the architecture has none, whatever `attention_bias` says."""
+        """Return (False, False); the architecture has none, whatever `attention_bias` is."""
         return False, False

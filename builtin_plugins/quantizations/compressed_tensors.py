@@ -38,11 +38,11 @@ class _Weights:
     """How the matrices of one of the `config_groups` are stored.
 
     Attributes:
-        bits: of a code.
+        bits: number of bits of a code.
         symmetric: whether there are no zeros.
         strategy: "group", "channel" (a scale per row) or "tensor" (one for the matrix).
         group: columns that share a scale, of the strategy "group".
-        reorders: whether `weight_g_idx` says which group a column has.
+        reorders: whether `weight_g_idx` gives the group of a column.
         targets: which modules are stored so: their names, "re:" with a pattern, or their class.
     """
 
@@ -212,8 +212,8 @@ class CompressedTensors(StoredScheme):
     def _fitting(self, stored: QuantizedWeight) -> _Weights:
         """Return the group of the config that the tensors fit.
 
-        Mostly what is stored says which one it is; if several would read it differently, their
-        `targets` do.
+        Mostly the stored tensors determine the group; if several groups would read them
+        differently, their `targets` do.
 
         Raises:
             ValueError: they fit none, or several that read them in different ways.

@@ -1,4 +1,4 @@
-"""What schemes of safetensors checkpoints share: checks, packed numbers, and groups of columns."""
+"""Base of the schemes of safetensors checkpoints: checks, packed numbers, and groups of columns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GROUPS = 16, 32
 
 
 class StoredScheme(Quantization):
-    """A scheme that reads checkpoints, whose config.json says how they are quantised."""
+    """A scheme that reads checkpoints, whose config.json describes how they are quantised."""
 
     contract = 1
     neutral: ClassVar[Collection[str]]
@@ -150,8 +150,8 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 
     Args:
         packed: int32, the first numbers of a row in the lowest bits of its first element.
-        bits: of a number.
-        count: of the numbers of a row; those above it are padding.
+        bits: number of bits of a number.
+        count: how many numbers a row has; those above it are padding.
     """
     numbers = packed.contiguous().view(torch.uint8)
     if bits == 4:
@@ -174,7 +174,7 @@ def affine(
 
     Args:
         codes: [rows, columns], uint8 of 4 bits or int8.
-        bits: of a code.
+        bits: number of bits of a code.
         group: columns that share a scale and a zero, at least `columns` if all do.
         scales: [rows, groups].
         zeros: the same, whole numbers; None is 0.
@@ -238,7 +238,7 @@ def stored_bytes(shape: tuple[int, int], bits: int, group: int | None, has_zeros
 
     Args:
         shape: rows and columns.
-        bits: of a code.
+        bits: number of bits of a code.
         group: columns that share a scale; None is all.
         has_zeros: whether there are offsets, which are float32, as the scales are then.
     """

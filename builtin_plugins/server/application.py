@@ -32,7 +32,7 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 def make_router(routes: Sequence[tuple[Route, Owned | None]], faults: ServerFaults) -> Router:
-    """Return what finds the route of a request."""
+    """Return a function that finds the route of a request."""
     return Router(
         [
             StarletteRoute(
@@ -150,7 +150,7 @@ class Application:
     middleware.
 
     Attributes:
-        routes: that it has.
+        routes: its routes.
     """
 
     def __init__(

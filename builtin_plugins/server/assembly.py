@@ -41,8 +41,8 @@ class Applications:
     """The applications of a server.
 
     Attributes:
-        users: of the users' address.
-        admin: of the admin address; None without one.
+        users: application of the users' address.
+        admin: application of the admin address; None without one.
     """
 
     service: Service
@@ -94,11 +94,11 @@ def assemble(
     """Return the applications that serve an engine.
 
     Args:
-        version: of Hardpoint.
+        version: version of Hardpoint.
         bound: address that the users' application listens on; None is a Unix socket.
         authenticators: the server's own, asked before those of plugins.
-        admin: address of the administrators; None is none.
-        admin_authenticators: of the administrators; plugins have no part in them.
+        admin: address of the administrators; None is no address.
+        admin_authenticators: authenticators of the administrators; plugins have no part in them.
 
     Raises:
         ConfigError, PluginError: an extension is wrong, or two are at odds; administrators have

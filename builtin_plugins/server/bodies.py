@@ -28,7 +28,7 @@ def decode_object(body: bytes, limits: ServerLimits) -> dict[str, Any]:
     """Return the JSON object of a body, without its members that are null.
 
     Raises:
-        AnswerError: it is none, or has more items or depth than the limits.
+        AnswerError: it is not an object, or has more items or depth than the limits.
     """
     depth = limits.depth
     _check_items(body, limits.items)
@@ -167,7 +167,7 @@ def convert_body(
     key: Any = type_
     known = _known(body, _type_info(key), "", unknown if lenient else None)
     if unknown:
-        names = shown(", ".join(unknown[:20]), 500)  # quoted, for they may hold line ends
+        names = shown(", ".join(unknown[:20]), 500)  # quoted: they may hold line ends
         _log.warning("unknown fields of a request were left out: %s", names)
     return convert(known, type_, path="", error=RequestError)
 

@@ -204,7 +204,7 @@ class PluginEndpoint:
 
 
 def _cut(error: BaseException, sent: CheckedSend) -> BaseException:
-    """Return what to raise for an error, which no answer can follow if one has begun."""
+    """Return the error to raise for one, which no answer can follow if one has begun."""
     if isinstance(error, Exception) and sent.started and not isinstance(error, ClientGoneError):
         return AnswerCutError()
     return error

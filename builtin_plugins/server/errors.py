@@ -45,13 +45,13 @@ _KINDS = {
 
 
 class ErrorDetail(msgspec.Struct):
-    """What was wrong.
+    """The description of an error.
 
     Attributes:
         message: the reason, and what would be right.
         type: class of the error, such as "invalid_request_error".
         param: path of the field, where one is wrong.
-        code: for programs; None where the type says all.
+        code: for programs; None where the type is enough.
     """
 
     message: str
@@ -80,7 +80,7 @@ _MESSAGES_KINDS = {
 
 
 class MessagesErrorDetail(msgspec.Struct):
-    """What was wrong, for clients of Anthropic's API."""
+    """The description of an error, for clients of Anthropic's API."""
 
     type: str
     message: str
@@ -97,7 +97,7 @@ class AnswerError(Exception):
     """An error with the status that it is answered with.
 
     Attributes:
-        status: of HTTP.
+        status: HTTP status.
         detail: the body.
         headers: further headers, such as Retry-After.
     """
@@ -134,8 +134,8 @@ def answer_error(error: BaseException, retry_after: float = _RETRY_SECONDS) -> A
     """Return the answer to a request that failed with an error.
 
     Args:
-        error: any; of one that is not Hardpoint's, and of how an engine ended, the answer says
-            nothing.
+        error: any; the answer has no details of one that is not Hardpoint's, nor of how an engine
+            ended.
         retry_after: seconds after which an overloaded server has room.
     """
     match error:

@@ -1,4 +1,4 @@
-"""What plugins add to a server: in order, each with its faults blamed on it."""
+"""Runs what plugins add to a server: in order, each responsible for its own faults."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ class Transforms:
 
 
 def _parts(event: bytes) -> tuple[bytes, bytes]:
-    """Return what comes before the data of an event, and the data."""
+    """Return the part before the data of an event, and the data."""
     head, found, data = event.partition(b"\ndata: ")
     return (head + b"\n", data) if found else (b"", event.removeprefix(b"data: "))
 

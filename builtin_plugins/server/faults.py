@@ -96,7 +96,7 @@ class ServerFaults:
     def passed(
         self, owned: Owned, what: str, cause: BaseException, *, may_refuse: bool = False
     ) -> BaseException:
-        """Return what to raise for an error that left an extension: itself, if it is no fault.
+        """Return the error to raise for one that left an extension: itself, if it is no fault.
 
         Args:
             may_refuse: whether it may refuse the request.

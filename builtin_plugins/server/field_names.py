@@ -38,7 +38,7 @@ _LIMIT = re.compile(r"(?<![\w.])max_tokens\b")
 
 
 def is_of_grammar(message: str) -> bool:
-    """Return whether an error says what is wrong with a grammar or a schema."""
+    """Return whether an error is about a grammar or a schema."""
     return _OF_GRAMMAR.match(message) is not None
 
 
@@ -47,7 +47,7 @@ def grammar_error(message: str, form: str | None = None) -> str:
 
     Args:
         message: any other is returned as it is.
-        form: the field that says what the answer must be; None if it is not known.
+        form: the field with the form of the answer; None if it is not known.
     """
     if (found := _OF_GRAMMAR.match(message)) is None:
         return message if form is None else message.replace("sampling_params.structured", form)
@@ -74,7 +74,7 @@ def own_names(message: str, *, form: str, prompt: str, limit: str) -> str:
     """Return an error of the engine with the names that the fields of a request have.
 
     Args:
-        form: the field that says what the answer must be.
+        form: the field with the form of the answer.
         prompt: the field that the prompt is made of.
         limit: the field with the maximum number of tokens.
     """

@@ -13,7 +13,7 @@ _LENGTH = re.compile(rb"[0-9]{1,18}")
 
 
 def fault_of_head(status: object, headers: Sequence[object]) -> str | None:
-    """Return what is wrong with the start of an answer; None if nothing is.
+    """Return the problem with the start of an answer; None if there is none.
 
     Args:
         headers: should be pairs of bytes.
@@ -35,7 +35,7 @@ def fault_of_head(status: object, headers: Sequence[object]) -> str | None:
 def fault_of_refusal(
     status: object, headers: Mapping[Any, Any] | None, detail: object
 ) -> str | None:
-    """Return what is wrong with a refusal as an exception; None if nothing is.
+    """Return the problem with a refusal as an exception; None if there is none.
 
     Args:
         headers: should be texts.

@@ -38,7 +38,7 @@ _ERRORS = {
     503: "The engine is being restarted or the server ends; send it again after Retry-After.",
 }
 _STATES = ("/health", "/ready")
-"""Paths whose answers with 503 say what those with 200 do, and are no errors."""
+"""Paths whose answers with 503 have the same form as those with 200, and are no errors."""
 
 _METRICS = "/metrics"
 _NULL = {"type": "null"}
@@ -84,7 +84,7 @@ def openapi_document(
     """Return the OpenAPI 3.1 document of some routes.
 
     Args:
-        version: of Hardpoint.
+        version: version of Hardpoint.
         arguments: JSON schemas of `plugin_args`, by the names of the plugins.
         open_routes: paths that need no key; None if none needs one.
     """

@@ -1,4 +1,4 @@
-"""What the routes of a server share: the engine, the limits, and whether requests are admitted."""
+"""The state that the routes share: the engine, the limits, and whether requests are admitted."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ _LONGEST_RETRY = 60.0
 
 
 class Phase(Enum):
-    """What a server does with requests.
+    """The phases of a server, by how it treats requests.
 
     Attributes:
         SERVING: it answers them.
-        LEAVING: it answers them, and `/ready` says 503, so that balancers send no more.
+        LEAVING: it answers them, and `/ready` answers 503, so that balancers send no more.
         REFUSING: it answers those that it has, and refuses further ones.
     """
 
@@ -97,7 +97,7 @@ class Load:
         """Count a request while it is answered.
 
         Args:
-            generates: whether its time says how long others will wait.
+            generates: whether its time is a measure of how long others will wait.
 
         Raises:
             AnswerError: there are too many, or `end_all` was called.
@@ -165,23 +165,23 @@ class Load:
 
 
 class Service:
-    """What the routes of a server share.
+    """The state that the routes of a server share.
 
     Attributes:
-        engine: that is served.
+        engine: the engine that is served.
         settings: the table `server` of the configuration.
-        names: of the model; the first one is in answers to requests that name another one.
-        version: of Hardpoint.
-        phase: of the server's end.
-        load: of the routes that generate.
-        faults: of extensions.
-        transforms: of plugins.
-        routes: of the users' address, those of plugins too.
+        names: names of the model; the first one is in answers to requests that name another one.
+        version: version of Hardpoint.
+        phase: phase of the server's end.
+        load: load of the routes that generate.
+        faults: fault counts of extensions.
+        transforms: transforms of plugins.
+        routes: routes of the users' address, those of plugins too.
         has_keys: whether routes need a client.
         paused: why requests are refused although the engine runs; None if they are not.
         drain_asked: whether an administrator has asked for the server's end.
-        traffic: of all routes.
-        receiver: of the users' bodies.
+        traffic: traffic of all routes.
+        receiver: receiver of the users' bodies.
     """
 
     def __init__(self, engine: Engine, version: str, faults: ServerFaults) -> None:
@@ -325,7 +325,7 @@ class Service:
 
         Args:
             parts: texts, messages and tools.
-            name: of the field that has them.
+            name: name of the field that has them.
 
         Raises:
             RequestError: they have more characters than the server allows.
@@ -341,7 +341,7 @@ class Service:
             )
 
     def extras(self, call: Call, asked: Any) -> dict[str, Any]:
-        """Return what a request has besides prompt and parameters, within the client's bounds.
+        """Return a request's options besides prompt and parameters, within the client's bounds.
 
         Args:
             asked: with the fields of the same names.
@@ -385,7 +385,7 @@ class Service:
             raise AnswerError(403, message, param=path)
         if self.engine.config.kv_connector.use is None:
             raise RequestError(
-                f"{path}: expected none, for this server has no KV connector (kv_connector.use)"
+                f"{path}: expected none, because this server has no KV connector (kv_connector.use)"
             )
 
     def _timeout(self, client: Client, asked: float | None) -> float | None:
@@ -446,7 +446,7 @@ class Service:
 
         Args:
             failed: returns the last events of a stream that an error ends.
-            heartbeat: what says that the stream lives.
+            heartbeat: the sign that the stream lives.
         """
 
         async def admitted() -> AsyncGenerator[bytes, None]:

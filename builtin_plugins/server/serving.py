@@ -165,7 +165,7 @@ class Serving:
         return self._code
 
     async def _end_requests(self) -> None:
-        """End the requests that run, and give them a moment to say so to their clients."""
+        """End the requests that run, and give them a moment to notify their clients."""
         load = self._service.load
         self._service.phase = Phase.REFUSING
         if not load.open:
@@ -196,7 +196,7 @@ class Serving:
             self._draining = asyncio.ensure_future(self._finish_requests(reason))
 
     async def _finish_requests(self, reason: str) -> None:
-        """Say that no more requests should come, serve on for a while, then finish those here."""
+        """Announce that no more requests should come, serve on for a while, then finish."""
         settings, service = self._service.settings, self._service
         _log.info("%s: /ready says 503 for %g s", reason, settings.drain_delay)
         service.phase = Phase.LEAVING

@@ -102,7 +102,7 @@ class EventStream(Response):
             events: each ends with an empty line.
             heartbeat_seconds: time without an event before a heartbeat; 0 is never.
             failed: returns the last events of a stream that an error ends.
-            heartbeat: what says that the stream lives.
+            heartbeat: the sign that the stream lives.
             headers: further ones.
         """
         super().__init__(headers={**_HEADERS, **(headers or {})})
@@ -153,7 +153,7 @@ class EventStream(Response):
         await self._start(send)
 
     async def _start(self, send: Send) -> None:
-        """Send the headers, once; return when they are sent, for middleware may take its time."""
+        """Send the headers, once; return when they are sent, since middleware may take its time."""
         self._begun = True
         async with self._starting:
             if not self._started:

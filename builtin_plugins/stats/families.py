@@ -326,7 +326,7 @@ def cache_families(
 
     Args:
         config: other labels.
-        num_blocks: of the cache.
+        num_blocks: number of blocks of the cache.
     """
     for prefix in prefixes:
         blocks = "num_blocks" if prefix == OWN else "num_gpu_blocks"

@@ -1,4 +1,4 @@
-"""What the Prometheus sink adds up: plain numbers, for a step may end many requests at once."""
+"""The sums of the Prometheus sink: plain numbers, since a step may end many requests at once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Histogram:
     """Counts of values by the smallest bound that is not below them.
 
     Attributes:
-        sum: of all values.
+        sum: sum of all values.
     """
 
     __slots__ = ("_bounds", "_counts", "sum")
@@ -49,7 +49,7 @@ class Histogram:
         self.sum = 0.0
 
     def add(self, value: float | None) -> None:
-        """Add a value; None is none."""
+        """Add a value; None is ignored."""
         if value is not None:
             self._counts[bisect_left(self._bounds, value)] += 1
             self.sum += value
@@ -89,7 +89,7 @@ class TierFigures:
     """The figures of the tiers of a KV connector, by name, nearest first.
 
     Attributes:
-        used_bytes: by tier, of those that say it.
+        used_bytes: by tier, for tiers that report it.
     """
 
     _TOTALS = tuple(name for name in KVTierStats.__struct_fields__ if name != "used_bytes")
@@ -135,7 +135,7 @@ class EngineFigures:
     Attributes:
         scheduler: its state; its totals are followed by other attributes.
         sleep_level: 0 is awake.
-        tiers: of the KV connector.
+        tiers: figures of the KV connector's tiers.
     """
 
     def __init__(self) -> None:
@@ -222,8 +222,8 @@ class PluginFigures:
 
     Attributes:
         quarantined: 1 for a plugin that is quarantined, else 0.
-        restarts: of the engine.
-        num_blocks: of the KV cache; None if it is unknown.
+        restarts: number of restarts of the engine.
+        num_blocks: number of blocks of the KV cache; None if it is unknown.
     """
 
     def __init__(self) -> None:

@@ -74,7 +74,7 @@ class LogSink(StatSink):
         return _share(totals, self._logged_hits)
 
     def _external(self) -> str:
-        """Return what the KV connector did since the last line; nothing if there is none."""
+        """Return the work of the KV connector since the last line; nothing if there is none."""
         totals = {
             index: engine.external_prefix_cache
             for index, engine in self._engines.items()
@@ -88,7 +88,7 @@ class LogSink(StatSink):
         )
 
     def _tiers(self) -> list[str]:
-        """Return what each tier did since the last line, all engines together."""
+        """Return the work of each tier since the last line, all engines together."""
         moved: dict[str, tuple[int, int]] = {}
         for index, engine in self._engines.items():
             for name, total in engine.kv_tiers.items():

@@ -33,7 +33,7 @@ def compile_template(source: str) -> Template:
     from jinja2.utils import Namespace  # noqa: PLC0415
 
     class Generation(Extension):
-        """`{% generation %}` marks what the assistant says; it has no effect here."""
+        """`{% generation %}` marks the assistant's text; it has no effect here."""
 
         tags = {"generation"}
 
@@ -115,7 +115,7 @@ def answer(compiled: Callable[[str], Template], line: bytes, max_characters: int
         return {"error": "it needs too much memory"}
     except Exception as error:  # a template is a program: it can raise anything
         kind, text = type(error).__name__, str(error)[:1000]
-        # What the template's author says, with raise_exception, is meant for the caller.
+        # The message of a template's raise_exception is meant for the caller.
         is_meant = text and kind in ("TemplateError", _TooLongError.__name__)
         return {"error": text if is_meant else f"it failed: {kind}: {text}"}
 
@@ -125,8 +125,8 @@ def main(seconds: float, max_characters: int, max_bytes: int) -> None:
 
     Args:
         seconds: after which a request that is still being rendered ends the process.
-        max_characters: of an answer.
-        max_bytes: of memory that the process may use.
+        max_characters: maximum length of an answer.
+        max_bytes: memory that the process may use.
     """
     if hasattr(signal, "SIGINT"):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the caller's

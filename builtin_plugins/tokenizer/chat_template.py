@@ -31,8 +31,8 @@ class ChatRenderer:
         """Start nothing.
 
         Args:
-            seconds: that rendering a conversation may take.
-            max_characters: of a conversation's text.
+            seconds: time limit for rendering a conversation.
+            max_characters: maximum length of a conversation's text.
         """
         self._seconds = seconds
         self._max_characters = max_characters

@@ -69,7 +69,7 @@ class ByteStream(msgspec.Struct, eq=False, gc=False):
     never form a character.
 
     Attributes:
-        texts: of tokens.
+        texts: texts of tokens.
         decoder: while a character is incomplete.
         pending: with a decoder, text since the last final one.
     """

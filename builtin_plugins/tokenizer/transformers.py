@@ -63,9 +63,9 @@ class TransformersTokenizer(Tokenizer):
 
         Attributes:
             chat_template: path of a Jinja file that takes the place of the model's template.
-            template_variables: that callers may set, by `chat_template_kwargs`.
-            template_seconds: that rendering a conversation may take.
-            template_characters: of a conversation's text.
+            template_variables: variables that callers may set, by `chat_template_kwargs`.
+            template_seconds: time limit for rendering a conversation.
+            template_characters: maximum length of a conversation's text.
         """
 
         chat_template: Annotated[str, Meta(min_length=1)] | None = None

@@ -52,7 +52,7 @@ def read_vocabulary(tokenizer: FastTokenizer, num_ids: int) -> Vocabulary:
     """Return the bytes that each token adds to the text, where it is not the first.
 
     Args:
-        tokenizer: of the library.
+        tokenizer: tokenizer of the library.
         num_ids: what `num_token_ids` returns for it.
 
     Raises:
@@ -89,7 +89,7 @@ def _is_text(token: bytes) -> bool:
 
 
 def _decoders(tokenizer: FastTokenizer) -> list[_Decode]:
-    """Return what the tokenizer's decoder does to a token that is not the first, in order.
+    """Return the changes of the tokenizer's decoder to a token that is not the first, in order.
 
     Raises:
         NotImplementedError: a part of the decoder is not known.

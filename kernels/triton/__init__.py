@@ -1,1 +1,1 @@
-"""Kernels in Triton for GPUs, each with a twin in plain torch that says what is right."""
+"""Kernels in Triton for GPUs, each with a twin in plain torch that defines its results."""

@@ -46,7 +46,7 @@ class _Tiles:
 
     Attributes:
         rows: query heads times queries of a tile.
-        keys: of a tile.
+        keys: number of keys of a tile.
     """
 
     rows: int
@@ -113,12 +113,12 @@ def _attend_tiles(
 
     Args:
         q: [rows, BLOCK_D].
-        top, total, values: of what was attended to before: largest score (base 2), sum of
+        top, total, values: state of what was attended to before: largest score (base 2), sum of
             2**(score - top), and weighted sum of values; returned with these keys added.
         keys_at: the key head in block 0.
         lowest: first key that any row sees; what lies before may be of others.
-        position: of each row.
-        scale, cap: of the scores, in base 2; see `_score_factors`.
+        position: position of each row.
+        scale, cap: scale and cap of the scores, in base 2; see `_score_factors`.
         WIDEN: whether products are of float32, since Triton's interpreter has none of bfloat16.
         MASKED: whether some rows do not see all keys.
     """
@@ -298,7 +298,7 @@ def _attend_split(
     BLOCK_D: tl.constexpr, SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Attend for the only query of a sequence to a split; program 1 says for which heads."""
+    """Attend for the only query of a sequence to a split; program 1 gives the heads."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     PACKS: tl.constexpr = (GROUP + PACK - 1) // PACK
     length = tl.load(lens + sequence).to(tl.int32)
@@ -406,7 +406,7 @@ def combine_kernel(
 
 @dataclass(frozen=True)
 class _Layer:
-    """What kernels are compiled for.
+    """The sizes that kernels are compiled for.
 
     Attributes:
         heads: query heads.

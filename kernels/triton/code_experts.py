@@ -49,11 +49,11 @@ def _multiply_kernel(
 
     Args:
         x: by rows; where it is the last product, by pairs in their order.
-        addresses: of the tensors of each expert's part, int64 [experts, 7].
+        addresses: addresses of the tensors of each expert's part, int64 [experts, 7].
         order, tiles: see experts.py.
-        weights: of pairs, which multiply the last product, float32.
+        weights: weights of the pairs, which multiply the last product, float32.
         y: by pairs in their order; of the last product as they are numbered, float32.
-        first_row: of the part, of which the first column of y is.
+        first_row: row of the part that gives the first column of y.
         count: columns of y.
     """
     tile = tl.program_id(0)
@@ -95,7 +95,7 @@ def code_experts(
     None if the experts' matrices have different forms.
 
     Args:
-        gate_up, down: of each expert, what `pack` of packed_codes.py returned for its matrices,
+        gate_up, down: matrices of each expert, as `pack` of packed_codes.py returned them,
             [2 * width, hidden] and [hidden, width].
         shape: (hidden, width).
         silu_and_mul: [pairs, 2 * width] -> [pairs, width].

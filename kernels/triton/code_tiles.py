@@ -1,4 +1,4 @@
-"""What products with matrices of few bits share: their tiles, and how these are read.
+"""The tiles of products with matrices of few bits, and how they are read.
 
 line, piece = k // 64, k % 64 // 16  # of 8 bits: k // 32, k % 32 // 16; see packed_codes.py
 code = words[n, line, k % 16] >> 4 * piece & 15
@@ -27,12 +27,12 @@ class Tile(NamedTuple):
     """Launch parameters.
 
     Attributes:
-        x_rows: of x, for a program.
-        rows: of W, for a program.
-        lines: of words of a row of W, for a step of its loop.
+        x_rows: number of rows of x, for a program.
+        rows: number of rows of W, for a program.
+        lines: number of words of a row of W, for a step of its loop.
         warps, stages: as for the launch.
-        programs: of one tile of x, that a GPU takes to be busy: if there are fewer tiles of W,
-            columns are divided. 1 never divides them.
+        programs: number of programs of one tile of x that keep a GPU busy: if there are fewer tiles
+            of W, columns are divided. 1 never divides them.
     """
 
     x_rows: int
@@ -99,7 +99,7 @@ def load_words(codes, highs, n, lines, n_inside, num_lines, BITS: tl.constexpr):
 
 @triton.jit
 def values_of(low, high, values, PIECE: tl.constexpr, BITS: tl.constexpr, HAS_VALUES: tl.constexpr):
-    """Return what the codes of a piece stand for, float32."""
+    """Return the numbers that the codes of a piece stand for, float32."""
     if BITS == 8:
         if PIECE == 0:
             codes = low.to(tl.int8)
@@ -209,7 +209,7 @@ def code_constants(form: Form, tile: Tile) -> dict[str, Any]:
 
 
 def code_tensors(part: Part) -> tuple[torch.Tensor, ...]:
-    """Return what kernels take; in the place of what there is not, what no kernel reads."""
+    """Return the tensors that kernels take; absent ones are replaced by `codes`, and not read."""
     scales = (part.scales, part.outer_scales, part.offsets, part.outer_offsets)
     optional = (part.highs, *scales, part.values)
     return (part.codes, *(part.codes if tensor is None else tensor for tensor in optional))

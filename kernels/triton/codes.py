@@ -221,7 +221,7 @@ def linear_codes(
         packed: what `pack` returned for W.
         shape: rows and columns of W.
         bias: b, [rows of W].
-        out_dtype: of the results.
+        out_dtype: dtype of the results.
 
     Raises:
         ValueError: it is packed from a matrix of another shape, or damaged.
@@ -252,7 +252,7 @@ def gather_codes(
     Args:
         packed: what `pack` returned for W.
         shape: rows and columns of W.
-        dtype: of the results.
+        dtype: dtype of the results.
 
     Raises:
         ValueError: it is packed from a matrix of another shape, or damaged.

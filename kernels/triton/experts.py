@@ -48,7 +48,7 @@ def _list_kernel(
     """List the pairs of one expert, after those of the lower ones, and its tiles.
 
     Args:
-        chosen: experts of pairs, int64 [pairs]; those that are not 0 to experts - 1 are none.
+        chosen: experts of pairs, int64 [pairs]; numbers but 0 to experts - 1 stand for no expert.
         order: gets the pairs by expert, int32 [pairs].
         tiles: gets expert, first and end in `order` of each tile, int32 [1 + tiles, 3]; their
             number comes first.
@@ -140,10 +140,10 @@ def _leave_kernel(
     """Compute some columns of down x, times the weight, of a tile's pairs.
 
     Args:
-        x: of pairs in their order, [pairs, depth_size].
+        x: rows of the pairs in their order, [pairs, depth_size].
         matrices: addresses of [columns and others, depth_size] of each expert, int64.
-        weights: of pairs, float32.
-        out: of pairs as they are numbered, float32 [pairs, columns].
+        weights: weights of the pairs, float32.
+        out: results of the pairs as they are numbered, float32 [pairs, columns].
         first_column: row of a matrix that the first column of `out` is of.
     """
     tile, column_tile = _place(bound, column_tiles, GROUP)
@@ -220,9 +220,9 @@ def list_tiles(chosen: torch.Tensor, experts: int, rows: int) -> Tiles:
     """List the pairs of `chosen`, int64 [rows, experts per row], by expert.
 
     Args:
-        chosen: contiguous; numbers that are not 0 to experts - 1 are none.
+        chosen: contiguous; numbers but 0 to experts - 1 stand for no expert.
         experts: how many there are.
-        rows: of a tile.
+        rows: number of rows of a tile.
     """
     pairs = chosen.numel()
     bound = min(pairs, pairs // rows + experts)
@@ -236,7 +236,7 @@ def list_tiles(chosen: torch.Tensor, experts: int, rows: int) -> Tiles:
 
 def _list_tile(pairs: int, experts: int, rows: int) -> dict[str, int]:
     few, many = _LISTED
-    # One more bin, for those that are none.
+    # One more bin, for pairs without an expert.
     return {"TILE": rows, "BINS": power_of_2(experts + 1), "BLOCK": few if pairs <= few else many}
 
 
@@ -256,7 +256,7 @@ def sum_pairs(pairs: torch.Tensor, chosen: torch.Tensor, experts: int, y: torch.
     """Write the sums of each row's pairs to y, [rows, columns], from the lowest expert on.
 
     Args:
-        pairs: float32 [rows * experts per row, columns]; of those that are none, anything.
+        pairs: float32 [rows * experts per row, columns]; rows without an expert may hold anything.
         chosen: int64 [rows, experts per row], contiguous.
         experts: how many there are.
         y: rows may be parts of wider ones.

@@ -16,7 +16,7 @@ INTERPRETER = "TRITON_INTERPRET"
 
 
 class KernelsUnavailableError(Exception):
-    """Triton's kernels cannot run on a device; the message says why."""
+    """Triton's kernels cannot run on a device; the message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Variant:
     Attributes:
         name: in the table of compiled kernels, "rms_norm, bf16, 4096 columns" for example.
         kernel: a function that `triton.jit` decorates.
-        types: of its arguments that are no constants, by name: "*bf16", "*i64", "i32", "fp32".
-            Pointers are taken to be divisible by 16, and numbers that end in ":16", too.
+        types: types of its arguments that are not constants, by name: "*bf16", "*i64", "i32",
+            "fp32". Pointers are taken to be divisible by 16, and numbers that end in ":16", too.
         constants: values of its `tl.constexpr` arguments.
         num_warps, num_stages: as for the launch.
     """

@@ -1,4 +1,4 @@
-"""What layers compute row by row, between the products.
+"""Functions of layers that compute row by row, between the products.
 
 `Ops` of the contract has each with its docstring; in torch, with x.float() for x:
 
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 # Of norms: rows up to so many columns are held in registers, of so many rows at a time. Wider rows
-# are read twice, as many columns at a time as the last entry says. (columns, rows, warps)
+# are read twice, as many columns at a time as in the last entry. (columns, rows, warps)
 _NORMS = ((64, 16, 4), (128, 16, 4), (256, 8, 4), (1024, 2, 4), (4096, 1, 8), (8192, 1, 16))
 
 _ELEMENTS = 1024  # per program of gates, `scale` and `add`

@@ -1,4 +1,4 @@
-"""Choices and masks of logits, float32 [rows, vocab]; `Ops` of the plugin API says what is right.
+"""Choices and masks of logits, float32 [rows, vocab]; `Ops` of the plugin API defines the results.
 
 argmax:  logits.argmax(-1)
 draw:    (logits - best - (-(-(noise + 0.5) / 2**31).log1p()).log()).argmax(-1), in float64
@@ -214,7 +214,7 @@ def _found(
     Those of the last pass are kept for the next one by one program of the row, the first.
 
     Args:
-        number: of this pass.
+        number: index of this pass.
         KIND: 0 or 1 for the first and the second pass, 2 for later ones.
     """
     if KIND == 0:

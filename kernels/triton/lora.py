@@ -1,4 +1,4 @@
-"""What low-rank adapters add to the rows of a product (LoRA, arXiv:2106.09685): `Ops.add_lora`.
+"""Adds low-rank adapters to the rows of a product (LoRA, arXiv:2106.09685): `Ops.add_lora`.
 
 In torch, for each row that has one:
 

@@ -135,7 +135,7 @@ def read(packed: torch.Tensor, shape: tuple[int, int]) -> list[Part]:
 
 
 def _forms(packed: torch.Tensor, shape: tuple[int, int]) -> list[Form] | None:
-    """Return what the header says; None if that is wrong."""
+    """Return the forms of the header; None if it is wrong."""
     if packed.dtype != torch.uint8 or packed.dim() != 1 or not packed.is_contiguous():
         return None
     fixed = _words(packed, _FIXED)

@@ -159,7 +159,7 @@ def adapt_class(external: ExternalProcessor) -> type[Adapter]:
     """Return the component for a class that has methods of vLLM's interface.
 
     Raises:
-        PluginContractError: the class is not of vLLM V1's form; the message says how it differs.
+        PluginContractError: the class is not of vLLM V1's form; the message has the differences.
     """
     target = external.target
     missing = [name for name in _METHODS if not callable(getattr(target, name, None))]

@@ -40,7 +40,8 @@ class ParentWatch:
             channel: the launch socket.
             parent: process id of the parent.
             report: sends the parent an error.
-            folder: of the parent's sockets, removed when the parent has ended; empty for none.
+            folder: folder of the parent's sockets, removed when the parent has ended; empty for
+                none.
         """
         self.report = report
         self._channel = channel  # never closed: that would look like the end of the parent

@@ -1,4 +1,7 @@
-"""What a child process writes to stderr: passed on, and its end kept for messages."""
+"""Passes on the stderr of a child process, and keeps its last lines.
+
+The parent quotes them when the child ends without a message of its own.
+"""
 
 from __future__ import annotations
 

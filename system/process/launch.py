@@ -23,11 +23,11 @@ LAUNCH_PROTOCOL = 1
 
 
 class ChildLaunch(msgspec.Struct, frozen=True, kw_only=True):
-    """What every child process needs; each kind of process adds fields.
+    """The fields that every child process needs; each kind of process adds more.
 
     Attributes:
         main_objects: objects of the parent's `__main__`, from `main_objects`.
-        folder: of the parent's sockets; the child removes it if the parent has ended without
+        folder: folder of the parent's sockets; the child removes it if the parent has ended without
             doing so. Empty for none.
         protocol: version of this message.
     """
@@ -105,7 +105,7 @@ def decode_launch(data: bytes, type_: type[L]) -> L:
 
     Args:
         data: the message.
-        type_: of the launch.
+        type_: type of the launch.
 
     Raises:
         HardpointError: it is malformed, or of another version of the protocol.

@@ -21,7 +21,7 @@ def log_to_stderr(label: str, level: str) -> None:
 
     Args:
         label: names the process: "EngineCore 0" for example.
-        level: of the logger "hardpoint".
+        level: level of the logger "hardpoint".
     """
     handler = logging.StreamHandler()
     handler.setFormatter(_Labelled(f"[{label}, pid {os.getpid()}] "))

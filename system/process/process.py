@@ -224,15 +224,15 @@ class ChildProcess:
 
     @property
     def label(self) -> str:
-        """What it is and its process id, for messages."""
+        """Its kind and its process id, for messages."""
         return f"{self.what} (pid {self.pid})"
 
     @property
     def description(self) -> str:
         """The state as text, such as `the engine process (pid 7) exited with code 3`."""
         code = self.returncode
-        said = self._output.last() if self._output is not None and code is not None else ""
-        last = f"; the last lines of its stderr:\n{said}" if said else ""
+        written = self._output.last() if self._output is not None and code is not None else ""
+        last = f"; the last lines of its stderr:\n{written}" if written else ""
         return f"the {self.label} {ending(code)}{last}"
 
     @property

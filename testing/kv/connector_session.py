@@ -126,8 +126,8 @@ class Live:
     """A request.
 
     Attributes:
-        internal_id: of the engine.
-        tokens: that it got.
+        internal_id: id of the request in the engine.
+        tokens: tokens that it got.
         cached: number of tokens of its prompt that were not computed.
         is_aborted: whether it was ended before its time.
         error: with which it ended.
@@ -146,7 +146,7 @@ class Session:
     """An engine on the scripted model, with the connector under test.
 
     Attributes:
-        watch: of the connector's halves.
+        watch: watch of the connector's halves.
         requests: by id.
     """
 
@@ -161,7 +161,7 @@ class Session:
 
         Args:
             connector: under test; None is an engine without.
-            config: of the engine, see `session_config`.
+            config: config of the engine, see `session_config`.
             model: folder of the scripted model.
             disturb: lets the storage do something.
         """
@@ -255,7 +255,7 @@ class Session:
         """Run steps until all requests have ended and no block is kept.
 
         Raises:
-            Violation: that takes too long.
+            Violation: it takes too long.
         """
         limit = time.monotonic() + _PATIENCE_SECONDS
         while self._engine.has_unfinished_requests():
@@ -276,7 +276,7 @@ class Session:
             self._engine.step()
 
     def faults(self) -> dict[str, str]:
-        """Return what the engine has counted as faults, by component."""
+        """Return the faults that the engine has counted, by component."""
         health = self._engine.health()
         return {name: str(fault) for name, fault in health.fallbacks.items()}
 

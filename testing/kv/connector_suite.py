@@ -109,7 +109,7 @@ class KVConnectorSuite(ComponentSuite):
         """Let the storage fail, or work again; by default it is files in the folder.
 
         Args:
-            folder: that replaces "{folder}".
+            folder: the folder that replaces "{folder}".
             fault: one of `hardpoint.testing.kv.storage.FAULTS`, or "reliable". What the storage
                 cannot do is ignored.
         """
@@ -128,7 +128,7 @@ class KVConnectorSuite(ComponentSuite):
         )
 
     def test_loads(self) -> None:
-        """What was computed is loaded after a reset of the prefix cache, and after a restart."""
+        """Computed blocks are loaded after a reset of the prefix cache, and after a restart."""
         self._run_checks(LOADS.text, self._check_loads)
 
     def test_tokens(self) -> None:

@@ -51,13 +51,13 @@ class PeerKVStoreSuite(KVStoreSuite):
 
         Args:
             folder: private, and shared by the two.
-            engine_id: of this engine.
+            engine_id: id of this engine.
             peer: id of the other one.
         """
         raise NotImplementedError
 
     def test_peers(self) -> None:
-        """The store says whom it can reach: the engines that the configuration names."""
+        """The store reports the peers that it can reach: the engines of the configuration."""
         self._run_checks(OFFERS.text, self._in_pair(self._check_peers))
 
     def test_offers(self) -> None:
@@ -224,7 +224,7 @@ class _PeerSession(StoreSession):
 
         Args:
             store: an open one.
-            sizes: of the parts of its buffers.
+            sizes: sizes of the parts of its buffers.
             blocks: what was stored in it.
             offered: what the engines have offered, under the same keys.
             seconds: in which a call has to return.
@@ -235,7 +235,7 @@ class _PeerSession(StoreSession):
 
     @property
     def peers(self) -> Any:
-        """What the store names as its peers."""
+        """The peers that the store names."""
         return self._peer_store.peers
 
     def offer(self, index: int, seconds: float) -> bool:

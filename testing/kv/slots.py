@@ -15,7 +15,7 @@ _TOKEN_BITS = 32
 
 @dataclass
 class SlotWitness:
-    """What `WitnessAttention` has seen in this process.
+    """The records of `WitnessAttention` in this process.
 
     Attributes:
         mismatches: what was read that is not what should be there, by steps that have ended.
@@ -40,7 +40,7 @@ class SlotWitness:
         """Keep what the step has read wrongly, but for what it may.
 
         Args:
-            failed: blocks that the connector says it could not load, whose results are dropped.
+            failed: blocks that the connector reports as not loaded, whose results are dropped.
         """
         self.mismatches += [text for block, text in self._step if block not in failed]
         self._step = []

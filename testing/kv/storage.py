@@ -1,4 +1,4 @@
-"""Storage that fails: a KV store that fails as a test says, and folders whose files change."""
+"""Storage that fails: a KV store that fails as a test asks, and folders whose files change."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from hardpoint.testing.suite import Rule
 
 RELIABLE = "reliable"
 FAULTS = ("slow", "forgets", "lies", "damaged", "foreign", "cut", "raises", "dead")
-"""What storage does: answers late, loses blocks, says wrong things, returns damaged blocks, those
-of other keys or parts of them, raises in each call, and does not answer."""
+"""Storage answers late, loses blocks, gives wrong answers, returns damaged blocks, those of other
+keys or parts of them, raises in each call, or does not answer."""
 
 WRITES = Rule("release: nothing is written after close", "join the threads that write in close()")
 
@@ -27,7 +27,7 @@ _DEAD_SECONDS = 1.0
 
 @dataclass
 class Storage:
-    """What an `UnreliableStore` keeps, and what it does.
+    """The contents of an `UnreliableStore`, and its fault.
 
     Attributes:
         fault: one of FAULTS, or RELIABLE.
@@ -60,7 +60,7 @@ def forget_storage(place: str) -> None:
 
 
 class UnreliableStore(KVStore):
-    """Keeps blocks in the memory of this process, and fails as its `Storage` says."""
+    """Keeps blocks in the memory of this process, and fails as its `Storage` asks."""
 
     contract = 1
 
@@ -81,7 +81,7 @@ class UnreliableStore(KVStore):
         self._storage = storage_at(self.options.place)
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return what is there, or what the fault makes of it."""
+        """Return which keys have blocks, or what the fault makes of it."""
         storage = self._storage
         self._fail(storage)
         if storage.fault == "lies":

@@ -86,7 +86,7 @@ class WatchedBuffer:
 
 
 class StoredBlocks:
-    """What was stored in a place, by the number of the key; used by several threads.
+    """The blocks that were stored in a place, by the number of the key; used by several threads.
 
     Attributes:
         keys: by their number.
@@ -105,7 +105,7 @@ class StoredBlocks:
         self._versions[index].add(version)
 
     def end(self, index: int, *, is_kept: bool) -> None:
-        """Record what `store` said."""
+        """Record the result of `store`."""
         if is_kept and index not in self._refused:
             self.kept.add(index)
         elif not is_kept:  # the one before may be gone, too

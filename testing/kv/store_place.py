@@ -24,8 +24,8 @@ class Place:
     """An open store, and what its place holds.
 
     Attributes:
-        session: of the store.
-        blocks: that it was given.
+        session: session of the store.
+        blocks: blocks that it was given.
     """
 
     session: StoreSession
@@ -42,9 +42,9 @@ class Place:
 
         Args:
             open_store: opens a store in the place.
-            sizes: of the parts of its buffers.
-            keys: of the blocks.
-            rank: of the store.
+            sizes: sizes of the parts of its buffers.
+            keys: keys of the blocks.
+            rank: rank of the store.
             seconds: in which a call has to return.
         """
         self.blocks = StoredBlocks(keys)

@@ -54,7 +54,7 @@ class StoreSession:
 
         Args:
             store: an open one.
-            sizes: of the parts of its buffers.
+            sizes: sizes of the parts of its buffers.
             blocks: what was stored where it keeps its blocks.
             seconds: after which a future has to be done.
         """
@@ -166,11 +166,11 @@ class StoreSession:
         """
         found = self.lookup(indexes)
         first_miss = found.index(False) if False in found else len(found)
-        for place, (index, said) in enumerate(zip(indexes, found, strict=True)):
-            if place > first_miss and not said:
+        for place, (index, reported) in enumerate(zip(indexes, found, strict=True)):
+            if place > first_miss and not reported:
                 continue
             is_there = self.check_kept(index)
-            if is_there != said:
+            if is_there != reported:
                 verb = "finds" if is_there else "does not find"
                 raise LOOKUP.violation(
                     f"lookup of the keys {list(indexes)} returned {found}, and load "
@@ -248,13 +248,13 @@ class StoreSession:
         raise CONTENT.violation(f"{what} gave {self._describe_parts(index, data, versions)}")
 
     def _describe_parts(self, index: int, data: bytes, versions: Sequence[int]) -> str:
-        """Say from where the parts of a wrong block may be."""
-        said, start = [], 0
+        """Return from where the parts of a wrong block may be."""
+        parts, start = [], 0
         for number, size in enumerate(self._sizes):
             part = slice(start, start + size)
             start += size
             stored = (block_bytes(index, version, sum(self._sizes)) for version in versions)
             of = [v for v, block in zip(versions, stored, strict=True) if block[part] == data[part]]
             which = f"part {number} of {size} bytes"
-            said.append(f"{which} of the block stored as {of[0]}" if of else f"a wrong {which}")
-        return ", ".join(said)
+            parts.append(f"{which} of the block stored as {of[0]}" if of else f"a wrong {which}")
+        return ", ".join(parts)

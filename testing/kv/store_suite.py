@@ -75,7 +75,7 @@ class Call:
     Attributes:
         method: its name.
         keys: numbers of the keys.
-        version: of what is stored.
+        version: version of what is stored.
     """
 
     method: str
@@ -110,9 +110,9 @@ class KVStoreSuite(ComponentSuite):
         shared: whether stores of one place, in several ranks or engines, serve each other's
             blocks.
         durable: whether blocks are there when a place is opened again.
-        sizes: of the parts of a buffer; several models.
-        timeout_seconds: that the context gives; every call has to return by then.
-        budget_us_per_key: of a lookup of 256 keys; None does not measure.
+        sizes: sizes of the parts of a buffer; several models.
+        timeout_seconds: time limit in the context; every call has to return by then.
+        budget_us_per_key: time limit of a lookup of 256 keys, per key; None does not measure.
     """
 
     kind = "kv_stores"
@@ -179,7 +179,7 @@ class KVStoreSuite(ComponentSuite):
         self._run_checks(CONTENT.text, self._check_keys)
 
     def test_kept(self) -> None:
-        """Blocks are kept at all, and all that `store` said it keeps."""
+        """Blocks are kept at all, and all that `store` reported as kept."""
         self._run_checks(KEPT.text, *self._per_size(self._check_kept))
 
     def test_replaced(self) -> None:
@@ -481,7 +481,7 @@ class KVStoreSuite(ComponentSuite):
                 if place.session.store(0) and place.session.load(0):
                     raise LIMIT.violation("a block was kept where there is room for none")
         except ConfigError:
-            pass  # its message says more
+            pass  # its message has more details
 
     def _check_shared(self) -> None:
         for rank in (0, 1):  # another engine's, and another rank's

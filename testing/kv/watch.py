@@ -46,10 +46,10 @@ RESULTS = Rule(
 
 
 class Watch:
-    """What was seen of the halves of a connector.
+    """The observations of the halves of a connector.
 
     Attributes:
-        violations: of rules, in the order in which they were seen.
+        violations: broken rules, in the order in which they were seen.
         slowest: seconds of the longest call, by method.
         halves: all that were made.
     """

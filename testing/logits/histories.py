@@ -106,7 +106,7 @@ class SimulatedBatch:
 
         Args:
             sampled: those of `sampled_requests`.
-            logits: of the step, [sampled, vocab].
+            logits: logits of the step, [sampled, vocab].
             processed: what `process` returned for them.
         """
         tokens = [_token(entry, self.subject.vocab_size) for entry in sampled]

@@ -91,7 +91,7 @@ class Case:
     Attributes:
         heads: query heads and key heads per layer.
         windows: per layer.
-        softcap: of all layers.
+        softcap: softcap of all layers.
         steps: tokens by sequence; an ended sequence of the same name starts again.
         ends: sequences that end after each step.
         shuffled: whether blocks are handed out in any order.
@@ -121,17 +121,17 @@ class AttentionBackendSuite(ComponentSuite):
     """Base class of a test class, which sets `backend`, and `options` if it has some.
 
     Each test is a situation, simple ones first, whose result is compared with plain attention in
-    float64. Where the result is that of a common mistake, the message says so.
+    float64. Where the result is that of a common mistake, the message names it.
 
     Attributes:
         backend: the class under test.
         device: where it runs; None is the first of its `devices` that this machine has.
-        dtypes: of queries, keys and values; all but the first in `test_dtypes` alone.
+        dtypes: dtypes of queries, keys and values; all but the first in `test_dtypes` alone.
         heads: numbers of query heads and of key heads of a layer.
         head_sizes: elements of a head.
         block_sizes: tokens per block.
         windows: windows of a layer.
-        softcaps: soft caps of a layer, in `test_softcap`, if the backend says that it has them.
+        softcaps: soft caps of a layer, in `test_softcap`, if the backend reports that it has them.
         tolerance: maximum difference; None depends on the dtype.
     """
 
@@ -176,7 +176,7 @@ class AttentionBackendSuite(ComponentSuite):
         )
 
     def test_sizes(self) -> None:
-        """A block takes the memory that bytes_per_block says, and a new cache is zero."""
+        """A block takes the memory that bytes_per_block returns, and a new cache is zero."""
         checks = [
             functools.partial(self._check_size, block_size, KVSpec(*heads, head_size, 0.4))
             for block_size in self.block_sizes

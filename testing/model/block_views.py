@@ -47,7 +47,7 @@ def check_views(
 
     Args:
         backend: under test.
-        spec: of the layer.
+        spec: spec of the layer.
         tensors_of: yields the tensors of a cache.
 
     Raises:
@@ -104,7 +104,7 @@ def move_blocks(
 
     Args:
         backend: under test.
-        spec: of the layer.
+        spec: spec of the layer.
         cache: the old one.
         tables: the blocks to copy, and where to.
     """

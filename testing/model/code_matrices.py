@@ -16,8 +16,8 @@ class CodesKind:
 
     Attributes:
         name: what it is.
-        bits, group: of the codes.
-        dtype: of scales; 8 bits have outer ones.
+        bits, group: bits of a code, and columns that share a scale.
+        dtype: dtype of scales; 8 bits have outer ones.
         has_offsets: whether there are offsets, in the dtype of scales.
         has_values: whether codes stand for numbers of a table.
     """

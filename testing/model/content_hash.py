@@ -32,7 +32,7 @@ def check_content_hash(
     """Compare the hash with that of a copy, and of changed copies.
 
     Args:
-        path: of a checkpoint.
+        path: path of a checkpoint.
         make: returns a new loader of one.
         read: returns all weights of a loader.
 

@@ -163,7 +163,7 @@ class WeightLoaderSuite(ComponentSuite):
         self._run_checks(WEIGHTS.text, self._check_parts)
 
     def test_formats(self) -> None:
-        """What `formats` says, if it does, is how weights come."""
+        """Weights come as `formats` describes them, if it does."""
         self._run_checks(FORMATS.text, self._check_formats)
 
     def test_repeated(self) -> None:
@@ -435,7 +435,7 @@ class WeightLoaderSuite(ComponentSuite):
         loader: WeightLoader | None = None,
         cuts: Mapping[str, Cut] | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Return the weights that a loader yields; raise a Violation if they are none."""
+        """Return the weights that a loader yields; raise a Violation if they are not weights."""
         loader = loader or self._make(checkpoint)
         shapes = checkpoint.shapes if shapes is None else shapes
         weights = loader.weights(shapes) if cuts is None else cut_weights(loader, shapes, cuts)
@@ -490,7 +490,7 @@ class WeightLoaderSuite(ComponentSuite):
         """Return the scheme that reads weights of few bits; by default the installed one.
 
         Args:
-            name: that a `QuantizedWeight` has.
+            name: the scheme of a `QuantizedWeight`.
             config: the checkpoint's `quantization_config`.
         """
         return load_quantization(name, torch.float32, config)
@@ -576,7 +576,7 @@ def _is_dense(tensor: Any) -> bool:
 
 
 def _summary(item: Any) -> str:
-    """Return what a loader yielded, a tensor without its values."""
+    """Return an item of a loader as text, a tensor without its values."""
     if isinstance(item, tuple):
         return f"({', '.join(map(_summary, item))})"
     if isinstance(item, torch.Tensor):

@@ -101,10 +101,10 @@ class ModelSuite(ComponentSuite):
 
     Attributes:
         model: the class under test.
-        config: of a small model: a few layers, heads and tokens.
+        config: configuration of a small model: a few layers, heads and tokens.
         max_model_len: maximum length of a sequence, at least 32.
         device: where it runs.
-        dtypes: of weights and hidden states; all but the first in `test_dtypes` alone.
+        dtypes: dtypes of weights and hidden states; all but the first in `test_dtypes` alone.
         uses_positions: False for a model whose results do not depend on `batch.positions`.
         tolerance: maximum difference of hidden states, relative to the largest one.
     """
@@ -122,8 +122,8 @@ class ModelSuite(ComponentSuite):
         """Return a random weight, float32; override it for weights with limits of their own.
 
         Args:
-            name: of the weight.
-            shape: that `weight_shapes` says.
+            name: name of the weight.
+            shape: its shape in `weight_shapes`.
             generator: to draw from.
         """
         mean = 1.0 if len(shape) == 1 and name.endswith("weight") else 0.0
@@ -159,7 +159,7 @@ class ModelSuite(ComponentSuite):
         )
 
     def test_packed(self) -> None:
-        """What `packed_weights` returns makes the same model, if it returns something."""
+        """The weights of `packed_weights` make the same model, if it returns some."""
         self._run_checks(PACKED.text, self._check_packed)
 
     def test_quantized(self) -> None:
@@ -280,7 +280,7 @@ class ModelSuite(ComponentSuite):
         Args:
             model: to load.
             weights: by name.
-            matrices: of few bits, in the place of the weights of that name.
+            matrices: matrices of few bits, in the place of the weights of that name.
         """
         taken = []
 
@@ -463,10 +463,10 @@ class ModelSuite(ComponentSuite):
         """Check that ranks of the last stage compute what the whole does, those of others the same.
 
         Args:
-            division: of the model.
-            ranks: of all stages.
-            hidden: of the whole model.
-            logits: of the whole model's last step.
+            division: how the model is divided.
+            ranks: results of the ranks of all stages.
+            hidden: hidden states of the whole model.
+            logits: logits of the whole model's last step.
         """
         first: dict[int, RankResult] = {}
         for rank in ranks:
@@ -674,7 +674,7 @@ class _Sequences:
 
     Attributes:
         changed: fields of batches that the model changed.
-        keys: of each call of attend.
+        keys: keys of each call of attend.
     """
 
     def __init__(self, suite: ModelSuite, model: Model) -> None:
@@ -696,7 +696,7 @@ class _Sequences:
 
         Args:
             tokens: further tokens by sequence.
-            positions: of all tokens; None are the right ones.
+            positions: positions of all tokens; None gives the right ones.
             hidden: what the stage before returned, if there is one.
         """
         counts = [(name, len(part)) for name, part in tokens.items()]

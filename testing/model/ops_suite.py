@@ -69,7 +69,7 @@ class OpsSuite(ComponentSuite):
     Attributes:
         ops: the class under test.
         device: where it runs; None is the first of its `devices` that this machine has.
-        dtypes: of weights and hidden states.
+        dtypes: dtypes of weights and hidden states.
         sizes: widths of rows; odd ones show what happens after the last whole vector.
         rows: numbers of rows.
         vocab_sizes: widths of logits.
@@ -154,7 +154,7 @@ class OpsSuite(ComponentSuite):
         self._check_all("experts", self._check_experts)
 
     def test_lora(self) -> None:
-        """What adapters change, of rows with one, none, or one that is not there."""
+        """The changes by adapters, for rows with one, none, or one that is not there."""
         self._check_all("add_lora", self._check_lora)
 
     def test_argmax(self) -> None:
@@ -483,7 +483,7 @@ class OpsSuite(ComponentSuite):
         gate, up = torch.einsum("rh,ewh->erw", x.double(), enter).chunk(2, -1)
         results = torch.einsum("erw,ehw->erh", _silu(gate) * up, leave)
         for per_row in (1, 3):
-            # Those that are not 0 to 3 are none.
+            # Numbers but 0 to 3 stand for no expert.
             draws = [torch.randperm(count + 2)[:per_row] - 1 for _ in range(rows)]
             chosen = torch.stack(draws).to(x.device)
             weights = torch.rand(rows, per_row, device=x.device).to(dtype)
@@ -623,7 +623,7 @@ class OpsSuite(ComponentSuite):
         Args:
             ops: under test.
             logits: to change.
-            name: of the method.
+            name: name of the method.
             what: it does, after its name in messages.
             arguments: the other ones; tensors are moved to the device.
         """
@@ -661,10 +661,10 @@ class OpsSuite(ComponentSuite):
         """Check a function's result, that x is left alone, and each row alone.
 
         Args:
-            function: of x.
+            function: a function of x.
             x: its argument.
             expected: its result.
-            dtype: of that.
+            dtype: dtype of the result.
             what: it is, for messages.
             rounded: a coarser dtype that results may have been rounded to; None is that of x.
             scale: numbers that errors are relative to, if they are larger than the results.

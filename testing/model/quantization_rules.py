@@ -101,7 +101,7 @@ class QuantizedSample:
 
 
 def checked(matrix: Any, method: str, shape: Sequence[int]) -> QuantizedMatrix:
-    """Return what quantize or read returned, which has to be a matrix of a shape."""
+    """Return the result of quantize or read, which has to be a matrix of a shape."""
     if not isinstance(matrix, QuantizedMatrix):
         raise RESULT.violation(f"{method} returned {described(matrix)}")
     if tuple(matrix.shape) != tuple(shape):
@@ -112,7 +112,7 @@ def checked(matrix: Any, method: str, shape: Sequence[int]) -> QuantizedMatrix:
 
 
 def check_message(cause: ValueError, what: str) -> None:
-    """Check that an error says something."""
+    """Check that an error has a message."""
     if len(str(cause).split()) < 3:
         raise WORDS.violation(f"{what} raised {type(cause).__name__}({str(cause)!r})")
 
@@ -142,21 +142,21 @@ def check_refused(matrix: QuantizedMatrix, start: int, stop: int) -> None:
     raise PARTS.violation(f"{what} raised nothing")
 
 
-def check_said(said: Any, matrix: QuantizedMatrix) -> None:
-    """Check what a scheme said of a matrix: the columns at which it can be cut."""
-    if said is None:
+def check_alignment(alignment: Any, matrix: QuantizedMatrix) -> None:
+    """Check a scheme's alignment of a matrix: the columns at which it can be cut."""
+    if alignment is None:
         return
-    if type(said) is not int or said < 1:
+    if type(alignment) is not int or alignment < 1:
         raise ALIGNMENT.violation(
-            f"alignment gave {short_repr(said)}, expected a whole number >= 1, or None"
+            f"alignment gave {short_repr(alignment)}, expected a whole number >= 1, or None"
         )
     unit, columns = matrix.alignment, matrix.shape[1]
-    what = f"alignment of {tuple(matrix.shape)} is {said}, that of the matrix {unit}"
-    if said > unit < columns:
+    what = f"alignment of {tuple(matrix.shape)} is {alignment}, that of the matrix {unit}"
+    if alignment > unit < columns:
         raise ALIGNMENT.violation(what)
-    if said < columns:
+    if alignment < columns:
         try:
-            matrix.columns(said, columns)
+            matrix.columns(alignment, columns)
         except ValueError as cause:
             raise ALIGNMENT.violation(f"{what}, which cannot be cut there: {cause}") from cause
 

@@ -38,12 +38,12 @@ from .quantization_rules import (
     ROWS,
     UNCHANGED,
     QuantizedSample,
+    check_alignment,
     check_joined,
     check_message,
     check_part,
     check_refused,
     check_result,
-    check_said,
     checked,
     damages,
     described,
@@ -61,11 +61,11 @@ class QuantizationSuite(ComponentSuite):
 
     Attributes:
         quantization: the class under test.
-        max_error: of `quantize` for normal numbers: the norm of the difference, relative to the
-            weight's. None for a scheme that only reads.
+        max_error: error of `quantize` for normal numbers: the norm of the difference, relative to
+            the weight's. None for a scheme that only reads.
         config: the `quantization_config` of a checkpoint.
-        shapes: of weights. Two ranks have to be able to cut the columns of one of them.
-        dtypes: of hidden states.
+        shapes: shapes of weights. Two ranks have to be able to cut the columns of one of them.
+        dtypes: dtypes of hidden states.
         batch_invariant: whether rows of the matrices' own products are compared bit for bit alone
             and among others; otherwise within the tolerance.
         tolerance: maximum difference of products and of what was read, relative to the largest
@@ -127,17 +127,17 @@ class QuantizationSuite(ComponentSuite):
         self._check_matrices(PARTS, self._check_parts)
 
     def test_alignment(self) -> None:
-        """Where matrices can be cut, if the scheme says it before they are made or read."""
+        """The columns at which matrices can be cut, if the scheme knows them beforehand."""
 
         def check_made(weight: torch.Tensor) -> None:
             scheme, (rows, columns) = self._make(), weight.shape
-            check_said(scheme.alignment((rows, columns)), self._quantized(weight, scheme))
+            check_alignment(scheme.alignment((rows, columns)), self._quantized(weight, scheme))
 
         def check_read(stored: QuantizedWeight) -> None:
             tensors = {name: tensor.to("meta") for name, tensor in stored.tensors.items()}
             scheme = self._make()
-            said = scheme.alignment(stored.shape, replace(stored, tensors=tensors))
-            check_said(said, self._read(stored, scheme))
+            alignment = scheme.alignment(stored.shape, replace(stored, tensors=tensors))
+            check_alignment(alignment, self._read(stored, scheme))
 
         made = [] if self.max_error is None else self._weights()
         checks = [functools.partial(check_made, weight) for weight in made]
@@ -149,7 +149,7 @@ class QuantizationSuite(ComponentSuite):
         self._check_made(PART_OF_WEIGHT, self._check_parts_of_weight)
 
     def test_dequantize(self) -> None:
-        """Numbers in new memory, finite where `is_finite` says so."""
+        """Numbers in new memory, finite where `is_finite` is true."""
         self._check_matrices(DEQUANTIZE, self._check_dequantize)
 
     def test_linear(self) -> None:
@@ -157,7 +157,7 @@ class QuantizationSuite(ComponentSuite):
         self._check_matrices(LINEAR, self._check_linear)
 
     def test_stored_bytes(self) -> None:
-        """The bytes of matrices, if the scheme says them."""
+        """The bytes of matrices, if the scheme reports them."""
         self._check_matrices(BYTES, self._check_bytes)
 
     def test_layers(self) -> None:
@@ -400,13 +400,13 @@ class QuantizationSuite(ComponentSuite):
             self._check_close(alone, expected[row], ROWS, what, x.dtype)
 
     def _check_bytes(self, matrix: QuantizedMatrix) -> None:
-        said = self._make().stored_bytes(matrix.shape)
-        if said is None:
+        stored = self._make().stored_bytes(matrix.shape)
+        if stored is None:
             return
         found = num_bytes(matrix)
-        if type(said) is not int or abs(said - found) > _ESTIMATE * found:
+        if type(stored) is not int or abs(stored - found) > _ESTIMATE * found:
             raise BYTES.violation(
-                f"stored_bytes of {matrix.shape} is {said}, codes and scales have {found} bytes"
+                f"stored_bytes of {matrix.shape} is {stored}, codes and scales have {found} bytes"
             )
 
     def _check_layers(self) -> None:

@@ -119,7 +119,7 @@ class QuantizedLayers(Model):
         return self._head(hidden)
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Return what each layer gives for the first tokens, by a name of it, in float64.
+        """Return the result of each layer for the first tokens, by a name of it, in float64.
 
         Of a product of two matrices, [tokens, 2, rows]: this rank's rows.
         """
@@ -140,7 +140,7 @@ def load_layers(
     """Return a model that has loaded one matrix as all of its matrices, and its results.
 
     Args:
-        shape: of the matrix.
+        shape: shape of the matrix.
         weight: the matrix, whole.
         scheme: reads or makes it.
         way: in which it is loaded.

@@ -19,7 +19,7 @@ def run_ranks(size: int, function: Callable[[Communicator], T]) -> list[T]:
     """Call `function(communicator)` in a thread per rank; return the results in rank order.
 
     The communicators are exact and in memory. Ranks that wait for one another, or for one that has
-    returned, get an error that says who waits where. `torch.inference_mode` is per thread: a
+    returned, get an error that names the ranks that wait. `torch.inference_mode` is per thread: a
     function enters it by itself.
 
     Args:
@@ -69,7 +69,7 @@ def _context(rank: int, size: int) -> CommunicatorContext:
 
 
 class ThreadExchange:
-    """What the ranks have given one another, and who waits for what."""
+    """The tensors that ranks exchange, and the ranks that wait for them."""
 
     def __init__(self, size: int) -> None:
         """Begin with nothing given."""
@@ -109,7 +109,7 @@ class ThreadExchange:
             self._changed.notify_all()
 
     def pop(self, source: int, destination: int) -> torch.Tensor:
-        """Return what was stored first."""
+        """Return the first stored value."""
         with self._changed:
             self._check()
             sent = self.sent[source, destination]

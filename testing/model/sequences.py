@@ -62,7 +62,7 @@ class SequenceBlocks:
         """Return one for each group of layers; all hand out these blocks.
 
         Args:
-            windows: of the groups. Blocks that a window has passed are handed out again.
+            windows: windows of the groups. Blocks that a window has passed are handed out again.
         """
         result = [copy.copy(self) for _ in windows]
         for group, (blocks, window) in enumerate(zip(result, windows, strict=True)):
@@ -178,12 +178,12 @@ class WholeHistory:
         cached: bool = True,
         kv_heads: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Return the attention of a step, with the mistakes that the arguments say.
+        """Return the attention of a step, with the mistakes that the arguments ask for.
 
         Args:
             counts: the step.
             q: its queries.
-            spec: of the layer.
+            spec: spec of the layer.
             later: whether a query sees the later tokens of its sequence.
             cached: whether it sees the tokens of earlier steps.
             kv_heads: the key head of each query head.

@@ -1,4 +1,4 @@
-"""What the ranks that share a model have of it, and the rules for that."""
+"""The parts of a model that its ranks have, and the rules for that."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Division:
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank says and computes.
+    """The declarations and results of one rank.
 
     Attributes:
         stage, rank: which one it is.
@@ -71,7 +71,7 @@ class RankResult:
         cuts: its `weight_cuts`.
         specs: its `kv_specs`.
         hidden: hidden states of each step.
-        logits: of the last step; None in a stage that is not the last.
+        logits: logits of the last step; None in a stage that is not the last.
     """
 
     stage: int

@@ -1,4 +1,4 @@
-"""What the calls of a sink or publisher hold and cost: time, threads, files, memory."""
+"""The resources that calls of a sink or publisher hold and take: time, threads, files, memory."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def call(rule: Rule, method: Callable[..., Any], *given: Any) -> Any:
     except Exception as cause:
         name = method.__name__
         shown = ", ".join(map(short_repr, given))
-        said = f"{name}({shown}) raised {type(cause).__name__}: {cause}"
+        what = f"{name}({shown}) raised {type(cause).__name__}: {cause}"
         is_write = "read-only" in str(cause) or "immutable type" in str(cause)
-        raise (READS_ONLY if is_write else rule).violation(said) from cause
+        raise (READS_ONLY if is_write else rule).violation(what) from cause
 
 
 def longest_call(method: Callable[[], None], limit: float) -> float:
@@ -154,7 +154,7 @@ def _settled(size: Callable[[], tuple[int, int]], wanted: int) -> tuple[int, int
 
 
 def _held() -> dict[str, int]:
-    """Return what this process holds, by description: its threads and open files."""
+    """Return the resources of this process, by description: its threads and open files."""
     held: dict[str, int] = {}
     names = [f"thread {thread.name!r}" for thread in threading.enumerate()]
     for folder in ("/proc/self/fd", "/dev/fd"):

@@ -170,7 +170,7 @@ _REPORTS = st.builds(
 
 
 def _engine(total: int) -> list[Any]:
-    """Return what an engine reports whose totals are all the same."""
+    """Return the report of an engine whose totals are all the same."""
     scheduler = SchedulerStats(
         num_running=1,
         num_waiting=0,
@@ -252,7 +252,7 @@ class StatSinkSuite(ComponentSuite):
         self._search(STATISTICS.text, 100, check, events=_EVENTS)
 
     def test_exposition(self) -> None:
-        """What is exported can be read at any time, and no counter falls."""
+        """Exported figures can be read at any time, and no counter falls."""
 
         def check(events: Sequence[Any]) -> None:
             sink = self._make()
@@ -350,7 +350,7 @@ class StatSinkSuite(ComponentSuite):
 
 
 def _exported(sink: StatSink, report: PluginReport) -> str:
-    """Return what a sink exports.
+    """Return the exported text of a sink.
 
     Raises:
         Violation: it raises, or returns no text.

@@ -51,7 +51,7 @@ class ScriptedGenerator:
     config = EngineConfig(max_model_len=512)
 
     def default_sampling_params(self) -> SamplingParams:
-        """Return what models recommend that recommend nothing."""
+        """Return the recommendations of a model without any."""
         return SamplingParams()
 
     def stream(

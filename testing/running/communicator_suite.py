@@ -68,7 +68,7 @@ class CommunicatorSuite(ComponentSuite):
         communicator: the class under test.
         sizes: numbers of ranks.
         device: type of the tensors; None is the first of its `devices` that this machine has.
-        dtypes: of tensors.
+        dtypes: dtypes of tensors.
         buffered_bytes: size of a tensor for which `send` does not wait if nothing was sent before.
     """
 

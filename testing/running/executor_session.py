@@ -69,7 +69,7 @@ class Session:
 
     Attributes:
         executor: under test.
-        script: of its workers.
+        script: what its workers do.
         parallel: how many there are.
     """
 

@@ -650,7 +650,7 @@ def _holdings() -> dict[str, set[Any]]:
 
 
 def _more(before: Mapping[str, set[Any]], after: Mapping[str, set[Any]]) -> list[str]:
-    """Return what there is more of, with the numbers."""
+    """Return the resources that there are more of, with the numbers."""
     return [
         f"{name} ({len(held)}, before {len(before[name])})"
         for name, held in after.items()

@@ -77,7 +77,7 @@ _HEADERS: Sequence[dict[str, str]] = (
 
 
 class _Engine:
-    """What a hook may look at of an engine before there are requests."""
+    """The parts of an engine that a hook may look at before there are requests."""
 
     config = EngineConfig()
     is_running = True

@@ -73,7 +73,7 @@ _NAMES = tuple(name for name in vars(HookSpecs) if not name.startswith("_"))
 _IDENTITY = ("request_id", "external_req_id", "child_index", "client_index")
 _LIMIT_SECONDS = 2.0
 _WRITES = re.compile("immutable|read-only|does not support item")
-"""What Python and the read-only types say of a change."""
+"""Messages of Python and the read-only types about a change."""
 
 
 class HookSuite(ConformanceSuite):
@@ -134,7 +134,7 @@ class HookSuite(ConformanceSuite):
         self._run_checks(COMMANDS.text, self._check_commands)
 
     def test_server_extensions(self) -> None:
-        """What it adds to a server keeps the rules of routes, middleware and the like."""
+        """Its additions to a server keep the rules of routes, middleware and the like."""
         self._needs("server_extensions")
         self._run_checks(EXTENSIONS.text, lambda: check_extensions(self._open()))
 

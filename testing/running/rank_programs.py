@@ -1,4 +1,4 @@
-"""What the ranks of the communicator suite do, and what should come of it."""
+"""The programs of the communicator suite's ranks, and their expected results."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class RankRun:
     Attributes:
         suite: the test class, which makes communicators.
         size: number of ranks.
-        folder: of the placement.
+        folder: folder of the placement.
         program: what to run.
         groups: names of the groups to build; the first one's communicator is the program's.
         seconds: after which waits are ended.
@@ -125,12 +125,12 @@ class Operation:
     """An operation that all ranks run.
 
     Attributes:
-        name: of the method.
-        shape: of x, or of a row of it.
-        dtype: of x.
-        seed: of the values.
+        name: name of the method.
+        shape: shape of x, or of a row of it.
+        dtype: dtype of x.
+        seed: seed of the values.
         source: rank of a broadcast, modulo the number of ranks; distance of a message.
-        values: of each rank's x, instead of random ones.
+        values: the x of each rank, instead of random ones.
     """
 
     name: str
@@ -141,12 +141,12 @@ class Operation:
     values: tuple[float, ...] = ()
 
     def __str__(self) -> str:
-        """Return it as a message says it."""
+        """Return it as text for messages."""
         given = f", x = {list(self.values)} by rank" if self.values else ""
         return f"{self.name} of {list(self.shape)} {self.dtype}{given}"
 
     def x(self, rank: int, size: int) -> torch.Tensor:
-        """Return what a rank gives."""
+        """Return the tensor that a rank gives."""
         shape = (size, *self.shape) if self.name == "all_to_all" else self.shape
         if self.values:
             value = self.values[rank] if rank < len(self.values) else 0.0
@@ -171,7 +171,7 @@ class Operation:
         return result
 
     def expected(self, rank: int, size: int) -> list[torch.Tensor]:
-        """Return what a rank may get; several where the precision of a sum is left open."""
+        """Return the results that a rank may get; several where a sum's precision is left open."""
         given = [self.x(other, size) for other in range(size)]
         if self.name == "all_reduce":
             return _sums(given)
@@ -432,7 +432,7 @@ def _not_aborted(call: str, communicator: Communicator, source: int = 0) -> str:
 
 
 def refusals(communicator: Communicator, log: RankLog) -> str:
-    """Return what was not refused as it should be."""
+    """Return the calls that were not refused as they should be."""
     rank, size = communicator.rank, communicator.size
     x = torch.zeros(2, device=communicator.context.device)
     wrong: list[tuple[str, tuple[Any, ...]]] = [

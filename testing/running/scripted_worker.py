@@ -38,11 +38,11 @@ _POLL_SECONDS = 0.002
 
 
 class WorkerFailure(Exception):  # noqa: N818 - it stands for any error of a worker
-    """What the workers of the suite raise."""
+    """The error of the suite's workers."""
 
 
 class Does(Enum):
-    """What a worker does when a method of an order is called."""
+    """The behaviour of a worker when a method of an order is called."""
 
     FAIL = "fail"
     """It raises an error."""
@@ -53,12 +53,12 @@ class Does(Enum):
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What workers are to do.
+    """An order to workers.
 
     Attributes:
-        method: of `Worker`; "open" is its construction.
+        method: name of a method of `Worker`; "open" is its construction.
         does: what.
-        ranks: that do it.
+        ranks: the ranks that do it.
         others_wait: whether the other ranks wait for an abort, as in a collective.
         seconds: before anything else.
     """
@@ -74,10 +74,11 @@ class Call(msgspec.Struct, frozen=True):
     """A call that a worker got.
 
     Attributes:
-        method: of `Worker`; "open" is its construction, "defect" none: `what` says what was wrong.
+        method: name of a method of `Worker`; "open" is its construction, "defect" is no call:
+            `what` describes the defect.
         what: the step of a plan, or the arguments.
-        process: that it runs in.
-        thread: of that process.
+        process: the process that it runs in.
+        thread: thread of that process.
     """
 
     method: str
@@ -87,7 +88,7 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class Script:
-    """What the workers of an executor were called for, and what they are to do."""
+    """The calls that the workers of an executor got, and the orders to them."""
 
     def __init__(self, folder: Path) -> None:
         """Use a folder that is there."""
@@ -113,7 +114,7 @@ class Script:
         return any(call.method == method for call in self.calls(rank))
 
     def defects(self) -> list[str]:
-        """Return what workers found wrong."""
+        """Return the defects that workers found."""
         ranks = [int(path.name.rpartition("-")[2]) for path in self._folder.glob("rank-*")]
         return [
             call.what
@@ -138,7 +139,7 @@ class Script:
         new.replace(self._folder / "order")
 
     def order(self) -> Order | None:
-        """Return what workers are to do."""
+        """Return the order to workers, if there is one."""
         try:
             return msgspec.json.decode((self._folder / "order").read_bytes(), type=Order)
         except FileNotFoundError:
@@ -295,7 +296,7 @@ class ScriptedWorker:
 
     @contextmanager
     def _called(self, method: str, *args: Any) -> Iterator[None]:
-        """Note a call, and do what the script says."""
+        """Note a call, and follow the script."""
         if not self._busy.acquire(blocking=False):
             text = f"{method} of rank {self.rank} was called while another call of it ran"
             self._script.note(self.rank, "defect", text)
@@ -332,7 +333,7 @@ class ScriptedWorker:
 
 
 def step_message(plan: SchedulerOutput) -> bytes:
-    """Return what each rank reports of a step."""
+    """Return the report of each rank about a step."""
     return msgspec.msgpack.encode(plan.step)
 
 

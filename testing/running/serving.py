@@ -33,7 +33,7 @@ class ServerAnswer:
     """An answer of a server.
 
     Attributes:
-        status: of HTTP.
+        status: HTTP status.
         headers: by lower-case name.
         body: as it came; of a stream, all of it.
     """
@@ -57,7 +57,7 @@ class TestServer:
     """A server that runs.
 
     Attributes:
-        url: of the server, without a slash at the end, for clients of your own.
+        url: URL of the server, without a slash at the end, for clients of your own.
     """
 
     __test__ = False  # pytest would take it for tests
@@ -69,7 +69,7 @@ class TestServer:
 
     @property
     def log(self) -> str:
-        """What the server has written so far."""
+        """The output of the server so far."""
         return "".join(self._log)
 
     def ask(

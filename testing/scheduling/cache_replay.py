@@ -35,9 +35,9 @@ def measure_hit_rate(
     Args:
         eviction: the policy's class.
         prompts: token ids of each request; the reply of a turn is part of the next one's prompt.
-        num_blocks: of the cache; each prompt has to fit.
+        num_blocks: number of blocks of the cache; each prompt has to fit.
         block_size: tokens per block.
-        options: of the policy, as an operator writes them.
+        options: options of the policy, as an operator writes them.
 
     Raises:
         Violation: the policy raised, or evicted what is no candidate.

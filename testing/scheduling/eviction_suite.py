@@ -121,7 +121,7 @@ class EvictionPolicySuite(ComponentSuite):
         )
 
     def test_memory(self) -> None:
-        """What a policy remembers of blocks that are no longer candidates is bounded."""
+        """A policy remembers a bounded number of blocks that are no longer candidates."""
         self._run_checks(
             "memory: nothing grows with the number of blocks that are no longer candidates",
             self._check_memory,

@@ -103,7 +103,7 @@ def _arguments(given: Mapping[str, Any]) -> str:
 
 
 def _add(simulator: SchedulerSimulator, fields: Mapping[str, Any], lines: list[str]) -> None:
-    """Add a request, under the id of a finished one if its fields say so."""
+    """Add a request, under the id of a finished one if its fields ask for it."""
     ident = _IDS[len(simulator.requests)]
     if fields.get("reuse_id"):
         ident = next((name for name in simulator.requests if simulator.can_reuse_id(name)), ident)
@@ -191,7 +191,7 @@ def scenarios(
         events: names of EVENTS that may occur.
         policies: the policies to draw from.
         ample_cache: whether the cache has room for all requests at once.
-        plugin_args: of requests; None leaves them out.
+        plugin_args: plugin arguments of requests; None leaves them out.
     """
     drawn = [name for name in sometimes if draw(st.integers(0, 2)) == 0]
     features = unsupported.supported_subset([*always, *drawn])

@@ -259,8 +259,8 @@ class SchedulerSimulator(SimulatorState):
         """Return the maximum number of steps until all requests finish, if no new one arrives.
 
         A request of p prompt tokens and o output tokens needs at most p + o steps, and those that
-        its connector and its grammar take. In the worst case it is preempted once by each of the
-        others: that is the sum over the requests, times their number plus one.
+        its connector and its grammar take. In the worst case it is preempted once by each other
+        one: the bound is the sum over the requests, times their number plus one.
         """
         return (len(self.requests) + 1) * self._total_cost + 8
 

@@ -171,7 +171,7 @@ class GrammarSuite(ComponentSuite):
         self._run_checks(TEXTS.text, *self._for_samples(self._check_texts))
 
     def test_rollback(self) -> None:
-        """What is undone leaves no trace."""
+        """Undone tokens leave no trace."""
         self._run_checks(ROLLBACK.text, *self._for_samples(self._check_rollback))
 
     def test_fork(self) -> None:
@@ -204,7 +204,7 @@ class GrammarSuite(ComponentSuite):
         self._run_checks(THREADS.text, self._check_threads)
 
     def test_refused(self) -> None:
-        """A description that means nothing is refused by a ValueError that says why."""
+        """A description that means nothing is refused by a ValueError that gives the reason."""
         given = [one for name in self.grammar.formats for one in REFUSED.get(name, ())]
         self._run_checks(
             REFUSED_RULE.text, *(partial(self._check_refused, g) for g in (*given, *self.refused))
@@ -222,7 +222,7 @@ class GrammarSuite(ComponentSuite):
         self._run_checks(KEYWORD.text, *(partial(self._check_keyword, *k) for k in KEYWORDS))
 
     def test_validate(self) -> None:
-        """What is wrong with an answer is found, if the backend validates answers."""
+        """Errors of an answer are found, if the backend validates answers."""
         if self.grammar.validate.__func__ is GrammarBackend.validate.__func__:  # type: ignore[attr-defined]
             pytest.skip("it leaves the validation of answers to the default backend")
         self._run_checks(VALIDATE.text, *(partial(self._check_validate, *k) for k in KEYWORDS))
@@ -375,7 +375,7 @@ class GrammarSuite(ComponentSuite):
                     )
 
     def _check_raises(self, structured: StructuredOutputs, rule: Rule, reason: str) -> None:
-        """Check that a description is refused by a ValueError that says why."""
+        """Check that a description is refused by a ValueError that gives the reason."""
         text = described(structured)
         try:
             self._subject.compile(structured)
@@ -626,7 +626,7 @@ class GrammarSuite(ComponentSuite):
                     self._allowed(sample, mask, where),
                     key=lambda t: (len(self._tokens.texts[t]), t),
                 )
-                if ids:  # short ones more often, for more of them are in a text
+                if ids:  # short ones more often: more of them are in a text
                     path.append(ids[number // 2 % len(ids) if number % 2 else 0])
                     self._move(state, path[-1], where)
                     own += 1

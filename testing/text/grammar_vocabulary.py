@@ -29,7 +29,7 @@ def build_vocabulary(texts: Sequence[str], special: Sequence[str]) -> Vocabulary
     have two ids.
 
     Args:
-        texts: of samples.
+        texts: texts of samples.
         special: texts of further special tokens.
     """
     random_choice = random.Random(0)
@@ -73,10 +73,10 @@ def _byte(value: int) -> bytes:
 
 @dataclass(frozen=True)
 class Mask:
-    """What `fill_bitmask` says.
+    """The results of `fill_bitmask`.
 
     Attributes:
-        row: of the bitmask, as bytes.
+        row: row of the bitmask, as bytes.
         may_end: what it returned.
     """
 
@@ -120,7 +120,7 @@ class SampleTokens:
         self._longest = max(map(len, self._ids))
 
     def text(self, given: str, *, special: bool) -> str:
-        """Return a sample's text; special tokens in it are tokens if `special` says so."""
+        """Return a sample's text; special tokens in it are tokens if `special` is true."""
         parts = self.vocabulary.split(given) if special else [given]
         return "".join(
             part.encode().decode("latin-1") if isinstance(part, str) else chr(_FIRST_SPECIAL + part)

@@ -121,8 +121,8 @@ class OutputSample:
 
     Attributes:
         text: as the model writes it, markers included.
-        reasoning: of it.
-        content: of it.
+        reasoning: the reasoning in the text.
+        content: the content in the text.
         calls: name and arguments of each.
         malformed: whether a call in it is malformed; its text is content.
         reasoning_open: whether the prompt ends inside reasoning.
@@ -149,7 +149,8 @@ class OutputParserSuite(ComponentSuite):
     Attributes:
         parser: the class under test.
         samples: outputs as models write them.
-        special_tokens: of the tokenizer that the parser gets, which has one token per byte, too.
+        special_tokens: special tokens of the tokenizer that the parser gets, which has one token
+            per byte, too.
         tokenizer: another one to give it: a tokenizer, or the folder of one.
     """
 
@@ -221,7 +222,7 @@ class OutputParserSuite(ComponentSuite):
         self._run_checks(ROLES.text, *(lambda s=s: self._check_roles(s) for s in self.samples))
 
     def test_call_format(self) -> None:
-        """A parser of tools gives a grammar of their calls, or says that it has none."""
+        """A parser of tools gives a grammar of their calls, or reports that it has none."""
         if "tools" in self.parser.roles:
             self._run_checks(CALL_FORMAT.text, self._check_call_formats)
 

@@ -408,7 +408,7 @@ class TokenizerSuite(ComponentSuite):
         return self._decoded(self._encoded(text, add_special_tokens=special), skip=special)
 
     def _results(self, tokenizer: Tokenizer, text: str, skip: bool) -> Any:
-        """Return what all methods make of a text."""
+        """Return the results of all methods for a text."""
         ids = tokenizer.encode(text)
         text = tokenizer.decode(ids, skip_special_tokens=skip)
         return ids, text, _streamed(tokenizer, [], ids, skip)
@@ -535,7 +535,7 @@ class TokenizerSuite(ComponentSuite):
             raise THREADS.violation(f"of {len(texts)} threads that use one tokenizer, {wrong[0]}")
 
     def _check_chat(self, messages: Any, template: str | None = None) -> None:
-        said = short_repr(messages)
+        chat = short_repr(messages)
         given = list(messages) if isinstance(messages, tuple) else messages
         extra: Mapping[str, Any] = {} if template is None else {"template": template}
         for add in (True, False):
@@ -545,10 +545,10 @@ class TokenizerSuite(ComponentSuite):
                 continue
             except Exception as cause:
                 raise CHAT.violation(
-                    f"for {said} it raised {type(cause).__name__}: {cause}"
+                    f"for {chat} it raised {type(cause).__name__}: {cause}"
                 ) from cause
             if not isinstance(text, str):
-                raise CHAT.violation(f"for {said} it returned {short_repr(text)}")
+                raise CHAT.violation(f"for {chat} it returned {short_repr(text)}")
 
     def _check_eos(self) -> None:
         subject, ids = self._subject, self._subject.eos_token_ids

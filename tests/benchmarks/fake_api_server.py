@@ -20,14 +20,14 @@ class Answer:
         first: seconds before the first text.
         gap: seconds between two chunks.
         chunks: number of chunks with text.
-        tokens: in each chunk, as usage says.
-        status, body, headers: of an answer that is no stream.
+        tokens: number of tokens in each chunk, for the usage.
+        status, body, headers: head and body of an answer that is no stream.
         cut: chunks after which the connection is closed.
-        close: whether the connection is closed after the answer, which says so.
+        close: whether the connection is closed after the answer, which announces it.
         usage, marker, finish: whether these come.
         fault: message of an error event after the chunks.
         framing: "chunked", "length" (one body), or "close" (until the end of the connection).
-        newline: of events.
+        newline: line ending of events.
         pieces: bytes of each write; 0 is whole events.
     """
 
@@ -59,9 +59,9 @@ class FakeServer:
         metrics: the text of /metrics.
         running: number of completions that are being answered.
         url: its address.
-        bodies: of the requests for completions.
-        paths: of all requests.
-        heads: of all requests.
+        bodies: bodies of the requests for completions.
+        paths: paths of all requests.
+        heads: heads of all requests.
         connections: number of connections.
     """
 

@@ -65,7 +65,7 @@ def test_percentiles_are_nearest_ranks():
     assert distribution([]) is None
 
 
-def test_chunks_of_several_tokens_are_said_to_be():
+def test_chunks_of_several_tokens_are_reported():
     found = answered(Answer(chunks=5, tokens=4, gap=0.04))
     assert found["output_tokens"] == 20
     assert 39 <= found["ms"]["ITL"]["p50"] < 150
@@ -157,7 +157,7 @@ def test_fast_refusals_do_not_flatter():
     assert found["output_tokens"] == 8
 
 
-def test_a_stream_waits_as_retry_after_says():
+def test_a_stream_waits_for_retry_after():
     def choose(number, body):
         refused = Answer(status=429, body="{}", headers=("Retry-After: 0.2",))
         return Answer() if number else refused
@@ -206,7 +206,7 @@ def test_poisson_arrivals_come_at_their_times():
     assert found["seconds"] < times[-1] - times[0] + 5
 
 
-def test_the_client_says_that_it_was_the_limit():
+def test_the_client_reports_that_it_was_the_limit():
     busy = Outcome(cpu_share=0.82, lags=[0.001] * 90 + [0.03] * 10, late=[0.05] * 10)
     idle = Outcome(cpu_share=0.1, lags=[0.001], late=[0.0] * 10)
     found = figures([idle, busy])["client"]

@@ -66,7 +66,7 @@ def test_a_load_of_arrivals(run):
     assert "after one of 1 prefixes of 20" in output
 
 
-def test_what_the_server_lacks_is_said(run):
+def test_missing_routes_of_the_server_are_reported(run):
     server = FakeServer(lambda number, body: Answer(usage=False), counts_tokens=False)
     with serving(server):
         _, output, _, found = run(server.url, "--concurrency", "1", "--requests", "2")

@@ -22,7 +22,7 @@ def _no_grad() -> Iterator[None]:
 
 @pytest.fixture
 def context():
-    """A ZeroMQ context for those who listen to KV events."""
+    """A ZeroMQ context for subscribers of KV events."""
     with clients() as context:
         yield context
 

@@ -155,7 +155,7 @@ def test_padding_never_reads_other_sequences() -> None:
     assert out.isfinite().all()
 
 
-def test_cache_size_is_what_bytes_per_block_says() -> None:
+def test_cache_size_is_as_bytes_per_block_returns() -> None:
     backend = build_backend(torch.bfloat16, 16)
     spec = KVSpec(6, 2, 64, 0.125)
     keys, values = backend.allocate(spec, 5)

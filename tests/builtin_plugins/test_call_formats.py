@@ -280,7 +280,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("parser", "tools", "message"), REFUSED)
-def test_a_schema_that_the_format_cannot_say_is_refused(parser, tools, message):
+def test_a_schema_that_the_format_cannot_express_is_refused(parser, tools, message):
     subject, _ = make(*PARSERS[parser])
     for required in (True, False):
         with pytest.raises(ValueError, match=message):

@@ -26,9 +26,9 @@ class Chain:
     Attributes:
         store: the chain.
         stores: those in it, by name.
-        calls: of their methods.
+        calls: calls of their methods.
         before: called with name and method before each.
-        faults: that the chain has reported.
+        faults: faults that the chain has reported.
     """
 
     def __init__(self, *names: str, sizes=(), timeout: float = 10.0, **options) -> None:
@@ -109,7 +109,7 @@ def test_a_bad_block_that_was_brought_near_is_replaced(tmp_path, write):
     stores = {"near": near, "far": far}
     context = {"creator": stores.__getitem__}
     chain = open_store(ChainStore, context=context, stores=list(stores), write=write)
-    far.store(key_of(1), block_of(2))  # another one than the key says
+    far.store(key_of(1), block_of(2))  # another one than that of the key
     buffer = room()
     assert chain.load(key_of(1), buffer)
     assert buffer.whole == block_of(2).whole
@@ -264,7 +264,7 @@ def test_a_store_that_is_slow_is_left_out_for_a_while():
     chain.store.close()
 
 
-def test_the_size_is_that_of_all_stores_if_they_say_it():
+def test_the_size_is_that_of_all_stores_if_they_report_it():
     chain = Chain("near", "far", sizes=(1, 10))
     keep(chain.store, 1, 2)
     assert chain.store.used_bytes == 3 * BLOCK

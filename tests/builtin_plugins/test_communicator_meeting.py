@@ -1,4 +1,4 @@
-"""Ranks that meet: an abort ends the waiting, and what keeps one away is told to the others."""
+"""Ranks that meet: an abort ends the waiting, and what keeps one away is reported to the others."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_an_abort_ends_the_waiting_for_a_rank_that_does_not_come(cls, where, tmp
     assert time.monotonic() - began < 1
 
 
-def test_what_keeps_rank_0_away_is_told_to_the_ranks_of_other_hosts():
+def test_what_keeps_rank_0_away_is_reported_to_the_ranks_of_other_hosts():
     placement = Placement(
         hosts=("left", "right"), addresses=("192.0.2.1", "127.0.0.1"), store=store()
     )

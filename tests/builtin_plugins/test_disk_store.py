@@ -434,7 +434,7 @@ def test_a_full_bucket_of_the_index_is_reported(path: Path) -> None:
     store.close()
 
 
-def test_a_larger_store_beside_a_smaller_one_is_reported(path: Path) -> None:
+def test_a_larger_store_next_to_a_smaller_one_is_reported(path: Path) -> None:
     faults: list[str] = []
     small, large = open_disk(path, 10, faults), open_disk(path, 1000, faults)
     assert len(faults) == 1

@@ -154,7 +154,7 @@ def test_the_index_is_part_of_the_size(path: Path, sizes: tuple[int, ...], size_
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "pattern"),
     [
         ({}, "plugin.disk.path"),
         ({"path": ""}, "plugin.disk.path"),
@@ -162,8 +162,8 @@ def test_the_index_is_part_of_the_size(path: Path, sizes: tuple[int, ...], size_
         ({"path": "/kv", "size": 5}, "plugin.disk.size"),
     ],
 )
-def test_wrong_options_are_named(options: dict[str, object], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_wrong_options_are_named(options: dict[str, object], pattern: str) -> None:
+    with pytest.raises(ConfigError, match=pattern):
         convert(options, DiskStore.Options, path="plugin.disk")
 
 

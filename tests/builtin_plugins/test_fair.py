@@ -21,7 +21,7 @@ LONGEST = 40
 
 
 class TestCharges:
-    def test_prompt_and_output_tokens_cost_what_the_options_say(self):
+    def test_prompt_and_output_tokens_cost_as_configured(self):
         fair = build(Fair, input_cost=3, output_cost=5)
         it = request("a", prompt=4)
         fair.added(it)
@@ -312,7 +312,7 @@ class TestQueues:
         assert fair.group(request("a", tenant="acme")) == "acme"
         assert fair.group(request("b")) == fair.group(request("c")) == ""
 
-    def test_the_operator_says_which_tag_tells_tenants_apart(self):
+    def test_the_operator_chooses_the_tag_of_tenants(self):
         fair = build(Fair, tag="team")
         assert fair.group(request("a", tags={"team": "red", "tenant": "acme"})) == "red"
 

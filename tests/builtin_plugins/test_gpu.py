@@ -1,4 +1,4 @@
-"""What the plugins that run Triton kernels say where these cannot run."""
+"""Errors of the plugins that run Triton kernels where these cannot run."""
 
 from __future__ import annotations
 

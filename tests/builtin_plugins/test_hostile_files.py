@@ -1,4 +1,4 @@
-"""Files of a model that are damaged or hostile: they load or are refused, soon and in words."""
+"""Files of a model that are damaged or hostile: they load or are soon refused with a message."""
 
 from __future__ import annotations
 
@@ -251,14 +251,16 @@ def test_pickles_are_refused_by_name(suffix, folder, opener):
         path.unlink()
     pickle = folder / f"pytorch_model{suffix}"
     pickle.write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
-    words = f"{pickle.name} is a pickle, which can run any code .* expected .safetensors or .gguf"
+    expected = (
+        f"{pickle.name} is a pickle, which can run any code .* expected .safetensors or .gguf"
+    )
     for path in (folder, pickle):
-        with pytest.raises(ModelError, match=words):
+        with pytest.raises(ModelError, match=expected):
             opener.open_and_close(path)
 
 
 def test_code_in_a_folder_never_runs(folder, opener, monkeypatch):
-    """Nor is anybody asked: the standard input has an answer that nobody reads."""
+    """Nor is the user asked: the answer on the standard input is not read."""
     code = "open({0!r}, 'w').close()\nclass T: pass\nclass C: pass\n"
     for name in ("tok.py", "conf.py", "modeling.py"):
         (folder / name).write_text(code.format(str(folder.parent / "ran")))

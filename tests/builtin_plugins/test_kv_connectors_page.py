@@ -34,7 +34,7 @@ def rows(table):
 
 
 def shown(field):
-    """Return the texts that say the default of a field on the page."""
+    """Return the texts with the default of a field on the page."""
     if field.default is msgspec.NODEFAULT and field.default_factory is msgspec.NODEFAULT:
         return {"required"}
     if field.name == "use":

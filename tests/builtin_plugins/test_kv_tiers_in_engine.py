@@ -1,4 +1,4 @@
-"""What an engine tells of its KV connector: metrics of requests, totals of tiers, KV events."""
+"""Reports of an engine about its KV connector: metrics of requests, totals of tiers, KV events."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def steps_until(llm, condition):
         time.sleep(0.01)
 
 
-def test_metrics_say_what_was_loaded_and_what_the_tiers_did(opened):
+def test_metrics_count_loads_and_the_work_of_the_tiers(opened):
     llm = opened(["memory", SMALL], stats={"sinks": ["prometheus"], "request_metrics": True})
     (first,) = llm.generate(PROMPT, ONE_TOKEN)
     assert (first.metrics.num_cached_tokens, first.metrics.num_external_tokens) == (0, 0)
@@ -94,7 +94,7 @@ def test_without_a_connector_there_is_nothing_of_it(tmp_path):
 
 
 def kept(events, medium):
-    """Return the hashes that are kept after events; no event says what was said before."""
+    """Return the hashes that are kept after events; no event repeats an earlier one."""
     found = set()
     for event in events:
         if getattr(event, "medium", "") != medium:
@@ -115,7 +115,7 @@ def kept_at_any_time(events, medium):
     return {block for event in stored if event.medium == medium for block in event.block_hashes}
 
 
-def test_events_say_what_each_tier_keeps(opened):
+def test_events_list_what_each_tier_keeps(opened):
     EVENTS.clear()
     publisher = "support.plugins.kv_event_list:EventList"
     llm = opened(["memory", SMALL], kv_events={"publishers": [publisher]})

@@ -74,8 +74,8 @@ class TestSafetensors:
 
     def test_generation_config_recommends_how_to_sample(self, folder: Path) -> None:
         assert open_loader(SafetensorsLoader, folder).config().default_sampling == {}
-        said = {"temperature": 1, "top_k": 20, "min_p": None, "do_sample": True, "num_beams": 2}
-        self.edit(folder, "generation_config.json", **said)
+        stated = {"temperature": 1, "top_k": 20, "min_p": None, "do_sample": True, "num_beams": 2}
+        self.edit(folder, "generation_config.json", **stated)
         for loader in (SafetensorsLoader, DummyLoader):
             found = open_loader(loader, folder).config().default_sampling
             assert found == {"temperature": 1.0, "top_k": 20}

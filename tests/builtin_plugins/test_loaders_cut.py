@@ -88,7 +88,7 @@ def some_cuts(draw) -> dict[str, Cut]:
 
 
 def numbers(weight: torch.Tensor | QuantizedWeight, cut: Cut | None = None) -> torch.Tensor:
-    """Return what a loader yields, cut if it is the whole of blocks that a cut divides."""
+    """Return the weights of a loader, cut if it is the whole of blocks that a cut divides."""
     if isinstance(weight, torch.Tensor):
         return weight
     matrix = scheme(weight.scheme).read(weight)
@@ -115,7 +115,7 @@ def test_any_part_of_a_gguf_tensor_is_that_of_the_whole(stored):
     check()
 
 
-def test_formats_say_what_is_yielded(stored):
+def test_formats_describe_what_is_yielded(stored):
     loader, kind = stored
     formats, yielded = loader.formats(SHAPES), dict(loader.weights(SHAPES))
     assert formats.keys() == SHAPES.keys()
@@ -224,14 +224,14 @@ def test_three_ranks_read_the_demo_model_once_together(demo_loader, read):
 def test_a_weight_of_another_shape_is_refused_before_it_is_cut(stored, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     save_file({UP: torch.zeros(4, 6)}, tmp_path / "model.safetensors")
-    words = f"model: weight '{UP}' has shape "
+    message = f"model: weight '{UP}' has shape "
     for loader, shape in (
         (stored[0], (ROWS, COLUMNS)),
         (open_loader(SafetensorsLoader, tmp_path), (4, 6)),
     ):
         with pytest.raises(ModelError) as refused:
             list(loader.cut_weights({UP: (2 * shape[0], shape[1])}, {UP: Cut(0, 0, shape[0])}))
-        expected = f"{words}{shape}, the model needs {(2 * shape[0], shape[1])}"
+        expected = f"{message}{shape}, the model needs {(2 * shape[0], shape[1])}"
         assert str(refused.value) == expected
 
 

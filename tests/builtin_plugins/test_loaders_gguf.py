@@ -324,9 +324,9 @@ def test_experts_of_another_shape_are_refused_with_their_tensor(shape, tmp_path:
     model = random_model(name, **fields)
     write_gguf(tmp_path / "m.gguf", model, "qwen3moe", extra=extra)
     loader = open_loader(GGUFLoader, tmp_path / "m.gguf")
-    words = r"m.gguf: tensor blk.9.ffn_gate_exps.weight: expected \[6, rows, columns\] .*, got \["
+    text = r"m.gguf: tensor blk.9.ffn_gate_exps.weight: expected \[6, rows, columns\] .*, got \["
     for call in (loader.formats, lambda shapes: list(loader.weights(shapes))):
-        with pytest.raises(ModelError, match=words):
+        with pytest.raises(ModelError, match=text):
             call({"model.layers.9.mlp.experts.0.gate_proj.weight": (2, 64)})
 
 
@@ -334,8 +334,8 @@ def test_so_many_experts_are_refused_before_the_model_is_built(tmp_path: Path) -
     _, name, _, fields = FAMILIES["qwen3moe"]
     changes = {"expert_count": 2_000_000}
     write_gguf(tmp_path / "m.gguf", random_model(name, **fields), "qwen3moe", changes=changes)
-    words = "qwen3moe: expert_count: expected at most 1024, got 2000000"
-    refused(open_loader(GGUFLoader, tmp_path / "m.gguf"), words)
+    text = "qwen3moe: expert_count: expected at most 1024, got 2000000"
+    refused(open_loader(GGUFLoader, tmp_path / "m.gguf"), text)
 
 
 def test_unknown_architecture_names_the_known_ones(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ class TestBadWords:
         arguments = prepared(BadWords, sequences=[[1, 2]])
         assert (arguments.sequences, arguments.encoded) == ([[1, 2]], [])
 
-    def test_words_need_a_tokenizer(self):
+    def test_bad_words_need_a_tokenizer(self):
         with pytest.raises(ValueError, match=r"'cat' needs a tokenizer.*bad_words\.sequences"):
             prepared(BadWords, bad_words=["cat"])
 

@@ -251,7 +251,7 @@ def test_memory_that_cannot_be_pinned_is_refused(monkeypatch):
         open_store(MemoryStore, size_bytes=4 * BLOCK, context={"pin_memory": True})
 
 
-def test_an_engine_says_what_its_host_has(scripted):
+def test_an_engine_logs_what_its_host_has(scripted):
     config = scripted_config(scripted) | {
         "kv_connector": {"stores": ["memory"]},
         "plugin": {"memory": {"size_bytes": 1 << 50}},

@@ -136,7 +136,7 @@ def test_bfloat16_stays_close(variant) -> None:
     assert (found - expected).norm() < 1.1 * (theirs - expected).norm()
 
 
-def test_the_original_context_of_phi3_is_4096_unless_the_config_says():
+def test_the_original_context_of_phi3_is_4096_unless_configured():
     def variant(length, **fields):
         hf = TINY | LONGROPE | {"max_position_embeddings": 8192} | fields
         config = ModelConfig(architecture="Any", hf=hf, vocab_size=97, max_position_embeddings=8192)

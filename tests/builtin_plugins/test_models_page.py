@@ -22,7 +22,7 @@ def test_every_architecture_has_a_row():
 
 
 def test_the_names_in_gguf_files_are_those_of_the_loader():
-    others = {"MistralForCausalLM": "LlamaForCausalLM"}  # files of both say "llama"
+    others = {"MistralForCausalLM": "LlamaForCausalLM"}  # files of both have "llama"
     for family, name, _ in ROWS:
         architecture = f"{family}ForCausalLM"
         found = architecture_of(name, family == "Mixtral").name
@@ -30,7 +30,7 @@ def test_the_names_in_gguf_files_are_those_of_the_loader():
     assert {name for _, name, _ in ROWS} == ARCHITECTURES.keys()
 
 
-def test_every_architecture_is_compared_with_transformers_where_the_page_says():
+def test_every_architecture_is_compared_with_transformers_as_on_the_page():
     for family, _, file in ROWS:
         source = (Path(__file__).parent / file).read_text()
         assert re.search(rf'": \(\s*"?{family}"?,', source), f"{file} has no variant of {family}"

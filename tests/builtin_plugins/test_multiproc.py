@@ -1,4 +1,4 @@
-"""Calls, results and errors of worker processes, with workers that do as they are told."""
+"""Calls, results and errors of worker processes, with scripted workers."""
 
 import os
 import re
@@ -58,20 +58,20 @@ def test_every_rank_runs_each_call_once_and_one_gives_the_result(opened):
     assert workers.max_concurrent_batches == 2
     workers.initialize_cache(5)
     assert step(workers, 1) == ModelRunnerOutput({"r": [1]})
-    said = workers.collective_rpc("stop_profile")
-    assert said == [f"{rank} cache 5 execute 1" for rank in range(4)]
+    received = workers.collective_rpc("stop_profile")
+    assert received == [f"{rank} cache 5 execute 1" for rank in range(4)]
 
 
 def test_infos_come_in_rank_order_and_progress_is_the_sum_of_the_ranks(opened):
-    told = []
-    workers = executor(3, progress=lambda *progress: told.append(progress))
+    reports = []
+    workers = executor(3, progress=lambda *progress: reports.append(progress))
     try:
         infos = workers.start()
     finally:
         workers.close()
     assert [info.available_bytes for info in infos] == [1000, 1001, 1002]
-    assert told[-1] == ("Loading weights", 9, 9)
-    assert all(total == 9 and done < 9 for _, done, total in told[:-1])
+    assert reports[-1] == ("Loading weights", 9, 9)
+    assert all(total == 9 and done < 9 for _, done, total in reports[:-1])
 
 
 def test_results_come_in_the_order_of_plans_of_which_several_are_under_way(opened):
@@ -128,7 +128,7 @@ def test_a_rank_that_fails_a_step_fails_it_for_all_and_no_rank_waits_for_it(open
     assert f"In rank {rank} (pid" in raised.value.__notes__[0]
     with pytest.raises(ModelError, match="^broken"):
         workers.collective_rpc("stop_profile")
-    assert not failures  # the call has told it
+    assert not failures  # the call has reported it
     began = time.monotonic()
     workers.close()
     assert time.monotonic() - began < 1  # the others were released
@@ -159,7 +159,7 @@ def test_a_rank_that_fails_what_the_output_rank_has_done_ends_the_executor(opene
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("when", ["open", "load"])
-def test_the_death_of_a_rank_that_starts_is_told_by_start(rank, when):
+def test_the_death_of_a_rank_that_starts_is_reported_by_start(rank, when):
     before = holdings()
     workers = executor(2, orders={when: [f"{rank} kill", f"{1 - rank} meet"]})
     if when == "open":
@@ -167,7 +167,7 @@ def test_the_death_of_a_rank_that_starts_is_told_by_start(rank, when):
     began = time.monotonic()
     with pytest.raises(EngineDeadError) as raised:
         workers.start()
-    print("told within", time.monotonic() - began)
+    print("reported within", time.monotonic() - began)
     message = str(raised.value)
     assert re.match(
         rf"the worker process of rank {rank} \(pid \d+\) was killed by signal 9", message
@@ -210,7 +210,7 @@ def test_the_death_of_a_rank_ends_everything_within_a_second(opened, rank, when)
     assert len(failures) == 1
 
 
-def test_a_death_before_the_callback_is_registered_is_told_to_it(opened):
+def test_a_death_before_the_callback_is_registered_is_reported_to_it(opened):
     workers = opened(2)
     with pytest.raises(EngineDeadError):
         workers.collective_rpc("start_kv_connector", ("1 kill",))
@@ -359,12 +359,12 @@ def test_stderr_is_passed_on_and_stacks_of_a_long_call_are_written(opened, capfd
     step(workers, 1, "1 sleep 0.5")
     workers.collective_rpc("stop_profile")
     deadline = time.monotonic() + 5
-    said = ""
-    while "in _sleep" not in said:
-        assert time.monotonic() < deadline, said
+    received = ""
+    while "in _sleep" not in received:
+        assert time.monotonic() < deadline, received
         time.sleep(0.02)
-        said += capfd.readouterr().err
-    assert "Timeout (0:00:00.2" in said
+        received += capfd.readouterr().err
+    assert "Timeout (0:00:00.2" in received
 
 
 def test_an_executor_that_is_dropped_ends_its_processes():
@@ -377,15 +377,15 @@ def test_an_executor_that_is_dropped_ends_its_processes():
 
 def test_calls_of_several_threads_do_not_mix(opened):
     workers = opened(2)
-    said = []
+    received = []
 
     def ask():
         for _ in range(20):
-            said.append(workers.collective_rpc("stop_profile", timeout=10))
+            received.append(workers.collective_rpc("stop_profile", timeout=10))
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert said == [["0", "1"]] * 80
+    assert received == [["0", "1"]] * 80

@@ -70,7 +70,8 @@ class TestAddresses:
 
     def test_each_rank_has_its_own(self, tmp_path):
         message = refused(listen=f"ipc://{tmp_path}/x.sock", world_size=2)
-        assert message.startswith("plugin.p2p.listen: expected {rank} in it, for this engine has 2")
+        start = "plugin.p2p.listen: expected {rank} in it, because this engine has 2"
+        assert message.startswith(start)
         message = refused(
             listen=f"ipc://{tmp_path}/d/{{rank}}", peers={"b": f"ipc://{tmp_path}/b"}, world_size=2
         )
@@ -344,7 +345,7 @@ class TestOverTcp:
         assert c.lookup([key(1)]) == [False]
         assert not c.fetch("a", key(2), block(), 0.4)
 
-    def test_who_listens_in_the_place_of_a_peer_is_told_nothing(self, tcp):
+    def test_a_listener_in_the_place_of_a_peer_receives_nothing(self, tcp):
         impostor, b = tcp("a", secret_of="c"), tcp("b")
         impostor.store(key(1), block(4))
         assert b.lookup([key(1)]) == [False]

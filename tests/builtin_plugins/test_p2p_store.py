@@ -26,7 +26,7 @@ def peers(tmp_path):
 
 
 def leave_socket(address):
-    """Leave a socket at which nobody listens, as an engine that was killed does."""
+    """Leave a socket without a listener, as an engine that was killed does."""
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(address.removeprefix("ipc://"))
 
@@ -126,7 +126,7 @@ class TestForOne:
         assert holds(buffer, 5)
         timer.join()
 
-    def test_one_that_never_comes_is_waited_for_as_long_as_said(self, peers):
+    def test_a_block_that_never_comes_is_awaited_until_the_time_limit(self, peers):
         peers.open("a")
         b = peers.open("b", wait_seconds=0.2)
         began = time.monotonic()
@@ -183,7 +183,7 @@ class TestForOne:
         assert b.fetch("a", key(1), block(), 1.0)
         assert eventually(lambda: a.offer(key(3), block(3), 10.0))
 
-    def test_two_of_whom_only_one_gets_it(self, peers):
+    def test_two_peers_of_which_only_one_gets_it(self, peers):
         a, b = peers.open("a"), peers.open("b")
         results = []
         threads = [
@@ -281,7 +281,7 @@ class TestWithoutPeers:
             thread.join()
         assert sorted(second > 0.15 for second in seconds) == [False, False, False, True]
 
-    def test_renewing_waits_for_nobody(self, peers):
+    def test_renewing_waits_for_no_answer(self, peers):
         b = peers.open("b", connect_seconds=2.0)
         leave_socket(peers.address("a"))
         began = time.monotonic()
@@ -334,7 +334,7 @@ class TestWithoutPeers:
 
 
 class Stranger:
-    """Somebody who speaks to a store over a socket of its own."""
+    """A client of a store with a socket of its own."""
 
     def __init__(self, address):
         self._context = zmq.Context()
@@ -342,7 +342,7 @@ class Stranger:
         self.socket.linger = 0
         self.socket.connect(address)
 
-    def say(self, *frames):
+    def send(self, *frames):
         self.socket.send_multipart(frames)
 
     def hears(self, seconds=0.3):
@@ -384,10 +384,10 @@ NONSENSE = {
 
 class TestHostilePeers:
     @pytest.mark.parametrize("frames", NONSENSE.values(), ids=NONSENSE)
-    def test_nonsense_gets_no_answer_and_harms_nobody(self, peers, stranger, frames):
+    def test_nonsense_gets_no_answer_and_harms_no_other(self, peers, stranger, frames):
         b = peers.open("b")
-        stranger.say(*frames)
-        stranger.say(b"\1" * 8, encode(Has([key(1)])))
+        stranger.send(*frames)
+        stranger.send(b"\1" * 8, encode(Has([key(1)])))
         assert stranger.hears(5.0) == [b"\1" * 8, b"\x01", b"\x00"], "and to this alone"
         peers.stores["a"].store(key(1), block(1))
         assert b.lookup([key(1)]) == [True]
@@ -395,15 +395,15 @@ class TestHostilePeers:
 
     def test_who_sends_too_much_is_disconnected(self, peers, stranger):
         b = peers.open("b")
-        stranger.say(SERIAL, bytes(1 << 20))
+        stranger.send(SERIAL, bytes(1 << 20))
         assert stranger.hears(0.1) is None
         assert b.lookup([key(1)]) == [False]
-        stranger.say(SERIAL, encode(Has([key(1)])))  # by a new connection
+        stranger.send(SERIAL, encode(Has([key(1)])))  # by a new connection
         assert stranger.hears(2.0) == [SERIAL, b"\x01", b"\x00"]
 
-    def test_who_waits_for_too_many_blocks_is_told_at_once(self, peers, stranger):
+    def test_waiting_for_too_many_blocks_is_refused_at_once(self, peers, stranger):
         for number in range(300):
-            stranger.say(number.to_bytes(8, "big"), encode(Take(key(number), 60.0, "model")))
+            stranger.send(number.to_bytes(8, "big"), encode(Take(key(number), 60.0, "model")))
         answers = [stranger.hears(2.0) for _ in range(300 - 256)]
         assert all(answer is not None and answer[1] == b"\x00" for answer in answers)
         assert stranger.hears(0.1) is None
@@ -411,12 +411,12 @@ class TestHostilePeers:
         threading.Timer(0.1, a.offer, (key(1000), block(1), 10.0)).start()
         assert b.fetch("a", key(1000), block(), 2.0)
 
-    def test_who_does_not_read_holds_nobody(self, peers, stranger):
+    def test_a_peer_that_does_not_read_delays_no_other(self, peers, stranger):
         a, b = peers.stores["a"], peers.open("b")
         a.store(key(1), block(1))
         question = encode(Get(key(1)))
         for _ in range(5000):
-            stranger.say(SERIAL, question)
+            stranger.send(SERIAL, question)
         began = time.monotonic()
         assert b.load(key(1), block())
         assert time.monotonic() - began < 2.0
@@ -425,7 +425,7 @@ class TestHostilePeers:
         a, b = peers.stores["a"], peers.open("b")
         a.offer(key(5), block(1), 0.2)
         for _ in range(100):
-            stranger.say(SERIAL, encode(Renew([os.urandom(32) for _ in range(1024)])))
+            stranger.send(SERIAL, encode(Renew([os.urandom(32) for _ in range(1024)])))
         time.sleep(0.2)
         assert not b.fetch("a", key(5), block(), 1.0)
 

@@ -86,7 +86,7 @@ class TestShortestFirst:
         assert order(policy, old, request("b", prompt=1, max_tokens=1, arrival=9.4)) == "ba"
         assert order(policy, old, request("b", prompt=1, max_tokens=1, arrival=9.6)) == "ab"
 
-    def test_outputs_weigh_as_the_operator_says(self):
+    def test_outputs_weigh_as_configured(self):
         long_prompt = request("a", prompt=50, max_tokens=1)
         long_answer = request("b", prompt=1, max_tokens=30)
         assert order(build(ShortestFirst), long_prompt, long_answer) == "ba"

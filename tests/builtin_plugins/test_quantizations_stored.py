@@ -152,7 +152,7 @@ def test_reordered_columns_of_compressed_tensors():
     assert isinstance(check(build_scheme(CompressedTensors, config), matrix, tensors), DenseMatrix)
 
 
-def test_several_groups_of_the_config_are_told_apart_by_what_they_store():
+def test_several_groups_of_the_config_are_distinguished_by_what_they_store():
     config = integers_config(32)
     other = integers_config(-1, 8, symmetric=True)["config_groups"]["group_0"]
     config["config_groups"]["group_1"] = other | {"format": "int-quantized"}
@@ -205,7 +205,7 @@ def test_targets_choose_between_groups_that_differ(first, second):
 
 
 @pytest.mark.parametrize(
-    ("target", "words"),
+    ("target", "message"),
     [
         ("Linear", "it fits 2 of the config_groups, which differ; expected targets of which one"),
         ("re:(a|b", "targets of the config_groups: 're:.*' is no pattern: missing"),
@@ -214,10 +214,10 @@ def test_targets_choose_between_groups_that_differ(first, second):
         ("re:" + "a?" * 9, "expected patterns with at most 4 repeats, none of them of a group"),
     ],
 )
-def test_targets_that_do_not_choose_are_refused(target, words):
+def test_targets_that_do_not_choose_are_refused(target, message):
     matrix = random_matrix(6, 128, group=96)
     weight = QuantizedWeight("any", matrix.shape, checkpoints.packed_integers(matrix), "a.weight")
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         with_targets(["Linear"], [target]).check(weight)
 
 
@@ -275,21 +275,21 @@ def test_wrong_tensors_are_named_by_their_headers(name, how):
     scheme = build_scheme(kind, config)
     for last in tensors:
         wrong = {key: tensor.to("meta") for key, tensor in tensors.items()}
-        words = f"{last}: expected .*got "
+        message = f"{last}: expected .*got "
         if how == "missing":
             del wrong[last]
-            words = f"'{last}' is missing; there are |'weight_packed' is missing"
+            message = f"'{last}' is missing; there are |'weight_packed' is missing"
             if last == "g_idx":
                 continue
         elif how == "unknown":
             wrong["input_scale"] = torch.ones(1)
-            words = "'input_scale' is not known; expected "
+            message = "'input_scale' is not known; expected "
         elif how == "flat" and wrong[last].dim() == 1:
             continue
         else:
             wrong[last] = damaged(wrong[last], how)
         for call in (scheme.check, scheme.read):
-            with pytest.raises(ValueError, match=words):
+            with pytest.raises(ValueError, match=message):
                 call(stored(MATRIX, wrong))
 
 
@@ -323,28 +323,28 @@ def test_a_size_of_groups_that_the_shapes_contradict_is_refused(group):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"g_idx": torch.full((64,), 2, dtype=torch.int32)}, "g_idx: expected .* 0 to 1, got 2"),
         ({"g_idx": torch.full((64,), -1, dtype=torch.int32)}, "0 to 1, got -1 to -1"),
     ],
 )
-def test_groups_of_columns_that_do_not_exist_are_refused(change, words):
+def test_groups_of_columns_that_do_not_exist_are_refused(change, message):
     tensors = checkpoints.gptq(MATRIX) | change
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         build_scheme(GPTQ, gptq_config()).read(stored(MATRIX, tensors))
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"weight_shape": torch.tensor([16, 63])}, r"weight_shape: expected \[16, 64\], got \[16"),
         ({"weight_zero_point": torch.full((2, 3), 1)}, "weight_zero_point: expected int32"),
     ],
 )
-def test_wrong_content_of_packed_integers_is_refused(change, words):
+def test_wrong_content_of_packed_integers_is_refused(change, message):
     tensors = checkpoints.packed_integers(MATRIX) | change
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         build_scheme(CompressedTensors, integers_config()).read(stored(MATRIX, tensors))
 
 
@@ -368,7 +368,7 @@ INTEGERS = integers_config()
 
 
 @pytest.mark.parametrize(
-    ("kind", "config", "words"),
+    ("kind", "config", "message"),
     [
         (AWQ, awq_config(bits=3), "quantization_config: bits: expected 4, got 3"),
         (AWQ, awq_config(bits=None), "bits: expected 4, got None"),
@@ -412,8 +412,8 @@ INTEGERS = integers_config()
         ),
     ],
 )
-def test_configs_that_mean_something_else_are_refused(kind, config, words):
-    with pytest.raises(ModelError, match=words) as raised:
+def test_configs_that_mean_something_else_are_refused(kind, config, message):
+    with pytest.raises(ModelError, match=message) as raised:
         build_scheme(kind, config)
     assert "config.json: quantization_config" in str(raised.value)
 

@@ -140,7 +140,7 @@ def test_tokens_are_those_of_the_numbers(written, tmp_path, caplog):
     assert tokens(folder, quantization={"use": scheme}) == expected
 
 
-def test_matrices_that_no_codes_hold_are_dequantised_and_that_is_said(tmp_path, caplog):
+def test_matrices_that_no_codes_hold_are_dequantised_and_logged(tmp_path, caplog):
     config = gptq_config(desc_act=True)
     dense = write_checkpoint(tmp_path / "m", config, checkpoints.gptq, shuffled=True)
     expected = tokens(plain(tmp_path / "plain", dense))
@@ -261,7 +261,7 @@ def describe(folder, **fields):
 
 @pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize(
-    ("last", "tensor", "words"),
+    ("last", "tensor", "message"),
     [
         ("qzeros", None, "awq: the tensor 'qzeros' is missing; there are qweight, scales"),
         ("scales", torch.ones(2, 32), "awq: scales: expected float16 or bfloat16 or float32 [2, 6"),
@@ -269,19 +269,19 @@ def describe(folder, **fields):
         ("g_idx", torch.ones(64), "awq: the tensor 'g_idx' is not known; expected qweight, qzero"),
     ],
 )
-def test_wrong_tensors_are_refused_before_weights_are_read(folder, last, tensor, words):
+def test_wrong_tensors_are_refused_before_weights_are_read(folder, last, tensor, message):
     def change(tensors):
         tensors.pop(f"{Q}.{last}", None)
         if tensor is not None:
             tensors[f"{Q}.{last}"] = tensor
 
     edit(folder, change)
-    assert f"model: weight '{Q}.weight' of '{folder}': {words}" in error_of(folder)
+    assert f"model: weight '{Q}.weight' of '{folder}': {message}" in error_of(folder)
 
 
 @pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "message"),
     [
         ({"bits": 3}, "config.json: quantization_config: bits: expected 4, got 3"),
         ({"group_size": 16}, "qzeros: expected int32 [4, 8] for a matrix [64, 64], got int32 [2, "),
@@ -297,9 +297,9 @@ def test_wrong_tensors_are_refused_before_weights_are_read(folder, last, tensor,
         ({"quant_method": None}, "quantised without a quant_method are not supported"),
     ],
 )
-def test_wrong_configs_are_refused_before_weights_are_read(folder, fields, words):
+def test_wrong_configs_are_refused_before_weights_are_read(folder, fields, message):
     describe(folder, **fields)
-    assert words in error_of(folder)
+    assert message in error_of(folder)
 
 
 @pytest.mark.usefixtures("no_weights")
@@ -319,8 +319,8 @@ def test_whole_numbers_without_a_scale_are_refused_before_weights_are_read(tmp_p
         del tensors[f"{Q}.weight_scale"], tensors[f"{Q}.weight_zero_point"]
 
     edit(folder, change)
-    words = "compressed_tensors: the tensor 'weight_scale' is missing; there are weight"
-    assert f"model: weight '{Q}.weight' of '{folder}': {words}" in error_of(folder)
+    message = "compressed_tensors: the tensor 'weight_scale' is missing; there are weight"
+    assert f"model: weight '{Q}.weight' of '{folder}': {message}" in error_of(folder)
 
 
 def test_a_scale_that_is_not_finite_is_refused(folder):
@@ -328,15 +328,15 @@ def test_a_scale_that_is_not_finite_is_refused(folder):
         tensors[f"{Q}.scales"][0, 0] = float("nan")
 
     edit(folder, change)
-    words = f"weight '{Q}.weight' of '{folder}': awq: the scales have numbers that are not finite"
-    assert words in error_of(folder)
+    message = f"weight '{Q}.weight' of '{folder}': awq: the scales have numbers that are not finite"
+    assert message in error_of(folder)
 
 
 @pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize("use", ["gptq", "q4_0"])
 def test_a_scheme_that_the_checkpoint_does_not_have_is_refused(use, folder):
-    words = f"quantization.use: '{use}' does not quantise weights, and '{folder}' has none"
-    assert words in error_of(folder, quantization={"use": use})
+    message = f"quantization.use: '{use}' does not quantise weights, and '{folder}' has none"
+    assert message in error_of(folder, quantization={"use": use})
 
 
 def test_a_matrix_without_any_tensor_is_missing(folder):

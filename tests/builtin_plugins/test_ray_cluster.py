@@ -158,13 +158,13 @@ def test_an_address_without_a_cluster_is_refused(services, address, message):
 
 
 @pytest.mark.parametrize("error", [SystemExit(15), RuntimeError("Version\nmismatch")])
-def test_what_ray_says_is_an_error_of_the_configuration(services, error):
+def test_errors_of_ray_are_errors_of_the_configuration(services, error):
     def fail(**settings):
         raise error
 
     address = answering(b"\0\0\0\4\0\0\0\0\0")
-    said = "the cluster does not answer" if isinstance(error, SystemExit) else "Version mismatch"
-    with pytest.raises(ConfigError, match=f"^plugin.ray.address: '{address}': {said}; start a"):
+    reason = "the cluster does not answer" if isinstance(error, SystemExit) else "Version mismatch"
+    with pytest.raises(ConfigError, match=f"^plugin.ray.address: '{address}': {reason}; start a"):
         Connection(fake_ray(fail), RayOptions(address=address), "plugin.ray")
 
 
@@ -243,7 +243,7 @@ def test_addresses_of_both_kinds():
     assert listening_address("fd00::1", 7) == "[fd00::1]:7"
 
 
-def test_without_ray_the_command_to_install_it_is_said(installed: Installed, monkeypatch):
+def test_without_ray_the_error_has_the_command_to_install_it(installed: Installed, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     installed.offer("executors/ray", RayExecutor)
     found = installed.resolve(executor={"use": "ray"})

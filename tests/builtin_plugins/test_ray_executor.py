@@ -31,7 +31,7 @@ pytestmark = pytest.mark.nightly
 
 TOKEN = "a-token-of-these-tests-alone-0123456789"
 MEMORY = 200 * 2**20
-CPUS = 16  # of each node, by what Ray is told
+CPUS = 16  # of each node, as configured for Ray
 # Ray itself would turn 127.0.0.1 into an address of the network.
 HEAD, SECOND = "127.0.0.2", "127.0.0.3"
 
@@ -133,10 +133,10 @@ def open_executor(nodes):
                 "support.ray_worker:make", rank, parallel.world_size, data.encode()
             ),
             start_process=None,
-            progress=lambda *progress: made.told.append(progress),
+            progress=lambda *progress: made.reported.append(progress),
         )
         made = RayExecutor(context)
-        made.told = []
+        made.reported = []
         opened.append(made)
         return made
 
@@ -203,11 +203,11 @@ def test_a_call_of_all_ranks_has_a_limit(open_executor):
 def test_progress_is_that_of_the_slowest(open_executor):
     executor = open_executor(data="slow load")
     executor.start()
-    assert executor.told
-    assert {what for what, _, _ in executor.told} == {"weights"}
+    assert executor.reported
+    assert {what for what, _, _ in executor.reported} == {"weights"}
 
 
-def test_the_start_line_says_where_ranks_are_and_when_a_lost_node_is_noticed(
+def test_the_start_line_has_the_places_of_ranks_and_the_time_to_notice_a_lost_node(
     open_executor, nodes, caplog
 ):
     caplog.set_level(logging.INFO, "hardpoint")
@@ -262,30 +262,32 @@ class TestConformance(ExecutorSuite):
         os.kill(executor.worker_pids[rank], signal.SIGKILL)
 
 
-# What is told when something is lost
+# Reports when something is lost
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_actor_is_told_once_while_idle(open_executor, rank):
+def test_a_killed_actor_is_reported_once_while_idle(open_executor, rank):
     executor = open_executor()
     executor.start()
-    told = []
-    executor.on_failure(told.append)
+    reported = []
+    executor.on_failure(reported.append)
     pid = pids(executor)[rank]
     os.kill(pid, signal.SIGKILL)
-    assert wait_until(lambda: told, 10) < 10
-    assert str(told[0]).startswith(f"executor 'ray': lost rank {rank} (process {pid}) on Ray node")
+    assert wait_until(lambda: reported, 10) < 10
+    assert str(reported[0]).startswith(
+        f"executor 'ray': lost rank {rank} (process {pid}) on Ray node"
+    )
     with pytest.raises(HardpointError, match="lost rank"):
         executor.execute_model(SchedulerOutput(step=1)).result(1)
     executor.close()
-    assert len(told) == 1
+    assert len(reported) == 1
 
 
-def test_a_killed_actor_is_told_in_mid_step(open_executor):
+def test_a_killed_actor_is_reported_in_mid_step(open_executor):
     executor = open_executor(ParallelConfig(pipeline=2))
     executor.start()
-    told = []
-    executor.on_failure(told.append)
+    reported = []
+    executor.on_failure(reported.append)
     pid = pids(executor)[0]
     steps = [executor.execute_model(SchedulerOutput(step=step)) for step in (20_000, 20_001)]
     time.sleep(0.2)
@@ -293,8 +295,8 @@ def test_a_killed_actor_is_told_in_mid_step(open_executor):
     for step in steps:
         with pytest.raises(HardpointError, match="lost rank 0"):
             step.result(10)
-    wait_until(lambda: told, 10)
-    assert len(told) == 1
+    wait_until(lambda: reported, 10)
+    assert len(reported) == 1
 
 
 def test_an_actor_killed_while_loading_ends_the_start(open_executor):
@@ -302,7 +304,7 @@ def test_an_actor_killed_while_loading_ends_the_start(open_executor):
     killed = []
 
     def kill():
-        wait_until(lambda: executor.told)
+        wait_until(lambda: executor.reported)
         killed.append(min(actors()))
         os.kill(killed[0], signal.SIGKILL)
 
@@ -314,7 +316,7 @@ def test_an_actor_killed_while_loading_ends_the_start(open_executor):
     assert killed
 
 
-def test_ranks_that_wait_for_a_lost_one_are_told_to_stop(open_executor, tmp_path):
+def test_ranks_that_wait_for_a_lost_one_are_stopped(open_executor, tmp_path):
     executor = open_executor(data=str(tmp_path))
     executor.start()
     os.kill(pids(executor)[0], signal.SIGKILL)
@@ -322,15 +324,15 @@ def test_ranks_that_wait_for_a_lost_one_are_told_to_stop(open_executor, tmp_path
     assert "lost rank 0" in (tmp_path / "abort 1").read_text()
 
 
-def test_a_killed_node_is_told(open_executor, nodes):
+def test_a_killed_node_is_reported(open_executor, nodes):
     executor = open_executor(placement="STRICT_SPREAD")
     executor.start()
-    told = []
-    executor.on_failure(told.append)
+    reported = []
+    executor.on_failure(reported.append)
     try:
         nodes.kill_second()
-        wait_until(lambda: told, 10)
-        assert SECOND in str(told[0])
+        wait_until(lambda: reported, 10)
+        assert SECOND in str(reported[0])
         executor.close()
     finally:
         nodes.add()

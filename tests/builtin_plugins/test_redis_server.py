@@ -346,7 +346,7 @@ def disturbed(server):
 
 
 def test_an_engine_outlives_its_server(start, scripted):
-    """All tokens are right while it is killed, stands still and comes back."""
+    """All tokens are right while it is killed, pauses and comes back."""
     server = start()
     prompts = [f"say abc {number} " * 12 for number in range(6)]
     params = SamplingParams(max_tokens=4, temperature=0)

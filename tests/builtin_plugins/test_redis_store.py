@@ -1,4 +1,4 @@
-"""The KV store "redis" with a server in a thread that answers as a test says."""
+"""The KV store "redis" with a server in a thread that answers as a test asks."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_connections_come_back_after_a_restart(server, opened):
     assert not faults
 
 
-def test_an_engine_starts_without_its_server_and_says_so(server, opened):
+def test_an_engine_starts_without_its_server_and_reports_it(server, opened):
     server.stop()
     faults = []
     store = opened(server, faults=faults)
@@ -409,7 +409,7 @@ def test_closing_while_a_thread_waits_ends_its_connection(server, opened):
     assert not server.open
 
 
-def test_without_the_library_the_error_says_what_to_install(monkeypatch, scripted):
+def test_without_the_library_the_error_names_what_to_install(monkeypatch, scripted):
     monkeypatch.setitem(sys.modules, "redis", None)
     config = scripted_config(scripted) | {"kv_connector": {"stores": ["redis"]}}
     expected = r"it needs the library redis: pip install 'hardpoint\[redis\]'"

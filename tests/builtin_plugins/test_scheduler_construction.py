@@ -1,4 +1,4 @@
-"""What the default scheduler is built with, what it refuses, and how a step is shared."""
+"""The parts of the default scheduler, what it refuses, and how a step is shared."""
 
 from __future__ import annotations
 
@@ -143,8 +143,8 @@ def test_finished_ids_reach_a_client_whatever_ended_the_request():
 def test_a_prompt_that_no_model_length_allows_is_refused_with_the_numbers():
     sim = Simulator(max_model_len=10)
     sim.add("a", prompt=9)
-    words = r"too long: 10 tokens; this model.s maximum context length is 10 tokens, less one"
-    with pytest.raises(RequestError, match=words):
+    expected = r"too long: 10 tokens; this model.s maximum context length is 10 tokens, less one"
+    with pytest.raises(RequestError, match=expected):
         sim.add("b", prompt=10)
 
 

@@ -140,7 +140,7 @@ def test_a_deadline_ends_a_request_wherever_it_stands(when):
     assert plan.finished_request_ids == {name}
     assert sim.records[-1].timed_out == [name]
     assert sim.live(name) is None
-    outputs = sim.update(plan)  # the next update tells
+    outputs = sim.update(plan)  # the next update reports it
     assert outputs[name].finish_reason is FinishReason.TIMEOUT
     assert str(outputs[name].finish_reason) == "timeout"
     sim.step()
@@ -348,7 +348,7 @@ def test_a_policy_that_fails_to_take_over_changes_nothing():
 # Standing
 
 
-def test_stats_say_how_it_stands():
+def test_stats_describe_the_queues():
     sim = Simulator(blocks=8, block_size=4, max_num_seqs=1)
     sim.add("a", prompt=[5] * 9, max_tokens=2)
     sim.add("b", prompt=[5] * 9, max_tokens=2)

@@ -1,4 +1,4 @@
-"""What outputs carry: log-probabilities, events, and who ended, each reported once."""
+"""Contents of outputs: log-probabilities, events, and ended requests, each reported once."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_deadline_after_the_end_is_nothing():
 
 
 def prefills(sim, limit=50):
-    """What outputs tell of prompts until everybody has ended, by request."""
+    """Prompt log-probabilities in outputs until all requests have ended, by request."""
     reported = {}
     for _ in range(limit):
         if not sim.scheduler.has_requests():
@@ -179,7 +179,7 @@ def test_tokens_that_were_not_brought_after_all_are_not():
     assert stats == PrefillStats(10, 4, 4)
 
 
-# What else workers tell
+# Other reports of workers
 
 
 def test_trace_headers_come_with_the_last_output():

@@ -1,4 +1,4 @@
-"""What a pause holds, and what goes on."""
+"""Requests that a pause holds, and those that go on."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class TestPausedNew:
             sim.step()
         assert set(sim.ends) == {"a"}
 
-    def test_a_step_record_says_that_the_pause_stopped_admission(self):
+    def test_a_step_record_shows_that_the_pause_stopped_admission(self):
         sim = Simulator()
         sim.scheduler.set_pause(NEW)
         sim.add("a")

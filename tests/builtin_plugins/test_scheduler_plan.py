@@ -1,4 +1,4 @@
-"""SchedulerOutput: what a plan tells, and what it tells once."""
+"""SchedulerOutput: the contents of a plan, and those that it has once."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def test_every_reason_can_be_had():
     assert record.admission_stopped == record.waiting["images"]
 
 
-def test_a_record_says_what_a_step_decided():
+def test_a_record_has_the_decisions_of_a_step():
     sim = Simulator(blocks=4, block_size=4, max_num_batched_tokens=20)
     sim.clock.advance(7)
     sim.add("a", prompt=3)

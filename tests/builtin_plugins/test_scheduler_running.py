@@ -1,4 +1,4 @@
-"""Running requests: how many tokens each gets, and what the plan says of it."""
+"""Running requests: how many tokens each gets, and its entry in the plan."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_what_is_needed_is_cut_to_the_remaining_budget():
     assert [plan.total_num_scheduled_tokens for plan in plans] == [10, 10]
 
 
-def test_a_running_request_without_budget_says_so():
+def test_a_running_request_without_budget_is_reported():
     sim = Simulator(max_num_batched_tokens=6, num_draft_tokens=5)
     sim.add("a", prompt=2)
     sim.add("b", prompt=2)
@@ -179,7 +179,7 @@ def test_only_what_is_scheduled_counts_as_computed_before_the_results_are_in():
     assert sim.live("a").status is RequestStatus.RUNNING
 
 
-def test_a_step_without_results_for_a_chunk_says_nothing_of_it():
+def test_a_step_without_results_for_a_chunk_reports_nothing():
     sim = Simulator(max_num_batched_tokens=6)
     sim.add("a", prompt=10)
     assert sim.update(sim.plan(), ModelRunnerOutput()) == {}

@@ -1,4 +1,4 @@
-"""Keys and values from elsewhere: what the scheduler asks, tells and waits for."""
+"""Keys and values from elsewhere: what the scheduler asks, reports and waits for."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_load_between_steps_takes_no_budget_and_no_slot_but_blocks():
     assert sim.scheduler.stats().num_running == 1
 
 
-def test_it_says_that_it_waits_for_remote_kv_in_every_step():
+def test_it_reports_that_it_waits_for_remote_kv_in_every_step():
     sim, _ = loading()
     for _ in range(3):
         reason = sim.why("a")
@@ -171,7 +171,7 @@ def test_a_preempted_request_that_is_loaded_comes_back_as_resumed():
 
 
 def test_positions_of_a_result_count_what_was_cached():
-    """Also where a plan says something to a connector."""
+    """Also where a plan has data for a connector."""
     sim, _ = connected()
     sim.add("a", prompt=PROMPT, max_tokens=1)
     sim.step()

@@ -1,4 +1,4 @@
-"""Collectives through shared memory give numpy's results; every mistake is an error in words."""
+"""Collectives through shared memory give numpy's results; every mistake is an error."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def context_of(rank, size, folder, options=OPTIONS, **more):
 
 
 def in_ranks(size, function):
-    """Return what `function(rank)` returns in each rank, a thread; errors are returned too."""
+    """Return the result of `function(rank)` in each rank, a thread; errors are returned too."""
 
     def call(rank):
         try:
@@ -482,7 +482,7 @@ def auto(rank, folder, **more):
     return AutoCommunicator(context)
 
 
-def test_auto_takes_shared_memory_else_torch_and_says_why(tmp_path, monkeypatch):
+def test_auto_takes_shared_memory_else_torch_and_reports_why(tmp_path, monkeypatch):
     def run(rank):
         each = auto(rank, tmp_path)
         result = each.all_reduce(torch.full((3,), rank + 1.0)).tolist()

@@ -64,7 +64,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wanted(model):
-    """What an engine without a connector answers."""
+    """The answer of an engine without a connector."""
     llm = LLM(str(model), config={**scripted_config(model), "kv_cache": {"num_blocks": 96}})
     yield lambda prompt=PROMPT, **fields: tokens(llm.generate([prompt], params(**fields))[0])
     llm.close()
@@ -398,11 +398,11 @@ class TestRefusals:
     def decode(self, pairs):
         return pairs().engines[DECODE]
 
-    @pytest.mark.parametrize(("given", "words"), WRONG.values(), ids=WRONG)
-    def test_wrong_parameters_are_a_request_error(self, decode, given, words):
+    @pytest.mark.parametrize(("given", "message"), WRONG.values(), ids=WRONG)
+    def test_wrong_parameters_are_a_request_error(self, decode, given, message):
         with pytest.raises(RequestError) as error:
             decode.generate([PROMPT], params(), kv_transfer_params=given)
-        assert words in str(error.value)
+        assert message in str(error.value)
         assert str(error.value).startswith("kv_transfer_params")
 
     def test_several_completions_are_refused(self, decode):

@@ -1,4 +1,4 @@
-"""The log sink: one line of averages, exactly, and silence where there is nothing to say."""
+"""The log sink: one line of averages, exactly, and silence where there is nothing to report."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def with_connector(queried, hit, **tiers):
     return IterationStats(scheduler=stats)
 
 
-def test_the_line_says_what_a_kv_connector_did_since_the_last(log):
+def test_the_line_has_the_work_of_a_kv_connector_since_the_last(log):
     log.sink.record(with_connector(0, 0))
     assert log.report().endswith(
         "prefix cache hits none looked up, KV connector hits none looked up"
@@ -110,7 +110,7 @@ def test_silent_when_nothing_happened_and_nothing_runs(log):
 
 
 def test_loading_and_idling_are_distinguished(log):
-    """What comes before the first request is no time without tokens; idling afterwards is."""
+    """Time before the first request is no time without tokens; idling afterwards is."""
     log.clock.advance(500.0)
     log.sink.record(IterationStats(num_prompt_tokens=8, time_to_first_token=[2.0]))
     assert log.report().startswith("prompt 4.0 tokens/s")
@@ -145,7 +145,7 @@ def test_no_time_is_no_division_by_zero(log):
 
 
 @pytest.mark.parametrize("where", [True, False], ids=["here", "own process"])
-def test_an_engine_that_closes_says_its_last_line(scripted, caplog, where):
+def test_an_engine_that_closes_logs_its_last_line(scripted, caplog, where):
     caplog.set_level(logging.INFO, "hardpoint")
     extra = {"stats": {"sinks": ["log"]}, "engine": {"in_process": where}}
     with LLM(config=scripted_config(scripted, extra)) as llm:

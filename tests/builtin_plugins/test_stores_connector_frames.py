@@ -62,7 +62,7 @@ def test_layers_that_changed_places_are_found():
 
 
 @pytest.mark.parametrize(
-    ("offset", "field", "words"),
+    ("offset", "field", "message"),
     [
         (0, bytes(8), "checksum is wrong, of generation 7"),
         (8, b"HARDPTKX", "no header of this version"),
@@ -73,10 +73,10 @@ def test_layers_that_changed_places_are_found():
         (64, struct.pack("<Q", 8), "checksum is wrong, of generation 8"),
     ],
 )
-def test_each_field_is_compared(offset, field, words):
+def test_each_field_is_compared(offset, field, message):
     block = written()
     block[offset : offset + len(field)] = field
-    with pytest.raises(BadBlockError, match=re.escape(words)):
+    with pytest.raises(BadBlockError, match=re.escape(message)):
         check(block)
 
 

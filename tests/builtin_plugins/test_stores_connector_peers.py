@@ -19,7 +19,7 @@ ONE_BUFFER = 1
 
 @pytest.fixture
 def gate():
-    """What never returns, until the test ends."""
+    """A store that never returns, until the test ends."""
     gate = threading.Event()
     yield gate
     gate.set()

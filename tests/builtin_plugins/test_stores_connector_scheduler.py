@@ -319,7 +319,7 @@ def test_blocks_that_are_added_later(engine, a):
 
 
 def test_drafts_are_not_saved(engine, a):
-    """A step computes drafts, of which nobody knows yet whether they are accepted."""
+    """A step computes drafts; it is not known yet whether they are accepted."""
     engine.allocate(a)
     engine.begin(a, 0, 14)
     a.append(1)
@@ -442,7 +442,7 @@ def test_loads_that_no_plan_has_taken_are_given_up(engine, a):
     engine.allocate(a, 8)
     engine.half.load_ended("a", failed=True)
     assert engine.jobs() is None
-    engine.asked(request("b", PROMPT))  # nobody loads it
+    engine.asked(request("b", PROMPT))  # it is not loaded
 
 
 def test_what_a_lost_plan_was_to_save_is_saved_when_it_is_computed_again(engine, a):
@@ -455,7 +455,7 @@ def test_what_a_lost_plan_was_to_save_is_saved_when_it_is_computed_again(engine,
     assert save.hashes == hashes_of(a, 3)
 
 
-# Loads within a step, of which nobody knows yet whether they succeed
+# Loads within a step, which may fail
 
 
 def from_peer(name, prompt, tokens):

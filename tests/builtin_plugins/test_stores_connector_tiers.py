@@ -108,7 +108,7 @@ def test_a_method_that_raises_is_a_miss(method, error):
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"),
+    ("answer", "expected"),
     [
         (None, "None for 2 keys"),
         ([True], "[True] for 2 keys"),
@@ -118,12 +118,12 @@ def test_a_method_that_raises_is_a_miss(method, error):
         ([Unreadable(), True], "neither true nor false"),
     ],
 )
-def test_answers_of_lookup_that_make_no_sense(answer, words):
+def test_answers_of_lookup_that_make_no_sense(answer, expected):
     one = Guarded()
     one.store.instead["lookup"] = lambda _keys: answer
     assert one.tier.lookup([KEY, OTHER]) == [False, False]
     assert one.stats.failures == 1
-    assert words in one.faults[0][1]
+    assert expected in one.faults[0][1]
 
 
 @pytest.mark.parametrize("method", ["store", "load"])
@@ -135,7 +135,7 @@ def test_answers_that_are_neither_true_nor_false(method):
     assert "neither true nor false" in one.faults[0][1]
 
 
-def test_a_store_that_says_it_has_loaded_and_has_not():
+def test_a_store_that_reports_a_load_and_has_not_loaded():
     """Even though its buffer holds the very block, from before."""
     one = Guarded()
     one.tier.keep(KEY, block().views)
@@ -284,7 +284,7 @@ def test_breaker():
     assert breaker.allows("load")
     assert breaker.failed("load")
     assert not breaker.allows("load")
-    assert not breaker.failed("load")  # it was said already
+    assert not breaker.failed("load")  # it was reported already
     time.sleep(0.06)
     assert breaker.allows("load")
     assert not breaker.allows("load")  # one call tries
@@ -445,7 +445,7 @@ def test_what_a_store_writes_late_is_not_loaded(answer):
     assert contents(again) == [{5}, {5}]
 
 
-def test_blocks_are_told_apart_by_generation(two):
+def test_blocks_are_distinguished_by_generation(two):
     _, _, tiers = two
     a, b = block(), block()
     tiers.begin(KEY, a.views)

@@ -1,4 +1,4 @@
-"""The worker half of the connector "stores": which bytes go where, and when it says so."""
+"""The worker half of the connector "stores": which bytes go where, and when it reports them."""
 
 from __future__ import annotations
 
@@ -133,8 +133,8 @@ def test_with_one_group_no_layer_is_waited_for(groups):
 
 
 def test_groups_that_do_not_divide():
-    words = "plugin.stores.layer_groups: 4 layers cannot be divided into 3 equal groups; 1, 2, 4"
-    with pytest.raises(ConfigError, match=re.escape(words)), opened(layers=4, layer_groups=3):
+    message = "plugin.stores.layer_groups: 4 layers cannot be divided into 3 equal groups; 1, 2, 4"
+    with pytest.raises(ConfigError, match=re.escape(message)), opened(layers=4, layer_groups=3):
         pass
 
 
@@ -184,7 +184,7 @@ def test_each_load_is_reported_once(rank, saved):
     assert rank.step() == (frozenset(), set())
 
 
-def test_a_load_that_begins_anew(rank, saved):
+def test_a_load_that_begins_again(rank, saved):
     """As it does if the plan that began it was lost."""
     hold = threading.Event()
     rank.store.instead["load"] = lambda key, buffer: (
@@ -224,7 +224,7 @@ def test_a_load_ends_if_a_thread_fails(rank, saved):
     assert "KVLoad: " in rank.faults[0][1]
 
 
-def test_what_a_late_future_writes_is_used_by_nobody():
+def test_what_a_late_future_writes_is_not_used():
     """The store goes on writing into a buffer that it was given, long after its time."""
     with opened(timeout_seconds=0.02, threads=1) as rank:
         rank.until_saved(Save(hashes(0, 1), [3, 4]))

@@ -1,4 +1,4 @@
-"""What is computed from blocks that could not be loaded in the step is not kept anywhere."""
+"""Results from blocks that could not be loaded in the step are not kept anywhere."""
 
 from __future__ import annotations
 

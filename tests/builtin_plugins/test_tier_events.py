@@ -1,4 +1,4 @@
-"""What tiers tell: KV events of what they keep, no more than is known, and their size."""
+"""Reports of tiers: KV events of what they keep, no more than is known, and their size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hardpoint.builtin_plugins.kv_stores.memory import MemoryStore
 from hardpoint.plugins import BlockRemoved, BlockStored, KVStoreContext
 
 
-class Told:
+class RecordedTiers:
     """The events that were published."""
 
     def __init__(self, most_blocks=100):
@@ -46,46 +46,46 @@ def removed(tier, names):
 
 
 def test_what_is_stored_and_dropped_is_published_once_and_in_order():
-    told = Told()
-    told.know("abc")
-    told.stored("memory", "ab")
-    told.stored("disk", "a")
-    told.stored("memory", "ab")  # again
-    told.removed("memory", "ac")
-    told.stored("memory", "ca")
-    assert told.published() == [
+    recorded = RecordedTiers()
+    recorded.know("abc")
+    recorded.stored("memory", "ab")
+    recorded.stored("disk", "a")
+    recorded.stored("memory", "ab")  # again
+    recorded.removed("memory", "ac")
+    recorded.stored("memory", "ca")
+    assert recorded.published() == [
         stored("memory", "ab"),
         stored("disk", "a"),
         removed("memory", "a"),
         stored("memory", "ca"),
     ]
-    assert told.published() == []
+    assert recorded.published() == []
 
 
-def test_keys_that_nobody_knows_are_left_out():
-    told = Told()
-    told.know("a")
-    told.stored("disk", "xa")
-    told.removed("disk", "y")
-    assert told.published() == [stored("disk", "a")]
+def test_unknown_keys_are_left_out():
+    recorded = RecordedTiers()
+    recorded.know("a")
+    recorded.stored("disk", "xa")
+    recorded.removed("disk", "y")
+    assert recorded.published() == [stored("disk", "a")]
 
 
 def test_a_block_that_is_forgotten_is_removed_everywhere_and_can_come_again():
-    told = Told(most_blocks=2)
-    told.know("ab")
-    told.stored("memory", "ab")
-    told.stored("disk", "a")
-    told.know("a")  # is used again, so b is the oldest
-    told.know("c")
-    assert told.published() == [
+    recorded = RecordedTiers(most_blocks=2)
+    recorded.know("ab")
+    recorded.stored("memory", "ab")
+    recorded.stored("disk", "a")
+    recorded.know("a")  # is used again, so b is the oldest
+    recorded.know("c")
+    assert recorded.published() == [
         stored("memory", "ab"),
         stored("disk", "a"),
         removed("memory", "b"),
     ]
-    told.removed("memory", "b")
-    told.know("b")
-    told.stored("memory", "b")
-    assert told.published() == [
+    recorded.removed("memory", "b")
+    recorded.know("b")
+    recorded.stored("memory", "b")
+    assert recorded.published() == [
         *[removed("memory", "a"), removed("disk", "a")],
         stored("memory", "b"),
     ]
@@ -93,15 +93,15 @@ def test_a_block_that_is_forgotten_is_removed_everywhere_and_can_come_again():
 
 @pytest.mark.parametrize("most_blocks", [8, 1000])
 def test_threads_do_not_disturb_each_other(most_blocks):
-    told = Told(most_blocks)
+    recorded = RecordedTiers(most_blocks)
     names = [chr(0x4E00 + number) for number in range(200)]
 
     def work(part):
         for name in names[part::4]:
-            told.know(name)
-            told.stored("disk", name)
+            recorded.know(name)
+            recorded.stored("disk", name)
             if ord(name) % 3 == 0:
-                told.removed("disk", name)
+                recorded.removed("disk", name)
 
     threads = [threading.Thread(target=work, args=(part,)) for part in range(4)]
     for thread in threads:
@@ -109,7 +109,7 @@ def test_threads_do_not_disturb_each_other(most_blocks):
     for thread in threads:
         thread.join()
     kept = set()
-    for event in told.published():
+    for event in recorded.published():
         hashes = set(event.block_hashes)
         assert len(hashes) == len(event.block_hashes)
         if isinstance(event, BlockStored):
@@ -123,7 +123,7 @@ def test_threads_do_not_disturb_each_other(most_blocks):
         assert kept == {name.encode() for name in names if ord(name) % 3}
 
 
-# What a store says of its size
+# The size that a store reports
 
 
 class Sized(MemoryStore):
@@ -148,7 +148,7 @@ class Sized(MemoryStore):
         (OSError("gone"), None, "used_bytes() failed: OSError: gone"),
     ],
 )
-def test_a_store_may_say_its_size_and_a_wrong_one_is_a_fault_alone(answer, shown, message):
+def test_a_store_may_report_its_size_and_a_wrong_one_is_a_fault_alone(answer, shown, message):
     buffer = Buffer((8,), pin_memory=False)
     write_header(buffer.views, bytes(32), 1)
     sizes = (HEADER_BYTES, 8)

@@ -30,7 +30,7 @@ def test_llama3_begins_with_bos_unless_specified_otherwise(tmp_path: Path) -> No
     assert 0 not in open_tokenizer(path).encode("a")
 
 
-def test_bos_and_eos_are_added_as_the_file_says(tmp_path: Path) -> None:
+def test_bos_and_eos_are_added_as_in_the_file(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "t.gguf", add_bos_token=True, add_eos_token=True)
     tokenizer = open_tokenizer(path)
     middle = tokenizer.encode("hell", add_special_tokens=False)

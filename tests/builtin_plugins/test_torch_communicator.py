@@ -26,7 +26,7 @@ from hardpoint.plugins.parallel import Placement
 
 
 def in_ranks(size, function):
-    """Return what a function of the rank returns or raises, by rank."""
+    """Return the result or error of a function of the rank, by rank."""
 
     def run(rank):
         try:
@@ -131,7 +131,7 @@ def test_what_fails_in_a_rank_alone_keeps_its_class(tmp_path, monkeypatch):
     assert isinstance(there, CommunicationAbortedError)
 
 
-def test_an_abort_says_why_and_ends_ranks_one_after_the_other(tmp_path):
+def test_an_abort_has_its_reason_and_ends_ranks_one_after_the_other(tmp_path):
     placement = Placement(hosts=("",) * 3, folder=str(tmp_path))
 
     def run(rank):
@@ -230,7 +230,7 @@ class TestErrors:
             pass
 
     @pytest.mark.parametrize(
-        ("placement", "words"),
+        ("placement", "message"),
         [
             (Placement(hosts=("", ""), folder="/no/such"), "there is no folder '/no/such'"),
             (Placement(hosts=("", "")), "placement.store: expected host:port where there is no f"),
@@ -241,8 +241,8 @@ class TestErrors:
             ),
         ],
     )
-    def test_a_placement_that_lacks_something_is_refused(self, placement, words):
-        with pytest.raises(ModelError, match=words):
+    def test_a_placement_that_lacks_something_is_refused(self, placement, message):
+        with pytest.raises(ModelError, match=message):
             join(0, placement, seconds=0.2)
 
 

@@ -277,7 +277,7 @@ def test_a_grammar_whose_text_does_not_end_is_read_in_one_pass(grammar):
     assert time.perf_counter() - start < 5
 
 
-def test_options_say_how_json_is_written(library):
+def test_options_choose_how_json_is_written(library):
     backend = open_backend(any_whitespace=False, strict_mode=True)
     try:
         state = compiled(backend, json={"type": "object", "properties": {"a": {}, "b": {}}})
@@ -454,7 +454,7 @@ def test_a_program_without_a_main_guard_works(library, tmp_path):
     wait_until(lambda: not psutil.pid_exists(int(pid)))  # it ends with its parent
 
 
-def test_without_the_library_the_error_says_what_to_install(monkeypatch, installed):
+def test_without_the_library_the_error_names_what_to_install(monkeypatch, installed):
     monkeypatch.setitem(sys.modules, "xgrammar", None)
     installed.offer("grammars/xgrammar", XGrammar)
     found = installed.resolve(plugins={"enable": ["xgrammar"]})

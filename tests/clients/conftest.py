@@ -37,9 +37,9 @@ def demo_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         finally:
             process.kill()
     log.seek(0)
-    said = log.read()
-    assert code == 0, said
-    assert "Traceback" not in said, said
+    logged = log.read()
+    assert code == 0, logged
+    assert "Traceback" not in logged, logged
 
 
 @pytest.fixture(scope="session")

@@ -45,7 +45,7 @@ def run(command, folder):
 
 
 def log_likelihoods():
-    """Return what LLM computes: per question and choice the sum, and whether it is greedy."""
+    """Return the results of LLM: per question and choice the sum, and whether it is greedy."""
     config = {"device": "cpu"}
     with LLM("smollm2", dtype="float32", max_model_len=2048, config=config, progress=False) as llm:
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)

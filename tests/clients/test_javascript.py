@@ -1,4 +1,4 @@
-"""Clients from npm: OpenAI's, the AI SDK, LangChain; each script says what it expects."""
+"""Clients from npm: OpenAI's, the AI SDK, LangChain; each script has its expectations."""
 
 import json
 import shutil

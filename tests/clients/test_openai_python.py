@@ -15,7 +15,7 @@ from hardpoint.plugins import OverloadedError, RequestError
 from hardpoint.plugins.server import Authenticator, Client
 
 ENDED = "the engine is being restarted; send the request again"
-"""What clients are told of an engine that died; the log says the rest."""
+"""The message to clients about an engine that died; the log has the details."""
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,7 @@ def test_errors_are_its_exceptions_and_retries_are_honoured(
     assert len(waits) == attempts - 1
 
 
-def test_a_retry_waits_as_long_as_the_server_says():
+def test_a_retry_waits_as_long_as_the_server_asks():
     engine = FakeEngine(error=OverloadedError("too many wait"), config=configured())
     with (
         running(engine) as server,

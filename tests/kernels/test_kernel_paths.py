@@ -1,4 +1,4 @@
-"""The kernels of each instruction set pass the suite, and `auto` says why they do not run."""
+"""The kernels of each instruction set pass the suite, and `auto` reports why they do not run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_auto_uses_torch_where_kernels_cannot_run(choose, path, reason):
         load_ops(torch.bfloat16, use="native_cpu")
 
 
-def test_what_was_not_compiled_says_so(choose, monkeypatch, tmp_path):
+def test_missing_kernels_are_reported(choose, monkeypatch, tmp_path):
     choose("")
     monkeypatch.setattr("hardpoint.kernels.cpu._FOLDER", tmp_path)
     with pytest.raises(cpu.KernelsUnavailableError, match="not compiled when hardpoint was insta"):

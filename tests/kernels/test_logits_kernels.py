@@ -1,4 +1,4 @@
-"""Operations on logits choose the tokens that `Ops` says, on every instruction set and shape."""
+"""Operations on logits choose the tokens that `Ops` defines, on every instruction set and shape."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def start_process():
 
 
 def leftovers():
-    """Return what would be left: descriptors, and mappings of shared memory."""
+    """Return the resources that would be left: descriptors, and mappings of shared memory."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     mapped = [line for line in maps if "hardpoint" in line]
     return len(os.listdir("/proc/self/fd")), len(mapped), len(os.listdir("/dev/shm"))
@@ -104,8 +104,8 @@ def test_the_pages_of_files_are_no_memory_that_a_control_group_lacks(tmp_path, m
     limit.write_text("1000000000\n")
     used.write_text("999999000\n")
     monkeypatch.setattr(shared_memory, "_LIMITS", ((str(limit), str(used)),))
-    words = f"2000 bytes of shared memory, which cannot be had: {limit} allows 1000 more"
-    with pytest.raises(NoMemoryError, match=words):
+    expected = f"2000 bytes of shared memory, which cannot be had: {limit} allows 1000 more"
+    with pytest.raises(NoMemoryError, match=expected):
         allocate(2000, "it")
     counts = f"{prefix}inactive_file 600\n{prefix}active_file 500\n"
     (tmp_path / "memory.stat").write_text(f"anon 999990000\ninactive_file 1\n{counts}")
@@ -300,7 +300,7 @@ def test_nothing_is_left(make_ring):
             call(b"")
 
 
-def test_too_little_memory_says_how_much_is_needed():
+def test_too_little_memory_reports_how_much_is_needed():
     before = leftovers()
     with pytest.raises(
         NoMemoryError,

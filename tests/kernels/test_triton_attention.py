@@ -90,7 +90,7 @@ class Step:
         return [blocks[p // size] * size + p % size if length else -1 for p in positions]
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what the kernels compute, and the cache."""
+        """Return the results of the kernels, and the cache."""
         layer = self.layer
         cache = self.cache.clone().to(DEVICE)
         packed = torch.cat(self.qkv, 1).to(DEVICE)  # q, k and v are parts of wider rows
@@ -101,7 +101,7 @@ class Step:
         return out.cpu(), cache.cpu()
 
     def twin(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what is right, of the sequences that are no padding, and the cache."""
+        """Return the right results, of the sequences that are no padding, and the cache."""
         layer, cache = self.layer, self.cache.clone()
         real = self.slots >= 0
         q, k, v = (part[real] for part in self.qkv)
@@ -266,7 +266,7 @@ def test_programs_are_as_many_however_many_sequences_there_are(monkeypatch) -> N
     assert launches.grids[::2] == [(32, 8), (512, 8), (512, 8)]
 
 
-def test_tensors_say_what_runs_and_the_host_only_the_most() -> None:
+def test_tensors_give_the_sizes_and_the_host_only_their_limits() -> None:
     """A recorded step has upper bounds, and runs with what its tensors hold later."""
     layer = Layer(4, 2, 16, 16)
     step = Step(layer, [(1, 40), (1, 300), (1, 7)], longest=1000)

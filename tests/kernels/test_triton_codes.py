@@ -262,7 +262,7 @@ def test_damaged_headers_are_refused():
 
 
 def test_headers_with_a_right_checksum_are_checked_too():
-    """Nothing that a header says makes a kernel read beyond the tensor."""
+    """No header makes a kernel read beyond the tensor."""
     good = packed_codes.Form(5, 4, 32, 1, 0, has_values=False)
     size = packed_codes.size_of([good], 70)
     packed = torch.zeros(size, dtype=torch.uint8)
@@ -334,7 +334,7 @@ def test_experts_of_codes(kinds, rows, per_row, dtype, is_stacked, seed):
         numbers.append([matrix.to(DEVICE) for matrix in dense])
     x = torch.randn(rows, hidden + 3, generator=generator).to(DEVICE, dtype)[:, :hidden]
     chosen = torch.stack([torch.randperm(6, generator=generator)[:per_row] for _ in range(rows)])
-    chosen = (chosen - 1).to(DEVICE)  # -1 and 4 are none
+    chosen = (chosen - 1).to(DEVICE)  # -1 and 4 are no experts
     weights = torch.rand(rows, per_row, generator=generator).to(DEVICE)
     y = ops.experts(packed[0], packed[1], (hidden, width))(x, chosen, weights)
     expected = torch.zeros(rows, hidden, device=DEVICE)

@@ -1,4 +1,4 @@
-"""What Triton's kernels are compiled for does not change with the rows of a step."""
+"""The constants of Triton's kernels do not change with the rows of a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPLIT = code_tiles.Tile(16, 32, 2, 4, 1, 512)
 
 
 def numbers_of(kernel: Any, arguments: tuple[Any, ...]) -> dict[str, str]:
-    """Return what Triton takes for constant of the whole numbers of a launch, by argument."""
+    """Return the whole numbers of a launch that Triton takes for constant, by argument."""
     left_alone = getattr(kernel, "kwargs", {}).get("do_not_specialize")
     if left_alone is None:
         left_alone = getattr(kernel, "do_not_specialize", None) or ()

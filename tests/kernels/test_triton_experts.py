@@ -22,7 +22,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 0.002}
 
 
 def choices(generator, rows, count, per_row, missing):
-    """Return experts of rows, of which some are numbers that are none."""
+    """Return experts of rows; some of the numbers stand for no expert."""
     scores = torch.rand(rows, count + per_row, generator=generator)
     scores[:, count:] -= 1 - missing
     chosen = scores.topk(per_row).indices

@@ -1,4 +1,4 @@
-"""Triton's kernels of logits choose and mask the very tokens that `Ops` says."""
+"""Triton's kernels of logits choose and mask the very tokens that `Ops` defines."""
 
 from __future__ import annotations
 

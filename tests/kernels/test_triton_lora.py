@@ -55,7 +55,7 @@ def test_any_rows(rows, depth, columns, count, rank, dtype, seed):
 
 
 def test_other_adapters_are_not_read():
-    """An adapter of NaN spoils its own rows alone."""
+    """An adapter of NaN corrupts its own rows alone."""
     a, b = torch.ones(2, 3, 4, device=DEVICE), torch.ones(2, 5, 3, device=DEVICE)
     a[0], b[0] = torch.nan, torch.nan
     y, x, scales = (

@@ -1,8 +1,8 @@
 """Triton's kernels and what launches them have no call that makes the host wait for the device.
 
 Their tests run on the CPU, where nothing waits; so the sources are read. What is found: calls whose
-names say that they wait, values of the host that are made on a device, tensors moved to a device
-but not from pinned memory (`non_blocking=True` is taken to say so), and bool() of a tensor, or `if`
+names show that they wait, values of the host that are made on a device, tensors moved to a device
+but not from pinned memory (`non_blocking=True` shows that), and bool() of a tensor, or `if`
 and `while` with one, where it is written as any(), all() or the like. A tensor whose truth is asked
 for by its name alone is not found, nor is what called functions of other modules do.
 

@@ -45,7 +45,7 @@ def matrices(draw) -> AffineCodes:
 
 
 def spread(factors: torch.Tensor, outer: torch.Tensor | None, group: int, columns: int):
-    """Return the factor of each number, as the documentation says."""
+    """Return the factor of each number, as in the documentation."""
     k = torch.arange(columns)
     found = factors.float()[:, k // group]
     return found if outer is None else found * outer.float()[:, k // 256]

@@ -88,7 +88,7 @@ class TestOfAResolvedSet:
 
         return run
 
-    def test_options_change_it_unless_they_say_the_default(self, hash_with):
+    def test_options_change_it_unless_they_are_the_default(self, hash_with):
         assert hash_with("dry", plugin={"dry": {"base": 3.0}}) != hash_with("dry")
         assert hash_with("dry", plugin={"dry": {"base": 2.0}}) == hash_with("dry")
 

@@ -1,4 +1,4 @@
-"""Members that an author may leave out say so when they are called."""
+"""Members that an author may leave out report it when they are called."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def built(interface, name):
     return component
 
 
-def test_a_tokenizer_need_not_say_its_vocabulary():
+def test_a_tokenizer_need_not_have_a_vocabulary():
     with pytest.raises(
         NotImplementedError, match="the tokenizer 'mine' does not say its vocab_siz"
     ):

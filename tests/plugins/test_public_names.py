@@ -108,7 +108,7 @@ def accessed() -> set[str]:
 
 
 def test_every_abstract_member_is_used_by_the_engine():
-    """What no code calls must not be required of an author."""
+    """Members that no code calls must not be required of an author."""
     used = accessed()
     for kind in KINDS.values():
         for form in kind.forms or ([kind.interface] if kind.interface else []):

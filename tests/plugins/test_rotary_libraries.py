@@ -1,4 +1,4 @@
-"""RoPE of scaled variants needs transformers; without it, an error says what to install."""
+"""RoPE of scaled variants needs transformers; without it, an error names the package to install."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AsyncLLM and the death of its engine: everybody is told, and, if asked for, a new one serves."""
+"""AsyncLLM and the death of its engine: callers are notified, and a new one may serve."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from support.internals import engine_of, output_processor_of, states_of
 from support.process.harness import (
     PATIENCE_S,
     alive,
+    assert_fast,
     gone,
     hangs,
     holdings,
     in_step,
     nothing_left,
     process_config,
-    told,
     wait_until,
 )
 from support.waiting import HeldSteps, until
@@ -104,7 +104,7 @@ async def noticed(llm: AsyncLLM) -> None:
     await until(lambda: not llm.is_running, "the news")
 
 
-def test_engine_killed_under_32_streams_is_told_to_each(endless):
+def test_engine_killed_under_32_streams_is_reported_to_each(endless):
     async def main():
         async with opened(endless, SLOW) as llm:
             streams = Streams(llm, 32, long())
@@ -116,7 +116,9 @@ def test_engine_killed_under_32_streams_is_told_to_each(endless):
                 assert "was killed by signal 9" in str(error)
                 ends = ("the request may be sent again", "was in the step in which it died")
                 assert str(error).endswith(ends)
-            told("engine killed, last of 32 streams told", max(streams.ended) - killed, 1)
+            assert_fast(
+                "engine killed, last of 32 streams notified", max(streams.ended) - killed, 1
+            )
             with contextlib.suppress(EngineDeadError):
                 await call  # either was quicker
             assert llm.errored
@@ -129,7 +131,7 @@ def test_engine_killed_under_32_streams_is_told_to_each(endless):
     asyncio.run(main())
 
 
-def test_calls_in_flight_are_told_too(endless, tmp_path):
+def test_calls_in_flight_are_notified_too(endless, tmp_path):
     async def main():
         async with opened(endless, SLOW) as llm:
             Streams(llm, 1, hangs(tmp_path / "begun"))
@@ -139,12 +141,12 @@ def test_calls_in_flight_are_told_too(endless, tmp_path):
             killed = await kill(pid_of(llm))
             for error in await asyncio.gather(*calls, return_exceptions=True):
                 assert type(error) is EngineDeadError
-            told("engine killed, 10 calls told", time.monotonic() - killed, 10)
+            assert_fast("engine killed, 10 calls notified", time.monotonic() - killed, 10)
 
     asyncio.run(main())
 
 
-def test_a_dead_engine_is_started_anew(scripted):
+def test_a_dead_engine_is_started_again(scripted):
     """Weights, policy and everything else are there again; what was in flight has failed."""
 
     async def main():
@@ -156,10 +158,10 @@ def test_a_dead_engine_is_started_anew(scripted):
                 first = pid_of(llm)
                 killed = await kill(first)
                 assert {type(error) for error in await streams.errors()} == {EngineDeadError}
-                told("restart: last of 32 told", max(streams.ended) - killed, 10)
-                assert pid_of(llm) == first  # so they were told before there was a new engine
+                assert_fast("restart: last of 32 notified", max(streams.ended) - killed, 10)
+                assert pid_of(llm) == first  # so they were notified before there was a new engine
                 assert await text(llm) == " abc abc abc"  # waits for the new engine
-                told("restart: next request answered", time.monotonic() - killed, 60)
+                assert_fast("restart: next request answered", time.monotonic() - killed, 60)
                 assert pid_of(llm) != first
                 assert not alive(first)
                 assert llm.is_running
@@ -200,7 +202,7 @@ def test_an_engine_that_dies_before_its_first_use_is_known_to_be_dead(scripted):
 
 
 @pytest.mark.fresh_process
-def test_an_engine_killed_while_it_starts_anew_is_started_once_more(scripted, tmp_path):
+def test_an_engine_killed_while_it_starts_again_is_started_once_more(scripted, tmp_path):
     gate = tmp_path / "closed"
     settings = {
         "plugins": {"enable": ["support.plugins.pacing:Gate"]},
@@ -269,7 +271,7 @@ def test_closing_tells_those_who_wait(endless, monkeypatch):
         began = time.monotonic()
         await llm.aclose()
         assert {type(error) for error in await streams.errors()} == {EngineClosedError}
-        told("closed under 32 streams", time.monotonic() - began, 10)
+        assert_fast("closed under 32 streams", time.monotonic() - began, 10)
         with pytest.raises(EngineClosedError):
             await text(llm)
 
@@ -287,7 +289,7 @@ def test_cancelled_tasks_end_their_requests(endless):
             began = time.monotonic()
             while (await llm.scheduler_stats()).num_running:
                 await asyncio.sleep(0.005)
-            told("cancelled, engine idle", time.monotonic() - began, 10)
+            assert_fast("cancelled, engine idle", time.monotonic() - began, 10)
             assert (await llm.scheduler_stats()).kv_cache_usage == 0
             assert not states_of(output_processor_of(engine_of(llm)))
 
@@ -313,7 +315,7 @@ def test_nothing_remains(endless):
         asyncio.run(main())
 
     def collected():
-        """The loop has ended, and nobody has closed it."""
+        """The loop has ended, and was not closed."""
         llm = AsyncLLM(config=process_config(endless, SLOW))
         pid = pid_of(llm)
         asyncio.run(use(llm))

@@ -60,13 +60,13 @@ def test_random_bytes(client):
         for _ in range(200):
             client.send(kind, rng.randbytes(rng.randint(0, 60)))
     client.call("scheduler_stats")
-    words = client.logged()
-    assert "dropped a message" in words
-    assert "request type: expected one of 00 (ADD)" in words
+    text = client.logged()
+    assert "dropped a message" in text
+    assert "request type: expected one of 00 (ADD)" in text
 
 
 def test_truncated_and_mutated_requests(client):
-    """What still reads as a request may run; it must not do harm."""
+    """Bytes that still read as a request may run; they must not do harm."""
     (frame,) = whole()
     for cut in range(len(frame)):
         client.send(ADD, frame[:cut])
@@ -77,7 +77,7 @@ def test_truncated_and_mutated_requests(client):
             mutated[rng.randrange(len(mutated))] = rng.randrange(256)
         client.send(ADD, bytes(mutated))
     client.call("scheduler_stats")
-    client.say(ABORT, ["r"])
+    client.send_message(ABORT, ["r"])
     settle(client)
 
 
@@ -95,7 +95,7 @@ def settle(client) -> None:
 
 def test_too_many_and_too_large_frames(client):
     client.send(ADD, *whole(), *[b"more"] * 50)
-    client.send(ADD, b"\xc6\xff\xff\xff\xff" + b"x" * 100)  # says that 4 GiB follow
+    client.send(ADD, b"\xc6\xff\xff\xff\xff" + b"x" * 100)  # announces 4 GiB
     client.send(ADD, bytes(32 << 20))
     client.send(ABORT, msgspec.msgpack.encode(["x" * (8 << 20)]))
     client.send(UTILITY, b"\x91" * 100_000)  # nested lists without an end
@@ -114,7 +114,7 @@ def test_request_types_that_are_none_of_a_clients(client, kind):
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "text"),
     [
         ({"prompt_token_ids": [1, 99_999]}, "99999"),
         ({"prompt_token_ids": [-1]}, "-1"),
@@ -128,12 +128,12 @@ def test_request_types_that_are_none_of_a_clients(client, kind):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_wrong_request_ends_with_an_error(client, fields, words):
+def test_a_wrong_request_ends_with_an_error(client, fields, text):
     client.add("wrong", **fields)
     client.add("beside")
     ends = client.ends(["wrong", "beside"])
     assert ends["wrong"].finish_reason is FinishReason.ERROR
-    assert words in ends["wrong"].error
+    assert text in ends["wrong"].error
     assert ends["beside"].finish_reason is FinishReason.LENGTH
 
 
@@ -154,7 +154,7 @@ def test_a_wrong_request_ends_with_an_error(client, fields, words):
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_a_strange_request_harms_nobody(client, expected, fields):
+def test_a_strange_request_harms_no_other(client, expected, fields):
     client.add("strange", **fields)
     client.add("beside")
     assert client.ends(["strange", "beside"])["beside"].new_token_ids == expected
@@ -163,7 +163,7 @@ def test_a_strange_request_harms_nobody(client, expected, fields):
 def test_outputs_for_clients_that_do_not_exist_are_dropped(client):
     for index in (1, 7, -1, -5, 1 << 40):
         client.add(f"nobody's {index}", client_index=index)
-        client.say(UTILITY, UtilityCall(index, 1, "scheduler_stats"))
+        client.send_message(UTILITY, UtilityCall(index, 1, "scheduler_stats"))
     settle(client)
 
 
@@ -171,8 +171,8 @@ def test_a_live_id_is_refused_and_the_first_goes_on(client, expected, tmp_path):
     held = HeldSteps(tmp_path)
     client.add("twin", params=GREEDY_200, plugin_args=held.slow(0.1))
     client.add("twin")
-    words = "that has the id of its live request 'twin': request_id: 'twin' is "
-    wait_until(lambda: words in client.log.read_text(), PATIENCE_S, "the refusal")
+    text = "that has the id of its live request 'twin': request_id: 'twin' is "
+    wait_until(lambda: text in client.log.read_text(), PATIENCE_S, "the refusal")
     held.let_go()
     seen, tokens = [], []
     while not seen:
@@ -185,22 +185,22 @@ def test_a_live_id_is_refused_and_the_first_goes_on(client, expected, tmp_path):
 
 
 def test_aborts_of_unknown_ended_and_repeated_ids(client, expected):
-    client.say(ABORT, [])
-    client.say(ABORT, ["nobody", "nobody", "", "x" * 1000])
+    client.send_message(ABORT, [])
+    client.send_message(ABORT, ["nobody", "nobody", "", "x" * 1000])
     for wrong in ("right", {"a": 1}, [1, 2], [["a"]], None):
-        client.say(ABORT, wrong)
+        client.send_message(ABORT, wrong)
     client.add("right")
-    client.say(ABORT, ["nobody"])
+    client.send_message(ABORT, ["nobody"])
     assert client.ends(["right"])["right"].new_token_ids == expected
-    client.say(ABORT, ["right"])
+    client.send_message(ABORT, ["right"])
 
 
-def test_an_abort_right_behind_its_request_wins(client):
+def test_an_abort_right_after_its_request_wins(client):
     params = SamplingParams(max_tokens=30_000, ignore_eos=True, seed=1)
     for _ in range(20):
         client.add("brief", params=params, plugin_args={"slow": {"seconds": 0.01}})
-        client.say(ABORT, ["brief"])
-        client.say(ABORT, ["brief"])
+        client.send_message(ABORT, ["brief"])
+        client.send_message(ABORT, ["brief"])
     settle(client)
 
 
@@ -218,7 +218,7 @@ def test_what_is_not_on_the_list_is_not_called(client, method):
 
 
 @pytest.mark.parametrize(
-    ("method", "args", "words"),
+    ("method", "args", "text"),
     [
         ("reset_prefix_cache", ["yes"], "recompute_running: expected"),
         ("why_waiting", [3], "request_ids: expected"),
@@ -228,22 +228,22 @@ def test_what_is_not_on_the_list_is_not_called(client, method):
         ("scheduler_stats", [1, 2], "scheduler_stats: expected 0 arguments, got 2"),
     ],
 )
-def test_wrong_arguments_are_told_to_the_caller(client, method, args, words):
+def test_wrong_arguments_are_reported_to_the_caller(client, method, args, text):
     answer = client.call(method, *args)
-    assert answer.failure.startswith(words)
+    assert answer.failure.startswith(text)
     assert answer.kind == "RequestError"
 
 
 def test_calls_that_are_no_calls(client):
     for message in ([], [0], [0, "x", "scheduler_stats"], [0, 1, 2], {"method": "x"}, "x", None):
-        client.say(UTILITY, message)
+        client.send_message(UTILITY, message)
     client.call("scheduler_stats")
 
 
 # Strangers
 
 
-def test_a_second_client_on_the_output_address_harms_nobody(client):
+def test_a_second_client_on_the_output_address_harms_no_other(client):
     """Anything that connects to the input address is not the engine."""
     stranger = client.context.socket(zmq.DEALER)
     stranger.setsockopt(zmq.IDENTITY, b"stranger")
@@ -272,7 +272,7 @@ def test_after_shutdown_began_there_is_an_answer(endless, tmp_path):
         wait_until(lambda: client.call("scheduler_stats").failure, PATIENCE_S, "the drain")
         assert "the engine is shutting down" in client.call("scheduler_stats").failure
         client.send(b"\xff", b"\xff")
-        client.say(ABORT, ["nobody"])
+        client.send_message(ABORT, ["nobody"])
         client.add("after")
         assert "the engine is shutting down" in client.ends(["after"])["after"].error
         held.let_go()

@@ -155,7 +155,7 @@ def test_with_policies_that_change_and_requests_that_time_out(
 
 
 def joined(outputs) -> list[tuple]:
-    """What a stream of deltas comes to, in the form of `summary`."""
+    """The sum of a stream of deltas, in the form of `summary`."""
     parts: dict[int, list] = {}
     for output in outputs:
         for c in output.outputs:
@@ -227,7 +227,7 @@ async def whole(llm: AsyncLLM, job: Job) -> list[tuple]:
 
 
 async def streamed(llm: AsyncLLM, job: Job, pause_s: float) -> list[tuple]:
-    """Read a stream, slowly if `pause_s` says so, so that deltas are merged meanwhile."""
+    """Read a stream, slowly if `pause_s` is given, so that deltas are merged."""
     request_id, prompt, params = as_deltas(job)
     outputs = []
     async for output in llm.generate(prompt, params, request_id):

@@ -18,7 +18,7 @@ HERE = __name__
 
 
 class Exits(LogitsProcessor):
-    """Ends the process in the step in which all that it is told to wait for are there."""
+    """Ends the process in the step in which all requests that it waits for are there."""
 
     contract = 1
     phase = Phase.BIAS

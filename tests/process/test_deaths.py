@@ -1,4 +1,4 @@
-"""Who dies, is heard of; who ends, leaves nothing behind. Real processes, real signals."""
+"""Deaths of processes are reported, and ended ones leave nothing. Real processes, real signals."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from support.process.harness import (
     Opened,
     Program,
     alive,
+    assert_fast,
     drains,
     gone,
     hangs,
@@ -23,7 +24,6 @@ from support.process.harness import (
     nothing_left,
     pid_of,
     process_config,
-    told,
     wait_until,
 )
 from support.process.slow_requests import SLOW, add, begin, finals, long, until_let_go
@@ -36,7 +36,7 @@ from hardpoint.system.process import process as child_process
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
 
-def test_engine_killed_under_32_requests_is_told_at_once(opened, endless):
+def test_engine_killed_under_32_requests_is_reported_at_once(opened, endless):
     llm = opened(endless, SLOW)
     pid = pid_of(llm)
     begin(llm, 32, long())
@@ -45,7 +45,7 @@ def test_engine_killed_under_32_requests_is_told_at_once(opened, endless):
     killer.start()
     with pytest.raises(EngineDeadError, match=rf"process \(pid {pid}\) was killed by .*SIGKILL"):
         finals(llm)
-    told("engine killed, LLM told", time.monotonic() - killed[0], 1)
+    assert_fast("engine killed, LLM notified", time.monotonic() - killed[0], 1)
     with pytest.raises(EngineClosedError):
         llm.generate("x")
     llm.close()
@@ -69,7 +69,7 @@ def test_a_question_asked_of_a_dying_engine_is_answered_with_its_death(opened, e
     threading.Thread(target=kill).start()
     with pytest.raises(EngineDeadError, match="was killed by signal 9"):
         llm.scheduler_stats()
-    told("engine killed, utility call told", time.monotonic() - killed[0], 10)
+    assert_fast("engine killed, utility call notified", time.monotonic() - killed[0], 10)
     with pytest.raises(EngineDeadError):
         llm.plugin_meters()
 
@@ -88,10 +88,10 @@ def test_frontend_killed_ends_the_engine(endless, tmp_path):
             llm.llm_engine.step()
     """
     with Program(source, folder=tmp_path) as program:
-        engine = program.said()
+        engine = program.next_value()
         assert alive(engine)
         os.kill(program.pid, signal.SIGKILL)
-        told("frontend killed, engine gone", gone(engine), 5)
+        assert_fast("frontend killed, engine gone", gone(engine), 5)
 
 
 def test_frontend_that_ends_by_an_error_ends_the_engine(endless, tmp_path):
@@ -104,9 +104,9 @@ def test_frontend_that_ends_by_an_error_ends_the_engine(endless, tmp_path):
         raise SystemExit(7)
     """
     with Program(source, folder=tmp_path) as program:
-        engine = program.said()
+        engine = program.next_value()
         assert program.popen.wait(60) == 7
-        told("frontend exited, engine gone", gone(engine), 10)
+        assert_fast("frontend exited, engine gone", gone(engine), 10)
 
 
 LEAVING = """
@@ -138,7 +138,7 @@ def test_a_frontend_that_cannot_clean_up_leaves_no_sockets(endless, tmp_path, en
     sockets.mkdir()
     source = LEAVING.format(sockets=str(sockets), model=str(endless), end=end, params=params)
     with Program(source, folder=tmp_path) as program:
-        engine, (folder,) = program.said()
+        engine, (folder,) = program.next_value()
         assert folder.startswith("hardpoint-")
         program.popen.wait(60)
         gone(engine)
@@ -159,7 +159,7 @@ def test_sigterm_lets_requests_finish_within_the_limit(opened, endless, tmp_path
     os.kill(pid, signal.SIGTERM)
     held.let_go()
     assert finals(llm) == ["length"] * 4
-    told("drained engine gone", gone(pid), 10)
+    assert_fast("drained engine gone", gone(pid), 10)
 
 
 def test_while_it_drains_new_requests_and_calls_are_refused(opened, endless, tmp_path):
@@ -191,7 +191,7 @@ def test_the_drain_limit_is_enforced(opened, endless):
     assert finals(llm) == ["abort"] * 4
     seconds = time.monotonic() - began
     assert seconds > 0.4
-    told("drain of 0.5 s ended", seconds, 10)
+    assert_fast("drain of 0.5 s ended", seconds, 10)
     gone(pid)
 
 
@@ -212,7 +212,7 @@ def test_a_second_signal_ends_the_drain_at_once(opened, endless, number, second)
     os.kill(pid, second)
     assert finals(llm) == ["abort"] * 4
     gone(pid)
-    told("second signal, engine gone", time.monotonic() - began, 10)
+    assert_fast("second signal, engine gone", time.monotonic() - began, 10)
 
 
 @BOTH
@@ -224,15 +224,15 @@ def test_a_signal_without_a_drain_aborts(opened, endless, number):
     os.kill(pid, number)
     assert finals(llm) == ["abort"] * 4
     gone(pid)
-    told("signal, engine gone", time.monotonic() - began, 10)
+    assert_fast("signal, engine gone", time.monotonic() - began, 10)
 
 
 @BOTH
-def test_an_idle_engine_hears_a_signal_and_its_end_is_told(opened, endless, number):
+def test_an_idle_engine_receives_a_signal_and_its_end_is_reported(opened, endless, number):
     llm = opened(endless)
     pid = pid_of(llm)
     os.kill(pid, number)
-    told("idle engine gone", gone(pid), 10)
+    assert_fast("idle engine gone", gone(pid), 10)
     with pytest.raises(EngineDeadError, match=r"exited with code 0|cannot be reached"):
         llm.generate("x", GREEDY)
 
@@ -264,7 +264,7 @@ def test_close_leaves_nothing(endless):
     open_and_close(endless)  # what is made once per program is not counted
     before = holdings()
     pids = [open_and_close(endless) for _ in range(3)]
-    told("closed, nothing left", nothing_left(before), 10)
+    assert_fast("closed, nothing left", nothing_left(before), 10)
     assert not any(map(alive, pids))
 
 
@@ -277,7 +277,7 @@ def open_and_close(folder) -> int:
 
 
 def test_close_with_requests_in_flight_is_quick(endless, monkeypatch):
-    """Nobody waits for them any more, whatever the drain limit; they would take a minute."""
+    """They are not waited for any more, whatever the drain limit; they would take a minute."""
     open_and_close(endless)
     before = holdings()
     monkeypatch.setattr(child_process, "_GRACE_S", 60.0)
@@ -287,11 +287,11 @@ def test_close_with_requests_in_flight_is_quick(endless, monkeypatch):
     began = time.monotonic()
     llm.close()
     llm.close()
-    told("closed under 16 requests", time.monotonic() - began, 10)
+    assert_fast("closed under 16 requests", time.monotonic() - began, 10)
     nothing_left(before)
 
 
-def test_an_engine_that_nobody_holds_any_more_is_given_back(endless):
+def test_an_engine_without_references_is_released(endless):
     open_and_close(endless)
     before = holdings()
     llm = LLM(config=process_config(endless))
@@ -302,7 +302,7 @@ def test_an_engine_that_nobody_holds_any_more_is_given_back(endless):
     gc.collect()
     gone(pid)
     nothing_left(before)
-    told("collected, nothing left", time.monotonic() - began, 15)
+    assert_fast("collected, nothing left", time.monotonic() - began, 15)
 
 
 def test_a_killed_engine_leaves_nothing_once_closed(endless):
@@ -349,12 +349,12 @@ def test_a_step_that_hangs_is_reported_with_stacks(opened, endless, tmp_path, ca
     llm = opened(endless, SLOW | {"engine": {"watchdog_seconds": 0.3}})
     held = HeldSteps(tmp_path)
     add(llm, 1, SamplingParams(max_tokens=40, ignore_eos=True, plugin_args=held.slow(1.0)))
-    words = ""
+    logged = ""
 
     def reported():
-        nonlocal words
-        words += capfd.readouterr().err
-        stacks = words.rpartition("Timeout (0:00:00.3")[2]
+        nonlocal logged
+        logged += capfd.readouterr().err
+        stacks = logged.rpartition("Timeout (0:00:00.3")[2]
         threads = stacks.count("Thread 0x")  # the loop, the reader and the writer
         return "slow.py" in stacks and "in apply" in stacks and threads >= 3
 
@@ -368,12 +368,12 @@ def test_a_step_that_hangs_ends_the_engine_if_it_shall(opened, endless, tmp_path
     engine = {"watchdog_seconds": 2.0, "watchdog_exits": True}
     llm = opened(endless, SLOW | {"engine": engine})
     began = time.monotonic()
-    words = "was ended by its watchdog: a step took longer than 2 s"
+    message = "was ended by its watchdog: a step took longer than 2 s"
     add(llm, 1, hangs(tmp_path / "begun"))
-    with pytest.raises(EngineDeadError, match=words) as error:
+    with pytest.raises(EngineDeadError, match=message) as error:
         finals(llm)
     assert "(engine.watchdog_seconds), in apply() of plugin 'slow'" in str(error.value)
-    told("hanging engine ended", time.monotonic() - began, 20)
+    assert_fast("hanging engine ended", time.monotonic() - began, 20)
     assert "slow.py" in capfd.readouterr().err
 
 
@@ -384,5 +384,5 @@ def test_closing_an_engine_that_hangs_kills_it(opened, endless, tmp_path):
     in_step(tmp_path / "begun")
     began = time.monotonic()
     llm.close()
-    told("hanging engine closed", time.monotonic() - began, 20)
+    assert_fast("hanging engine closed", time.monotonic() - began, 20)
     assert not alive(pid)

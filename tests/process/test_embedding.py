@@ -32,15 +32,15 @@ def body(scripted, *, plugin: str = "", how: str = "") -> str:
 def test_a_plain_program_without_a_guard(scripted, tmp_path, how):
     """It does not even close; nothing is printed of that."""
     with Program(body(scripted), folder=tmp_path, how=how) as program:
-        said, errors = program.finish()
-    assert said == [ANSWER]
+        values, errors = program.finish()
+    assert values == [ANSWER]
     assert errors == ""
 
 
-def test_in_a_thread_beside_others(scripted, tmp_path):
+def test_in_a_thread_next_to_others(scripted, tmp_path):
     source = f"""
         import threading
-        said = []
+        values = []
         def work():
             exec({body(scripted)!r}, {{}})
         threads = [threading.Thread(target=work) for _ in range(2)]
@@ -168,7 +168,7 @@ def test_a_processor_that_the_script_itself_defines(scripted, tmp_path):
     assert error == "plugin_args.only.token: expected a whole number <= 256, got 999"
 
 
-def test_a_module_beside_the_script_when_started_from_elsewhere(scripted, tmp_path):
+def test_a_module_next_to_the_script_when_started_from_elsewhere(scripted, tmp_path):
     here, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
     here.mkdir()
     elsewhere.mkdir()

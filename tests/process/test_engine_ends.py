@@ -1,4 +1,4 @@
-"""What an engine process shows of itself, and how it ends: in order, by a fault, by force."""
+"""Output of an engine process, and how it ends: in order, by a fault, by force."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import pytest
 from support.process.harness import (
     PATIENCE_S,
     alive,
+    assert_fast,
     gone,
     in_step,
     process_config,
-    told,
     wait_until,
 )
 from support.process.raw_client import RawClient
@@ -61,17 +61,17 @@ def using(plugin: str, max_tokens: int = 10, **arguments) -> dict[str, Any]:
 
 
 def lines_of(client: RawClient) -> list[str]:
-    """What the engine has logged, without the labels, which every line must have."""
-    words = []
+    """The log of the engine, without the labels, which every line must have."""
+    logged = []
     for line in client.log.read_text().splitlines():
         labelled = re.fullmatch(LABELLED.format(pid=client.process.pid), line)
         assert labelled, f"no label: {line!r}"
-        words.append(labelled[1])
-    return words
+        logged.append(labelled[1])
+    return logged
 
 
 def left_in(client: RawClient, awaited: list[bytes] | None = None) -> list[list[bytes]]:
-    """All messages that the engine has sent and nobody read; one may be sure to come."""
+    """All unread messages of the engine; one may be sure to come."""
     messages: list[list[bytes]] = []
     while client.pull.poll(300 if awaited is None or awaited in messages else PATIENCE_S * 1000):
         messages.append(client.pull.recv_multipart())
@@ -91,12 +91,12 @@ def test_a_clean_end(engine, tmp_path):
     held.let_go()
     client.ends(["a"])
     assert client.process.wait(PATIENCE_S) == 0
-    words = lines_of(client)
-    warnings = [line for line in words if not line.startswith("INFO")]
+    logged = lines_of(client)
+    warnings = [line for line in logged if not line.startswith("INFO")]
     assert warnings[0].startswith("WARNING: dropped a message of client 0: request type")
-    assert words[-1] == "INFO: the engine exits, as requested"
-    assert len([line for line in words if "the engine exits" in line]) == 1
-    assert not [line for line in words if "CRITICAL" in line]
+    assert logged[-1] == "INFO: the engine exits, as requested"
+    assert len([line for line in logged if "the engine exits" in line]) == 1
+    assert not [line for line in logged if "CRITICAL" in line]
     assert left_in(client) == []
     assert (tmp_path / "closed").exists()
 
@@ -109,15 +109,15 @@ def test_a_fault_that_nothing_contains(engine, tmp_path):
     assert client.process.wait(PATIENCE_S) == 1
     *_, last = left_in(client, [ENGINE_CORE_DEAD])
     assert last == [ENGINE_CORE_DEAD]
-    words = lines_of(client)
-    assert len([line for line in words if line.startswith("CRITICAL: the engine failed")]) == 1
-    assert not [line for line in words if "the engine exits" in line]
-    assert "broken apply" in "".join(words)
+    logged = lines_of(client)
+    assert len([line for line in logged if line.startswith("CRITICAL: the engine failed")]) == 1
+    assert not [line for line in logged if "the engine exits" in line]
+    assert "broken apply" in "".join(logged)
     assert (tmp_path / "closed").exists()
     assert "broken apply" in "".join(client.process.failure().__notes__)
 
 
-def test_a_failure_is_told_before_a_cleanup_that_hangs(engine, tmp_path):
+def test_a_failure_is_reported_before_a_cleanup_that_hangs(engine, tmp_path):
     client = engine(seconds=60.0, plugins={"on_error": {"dense": "engine"}})
     client.add("a", **using("dense", how="raise"))
     wait_until(client.process.failure, PATIENCE_S, "the report")
@@ -128,7 +128,7 @@ def test_a_failure_is_told_before_a_cleanup_that_hangs(engine, tmp_path):
     assert last == [ENGINE_CORE_DEAD]
 
 
-def test_a_start_that_fails_says_nothing_on_the_sockets(engine):
+def test_a_start_that_fails_sends_nothing_on_the_sockets(engine):
     client = engine(plugins={"enable": ["test_start_errors:Refuses"]}, waits=False)
     assert client.process.wait(60) == 1
     assert left_in(client) == []
@@ -174,11 +174,11 @@ def test_a_cleanup_that_hangs_ends_at_the_next_signal(engine, tmp_path, numbers)
     began = time.monotonic()
     os.kill(pid, numbers[1])
     gone(pid)
-    told("hanging cleanup, engine gone", time.monotonic() - began, 10)
+    assert_fast("hanging cleanup, engine gone", time.monotonic() - began, 10)
     assert client.process.wait(PATIENCE_S) == -numbers[1]
 
 
-def test_a_signal_that_interrupts_nothing_is_heard(engine):
+def test_a_signal_that_interrupts_nothing_is_received(engine):
     """It comes to another thread, so that the system does not end the main thread's waiting."""
     client = engine()
     pid = client.process.pid
@@ -188,7 +188,7 @@ def test_a_signal_that_interrupts_nothing_is_heard(engine):
     (thread,) = [each for each in threads_of(pid) if each != pid][:1]
     assert ctypes.CDLL(None).tgkill(pid, thread, signal.SIGTERM) == 0
     gone(pid)
-    told("signal to another thread, engine gone", time.monotonic() - began, 10)
+    assert_fast("signal to another thread, engine gone", time.monotonic() - began, 10)
     assert client.process.wait(PATIENCE_S) == 0
 
 
@@ -202,7 +202,7 @@ def threads_of(pid: int) -> list[int]:
 
 
 def in_mask(name: str, status: Path, number: int) -> bool:
-    """Whether a signal is in a mask that the system tells of a process or a thread."""
+    """Whether a signal is in a mask of a process or a thread, as the system reports it."""
     (mask,) = re.findall(rf"^{name}:\s*(\w+)", status.read_text(), re.MULTILINE)
     return bool(int(mask, 16) >> (number - 1) & 1)
 
@@ -213,7 +213,7 @@ def test_a_step_that_hangs_ends_at_the_third_signal(engine, tmp_path):
     begun = tmp_path / "begun"
     client.add("a", **using("slow", seconds=60, begun=str(begun)))
     in_step(begun)
-    for number in (signal.SIGINT, signal.SIGTERM):  # two of a kind may be told as one
+    for number in (signal.SIGINT, signal.SIGTERM):  # two of a kind may arrive as one
         os.kill(pid, number)
         time.sleep(0.3)
         assert client.process.returncode is None
@@ -222,5 +222,5 @@ def test_a_step_that_hangs_ends_at_the_third_signal(engine, tmp_path):
     began = time.monotonic()
     os.kill(pid, signal.SIGINT)
     gone(pid)
-    told("third signal, engine gone", time.monotonic() - began, 10)
+    assert_fast("third signal, engine gone", time.monotonic() - began, 10)
     assert client.process.wait(PATIENCE_S) == -signal.SIGINT

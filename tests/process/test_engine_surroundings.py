@@ -1,4 +1,4 @@
-"""What an engine process keeps to itself, and what it tells when it is ready."""
+"""Resources that an engine process keeps to itself, and its report when it is ready."""
 
 from __future__ import annotations
 

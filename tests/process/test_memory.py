@@ -54,7 +54,7 @@ def test_more_engines_in_one_process_leave_no_memory(tmp_path, count):
     print(f"\n[measured] grown after each cycle, MiB: {[g // MIB for g in last['grown']]}")
     assert first["kept"] == last["kept"] == 0
     assert last["grown"][-1] < 30 * MIB
-    assert last["open"] - last["closed"] > 150 * MIB  # the room of the weights, given back
+    assert last["open"] - last["closed"] > 150 * MIB  # the room of the weights, released
 
 
 @cycles(short=2, long=5)

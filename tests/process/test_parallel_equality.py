@@ -1,4 +1,4 @@
-"""Several ranks give the tokens of one process, whatever the requests use and whoever leaves."""
+"""Several ranks give the tokens of one process, whatever requests use and whichever end early."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def references(tmp_path_factory):
 
 
 def in_company(engine, jobs):
-    """Run the jobs beside one that is aborted and one whose processor raises; return results."""
+    """Run the jobs next to one that is aborted and one whose processor raises; return results."""
     company = [("leaves", [1, 2, 3] * 9, ENDLESS), ("breaks", [4, 5] * 6, BROKEN)]
     calls = {20: lambda engine: engine.abort_requests("leaves")}
     return drive(engine, [*jobs[:6], *company, *jobs[6:]], before_step=calls)

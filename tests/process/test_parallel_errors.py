@@ -70,40 +70,40 @@ def llama(tmp_path):
     return {"model": str(folder), "device": "cpu", "dtype": "float32"}
 
 
-def fails(config, kind, words):
-    with pytest.raises(kind, match=words) as found:
+def fails(config, kind, message):
+    with pytest.raises(kind, match=message) as found:
         LLM(config=config)
     assert type(found.value) is kind
     return str(found.value)
 
 
 def test_one_worker_cannot_be_several(llama):
-    words = (
+    message = (
         r"executor.use: 'uniproc' runs one worker, parallel asks for 4 \(tensor 2 x pipeline 2\); "
         r"'multiproc' runs several"
     )
-    fails(llama | {"parallel": {"tensor": 2, "pipeline": 2}}, ConfigError, words)
+    fails(llama | {"parallel": {"tensor": 2, "pipeline": 2}}, ConfigError, message)
 
 
-def test_models_say_how_they_can_be_divided(scripted):
+def test_models_report_how_they_can_be_divided(scripted):
     def config(name, **ranks):
         config = scripted_config(scripted, several(**ranks))
         config["plugins"]["enable"] = [{"use": f"{BROKEN}:{name}", "name": "ScriptedForCausalLM"}]
         return config
 
-    words = "parallel.tensor: plugin 'ScriptedForCausalLM'.*cannot be divided in this way.*: none"
-    fails(config("Whole", tensor=2), ModelError, words)
-    words = "parallel.tensor: .*in `parallelism`: parallel.pipeline"
-    fails(config("Layered", tensor=2, pipeline=2), ModelError, words)
+    message = "parallel.tensor: plugin 'ScriptedForCausalLM'.*cannot be divided in this way.*: none"
+    fails(config("Whole", tensor=2), ModelError, message)
+    message = "parallel.tensor: .*in `parallelism`: parallel.pipeline"
+    fails(config("Layered", tensor=2, pipeline=2), ModelError, message)
 
 
 def test_experts_need_a_mixture_of_experts(llama):
-    words = "parallel.expert: plugin 'LlamaForCausalLM'.*: parallel.tensor, parallel.pipeline"
-    fails(llama | several(tensor=2, expert=True), ModelError, words)
+    message = "parallel.expert: plugin 'LlamaForCausalLM'.*: parallel.tensor, parallel.pipeline"
+    fails(llama | several(tensor=2, expert=True), ModelError, message)
 
 
 @pytest.mark.parametrize(
-    ("parallel", "words"),
+    ("parallel", "message"),
     [
         ({"communicator": "pigeon"}, "parallel.communicator: .*'pigeon'.*found: .*torch"),
         ({"tensor": 0}, "parallel.tensor: expected a whole number >= 1, got 0"),
@@ -111,17 +111,17 @@ def test_experts_need_a_mixture_of_experts(llama):
         ({"data": 2}, "parallel.data: "),
     ],
 )
-def test_settings(scripted, parallel, words):
+def test_settings(scripted, parallel, message):
     config = scripted_config(scripted, several(**{"tensor": 2, **parallel}))
-    with pytest.raises(HardpointError, match=words + r".*\(from argument LLM"):
+    with pytest.raises(HardpointError, match=message + r".*\(from argument LLM"):
         LLM(config=config)
 
 
 @pytest.mark.parametrize("name", ["NoInfos", "OneInfo", "OtherThings"])
 def test_an_executor_without_an_info_per_rank(scripted, name):
     ranks = {"executor": {"use": f"{BROKEN}:{name}"}, "parallel": {"tensor": 2}}
-    words = rf"{BROKEN}:{name}.*its start\(\) gave .*, expected a list of 2 WorkerInfo"
-    fails(scripted_config(scripted, ranks), PluginFaultError, words)
+    message = rf"{BROKEN}:{name}.*its start\(\) gave .*, expected a list of 2 WorkerInfo"
+    fails(scripted_config(scripted, ranks), PluginFaultError, message)
 
 
 def test_more_ranks_than_devices(scripted, monkeypatch):
@@ -135,8 +135,8 @@ def test_more_ranks_than_devices(scripted, monkeypatch):
     spec = prepare_worker(config, plugins, sources, lambda *_: None)
     launcher = WorkerLauncher(spec, sources, Activity())
     try:
-        words = r"parallel: 2 ranks run on .* rank 1 needs CUDA device 1 .*CUDA_VISIBLE_DEVICES"
-        with pytest.raises(ConfigError, match=words):
+        message = r"parallel: 2 ranks run on .* rank 1 needs CUDA device 1 .*CUDA_VISIBLE_DEVICES"
+        with pytest.raises(ConfigError, match=message):
             open_worker(launcher.launch(1))
         open_worker(launcher.launch(0)).close()
     finally:
@@ -169,14 +169,14 @@ PROGRAM_CASES = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "words"), PROGRAM_CASES)
-def test_the_program_ends_with_code_2(llama, tmp_path, settings, words):
+@pytest.mark.parametrize(("settings", "message"), PROGRAM_CASES)
+def test_the_program_ends_with_code_2(llama, tmp_path, settings, message):
     sets = [part for setting in settings for part in ("--set", setting)]
     command = ["-m", "hardpoint", "generate", "x", "--model", llama["model"], *sets]
     done = forked_python().run(command, tmp_path, dict(os.environ))
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stdout == ""
-    assert words in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -186,8 +186,10 @@ def test_a_plugin_that_cannot_be_imported_in_a_worker(scripted, tmp_path, monkey
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("HARDPOINT_TEST_ENGINE", str(os.getpid()))
     plugins = {"plugins": {"enable": ["absent_there:Absent"]}}
-    words = r"plugin 'absent'.*plugins.enable\[1\].*its import failed: ImportError: not in a worker"
-    fails(scripted_config(scripted, several(tensor=2) | plugins), PluginLoadError, words)
+    message = (
+        r"plugin 'absent'.*plugins.enable\[1\].*its import failed: ImportError: not in a worker"
+    )
+    fails(scripted_config(scripted, several(tensor=2) | plugins), PluginLoadError, message)
     sys.modules.pop("absent_there")
 
 
@@ -206,12 +208,12 @@ def test_a_plugin_that_may_end_the_engine_ends_it_at_once(scripted, ranks):
 
 
 @pytest.mark.parametrize(
-    ("parallel", "words"),
+    ("parallel", "message"),
     [
         (several(3), r"parallel\.tensor: 8 attention heads cannot be divided among 3 ranks; 2, 4"),
         (several(1, 5), r"parallel\.pipeline: expected at most 3, the model's number of layers"),
     ],
 )
-def test_what_cannot_be_divided_starts_no_process(llama, monkeypatch, parallel, words):
+def test_what_cannot_be_divided_starts_no_process(llama, monkeypatch, parallel, message):
     monkeypatch.setattr(WorkerLauncher, "start_process", lambda *_: pytest.fail("it was started"))
-    fails(llama | parallel, ModelError, words)
+    fails(llama | parallel, ModelError, message)

@@ -1,4 +1,4 @@
-"""What several ranks take of a host: its memory once, and no port that others can reach."""
+"""The resources of several ranks on a host: its memory once, and no port that others can reach."""
 
 from __future__ import annotations
 
@@ -92,11 +92,11 @@ def test_ranks_with_other_groups_are_refused(scripted, monkeypatch):
         "executor": {"use": "support.plugins.parallel_broken:Uneven"},
         "parallel": {"pipeline": 2},
     }
-    words = (
+    message = (
         r"Uneven.*: its start\(\) gave workers whose KV cache groups have the windows "
         r"\(None, 64\) and \(None,\), expected the same in all ranks"
     )
-    with pytest.raises(PluginFaultError, match=words):
+    with pytest.raises(PluginFaultError, match=message):
         LLM(config=scripted_config(scripted, extra))
 
 
@@ -115,7 +115,7 @@ def test_no_rank_takes_more_than_the_configured_bytes(scripted, monkeypatch):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("communicator", ["auto", "torch"])
-def test_nobody_else_can_reach_a_port(folder, communicator):
+def test_no_one_else_can_reach_a_port(folder, communicator):
     """Every process of an engine listens on addresses of this host alone, if at all."""
     config = parallel_config(
         2, 2, model=str(folder), load={"use": "dummy"}, engine={"in_process": False}

@@ -42,7 +42,7 @@ def engine(scripted):
 
 @pytest.fixture(scope="module")
 def without(engine):
-    """What the 32 requests give where no plugin is at fault."""
+    """The results of the 32 requests where no plugin is at fault."""
     return run(engine, jobs())
 
 
@@ -53,20 +53,20 @@ def undisturbed(finals, without, guilty=("r6",)) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "how", "words"),
-    [("dense", how, words) for how, words in DENSE_MESSAGES.items()]
-    + [("sparse", how, words) for how, words in SPARSE_MESSAGES.items()],
+    ("name", "how", "fragment"),
+    [("dense", how, fragment) for how, fragment in DENSE_MESSAGES.items()]
+    + [("sparse", how, fragment) for how, fragment in SPARSE_MESSAGES.items()],
 )
 @pytest.mark.parametrize("using", ["one", "half", "all"])
-def test_31_of_32_are_as_without_it(engine, without, name, how, words, using):
-    """The plugin used by one, by half, by all, with one guilty."""
+def test_31_of_32_are_as_without_it(engine, without, name, how, fragment, using):
+    """The plugin used by one, by half, by all, with one that fails."""
     users = {"one": (), "half": range(0, 32, 2), "all": range(32)}[using]
     faults = engine.call_utility("plugin_meters")[name].faults
     finals = run_all(engine, jobs(using=users, guilty={6}, name=name, how=how))
     guilty = finals["r6"].outputs[0]
     assert guilty.finish_reason == "error"
     assert f"plugin '{name}'" in guilty.error
-    assert words in guilty.error
+    assert fragment in guilty.error
     undisturbed(finals, without)
     assert engine.call_utility("plugin_meters")[name].faults == faults + 1
     assert engine.health().faults[name] >= 1
@@ -76,7 +76,7 @@ def test_31_of_32_are_as_without_it(engine, without, name, how, words, using):
 @pytest.mark.parametrize(
     ("how", "ended"), [("raise", {3, 6, 9}), ("nan", {6}), ("update", {3, 6, 9})]
 )
-def test_a_batch_level_fault_ends_all_of_its_users_and_nobody_else(engine, without, how, ended):
+def test_a_batch_level_fault_ends_all_of_its_users_and_no_other(engine, without, how, ended):
     work = jobs(using={3, 9}, guilty={6}, name="whole", how=how)
     engine.call_utility("pause", "keep")  # so that all of them are in the step that fails
     for job in work:
@@ -88,7 +88,7 @@ def test_a_batch_level_fault_ends_all_of_its_users_and_nobody_else(engine, witho
     undisturbed(finals, without, {f"r{index}" for index in ended})
 
 
-def test_batch_level_books_follow_the_rows(engine, without):
+def test_batch_level_state_follows_the_rows(engine, without):
     work = jobs(guilty=set(range(1, 32, 3)), name="whole", how="bias")
     results = run(engine, work, per_step=2)
     for index in range(32):
@@ -117,13 +117,13 @@ def test_device_state_is_contained(engine):
 
 
 def test_a_request_refused_in_prepare_never_reaches_the_engine(engine):
-    for how, words in (
+    for how, fragment in (
         ("refuse", "plugin_args.dense: not this one"),
         ("prepare", "its prepare failed: KeyError: 'prepare'"),
     ):
         with pytest.raises(RequestError) as error:
             engine.add_request("r", "x", SamplingParams(plugin_args={"dense": {"how": how}}))
-        assert words in str(error.value)
+        assert fragment in str(error.value)
     assert not engine.has_unfinished_requests()
 
 
@@ -153,7 +153,7 @@ def enabled(**plugins):
 # Faults that end the engine
 
 
-def test_on_error_engine_ends_the_engine_and_says_who(scripted):
+def test_on_error_engine_ends_the_engine_and_names_the_plugin(scripted):
     engine = open_engine(scripted, enabled(on_error={"dense": "engine"}))
     pid = engine.parts.client.pid
     engine.add_request("other", "x", SamplingParams(max_tokens=400))
@@ -194,7 +194,7 @@ def notes_of(error: BaseException | None) -> list[str]:
 
 
 class Planned:
-    """Fails where the engine is; says where it was."""
+    """Fails where the engine is; reports where it was."""
 
     contract = 1
 
@@ -203,7 +203,7 @@ class Planned:
         raise RuntimeError(f"no room in {os.getpid()}")
 
 
-def test_a_hook_that_raises_in_the_engine_is_counted_and_told(scripted):
+def test_a_hook_that_raises_in_the_engine_is_counted_and_reported(scripted):
     hook = {"plugins": {"enable": ["test_plugin_faults:Planned"]}}
     with LLM(config=process_config(scripted, hook)) as llm:
         pid = llm.llm_engine.parts.client.pid
@@ -225,11 +225,11 @@ def test_a_plugin_that_only_the_parent_can_import(scripted, monkeypatch):
     config = process_config(scripted, {"plugins": {"enable": ["ghost:Dense"]}})
     with pytest.raises(PluginNotFoundError) as error:
         LLM(config=config)
-    words = str(error.value)
-    assert "plugin 'dense'" in words
-    assert "ghost:Dense" in words
-    assert "asked for by plugins.enable[1]" in words
-    assert "there is no module 'ghost'" in words
+    fragment = str(error.value)
+    assert "plugin 'dense'" in fragment
+    assert "ghost:Dense" in fragment
+    assert "asked for by plugins.enable[1]" in fragment
+    assert "there is no module 'ghost'" in fragment
     (note,) = [note for note in notes_of(error.value) if "In the engine process" in note]
     assert "ModuleNotFoundError" in note
 
@@ -250,10 +250,10 @@ def test_a_plugin_that_is_another_version_where_the_engine_is(scripted, tmp_path
         monkeypatch.setattr(EngineProcess, "launch", replaced)
         with pytest.raises(PluginLoadError) as error:
             LLM(config=process_config(scripted, {"plugins": {"enable": ["dry"]}}))
-    words = str(error.value)
-    assert "plugin 'dry'" in words
-    assert "version 2.0 was found where the engine was asked for" in words
-    assert "version 3.1 is installed in the engine process" in words
+    fragment = str(error.value)
+    assert "plugin 'dry'" in fragment
+    assert "version 2.0 was found where the engine was asked for" in fragment
+    assert "version 3.1 is installed in the engine process" in fragment
 
 
 def test_a_plugin_whose_constructor_fails_in_the_engine_is_named(scripted):
@@ -269,7 +269,7 @@ class Unbuildable(Dense):
         raise OSError("no such thing")
 
 
-def test_a_plugin_that_ends_the_process_is_told_by_its_exit_code(scripted):
+def test_a_plugin_that_ends_the_process_is_reported_by_its_exit_code(scripted):
     """Not an exception but an end: `os._exit` inside of a step."""
     engine = open_engine(scripted, {"plugins": {"enable": ["test_plugin_faults:Exits"]}})
     engine.add_request("r", "x", SamplingParams(plugin_args={"exits": {}}))
@@ -309,13 +309,13 @@ class Elsewhere(LogitsProcessor):
 
 
 @pytest.mark.parametrize(
-    ("how", "words"),
+    ("how", "fragment"),
     [
         ("refuse", r"^plugin_args\.elsewhere: how: not in this process"),
         ("break", r"^plugin 'elsewhere'.*: its Arguments failed: LookupError: nothing here$"),
     ],
 )
-def test_arguments_that_are_wrong_in_the_engine_only(scripted, monkeypatch, how, words):
+def test_arguments_that_are_wrong_in_the_engine_only(scripted, monkeypatch, how, fragment):
     monkeypatch.setenv("TESTS", str(os.getpid()))
     enable = [f"{__name__}:Elsewhere"]
     settings = {"plugins": {"enable": enable, "quarantine_after": 2}}
@@ -325,7 +325,7 @@ def test_arguments_that_are_wrong_in_the_engine_only(scripted, monkeypatch, how,
             final = llm.generate(["x", "say abc"], [bad, SamplingParams(temperature=0.0)])
             (broken,), (well,) = (output.outputs for output in final)
             assert broken.finish_reason == "error"
-            assert re.search(words, broken.error)
+            assert re.search(fragment, broken.error)
             assert well.text == " abc abc abc"
             assert llm.health().faults == {"elsewhere": times}
         with pytest.raises(RequestError, match=r"plugin_args\.elsewhere: the plugin is quarant"):

@@ -1,4 +1,4 @@
-"""What a program catches does not depend on where the engine runs."""
+"""Errors that a program catches do not depend on where the engine runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hardpoint.plugins import EngineCoreRequest, LogitsProcessor, Phase, hookimp
 from hardpoint.testing import scripted_config, scripted_engine
 
 HALF = "\ud800"  # of a pair
-WORDS = r"expected text that UTF-8 can hold, got '\ud800' at character "
+MESSAGE = r"expected text that UTF-8 can hold, got '\ud800' at character "
 HERE = __name__
 ENABLED = {
     "plugins": {
@@ -39,7 +39,7 @@ ENABLED = {
 
 
 class Meddling:
-    """Spoils the arguments of requests that are tagged so."""
+    """Corrupts the arguments of requests that are tagged so."""
 
     contract = 1
 
@@ -89,29 +89,29 @@ def engine(request):
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "message"),
     [
-        ({"request_id": f"r{HALF}"}, f"request_id: {WORDS}1"),
-        ({"prompt": f"say {HALF}"}, f"prompt: {WORDS}4"),
-        ({"prompt": {"prompt": HALF}}, f"prompt: {WORDS}0"),
-        ({"extras": RequestExtras(cache_salt=f"é{HALF}")}, f"cache_salt: {WORDS}1"),
-        ({"extras": RequestExtras(tags={"tenant": HALF})}, f"tags.tenant: {WORDS}0"),
-        ({"extras": RequestExtras(tags={HALF: "x"})}, f"tags, a key: {WORDS}0"),
-        ({"params": SamplingParams(stop=f"a{HALF}")}, f"stop: {WORDS}1"),
-        ({"params": SamplingParams(stop=["a", HALF])}, f"stop[1]: {WORDS}0"),
-        ({"params": SamplingParams(bad_words=[HALF])}, f"bad_words[0]: {WORDS}0"),
+        ({"request_id": f"r{HALF}"}, f"request_id: {MESSAGE}1"),
+        ({"prompt": f"say {HALF}"}, f"prompt: {MESSAGE}4"),
+        ({"prompt": {"prompt": HALF}}, f"prompt: {MESSAGE}0"),
+        ({"extras": RequestExtras(cache_salt=f"é{HALF}")}, f"cache_salt: {MESSAGE}1"),
+        ({"extras": RequestExtras(tags={"tenant": HALF})}, f"tags.tenant: {MESSAGE}0"),
+        ({"extras": RequestExtras(tags={HALF: "x"})}, f"tags, a key: {MESSAGE}0"),
+        ({"params": SamplingParams(stop=f"a{HALF}")}, f"stop: {MESSAGE}1"),
+        ({"params": SamplingParams(stop=["a", HALF])}, f"stop[1]: {MESSAGE}0"),
+        ({"params": SamplingParams(bad_words=[HALF])}, f"bad_words[0]: {MESSAGE}0"),
         (
             {"params": SamplingParams(plugin_args={"dense": {"how": HALF}})},
-            f"plugin_args.dense.how: {WORDS}0",
+            f"plugin_args.dense.how: {MESSAGE}0",
         ),
     ],
     ids=lambda value: value.split(":")[0] if isinstance(value, str) else "",
 )
-def test_text_that_utf_8_cannot_hold(engine, fields, words):
+def test_text_that_utf_8_cannot_hold(engine, fields, message):
     given = {"request_id": "r", "prompt": "x"} | fields
     with pytest.raises(RequestError) as error:
         engine.add_request(**given)
-    assert str(error.value) == words
+    assert str(error.value) == message
 
 
 def test_text_beyond_ascii_is_well(engine):
@@ -137,7 +137,7 @@ def test_requests_made_elsewhere(engine, fields, path):
     right = {"request_id": "r", "prompt_token_ids": [1], "params": SamplingParams()}
     with pytest.raises(RequestError) as error:
         engine.add_request("r", EngineCoreRequest(**right | fields))
-    assert str(error.value) == f"{path}: {WORDS}0"
+    assert str(error.value) == f"{path}: {MESSAGE}0"
 
 
 def test_a_wrong_object_is_named_by_its_path(engine):
@@ -149,10 +149,10 @@ def test_a_wrong_object_is_named_by_its_path(engine):
         engine.add_request("r", "x", params)
 
 
-def test_arguments_that_a_hook_has_spoilt(engine):
-    """The plugin is not at fault, so it is not told to be; the hook's is."""
-    words = r"^plugin 'meddling' .*: plugin_args\.dense\.how: expected a string, got 3$"
-    with pytest.raises(RequestError, match=words):
+def test_arguments_that_a_hook_has_corrupted(engine):
+    """The plugin is not at fault, so it is not named; the hook is."""
+    message = r"^plugin 'meddling' .*: plugin_args\.dense\.how: expected a string, got 3$"
+    with pytest.raises(RequestError, match=message):
         engine.add_request("r", "x", None, RequestExtras(tags={"spoil": "yes"}))
     request = EngineCoreRequest(
         request_id="r",
@@ -166,8 +166,8 @@ def test_arguments_that_a_hook_has_spoilt(engine):
 
 
 def test_arguments_whose_own_check_is_broken(engine):
-    words = r"^plugin 'odd'.*: its Arguments failed: LookupError: no such table$"
-    with pytest.raises(RequestError, match=words):
+    message = r"^plugin 'odd'.*: its Arguments failed: LookupError: no such table$"
+    with pytest.raises(RequestError, match=message):
         engine.add_request("r", "x", SamplingParams(plugin_args={"odd": {}}))
 
 
@@ -186,7 +186,7 @@ class BrokenAdd(DefaultScheduler):
 
 
 class BrokenEnd(plugins.SchedulingPolicy):
-    """Cannot say goodbye."""
+    """Fails when it is closed."""
 
     contract = 1
 
@@ -222,7 +222,7 @@ def test_one_that_an_abort_brings_out_ends_the_engine_too(scripted, opens):
 
 
 def abort_and_step(engine):
-    """Where the engine is apart, what an abort led to is told with the next outputs."""
+    """Where the engine is apart, the result of an abort comes with the next outputs."""
     engine.abort_requests(["a"])
     while engine.has_unfinished_requests():
         engine.step()
@@ -230,7 +230,7 @@ def abort_and_step(engine):
 
 @pytest.mark.parametrize("opens", [scripted_engine, open_engine], ids=["inside", "apart"])
 @pytest.mark.parametrize(
-    ("settings", "fields", "words"),
+    ("settings", "fields", "message"),
     [
         (
             {"enable": ["support.plugins.faulty:Dense"], "on_error": {"dense": "engine"}},
@@ -247,12 +247,12 @@ def abort_and_step(engine):
     ],
     ids=["logits", "sampler", "schedule", "add"],
 )
-def test_a_fault_that_ends_the_engine(scripted, opens, settings, fields, words):
+def test_a_fault_that_ends_the_engine(scripted, opens, settings, fields, message):
     """It may be caught as the end of the engine or as the plugin's fault."""
     tables = ("sampler", "scheduler")
     settings = {k: {"use": v} for k, v in settings.items() if k in tables} or {"plugins": settings}
     engine = opens(scripted, settings)
-    with pytest.raises(EngineDeadError, match=words) as error:
+    with pytest.raises(EngineDeadError, match=message) as error:
         complete(engine, SamplingParams(**fields))
     assert type(error.value) is EngineFaultError
     assert isinstance(error.value, PluginError)

@@ -139,7 +139,7 @@ def test_each_engine_is_killed_and_restarted_twice(base, wanted, tmp_path, in_st
     assert again == wanted[:5]
 
 
-def test_a_prefill_engine_that_hangs_delays_nobody_for_long(base, wanted, tmp_path):
+def test_a_prefill_engine_that_hangs_delays_no_other_for_long(base, wanted, tmp_path):
     async def main():
         pair = Pair(base, tmp_path / "s")
         try:

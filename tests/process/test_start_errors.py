@@ -1,4 +1,4 @@
-"""An engine process that cannot start says why, in its own words, once, and leaves nothing."""
+"""An engine process that cannot start reports its error, once, and leaves nothing."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 from support.plugins.faulty import Dense
 from support.process.harness import (
     PATIENCE_S,
+    assert_fast,
     holdings,
     nothing_left,
     process_config,
-    told,
     wait_until,
 )
 
@@ -30,7 +30,7 @@ HERE = __name__
 
 
 class Refuses(Dense):
-    """Cannot be made; what it says is on several lines."""
+    """Cannot be made; its message has several lines."""
 
     contract = 1
 
@@ -91,35 +91,35 @@ def test_the_real_error_comes_once_with_its_traceback(scripted, face, capfd):
 
 
 def test_a_configuration_that_fails_in_the_engine_names_its_origin_there_too(scripted):
-    """The KV cache is sized in the engine, with the words of the configuration's origin."""
+    """The KV cache is sized in the engine, with messages that have the configuration's origin."""
     extra = {"kv_cache": {"num_blocks": 2, "block_size": 16}, "max_model_len": 500}
-    words = []
+    messages = []
     for config in (scripted_config(scripted, extra), process_config(scripted, extra)):
         with pytest.raises(ConfigError, match=r"kv_cache.num_blocks|max_model_len") as error:
             LLM(config=config)
-        words.append(str(error.value))
-    assert words[0] == words[1]
-    assert "(from argument" in words[0]
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+    assert "(from argument" in messages[0]
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "messages"),
     [("Exits", "exited with code 23"), ("Kills", "was killed by signal 9 (SIGKILL)")],
 )
-def test_an_end_without_a_word_is_told_by_its_code(scripted, name, words):
+def test_an_end_without_a_message_is_reported_by_its_code(scripted, name, messages):
     began = time.monotonic()
     with pytest.raises(EngineDeadError) as error:
         LLM(config=enabled(scripted, name))
-    assert words in str(error.value)
-    told(f"{name} told", time.monotonic() - began, 60)
+    assert messages in str(error.value)
+    assert_fast(f"{name} reported", time.monotonic() - began, 60)
 
 
 def test_a_start_that_hangs_ends_at_the_limit(scripted):
     began = time.monotonic()
-    words = r"not ready within 2\.5 s \(engine.start_timeout_seconds\)"
-    with pytest.raises(EngineDeadError, match=words):
+    messages = r"not ready within 2\.5 s \(engine.start_timeout_seconds\)"
+    with pytest.raises(EngineDeadError, match=messages):
         LLM(config=enabled(scripted, "Hangs", start_timeout_seconds=2.5))
-    told("hanging start given up", time.monotonic() - began, 20)
+    assert_fast("hanging start given up", time.monotonic() - began, 20)
 
 
 def test_an_engine_killed_while_it_starts(scripted):
@@ -136,7 +136,7 @@ def test_an_engine_killed_while_it_starts(scripted):
     threading.Thread(target=kill).start()
     with pytest.raises(EngineDeadError, match="was killed by signal 9"):
         LLM(config=enabled(scripted, "Hangs"))
-    told("killed start told", time.monotonic() - killed[0], 10)
+    assert_fast("killed start reported", time.monotonic() - killed[0], 10)
 
 
 def test_an_interrupted_start_ends_the_process(scripted, tmp_path):

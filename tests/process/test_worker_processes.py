@@ -17,9 +17,9 @@ from support.plugins.faulty import Dense
 from support.process.harness import (
     OWN_PROCESS,
     Program,
+    assert_fast,
     holdings,
     nothing_left,
-    told,
 )
 from support.processes import ROOT
 from support.scripted_folder import write_config
@@ -127,10 +127,10 @@ def test_a_worker_that_dies_in_a_collective_ends_the_engine_in_a_second(scripted
         victim.kill()
         thread.join()
         ((ended, error),) = errors
-        told("the death of a worker in a collective", ended - began, 1)
+        assert_fast("the death of a worker in a collective", ended - began, 1)
         assert re.match(KILLED.format(rank=rank, pid=victim.pid), str(error))
         began = time.monotonic()
-    told("close after it", time.monotonic() - began, 2)
+    assert_fast("close after it", time.monotonic() - began, 2)
 
 
 def test_a_plugin_that_fails_in_one_rank_is_the_error_of_the_start(scripted, clean):
@@ -141,7 +141,7 @@ def test_a_plugin_that_fails_in_one_rank_is_the_error_of_the_start(scripted, cle
 
 @pytest.mark.nightly
 @pytest.mark.fresh_process
-def test_the_command_line_says_it_in_one_error_and_leaves_nothing(scripted, tmp_path):
+def test_the_command_line_reports_one_error_and_leaves_nothing(scripted, tmp_path):
     settings = ('executor.use = "multiproc"', "parallel.tensor = 2", f'sampler.use = "{FAULTY}"')
     write_config(tmp_path, scripted, *settings)
     path = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
@@ -196,7 +196,7 @@ PROGRAM = """
 def test_workers_of_an_engine_process_have_the_plugins_of_main(scripted, tmp_path, dies):
     source = PROGRAM.format(folder=str(scripted), dies=dies)
     with Program(source, folder=tmp_path) as program:
-        text, pids = program.said()
+        text, pids = program.next_value()
         assert text == text[0] * 20
         assert sorted(pids) == ["EngineCore", "Worker_0", "Worker_1"]
         if dies:
@@ -230,7 +230,7 @@ def test_a_restarted_engine_serves_with_new_workers(scripted):
                 old[rank].kill()
                 with pytest.raises(EngineDeadError, match=f"rank {rank}"):
                     await stuck
-                told("the death of a worker", time.monotonic() - began, 1)
+                assert_fast("the death of a worker", time.monotonic() - began, 1)
                 assert await ask(llm) == " abc abc abc"
                 assert not any(alive(process.pid) for process in old)
                 assert len(workers()) == 2

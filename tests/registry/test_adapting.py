@@ -1,4 +1,4 @@
-"""What was written for other engines is recognised by its form, and refused by its name."""
+"""Plugins for other engines are recognised by their form, and refused by their name."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_constructor_arguments_come_from_the_options(loaded, refused):
 
 
 @pytest.mark.parametrize(
-    ("target", "words"),
+    ("target", "expected"),
     [
         (
             foreign.TwoArguments,
@@ -147,10 +147,10 @@ def test_constructor_arguments_come_from_the_options(loaded, refused):
         (3, "it is no plugin: it derives from no interface"),
     ],
 )
-def test_refused_forms(refused, target, words):
+def test_refused_forms(refused, target, expected):
     message = refused(target)
     assert message.startswith("plugin 'thing' (") or message.startswith("plugin 'Thing'")
-    assert words in message
+    assert expected in message
 
 
 class Raising(type):
@@ -208,7 +208,7 @@ def test_a_class_that_grows_less_invariant_is_refused(loaded):
         built(plugins)
 
 
-def test_the_configuration_says_what_it_has(loaded):
+def test_the_configuration_lists_what_it_has(loaded):
     plugins, _ = loaded(foreign.ReadsConfig)
     with pytest.raises(PluginLoadError) as error:
         built(plugins)
@@ -249,7 +249,7 @@ def test_a_batch_update_in_vllms_shape(loaded):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_books_stay_true_through_any_history(loaded, seed):
+def test_the_rows_stay_true_through_any_history(loaded, seed):
     """Against a plain list of who stands where; rows are added, left, moved and swapped."""
     plugins, cls = loaded(foreign.OneToken)
     processor = built(plugins, max_num_seqs=6)
@@ -364,7 +364,7 @@ def test_draft_rows_have_copies(loaded):
 
 
 def foreign_point(installed, monkeypatch, value):
-    """Offer `tokens` under vLLM's group, beside what is installed."""
+    """Offer `tokens` under vLLM's group, in addition to what is installed."""
 
     class Point:
         group, name = "vllm.logits_processors", "tokens"

@@ -85,7 +85,7 @@ def test_a_wrapper_of_auto_wraps_what_the_backend_is():
         assert (ops.name, ops.wrapped.name) == ("logged_ops", expected)
 
 
-def test_the_fallback_says_why_it_is_used():
+def test_the_fallback_gives_the_reason_for_its_use():
     ops = load_ops(torch.float16, use="auto")
     assert ops.name == "torch"
     assert ops.context.reason == (

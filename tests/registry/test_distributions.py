@@ -1,4 +1,4 @@
-"""Which distribution of Hardpoint is installed, and what errors say of what it lacks."""
+"""Which distribution of Hardpoint is installed, and the errors about what it lacks."""
 
 from __future__ import annotations
 

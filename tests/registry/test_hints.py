@@ -1,4 +1,4 @@
-"""What messages about names advise: it parses as TOML, and works when it is followed literally."""
+"""Advice of messages about names: it parses as TOML, and works when it is followed literally."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_second_use_needs_a_name(installed, refusal):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "expected"),
     [
         (
             "speculators/foo",
@@ -119,12 +119,12 @@ def test_a_second_use_needs_a_name(installed, refusal):
         ("sampler/best", "no sampler (did you mean 'samplers'?); kinds here: logits_processors, "),
     ],
 )
-def test_a_kind_that_is_not_here_is_named(installed, refusal, name, words):
+def test_a_kind_that_is_not_here_is_named(installed, refusal, name, expected):
     installed.offer("speculators/guess", object())
     installed.offer("teleporters/beam", object())
     message = refusal(PluginNotFoundError, plugins={"enable": [name]})
     assert message.startswith("plugins.enable[0]: ")
-    assert words in message
+    assert expected in message
     assert message.endswith("(from file hardpoint.toml)")
 
 
@@ -132,7 +132,7 @@ def test_a_kind_that_is_not_here_is_named(installed, refusal, name, words):
     "config",
     [{"disable": ["min_p", "min_p"]}, {"disable": ["min_p"], "replace": {"min_p": "top_k"}}],
 )
-def test_what_is_disabled_already_says_by_what(refusal, config):
+def test_a_disabled_plugin_is_reported_with_the_setting(refusal, config):
     message = refusal(PluginNotFoundError, plugins=config)
     assert "'min_p' is off, by plugins.disable[0]; remove one of the two" in message
 

@@ -1,4 +1,4 @@
-"""Hooks: checked when registered, and the guilty is named when one fails."""
+"""Hooks: checked when registered, and the responsible plugin is named when one fails."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class TestCalling:
         assert not hooks.has("engine_started")
         assert not HookSet().has("engine_closing")
 
-    def test_nobody_listening_returns_nothing(self):
+    def test_a_hook_without_listeners_returns_nothing(self):
         assert HookSet().call("engine_closing") == []
 
     def test_the_last_enabled_is_called_first(self):
@@ -100,7 +100,7 @@ class TestCalling:
         )
         assert hooks.call("engine_closing") == ["two", "one"]
 
-    def test_a_failure_names_the_guilty_one_of_several(self):
+    def test_a_failure_names_the_responsible_one_of_several(self):
         def fail(self, output):
             return {}[output.request_id]
 
@@ -125,8 +125,8 @@ class TestCalling:
         with pytest.raises(PluginFaultError, match=r"plugin 'bad' .*failed: ValueError: invalid"):
             hooks.call("engine_closing")
 
-    def test_two_objects_of_one_class_are_told_apart(self):
-        """Their functions are the same code, so the traceback alone cannot tell."""
+    def test_two_objects_of_one_class_are_distinguished(self):
+        """Their functions are the same code, so the traceback alone is not enough."""
 
         class Twin:
             contract = 1
@@ -141,8 +141,8 @@ class TestCalling:
 
         for fails in ((True, False), (False, True)):
             hooks = hook_set(one=Twin(fails[0]), two=Twin(fails[1]))
-            guilty = "one" if fails[0] else "two"
-            with pytest.raises(PluginFaultError, match=f"^plugin '{guilty}' "):
+            responsible = "one" if fails[0] else "two"
+            with pytest.raises(PluginFaultError, match=f"^plugin '{responsible}' "):
                 hooks.call("engine_closing")
 
     def test_a_decorated_function_is_recognised(self):
@@ -158,7 +158,7 @@ class TestCalling:
             hooks.call("engine_closing")
 
 
-def test_every_hook_says_in_which_process_it_is_called():
+def test_every_hook_documents_the_process_it_is_called_in():
     hooks = {name: hook for name, hook in vars(HookSpecs).items() if not name.startswith("_")}
     assert hooks
     for name, hook in hooks.items():

@@ -1,4 +1,4 @@
-"""Loading one component: every way to be wrong is told with who it is and what to write."""
+"""Loading one component: every fault is reported with its component and what to write."""
 
 from __future__ import annotations
 
@@ -197,14 +197,14 @@ CLASS_ATTRIBUTES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "path", "interface", "stated", "words"), CLASS_ATTRIBUTES)
-def test_what_a_class_states_is_checked(installed, kind, path, interface, stated, words):
+@pytest.mark.parametrize(("kind", "path", "interface", "stated", "pattern"), CLASS_ATTRIBUTES)
+def test_what_a_class_states_is_checked(installed, kind, path, interface, stated, pattern):
     installed.offer(f"{kind}/dry", component(interface, **stated))
     table, field = path.split(".")
     with pytest.raises(PluginContractError) as error:
         installed.resolve(**{table: {field: "dry"}})
     assert str(error.value).startswith(WHO)
-    assert words in str(error.value)
+    assert pattern in str(error.value)
 
 
 class TestVersion:
@@ -299,7 +299,7 @@ class TestSlips:
     """Slips in what a logits processor states, which would go unnoticed later."""
 
     @pytest.mark.parametrize(
-        ("stated", "words"),
+        ("stated", "pattern"),
         [
             ({"phase": "bias"}, "it states no phase; add"),
             ({"phase": 7}, "it states no phase; add"),
@@ -316,11 +316,11 @@ class TestSlips:
             ),
         ],
     )
-    def test_is_refused(self, installed, stated, words):
+    def test_is_refused(self, installed, stated, pattern):
         value = installed.offer("logits_processors/slip", component(LogitsProcessor, **stated))
         with pytest.raises(PluginContractError) as error:
             installed.resolve(plugins={"enable": [value]})
-        assert words in str(error.value)
+        assert pattern in str(error.value)
 
     def test_a_constructor_that_forgets_its_base(self, installed):
         forgets = component(LogitsProcessor, __init__=lambda self, context: None)

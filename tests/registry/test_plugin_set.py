@@ -30,7 +30,7 @@ class TestOptions:
         assert 'could be any of "samplers/default", "schedulers/default"' in str(error.value)
         assert installed.resolve(plugin={"samplers/default": {}}).one("samplers").options == {}
 
-    def test_an_unknown_option_says_its_origin(self, installed):
+    def test_an_unknown_option_is_reported_with_its_origin(self, installed):
         config_sources = ConfigSources({"plugin.min_p": "file hardpoint.toml"})
         with pytest.raises(ConfigError) as error:
             installed.resolve(config_sources, plugin={"min_p": {"x": 1}})
@@ -70,7 +70,7 @@ class TestOptions:
 
 
 class TestLookUp:
-    def test_get_says_what_is_on_and_suggests(self, installed):
+    def test_get_names_what_is_enabled_and_suggests(self, installed):
         with pytest.raises(PluginNotFoundError) as error:
             installed.resolve().get("logits_processors", "min_q")
         assert str(error.value) == (
@@ -78,7 +78,7 @@ class TestLookUp:
             "enabled: min_p, top_k"
         )
 
-    def test_get_says_who_offers_what_is_not_enabled(self, installed):
+    def test_get_names_the_package_of_a_component_that_is_not_enabled(self, installed):
         installed.offer("logits_processors/dry", component(LogitsProcessor))
         with pytest.raises(PluginNotFoundError) as error:
             installed.resolve().get("logits_processors", "dry")

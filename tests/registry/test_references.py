@@ -96,7 +96,7 @@ def test_it_stands_wherever_a_name_may_stand(config):
 
 
 @pytest.mark.parametrize(
-    ("target", "words"),
+    ("target", "message"),
     [
         (
             local_class(),
@@ -110,11 +110,11 @@ def test_it_stands_wherever_a_name_may_stand(config):
     ],
     ids=["local", "lambda", "renamed", "partial", "module"],
 )
-def test_what_no_process_finds_by_a_name_is_refused_with_what_would_be_right(target, words):
-    with pytest.raises(ConfigError, match=rf"^plugins.enable\[1\]: .*{words}") as caught:
+def test_what_no_process_finds_by_a_name_is_refused_with_what_would_be_right(target, message):
+    with pytest.raises(ConfigError, match=rf"^plugins.enable\[1\]: .*{message}") as caught:
         plugins(enable=["fair", target])
     assert str(caught.value).endswith("(from argument LLM(config=...))")
-    with pytest.raises(ConfigError, match=rf"^scheduler.policy: .*{words}"):
+    with pytest.raises(ConfigError, match=rf"^scheduler.policy: .*{message}"):
         config_from({"scheduler": {"policy": target}})
 
 

@@ -55,7 +55,7 @@ class TestDefaults:
         assert [found.kind for found in plugins.not_enabled()] == ["teleporters"]
 
     def test_what_is_not_imported_for_sure_is_not_imported(self, installed):
-        """A broken model that nobody names stops nothing."""
+        """A broken model that is not named stops nothing."""
         installed.found.append(
             InstalledPlugin("models", "Broken", "no.such:Model", "hardpoint", "0.1.0")
         )
@@ -127,7 +127,7 @@ class TestEnable:
         with pytest.raises(PluginContractError, match="models must be classes derived from"):
             installed.resolve(plugins={"enable": ["OtherForCausalLM"]})
 
-    def test_an_unknown_name_suggests_a_known_one_and_says_where_it_came_from(self, installed):
+    def test_an_unknown_name_suggests_a_known_one_and_has_its_origin(self, installed):
         installed.offer("logits_processors/mirostat", component(LogitsProcessor))
         config_sources = ConfigSources({"plugins.enable": "file hardpoint.toml"})
         with pytest.raises(PluginNotFoundError) as error:
@@ -189,7 +189,7 @@ class TestOne:
             "takes the one of kind kv_stores; found: none (from default)"
         )
 
-    def test_what_another_setting_chooses_says_so(self, installed):
+    def test_a_component_that_another_setting_chooses_is_reported(self, installed):
         installed.offer("kv_connectors/stores", component(KVConnector), "hardpoint", "0.1.0")
         installed.offer("kv_stores/memory", component(KVStore))
         sources = ConfigSources({"kv_connector.stores": "file x.toml"})
@@ -266,7 +266,7 @@ class TestReplace:
 
 
 class TestDuplicates:
-    def test_a_strangers_entry_point_with_a_built_ins_name_harms_nobody(self, installed):
+    def test_a_strangers_entry_point_with_a_built_ins_name_harms_no_other(self, installed):
         installed.offer("logits_processors/min_p", component(LogitsProcessor))
         plugins = installed.resolve()
         assert plugins.get("logits_processors", "min_p").distribution == "hardpoint"
@@ -334,7 +334,7 @@ class TestLists:
         with pytest.raises(ConfigError, match="choose it with kv_events.publishers"):
             publishers.resolve(plugins={"enable": ["zmq"]})
 
-    def test_a_wrong_name_is_told_with_its_place(self, publishers):
+    def test_a_wrong_name_is_reported_with_its_place(self, publishers):
         with pytest.raises(PluginNotFoundError) as error:
             publishers.resolve(kv_events={"publishers": ["null", "zqm"]})
         assert str(error.value).startswith(
@@ -415,6 +415,6 @@ class TestRoles:
 
     def test_a_group_whose_role_it_lacks_is_refused(self, installed):
         installed.offer("reasoning_parsers/calls", parser("tools"))
-        words = "as one of reasoning_parsers it needs 'reasoning' among its roles, got"
-        with pytest.raises(PluginContractError, match=words):
+        expected = "as one of reasoning_parsers it needs 'reasoning' among its roles, got"
+        with pytest.raises(PluginContractError, match=expected):
             installed.resolve(plugins={"enable": ["calls"]})

@@ -1,4 +1,4 @@
-"""What a plugin may make of a tensor that it is given, and may return for it."""
+"""Changes that a plugin may make to a tensor that it is given, and results for it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CHANGES = {
 
 @pytest.mark.parametrize(("what", "change"), CHANGES.items())
 @pytest.mark.parametrize("returned", ["the tensor itself", "another"])
-def test_a_changed_layout_is_told_by_what_changed(what, change, returned):
+def test_a_changed_layout_is_reported_by_what_changed(what, change, returned):
     logits = torch.zeros(2, 5)
     handed_over = HandedOver(logits)
     result = change(logits) if returned != "another" else (change(logits), torch.zeros(2, 5))[1]
@@ -42,7 +42,7 @@ def test_a_changed_layout_is_told_by_what_changed(what, change, returned):
 
 
 @pytest.mark.parametrize(
-    ("result", "words"),
+    ("result", "message"),
     [
         (torch.zeros(2, 5).to_sparse(), "expected logits of layout torch.strided, got torch.spar"),
         (torch.zeros(2, 5, device="meta"), "expected logits of device cpu, got meta"),
@@ -50,8 +50,8 @@ def test_a_changed_layout_is_told_by_what_changed(what, change, returned):
         (torch.zeros(2, 5).half(), "expected logits of dtype torch.float32, got torch.float16"),
     ],
 )
-def test_a_result_is_as_what_was_handed_over(result, words):
-    with pytest.raises(ValueError, match=words):
+def test_a_result_is_as_what_was_handed_over(result, message):
+    with pytest.raises(ValueError, match=message):
         HandedOver(torch.zeros(2, 5)).result(result)
 
 

@@ -141,8 +141,8 @@ class TestFaults:
         with pytest.raises(PluginContractError) as error:
             scripted_engine(scripted, {"sampler": {"use": f"{HERE}:Undeclared"}})
         assert "'undeclared'" in str(error.value)
-        words = "it builds 'other', which its wraps() does not return: 'default'"
-        assert str(error.value).endswith(words)
+        expected = "it builds 'other', which its wraps() does not return: 'default'"
+        assert str(error.value).endswith(expected)
 
 
 def wrapper(interface, wraps, **options):
@@ -180,7 +180,7 @@ class TestAtStart:
             "plugin.one.wraps: no executors component is called 'uniprok' (did you mean 'uniproc'?)"
         )
 
-    def test_the_option_that_names_it_is_told(self, installed):
+    def test_the_option_that_names_it_is_reported(self, installed):
         """It has the name that the class gave it, and may be a list; without one, the table."""
 
         class Several(component(Executor)):
@@ -203,12 +203,12 @@ class TestAtStart:
         installed.offer("executors/several", Several)
         installed.offer("executors/fixed", Fixed)
         sources = ConfigSources({"plugin.several.links": "file x.toml"})
-        for links, words in (
+        for links, expected in (
             (["uniproc", "uniprok"], r"^plugin\.several\.links: no executors .*from file x.toml"),
             (["several"], r"several wraps several; let plugin\.several\.links .*from file x.toml"),
         ):
             config = {"executor": {"use": "several"}, "plugin": {"several": {"links": links}}}
-            with pytest.raises(PluginError, match=words):
+            with pytest.raises(PluginError, match=expected):
                 installed.resolve(sources, **config)
         with pytest.raises(PluginNotFoundError, match=r"^plugin\.fixed: no executors component"):
             installed.resolve(executor={"use": "fixed"})
@@ -268,13 +268,13 @@ class TestAtStart:
     def test_what_is_wrapped_is_a_list_of_names(self, installed):
         none = component(Sampler, wraps=classmethod(lambda _cls, _options: None))
         installed.offer("samplers/none", none)
-        words = r"its wraps\(\) returned None, expected a list of names"
-        with pytest.raises(PluginContractError, match=words):
+        expected = r"its wraps\(\) returned None, expected a list of names"
+        with pytest.raises(PluginContractError, match=expected):
             installed.resolve(sampler={"use": "none"})
         own = {"contract": 1, "Options": type("Own", (Options,), {})}
         installed.offer("samplers/own", type("Fake", (Wrapper[Sampler], Sampler), own))
-        words = "its Options must derive from hardpoint.plugins.Wrapper.Options"
-        with pytest.raises(PluginContractError, match=words):
+        expected = "its Options must derive from hardpoint.plugins.Wrapper.Options"
+        with pytest.raises(PluginContractError, match=expected):
             installed.resolve(sampler={"use": "own"})
 
     def test_logits_processors_are_ordered_instead(self, installed):

@@ -101,7 +101,7 @@ class Page:
     """A tab.
 
     Attributes:
-        session: of the protocol.
+        session: session of the protocol.
     """
 
     def __init__(self, browser):
@@ -209,7 +209,7 @@ class Page:
         return [event["request"]["url"] for event in self.events("Network.requestWillBeSent")]
 
     def problems(self):
-        """Return what the browser complains about: errors, violations, failed loads."""
+        """Return the complaints of the browser: errors, violations, failed loads."""
         entries = [event["entry"] for event in self.events("Log.entryAdded")]
         found = [(e["level"], e["text"], e.get("url")) for e in entries if e["level"] != "verbose"]
         found += [str(event) for event in self.events("Runtime.exceptionThrown")]

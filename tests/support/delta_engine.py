@@ -21,7 +21,7 @@ class DeltaEngine(FakeEngine):
     Without deltas, it answers as a FakeEngine.
 
     Attributes:
-        deltas: of the answer; `tokens` of each are texts of tokens.
+        deltas: deltas of the answer; `tokens` of each are texts of tokens.
         num_cached: prompt tokens that were cached.
     """
 
@@ -76,7 +76,7 @@ def answering(server, **attributes):
 
 
 def copied(part):
-    """Return an equal part of a call, which nobody else changes."""
+    """Return an equal part of a call, which no other caller changes."""
     return call(part.index, part.id, part.name, part.arguments)
 
 

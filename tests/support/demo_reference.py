@@ -1,4 +1,4 @@
-"""What transformers computes with the demo model, as scripts/demo-reference wrote it."""
+"""The results of transformers with the demo model, as scripts/demo-reference wrote it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class GreedyReference(msgspec.Struct, frozen=True):
     """A prompt that was continued greedily in float32.
 
     Attributes:
-        gaps: of the two best logits, per token.
+        gaps: gaps of the two best logits, per token.
         best: the choice at each position of prompt and continuation, if that was computed.
         bf16_equal: how many of these a model in bfloat16 shares, but for the last position.
     """

@@ -31,7 +31,7 @@ _HERE = Path(__file__).resolve()
 
 
 class StandIn(torch.Tensor):
-    """A tensor in CPU memory that says it is on a CUDA device."""
+    """A tensor in CPU memory that claims to be on a CUDA device."""
 
     __torch_function__ = _disabled_torch_function_impl
     device = property(lambda self: DEVICE)  # type: ignore[assignment]
@@ -46,7 +46,7 @@ class Wait:
     Attributes:
         what: makes it wait.
         place: file and function, the innermost of the sources.
-        line: of the file.
+        line: line number in the file.
     """
 
     what: str

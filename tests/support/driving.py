@@ -71,7 +71,7 @@ def alone(engine: LLMEngine, jobs: Sequence[Job]) -> dict[str, list]:
 
 
 def summary(output: RequestOutput) -> list[tuple]:
-    """What must be equal between two runs of a request."""
+    """The results that must be equal between two runs of a request."""
     return [
         (c.index, c.token_ids, c.text, c.finish_reason, c.stop_reason, _logprobs(c))
         for c in output.outputs

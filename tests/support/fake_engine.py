@@ -47,10 +47,10 @@ class FakeEngine:
     """Answers every request with the same parts; keeps what it was asked.
 
     Attributes:
-        text: of the answer; each word is a token.
+        text: text of the answer; each word is a token.
         reasoning: before it.
-        calls: of tools, as (id, name, arguments) after it.
-        finish_reason: of each completion.
+        calls: calls of tools, as (id, name, arguments) after it.
+        finish_reason: finish reason of each completion.
         delay: seconds before each output.
         error: raised instead of an answer, before the first output.
         fails_after: outputs after which `error` is raised instead.

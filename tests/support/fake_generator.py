@@ -16,7 +16,7 @@ from hardpoint.registry.plugin_set import resolve_plugins
 
 
 class FakeGenerator:
-    """Says what it is told, a word at a time, and remembers what it was asked."""
+    """Generates a given text, a word at a time, and records its requests."""
 
     config = EngineConfig(max_model_len=8192)
 

@@ -18,11 +18,11 @@ class RunningServer:
     """A server that answers at `url`.
 
     Attributes:
-        engine: that it serves.
-        service: of the server, for what no client sees.
-        client: of httpx, with the URL as its base.
-        admin: of httpx, for the admin address; None without one.
-        thread: that the server runs in.
+        engine: the engine that it serves.
+        service: service of the server, for what no client sees.
+        client: an httpx client with the server's URL as its base.
+        admin: an httpx client of the admin address; None without one.
+        thread: thread that the server runs in.
     """
 
     def __init__(self, engine, url, admin_url, service, serving, loop):
@@ -96,7 +96,7 @@ def running(engine, **kwargs):
     """Run a server with an engine while the body runs.
 
     Args:
-        kwargs: of `assemble`.
+        kwargs: keyword arguments of `assemble`.
     """
     started, box = threading.Event(), {}
 

@@ -51,12 +51,12 @@ def worker_of(engine: LLMEngine) -> Any:
 
 
 def input_processor_of(engine: LLMEngine | AsyncEngine) -> InputProcessor:
-    """Return what makes requests of prompts."""
+    """Return the processor that makes requests of prompts."""
     return engine._frontend.input
 
 
 def output_processor_of(engine: LLMEngine | AsyncEngine) -> OutputProcessor:
-    """Return what makes outputs of tokens."""
+    """Return the processor that makes outputs of tokens."""
     return engine._frontend.output
 
 

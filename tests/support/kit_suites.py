@@ -1,4 +1,4 @@
-"""What a suite of the conformance kit says of a component: for the kit's own tests."""
+"""Results of a suite of the conformance kit for a component: for the kit's own tests."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def assert_tests_builtins(kind: str, attribute: str, namespace: Mapping[str, obj
     """Assert that the suites of a test module test every built-in component of a kind.
 
     Args:
-        attribute: of a suite, with its component.
+        attribute: attribute of a suite that has its component.
         namespace: the test module's globals().
     """
     found = entry_points(group=f"hardpoint.{kind}")

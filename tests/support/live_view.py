@@ -24,7 +24,7 @@ PLUGINS = [
 
 
 class LiveFigures:
-    """What the routes of the admin address answer; each look at the figures moves them.
+    """Answers of the routes of the admin address; each look at the figures moves them.
 
     Attributes:
         polls: how often they were asked.

@@ -1,4 +1,4 @@
-"""What all workers of a test run share: made by the first that needs it."""
+"""Folders that all workers of a test run share: made by the first that needs them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None
 
     Args:
         factory: pytest's fixture `tmp_path_factory`.
-        name: of the folder.
-        make: fills it; the other workers wait meanwhile.
+        name: name of the folder.
+        make: fills it; the other workers wait.
     """
     shared = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:

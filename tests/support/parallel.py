@@ -111,7 +111,7 @@ def mixed_jobs(vocab: int = 256) -> list[Job]:
 
 @dataclass(frozen=True)
 class Result:
-    """What a request came to, its completions in their order."""
+    """The result of a request, its completions in their order."""
 
     tokens: list[list[int]]
     reasons: list[tuple[str | None, str | int | None]]
@@ -162,7 +162,7 @@ def drive(
 
 
 def reference_of(config: dict[str, Any], jobs: Sequence[Job]) -> dict[str, Result]:
-    """Return what one process gives, with memory to spare."""
+    """Return the results of one process, with memory to spare."""
     with open_llm(parallel_config(**config, kv_cache={"num_blocks": 600})) as llm:
         return drive(engine_of(llm), jobs)
 

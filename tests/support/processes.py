@@ -16,7 +16,7 @@ _FORKED = ("-c", "-m hardpoint", "-m pytest", "example.py")
 
 
 def run(*command: str, path: Path | None = None, cwd: Path, examples: float = 1.0) -> str:
-    """Run a command; return its standard output, or fail with all that it said.
+    """Run a command; return its standard output, or fail with all its output.
 
     Args:
         path: PYTHONPATH; None leaves it.

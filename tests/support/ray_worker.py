@@ -12,7 +12,7 @@ from hardpoint.plugins.stats import PluginMeter
 
 
 class SmallWorker:
-    """Answers with what it was asked; the data of its launch says what fails."""
+    """Answers with what it was asked; the data of its launch has what fails."""
 
     def __init__(self, launch, progress):
         self.rank = launch.rank

@@ -1,4 +1,4 @@
-"""Redis servers: a real one in a folder, and one in a thread that does what a test says."""
+"""Redis servers: a real one in a folder, and one in a thread that does what a test asks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class FakeRedis:
 
     Attributes:
         values: what is stored.
-        commands: what was sent, besides PING and what the library says of itself.
+        commands: what was sent, besides PING and the library's own commands.
         answer: called with each command; what it returns is sent instead of an answer, unless it
             is None.
         connections: how many there were.

@@ -30,6 +30,6 @@ def kit_examples(share: float = 1.0) -> float:
     """Return `examples` of a conformance suite: a part of what the kit tries, in `nightly` more.
 
     Args:
-        share: of that in `nightly`, for a suite like another one.
+        share: share of that in `nightly`, for a suite like another one.
     """
     return 5.0 * share if searches_long() else 0.2

@@ -21,7 +21,7 @@ class ServeProgram:
 
     Attributes:
         url: where it answers.
-        client: of httpx, with the URL as its base.
+        client: an httpx client with the server's URL as its base.
     """
 
     def __init__(self, process, url, output, **client):

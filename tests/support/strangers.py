@@ -1,4 +1,4 @@
-"""Distributions by strangers, and a program that tells what the engine makes of them."""
+"""Distributions by strangers, and a program that reports what the engine makes of them."""
 
 import contextlib
 import sys

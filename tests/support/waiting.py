@@ -36,7 +36,7 @@ async def until(condition: Callable[[], object], what: str, limit_s: float = PAT
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that nobody has waited for yet does not."""
+    """Whether a process runs; one that has ended and was not waited for does not."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -44,16 +44,16 @@ def alive(pid: int) -> bool:
 
 
 def until_told_of_its_death(client: ProcessClient) -> None:
-    """Wait until a client has heard that its engine is dead; its event loop stands still."""
+    """Wait until a client knows that its engine is dead; its event loop is paused."""
 
-    def told() -> bool:
+    def is_dead() -> bool:
         try:
             client.call("scheduler_stats")
         except EngineDeadError:
             return True
         return False
 
-    wait_until(told, PATIENCE_S, "the word of its death")
+    wait_until(is_dead, PATIENCE_S, "the report of its death")
 
 
 class HeldSteps:
@@ -74,5 +74,5 @@ class HeldSteps:
         return self._begun.exists()
 
     def let_go(self) -> None:
-        """Have them take no more time."""
+        """Let them take no more time."""
         self._held.unlink(missing_ok=True)

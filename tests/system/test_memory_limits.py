@@ -1,4 +1,4 @@
-"""What memory this process may use, and what is said when a model needs more."""
+"""The memory that this process may use, and the message when a model needs more."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NO_LIMIT = 9223372036854771712
             400,
             "memory.max, of 500 MiB",
         ),
-        (  # memory.high is closer; cached files are given back
+        (  # memory.high is closer; cached files are released
             "0::/app\n",
             V2,
             {
@@ -158,16 +158,16 @@ def test_an_allocation_that_fails_gives_the_figures(error, scripted):
             raise error
 
         worker_of(llm.llm_engine).runner.execute = fail
-        words = "not enough memory .*weights .*, KV cache 8 KiB, working memory .*may use"
-        with pytest.raises(EngineDeadError, match=words):
+        expected = "not enough memory .*weights .*, KV cache 8 KiB, working memory .*may use"
+        with pytest.raises(EngineDeadError, match=expected):
             llm.generate("say abc", SamplingParams(max_tokens=2))
 
 
 def test_an_engine_that_is_dropped_closes_its_parts(scripted, monkeypatch):
     closed = []
     close = "hardpoint.system.memory.trim_memory"
-    monkeypatch.setattr(close, lambda: closed.append("memory given back"))
+    monkeypatch.setattr(close, lambda: closed.append("memory released"))
     llm = LLM(config=scripted_config(scripted))
     llm.generate("say abc", SamplingParams(max_tokens=2))
     del llm
-    assert closed == ["memory given back"]
+    assert closed == ["memory released"]

@@ -1,4 +1,4 @@
-"""What an engine's sockets need of the system, and the errors where the system has it not."""
+"""System resources for an engine's sockets, and the errors where the system lacks them."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def test_the_number_follows_the_use_of_the_cpus(
         compute.adapt()
         found.append(torch.get_num_threads())
     assert found == [3, 2, 1, 1, 3]
-    # While it waited for requests, others used all CPUs: that says nothing about the next step.
+    # While it waited for requests, others used all CPUs: that is no measure of the next step.
     monkeypatch.setattr("time.process_time", lambda: own)
     own = now[0]
     for _ in range(10):

@@ -50,7 +50,7 @@ COMMUNICATORS = [
 
 
 class TestRight(CommunicatorSuite):
-    """What is run in each rank can be pickled, and what it returns."""
+    """A rank's program can be pickled, and its result."""
 
     communicator = communicators.Right
     examples = kit_examples()

@@ -46,7 +46,7 @@ class TestShy(LogitsProcessorSuite):
 
 
 def run_pytest(folder, *arguments, fresh=False, **environment):
-    """Return what pytest prints; a fresh one has not imported hypothesis before it begins."""
+    """Return the output of pytest; a fresh one has not imported hypothesis before it begins."""
     command = ["-m", "pytest", "-p", "no:cacheprovider", *arguments]
     environment = {**os.environ, **environment}
     environment.pop("PYTEST_CURRENT_TEST", None)

@@ -1,4 +1,4 @@
-"""Grammar backends with one mistake each fail their rule, in words."""
+"""Grammar backends with one mistake each fail their rule, with a message."""
 
 from __future__ import annotations
 

@@ -25,6 +25,6 @@ def test_serves_the_replies_and_the_schemas_of_real_plugins():
     assert "Serving" in server.log
 
 
-def test_a_server_that_does_not_start_says_why():
+def test_a_server_that_does_not_start_reports_why():
     with pytest.raises(RuntimeError, match="no such plugin|not installed|nobody"):
         serve({"plugins": {"enable": ["nobody"]}}).__enter__()

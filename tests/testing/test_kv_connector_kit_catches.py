@@ -71,7 +71,7 @@ def test_a_right_connector_passes():
     assert messages_of(KVConnectorSuite, attributes, ["contract", "loads", "foreign"]) == {}
 
 
-def test_a_connector_that_cannot_be_imported_is_told_so():
+def test_a_connector_that_cannot_be_imported_is_reported():
     class Here(broken.Shelf):
         contract = 1
 
@@ -81,7 +81,7 @@ def test_a_connector_that_cannot_be_imported_is_told_so():
     assert "put the class into a module that can be imported" in message
 
 
-def test_storage_that_nothing_disturbs_is_told(tmp_path):
+def test_storage_that_nothing_disturbs_is_reported(tmp_path):
     attributes = {"connector": broken.Shelf, "options": {"path": str(tmp_path)}}
     message = messages_of(KVConnectorSuite, attributes, ["storage"])["storage"]
     assert "the storage was never disturbed: no files are in {folder}" in message

@@ -137,7 +137,7 @@ def test_a_class_under_test_that_is_none_is_named(suite, attribute, interface, t
         assert messages == {"contract": expected, test: expected}
 
 
-def test_what_writes_after_close_is_told(monkeypatch):
+def test_what_writes_after_close_is_reported(monkeypatch):
     cleanup, failed = tempfile.TemporaryDirectory.cleanup, []
 
     def failing(folder):

@@ -1,4 +1,4 @@
-"""Output parsers with one mistake each fail their rule, in words."""
+"""Output parsers with one mistake each fail their rule, with a message."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ class TestInt4(QuantizationSuite):
 
 
 class Packed(QuantizationSuite):
-    """Words of integers as other libraries store them."""
+    """Packed integers as other libraries store them."""
 
     tensors = None
     optional = ()

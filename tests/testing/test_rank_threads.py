@@ -1,4 +1,4 @@
-"""Ranks as threads communicate exactly, and end with an error that says who waits where."""
+"""Ranks as threads communicate exactly, and end with an error that names the ranks that wait."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_first_error_is_raised_and_no_thread_is_left():
 
 
 @pytest.mark.parametrize(
-    ("function", "words"),
+    ("function", "message"),
     [
         (
             lambda c: None if c.rank else c.all_reduce(torch.zeros(2)),
@@ -81,6 +81,6 @@ def test_the_first_error_is_raised_and_no_thread_is_left():
         (lambda c: c.broadcast(torch.zeros(1), 2), "source: expected a rank from 0 to 1, got 2"),
     ],
 )
-def test_wrong_calls_end_with_an_error(function, words):
-    with pytest.raises((CommunicationAbortedError, ValueError), match=words):
+def test_wrong_calls_end_with_an_error(function, message):
+    with pytest.raises((CommunicationAbortedError, ValueError), match=message):
         run_ranks(2, function)

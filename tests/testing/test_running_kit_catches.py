@@ -101,7 +101,7 @@ HOOKS = [
     (hooks.Waits, "server_extensions", "transform", "response had not returned after 0.2 s"),
     (hooks.BadEvent, "server_extensions", "transform", "event returned .*, expected a dict or"),
     (hooks.NeedsKey, "server_extensions", "authenticator", "raised KeyError: 'authorization'"),
-    (hooks.SaysTrue, "server_extensions", "authenticator", "returned True"),
+    (hooks.ReturnsTrue, "server_extensions", "authenticator", "returned True"),
 ]  # fmt: skip
 
 COMMANDS = [

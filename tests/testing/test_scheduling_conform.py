@@ -155,7 +155,7 @@ def test_what_fails_to_load_is_computed(steps):
 
 
 def test_a_load_that_fails_for_a_preempted_request_is_not_tried_again():
-    # The block that b could not load belongs to a when the failure is told.
+    # The block that b could not load belongs to a when the failure is reported.
     simulator = SchedulerSimulator(
         DefaultScheduler,
         asynchronous=True,

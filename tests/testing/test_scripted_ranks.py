@@ -30,7 +30,7 @@ def model(parallel):
 
 
 def logits(parallel, before=None):
-    """Return what a rank computes; attention mixes the keys, so that wrong ones show."""
+    """Return the results of a rank; attention mixes the keys, so that wrong ones show."""
     own = model(parallel)
     batch = ForwardBatch(
         TOKENS, torch.arange(5), lambda layer, q, k, v: k.cumsum(0) * 3 + 1, before

@@ -1,4 +1,4 @@
-"""Tokenizers, sinks and publishers with one mistake each fail their rule, in words."""
+"""Tokenizers, sinks and publishers with one mistake each fail their rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What executors ask of calls: whether a method is a worker's, and whether ranks are in step."""
+"""Checks of calls for executors: whether a method is a worker's, and whether ranks are in step."""
 
 from concurrent.futures import Future
 

@@ -34,7 +34,7 @@ class Feedless(Body):
 
 
 @pytest.mark.parametrize(
-    ("states", "reasoning", "words"),
+    ("states", "reasoning", "message"),
     [
         ({}, None, r"states\(\) returned none"),
         ({"a": (Content, {})}, None, "the state 'a': expected a State, got"),
@@ -51,8 +51,8 @@ class Feedless(Body):
         ),
     ],
 )
-def test_a_wrong_table(states, reasoning, words):
-    with pytest.raises(ValueError, match=words):
+def test_a_wrong_table(states, reasoning, message):
+    with pytest.raises(ValueError, match=message):
         parser(states, reasoning)
 
 
@@ -67,15 +67,15 @@ class Greedy(Body):
 
 
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("body", "message"),
     [
         (Stuck, "the state 'a' takes no text, and leads to itself"),
         (Greedy, "the body of the state 'a' took 5 characters of 4"),
     ],
 )
-def test_a_body_that_takes_what_it_must_not(body, words):
+def test_a_body_that_takes_what_it_must_not(body, message):
     state = parser({"a": State(body, {})}).open(ParserRequest())
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         state.feed("text")
 
 

@@ -1,4 +1,4 @@
-"""Calls of workers as bytes: what goes in comes out, and garbage is an error in words."""
+"""Calls of workers as bytes: what goes in comes out, and garbage is an error with a message."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def same(one, other):
 
 
 def answer(method, args=(), result=None, error=None):
-    """Return what a call comes to, over bytes, and the worker."""
+    """Return the result of a call, over bytes, and the worker."""
     worker = Recording(result, error)
     answered = WorkerServer(worker).run(encode_call(method, args))
     return decode_result(method, answered, "rank 1"), worker
@@ -340,7 +340,7 @@ class OwnError(ModelError):
         (torch.OutOfMemoryError("full"), HardpointError, "OutOfMemoryError: full"),
     ],
 )
-def test_an_error_keeps_class_words_notes_and_traceback(error, cls, text):
+def test_an_error_keeps_class_message_notes_and_traceback(error, cls, text):
     error.add_note("and a note")
     with pytest.raises(Exception) as raised:  # noqa: PT011 - the class is compared
         answer("load_model", error=error)

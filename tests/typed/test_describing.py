@@ -1,4 +1,4 @@
-"""Types and docstrings in words, and the places that use them."""
+"""Types and docstrings as text, and the places that use them."""
 
 from enum import Enum
 from typing import Annotated, Any, Literal
@@ -54,7 +54,7 @@ class Derived(Base):
 
 
 @pytest.mark.parametrize(
-    ("type_", "words"),
+    ("type_", "message"),
     [
         (int, "a whole number"),
         (Annotated[int, Meta(ge=1)], "a whole number >= 1"),
@@ -74,8 +74,8 @@ class Derived(Base):
         (bytes, "bytes"),
     ],
 )
-def test_types_in_words(type_, words):
-    assert type_text(types.type_info(type_)) == words
+def test_types_as_text(type_, message):
+    assert type_text(types.type_info(type_)) == message
 
 
 def test_attributes_come_from_the_docstring_and_its_bases():

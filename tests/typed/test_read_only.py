@@ -1,4 +1,4 @@
-"""What plugins get to read cannot be written: the writer is named, and nobody else is disturbed."""
+"""Data for plugins cannot be written: the writer is named, and no other is disturbed."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Inner(Strict):
     """A table.
 
     Attributes:
-        size: of something.
+        size: size of something.
     """
 
     size: Annotated[int, Meta(ge=1)] = 1
@@ -78,7 +78,7 @@ def message(value, type_=Outer, path="a.b"):
         ),
     ],
 )
-def test_path_words_and_value(value, expected):
+def test_path_message_and_value(value, expected):
     assert message(value) == expected
 
 
@@ -215,8 +215,8 @@ def test_suggest():
     assert suggest("x", []) == ""
 
 
-def test_msgspec_still_words_its_errors_as_we_read_them():
-    """Our messages are made from these; a new msgspec that words them otherwise shows here."""
+def test_msgspec_still_writes_its_errors_as_we_read_them():
+    """Our messages are made from these; a new msgspec with other messages shows here."""
     with pytest.raises(msgspec.ValidationError) as error:
         msgspec.convert({"biases": {7: 200.0}}, Outer)
     assert str(error.value) == "Expected `float` <= 100.0 - at `$.biases[...]`"
@@ -250,7 +250,7 @@ class _Shapes(Strict):
     shapes: list[_Circle | _Square]
 
 
-def test_unknown_fields_of_a_tagged_struct_are_told_its_own():
+def test_unknown_fields_of_a_tagged_struct_are_answered_with_its_own():
     given = {"shapes": [{"type": "square", "side": 1, "radios": 2}]}
     with pytest.raises(ConfigError) as raised:
         convert(given, _Shapes, path="")

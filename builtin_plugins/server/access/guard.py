@@ -32,7 +32,7 @@ class Guard:
             bound: the address that it listens on; None for a Unix socket, which no browser
                 reaches.
             allowed: names that requests may use; None is loopback names and the bound address.
-            origins: of pages that may use it, such as "https://example.org".
+            origins: origins of pages that may use it, such as "https://example.org".
 
         Raises:
             ConfigError: a name or an origin is malformed.

@@ -40,7 +40,7 @@ _CHECK_SECONDS = 1.0
 
 
 class _Settings(Strict):
-    """What a table `[[key]]` holds besides the key itself; for the meaning, see `Client`."""
+    """The fields of a table `[[key]]` besides the key itself; for the meaning, see `Client`."""
 
     name: Annotated[str, Meta(min_length=1, max_length=100)]
     cache_salt: str | None = None
@@ -84,7 +84,7 @@ class KeyStore:
         """Read the keys.
 
         Args:
-            path: of the TOML file; None is none.
+            path: path of the TOML file; None if there is no file.
             single: a further key, of the client "default".
             what: the field of the configuration that names the file, for messages.
             admin: whether they are keys of administrators.
@@ -154,7 +154,7 @@ class KeyStore:
             _log.info("%s: %d keys were read", self._what, len(self._entries))
 
     def _state(self) -> tuple[int, ...] | None:
-        """Return what changes with the file; None without one."""
+        """Return the state that changes with the file; None without a file."""
         if self._path is None:
             return None
         try:
@@ -192,7 +192,7 @@ def entry_of(key: str, client: Client) -> KeyEntry:
     """Return the entry of a key in plain text.
 
     Raises:
-        ConfigError: it is none; the message does not quote it.
+        ConfigError: it is not a key; the message does not quote it.
     """
     if not _KEY.fullmatch(key):
         raise ConfigError(
@@ -242,7 +242,7 @@ class Stores:
 
     Attributes:
         users: None if requests need no key.
-        admin: of administrators; None without a file of them.
+        admin: keys of administrators; None without a file of them.
     """
 
     users: KeyStore | None

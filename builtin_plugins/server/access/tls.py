@@ -21,7 +21,9 @@ def check_tls(settings: ServerConfig) -> bool:
         return False
     if certificate is None or key is None:
         missing, given = ("key", "certificate") if key is None else ("certificate", "key")
-        raise ConfigError(f"server.tls_{missing}: expected a PEM file, for there is a tls_{given}")
+        raise ConfigError(
+            f"server.tls_{missing}: expected a PEM file, because there is a tls_{given}"
+        )
     contents = {}
     for name, path in (("certificate", certificate), ("key", key)):
         try:

@@ -42,9 +42,10 @@ class Message(Strict):
     Attributes:
         content: a text, or parts `{"type": "text", "text": ...}`.
         reasoning, reasoning_content: what the assistant thought; two names of one thing.
-        tool_calls: that the assistant made.
-        tool_call_id: of the call that a message of role "tool" answers.
-        refusal, audio, function_call, annotations, parsed: of answers that are sent back; ignored.
+        tool_calls: calls that the assistant made.
+        tool_call_id: id of the call that a message of role "tool" answers.
+        refusal, audio, function_call, annotations, parsed: fields of answers that are sent back;
+            ignored.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -116,7 +117,8 @@ class ChatCompletionRequest(SamplingFields):
             unless the last message is continued.
         continue_final_message: go on with the last message, of the assistant.
         chat_template_kwargs: variables of the template that the operator allows.
-        max_completion_tokens: of the answer with its reasoning; `max_tokens` is the same.
+        max_completion_tokens: maximum length of the answer with its reasoning; `max_tokens` is the
+            same.
         logprobs: whether choices hold log-probabilities.
         top_logprobs: likeliest tokens per position; needs `logprobs`.
         reasoning_effort: for templates that have it; "none" asks for no reasoning.
@@ -274,7 +276,7 @@ class Choice(msgspec.Struct, kw_only=True):
 
 
 class ChunkChoice(msgspec.Struct, kw_only=True):
-    """What is new of one completion."""
+    """The new part of one completion."""
 
     index: int
     delta: AnswerMessage
@@ -362,7 +364,7 @@ def _choice(completion: CompletionOutput, asked: ChatCompletionRequest) -> Choic
 
 
 def ended(completion: CompletionOutput) -> dict[str, Any]:
-    """Return the fields of a choice that say how its completion ended."""
+    """Return the fields of a choice about how its completion ended."""
     fields: dict[str, Any] = {}
     if completion.finish_reason is not None:
         fields["stop_reason"] = completion.stop_reason
@@ -443,7 +445,7 @@ class ChatAnswer(ChunkAnswer[RequestOutput]):
         return b"".join(parts)
 
     def _about_prompt(self, output: RequestOutput) -> bytes:
-        """Return what the very first chunk says of the prompt, if that was asked for."""
+        """Return the fields of the first chunk about the prompt, if they were asked for."""
         parts = b""
         if self._begun:
             return parts
@@ -457,7 +459,7 @@ class ChatAnswer(ChunkAnswer[RequestOutput]):
         return ChunkChoice(index=index, delta=AnswerMessage("assistant", self._asked.continued()))
 
     def _choices(self, completion: CompletionOutput) -> list[ChunkChoice]:
-        """Return what is new of a completion; none if nothing is.
+        """Return the new choices of a completion; an empty list if there are none.
 
         The end of calls is a chunk of its own: OpenAI's clients read calls before that alone.
         """

@@ -48,7 +48,7 @@ class ChunkAnswer(Answer[OutputT]):
 
         Args:
             head: the first fields of each chunk.
-            options: of the stream.
+            options: options of the stream.
             request_ids: in the engine, of the prompts whose progress is shown.
         """
         self._service, self._request_ids = service, request_ids

@@ -35,7 +35,7 @@ _PROMPT_SCHEMAS = [
     {"type": "array", "items": {"type": "string"}, "minItems": 1},
     {"type": "array", "items": _IDS, "minItems": 1},
 ]
-"""What msgspec cannot say of a field: a union of lists."""
+"""A schema that msgspec cannot derive: a union of lists."""
 
 Given = str | list[int] | dict[str, Any]
 """A prompt as the engine takes it."""
@@ -46,7 +46,7 @@ class CompletionRequest(SamplingFields):
 
     Attributes:
         prompt: a text, token ids, or a list of texts or of lists of token ids.
-        max_tokens: 16 unless the model says otherwise; 0 with `echo` computes the prompt alone.
+        max_tokens: 16 unless the model has a default; 0 with `echo` computes the prompt alone.
         logprobs: likeliest tokens per position.
         echo: whether answers begin with the prompt, and its log-probabilities with `logprobs`.
         best_of: must be `n`.
@@ -69,10 +69,10 @@ class CompletionRequest(SamplingFields):
         """Return the prompts.
 
         Args:
-            limits: of the server.
+            limits: limits of the server.
 
         Raises:
-            RequestError: they are none, or too many, also together with `n`.
+            RequestError: there are none, or too many, also together with `n`.
         """
         given = self._prompts(limits.prompts)
         n = self.n if isinstance(self.n, int) else 1
@@ -192,7 +192,9 @@ class CompletionDialect(Dialect[CompletionRequest, Numbered]):
         ids: Sequence[str],
     ) -> list[AsyncGenerator[RequestOutput, None]]:
         if asked.best_of not in (None, 1 if asked.n is msgspec.UNSET else asked.n):
-            raise RequestError("best_of: expected the value of n, for all completions are returned")
+            raise RequestError(
+                "best_of: expected the value of n, because all completions are returned"
+            )
         fields: dict[str, Any] = {"logprobs": asked.logprobs}
         if asked.max_tokens is not None:
             if asked.max_tokens == 0 and not asked.echo:
@@ -231,7 +233,7 @@ async def merged(
     """Yield the outputs of several requests as they come, each with the number of its source.
 
     Args:
-        paths: of the prompts, for errors.
+        paths: paths of the prompts, for errors.
 
     Raises:
         Exception: raised by a source; the others are closed.
@@ -284,7 +286,7 @@ class CompletionAnswer(ChunkAnswer[Numbered]):
         """Prepare the answer of a request.
 
         Args:
-            ids: of the prompts, in the engine.
+            ids: ids of the prompts, in the engine.
         """
         self._asked = asked.body
         self._identity = identity_of(asked, "text_completion")

@@ -29,9 +29,9 @@ class Asked(Generic[BodyT]):
 
     Attributes:
         call: who asks.
-        body: of the request.
+        body: body of the request.
         model: name of the model for the answer.
-        answer_id: that clients see.
+        answer_id: id that clients see.
         request_id: in the engine.
     """
 
@@ -46,7 +46,7 @@ class Answer(ABC, Generic[OutputT]):
     """Writes the answer to a request, whole or as a stream."""
 
     heartbeat: ClassVar[bytes] = COMMENT
-    """What says that the stream lives."""
+    """The sign that the stream lives."""
 
     @abstractmethod
     async def whole(self, outputs: AsyncGenerator[OutputT, None]) -> Any:

@@ -78,7 +78,7 @@ class OutputConfig(Strict):
     """The form of the answer.
 
     Attributes:
-        effort: of the reasoning, for templates that have it.
+        effort: effort of the reasoning, for templates that have it.
     """
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
@@ -100,9 +100,9 @@ class MessagesRequest(GenerationFields):
     """A conversation to answer.
 
     Attributes:
-        messages: of which the last one is continued, if it is the assistant's.
+        messages: the conversation; the last message is continued if it is the assistant's.
         system: the system prompt.
-        max_tokens: of the answer with its thinking.
+        max_tokens: maximum length of the answer with its thinking.
         stop_sequences: strings that end the text.
         thinking: left out, it is as the model's chat template has it.
     """
@@ -123,7 +123,7 @@ class MessagesRequest(GenerationFields):
     prepared = staticmethod(_prepared)
 
     def answer_forms(self) -> dict[str, dict[str, Any]]:
-        """Return the fields that say what the answer must be; see the base."""
+        """Return the fields for the form of the answer; see the base."""
         found = super().answer_forms()
         if self.output_config.format is not None:
             found["output_config.format"] = {"json": self.output_config.format.schema}

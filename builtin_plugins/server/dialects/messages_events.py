@@ -24,7 +24,7 @@ class OutputTextBlock(msgspec.Struct, tag_field="type", tag="text"):
 
 
 class OutputThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
-    """What the model thought.
+    """The reasoning of the model.
 
     Attributes:
         signature: empty: none is needed to send the block back.
@@ -55,7 +55,7 @@ class MessageUsage(msgspec.Struct):
     """Tokens of a request.
 
     Attributes:
-        input_tokens: of the prompt, those that were not cached.
+        input_tokens: tokens of the prompt that were not cached.
     """
 
     input_tokens: int
@@ -100,7 +100,7 @@ def _usage(count: UsageCount, *, whole: bool = True) -> MessageUsage:
 
 
 def _ended(completion: CompletionOutput, num_tokens: int, max_tokens: int) -> dict[str, Any]:
-    """Return the fields that say how a completion ended, after a number of tokens."""
+    """Return the fields about how a completion ended, after a number of tokens."""
     fields: dict[str, Any] = {"stop_sequence": None}
     match completion.finish_reason:
         case "stop" if isinstance(completion.stop_reason, str):

@@ -45,14 +45,14 @@ class TextBlock(Strict, tag_field="type", tag="text"):
 
 
 class ThinkingBlock(Strict, tag_field="type", tag="thinking"):
-    """What the assistant thought; signatures are not checked."""
+    """The assistant's reasoning; signatures are not checked."""
 
     thinking: str
     signature: str = ""
 
 
 class RedactedThinkingBlock(Strict, tag_field="type", tag="redacted_thinking"):
-    """What the assistant of another server thought, encrypted: left out."""
+    """The reasoning of another server's assistant, encrypted: left out."""
 
     data: str
 
@@ -73,10 +73,10 @@ class ToolUseBlock(Strict, tag_field="type", tag="tool_use"):
 
 
 class ToolResultBlock(Strict, tag_field="type", tag="tool_result"):
-    """What a call returned.
+    """The result of a call.
 
     Attributes:
-        is_error: ignored: the content says what failed.
+        is_error: ignored: the content describes the failure.
         cache_control, toolset_name: ignored.
     """
 

@@ -133,7 +133,7 @@ class ReasoningOptions(Strict):
 
 
 class ResponseStreamOptions(Strict):
-    """What a stream holds besides the answer.
+    """The contents of a stream besides the answer.
 
     Attributes:
         include_obfuscation: ignored: events are not padded.
@@ -148,7 +148,7 @@ class ResponsesRequest(GenerationFields):
     Attributes:
         input: a text of the user, or items: messages, calls, their results, and reasoning.
         instructions: the system message.
-        max_output_tokens: of the answer with its reasoning.
+        max_output_tokens: maximum length of the answer with its reasoning.
         include: "message.output_text.logprobs" asks for log-probabilities; others add nothing.
         top_logprobs: likeliest tokens per position; needs that.
         store: ignored and answered as false.
@@ -225,7 +225,7 @@ class ResponsesRequest(GenerationFields):
         return None
 
     def answer_forms(self) -> dict[str, dict[str, Any]]:
-        """Return the fields that say what the answer must be; see the base."""
+        """Return the fields for the form of the answer; see the base."""
         found = super().answer_forms()
         match self.text.format:
             case JsonObjectFormat():
@@ -302,12 +302,12 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
                 path="/v1/responses/{response_id:path}",
                 endpoint=self.not_stored,
                 methods=("GET", "POST", "DELETE"),
-                summary="Say that no response is stored.",
+                summary="Answer that no response is stored.",
             ),
         ]
 
     async def not_stored(self, request: Request) -> Response:  # noqa: ARG002
-        """Say that no response is stored.
+        """Answer that no response is stored.
 
         Raises:
             AnswerError: always.

@@ -189,8 +189,9 @@ def text_positions(
     """Return the positions of the tokens that a text is made of.
 
     Args:
-        positions: of the tokens of the text, and of reasoning, markers and calls around it.
-        text: that is searched; if it is not there, since some tokens are no whole characters,
+        positions: positions of the tokens of the text, and of reasoning, markers and calls around
+            it.
+        text: text to search for; if it is not there, since some tokens are no whole characters,
             all positions are returned.
         before: reasoning that is before the text.
     """
@@ -253,7 +254,7 @@ class ResponseAnswer(ItemAnswer):
         """Prepare the answer of a request.
 
         Args:
-            response: that has no answer yet.
+            response: a response without an answer yet.
             logprobs: likeliest tokens per position of the text; None is no log-probabilities.
         """
         super().__init__(tokenizer)

@@ -63,13 +63,13 @@ class AssistantText(Strict, tag_field="type", tag="output_text"):
 
 
 class Refusal(Strict, tag_field="type", tag="refusal"):
-    """What the assistant said instead of an answer."""
+    """The assistant's refusal, instead of an answer."""
 
     refusal: str
 
     @property
     def text(self) -> str:
-        """What it said."""
+        """The text of an answer."""
         return self.refusal
 
 
@@ -92,7 +92,7 @@ class MessageItem(Strict, tag_field="type", tag="message"):
 
 
 class ReasoningText(Strict, tag_field="type", tag="reasoning_text"):
-    """What the assistant thought."""
+    """A text of the assistant's reasoning."""
 
     text: str
 
@@ -104,7 +104,7 @@ class SummaryText(Strict, tag_field="type", tag="summary_text"):
 
 
 class ReasoningItem(Strict, tag_field="type", tag="reasoning"):
-    """What the assistant thought; a summary counts where there is nothing else.
+    """The assistant's reasoning; a summary counts where there is nothing else.
 
     Attributes:
         encrypted_content: ignored: this server gives reasoning as text.
@@ -140,7 +140,7 @@ class FunctionCallItem(Strict, tag_field="type", tag="function_call"):
 
 
 class FunctionOutputItem(Strict, tag_field="type", tag="function_call_output"):
-    """What a call returned.
+    """The result of a call.
 
     Attributes:
         caller, name, namespace: ignored: the call has them.
@@ -244,8 +244,8 @@ class Conversation:
     def _add_output(self, item: FunctionOutputItem, path: str) -> None:
         if item.call_id not in self._names:
             raise RequestError(
-                f"{path}.call_id: expected the call_id of a function_call before it, for nothing "
-                f"is stored; got {item.call_id[:100]!r}"
+                f"{path}.call_id: expected the call_id of a function_call before it, because "
+                f"nothing is stored; got {item.call_id[:100]!r}"
             )
         name = self._names[item.call_id]
         message = {"role": "tool", "tool_call_id": item.call_id, "name": name}

@@ -102,7 +102,7 @@ class GenerateRequest(Strict):
     Attributes:
         token_ids: the prompt.
         sampling_params: how tokens are chosen.
-        request_id: of the answer, in place of a random one.
+        request_id: id of the answer, in place of a random one.
         stream: send the answer as it comes.
     """
 
@@ -375,7 +375,7 @@ class TokenRoutes:
         asked = await self._service.read_plain(request, DetokenizeRequest)
         self._service.model(asked.model)
         tokenizer = self._service.engine.tokenizer
-        with contextlib.suppress(NotImplementedError):  # which does not say
+        with contextlib.suppress(NotImplementedError):  # without details of the request
             size = tokenizer.vocab_size
             for index, token in enumerate(asked.tokens):
                 if token >= size:

@@ -1,1 +1,1 @@
-"""What operators see of a server: its addresses, its connections, its log and its figures."""
+"""The operator's view of a server: its addresses, its connections, its log and its figures."""

@@ -30,10 +30,10 @@ class BoundAddress:
     """A socket that is bound, and does not listen yet.
 
     Attributes:
-        host: that it is bound to; None for a Unix socket.
+        host: host that it is bound to; None for a Unix socket.
         url: for people.
-        path: of a Unix socket.
-        inode: of that path.
+        path: path of a Unix socket.
+        inode: inode of that path.
         is_encrypted: whether it speaks HTTPS.
     """
 
@@ -88,7 +88,7 @@ def bind_admin(settings: ServerConfig) -> BoundAddress | None:
         )
     if settings.admin_keys_file is None:
         raise ConfigError(
-            f"server.admin_keys_file: expected a file of keys, for server.admin is a port, "
+            f"server.admin_keys_file: expected a file of keys, because server.admin is a port, "
             f"{settings.admin!r}; a Unix socket needs none"
         )
     host = host.removeprefix("[").removesuffix("]")
@@ -180,7 +180,7 @@ def _inode(path: Path) -> tuple[int, int] | None:
 
 
 def allow_descriptors(connections: int) -> None:
-    """Raise the soft limit of open files, if so many connections need it; say so."""
+    """Raise the soft limit of open files, if so many connections need it; log it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = connections + _OTHER_DESCRIPTORS
     if soft == resource.RLIM_INFINITY or soft >= needed:

@@ -40,7 +40,7 @@ class Connection(HttpToolsProtocol):
         """Serve a connection.
 
         Args:
-            kwargs: of uvicorn.
+            kwargs: arguments of uvicorn's protocol.
         """
         super().__init__(**kwargs)
         self._settings, self._traffic = settings, traffic
@@ -77,7 +77,7 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
         running = self._running
         if running is not None and not running.response_complete:
-            running.disconnected = True  # uvicorn says so to the latest request alone
+            running.disconnected = True  # uvicorn notifies the latest request alone
             running.message_event.set()
 
     def data_received(self, data: bytes) -> None:
@@ -128,7 +128,7 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         self.cycle.transport = self._writer  # type: ignore[assignment]
         if 0 < len(self.pipeline) < _MOST_WAITING:
-            self.flow.resume_reading()  # else nothing says that the client is gone
+            self.flow.resume_reading()  # else it is not noticed that the client is gone
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         async def until_cut(scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""What goes through a server: the access log, and figures for Prometheus."""
+"""The traffic of a server: the access log, and figures for Prometheus."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ class AccessEntry(msgspec.Struct, omit_defaults=True):
     """A line of the access log; without headers, bodies and keys.
 
     Attributes:
-        time: of the request, in UTC.
+        time: time of the request, in UTC.
         client: name of the key's owner.
-        address: of the client.
+        address: address of the client.
         admin: whether it came to the admin address.
         path: without the query.
         status: 499 if the client went before the answer.
-        bytes: of the answer's body.
+        bytes: size of the answer's body.
         seconds: until the end of the answer.
         first_byte_seconds: until the first byte of its body.
-        prompt_tokens, completion_tokens: of routes that generate.
-        finish_reasons: of their completions, each once.
+        prompt_tokens, completion_tokens: numbers of tokens, for routes that generate.
+        finish_reasons: finish reasons of their completions, each once.
         reason: why the request was refused.
     """
 
@@ -117,7 +117,7 @@ class Traffic:
     """Counts and logs what goes through a server.
 
     Attributes:
-        connections: that are open.
+        connections: number of open connections.
         open: requests that are being answered.
         requests: answered so far, by route and status.
         rejected: requests and connections that were refused so far, by reason.
@@ -196,7 +196,7 @@ class Traffic:
         """Count and log a connection that ends before it has a request.
 
         Args:
-            status: that it was answered with; None if it got no answer.
+            status: status of the answer; None if it got no answer.
         """
         self.rejected[reason] += 1
         if self._format is not None:

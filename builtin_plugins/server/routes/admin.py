@@ -58,7 +58,7 @@ class Sleep(Strict):
 
 
 class WakeUp(Strict):
-    """What to wake up, see `AsyncLLM.wake_up`."""
+    """The parts to wake up, see `AsyncLLM.wake_up`."""
 
     tags: list[str] | None = None
 
@@ -106,8 +106,8 @@ class AdminRoutes:
             self._get("/plugins", self.plugins, "List the plugins, their health and their cost."),
             self._get("/requests", self.requests, "List live requests, and why each waits."),
             self._get("/stats", self.stats, "Return the state of the scheduler."),
-            self._get("/is_paused", self.is_paused, "Say whether the engine is paused."),
-            self._get("/is_sleeping", self.is_sleeping, "Say whether the engine is asleep."),
+            self._get("/is_paused", self.is_paused, "Return whether the engine is paused."),
+            self._get("/is_sleeping", self.is_sleeping, "Return whether the engine is asleep."),
             self._post("/requests/abort", self.abort, AbortRequests, "End requests."),
             self._post("/pause", self.pause, Pause, "Stop generating."),
             self._post("/resume", self.resume, Nothing, "Continue after a pause."),
@@ -235,11 +235,11 @@ class AdminRoutes:
         return {"aborted": sorted(found)}
 
     async def is_paused(self) -> dict[str, bool]:
-        """Say whether the engine is paused."""
+        """Return whether the engine is paused."""
         return {"is_paused": await self._engine.is_paused()}
 
     async def is_sleeping(self) -> dict[str, bool]:
-        """Say whether the engine is asleep."""
+        """Return whether the engine is asleep."""
         return {"is_sleeping": await self._engine.is_sleeping()}
 
     async def pause(self, asked: Pause) -> dict[str, Any]:
@@ -333,7 +333,7 @@ class AdminRoutes:
 
 
 def without_secrets(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options, but not the values of those whose names say that they are secret."""
+    """Return options, but not the values of those with names of secrets."""
     return {
         name: _HIDDEN if _SECRET.search(name) else _without_secrets(value)
         for name, value in options.items()

@@ -58,9 +58,9 @@ class UsageCount:
     """Counts the tokens of a request as its outputs come.
 
     Attributes:
-        prompt_tokens: of all prompts.
-        completion_tokens: of all completions.
-        finish_reasons: of the completions that ended.
+        prompt_tokens: number of tokens of all prompts.
+        completion_tokens: number of tokens of all completions.
+        finish_reasons: finish reasons of the completions that ended.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -171,7 +171,7 @@ class WhiteSpace:
 
 
 def whole_text(completion: CompletionOutput) -> str:
-    """Return the text of a whole completion; white space next to calls is none."""
+    """Return the text of a whole completion; white space next to calls is no text."""
     text = completion.content or ""
     return "" if text.isspace() and completion.tool_calls else text
 

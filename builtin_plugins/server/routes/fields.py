@@ -54,13 +54,13 @@ REFUSED = {
 
 
 class StreamOptions(Strict):
-    """What a stream holds besides the answer.
+    """The contents of a stream besides the answer.
 
     Attributes:
         include_usage: a last chunk with the usage.
         continuous_usage_stats: the usage so far, in every chunk.
         include_obfuscation: ignored: chunks are not padded.
-        include_progress: chunks that say how much of the prompt is computed, before the answer.
+        include_progress: chunks with how much of the prompt is computed, before the answer.
     """
 
     include_usage: bool = False
@@ -116,13 +116,13 @@ class GenerationFields(Strict):
         model: name of the model.
         stream: send the answer as it comes.
         stream_options: what the stream holds besides the answer.
-        response_format: any text, any JSON object, or JSON of a schema; `structured_outputs` says
-            more.
+        response_format: any text, any JSON object, or JSON of a schema; `structured_outputs` has
+            more forms.
         timeout: seconds after which the request ends with finish reason "timeout".
         priority: smaller is more important; within the bounds of the key.
         tags: labels for policies and sinks; those of the key win.
         cache_salt: requests with different salts share no cached prompts.
-        request_id: of the answer, in place of a random one.
+        request_id: id of the answer, in place of a random one.
         plugin_args, vllm_xargs: arguments of plugins by name; two names of one thing.
         structured_outputs: what the answer must be, see `StructuredOutputs`.
     """
@@ -207,7 +207,7 @@ class GenerationFields(Strict):
         )
 
     def answer_forms(self) -> dict[str, dict[str, Any]]:
-        """Return the fields that say what the answer must be, as fields of `StructuredOutputs`.
+        """Return the fields for the form of the answer, as fields of `StructuredOutputs`.
 
         Raises:
             RequestError: one of them is wrong.
@@ -219,7 +219,7 @@ class GenerationFields(Strict):
         )
 
     def _structured(self) -> StructuredOutputs | None:
-        """Return what the answer must be, from the one field that says it.
+        """Return the form of the answer, from the one field that gives it.
 
         Raises:
             RequestError: several fields do, or the one that does is wrong.
@@ -263,7 +263,7 @@ class SamplingFields(GenerationFields):
     kv_transfer_params: dict[str, Any] | None = None
 
     def answer_forms(self) -> dict[str, dict[str, Any]]:
-        """Return the fields that say what the answer must be; see the base."""
+        """Return the fields for the form of the answer; see the base."""
         guided = {
             "json": self.guided_json,
             "regex": self.guided_regex,
@@ -387,7 +387,7 @@ def check_known(name: str, known: Sequence[Any], path: str) -> None:
 
     Args:
         known: names of the tools.
-        path: of the name.
+        path: path of the choice's name.
 
     Raises:
         RequestError: it is not.
@@ -427,8 +427,8 @@ async def renamed(
     """Yield outputs; name the fields in errors as the route does that calls the engine.
 
     Args:
-        names: of the route.
-        asked: the request, whose own fields say what the answer must be and how long.
+        names: field names of the route.
+        asked: the request, whose own fields give the form and the length of the answer.
 
     Raises:
         RequestError: raised by the outputs, with the path of the field as the route names it.

@@ -1,4 +1,4 @@
-"""`/v1/models` and what says how the server is: `/health`, `/ready`, `/version`, `/metrics`."""
+"""`/v1/models` and the state of the server: `/health`, `/ready`, `/version`, `/metrics`."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class EngineHealth(msgspec.Struct, omit_defaults=True):
     Attributes:
         status: "ok", "degraded" or "unavailable".
         reason: why it is unavailable.
-        busy: whether the engine did not answer at once; the rest is what it said last.
+        busy: whether the engine did not answer at once; the rest is its last report.
         quarantined: reasons, by plugin.
         faults: how many, by plugin.
         fallbacks: what runs instead of a plugin, and why.
         slow: plugins that take long.
-        restarts: of the engine.
+        restarts: number of restarts of the engine.
         paused: why no requests are taken.
     """
 
@@ -101,13 +101,13 @@ class StatusRoutes:
             Route(
                 path="/health",
                 endpoint=self.health,
-                summary="Say whether the engine runs.",
+                summary="Return whether the engine runs.",
                 response_type=EngineHealth,
             ),
             Route(
                 path="/ready",
                 endpoint=self.ready,
-                summary="Say whether to send requests.",
+                summary="Return whether to send requests.",
                 response_type=Readiness,
             ),
             Route(
@@ -138,9 +138,9 @@ class StatusRoutes:
         return json_response(next(model for model in self._models() if model.id == name))
 
     async def health(self, request: Request) -> Response:
-        """Say whether the engine runs, and what is wrong with plugins.
+        """Return whether the engine runs, and what is wrong with plugins.
 
-        An engine in a long step answers late; until then, what it said last counts.
+        An engine in a long step answers late; until then, its last report counts.
         """
         with_details = not self._service.has_keys or request.state.client is not ANYBODY
         try:
@@ -183,7 +183,7 @@ class StatusRoutes:
         return False
 
     async def ready(self, request: Request) -> Response:  # noqa: ARG002
-        """Say whether requests should be sent here."""
+        """Return whether requests should be sent here."""
         if self._service.phase is not Phase.SERVING:
             return json_response(Readiness("leaving"), 503)
         try:

@@ -43,7 +43,7 @@ class PageFile:
     """A file of the page, served from memory."""
 
     def __init__(self, name: str, content: bytes) -> None:
-        """Hold a file's content; the end of its name says its type."""
+        """Hold a file's content; the end of its name gives its type."""
         self._content = content
         self._type = _TYPES[name[name.rindex(".") :]]
         self._tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'

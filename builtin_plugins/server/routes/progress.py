@@ -22,8 +22,8 @@ class PromptProgress(msgspec.Struct):
 
     Attributes:
         total: tokens of the prompts.
-        cached: of them, those that needed no computing; also named `cache`, as in llama.cpp.
-        processed: of them, those that are done, cached ones included.
+        cached: how many of them needed no computing; also named `cache`, as in llama.cpp.
+        processed: how many of them are done, cached ones included.
         time_ms: since the request came.
     """
 
@@ -40,8 +40,8 @@ async def with_progress(
     """Yield the events of an answer; before the first one, how much of the prompts is computed.
 
     Args:
-        request_ids: of the prompts, in the engine.
-        events: of the answer.
+        request_ids: ids of the prompts, in the engine.
+        events: events of the answer.
         head: the beginning of an event, up to the list of choices.
     """
     watch = _WATCHES.setdefault(id(engine), _Watch(engine))
@@ -109,7 +109,7 @@ class _Watch:
         await asyncio.sleep(_SECONDS)
         ids, self._ids = self._ids, set()
         found: dict[str, list[LiveRequest]] = {}
-        with contextlib.suppress(HardpointError):  # the answers' own events say what is wrong
+        with contextlib.suppress(HardpointError):  # the answers' own events report the error
             for request in await self._engine.live_requests(list(ids)):
                 found.setdefault(request.external_id, []).append(request)
         return found
@@ -120,7 +120,7 @@ _WATCHES: weakref.WeakValueDictionary[int, _Watch] = weakref.WeakValueDictionary
 
 
 def _progress(live: Sequence[LiveRequest], started: float) -> PromptProgress | None:
-    """Return the progress of prompts; None if the engine has none of them, or does not say."""
+    """Return the progress of prompts; None if the engine has none of them, or no report."""
     # The completions of a prompt share it: the one that is furthest stands for it.
     furthest: dict[str, LiveRequest] = {}
     for request in live:

@@ -1,4 +1,4 @@
-"""The package keeps every rule of the engine for its kind: the conformance kit says so."""
+"""The package keeps every rule of the engine for its kind: the conformance kit checks it."""
 
 from acme_attention.by_sequence import BySequence
 

@@ -1,4 +1,4 @@
-"""What each policy keeps that one in order of release loses."""
+"""Each policy keeps blocks that a policy in order of release loses."""
 
 import pytest
 from acme_caching import AdaptiveReplacement, LeastFrequentlyUsed, TwoQueues

@@ -1,4 +1,4 @@
-"""The model, its file and its tokenizer give what their definitions say, in both process modes."""
+"""The model, its file and its tokenizer keep to their definitions, in both process modes."""
 
 import math
 
@@ -36,7 +36,7 @@ def attention(weights, name, x):
 
 
 def logits_by_hand(weights, ids):
-    """Return the logits after a text, computed as the paper says."""
+    """Return the logits after a text, computed as in the paper."""
 
     def norm(x, name):
         return F.layer_norm(x, (32,), weights[f"{name}.weight"], weights[f"{name}.bias"])

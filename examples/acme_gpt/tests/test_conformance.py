@@ -1,4 +1,4 @@
-"""The package keeps every rule of the engine for its kinds: the conformance kit says so."""
+"""The package keeps every rule of the engine for its kinds: the conformance kit checks it."""
 
 from acme_gpt.byte_text import ByteText
 from acme_gpt.file_format import TinyGPTFile

@@ -68,7 +68,7 @@ def test_it_runs_in_bfloat16(path, use):
     assert [len(ids) for ids in found] == [8] * len(PROMPTS)
 
 
-def test_what_is_not_kept_is_said(path, tmp_path, caplog):
+def test_weights_that_are_not_kept_are_logged(path, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     kept = {"path": str(tmp_path)}
     first = tokens(path, quantization={"use": "nf4"}, weight_cache=kept)
@@ -76,8 +76,8 @@ def test_what_is_not_kept_is_said(path, tmp_path, caplog):
     assert tokens(path, quantization={"use": "nf4"}, weight_cache=kept) == first
     assert "packed weights: mapped" in caplog.text
     tokens(path, quantization={"use": "ternary"}, weight_cache=kept)
-    said = "15 in ternary, not kept in the weight cache, for they multiply themselves"
-    assert said in caplog.text
+    message = "15 in ternary, not kept in the weight cache, for they multiply themselves"
+    assert message in caplog.text
     assert len(list(tmp_path.glob("*.weights"))) == 1
 
 

@@ -1,4 +1,4 @@
-"""The package's processors keep every rule of the engine: the conformance kit says so."""
+"""The package's processors keep every rule of the engine: the conformance kit checks it."""
 
 import math
 

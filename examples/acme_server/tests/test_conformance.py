@@ -1,4 +1,4 @@
-"""The plugin keeps every rule of hooks: the conformance kit says so."""
+"""The plugin keeps every rule of hooks: the conformance kit checks it."""
 
 from acme_server import AcmeServer
 

@@ -1,4 +1,4 @@
-"""The executor keeps every rule of the engine: the conformance kit says so."""
+"""The executor keeps every rule of the engine: the conformance kit checks it."""
 
 import tempfile
 from pathlib import Path

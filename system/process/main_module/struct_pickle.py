@@ -114,7 +114,7 @@ def build_struct(
         statement: metaclass, name and bases.
         namespace: attributes other than the fields.
         arguments: those of `msgspec.field`, by field.
-        options: of the class statement.
+        options: options of the class statement.
     """
     metaclass, name, bases = statement
     fields = {field: msgspec.field(**given) for field, given in arguments.items()}

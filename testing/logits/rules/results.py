@@ -24,7 +24,7 @@ _NO_EFFECT = (
 
 
 class Effects:
-    """What a processor did in any of the drawn cases.
+    """The effects of a processor in any of the drawn cases.
 
     Attributes:
         ran: it was called.

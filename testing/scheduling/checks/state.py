@@ -109,7 +109,7 @@ def check_invariants(state: SimulatorState, plan: SchedulerOutput | None = None)
     """Check the state of a simulation after a call.
 
     Args:
-        state: of the simulation.
+        state: state of the simulation.
         plan: the plan just executed; None after any other call.
     """
     state.kv_cache.check_blocks()

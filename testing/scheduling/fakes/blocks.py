@@ -15,7 +15,7 @@ class FakeBlocks:
     """Blocks whose contents are numbers; implements `CachedBlocks` and `BlockHistory`.
 
     Attributes:
-        num_blocks: of the cache.
+        num_blocks: number of blocks of the cache.
         contents: by block id, of the cached ones.
         clock: advances with every use.
     """

@@ -101,7 +101,7 @@ class ScriptedConnector(KVConnectorScheduler):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return the number of external tokens, as the script says."""
+        """Return the number of external tokens, as in the script."""
         transfer = self._scripts.get(request.request_id, NO_TRANSFER)
         if self._lookups.get(request.request_id, 0) < transfer.pending_lookups:
             self._lookups[request.request_id] += 1

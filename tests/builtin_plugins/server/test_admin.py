@@ -98,7 +98,7 @@ def test_plugins(server):
     server.engine.health_now = Health({}, {})
 
 
-def test_requests_say_why_they_wait(server):
+def test_requests_report_why_they_wait(server):
     server.engine.live = [WAITING]
     (request,) = server.admin.get("/requests").json()["requests"]
     assert request["external_id"] == "chatcmpl-a"
@@ -216,7 +216,7 @@ def test_errors_of_the_engine_are_answered(server, monkeypatch, error, status):
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "words"),
+    ("path", "body", "expected"),
     [
         ("/pause", {"mode": "now"}, "mode: expected"),
         ("/pause", {"mod": "keep"}, "mod"),
@@ -229,11 +229,11 @@ def test_errors_of_the_engine_are_answered(server, monkeypatch, error, status):
         ("/collective_rpc", {"method": 3}, "method: expected"),
     ],
 )
-def test_bad_bodies_are_refused(server, path, body, words):
+def test_bad_bodies_are_refused(server, path, body, expected):
     before = len(server.engine.utilities)
     answer = post(server, path, body)
     assert answer.status_code == 400
-    assert words in answer.json()["error"]["message"]
+    assert expected in answer.json()["error"]["message"]
     assert len(server.engine.utilities) == before
 
 
@@ -331,7 +331,7 @@ def test_a_port_needs_the_key_of_an_administrator():
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "expected"),
     [
         ({"admin": "127.0.0.1:0"}, "server.admin_keys_file: expected a file of keys"),
         ({"admin": "here"}, 'server.admin: expected "unix:PATH" or "HOST:PORT", got \'here\''),
@@ -343,13 +343,13 @@ def test_a_port_needs_the_key_of_an_administrator():
         ),
     ],
 )
-def test_addresses_that_are_wrong_or_unsafe(settings, words):
+def test_addresses_that_are_wrong_or_unsafe(settings, expected):
     with pytest.raises(ConfigError) as raised, running(FakeEngine(config=configured(**settings))):
         pass
-    assert words in str(raised.value)
+    assert expected in str(raised.value)
 
 
-def test_every_route_says_what_it_does(server):
+def test_every_route_has_a_summary(server):
     from hardpoint.builtin_plugins.server.assembly import admin_routes
 
     for route in admin_routes(server.service):

@@ -53,7 +53,7 @@ def test_every_route_needs_the_key(server, method, path):
             assert kind.get("code", "invalid_api_key") == "invalid_api_key"
             assert kind["type"] == "authentication_error"
             assert "valid key as `Authorization: Bearer KEY`" in response.text
-    # 404: routes that say what this version does not have.
+    # 404: routes that report what this version does not have.
     assert server.client.request(method, path, headers=RIGHT).status_code in (200, 400, 404, 405)
 
 
@@ -91,7 +91,7 @@ def test_every_route_needs_the_key(server, method, path):
 )
 @pytest.mark.parametrize("method", ["GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "TRACE"])
 def test_unknown_paths_are_401_before_404(server, method, path):
-    """Sent as written, for a client library would normalise it; a key in the URL is not read."""
+    """Sent as written, since a client library would normalise it; a key in the URL is not read."""
     assert answered(server, method, path) == 401
 
 
@@ -237,7 +237,7 @@ def test_the_timeout_of_a_key_is_bounded(bounded):
 
 
 def test_salts_differ_by_key_and_by_request(bounded):
-    """CVE-2025-46570: whoever shares cached prompts can find out others' by their speed."""
+    """CVE-2025-46570: a client that shares cached prompts can find out others' by their speed."""
     given = [{}, {"cache_salt": "x"}, {"cache_salt": "y"}]
     salts = [
         asked(bounded, name, **fields)["cache_salt"]
@@ -258,7 +258,8 @@ def test_kv_transfer_params_need_a_marked_key(bounded):
     status, param, message = refused(bounded, "bob", kv_transfer_params={"remote": 1})
     assert (status, param) == (400, "kv_transfer_params")
     assert message == (
-        "kv_transfer_params: expected none, for this server has no KV connector (kv_connector.use)"
+        "kv_transfer_params: expected none, because this server has no KV connector "
+        "(kv_connector.use)"
     )
     response = bounded.post(
         "/v1/completions", {"prompt": "x", "kv_transfer_params": {}}, headers={"x-api-key": KEY}

@@ -203,7 +203,7 @@ def test_an_answer_of_a_schema(server):
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "words"),
+    ("fields", "param", "expected"),
     [
         ({"guided_regex": "("}, "guided_regex", "unclosed"),
         (
@@ -246,10 +246,10 @@ def test_an_answer_of_a_schema(server):
         ({"reasoning_effort": "huge"}, "reasoning_effort", '"low"'),
     ],
 )
-def test_what_is_wrong_is_said_with_its_path(server, fields, param, words):
+def test_wrong_fields_are_reported_with_their_path(server, fields, param, expected):
     path, message = refused(server, **fields)
     assert path == param
-    assert words in message
+    assert expected in message
 
 
 def test_another_model_is_not_found(server):
@@ -363,7 +363,7 @@ def test_reasoning_has_both_names_in_one_delta(server):
     assert joined(stream(server, "think", include_reasoning=False), field="reasoning") == ""
 
 
-def test_reasoning_without_an_end_is_said(server):
+def test_reasoning_without_an_end_is_reported(server):
     choice = ask(server, "dream")["choices"][0]
     assert choice["message"]["content"] == ""
     assert "reasoning" in choice["warning"]
@@ -410,7 +410,7 @@ def test_the_id_is_the_asked_one_and_the_same_everywhere(server):
     assert len(ids) == 1
 
 
-def test_an_engine_gets_what_a_request_says(fake):
+def test_an_engine_gets_the_fields_of_a_request(fake):
     params, extras = asked_of(
         fake,
         priority=3,
@@ -478,7 +478,7 @@ def test_fields_for_other_platforms_change_nothing(fake):
     assert asked_of(fake, **ignored) is not None
 
 
-def test_unknown_fields_are_left_out_where_the_operator_says_so(caplog):
+def test_unknown_fields_are_left_out_where_the_operator_allows_it(caplog):
     with running(FakeEngine(config=configured(unknown_fields="warn"))) as server:
         fields = {"wherefore": 1, "stream_options": {"x": 1}, "stream": True}
         events = server.events(

@@ -138,7 +138,7 @@ def test_a_grammar_for_a_prompt(server):
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "words"),
+    ("fields", "param", "expected"),
     [
         ({"prompt": []}, "prompt", "at least one prompt"),
         ({"prompt": {}}, "prompt", "expected a text"),
@@ -159,12 +159,12 @@ def test_a_grammar_for_a_prompt(server):
         ({}, "prompt", "missing"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_path(server, fields, param, words):
+def test_wrong_fields_are_reported_with_their_path(server, fields, param, expected):
     response = server.post(PATH, fields)
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert error["param"] == param
-    assert words in error["message"]
+    assert expected in error["message"]
 
 
 def test_too_many_prompts_are_refused():
@@ -229,7 +229,7 @@ class Merged(FakeEngine):
             )
 
 
-def test_merged_outputs_are_told_apart():
+def test_merged_outputs_are_distinguished():
     with running(Merged(config=configured())) as server:
         asked = {"n": 2, "logprobs": 0, "echo": True, "max_tokens": 4, "prompt_logprobs": 0}
         events = stream(server, "xy", **asked, stream_options={"include_usage": True})

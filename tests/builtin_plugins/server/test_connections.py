@@ -271,7 +271,7 @@ def test_expect_100_continue(server):
 
 
 def test_an_answer_before_the_end_of_a_body_arrives(server):
-    """The rest of the body is read, for closing at once would reset the connection."""
+    """The rest of the body is read, since closing at once would reset the connection."""
     body = b"x" * (9 << 20)
     with server.socket() as connection:
         connection.sendall(post(body)[:200])

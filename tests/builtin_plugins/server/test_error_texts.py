@@ -1,6 +1,6 @@
 """Answers never repeat the text of a library: it may hold paths, addresses and data of others.
 
-CVE-2026-22778: a message of an image library told the address of a heap object.
+CVE-2026-22778: a message of an image library contained the address of a heap object.
 """
 
 import pytest
@@ -205,7 +205,7 @@ def test_errors_of_extensions(extension, what):
     assert SECRET not in response.text
 
 
-def test_health_names_plugins_without_their_words():
+def test_health_names_plugins_without_their_messages():
     quoted = f"plugin 'acme': its observe failed: OSError: {SECRET}"
     health = Health(
         faults={"acme": 1},
@@ -220,7 +220,7 @@ def test_health_names_plugins_without_their_words():
     assert SECRET not in response.text
 
 
-def test_a_dead_engine_is_said_without_its_words():
+def test_a_dead_engine_is_reported_without_its_message():
     dead = EngineDeadError(f"the engine process failed: OSError: {SECRET}")
     engine = FakeEngine(config=configured())
     with running(engine) as server:

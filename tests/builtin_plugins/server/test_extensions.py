@@ -1,4 +1,4 @@
-"""What plugins add to a server: order, conflicts, and whose fault it is when one fails."""
+"""Extensions of a server by plugins: order, conflicts, and the responsible plugin of a fault."""
 
 import asyncio
 import contextlib
@@ -84,7 +84,7 @@ def route(path="/acme", endpoint=count, **kwargs):
     return Route(path=path, endpoint=endpoint, **kwargs)
 
 
-def test_a_route_reads_its_body_with_the_servers_limits_and_words():
+def test_a_route_reads_its_body_with_the_servers_limits_and_messages():
     def extension(plugin):
         async def endpoint(request):
             body = await plugin.context.read(request, Count)
@@ -239,7 +239,7 @@ def test_a_route_that_fails_after_its_beginning_ends_the_connection():
         assert server.post(CHAT, ASK).status_code == 200
 
 
-def test_a_plugin_replaces_a_route_only_if_the_configuration_says_so():
+def test_a_plugin_replaces_a_route_only_if_the_configuration_allows_it():
     own = route("/version", returning(PlainTextResponse("mine")))
     with pytest.raises(PluginConflictError, match=r"its route /version is the server's own /versi"):
         serving(own).__enter__()
@@ -757,7 +757,7 @@ async def auth_raises(headers, path):
     raise ValueError("secret")
 
 
-async def auth_says_true(headers, path):
+async def auth_returns_true(headers, path):
     return True
 
 
@@ -769,7 +769,7 @@ def test_an_authenticator_that_fails_refuses():
     """Also where the next one would know the client; open routes stay open."""
     cases = {
         auth_raises: "its authenticator failed: ValueError",
-        auth_says_true: "it returned a bool, expected a Client or None",
+        auth_returns_true: "it returned a bool, expected a Client or None",
         auth_hangs: "it took more than 0.2 s",
     }
 
@@ -794,7 +794,7 @@ def test_an_authenticator_that_takes_its_time_does_not_delay_probes():
         assert server.client.get("/health", timeout=5).json() == {"status": "ok"}
 
 
-def test_an_authenticator_may_refuse_in_its_own_words():
+def test_an_authenticator_may_refuse_with_its_own_message():
     async def authenticate(headers, path):
         raise HTTPException(403, "your account is closed")
 

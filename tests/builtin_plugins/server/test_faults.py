@@ -102,7 +102,7 @@ def test_health_counts_the_faults(server):
     assert health["faults"]["dense"] >= 1
 
 
-def test_a_quarantined_plugin_is_said_in_health(tmp_path):
+def test_a_quarantined_plugin_is_reported_in_health(tmp_path):
     folder = write_scripted_model(tmp_path, {"say abc": " abc"})
     given = scripted_config(folder, {"plugins": {"enable": ENABLED, "quarantine_after": 2}})
     llm = AsyncLLM(config={**given, "server": {"port": 0}})

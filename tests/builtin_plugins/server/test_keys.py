@@ -80,7 +80,7 @@ def test_keys_are_found_in_both_headers(file):
         {"api_key": ALICE},
     ],
 )
-def test_everything_else_is_nobody(file, headers):
+def test_everything_else_is_no_client(file, headers):
     assert client_of(KeyStore(str(file)), **headers) is None
 
 
@@ -131,7 +131,7 @@ def test_plain_keys_in_a_private_file(file):
     assert KeyStore(str(file)).find(ALICE).name == "alice"
 
 
-def test_a_single_key_beside_those_of_the_file(file):
+def test_a_single_key_in_addition_to_those_of_the_file(file):
     store = KeyStore(str(file), "single-0123456789abcdef")
     assert store.names == ["default", "alice", "bob"]
     assert store.find("single-0123456789abcdef").name == "default"
@@ -229,7 +229,7 @@ def test_a_changed_file_is_read_once_a_second_at_most(file):
     ],
     ids=["broken", "readable", "gone"],
 )
-def test_a_spoilt_file_leaves_the_keys_and_is_logged_once(file, caplog, spoil):
+def test_a_malformed_file_leaves_the_keys_and_is_logged_once(file, caplog, spoil):
     clock = Clock()
     store = KeyStore(str(file), clock=clock)
     spoil(file)

@@ -117,12 +117,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "path", "fields", "param", "words_of_it"), CASES)
-def test_at_a_limit_and_one_over_it(server, name, path, fields, param, words_of_it):
+@pytest.mark.parametrize(("name", "path", "fields", "param", "texts_of_it"), CASES)
+def test_at_a_limit_and_one_over_it(server, name, path, fields, param, texts_of_it):
     limit = LIMITS[name]
     assert send(server, path, fields(limit)).status_code == 200
     response = send(server, path, fields(limit + 1))
-    message = words_of_it.format(limit=limit, over=limit + 1)
+    message = texts_of_it.format(limit=limit, over=limit + 1)
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["message"] == f"{param}: {message}"
@@ -147,7 +147,7 @@ def padded(make, part=lambda value: value):
     """Return the value of exactly `schema_bytes` of JSON, and of one more, by a longer text.
 
     Args:
-        part: of a value that is counted.
+        part: the part of a value that is counted.
     """
     short = len(msgspec.json.encode(part(make(""))))
     room = LIMITS["schema_bytes"] - short
@@ -239,7 +239,7 @@ def test_the_size_of_bodies(server, chunked):
 
 
 def test_the_items_of_bodies(server):
-    """What is over the limit is refused before there are objects of it."""
+    """Bodies over the limit are refused before there are objects of them."""
     start = '{"prompt": "x", "tags": "' + "[" * 3748  # with the first one, 29992 items
     fits = server.client.post(TEXT, content=start + "," * 6 + '",}', headers=JSON)
     assert fits.status_code == 400
@@ -306,7 +306,7 @@ def test_a_large_wrong_body_does_not_stop_the_others(path, start, part, end, siz
 
 
 class Sending(threading.Thread):
-    """Sends a body meanwhile."""
+    """Sends a body at the same time."""
 
     def __init__(self, server, path, body):
         super().__init__()
@@ -318,7 +318,7 @@ class Sending(threading.Thread):
             self.response = client.post(self.path, content=self.body, headers=JSON)
 
 
-def test_large_bodies_are_checked_beside_the_event_loop(monkeypatch):
+def test_large_bodies_are_checked_outside_the_event_loop(monkeypatch):
     threads = []
 
     def noting(body, limits):

@@ -20,7 +20,7 @@ def text(**fields):
     return TEXT, json.dumps({"prompt": "hi", "max_tokens": 2, **fields})
 
 
-def said(*contents, **message):
+def conversation(*contents, **message):
     messages = [{"role": "user", "content": content, **message} for content in contents]
     return CHAT, json.dumps({"messages": messages, "max_tokens": 2})
 
@@ -78,8 +78,8 @@ REFUSED = {
         "in one another",
     ),
     "deep tool": (chat(tools=[tool(deep(200))]), 400, "in one another"),
-    "deep content": (said([deep(150)]), 400, "in one another"),
-    "fairly deep content": (said([deep(100)]), 400, "messages[0].content[0]"),
+    "deep content": (conversation([deep(150)]), 400, "in one another"),
+    "fairly deep content": (conversation([deep(100)]), 400, "messages[0].content[0]"),
     "NaN": (with_raw("temperature", "NaN"), 400, "body: expected JSON"),
     "Infinity": (with_raw("temperature", "Infinity"), 400, "body: expected JSON"),
     "-Infinity": (with_raw("min_p", "-Infinity"), 400, "body: expected JSON"),
@@ -115,7 +115,7 @@ REFUSED = {
         400,
         "prompt: the prompt is too long: 40000 tokens",
     ),
-    "no messages": (said(), 400, "messages: expected"),
+    "no messages": (conversation(), 400, "messages: expected"),
     "message of text": (chat(messages=["hi"]), 400, "messages[0]: expected"),
     "messages of text": (chat(messages="hi"), 400, "messages: expected"),
     "unknown role": (chat(messages=[{"role": "root", "content": "x"}]), 400, "messages[0].role"),
@@ -124,20 +124,24 @@ REFUSED = {
         400,
         "messages[0].role",
     ),
-    "content of a number": (said(5), 400, "messages[0].content"),
-    "part without type": (said([{"text": "x"}]), 400, "messages[0].content[0].type"),
-    "part of text": (said(["x", 5]), 400, "messages[0].content"),
+    "content of a number": (conversation(5), 400, "messages[0].content"),
+    "part without type": (conversation([{"text": "x"}]), 400, "messages[0].content[0].type"),
+    "part of text": (conversation(["x", 5]), 400, "messages[0].content"),
     "image by URL": (
-        said([{"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}]),
+        conversation([{"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}]),
         400,
         "messages[0].content[0].type: expected \"text\", got 'image_url'",
     ),
     "file": (
-        said([{"type": "file", "file": {"file_id": "file:///etc/passwd"}}]),
+        conversation([{"type": "file", "file": {"file_id": "file:///etc/passwd"}}]),
         400,
         "messages[0].content[0].type",
     ),
-    "unknown field of a message": (said("x", secret=1), 400, "messages[0].secret: unknown field"),
+    "unknown field of a message": (
+        conversation("x", secret=1),
+        400,
+        "messages[0].secret: unknown field",
+    ),
     "unknown model": (chat(model="gpt-4"), 404, "model: expected"),
     "model of a path": (chat(model="../../etc/passwd"), 404, "model: expected"),
     "model of a number": (chat(model=5), 400, "model: expected"),
@@ -237,19 +241,21 @@ REFUSED = {
 
 TAKEN = {
     "NUL character": text(prompt="a\0b"),
-    "NUL in a message": said("a\0b"),
-    "control characters": said("\x1b[2J\x07\x7f\x85\u2028"),
-    "right to left": said("\u202e\u2066abc"),
-    "characters beyond 16 bits": said("\U0001f600\U0010ffff\ufffe\ufdd0"),
+    "NUL in a message": conversation("a\0b"),
+    "control characters": conversation("\x1b[2J\x07\x7f\x85\u2028"),
+    "right to left": conversation("\u202e\u2066abc"),
+    "characters beyond 16 bits": conversation("\U0001f600\U0010ffff\ufffe\ufdd0"),
     "duplicate keys: the last one counts": raw(
         '{"prompt": 5, "prompt": "hi", "max_tokens": 2}', TEXT
     ),
     "nulls": text(temperature=None, stop=None, logit_bias=None, user=None),
-    "special tokens of the model": said("<eos><eos>"),
-    "a template in a message": said("{{ 7 * 7 }}{% raw %}{{ messages }}{% for"),
-    "a format in a message": said("%s%n{0.__class__}${jndi:ldap://127.0.0.1/a}"),
+    "special tokens of the model": conversation("<eos><eos>"),
+    "a template in a message": conversation("{{ 7 * 7 }}{% raw %}{{ messages }}{% for"),
+    "a format in a message": conversation("%s%n{0.__class__}${jndi:ldap://127.0.0.1/a}"),
     "a regex of many states": chat(guided_regex="((a{1,1000}){1,1000}){1,1000}", max_tokens=2),
-    "a pickle in a message": said("gASVJAAAAAAAAACMBXBvc2l4lIwGc3lzdGVtlJOUjARscyAvlIWUUpQu"),
+    "a pickle in a message": conversation(
+        "gASVJAAAAAAAAACMBXBvc2l4lIwGc3lzdGVtlJOUjARscyAvlIWUUpQu"
+    ),
 }
 
 
@@ -301,13 +307,13 @@ def test_none_is_a_500_and_a_neighbours_stream_goes_on(program):
     with Neighbour(program.url, dict(program.client.headers)) as neighbour:
         before = neighbour.events
         assert before, neighbour.error
-        for name, ((path, content), status, words) in REFUSED.items():
+        for name, ((path, content), status, expected) in REFUSED.items():
             begun = time.monotonic()
             response = program.client.post(path, content=content, headers=JSON)
             took = time.monotonic() - begun
             error = response.json().get("error", {})
             message = error.get("message", response.text)
-            if response.status_code != status or words not in message or took > 5:
+            if response.status_code != status or expected not in message or took > 5:
                 wrong.append(f"{name}: {response.status_code} in {took:.1f} s: {message[:300]}")
         for name, (path, content) in TAKEN.items():
             response = program.client.post(path, content=content, headers=JSON)

@@ -27,7 +27,7 @@ from hardpoint.plugins.server import Authenticator, Client
 from hardpoint.testing import write_scripted_model
 
 ENDED = "the engine is being restarted; send the request again"
-"""What clients are told of an engine that died; the log says the rest."""
+"""The message to clients about an engine that died; the log has the details."""
 
 PATH = "/v1/messages"
 HI = [{"role": "user", "content": "Hi"}]
@@ -207,7 +207,7 @@ def test_blocks_come_in_the_order_of_the_answer(server):
         {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"place": "Rome"}},
         {"type": "tool_use", "id": "call_2", "name": "weather", "input": {}},
     ]
-    # The fake tokenizer has more tokens than the words that the fake engine generates.
+    # The fake tokenizer has more tokens than the fake engine generates.
     usage = answer["usage"]
     assert usage["output_tokens_details"] == {"thinking_tokens": usage["output_tokens"]}
 
@@ -265,7 +265,7 @@ def test_an_error_ends_a_stream_without_the_call_that_was_held_back(server):
     assert last is None
 
 
-def test_a_full_context_is_told_from_max_tokens(server):
+def test_a_full_context_is_distinguished_from_max_tokens(server):
     deltas = ({"content": "Half", "finish_reason": "length"},)
     with answering(server, deltas=deltas):
         answer = server.post(PATH, body(max_tokens=2)).json()
@@ -421,7 +421,7 @@ def test_thinking_sets_the_variables_of_the_template(server, thinking, variables
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "fragment"),
     [
         ({"max_tokens": None}, "max_tokens: missing"),
         ({"max_tokens": 0}, "max_tokens: expected"),
@@ -481,8 +481,8 @@ def test_thinking_sets_the_variables_of_the_template(server, thinking, variables
         ({"stop_sequences": ["a"] * 65}, "stop_sequences: expected at most 64 on this server"),
     ],
 )
-def test_what_is_wrong_is_named(server, fields, words):
-    assert words in refusal(server, **fields)
+def test_what_is_wrong_is_named(server, fields, fragment):
+    assert fragment in refusal(server, **fields)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -545,8 +545,8 @@ def test_a_message_without_blocks_is_refused(server, path, before, role):
     asked = {"messages": [*before, {"role": role, "content": []}]}
     answer = server.post(path, asked if "count" in path else {**asked, "max_tokens": 2})
     assert answer.status_code == 400, answer.text
-    words = f"messages[{len(before)}].content: expected at least one block"
-    assert answer.json()["error"]["message"] == words
+    fragment = f"messages[{len(before)}].content: expected at least one block"
+    assert answer.json()["error"]["message"] == fragment
 
 
 def test_an_empty_answer_may_be_sent_back(server):

@@ -1,4 +1,4 @@
-"""`/openapi.json` describes every route, and the server answers as it says."""
+"""`/openapi.json` describes every route, and the server answers accordingly."""
 
 import functools
 import json
@@ -225,7 +225,7 @@ def bodies_of(schema, schemas):
 
 
 def check(server, document, path, method, operation, body):
-    """Ask, and compare the answer with what the document says of it."""
+    """Ask, and compare the answer with its description in the document."""
     response = server.client.request(method, path, json=body)
     assert response.status_code != 500, (body, response.text[:500])
     kind = response.headers["content-type"].partition(";")[0]
@@ -301,7 +301,7 @@ def test_fields_that_may_be_left_out_may_be_null(server, document, field):
     ("path", "name"),
     [("/health", "EngineHealth"), ("/ready", "Readiness"), ("/version", "Version")],
 )
-def test_what_is_said_of_the_server_is_described(server, document, path, name):
+def test_the_state_of_the_server_is_described(server, document, path, name):
     answers = document["paths"][path]["get"]["responses"]
     content = {"application/json": {"schema": {"$ref": f"{REF}{name}"}}}
     assert answers["200"]["content"] == content

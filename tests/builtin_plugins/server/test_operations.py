@@ -57,7 +57,7 @@ class Program:
         self.process.send_signal(number)
 
     def end(self):
-        """Return the exit code, and what it said on standard error."""
+        """Return the exit code, and its standard error."""
         _, errors = self.process.communicate(timeout=30)
         return self.process.returncode, errors
 
@@ -134,7 +134,7 @@ def test_a_drain_finishes_what_runs_and_sends_the_rest_away():
         client.get("/ready")
 
 
-def test_what_does_not_finish_in_time_is_ended_and_its_clients_are_told():
+def test_what_does_not_finish_in_time_is_ended_and_its_clients_are_notified():
     words = {"text": "word " * 1000, "delay": 1.0}
     with program(engine=words, drain_seconds=0.2) as server:
         client = server.loading().serving()
@@ -197,7 +197,7 @@ def test_a_sighup_while_the_model_loads_reads_the_keys_again(tmp_path):
         assert server.end()[0] == 0
 
 
-def test_a_program_whose_output_nobody_reads_serves_and_drains(tmp_path):
+def test_a_program_with_unread_output_serves_and_drains(tmp_path):
     admin = f"unix:{tmp_path}/admin.sock"
     with program("--admin", admin, engine={"loading": 0.5}, drain_delay=0) as server:
         server.loading().process.stdout.close()

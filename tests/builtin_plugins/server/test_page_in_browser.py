@@ -43,7 +43,7 @@ BIAS = {
 
 
 def described(schemas):
-    """Return a middleware that answers /openapi.json with the schemas of plugins; None is none."""
+    """Return a middleware that answers /openapi.json with the schemas of plugins, if any."""
 
     def wrap(app):
         async def wrapped(scope, receive, send):
@@ -200,8 +200,8 @@ def test_the_last_message_can_be_edited(page, server):
     page.type("Second")
     page.click(".edit .primary")
     answered(page, 2)
-    said = [message["content"] for message in server.engine.asked[-1][0]]
-    assert said == ["First", "Hello there , friend", "Second"]
+    contents = [message["content"] for message in server.engine.asked[-1][0]]
+    assert contents == ["First", "Hello there , friend", "Second"]
     page.click("#new-chat")
     assert page.evaluate("document.querySelectorAll('.message').length") == 0
     assert page.evaluate("document.activeElement.id") == "message"
@@ -324,7 +324,7 @@ def test_the_browser_enforces_the_policy(page):
         wait_until(lambda part=directive: part in str(page.problems()))
 
 
-def test_errors_are_said_in_words(page, server):
+def test_errors_are_shown_as_text(page, server):
     server.engine.error = OverloadedError("256 requests wait, the maximum")
     ask(page)
     text = answered(page)
@@ -337,7 +337,7 @@ def test_errors_are_said_in_words(page, server):
     server.engine.fails_after = 0
 
 
-def test_a_server_that_is_gone_is_said_in_words(browser):
+def test_a_server_that_is_gone_is_shown_as_text(browser):
     with contextlib.ExitStack() as stack:
         with running(FakeEngine(config=configured())) as server:
             page = stack.enter_context(new_page(browser, server.url + "/"))
@@ -510,7 +510,7 @@ def test_the_live_view_moves(browser, tmp_path):
         check_accessible(page)
 
 
-def test_the_live_view_rests_when_nobody_looks(browser):
+def test_the_live_view_rests_when_it_is_hidden(browser):
     with running_live_view() as (server, figures), new_page(browser, server.url + "/") as page:
         page.wait_for("document.querySelectorAll('#requests tr').length === 4")
         page.click("#pause")
@@ -553,7 +553,7 @@ def test_everybody_can_use_the_live_view(browser, dark):
         assert not [url for url in page.requested() if "?" in url]
 
 
-def test_a_dead_engine_is_said(browser):
+def test_a_dead_engine_is_reported(browser):
     with running_live_view() as (server, _), new_page(browser, server.url + "/") as page:
         server.engine.is_running = False
         page.wait_for("document.querySelector('#state').innerText.startsWith('Unavailable')")
@@ -564,7 +564,7 @@ def test_a_dead_engine_is_said(browser):
         page.wait_for("document.querySelector('#state').innerText.startsWith('Degraded')")
 
 
-def test_figures_that_do_not_come_are_said(browser):
+def test_missing_figures_are_reported(browser):
     """As while the engine restarts: its routes answer 503."""
     with running_live_view() as (server, figures), new_page(browser, server.url + "/") as page:
         page.wait_for("document.querySelectorAll('#requests tr').length === 4")

@@ -24,7 +24,7 @@ from hardpoint.plugins.params import RequestOutputKind
 from hardpoint.plugins.server import Transform
 
 ENDED = "the engine is being restarted; send the request again"
-"""What clients are told of an engine that died; the log says the rest."""
+"""The message to clients about an engine that died; the log has the details."""
 
 PATH = "/v1/responses"
 TOOL = {
@@ -212,7 +212,7 @@ def test_items_come_in_the_order_of_the_answer(server):
     assert response["output"][1]["content"][0]["text"] == "One moment."
     assert response["output"][2]["arguments"] == '{"place":"Rome"}'
     assert response["output"][2]["call_id"] == "call_1"
-    # The fake tokenizer has more tokens than the words that the fake engine generates.
+    # The fake tokenizer has more tokens than the fake engine generates.
     usage = response["usage"]
     assert usage["output_tokens_details"]["reasoning_tokens"] == usage["output_tokens"]
 

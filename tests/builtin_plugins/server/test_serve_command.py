@@ -1,4 +1,4 @@
-"""`hardpoint serve`: what is wrong with keys and certificates is said before the model loads."""
+"""`hardpoint serve`: errors of keys and certificates are reported before the model loads."""
 
 import argparse
 from types import SimpleNamespace

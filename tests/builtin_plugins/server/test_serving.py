@@ -87,7 +87,7 @@ def test_paths_that_no_socket_can_have(tmp_path, name):
 def test_a_unix_socket_that_another_one_took_is_noticed_and_not_removed(tmp_path):
     path = tmp_path / "server.sock"
     first = bind(settings(uds=str(path)))
-    second = bind(settings(uds=str(path)))  # nobody listens there yet
+    second = bind(settings(uds=str(path)))  # no server listens there yet
     with pytest.raises(ConfigError, match="another program took the address"):
         first.check()
     first.close()
@@ -146,7 +146,7 @@ def test_open_routes_are_open_below_a_prefix_too():
 
 
 @pytest.mark.parametrize(
-    ("limits", "raised", "words"),
+    ("limits", "raised", "message"),
     [
         ((1024, 4096), (1256, 4096), "the limit of open files was raised from 1024 to 1256"),
         ((1024, 1100), (1100, 1100), "1000 need 1256 open files; this process may have 1100"),
@@ -155,7 +155,7 @@ def test_open_routes_are_open_below_a_prefix_too():
     ],
 )
 def test_the_limit_of_open_files_is_raised_if_connections_need_it(
-    monkeypatch, caplog, limits, raised, words
+    monkeypatch, caplog, limits, raised, message
 ):
     set_to = []
     monkeypatch.setattr(resource, "getrlimit", lambda which: limits)
@@ -163,7 +163,7 @@ def test_the_limit_of_open_files_is_raised_if_connections_need_it(
     with caplog.at_level("INFO", "hardpoint"):
         allow_descriptors(1000)
     assert set_to == ([] if raised is None else [raised])
-    assert words in caplog.text
+    assert message in caplog.text
 
 
 # The access log

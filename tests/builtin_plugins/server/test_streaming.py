@@ -14,7 +14,7 @@ from hardpoint.plugins import EngineConfig, OverloadedError, RequestError
 from hardpoint.plugins.server import Middleware
 
 ENDED = "the engine is being restarted; send the request again"
-"""What clients are told of an engine that died; the log says the rest."""
+"""The message to clients about an engine that died; the log has the details."""
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
 
@@ -45,8 +45,8 @@ def test_an_error_before_the_first_token_has_its_status(error, status, kind):
         code, text = lines_of(server)
     assert code == status
     assert json.loads(text)["error"]["type"] == kind
-    told = ENDED if isinstance(error, EngineDeadError) else str(error)
-    assert json.loads(text)["error"]["message"] == told
+    message = ENDED if isinstance(error, EngineDeadError) else str(error)
+    assert json.loads(text)["error"]["message"] == message
 
 
 def test_the_field_of_an_error_is_its_param():
@@ -110,7 +110,7 @@ def test_no_body_overtakes_a_start_that_a_middleware_delays(error):
 
 
 def test_an_answer_that_the_end_of_the_server_cuts_leaves_no_traceback(caplog):
-    """Its client reads nothing, so that it cannot be told."""
+    """Its client reads nothing, so that it cannot be notified."""
     engine = FakeEngine(text=" ".join(["w" * 30_000] * 1000), config=configured())
     with running(engine) as server:
         body = json.dumps(CHAT).encode()

@@ -69,8 +69,16 @@ def test_whether_there_is_tls(files):
 @pytest.mark.parametrize(
     ("certificate", "key", "message"),
     [
-        ("cert.pem", None, "server.tls_key: expected a PEM file, for there is a tls_certificate"),
-        (None, "key.pem", "server.tls_certificate: expected a PEM file, for there is a tls_key"),
+        (
+            "cert.pem",
+            None,
+            "server.tls_key: expected a PEM file, because there is a tls_certificate",
+        ),
+        (
+            None,
+            "key.pem",
+            "server.tls_certificate: expected a PEM file, because there is a tls_key",
+        ),
         ("none.pem", "key.pem", "server.tls_certificate: .*none.pem' cannot be read: No such file"),
         ("cert.pem", "none.pem", "server.tls_key: .*none.pem' cannot be read: No such file"),
         (".", "key.pem", "server.tls_certificate: .* cannot be read: Is a directory"),

@@ -74,7 +74,7 @@ def test_stop_strings_and_grammars_work_on_tokens(server):
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "words"),
+    ("fields", "param", "fragment"),
     [
         ({"token_ids": []}, "token_ids", "length >= 1"),
         ({"token_ids": [-1]}, "token_ids[0]", ">= 0"),
@@ -90,15 +90,15 @@ def test_stop_strings_and_grammars_work_on_tokens(server):
         ({"stream_options": {}}, "stream_options", "stream to be true"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_path(server, fields, param, words):
+def test_wrong_fields_are_reported_with_their_path(server, fields, param, fragment):
     response = server.post(GENERATE, {"token_ids": [1], **fields})
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert param is None or error["param"] == param
-    assert words in error["message"]
+    assert fragment in error["message"]
 
 
-def test_an_engine_gets_what_a_request_says():
+def test_an_engine_gets_the_fields_of_a_request():
     engine = FakeEngine(config=configured())
     engine.live = []
     with running(engine) as server:
@@ -147,7 +147,7 @@ def test_conversations_to_tokens(server):
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "status", "words"),
+    ("path", "body", "status", "fragment"),
     [
         ("/tokenize", {}, 400, "expected one of them"),
         ("/tokenize", {"prompt": "x", "messages": user("x")}, 400, "expected one of them"),
@@ -162,10 +162,10 @@ def test_conversations_to_tokens(server):
         ("/v1/embeddings", {"input": "x"}, 404, "no pooling models"),
     ],
 )
-def test_what_cannot_be_answered_is_said(server, path, body, status, words):
+def test_unsupported_fields_are_reported(server, path, body, status, fragment):
     response = server.post(path, body)
     assert response.status_code == status, response.text
-    assert words in response.json()["error"]["message"]
+    assert fragment in response.json()["error"]["message"]
 
 
 class Slow(FakeEngine):

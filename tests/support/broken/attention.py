@@ -446,7 +446,7 @@ class ReadsBounds(Padded):
 
 
 class MarksBlocks(Viewed):
-    """Remembers beside the cache which slots were written."""
+    """Remembers outside the cache which slots were written."""
 
     contract = 1
 

@@ -458,7 +458,7 @@ class Repeats(Threaded):
 
 
 class KeepsWaiting(Threaded):
-    """Tells the loss of a worker, but not to those that wait for it."""
+    """Reports the loss of a worker, but not to calls that wait for it."""
 
     contract = 1
 
@@ -468,7 +468,7 @@ class KeepsWaiting(Threaded):
 
 
 class Vague(Threaded):
-    """Does not say which rank was lost."""
+    """Does not report which rank was lost."""
 
     contract = 1
 

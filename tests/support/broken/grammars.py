@@ -47,7 +47,7 @@ class Finite(GrammarBackend):
 
 
 class State:
-    """What is left of each text: a list per token so far."""
+    """The rest of each text: a list per token so far."""
 
     def __init__(self, grammar, rests):
         self.grammar, self.rests = grammar, rests
@@ -80,7 +80,7 @@ class State:
 
 
 def with_state(state):
-    """Return what makes `state` the class of a backend's states."""
+    """Return a decorator that makes `state` the class of a backend's states."""
 
     def decorate(cls):
         cls.compile = lambda self, structured: state(self, [self.language(structured)])

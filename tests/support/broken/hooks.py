@@ -229,7 +229,7 @@ async def needs_key(headers, path):
     return Client(name=headers["authorization"])
 
 
-async def says_true(headers, path):
+async def returns_true(headers, path):
     return True
 
 
@@ -276,4 +276,4 @@ LosesBody = adds(Transform(request=no_body))
 Waits = adds(Transform(response=waits))
 BadEvent = adds(Transform(event=lambda call, body: [body]))
 NeedsKey = adds(Authenticator(authenticate=needs_key))
-SaysTrue = adds(Authenticator(authenticate=says_true))
+ReturnsTrue = adds(Authenticator(authenticate=returns_true))

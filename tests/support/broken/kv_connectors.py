@@ -364,7 +364,7 @@ class _Later(ShelfScheduler):
 
 
 class NamesNoLoad(Shelf):
-    """Loads between steps, and does not say when that is done."""
+    """Loads between steps, and does not report when that is done."""
 
     contract = 1
     scheduler_class = _Later
@@ -410,7 +410,7 @@ class _Keeps(ShelfScheduler):
 
 
 class KeepsBlocks(Shelf):
-    """Keeps the blocks of requests, and does not say when they are saved."""
+    """Keeps the blocks of requests, and does not report when they are saved."""
 
     contract = 1
     scheduler_class = _Keeps
@@ -484,7 +484,7 @@ class _Shared(ShelfWorker):
 
 
 class Shared(Shelf):
-    """Passes what its halves say to each other through its class."""
+    """Passes the messages of its halves through its class."""
 
     contract = 1
     identities = (None,)

@@ -308,7 +308,7 @@ class ParsesAllAgain(_Wrapped):
 
 
 class GuessesEarly(_Wrapped):
-    """Takes text for content before it can be known, and says later that it was reasoning."""
+    """Takes text for content before it can be known, and reports later that it was reasoning."""
 
     contract = 1
 

@@ -458,7 +458,7 @@ class Observer(LogitsProcessor):
 
 
 class KeepsOnSelf(Observer):
-    """Keeps the state beside the engine's, by the number of calls."""
+    """Keeps the state outside the engine's, by the number of calls."""
 
     contract = 1
 

@@ -54,8 +54,8 @@ def write_gguf(
     """Write a transformers model as llama.cpp's converter does.
 
     Args:
-        path: of the file.
-        model: gets the numbers that are stored, where `kinds` says that they are rounded.
+        path: path of the file.
+        model: gets the numbers that are stored, where `kinds` are rounded.
         architecture: llama.cpp's name.
         changes: values of the metadata; None is to leave one out.
         extra: further tensors.

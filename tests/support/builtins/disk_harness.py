@@ -66,7 +66,7 @@ def has(store: DiskStore, number: int) -> bool:
 
 
 def kept(store: DiskStore, numbers) -> list[int]:
-    """Return which blocks are there; a lookup says the same."""
+    """Return which blocks are there; a lookup returns the same."""
     found = [number for number in numbers if has(store, number)]
     answers = store.lookup([key(number) for number in numbers])
     assert [n for n, answer in zip(numbers, answers, strict=True) if answer] == found

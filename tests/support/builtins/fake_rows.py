@@ -103,7 +103,7 @@ def prepared(
     tokenizer: Tokenizer | None = None,
     **arguments: Any,
 ) -> Any:
-    """Return what a processor's `prepare` makes of these arguments."""
+    """Return the result of a processor's `prepare` for these arguments."""
     context = PrepareContext(
         options=cls.Options(),
         params=params or SamplingParams(),

@@ -117,7 +117,7 @@ def write_gguf(path: Path, kinds: Sequence[str] = ("F32",), **changes: Any) -> P
     """Write the same checkpoint as a GGUF file.
 
     Args:
-        path: of the file.
+        path: path of the file.
         kinds: types of the matrices, in turn.
         changes: values of `llama.*` fields, with `__` for a dot.
     """
@@ -263,11 +263,11 @@ class Opener:
 
 @dataclass
 class Cost:
-    """What something took.
+    """The resources that something took.
 
     Attributes:
-        seconds: of wall time.
-        mebibytes: of memory at most, more than before.
+        seconds: seconds of wall time.
+        mebibytes: maximum memory, more than before.
     """
 
     seconds: float = 0.0

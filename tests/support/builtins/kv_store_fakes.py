@@ -138,7 +138,7 @@ class Rank:
 
     Attributes:
         stores: nearest first.
-        caches: of each layer, uint8 [blocks, 32] and [blocks, 16].
+        caches: caches of each layer, uint8 [blocks, 32] and [blocks, 16].
         faults: (component, message).
     """
 
@@ -194,7 +194,7 @@ class Rank:
     def step(
         self, *jobs: Lookup | Load | Save | Renewal, layers: bool | None = None
     ) -> tuple[Any, set[int]]:
-        """Run a step; return what `get_finished` and `load_errors` say."""
+        """Run a step; return the results of `get_finished` and `load_errors`."""
         metadata = Jobs()
         for job in jobs:
             getattr(metadata, _FIELDS[type(job)]).append(job)

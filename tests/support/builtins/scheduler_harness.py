@@ -68,7 +68,7 @@ def next_token(history):
 
 
 class HoldsBack(FirstComeFirstServed):
-    """Holds back the requests whose tag "hold" says why."""
+    """Holds back the requests with a tag "hold", which is the reason."""
 
     def admit(self, request, load):
         return request.tags.get("hold")

@@ -19,9 +19,9 @@ def split_config(
     """Return the configuration of one of two engines that exchange blocks.
 
     Args:
-        base: of both.
+        base: configuration of both.
         sockets: folder of their sockets.
-        name: of the engine.
+        name: name of the engine.
         connector: options of the connector; `p2p` has those of the store, `kv_connector` more of
             that table.
     """

@@ -49,7 +49,7 @@ class Request:
         return forced(self.processor, self.state)
 
     def drafted(self, *drafts):
-        """Return what is forced before each draft and after the last; keeps nothing."""
+        """Return the forced tokens before each draft and after the last; keeps nothing."""
         state = self.processor.fork(self.state)
         result = [forced(self.processor, state)]
         for draft in drafts:

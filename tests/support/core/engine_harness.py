@@ -1,4 +1,4 @@
-"""Engine cores around a scripted executor, whose steps are done when a test says so."""
+"""Engine cores around a scripted executor, whose steps are done when a test asks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def request(name, prompt=(1, 2, 3), max_tokens=4, **fields):
 
 
 def interrupt_of_user() -> KeyboardInterrupt:
-    """Return what Ctrl-C raises."""
+    """Return the exception of Ctrl-C."""
     try:
         signal.raise_signal(signal.SIGINT)
     except KeyboardInterrupt as interrupt:
@@ -64,10 +64,10 @@ def interrupt_of_user() -> KeyboardInterrupt:
 
 
 class ScriptedExecutor:
-    """Computes each step when it is started; its futures are done at once, or when told.
+    """Computes each step when it is started; its futures are done at once, or when asked.
 
     Attributes:
-        depth: of the pipeline.
+        depth: depth of the pipeline.
         late: whether futures wait for `finish`.
         calls: what was called, in order.
         sampled: by step, the plan and the bitmask that sampling got.
@@ -199,7 +199,7 @@ def _complete(future, result, error):
 class MidStep:
     """Keeps an executor in each step that has tokens, once one has begun, until it is let go.
 
-    `of` says of a plan whether it is of such a step, where not all that have tokens are.
+    `of` returns whether a plan is of such a step, where not all that have tokens are.
     """
 
     def __init__(self, executor, of=lambda plan: True):

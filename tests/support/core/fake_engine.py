@@ -28,7 +28,7 @@ class Engine:
         self.output.connect(sockets.addresses.outputs[0])
 
     def ready(self, message: Any = READY) -> None:
-        """Say the first word, or another one in its place."""
+        """Send the first message, or another one in its place."""
         self.input.send_multipart([*map(bytes, Encoder().encode(message))])
 
     def heard(self, seconds: float = 20.0) -> list[bytes] | None:
@@ -50,7 +50,7 @@ class PlayedProcess:
 
     Attributes:
         engine: there once the process was launched.
-        said: what `failure` returns; `speak` sets it.
+        said: the result of `failure`; `speak` sets it.
     """
 
     returncode = None
@@ -75,7 +75,7 @@ class PlayedProcess:
         self.engine.ready(replace(READY, manifest_hash=launch.manifest.hash))
 
     def speak(self, error: Exception) -> None:
-        """Say that it fails."""
+        """Report that it fails."""
         self.said = error
         os.write(self.writer, b"x")
 

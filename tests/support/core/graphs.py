@@ -61,9 +61,9 @@ class GraphedOps(TorchOps):
 
     Attributes:
         recorded: sizes in their order, of all objects.
-        replays: of all objects.
+        replays: number of replays of all objects.
         fails: whether recording fails.
-        graph_bytes: of each recorded step.
+        graph_bytes: size of each recorded step.
     """
 
     contract = 1
@@ -220,7 +220,7 @@ class NoGraphs(GraphedOps):
 
 
 class Unpadded(PaddedAttention):
-    """Does not say that it takes padding."""
+    """Does not report that it takes padding."""
 
     contract = 1
     replayable = True

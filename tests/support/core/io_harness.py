@@ -24,7 +24,7 @@ ME = b"\x00\x00"
 
 
 class Client:
-    """The other end, with what it was told."""
+    """The other end, with the messages that it received."""
 
     def __init__(self, folder, number, *, receive_at_most=1000):
         self.input_address = f"ipc://{folder}/in{number}"

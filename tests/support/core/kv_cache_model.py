@@ -50,7 +50,7 @@ def finish(manager: BlockManager, request: Request) -> None:
 
 @dataclass
 class Live:
-    """A request and what the model says of it."""
+    """A request and the model's results for it."""
 
     request: Request
     tables: list[list[int]] | None = None
@@ -62,7 +62,7 @@ class Live:
 
 @dataclass
 class Model:
-    """What the cache should hold, by content: (group, salt, lora, tokens up to the block's end)."""
+    """The expected cache, by content: (group, salt, lora, tokens up to the block's end)."""
 
     manager: BlockManager
     block_size: int
@@ -104,7 +104,7 @@ class Model:
         return 0, []
 
     def allocated(self, blocks: list[int]) -> None:
-        """Take new blocks: nobody had them, empty ones went first, then those released first."""
+        """Take new blocks: they were free, empty ones went first, then those released first."""
         assert len(set(blocks)) == len(blocks)
         assert all(self.holders(block) == 0 for block in blocks)
         cached = set(self.found.values())

@@ -26,7 +26,7 @@ STOP, LENGTH, ABORT, ERROR, TIMEOUT = (
 
 
 class Desk:
-    """Registers requests, and feeds them what an engine would say."""
+    """Registers requests, and feeds them outputs as of an engine."""
 
     def __init__(self, tokenizer, stream_interval=1):
         self.tokenizer = tokenizer
@@ -47,7 +47,7 @@ class Desk:
         return [child.request_id for child in children]
 
     def said(self, text="", finish=None, name="r", ids=None, **fields):
-        """What the engine says: a text's tokens, or tokens by their ids."""
+        """An output of the engine: a text's tokens, or tokens by their ids."""
         return EngineCoreOutput(
             request_id=name,
             new_token_ids=ids or self.tokenizer.encode(text),

@@ -1,4 +1,4 @@
-"""A KV connector that keeps blocks in this process, and does wrong what a test says."""
+"""A KV connector that keeps blocks in this process, and fails as a test asks."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ GARBAGE = 0xA5
 
 @dataclass
 class Script:
-    """What both halves do, and did.
+    """The script of both halves, and their calls.
 
     Attributes:
         asynchronous: whether loads are between steps; if not, they are in the step, by layers.
         asks: how often it does not know yet how much there is.
-        delay: of a load between steps, in steps.
+        delay: duration of a load between steps, in steps.
         keeps: whether it keeps the blocks of ended requests until it has saved them.
         faults: by "half.method", what is raised or, where it can be called, what is called in place
             of the method, with the half and its arguments.
         kept: bytes by block hash.
         bad: hashes of blocks that cannot be loaded.
         calls: "half.method" in order.
-        ended: what `load_ended` said.
-        params: of the last output.
+        ended: arguments of `load_ended`.
+        params: parameters of the last output.
     """
 
     asynchronous: bool = True
@@ -81,7 +81,7 @@ class _Half:
         script.halves.append(self)
 
     def _hit(self, method: str, *args: Any) -> Any:
-        """Record a call; return what the script says instead, or `...`."""
+        """Record a call; return the result in the script, or `...`."""
         called = f"{self.name}.{method}"
         self.script.calls.append(called)
         fault = self.script.faults.get(called)

@@ -1,4 +1,4 @@
-"""A grammar backend that fails in every way, as the request's regular expression says."""
+"""A grammar backend that fails in every way, as the request's regular expression asks."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ BUILTINS = {
 
 
 class Installed:
-    """What is installed in a test: the fake built-ins, and what the test offers."""
+    """The installed components of a test: the fake built-ins, and what the test offers."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch
@@ -107,5 +107,5 @@ class Installed:
 
 
 def on(plugins: PluginSet) -> dict[str, str]:
-    """Return what is on: `kind/name` to its FQCN or module."""
+    """Return the enabled components: `kind/name` to its FQCN or module."""
     return {f"{entry.kind}/{entry.name}": entry.value for entry in plugins.manifest.entries}

@@ -34,7 +34,7 @@ RESULTS = {
 
 
 class Dense(LogitsProcessor):
-    """Adds nothing, or fails as its argument says; damages what it was given first."""
+    """Adds nothing, or fails as its argument asks; damages what it was given first."""
 
     contract = 1
     phase = Phase.PENALTY
@@ -108,7 +108,7 @@ class Sparse(SparseLogitsProcessor):
 
 
 class Whole(BatchLogitsProcessor):
-    """Used by those who ask; fails as its option says."""
+    """Used by requests that ask for it; fails as its option asks."""
 
     contract = 1
     phase = Phase.BIAS

@@ -10,14 +10,14 @@ from transformers import LogitsProcessorList
 
 
 class MoveDirectionality(Enum):
-    """What such modules bring along for where vLLM is not installed."""
+    """The stand-ins of such modules for where vLLM is not installed."""
 
     UNIDIRECTIONAL = auto()
     SWAP = auto()
 
 
 class MinP:
-    """min_p as vLLM's own class keeps its books: arrays by row, moved by hand.
+    """min_p with the state of vLLM's own class: arrays by row, moved by hand.
 
     Method: Nguyen et al. 2024, arXiv:2407.01082.
     """
@@ -118,7 +118,7 @@ class Fickle(OneToken):
 
 
 class Shy(OneToken):
-    """Tells only a built object."""
+    """Reports it only from a built object."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -186,7 +186,7 @@ both = LogitsProcessorList([Repetition(0.1), Counting()])
 
 
 class Everywhere(OneToken):
-    """Changes every row, whoever asked."""
+    """Changes every row, whichever request asked."""
 
     def apply(self, logits):
         logits[:] = -torch.inf

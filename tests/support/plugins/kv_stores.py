@@ -78,10 +78,10 @@ class HostileStore(FolderStore):
         """The share, and of `fail`, `forget`, `invent`, `damage`, `foreign`, `slow` and `nonsense`.
 
         Attributes:
-            path: of a folder; None is a temporary one.
+            path: path of a folder; None is a temporary one.
             ways: one of them is taken at random.
-            share: of the calls.
-            slow_seconds: of a slow call.
+            share: share of the calls.
+            slow_seconds: duration of a slow call.
         """
 
         ways: list[str]
@@ -112,7 +112,7 @@ class HostileStore(FolderStore):
         if way == "forget":
             return True
         if way == "nonsense":
-            return Future()  # nobody ever completes it
+            return Future()  # it is never completed
         return super().store(key, buffer)
 
     def load(self, key: bytes, buffer: Sequence[memoryview]) -> bool | Future[bool]:

@@ -62,7 +62,7 @@ class NotAgain(SparseLogitsProcessor):
 
 
 class Tide(BatchLogitsProcessor):
-    """Raises the logits of even and odd tokens in turns, for those who ask."""
+    """Raises the logits of even and odd tokens in turns, for requests that ask."""
 
     contract = 1
     phase = Phase.BIAS

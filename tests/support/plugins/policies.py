@@ -1,4 +1,4 @@
-"""What scheduling policies are asked about in tests."""
+"""Requests and loads for scheduling policies in tests."""
 
 from __future__ import annotations
 

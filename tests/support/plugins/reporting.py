@@ -1,4 +1,4 @@
-"""Plugins that tell of the process that they run in."""
+"""Plugins that report the process that they run in."""
 
 from __future__ import annotations
 

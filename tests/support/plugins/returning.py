@@ -1,4 +1,4 @@
-"""An executor whose results differ from the plan, for the requests whose user id says how."""
+"""An executor whose results differ from the plan, for the requests whose user id asks for it."""
 
 from __future__ import annotations
 

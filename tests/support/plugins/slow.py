@@ -10,7 +10,7 @@ from hardpoint.plugins import LogitsProcessor, Phase
 
 
 class Slow(LogitsProcessor):
-    """Takes so long in every step, and says at a path, if it is told one, that a step has begun.
+    """Takes so long in every step, and writes to a path, if it has one, that a step has begun.
 
     `held` is the path of a file: once that is gone, steps take no more time (see `HeldSteps`).
     """

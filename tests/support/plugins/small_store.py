@@ -1,4 +1,4 @@
-"""A store of a few blocks, which drops the oldest ones and says so."""
+"""A store of a few blocks, which drops the oldest ones and reports it."""
 
 from __future__ import annotations
 

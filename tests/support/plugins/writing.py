@@ -1,4 +1,4 @@
-"""Plugins that write to what they may only read; the name says to which part."""
+"""Plugins that write to what they may only read; the name has the part."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ STARTS = EngineStarts()
 
 
 def _fixed(environment: dict[str, str]) -> dict[str, str]:
-    """Return what a process may have read while it imported."""
+    """Return the files that a process may have read while it imported."""
     return {name: value for name, value in environment.items() if not name.startswith(_CHANGING)}
 
 

@@ -71,8 +71,8 @@ class ForkedPython:
                 self._control.settimeout(None)
             for file in files[1:]:
                 file.seek(0)
-            said = [file.read().decode() for file in files[1:]]
-        return subprocess.CompletedProcess(arguments, code, *said)
+            outputs = [file.read().decode() for file in files[1:]]
+        return subprocess.CompletedProcess(arguments, code, *outputs)
 
 
 @cache

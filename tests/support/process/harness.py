@@ -70,7 +70,7 @@ def pid_of(llm: LLM) -> int:
 
 
 def hangs(begun: Path) -> SamplingParams:
-    """Parameters of a request whose steps hang, with the plugin `slow`; the path says it has begun.
+    """Parameters of a request whose steps hang, with the plugin `slow`; the path shows the begin.
 
     A request and a call that are sent together may be answered together: who wants the engine to
     be in a step waits for the path (see `in_step`).
@@ -85,7 +85,7 @@ def in_step(begun: Path) -> None:
 
 
 def drains(ask: Callable[[], object]) -> bool:
-    """Whether an engine has heard of its end, so that it refuses what `ask` asks."""
+    """Whether an engine knows of its end, so that it refuses what `ask` asks."""
     try:
         ask()
     except EngineDeadError as error:
@@ -98,14 +98,14 @@ def gone(pid: int, limit_s: float = PATIENCE_S) -> float:
     return wait_until(lambda: not alive(pid), limit_s, f"the end of process {pid}")
 
 
-def told(name: str, seconds: float, limit_s: float) -> None:
+def assert_fast(name: str, seconds: float, limit_s: float) -> None:
     """Print a measured time and hold it against its limit."""
     print(f"\n[measured] {name}: {seconds:.3f} s (limit {limit_s:g} s)")
     assert seconds < limit_s, f"{name}: {seconds:.3f} s, expected less than {limit_s:g} s"
 
 
 def holdings() -> Counter:
-    """What this program holds beside its memory: descriptors, threads, children, files."""
+    """Resources of this program besides its memory: descriptors, threads, children, files."""
     gc.collect()
     STARTS.start_server()  # else the first engine process would leave it behind
     held: Counter = Counter()
@@ -138,9 +138,9 @@ def _is_ours(path: Path) -> bool:
 
 
 def _open_files() -> Iterator[str]:
-    """What the descriptors of this program stand for."""
+    """The objects that the descriptors of this program stand for."""
     for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the listing's own, and what closes meanwhile
+        with contextlib.suppress(OSError):  # the listing's own, and what closes at the same time
             yield os.readlink(f"/proc/self/fd/{descriptor}")
 
 
@@ -154,7 +154,7 @@ def nothing_left(before: Counter, limit_s: float = PATIENCE_S) -> float:
 
 
 class Program:
-    """A Python program that a test started; it says JSON, one value per line."""
+    """A Python program that a test started; it prints JSON, one value per line."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class Program:
     def pid(self) -> int:
         return self.popen.pid
 
-    def said(self) -> Any:
+    def next_value(self) -> Any:
         """Wait for the next line that is JSON and return its value."""
         for line in self.popen.stdout:
             with contextlib.suppress(ValueError):
@@ -208,7 +208,7 @@ class Program:
         raise AssertionError(f"it ended without a word:\n{self.popen.stderr.read()}")
 
     def finish(self, timeout_s: float = 90.0) -> tuple[list[Any], str]:
-        """Wait for its end, which must be a good one; return what it said, and stderr."""
+        """Wait for its end, which must be a good one; return its values, and stderr."""
         out, err = self.popen.communicate(timeout=timeout_s)
         assert self.popen.returncode == 0, f"exit code {self.popen.returncode}\n{out}\n{err}"
         values = []
@@ -230,6 +230,6 @@ class Program:
 
 
 def run_program(source: str, **options: Any) -> list[Any]:
-    """Run a program to its end; return what it said."""
+    """Run a program to its end; return its values."""
     with Program(source, **options) as program:
         return program.finish()[0]

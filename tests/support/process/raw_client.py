@@ -35,7 +35,7 @@ _LIMIT_MS = 30_000
 
 @contextlib.contextmanager
 def _standard_error_to(path: Path) -> Iterator[None]:
-    """Have processes that start now write their standard error to a file."""
+    """Redirect the standard error of processes that start now to a file."""
     kept = os.dup(2)
     with path.open("wb") as file:
         os.dup2(file.fileno(), 2)
@@ -88,22 +88,22 @@ class RawClient:
         assert self.router.recv_multipart()[0] == IDENTITY
 
     def logged(self) -> str:
-        """What the engine has written to its standard error since this was asked last."""
-        words = self.log.read_text()[self._read :]
-        self._read += len(words)
-        return words
+        """The standard error of the engine since the last call."""
+        lines = self.log.read_text()[self._read :]
+        self._read += len(lines)
+        return lines
 
     def send(self, *frames: bytes) -> None:
         """Send frames, the first of which should be a request type."""
         self.router.send_multipart([IDENTITY, *frames])
 
-    def say(self, kind: RequestType, message: Any) -> None:
-        """Send a message that is well formed, whatever it says."""
+    def send_message(self, kind: RequestType, message: Any) -> None:
+        """Send a message that is well formed, with any contents."""
         self.send(kind, *map(bytes, Encoder().encode(message)))
 
     def add(self, request_id: str, **fields: Any) -> None:
         """Send a request; every field may be anything."""
-        self.say(RequestType.ADD, request(request_id, **fields))
+        self.send_message(RequestType.ADD, request(request_id, **fields))
 
     def receive(self, limit_ms: int = _LIMIT_MS) -> EngineCoreOutputs | UtilityOutput:
         """Wait for the next message."""
@@ -113,9 +113,9 @@ class RawClient:
         return self._decoder.decode(frames)
 
     def call(self, method: str, *args: Any) -> UtilityOutput:
-        """Call a utility and wait for its answer; what else comes meanwhile is dropped."""
+        """Call a utility and wait for its answer; what else comes before it is dropped."""
         self._calls += 1
-        self.say(RequestType.UTILITY, UtilityCall(0, self._calls, method, list(args)))
+        self.send_message(RequestType.UTILITY, UtilityCall(0, self._calls, method, list(args)))
         while True:
             answer = self.receive()
             if isinstance(answer, UtilityOutput) and answer.call_id == self._calls:

@@ -1,4 +1,4 @@
-"""A worker without a model, which does what the arguments of its calls say, and its launches."""
+"""A worker without a model, which does what the arguments of its calls ask, and its launches."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class Span:
     Attributes:
         queries: its tokens in the step.
         blocks: those that hold its keys and values, int64 [blocks].
-        length: of the sequence, the step's tokens included.
+        length: length of the sequence, the step's tokens included.
     """
 
     queries: slice
@@ -34,7 +34,7 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What the layers share in a step: where keys and values are written, and the sequences."""
+    """Data that layers share in a step: where keys and values are written, and the sequences."""
 
     slots: torch.Tensor
     spans: Sequence[Span]

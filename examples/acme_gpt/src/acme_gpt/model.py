@@ -108,7 +108,7 @@ class TinyGPT(Model):
         return weight_shapes(self._layers())
 
     def weight_cuts(self) -> dict[str, Cut]:
-        """Return what this rank needs of them."""
+        """Return the parts of them that this rank needs."""
         return weight_cuts(self._layers())
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -27,7 +27,7 @@ class LayeredFiles(KVConnector):
 
         Attributes:
             path: folder of the files.
-            threads: that read and write.
+            threads: number of threads that read and write.
             max_unwritten: blocks that may wait to be written; further ones are not kept.
         """
 

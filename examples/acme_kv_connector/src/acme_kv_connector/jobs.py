@@ -9,7 +9,7 @@ class Move(msgspec.Struct):
     """Blocks of a request to load or to save.
 
     Attributes:
-        hashes: of the blocks.
+        hashes: hashes of the blocks.
         block_ids: where they are in the KV cache.
     """
 

@@ -56,8 +56,8 @@ class FilesWorker(KVConnectorWorker):
         """Start the threads.
 
         Args:
-            folder: of the files.
-            context: of the half.
+            folder: folder of the files.
+            context: context of the half.
             threads: number of them.
             max_unwritten: blocks that may wait to be written.
             timeout: seconds to wait for a layer.
@@ -75,7 +75,7 @@ class FilesWorker(KVConnectorWorker):
         self._errors: set[int] = set()
 
     def handshake(self) -> bytes:
-        """Say by what this rank keys its blocks."""
+        """Return the key of this rank's blocks."""
         return self._identity
 
     def register_kv_caches(self, caches: Sequence[Sequence[torch.Tensor]]) -> None:

@@ -32,7 +32,7 @@ class Unsure:
     """A request whose load may have failed, in some rank.
 
     Attributes:
-        num_tokens: that it had; a further one says that it was computed from blocks that are right.
+        num_tokens: number of tokens that it had. A further token shows that the blocks are right.
         until: step in whose plan the result of the load's step is known in any case.
     """
 
@@ -42,7 +42,7 @@ class Unsure:
 
 
 class FilesScheduler(KVConnectorScheduler):
-    """Looks for files, and says which to read and to write."""
+    """Looks for files, and plans which to read and to write."""
 
     def __init__(self, folder: Path, context: KVSchedulerContext) -> None:
         """Begin without requests."""

@@ -31,8 +31,8 @@ class SqliteStore(KVStore):
         """Where, and how much.
 
         Attributes:
-            path: of the database.
-            size_bytes: of all blocks together.
+            path: path of the database.
+            size_bytes: size of all blocks together.
         """
 
         path: str

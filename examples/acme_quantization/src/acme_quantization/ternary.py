@@ -24,7 +24,7 @@ class TernaryMatrix(QuantizedMatrix):
     Attributes:
         packed: uint8 [rows, groups * 16], four codes in a byte, the first one in its lowest bits.
         scales: float32 [rows, groups].
-        num_columns: of W; the last group may have fewer.
+        num_columns: number of columns of W; the last group may have fewer.
     """
 
     packed: torch.Tensor
@@ -105,11 +105,11 @@ class Ternary(Quantization):
         return GROUP
 
     def check(self, stored: QuantizedWeight) -> None:
-        """Check dtypes and shapes, before weights are read if the loader says them."""
+        """Check dtypes and shapes, before weights are read if the loader knows them."""
         self._tensors(stored)
 
     def read(self, stored: QuantizedWeight) -> TernaryMatrix:
-        """Return what a checkpoint stores: the tensors "packed" and "scales"."""
+        """Return the stored form of a checkpoint: the tensors "packed" and "scales"."""
         packed, scales = self._tensors(stored)
         if bool((packed & (packed >> 1) & 0b01010101).any()):
             raise ValueError("'packed': expected codes from 0 to 2, got 3")

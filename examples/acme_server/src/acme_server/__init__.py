@@ -1,4 +1,4 @@
-"""What a company adds to its server: usage per client, a rate limit, a house rule, and keys."""
+"""Additions of a company to its server: usage per client, a rate limit, a house rule, and keys."""
 
 from __future__ import annotations
 

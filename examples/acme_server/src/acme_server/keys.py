@@ -10,7 +10,7 @@ from hardpoint.plugins.server import Authenticator, Client
 
 
 def key_authenticator(pairs: str) -> Authenticator:
-    """Return what finds out who makes a call.
+    """Return a function that identifies the client of a call.
 
     Args:
         pairs: `name=key` with commas between them; the client "admin" is an administrator.

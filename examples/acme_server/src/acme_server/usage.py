@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class UsageRequest(Strict):
-    """What usage is asked for.
+    """The client whose usage is asked for.
 
     Attributes:
-        client: whose; None is one's own. Only an administrator may ask for others'.
+        client: name of the client; None is the caller. Only an administrator may ask for others'.
     """
 
     client: str | None = None
@@ -29,8 +29,8 @@ class UsageAnswer(msgspec.Struct):
     """The usage of a client since the server started.
 
     Attributes:
-        requests: that were answered whole.
-        tokens: of their prompts and completions.
+        requests: number of requests that were answered whole.
+        tokens: number of tokens of their prompts and completions.
         waiting: requests of all clients that wait in the engine now.
     """
 

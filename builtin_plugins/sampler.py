@@ -11,7 +11,7 @@ class DefaultSampler(Sampler):
     """Greedy rows get the most likely token, ties the lowest id; other rows a random one.
 
     A random token depends on the row's logits, its seed, the output position and nothing else, so
-    it is the same alone and in any batch: `LogitsOps.draw` describes how. The noise has 31 bits where it
+    it is the same alone and in any batch: see `LogitsOps.draw`. The noise has 31 bits where it
     decides, so that probabilities down to about 1e-9 are resolved.
     """
 

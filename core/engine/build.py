@@ -115,8 +115,7 @@ def build_core(
         start = _connector_start(spec, executor, undo)
         info, size, config = _start(executor, spec, config_sources)
         launcher.close()
-        needs = block_needs(config, info)
-        kv_cache = _kv_cache(config.kv_cache, needs, spec.plugins, opened, faults)
+        kv_cache = _kv_cache(config.kv_cache, block_needs(config, info), spec, opened, faults)
         connector = None
         if start is not None:
             connector = _connector(spec, kv_cache, opened.kv_events, clock, faults)
@@ -128,11 +127,9 @@ def build_core(
             limits=_limits(config, size, executor),
             kv_cache=kv_cache,
             clock=clock,
-            watermark=config.kv_cache.watermark,
             connector=connector,
             record=_recorder(hooks, faults),
-            log_stats=config.stats.on,
-            **opened.for_scheduler(),
+            **opened.for_scheduler(config),
         )
         parts = EngineCoreParts(
             scheduler,
@@ -141,10 +138,8 @@ def build_core(
             faults=faults,
             connector=connector,
             connector_start=start,
-            sleep_levels=info.sleep_levels,
-            records_decode_steps=info.records_decode_steps,
             activity=activity,
-            **opened.for_core(spec.plugins, config),
+            **opened.for_core(spec.plugins, config, info),
         )
         undo.pop_all()
         return BuiltCore(EngineCore(parts), size)
@@ -160,18 +155,22 @@ class _EnginePlugins:
     eviction: EvictionPolicy
     step_parts: EngineParts
 
-    def for_scheduler(self) -> dict[str, Any]:
+    def for_scheduler(self, config: EngineConfig) -> dict[str, Any]:
         """Return the fields of the scheduler's context that show these plugins."""
         parts = self.step_parts
         return {
+            "watermark": config.kv_cache.watermark,
+            "log_stats": config.stats.on,
             "policy": self.policy.policy,
             "policy_fault": self.policy.report_fault,
             "gates": parts.gates if parts else None,
             "grammars": GatesAsGrammars(parts) if parts else None,
         }
 
-    def for_core(self, plugins: PluginSet, config: EngineConfig) -> dict[str, Any]:
-        """Return the fields of `EngineCoreParts` that follow from plugins and configuration."""
+    def for_core(
+        self, plugins: PluginSet, config: EngineConfig, info: WorkerInfo
+    ) -> dict[str, Any]:
+        """Return the fields of `EngineCoreParts` that follow from plugins, workers and settings."""
         return {
             "scheduler_label": str(plugins.one("schedulers").source),
             "executor_label": str(plugins.one("executors").source),
@@ -181,6 +180,8 @@ class _EnginePlugins:
             "step_parts": self.step_parts,
             "config": config,
             "log_stats": config.stats.on,
+            "sleep_levels": info.sleep_levels,
+            "records_decode_steps": info.records_decode_steps,
             "step_log": StepLog() if config.engine.log_steps else None,
         }
 
@@ -322,11 +323,11 @@ def _connector(
 def _kv_cache(
     config: KVCacheConfig,
     needs: BlockNeeds,
-    plugins: PluginSet,
+    spec: WorkerSpec,
     opened: _EnginePlugins,
     faults: StepFaults,
 ) -> BlockManager:
-    entry = plugins.one("eviction_policies")
+    entry = spec.plugins.one("eviction_policies")
     calls = faults.calls("eviction_policies", entry.source)
     assert config.num_blocks is not None, "_resolved() has set it"
     return BlockManager(
@@ -338,7 +339,7 @@ def _kv_cache(
         hash_algorithm=config.hash_algorithm,
         eviction=Eviction(opened.eviction, faults.reporter(entry.source), calls),
         metadata=opened.blocks,
-        events=bool(plugins.entries("kv_event_publishers")),
+        events=bool(spec.plugins.entries("kv_event_publishers")),
     )
 
 

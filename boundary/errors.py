@@ -136,7 +136,8 @@ def close_named(source: Source, close: Callable[[], None]) -> None:
 
 def _close(component: Component) -> None:
     cls = type(component)
-    source = f"plugin {component.name!r} ({cls.__module__}:{cls.__qualname__})"
+    name = getattr(component, "name", cls.__name__)  # whatever it is, it is closed
+    source = f"plugin {name!r} ({cls.__module__}:{cls.__qualname__})"
     # One of Hardpoint's errors is of a component that this one closes.
     with faults_as(PluginFaultError, f"{source}: its close", passing=(HardpointError,)):
         component.close()

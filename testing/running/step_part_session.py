@@ -23,7 +23,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.plan import NO_DRAFT, CachedRequests, NewRequest
 from hardpoint.testing.snapshots import snapshot
-from hardpoint.testing.suite import short_repr
+from hardpoint.testing.suite import Rule, short_repr
 
 from . import step_part_rules as rules
 
@@ -360,7 +360,7 @@ class StepPartSession:
         allowed = rules.allowed_tokens(own, len(accepted), self._vocab_size)
         return [*accepted, drawn.choice(allowed)]
 
-    def _call(self, rule: rules.Rule, method: str, *given: Any) -> Any:
+    def _call(self, rule: Rule, method: str, *given: Any) -> Any:
         """Call a method of the half; anything raised but a RequestError of a new one is wrong."""
         before = snapshot(given) if self._watch else None
         may_refuse = method in ("check", "gate")

@@ -1,4 +1,4 @@
-"""The components of other kinds that step parts drive, and the words for their faults."""
+"""The components of other kinds that step parts drive, and the text of their faults."""
 
 from __future__ import annotations
 

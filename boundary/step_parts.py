@@ -400,7 +400,7 @@ class _Gates:
 
 
 def _checked_cost(part: BoundPart, request: Request) -> Mapping[str, int]:
-    """Return what a request costs; none if the part cannot tell and the step goes on without it.
+    """Return what a request costs; nothing if that is not known and the step goes on without it.
 
     Raises:
         RequestError: the part failed.

@@ -112,7 +112,7 @@ def check_data(data: Any, users: Collection[str]) -> None:
     """Check what begin() returned for a plan with `users`.
 
     Raises:
-        Violation: it is no bytes, or there is nobody for whom it could be.
+        Violation: it is no bytes, or the plan has no request for which it could be.
     """
     if data is not None and not isinstance(data, bytes):
         raise DATA.violation(f"begin() returned {short_repr(data)}, expected bytes or None")

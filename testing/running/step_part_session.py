@@ -27,7 +27,7 @@ from hardpoint.testing.suite import Rule, short_repr
 
 from . import step_part_rules as rules
 
-__all__ = ["Life", "StepPartSession", "Trace", "with_id"]
+__all__ = ["RequestScript", "StepPartSession", "Trace", "with_id"]
 
 _MAX_RUNNING = 8
 _MAX_STEPS = 2000
@@ -35,7 +35,7 @@ _OTHER = "other"  # a request that uses no part
 
 
 @dataclass(frozen=True)
-class Life:
+class RequestScript:
     """What happens to one request.
 
     Attributes:
@@ -76,7 +76,7 @@ class Trace:
 class _Live:
     """A request in the simulation."""
 
-    life: Life
+    script: RequestScript
     request: Request
     trace: Trace
     ready: bool = False
@@ -134,13 +134,13 @@ class StepPartSession:
         self._seconds = 0.0
         self._step = 0
 
-    def play(self, lives: Sequence[Life]) -> dict[str, Trace]:
-        """Play lives to their ends; return their traces by id.
+    def play(self, scripts: Sequence[RequestScript]) -> dict[str, Trace]:
+        """Play scripts to their ends; return their traces by id.
 
         Raises:
             Violation: a rule was broken.
         """
-        coming = sorted(lives, key=lambda life: life.arrives)
+        coming = sorted(scripts, key=lambda script: script.arrives)
         started, computed = self._step, 0
         while coming or self._waiting or self._running or self._finished:
             now = self._step - started
@@ -158,11 +158,11 @@ class StepPartSession:
                 raise rules.READY.violation(f"after {_MAX_STEPS} steps {left} have not ended")
         return self.traces
 
-    def _add(self, life: Life) -> None:
+    def _add(self, script: RequestScript) -> None:
         """Let a request arrive."""
-        live = _Live(life, Request(life.request), Trace())
+        live = _Live(script, Request(script.request), Trace())
         self.traces[live.request_id] = live.trace
-        uses = self._call(rules.USES, "uses", life.request)
+        uses = self._call(rules.USES, "uses", script.request)
         if not isinstance(uses, bool):
             raise rules.USES.violation(f"uses() returned {short_repr(uses)}, expected a bool")
         if not uses:
@@ -170,12 +170,12 @@ class StepPartSession:
             return
         self.num_users += 1
         try:
-            self._call(rules.USES, "check", life.request)
+            self._call(rules.USES, "check", script.request)
         except RequestError:
             live.trace.ended = "refused"
             self._call(rules.ENDED, "refused", live.request_id)
             return
-        if life.ends == "refused":
+        if script.ends == "refused":
             self._call(rules.ENDED, "refused", live.request_id)
             live.trace.ended = "refused"
             return
@@ -183,7 +183,7 @@ class StepPartSession:
 
     def _abort(self, now: int) -> None:
         for live in [*self._waiting, *self._running.values()]:
-            if live.life.ends == "aborted" and now > live.life.arrives:
+            if live.script.ends == "aborted" and now > live.script.arrives:
                 self._end(live, "aborted")
 
     def _end(self, live: _Live, how: str) -> None:
@@ -301,7 +301,7 @@ class StepPartSession:
         )
 
     def _draw_drafts(self, live: _Live) -> list[int]:
-        drawn = random.Random(f"{live.life.seed} {live.num_steps} drafts")
+        drawn = random.Random(f"{live.script.seed} {live.num_steps} drafts")
         count = drawn.choice([0, 0, 1, 2])
         tokens = [drawn.randrange(self._vocab_size) for _ in range(count)]
         if tokens and drawn.random() < 0.2:
@@ -340,9 +340,9 @@ class StepPartSession:
             for token in sampled[live.request_id]:
                 live.request.append(token)
             ends = live.request.source.eos_token_ids
-            if live.num_steps >= live.life.steps or set(ends) & {*sampled[live.request_id]}:
+            if live.num_steps >= live.script.steps or set(ends) & {*sampled[live.request_id]}:
                 self._end(live, "finished")
-            elif live.num_steps == live.life.preempted_after:
+            elif live.num_steps == live.script.preempted_after:
                 self._release(live)
                 live.sent, live.request.num_preemptions = False, 1
                 self._preempted.add(live.request_id)
@@ -350,7 +350,7 @@ class StepPartSession:
 
     def _sample(self, live: _Live, rows: Mapping[str, Any]) -> list[int]:
         """Return the accepted drafts and one more token that the mask allows."""
-        drawn = random.Random(f"{live.life.seed} {live.num_steps} tokens")
+        drawn = random.Random(f"{live.script.seed} {live.num_steps} tokens")
         own, accepted = rows.get(live.request_id), list[int]()
         ends = live.request.source.eos_token_ids
         for index, token in enumerate(live.drafts):
@@ -382,7 +382,7 @@ def _other_request() -> EngineCoreRequest:
     return EngineCoreRequest(request_id=_OTHER, prompt_token_ids=[1], params=SamplingParams())
 
 
-def with_id(life: Life, request_id: str, **changes: Any) -> Life:
-    """Return a life whose request has another id, and other changes."""
-    request = msgspec.structs.replace(life.request, request_id=request_id)
-    return Life(**{**vars(life), **changes, "request": request})
+def with_id(script: RequestScript, request_id: str, **changes: Any) -> RequestScript:
+    """Return a script whose request has another id, and other changes."""
+    request = msgspec.structs.replace(script.request, request_id=request_id)
+    return RequestScript(**{**vars(script), **changes, "request": request})

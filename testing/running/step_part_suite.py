@@ -34,7 +34,7 @@ from hardpoint.testing.reporting.calls import CLOSE, MEMORY, call, check_growth,
 from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
 
 from . import step_part_rules as rules
-from .step_part_session import Life, StepPartSession, Trace, with_id
+from .step_part_session import RequestScript, StepPartSession, Trace, with_id
 
 CONTRACT = "contract: the loader can check and build the class and its halves"
 SPEED = Rule(
@@ -106,50 +106,50 @@ class StepPartSuite(ComponentSuite):
             self._check_halves,
         )
 
-    def test_lives(self) -> None:
+    def test_steps(self) -> None:
         """Requests that live alone or together are treated as the contract states."""
         used = [0]
 
-        def check(lives: list[Life]) -> None:
+        def check(scripts: list[RequestScript]) -> None:
             with self._opened() as session:
-                session.play(lives)
+                session.play(scripts)
                 used[0] += session.num_users
 
-        self._search(rules.MASKS.text, 60, check, lives=self._lives(4))
+        self._search(rules.MASKS.text, 60, check, scripts=self._scripts(4))
         if not used[0]:
             self._fail("requests: some use the part", _unused())
 
     def test_lost_plans(self) -> None:
         """A plan that is lost is planned again with the same masks."""
 
-        def check(lives: list[Life], lost: list[int]) -> None:
+        def check(scripts: list[RequestScript], lost: list[int]) -> None:
             with self._opened(lost=lost) as session:
-                session.play(lives)
+                session.play(scripts)
 
         steps = st.lists(st.integers(0, 8), min_size=1, max_size=4)
-        self._search(rules.LOST.text, 40, check, lives=self._lives(3), lost=steps)
+        self._search(rules.LOST.text, 40, check, scripts=self._scripts(3), lost=steps)
 
     def test_alone_as_together(self) -> None:
         """A request gets the same whether it is alone or not."""
         if self.shares:
             pytest.skip("shares is True: what a request gets depends on the others")
 
-        def check(lives: list[Life]) -> None:
+        def check(scripts: list[RequestScript]) -> None:
             with self._opened() as session:
-                together = session.play(lives)
-            for life in lives:
-                name = life.request.request_id
+                together = session.play(scripts)
+            for script in scripts:
+                name = script.request.request_id
                 with self._opened() as session:
-                    alone = session.play([with_id(life, name, arrives=0)])[name]
-                _compare(life, alone, together[name], rules.ALONE, "alone", "among others")
+                    alone = session.play([with_id(script, name, arrives=0)])[name]
+                _compare(script, alone, together[name], rules.ALONE, "alone", "among others")
 
-        self._search(rules.ALONE.text, 30, check, lives=self._lives(4, min_size=2))
+        self._search(rules.ALONE.text, 30, check, scripts=self._scripts(4, min_size=2))
 
     def test_ids_used_again(self) -> None:
         """A request with the id of one that ended gets what it gets in a new part."""
 
-        def check(lives: list[Life], ends: str) -> None:
-            first, second = (with_id(life, "again", arrives=0) for life in lives[:2])
+        def check(scripts: list[RequestScript], ends: str) -> None:
+            first, second = (with_id(script, "again", arrives=0) for script in scripts[:2])
             second = with_id(second, "again", ends="finish")
             with self._opened() as session:
                 session.play([with_id(first, "again", ends=ends)])
@@ -162,19 +162,19 @@ class StepPartSuite(ComponentSuite):
             rules.ENDED.text,
             30,
             check,
-            lives=self._lives(2, min_size=2),
+            scripts=self._scripts(2, min_size=2),
             ends=st.sampled_from(["finish", "refused", "aborted"]),
         )
 
     def test_reads_only(self) -> None:
         """The part changes no plan, no request and no result."""
 
-        def check(lives: list[Life], lost: list[int]) -> None:
+        def check(scripts: list[RequestScript], lost: list[int]) -> None:
             with self._opened(lost=lost, watch=True) as session:
-                session.play(lives)
+                session.play(scripts)
 
         steps = st.lists(st.integers(0, 6), max_size=2)
-        self._search(rules.READS_ONLY.text, 15, check, lives=self._lives(2), lost=steps)
+        self._search(rules.READS_ONLY.text, 15, check, scripts=self._scripts(2), lost=steps)
 
     def test_memory(self) -> None:
         """Nothing grows with the number of requests."""
@@ -182,23 +182,23 @@ class StepPartSuite(ComponentSuite):
             MEMORY.text,
             1,
             self._check_memory,
-            lives=st.lists(self._life(), min_size=3, max_size=3),
+            scripts=st.lists(self._script(), min_size=3, max_size=3),
         )
 
     def test_close(self) -> None:
         """Close releases everything; a second close does no harm."""
-        self._search(CLOSE.text, 2, self._check_close, lives=self._lives(3))
+        self._search(CLOSE.text, 2, self._check_close, scripts=self._scripts(3))
 
     def test_speed(self) -> None:
         """The calls of a step take no longer than a multiple of a plain part's."""
         if self.times_plain is None:
             pytest.skip("times_plain is None")
-        lives = st.lists(self._life(), min_size=3, max_size=3)
-        self._search(SPEED.text, 1, self._check_speed, lives=lives)
+        scripts = st.lists(self._script(), min_size=3, max_size=3)
+        self._search(SPEED.text, 1, self._check_speed, scripts=scripts)
 
-    def _life(self) -> st.SearchStrategy[Life]:
+    def _script(self) -> st.SearchStrategy[RequestScript]:
         return st.builds(
-            Life,
+            RequestScript,
             request=self.requests(),
             arrives=st.integers(0, 3),
             steps=st.integers(1, 6),
@@ -207,10 +207,10 @@ class StepPartSuite(ComponentSuite):
             ends=st.sampled_from(["finish"] * 6 + ["refused", "aborted"]),
         )
 
-    def _lives(self, max_size: int, min_size: int = 1) -> st.SearchStrategy[list[Life]]:
-        """Return a strategy for lives with ids of their own."""
-        lives = st.lists(self._life(), min_size=min_size, max_size=max_size)
-        return lives.map(lambda drawn: [with_id(x, f"r{n}") for n, x in enumerate(drawn)])
+    def _scripts(self, max_size: int, min_size: int = 1) -> st.SearchStrategy[list[RequestScript]]:
+        """Return a strategy for scripts with ids of their own."""
+        scripts = st.lists(self._script(), min_size=min_size, max_size=max_size)
+        return scripts.map(lambda drawn: [with_id(x, f"r{n}") for n, x in enumerate(drawn)])
 
     def _make(self) -> tuple[StepPart, EngineHalf]:
         """Return a new part and its half in the engine."""
@@ -269,29 +269,29 @@ class StepPartSuite(ComponentSuite):
             raise _CONTRACT_RULE.violation(
                 f"worker_half() returned {short_repr(worker)}, expected a WorkerHalf or None"
             )
-        for each in (half, worker, part):
-            if each is not None:
-                call(CLOSE, each.close)
+        for closed in (half, worker, part):
+            if closed is not None:
+                call(CLOSE, closed.close)
 
-    def _ready(self, lives: Sequence[Life]) -> list[Life]:
-        """Return the lives that run in the part; another case is drawn if there are none."""
+    def _ready(self, scripts: Sequence[RequestScript]) -> list[RequestScript]:
+        """Return the scripts that run in the part; another case is drawn if there are none."""
         found = []
-        for number, life in enumerate(lives):
-            tried = with_id(life, f"t{number}", arrives=0, ends="finish")
+        for number, script in enumerate(scripts):
+            tried = with_id(script, f"t{number}", arrives=0, ends="finish")
             with self._opened() as session:
                 if session.play([tried])[f"t{number}"].gate == "ready":
                     found.append(tried)
         assume(found)
         return found
 
-    def _check_memory(self, lives: list[Life]) -> None:
-        lives = self._ready(lives)
+    def _check_memory(self, scripts: list[RequestScript]) -> None:
+        scripts = self._ready(scripts)
         part, half = self._make()
 
         def use(number: int) -> list[weakref.ref[Any]]:
-            life = lives[number % len(lives)]
+            script = scripts[number % len(scripts)]
             session = self._session(half)
-            session.play([with_id(life, f"m{number}", arrives=0, steps=min(life.steps, 2))])
+            session.play([with_id(script, f"m{number}", arrives=0, steps=min(script.steps, 2))])
             return []
 
         try:
@@ -300,40 +300,40 @@ class StepPartSuite(ComponentSuite):
             half.close()
             part.close()
 
-    def _check_close(self, lives: list[Life]) -> None:
+    def _check_close(self, scripts: list[RequestScript]) -> None:
         with releasing_all():
             part, half = self._make()
-            self._session(half).play(lives)
-            for each in (half, part):
-                call(CLOSE, each.close)
-        for each in (half, part):
-            call(CLOSE, each.close)
+            self._session(half).play(scripts)
+            for closed in (half, part):
+                call(CLOSE, closed.close)
+        for closed in (half, part):
+            call(CLOSE, closed.close)
 
-    def _check_speed(self, lives: list[Life]) -> None:
-        lives = [
-            with_id(life, f"s{n}", steps=_TIMED_STEPS, preempted_after=0)
-            for n, life in zip(range(_RUNNING), itertools.cycle(self._ready(lives)))
+    def _check_speed(self, scripts: list[RequestScript]) -> None:
+        scripts = [
+            with_id(script, f"s{n}", steps=_TIMED_STEPS, preempted_after=0)
+            for n, script in zip(range(_RUNNING), itertools.cycle(self._ready(scripts)))
         ]
         plain, limit = _PlainHalf(self.vocab_size), self.times_plain or 0.0
         least = float("inf")
         for _ in range(3):  # on a machine that others use, the best of some
-            seconds = self._step_seconds(plain, lives)
+            seconds = self._step_seconds(plain, scripts)
             part, half = self._make()
             try:
-                least = min(least, self._step_seconds(half, lives) / seconds)
+                least = min(least, self._step_seconds(half, scripts) / seconds)
             finally:
                 half.close()
                 part.close()
             if least <= limit:
                 return
         raise SPEED.violation(
-            f"they take {least:.0f} times as long for {len(lives)} requests, times_plain is "
+            f"they take {least:.0f} times as long for {len(scripts)} requests, times_plain is "
             f"{limit:g}"
         )
 
-    def _step_seconds(self, half: EngineHalf, lives: Sequence[Life]) -> float:
+    def _step_seconds(self, half: EngineHalf, scripts: Sequence[RequestScript]) -> float:
         session = self._session(half)
-        session.play(lives)
+        session.play(scripts)
         return statistics.median(session.call_seconds or [0.0])
 
 
@@ -351,12 +351,12 @@ class _Opened:
         return self._suite._session(self._half, **self._named)
 
     def __exit__(self, kind: object, *_: object) -> None:
-        for each in (self._half, self._part):
+        for closed in (self._half, self._part):
             if kind is None:
-                call(CLOSE, each.close)
+                call(CLOSE, closed.close)
             else:
                 with suppress(Exception):  # the violation is the finding
-                    each.close()
+                    closed.close()
 
 
 class _Scripted:
@@ -415,14 +415,14 @@ def _unused() -> Violation:
 
 
 def _compare(
-    life: Life, first: Trace, second: Trace, rule: Rule, where: str, elsewhere: str
+    script: RequestScript, first: Trace, second: Trace, rule: Rule, where: str, elsewhere: str
 ) -> None:
     """Compare what a request got in two sessions.
 
     Raises:
         Violation: it is not the same.
     """
-    if life.ends == "aborted":  # when it happens depends on the time that a gate takes
+    if script.ends == "aborted":  # when it happens depends on the time that a gate takes
         return
     for name in ("gate", "cost", "masks", "ended"):
         one, other = getattr(first, name), getattr(second, name)

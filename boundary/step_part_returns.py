@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hardpoint.errors import shown
-from hardpoint.plugins import GrammarBitmask, SchedulerOutput
+from hardpoint.plugins import GrammarBitmask, SchedulerOutput, WaitingFor, WaitReason
 
 MakerT = TypeVar("MakerT")
 
@@ -45,6 +45,35 @@ def cost_defect(cost: Any) -> str | None:
     ):
         return None
     return f"gave {shown(cost)}, expected an amount of each resource"
+
+
+def names_defect(names: Any) -> str | None:
+    """Return what is wrong with request ids, as the end of a sentence; None if nothing is.
+
+    Args:
+        names: what needs_results() returned.
+    """
+    if isinstance(names, Collection) and not isinstance(names, str):
+        return None
+    return f"gave {shown(names)}, expected request ids"
+
+
+def reason_defect(reason: Any) -> str | None:
+    """Return what is wrong with a reason to wait, as the end of a sentence; None if nothing is.
+
+    Args:
+        reason: what gate() returned.
+    """
+    if reason is None or isinstance(reason, str | WaitReason):
+        return None
+    return f"gave {shown(reason)}, expected a reason or None"
+
+
+def shown_reason(part: str, reason: WaitReason | str | None) -> WaitReason | None:
+    """Return a reason as requests show it: a text with the name of its part."""
+    if isinstance(reason, str):
+        return WaitReason(WaitingFor.PART, f"{part}: {reason}")
+    return reason
 
 
 def combined_masks(

@@ -7,7 +7,7 @@ request that uses a part, each call is a test of an empty list.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -30,9 +30,14 @@ from hardpoint.registry.plugin_set import PluginSet
 
 from .activity import PluginCalls
 from .faults import StepFaults
-from .step_part_components import Components as Components
-from .step_part_components import describe_fault as describe_fault
-from .step_part_returns import combined_masks, cost_defect, mask_defect
+from .step_part_returns import (
+    combined_masks,
+    cost_defect,
+    mask_defect,
+    names_defect,
+    reason_defect,
+    shown_reason,
+)
 
 _SKIPPED = "the step goes on without it"
 
@@ -184,11 +189,10 @@ class EngineParts:
         for part in self._active:
             if part.overrides("needs_results"):
                 names = self._for_plan(part, "needs_results", plan) or ()
-                if isinstance(names, Collection) and not isinstance(names, str):
+                if (defect := names_defect(names)) is None:
                     found.update(names)
                 else:
-                    wrong = f"its needs_results() gave {shown(names)}, expected request ids"
-                    self._blame(part, plan, wrong)
+                    self._blame(part, plan, f"its needs_results() {defect}")
         return found
 
     def mask(self, plan: SchedulerOutput) -> GrammarBitmask | None:
@@ -419,12 +423,9 @@ def _as_reason(part: BoundPart, reason: Any) -> WaitReason | None:
     Raises:
         RequestError: it is none.
     """
-    if reason is None or isinstance(reason, WaitReason):
-        return reason
-    if isinstance(reason, str):
-        return WaitReason(WaitingFor.PART, f"{part.name}: {reason}")
-    fault = part.fault(f"its gate() gave {shown(reason)}, expected a reason or None")
-    if fault is not None:
+    if (defect := reason_defect(reason)) is None:
+        return shown_reason(part.name, reason)
+    if (fault := part.fault(f"its gate() {defect}")) is not None:
         raise RequestError(fault.message)
     return None
 

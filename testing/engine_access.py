@@ -23,8 +23,8 @@ import torch
 from hardpoint import typed
 from hardpoint.boundary.checked_model import cut_weights as cut_weights
 from hardpoint.boundary.faults import FaultReporter
-from hardpoint.boundary.step_parts import Components
-from hardpoint.boundary.step_parts import describe_fault as describe_fault
+from hardpoint.boundary.step_part_components import Components
+from hardpoint.boundary.step_part_components import describe_fault as describe_fault
 from hardpoint.core.engine.encoder_cache import EncoderCacheManager
 from hardpoint.core.engine.policy import PolicyArguments
 from hardpoint.core.engine.worker_launch import WorkerProcess

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -295,7 +296,7 @@ class StepPartSuite(ComponentSuite):
             return []
 
         try:
-            check_growth(_Attributes(part, half), use, _REQUESTS)  # type: ignore[arg-type]
+            check_growth(SimpleNamespace(part=part, half=half), use, _REQUESTS)
         finally:
             half.close()
             part.close()
@@ -375,14 +376,6 @@ class _Scripted:
     def source(self, kind: str, name: str) -> str:
         """Return how messages name a component."""
         return f"{kind} {name!r}"
-
-
-class _Attributes:
-    """The attributes of a part and its half, to be counted."""
-
-    def __init__(self, part: StepPart, half: EngineHalf) -> None:
-        self.of_part = {name: value for name, value in vars(part).items() if name != "context"}
-        self.half = half
 
 
 class _PlainHalf(EngineHalf):

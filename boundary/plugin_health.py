@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.stats import Health, StepFault
+from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.plugin_set import PluginSet
 
 
 class PluginHealth:
-    """Counts the requests that each plugin ended; quarantines logits processors.
+    """Counts the requests that each plugin ended; quarantines third-party logits processors.
 
-    A plugin that every request needs, such as the tokenizer, is never quarantined.
+    A built-in is never quarantined: arguments that contradict one another end their own request,
+    and a client could have a built-in refused to all others by a few of these. Nor is a plugin that
+    every request needs, such as the tokenizer.
 
     Attributes:
         ended: by plugin name, the requests that it ended.
@@ -19,7 +22,9 @@ class PluginHealth:
 
     def __init__(self, plugins: PluginSet, quarantine_after: int) -> None:
         """Quarantine a plugin after `quarantine_after` distinct requests; 0 never does."""
-        self._dispensable = {entry.name for entry in plugins.entries("logits_processors")}
+        self._dispensable = {
+            entry.name for entry in plugins.entries("logits_processors") if is_third_party(entry)
+        }
         self._quarantine_after = quarantine_after
         self.ended: dict[str, set[str]] = {}
         self.deadly: dict[str, str] = {}

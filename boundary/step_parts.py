@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
-
-import numpy as np
 
 from hardpoint.errors import HardpointError, PluginFaultError, RequestError, shown
 from hardpoint.plugins import (
@@ -20,11 +18,11 @@ from hardpoint.plugins import (
     ModelRunnerOutput,
     Request,
     RequestFault,
+    Scheduler,
     SchedulerOutput,
     WaitingFor,
     WaitReason,
 )
-from hardpoint.plugins.component import Context
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.plan import PartData
 from hardpoint.plugins.step_part import EngineHalf, StepPart
@@ -34,31 +32,17 @@ from hardpoint.registry.plugin_set import PluginSet
 from .activity import PluginCalls
 from .errors import close_named
 from .faults import StepFaults
+from .step_part_returns import (
+    combined_masks,
+    cost_defect,
+    mask_defect,
+    names_defect,
+    reason_defect,
+    shown_reason,
+)
 
 _SKIPPED = "the step goes on without it"
 _ENDED = "the requests that use it end"
-
-
-class Components:
-    """Builds the components of other kinds that step parts drive."""
-
-    def __init__(self, plugins: PluginSet) -> None:
-        """Build components that are enabled in `plugins`."""
-        self._plugins = plugins
-
-    def create(self, kind: str, name: str, context: type[Context[Any]], **fields: Any) -> Any:
-        """Build an enabled component."""
-        return self._plugins.create(self._plugins.get(kind, name), context, **fields)
-
-    def source(self, kind: str, name: str) -> str:
-        """Return how messages name a component."""
-        return str(self._plugins.get(kind, name).source)
-
-
-def describe_fault(error: BaseException) -> str:
-    """Return class and text of a component's exception; raise one that is the user's interrupt."""
-    raise_unless_fault(error)
-    return describe(error)
 
 
 class BoundPart:
@@ -126,12 +110,17 @@ class EngineParts:
         self._active: list[BoundPart] = []  # with users
         self._by_request: dict[str, list[BoundPart]] = {}
         self._again: set[str] = set()  # ids of ended requests that others have now
+        self._scheduler: Scheduler | None = None
         self._faults: dict[str, RequestFault] = {}
         self.gates = _Gates(self)
 
     def __bool__(self) -> bool:
         """Return whether there are any parts."""
         return bool(self._parts)
+
+    def follow(self, scheduler: Scheduler) -> None:
+        """Ask a scheduler which requests are live, where an id was used again."""
+        self._scheduler = scheduler
 
     def of(self, request_id: str) -> Sequence[BoundPart]:
         """Return the parts that a live request uses."""
@@ -184,9 +173,7 @@ class EngineParts:
         if not self._active and not self._again:
             return data
         for request_id in plan.finished_request_ids:
-            if request_id in self._again:
-                self._again.remove(request_id)
-            else:
+            if not self._is_of_former(request_id):
                 self._end(request_id)
         for part in self._active:
             if plan.preempted_request_ids and part.overrides("preempted"):
@@ -206,7 +193,11 @@ class EngineParts:
         found: set[str] = set()
         for part in self._active:
             if part.overrides("needs_results"):
-                found.update(self._for_plan(part, "needs_results", plan) or ())
+                names = self._for_plan(part, "needs_results", plan) or ()
+                if (defect := names_defect(names)) is None:
+                    found.update(names)
+                else:
+                    self._blame(part, plan, f"its needs_results() {defect}")
         return found
 
     def mask(self, plan: SchedulerOutput) -> GrammarBitmask | None:
@@ -217,9 +208,8 @@ class EngineParts:
                 mask = self._for_plan(part, "mask", plan)
                 if mask is None:
                     continue
-                if foreign := set(mask.request_ids) - part.users:
-                    named = ", ".join(map(repr, sorted(foreign)))
-                    self._blame(part, plan, f"its mask() has rows of {named}, which do not use it")
+                if (defect := mask_defect(mask, part.users, plan)) is not None:
+                    self._blame(part, plan, f"its mask() {defect}")
                 else:
                     masks.append((part, mask))
         if len(masks) < 2:
@@ -228,21 +218,12 @@ class EngineParts:
 
     def _combined(self, masks: Sequence[tuple[BoundPart, GrammarBitmask]]) -> GrammarBitmask:
         """Return the tokens that every mask allows; nothing left is a fault that names both."""
-        rows: dict[str, np.ndarray] = {}
-        makers: dict[str, list[BoundPart]] = {}
-        for part, mask in masks:
-            names = np.array(mask.request_ids)
-            for name in dict.fromkeys(mask.request_ids):
-                own = np.asarray(mask.bitmask)[names == name]
-                rows[name] = rows[name] & own if name in rows else own
-                makers.setdefault(name, []).append(part)
-        for name, allowed in rows.items():
-            if not allowed[0].any():
-                named = " and ".join(str(part.source) for part in makers[name])
-                self._faults[name] = RequestFault(f"{named}: no token is allowed by both")
-                allowed[:] = -1  # what is sampled is dropped
-        request_ids = [name for name, own in rows.items() for _ in own]
-        return GrammarBitmask(request_ids, np.concatenate(list(rows.values())))
+        combined, nothing_left = combined_masks(masks)
+        for name, makers in nothing_left.items():
+            named = " and ".join(str(part.source) for part in makers)
+            both = " by both" if len(makers) > 1 else ""
+            self._faults[name] = RequestFault(f"{named}: no token is allowed{both}")
+        return combined
 
     def result(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> dict[str, RequestFault]:
         """Let the parts read a result; return the requests that end with an error."""
@@ -252,6 +233,9 @@ class EngineParts:
             if not part.overrides("result"):
                 continue
             found = self._for_plan(part, "result", plan, result) or {}
+            if not isinstance(found, Mapping):
+                self._blame(part, plan, f"its result() gave {shown(found)}, expected a mapping")
+                continue
             for name, fault in found.items():
                 if name in part.users and isinstance(fault, RequestFault):
                     self._faults.setdefault(name, fault)
@@ -280,6 +264,18 @@ class EngineParts:
         with ExitStack() as stack:
             for part in self._parts:
                 stack.callback(part.close)
+
+    def _is_of_former(self, request_id: str) -> bool:
+        """Return whether a reported end is that of a request before the live one of its id."""
+        if request_id not in self._again:
+            return False
+        live: bool | None = None
+        if self._scheduler is not None:
+            with suppress(NotImplementedError):  # optional for schedulers
+                live = self._scheduler.live_request(request_id) is not None
+        if not live:  # else it stays, for a lost plan's ends are reported again
+            self._again.remove(request_id)
+        return live is not False
 
     def _end(self, request_id: str) -> None:
         """Notify the parts of the end of a request that they know, and forget it."""
@@ -356,16 +352,24 @@ class _Gates:
         self._costs: dict[str, list[tuple[BoundPart, Mapping[str, int]]]] = {}  # by running request
 
     def holds(self, request: Request) -> bool:
-        """Return whether a part has a gate for a request."""
-        return any(part.overrides("gate") for part in self._parts.of(request.request_id))
+        """Return whether a part has a gate for a request, or counts what it costs."""
+        parts = self._parts.of(request.request_id)
+        return any(part.overrides("gate") or part.overrides("cost") for part in parts)
 
     def wait_reason(self, request: Request) -> WaitReason | None:
         """Return why a request that has not run is not ready; None if it is."""
         for part in self._parts.of(request.request_id):
             if part.overrides("gate"):
-                reason = _call_for(part, "gate", request)
+                reason = _as_reason(part, _call_for(part, "gate", request))
                 if reason is not None:
-                    return _as_reason(part, reason)
+                    return reason
+        for part, cost in self._cost_of(request):
+            for name, amount in cost.items():
+                if amount > part.capacity.get(name, 0):
+                    raise RequestError(
+                        f"{part.source}: it needs {amount} of {name}, of which there are "
+                        f"{part.capacity.get(name, 0)}"
+                    )
         return None
 
     def lacks(self, request: Request) -> WaitReason | None:
@@ -398,24 +402,37 @@ class _Gates:
 
     def _cost_of(self, request: Request) -> list[tuple[BoundPart, Mapping[str, int]]]:
         return [
-            (part, _call_for(part, "cost", request) or {})
+            (part, _checked_cost(part, request))
             for part in self._parts.of(request.request_id)
             if part.overrides("cost")
         ]
 
 
-def _as_reason(part: BoundPart, reason: Any) -> WaitReason:
+def _checked_cost(part: BoundPart, request: Request) -> Mapping[str, int]:
+    """Return what a request costs; nothing if that is not known and the step goes on without it.
+
+    Raises:
+        RequestError: the part failed.
+    """
+    cost: Mapping[str, int] = _call_for(part, "cost", request) or {}
+    if (defect := cost_defect(cost)) is None:
+        return cost
+    if (fault := part.fault(f"its cost() {defect}")) is not None:
+        raise RequestError(fault.message)
+    return {}
+
+
+def _as_reason(part: BoundPart, reason: Any) -> WaitReason | None:
     """Return what a gate gave as a reason.
 
     Raises:
         RequestError: it is none.
     """
-    if isinstance(reason, WaitReason):
-        return reason
-    if isinstance(reason, str):
-        return WaitReason(WaitingFor.PART, f"{part.name}: {reason}")
-    fault = part.fault(f"its gate() gave {shown(reason)}, expected a reason or None")
-    raise RequestError(fault.message if fault else "")
+    if (defect := reason_defect(reason)) is None:
+        return shown_reason(part.name, reason)
+    if (fault := part.fault(f"its gate() {defect}")) is not None:
+        raise RequestError(fault.message)
+    return None
 
 
 class GatesAsGrammars:

@@ -27,12 +27,13 @@ _EXTERNAL_GROUPS = {"vllm.logits_processors": "logits_processors"}
 def is_third_party(plugin: Source | PluginEntry) -> bool:
     """Return whether a plugin does not come with Hardpoint itself.
 
-    Guards treat all plugins the same. What differs: a component that runs when the engine process
-    dies twice is left out only if it is a third party's, the message of a dead engine names
+    Guards treat all plugins the same. What differs: a logits processor that ended several requests,
+    and a component that runs when the engine process dies twice, are left out only if they are a
+    third party's, the message of a dead engine names
     the requests that used such logits processors, and only a scheduler of Hardpoint is known to
     leave priorities to the policy.
     """
-    return plugin.distribution != DISTRIBUTION
+    return plugin.distribution not in _DISTRIBUTIONS
 
 
 @dataclass(frozen=True, order=True)

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from hardpoint.testing.running.executor_suite import ExecutorSuite
     from hardpoint.testing.running.hook_suite import HookSuite
     from hardpoint.testing.running.serving import ServerAnswer, TestServer, serve
+    from hardpoint.testing.running.step_part_suite import StepPartSuite
     from hardpoint.testing.sampling_suite import SamplerSuite
     from hardpoint.testing.scheduling.cache_replay import measure_hit_rate
     from hardpoint.testing.scheduling.eviction_suite import EvictionPolicySuite
@@ -85,6 +86,7 @@ __all__ = [
     "ScriptedModel",
     "ServerAnswer",
     "StatSinkSuite",
+    "StepPartSuite",
     "TestServer",
     "TokenizerSuite",
     "WeightLoaderSuite",
@@ -127,6 +129,7 @@ _LAZY = {
     "SchedulingPolicySuite": "scheduling.policy_suite",
     "ServerAnswer": "running.serving",
     "StatSinkSuite": "reporting.sink_suite",
+    "StepPartSuite": "running.step_part_suite",
     "TestServer": "running.serving",
     "TokenizerSuite": "text.tokenizer_suite",
     "load_ops": "engine_access",

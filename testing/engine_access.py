@@ -23,6 +23,8 @@ import torch
 from hardpoint import typed
 from hardpoint.boundary.checked_model import cut_weights as cut_weights
 from hardpoint.boundary.faults import FaultReporter
+from hardpoint.boundary.step_part_components import Components
+from hardpoint.boundary.step_part_components import describe_fault as describe_fault
 from hardpoint.core.engine.encoder_cache import EncoderCacheManager
 from hardpoint.core.engine.policy import PolicyArguments
 from hardpoint.core.engine.worker_launch import WorkerProcess
@@ -69,6 +71,7 @@ from hardpoint.plugins.kv_cache import KVCacheGroup, KVCacheManager
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.manifest import PluginEntry, Source
 from hardpoint.plugins.quantization import QuantizedWeight
+from hardpoint.plugins.step_part import ComponentFactory
 from hardpoint.registry.catalog import Catalog
 from hardpoint.registry.discovery import installed_version
 from hardpoint.registry.hooks import HookSet as HookSet
@@ -123,6 +126,21 @@ def with_creator(context: Context[Any], kind: str) -> Context[Any]:
         return component
 
     return dataclasses.replace(context, creator=create)
+
+
+def engine_config(extra: Mapping[str, Any]) -> EngineConfig:
+    """Return the configuration that a table makes, with the defaults for the rest.
+
+    Raises:
+        ConfigError: it is not valid.
+    """
+    config: EngineConfig = typed.convert(dict(extra), EngineConfig, path="")
+    return config
+
+
+def installed_components(config: EngineConfig) -> ComponentFactory:
+    """Return the factory of the components that a configuration enables, for a step part."""
+    return Components(resolve_plugins(config))
 
 
 def load_default_scheduler() -> type[Scheduler]:

@@ -15,13 +15,8 @@ import msgspec
 
 from hardpoint.boundary.activity import Activity
 from hardpoint.boundary.faults import CALL_LOST, StepFaults, create_all
-from hardpoint.boundary.step_parts import (
-    Components,
-    EngineParts,
-    GatesAsGrammars,
-    describe_fault,
-    open_parts,
-)
+from hardpoint.boundary.step_part_components import Components, describe_fault
+from hardpoint.boundary.step_parts import EngineParts, GatesAsGrammars, open_parts
 from hardpoint.core.kv_cache import (
     BlockManager,
     BlockMetadata,

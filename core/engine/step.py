@@ -104,6 +104,7 @@ class StepRunner:
         self._executor = parts.executor
         self._activity = parts.activity
         self._step_parts = parts.step_parts
+        self._step_parts.follow(parts.scheduler)
         self._unsent: list[Outputs] = []
         self._check = ResultCheck(parts.executor_label, parts.scheduler)
         self._batches = BatchQueue(parts.executor.max_concurrent_batches)

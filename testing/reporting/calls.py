@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 from hardpoint.plugins.component import Component
@@ -91,12 +92,12 @@ def in_thread(method: Callable[[], object]) -> None:
 
 
 def check_growth(
-    component: Component, use: Callable[[int], list[weakref.ref[Any]]], calls: int
+    component: Component | SimpleNamespace, use: Callable[[int], list[weakref.ref[Any]]], calls: int
 ) -> None:
     """Check that a component keeps nothing of what it is given.
 
     Args:
-        component: the one that is used.
+        component: the one that is used, or several under names.
         use: uses it once, with a number; returns references to what was given.
         calls: number of uses after which sizes are compared with those after twice as many.
 

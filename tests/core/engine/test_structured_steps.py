@@ -47,7 +47,9 @@ class Masks(EngineHalf):
             assert on_their_way <= 1, "it has not seen the tokens of an earlier step"
         if not self.gives:
             return None
-        return GrammarBitmask(names, np.full((len(names), 2048), -1, np.int32))
+        drafts = plan.draft_token_ids
+        rows = [name for name in names for _ in range(1 + len(drafts.get(name, ())))]
+        return GrammarBitmask(rows, np.full((len(rows), 2048), -1, np.int32))
 
 
 class Watched(DefaultScheduler):

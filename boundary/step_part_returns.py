@@ -1,0 +1,103 @@
+"""What the methods of step parts return, checked before the engine uses it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from hardpoint.errors import shown
+from hardpoint.plugins import GrammarBitmask, SchedulerOutput, WaitingFor, WaitReason
+
+MakerT = TypeVar("MakerT")
+
+
+def mask_defect(mask: Any, users: Collection[str], plan: SchedulerOutput) -> str | None:
+    """Return what is wrong with a mask, as the end of a sentence; None if nothing is."""
+    if not isinstance(mask, GrammarBitmask):
+        return f"gave {shown(mask)}, expected a GrammarBitmask"
+    names, bits = mask.request_ids, mask.bitmask
+    if foreign := set(names) - set(users):
+        named = ", ".join(map(repr, sorted(foreign)))
+        return f"has rows of {named}, which do not use it"
+    if not isinstance(bits, np.ndarray) or bits.dtype != np.int32 or bits.ndim != 2:
+        return "has a bitmask that is no int32 array of two dimensions"
+    if len(bits) != len(names):
+        return f"has {len(bits)} rows for {len(names)} request ids"
+    drafts = plan.draft_token_ids
+    for name, count in Counter(names).items():
+        if name in plan.num_scheduled_tokens and count != 1 + len(drafts.get(name, ())):
+            return f"has {count} rows of {name!r}, expected {1 + len(drafts.get(name, ()))}"
+    return None
+
+
+def cost_defect(cost: Any) -> str | None:
+    """Return what is wrong with the cost of a request, as the end of a sentence; None if nothing.
+
+    Args:
+        cost: what cost() returned.
+    """
+    if isinstance(cost, Mapping) and all(
+        isinstance(name, str) and isinstance(amount, int) and amount >= 0
+        for name, amount in cost.items()
+    ):
+        return None
+    return f"gave {shown(cost)}, expected an amount of each resource"
+
+
+def names_defect(names: Any) -> str | None:
+    """Return what is wrong with request ids, as the end of a sentence; None if nothing is.
+
+    Args:
+        names: what needs_results() returned.
+    """
+    if isinstance(names, Collection) and not isinstance(names, str):
+        return None
+    return f"gave {shown(names)}, expected request ids"
+
+
+def reason_defect(reason: Any) -> str | None:
+    """Return what is wrong with a reason to wait, as the end of a sentence; None if nothing is.
+
+    Args:
+        reason: what gate() returned.
+    """
+    if reason is None or isinstance(reason, str | WaitReason):
+        return None
+    return f"gave {shown(reason)}, expected a reason or None"
+
+
+def shown_reason(part: str, reason: WaitReason | str | None) -> WaitReason | None:
+    """Return a reason as requests show it: a text with the name of its part."""
+    if isinstance(reason, str):
+        return WaitReason(WaitingFor.PART, f"{part}: {reason}")
+    return reason
+
+
+def combined_masks(
+    masks: Sequence[tuple[MakerT, GrammarBitmask]],
+) -> tuple[GrammarBitmask, dict[str, list[MakerT]]]:
+    """Return the tokens that every mask allows.
+
+    Args:
+        masks: with what made them.
+
+    Returns:
+        The mask, and the makers of the masks of each request for which nothing is left; its rows
+        allow everything, for what is sampled is dropped.
+    """
+    rows: dict[str, np.ndarray] = {}
+    makers: dict[str, list[MakerT]] = {}
+    for maker, mask in masks:
+        names = np.array(mask.request_ids)
+        for name in dict.fromkeys(mask.request_ids):
+            own = np.asarray(mask.bitmask)[names == name]
+            rows[name] = rows[name] & own if name in rows else own
+            makers.setdefault(name, []).append(maker)
+    nothing_left = {name: makers[name] for name, allowed in rows.items() if not allowed[0].any()}
+    for name in nothing_left:
+        rows[name][:] = -1
+    request_ids = [name for name, own in rows.items() for _ in own]
+    return GrammarBitmask(request_ids, np.concatenate(list(rows.values()))), nothing_left

@@ -1,0 +1,207 @@
+"""The rules of step parts, and the checks of what their methods return."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hardpoint.plugins import GrammarBitmask, RequestFault
+from hardpoint.testing.suite import Rule, short_repr
+
+USES = Rule(
+    "uses: it returns a bool, and check returns or raises a RequestError",
+    "decide by the request alone, and refuse a request by a RequestError",
+)
+GATE = Rule(
+    "gate: it returns None, a text or a WaitReason, or raises a RequestError",
+    "refuse a request that can never run by a RequestError with the reason",
+)
+READY = Rule(
+    "ready: the gate of each request ends in bounded time",
+    "return None or raise a RequestError when what the request waits for has ended, failed or "
+    "taken too long",
+)
+COSTS = Rule(
+    "costs: each call gives the same amounts of resources that `capacity` names",
+    "compute the amounts from the request alone, and count nothing: the engine releases them",
+)
+DATA = Rule(
+    "data: begin returns bytes, and None in a plan without requests that use the part",
+    "serialise what the worker halves need, and look which of your requests the plan schedules",
+)
+MASKS = Rule(
+    "masks: each planned request has no row or 1 + drafts rows, which allow some token",
+    "build int32 [rows, ceil(vocab_size / 32)] with consecutive rows of each request of the plan "
+    "that uses the part, and report a request for which nothing is left in `result`",
+)
+RESULTS = Rule(
+    "results: result ends requests of the plan that use the part, each by a RequestFault",
+    "return a mapping of their ids to RequestFault, empty if all go on",
+)
+LOST = Rule(
+    "lost plans: a plan that is lost and planned again has the same masks",
+    "advance by the tokens of the request, which follow a result, and not by the calls of begin; "
+    "let lost() and preempted() take any plan and any request that use the part",
+)
+ALONE = Rule(
+    "alone as together: what a request gets does not depend on others",
+    "keep what you know by request id; a part that divides something among requests sets "
+    "`shares = True` in its suite",
+)
+ENDED = Rule(
+    "ended: nothing is kept for the id of a request that ended or was refused",
+    "forget the id in ended() and in refused(), whatever the request had reached",
+)
+READS_ONLY = Rule(
+    "reads only: plan, request and result belong to the engine",
+    "copy what you want to change",
+)
+
+
+@dataclass(frozen=True)
+class GateLimits:
+    """After both of these, a gate that still waits is one that never ends.
+
+    Attributes:
+        steps: in which it was asked.
+        seconds: since the first of them.
+    """
+
+    steps: int
+    seconds: float
+
+    def check(self, steps: int, since: float, reason: Any) -> None:
+        """Check the calls of a gate so far.
+
+        Raises:
+            Violation: there were too many.
+        """
+        seconds = time.monotonic() - since
+        if steps > self.steps and seconds > self.seconds:
+            raise READY.violation(
+                f"after {steps} calls in {seconds:.1f} s gate() still returns {short_repr(reason)}"
+            )
+
+
+def check_costs(first: Any, second: Any, capacity: Mapping[str, int]) -> None:
+    """Check two answers of cost() for one request.
+
+    Raises:
+        Violation: they differ, or are no amounts of resources.
+    """
+    for cost in (first, second):
+        if not isinstance(cost, Mapping):
+            raise COSTS.violation(f"cost() returned {short_repr(cost)}, expected a mapping")
+        for name, amount in cost.items():
+            if name not in capacity:
+                raise COSTS.violation(
+                    f"cost() names {name!r}, capacity has {sorted(capacity)}",
+                    "set `capacity` in the half to the amount of each resource",
+                )
+            if type(amount) is not int or amount < 0:
+                raise COSTS.violation(f"cost() returned {short_repr(amount)} of {name!r}")
+    if dict(first) != dict(second):
+        raise COSTS.violation(f"cost() returned {dict(first)}, and when asked again {dict(second)}")
+
+
+def check_data(data: Any, users: Collection[str]) -> None:
+    """Check what begin() returned for a plan with `users`.
+
+    Raises:
+        Violation: it is no bytes, or the plan has no request for which it could be.
+    """
+    if data is not None and not isinstance(data, bytes):
+        raise DATA.violation(f"begin() returned {short_repr(data)}, expected bytes or None")
+    if data is not None and not users:
+        raise DATA.violation(
+            f"begin() returned {len(data)} bytes for a plan without requests that use the part"
+        )
+
+
+def check_names(names: Any, users: Collection[str]) -> None:
+    """Check what needs_results() returned for a plan with `users`.
+
+    Raises:
+        Violation: it names others.
+    """
+    if isinstance(names, str) or not isinstance(names, Collection):
+        raise MASKS.violation(f"needs_results() returned {short_repr(names)}, expected ids")
+    if foreign := set(names) - set(users):
+        raise MASKS.violation(
+            f"needs_results() names {sorted(map(repr, foreign))}, of the plan only "
+            f"{sorted(users)} use the part"
+        )
+
+
+def check_mask(mask: Any, users: Mapping[str, int], vocab_size: int) -> dict[str, np.ndarray]:
+    """Check a mask; return the rows of each request that has some.
+
+    Args:
+        mask: what mask() returned.
+        users: number of drafts of each planned request that uses the part.
+        vocab_size: vocabulary size of the model.
+
+    Raises:
+        Violation: it does not fit the plan.
+    """
+    if mask is None:
+        return {}
+    if not isinstance(mask, GrammarBitmask):
+        raise MASKS.violation(f"mask() returned {short_repr(mask)}, expected a GrammarBitmask")
+    names, bits = list(mask.request_ids), mask.bitmask
+    shape = (len(names), -(-vocab_size // 32))
+    if not isinstance(bits, np.ndarray) or bits.dtype != np.int32 or bits.shape != shape:
+        found = f"{getattr(bits, 'dtype', type(bits).__name__)} {getattr(bits, 'shape', '')}"
+        raise MASKS.violation(f"the bitmask is {found}, expected int32 {shape}")
+    if foreign := set(names) - users.keys():
+        raise MASKS.violation(
+            f"mask() has rows of {sorted(foreign)}, of the plan only {sorted(users)} use the part"
+        )
+    rows: dict[str, np.ndarray] = {}
+    for name in dict.fromkeys(names):
+        first, count = names.index(name), names.count(name)
+        if count != 1 + users[name] or names[first : first + count] != [name] * count:
+            raise MASKS.violation(
+                f"{name!r} has {count} rows of the mask, expected {1 + users[name]} in sequence"
+            )
+        own = np.ascontiguousarray(bits[first : first + count])
+        for index in range(count):
+            if not allowed_tokens(own, index, vocab_size):
+                raise MASKS.violation(f"row {index} of {name!r} allows no token")
+        rows[name] = own.copy()
+    return rows
+
+
+def check_faults(faults: Any, users: Collection[str]) -> None:
+    """Check what result() returned for a plan with `users`.
+
+    Raises:
+        Violation: it ends others, or not by a RequestFault.
+    """
+    if not isinstance(faults, Mapping):
+        raise RESULTS.violation(f"result() returned {short_repr(faults)}, expected a mapping")
+    for name, fault in faults.items():
+        if name not in users:
+            raise RESULTS.violation(
+                f"result() ends {name!r}, of the plan only {sorted(users)} use the part"
+            )
+        if not isinstance(fault, RequestFault):
+            raise RESULTS.violation(f"result() returned {short_repr(fault)} for {name!r}")
+
+
+def allowed_tokens(rows: np.ndarray | None, index: int, vocab_size: int) -> list[int]:
+    """Return the tokens that a row allows; None allows all."""
+    if rows is None:
+        return list(range(vocab_size))
+    bits = np.unpackbits(rows[index].view(np.uint8), bitorder="little")[:vocab_size]
+    found: list[int] = np.flatnonzero(bits).tolist()
+    return found
+
+
+def is_allowed(rows: np.ndarray | None, index: int, token: int) -> bool:
+    """Return whether a row allows a token; None allows all."""
+    return rows is None or bool(rows[index].view(np.uint32)[token // 32] >> token % 32 & 1)

@@ -1,0 +1,388 @@
+"""A simulation of the engine's calls of one step part, with real requests, plans and results."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from hardpoint.plugins import (
+    EngineCoreRequest,
+    EngineHalf,
+    ModelRunnerOutput,
+    Request,
+    RequestError,
+    SamplingParams,
+    SchedulerOutput,
+    WaitReason,
+)
+from hardpoint.plugins.plan import NO_DRAFT, CachedRequests, NewRequest
+from hardpoint.testing.snapshots import snapshot
+from hardpoint.testing.suite import Rule, short_repr
+
+from . import step_part_rules as rules
+
+__all__ = ["RequestScript", "StepPartSession", "Trace", "with_id"]
+
+_MAX_RUNNING = 8
+_MAX_STEPS = 2000
+_OTHER = "other"  # a request that uses no part
+
+
+@dataclass(frozen=True)
+class RequestScript:
+    """The life of one request.
+
+    Attributes:
+        request: as it arrives.
+        arrives: step in which it does.
+        steps: tokens or drafts that it gets at most, then it ends.
+        seed: seed of its drafts and of the choice among allowed tokens.
+        preempted_after: number of its steps after which it is preempted; 0 is never.
+        ends: "finish"; "refused", after its check; "aborted", in the step after its arrival.
+    """
+
+    request: EngineCoreRequest
+    arrives: int = 0
+    steps: int = 3
+    seed: int = 0
+    preempted_after: int = 0
+    ends: str = "finish"
+
+
+@dataclass
+class Trace:
+    """The calls of a part for one request.
+
+    Attributes:
+        gate: "ready", "refused", or "" where it was not asked to the end.
+        cost: cost of the request.
+        masks: rows of each of its steps, as bytes; None where all tokens are allowed.
+        ended: "finished", "fault", "refused" or "aborted".
+    """
+
+    gate: str = ""
+    cost: dict[str, int] = field(default_factory=dict)
+    masks: list[bytes | None] = field(default_factory=list)
+    ended: str = ""
+
+
+@dataclass
+class _Live:
+    """A request in the simulation."""
+
+    script: RequestScript
+    request: Request
+    trace: Trace
+    ready: bool = False
+    running: bool = False
+    sent: bool = False  # workers have it
+    num_gate_calls: int = 0
+    gate_since: float = 0.0
+    num_steps: int = 0
+    lost_rows: bytes | None = None
+    was_lost: bool = False
+    drafts: list[int] = field(default_factory=list)
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+
+class StepPartSession:
+    """Calls a half as the engine does, and checks what it returns.
+
+    Attributes:
+        traces: traces of the requests that ended or live, by id; the newest of each id.
+        num_users: requests that used the part.
+        call_seconds: seconds of the calls of each step with a plan.
+    """
+
+    def __init__(
+        self,
+        half: EngineHalf,
+        vocab_size: int,
+        limits: rules.GateLimits,
+        *,
+        lost: Sequence[int] = (),
+        watch: bool = False,
+    ) -> None:
+        """Begin without requests.
+
+        Args:
+            half: half of the part.
+            vocab_size: vocabulary size of the model.
+            limits: limits of a gate.
+            lost: numbers of plans that are lost, before or after their mask in turn.
+            watch: whether to compare what the half is given before and after each call.
+        """
+        self.half, self._vocab_size, self._limits = half, vocab_size, limits
+        self._lost, self._watch = frozenset(lost), watch
+        self.traces: dict[str, Trace] = {}
+        self.num_users = 0
+        self.call_seconds: list[float] = []
+        self._waiting: list[_Live] = []
+        self._running: dict[str, _Live] = {}
+        self._used: Counter[str] = Counter()
+        self._finished: list[str] = []
+        self._preempted: set[str] = set()
+        self._seconds = 0.0
+        self._step = 0
+
+    def play(self, scripts: Sequence[RequestScript]) -> dict[str, Trace]:
+        """Play scripts to their ends; return their traces by id.
+
+        Raises:
+            Violation: a rule was broken.
+        """
+        coming = sorted(scripts, key=lambda script: script.arrives)
+        started, computed = self._step, 0
+        while coming or self._waiting or self._running or self._finished:
+            now = self._step - started
+            while coming and coming[0].arrives <= now:
+                self._add(coming.pop(0))
+            self._abort(now)
+            self._admit()
+            if self._run_plan():
+                computed += 1
+            else:
+                self._call(rules.GATE, "wait")
+            self._step += 1
+            if computed > _MAX_STEPS:
+                left = [live.request_id for live in (*self._waiting, *self._running.values())]
+                raise rules.READY.violation(f"after {_MAX_STEPS} steps {left} have not ended")
+        return self.traces
+
+    def _add(self, script: RequestScript) -> None:
+        """Let a request arrive."""
+        live = _Live(script, Request(script.request), Trace())
+        self.traces[live.request_id] = live.trace
+        uses = self._call(rules.USES, "uses", script.request)
+        if not isinstance(uses, bool):
+            raise rules.USES.violation(f"uses() returned {short_repr(uses)}, expected a bool")
+        if not uses:
+            live.trace.ended = "other"
+            return
+        self.num_users += 1
+        try:
+            self._call(rules.USES, "check", script.request)
+        except RequestError:
+            live.trace.ended = "refused"
+            self._call(rules.ENDED, "refused", live.request_id)
+            return
+        if script.ends == "refused":
+            self._call(rules.ENDED, "refused", live.request_id)
+            live.trace.ended = "refused"
+            return
+        self._waiting.append(live)
+
+    def _abort(self, now: int) -> None:
+        for live in [*self._waiting, *self._running.values()]:
+            if live.script.ends == "aborted" and now > live.script.arrives:
+                self._end(live, "aborted")
+
+    def _end(self, live: _Live, how: str) -> None:
+        live.trace.ended = how
+        self._release(live)
+        if live in self._waiting:
+            self._waiting.remove(live)
+        self._preempted.discard(live.request_id)
+        self._finished.append(live.request_id)
+
+    def _release(self, live: _Live) -> None:
+        if self._running.pop(live.request_id, None) is not None:
+            self._used.subtract(live.trace.cost)
+
+    def _admit(self) -> None:
+        """Ask the gates of requests that wait, and run those with room."""
+        for live in list(self._waiting):
+            if not live.ready and not self._ask_gate(live):
+                continue
+            if len(self._running) < _MAX_RUNNING and self._has_room(live):
+                self._waiting.remove(live)
+                self._running[live.request_id] = live
+                self._used.update(live.trace.cost)
+
+    def _ask_gate(self, live: _Live) -> bool:
+        if not live.num_gate_calls:
+            live.gate_since = time.monotonic()
+        live.num_gate_calls += 1
+        try:
+            reason = self._call(rules.GATE, "gate", live.request)
+        except RequestError:
+            live.trace.gate = "refused"
+            self._end(live, "refused")
+            return False
+        if reason is None:
+            live.ready, live.trace.gate = True, "ready"
+            return True
+        if not isinstance(reason, str | WaitReason):
+            raise rules.GATE.violation(f"gate() returned {short_repr(reason)}")
+        self._limits.check(live.num_gate_calls, live.gate_since, reason)
+        return False
+
+    def _has_room(self, live: _Live) -> bool:
+        first = self._call(rules.COSTS, "cost", live.request)
+        second = self._call(rules.COSTS, "cost", live.request)
+        rules.check_costs(first, second, self.half.capacity)
+        cost = dict(first)
+        if live.trace.cost and live.trace.cost != cost:
+            raise rules.COSTS.violation(
+                f"cost() returned {live.trace.cost} for a request, and later {cost}"
+            )
+        live.trace.cost = cost
+        capacity = self.half.capacity
+        if any(amount > capacity[name] for name, amount in cost.items()):
+            self._end(live, "refused")
+            return False
+        return all(self._used[name] + n <= capacity[name] for name, n in cost.items())
+
+    def _run_plan(self) -> bool:
+        """Plan, execute and process one step; return whether it computed anything."""
+        batch = list(self._running.values())
+        for live in batch:
+            live.drafts = self._draw_drafts(live)
+        plan = self._plan(batch)
+        self._seconds = 0.0
+        for name in self._finished:
+            self._call(rules.ENDED, "ended", name)
+        for name in self._preempted:
+            self._call(rules.LOST, "preempted", name)
+        self._finished, self._preempted = [], set()
+        if not batch and not self._waiting:  # the engine calls no part without live requests
+            return False
+        users = {live.request_id: len(live.drafts) for live in batch}
+        data = self._call(rules.DATA, "begin", plan)
+        rules.check_data(data, users)
+        rules.check_names(self._call(rules.MASKS, "needs_results", plan), users)
+        lost = self._step in self._lost and bool(batch)
+        if lost and self._step % 2:
+            self._call(rules.LOST, "lost", plan)
+            return True
+        mask = self._call(rules.MASKS, "mask", plan)
+        rows = rules.check_mask(mask, users, self._vocab_size)
+        for live in batch:
+            self._check_again(live, rows, lost)
+        if lost:
+            self._call(rules.LOST, "lost", plan)
+            return True
+        self._process(plan, batch, rows)
+        if batch:
+            self.call_seconds.append(self._seconds)
+        return bool(batch)
+
+    def _plan(self, batch: Sequence[_Live]) -> SchedulerOutput:
+        new, cached = [], []
+        for live in batch:
+            if live.sent:
+                cached.append(live.request)
+                continue
+            request = live.request
+            outputs, resumed = list(request.output_token_ids), live.num_steps > 0
+            new.append(NewRequest(request.source, outputs, [[0]], 0, resumed))
+        num = {live.request_id: 1 + len(live.drafts) for live in batch}
+        if self._step % 3 == 0:
+            cached.append(Request(_other_request()))
+            num[_OTHER] = 1
+        return SchedulerOutput(
+            step=self._step + 1,
+            new_requests=new,
+            cached_requests=CachedRequests([r.request_id for r in cached], [0] * len(cached)),
+            num_scheduled_tokens=num,
+            total_num_scheduled_tokens=sum(num.values()),
+            draft_token_ids={x.request_id: x.drafts for x in batch if x.drafts},
+            preempted_request_ids=frozenset(self._preempted),
+            finished_request_ids=frozenset(self._finished),
+        )
+
+    def _draw_drafts(self, live: _Live) -> list[int]:
+        drawn = random.Random(f"{live.script.seed} {live.num_steps} drafts")
+        count = drawn.choice([0, 0, 1, 2])
+        tokens = [drawn.randrange(self._vocab_size) for _ in range(count)]
+        if tokens and drawn.random() < 0.2:
+            tokens[-1] = NO_DRAFT
+        return tokens
+
+    def _check_again(self, live: _Live, rows: Mapping[str, Any], lost: bool) -> None:
+        """Compare the mask of a plan with that of the lost plan before it."""
+        own = rows.get(live.request_id)
+        found = None if own is None else own.tobytes()
+        if live.was_lost and live.lost_rows != found:
+            raise rules.LOST.violation(
+                f"the mask of {live.request_id!r} is another one when its lost plan is planned "
+                "again"
+            )
+        live.was_lost, live.lost_rows = lost, found if lost else None
+
+    def _process(
+        self, plan: SchedulerOutput, batch: Sequence[_Live], rows: Mapping[str, Any]
+    ) -> None:
+        """Sample, let the part read the result, and give the tokens to the requests."""
+        sampled = {live.request_id: self._sample(live, rows) for live in batch}
+        if _OTHER in plan.num_scheduled_tokens:
+            sampled[_OTHER] = [0]
+        output = ModelRunnerOutput(sampled_token_ids=sampled)
+        faults = self._call(rules.RESULTS, "result", plan, output)
+        rules.check_faults(faults, {live.request_id for live in batch})
+        for live in batch:
+            own = rows.get(live.request_id)
+            live.trace.masks.append(None if own is None else own.tobytes())
+            live.num_steps += 1
+            live.sent = True
+            if live.request_id in (faults or {}):
+                self._end(live, "fault")
+                continue
+            for token in sampled[live.request_id]:
+                live.request.append(token)
+            ends = live.request.source.eos_token_ids
+            if live.num_steps >= live.script.steps or set(ends) & {*sampled[live.request_id]}:
+                self._end(live, "finished")
+            elif live.num_steps == live.script.preempted_after:
+                self._release(live)
+                live.sent, live.request.num_preemptions = False, 1
+                self._preempted.add(live.request_id)
+                self._waiting.insert(0, live)
+
+    def _sample(self, live: _Live, rows: Mapping[str, Any]) -> list[int]:
+        """Return the accepted drafts and one more token that the mask allows."""
+        drawn = random.Random(f"{live.script.seed} {live.num_steps} tokens")
+        own, accepted = rows.get(live.request_id), list[int]()
+        ends = live.request.source.eos_token_ids
+        for index, token in enumerate(live.drafts):
+            if token == NO_DRAFT or not rules.is_allowed(own, index, token) or token in ends:
+                break
+            accepted.append(token)
+        allowed = rules.allowed_tokens(own, len(accepted), self._vocab_size)
+        return [*accepted, drawn.choice(allowed)]
+
+    def _call(self, rule: Rule, method: str, *given: Any) -> Any:
+        """Call a method of the half; anything raised but a RequestError of a new one is wrong."""
+        before = snapshot(given) if self._watch else None
+        may_refuse = method in ("check", "gate")
+        started = time.perf_counter()
+        try:
+            returned = getattr(self.half, method)(*given)
+        except Exception as cause:
+            if may_refuse and isinstance(cause, RequestError):
+                raise
+            raise rule.violation(f"{method}() raised {type(cause).__name__}: {cause}") from cause
+        finally:
+            self._seconds += time.perf_counter() - started
+        if self._watch and snapshot(given) != before:
+            raise rules.READS_ONLY.violation(f"{method}() changed what it was given")
+        return returned
+
+
+def _other_request() -> EngineCoreRequest:
+    return EngineCoreRequest(request_id=_OTHER, prompt_token_ids=[1], params=SamplingParams())
+
+
+def with_id(script: RequestScript, request_id: str, **changes: Any) -> RequestScript:
+    """Return a script whose request has another id, and other changes."""
+    request = msgspec.structs.replace(script.request, request_id=request_id)
+    return RequestScript(**{**vars(script), **changes, "request": request})

@@ -1,0 +1,429 @@
+"""The conformance suite for step parts; the built-in ones pass it too."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from hypothesis import assume
+from hypothesis import strategies as st
+
+from hardpoint.plugins import (
+    EngineCoreRequest,
+    EngineHalf,
+    GrammarBitmask,
+    SamplingParams,
+    SchedulerOutput,
+    StepPart,
+    StepPartContext,
+    WorkerHalf,
+)
+from hardpoint.plugins.component import Component, Context
+from hardpoint.plugins.grammars import Vocabulary
+from hardpoint.plugins.step_part import EngineHalfContext, WorkerHalfContext
+from hardpoint.testing.component_suite import ComponentSuite
+from hardpoint.testing.engine_access import describe_fault, engine_config, installed_components
+from hardpoint.testing.reporting.calls import CLOSE, MEMORY, call, check_growth, releasing_all
+from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
+
+from . import step_part_rules as rules
+from .step_part_session import RequestScript, StepPartSession, Trace, with_id
+
+CONTRACT = "contract: the loader can check and build the class and its halves"
+SPEED = Rule(
+    "speed: the calls of a step take no longer than a multiple of those of a plain part",
+    "follow each request from where it was in the last step, and fill only its own rows; or set "
+    "`times_plain`",
+)
+
+_REQUESTS = 500  # after which sizes are compared with those after twice as many
+_RUNNING = 8
+_TIMED_STEPS = 15
+_END = 256  # the token that ends a text in the vocabulary of bytes
+_BYTES = Vocabulary(tokens=(*(bytes([byte]) for byte in range(256)), b"<eos>"), special=(_END,))
+
+
+class StepPartSuite(ComponentSuite):
+    """Base class of a test class, which sets `part`, and overrides `requests`.
+
+    Attributes:
+        part: the class under test.
+        config: tables of the engine's configuration, as an operator writes them.
+        components: what the part's factory builds instead of installed components: classes by
+            kind and name.
+        vocabulary: vocabulary of the tokenizer; None for an engine without one.
+        vocab_size: vocabulary size of the model.
+        shares: whether the part divides something among requests, so that what one gets depends
+            on the others.
+        ready_steps: calls of a gate after which, and
+        ready_seconds: seconds after which, it has to have ended.
+        times_plain: maximum time of a step's calls, as a multiple of those of a part that allows
+            every token; None does not measure.
+    """
+
+    kind = "step_parts"
+    part: ClassVar[type[StepPart]]
+    config: ClassVar[Mapping[str, Any]] = {}
+    components: ClassVar[Mapping[str, Mapping[str, type[Component]]]] = {}
+    vocabulary: ClassVar[Vocabulary | None] = _BYTES
+    vocab_size: ClassVar[int] = 300
+    shares: ClassVar[bool] = False
+    ready_steps: ClassVar[int] = 100
+    ready_seconds: ClassVar[float] = 10.0
+    times_plain: ClassVar[float | None] = 100.0
+
+    def requests(self) -> st.SearchStrategy[EngineCoreRequest]:
+        """Return a strategy for requests, of which most use the part; their ids are replaced."""
+        return st.builds(
+            lambda prompt, temperature, tags: EngineCoreRequest(
+                request_id="",
+                prompt_token_ids=prompt,
+                params=SamplingParams(temperature=temperature),
+                eos_token_ids=[_END],
+                tags=tags,
+            ),
+            st.lists(st.integers(0, 255), min_size=1, max_size=6),
+            st.sampled_from([0.0, 1.0]),
+            st.sampled_from([{}, {"tenant": "acme"}]),
+        )
+
+    def _component(self) -> type[Component]:
+        return self.part
+
+    def test_contract(self) -> None:
+        """The class states its contract and can be built; its options survive pickling."""
+        self._run_checks(
+            CONTRACT,
+            lambda: reject_replaced_tests(type(self), StepPartSuite),
+            self._check_contract,
+            self._check_halves,
+        )
+
+    def test_steps(self) -> None:
+        """Requests that live alone or together are treated as the contract states."""
+        used = [0]
+
+        def check(scripts: list[RequestScript]) -> None:
+            with self._opened() as session:
+                session.play(scripts)
+                used[0] += session.num_users
+
+        self._search(rules.MASKS.text, 60, check, scripts=self._scripts(4))
+        if not used[0]:
+            self._fail("requests: some use the part", _unused())
+
+    def test_lost_plans(self) -> None:
+        """A plan that is lost is planned again with the same masks."""
+
+        def check(scripts: list[RequestScript], lost: list[int]) -> None:
+            with self._opened(lost=lost) as session:
+                session.play(scripts)
+
+        steps = st.lists(st.integers(0, 8), min_size=1, max_size=4)
+        self._search(rules.LOST.text, 40, check, scripts=self._scripts(3), lost=steps)
+
+    def test_alone_as_together(self) -> None:
+        """A request gets the same whether it is alone or not."""
+        if self.shares:
+            pytest.skip("shares is True: what a request gets depends on the others")
+
+        def check(scripts: list[RequestScript]) -> None:
+            with self._opened() as session:
+                together = session.play(scripts)
+            for script in scripts:
+                name = script.request.request_id
+                with self._opened() as session:
+                    alone = session.play([with_id(script, name, arrives=0)])[name]
+                _compare(script, alone, together[name], rules.ALONE, "alone", "among others")
+
+        self._search(rules.ALONE.text, 30, check, scripts=self._scripts(4, min_size=2))
+
+    def test_ids_used_again(self) -> None:
+        """A request with the id of one that ended gets what it gets in a new part."""
+
+        def check(scripts: list[RequestScript], ends: str) -> None:
+            first, second = (with_id(script, "again", arrives=0) for script in scripts[:2])
+            second = with_id(second, "again", ends="finish")
+            with self._opened() as session:
+                session.play([with_id(first, "again", ends=ends)])
+                again = session.play([second])["again"]
+            with self._opened() as session:
+                fresh = session.play([second])["again"]
+            _compare(second, fresh, again, rules.ENDED, "in a new part", "after one of its id")
+
+        self._search(
+            rules.ENDED.text,
+            30,
+            check,
+            scripts=self._scripts(2, min_size=2),
+            ends=st.sampled_from(["finish", "refused", "aborted"]),
+        )
+
+    def test_reads_only(self) -> None:
+        """The part changes no plan, no request and no result."""
+
+        def check(scripts: list[RequestScript], lost: list[int]) -> None:
+            with self._opened(lost=lost, watch=True) as session:
+                session.play(scripts)
+
+        steps = st.lists(st.integers(0, 6), max_size=2)
+        self._search(rules.READS_ONLY.text, 15, check, scripts=self._scripts(2), lost=steps)
+
+    def test_memory(self) -> None:
+        """Nothing grows with the number of requests."""
+        self._search(
+            MEMORY.text,
+            1,
+            self._check_memory,
+            scripts=st.lists(self._script(), min_size=3, max_size=3),
+        )
+
+    def test_close(self) -> None:
+        """Close releases everything; a second close does no harm."""
+        self._search(CLOSE.text, 2, self._check_close, scripts=self._scripts(3))
+
+    def test_speed(self) -> None:
+        """The calls of a step take no longer than a multiple of a plain part's."""
+        if self.times_plain is None:
+            pytest.skip("times_plain is None")
+        scripts = st.lists(self._script(), min_size=3, max_size=3)
+        self._search(SPEED.text, 1, self._check_speed, scripts=scripts)
+
+    def _script(self) -> st.SearchStrategy[RequestScript]:
+        return st.builds(
+            RequestScript,
+            request=self.requests(),
+            arrives=st.integers(0, 3),
+            steps=st.integers(1, 6),
+            seed=st.integers(0, 1 << 16),
+            preempted_after=st.integers(0, 3),
+            ends=st.sampled_from(["finish"] * 6 + ["refused", "aborted"]),
+        )
+
+    def _scripts(self, max_size: int, min_size: int = 1) -> st.SearchStrategy[list[RequestScript]]:
+        """Return a strategy for scripts with ids of their own."""
+        scripts = st.lists(self._script(), min_size=min_size, max_size=max_size)
+        return scripts.map(lambda drawn: [with_id(x, f"r{n}") for n, x in enumerate(drawn)])
+
+    def _make(self) -> tuple[StepPart, EngineHalf]:
+        """Return a new part and its half in the engine."""
+        config = engine_config(self.config)
+        part: StepPart = self._build(StepPartContext, config=config)
+        half = call(
+            _CONTRACT_RULE,
+            part.engine_half,
+            EngineHalfContext(
+                components=_Scripted(self, config),
+                describe_fault=describe_fault,
+                clock=time.monotonic,
+                scheduler="the scheduler",
+                vocab_size=self.vocab_size,
+                vocabulary=self.vocabulary,
+                block_size=16,
+            ),
+        )
+        if not isinstance(half, EngineHalf):
+            raise _CONTRACT_RULE.violation(
+                f"engine_half() returned {short_repr(half)}, expected an EngineHalf"
+            )
+        return part, half
+
+    def _opened(self, **named: Any) -> _Opened:
+        return _Opened(self, named)
+
+    def _session(self, half: EngineHalf, **named: Any) -> StepPartSession:
+        limits = rules.GateLimits(self.ready_steps, self.ready_seconds)
+        return StepPartSession(half, self.vocab_size, limits, **named)
+
+    def _check_halves(self) -> None:
+        import torch  # noqa: PLC0415 - only a part with a worker half needs it
+
+        part, half = self._make()
+        capacity = half.capacity
+        if not isinstance(capacity, Mapping) or not all(
+            isinstance(name, str) and type(amount) is int and amount >= 0
+            for name, amount in capacity.items()
+        ):
+            raise _CONTRACT_RULE.violation(
+                f"capacity is {short_repr(capacity)}, expected an amount by name"
+            )
+        worker = call(
+            _CONTRACT_RULE,
+            part.worker_half,
+            WorkerHalfContext(
+                device=torch.device("cpu"),
+                rank=0,
+                world_size=1,
+                vocab_size=self.vocab_size,
+                hidden_size=16,
+            ),
+        )
+        if worker is not None and not isinstance(worker, WorkerHalf):
+            raise _CONTRACT_RULE.violation(
+                f"worker_half() returned {short_repr(worker)}, expected a WorkerHalf or None"
+            )
+        for closed in (half, worker, part):
+            if closed is not None:
+                call(CLOSE, closed.close)
+
+    def _ready(self, scripts: Sequence[RequestScript]) -> list[RequestScript]:
+        """Return the scripts that run in the part; another case is drawn if there are none."""
+        found = []
+        for number, script in enumerate(scripts):
+            tried = with_id(script, f"t{number}", arrives=0, ends="finish")
+            with self._opened() as session:
+                if session.play([tried])[f"t{number}"].gate == "ready":
+                    found.append(tried)
+        assume(found)
+        return found
+
+    def _check_memory(self, scripts: list[RequestScript]) -> None:
+        scripts = self._ready(scripts)
+        part, half = self._make()
+
+        def use(number: int) -> list[weakref.ref[Any]]:
+            script = scripts[number % len(scripts)]
+            session = self._session(half)
+            session.play([with_id(script, f"m{number}", arrives=0, steps=min(script.steps, 2))])
+            return []
+
+        try:
+            check_growth(SimpleNamespace(part=part, half=half), use, _REQUESTS)
+        finally:
+            half.close()
+            part.close()
+
+    def _check_close(self, scripts: list[RequestScript]) -> None:
+        with releasing_all():
+            part, half = self._make()
+            self._session(half).play(scripts)
+            for closed in (half, part):
+                call(CLOSE, closed.close)
+        for closed in (half, part):
+            call(CLOSE, closed.close)
+
+    def _check_speed(self, scripts: list[RequestScript]) -> None:
+        scripts = [
+            with_id(script, f"s{n}", steps=_TIMED_STEPS, preempted_after=0)
+            for n, script in zip(range(_RUNNING), itertools.cycle(self._ready(scripts)))
+        ]
+        plain, limit = _PlainHalf(self.vocab_size), self.times_plain or 0.0
+        least = float("inf")
+        for _ in range(3):  # on a machine that others use, the best of some
+            seconds = self._step_seconds(plain, scripts)
+            part, half = self._make()
+            try:
+                least = min(least, self._step_seconds(half, scripts) / seconds)
+            finally:
+                half.close()
+                part.close()
+            if least <= limit:
+                return
+        raise SPEED.violation(
+            f"they take {least:.0f} times as long for {len(scripts)} requests, times_plain is "
+            f"{limit:g}"
+        )
+
+    def _step_seconds(self, half: EngineHalf, scripts: Sequence[RequestScript]) -> float:
+        session = self._session(half)
+        session.play(scripts)
+        return statistics.median(session.call_seconds or [0.0])
+
+
+_CONTRACT_RULE = Rule(CONTRACT, "return halves that derive from EngineHalf and WorkerHalf")
+
+
+class _Opened:
+    """A session with a new part, which is closed with it."""
+
+    def __init__(self, suite: StepPartSuite, named: Mapping[str, Any]) -> None:
+        self._suite, self._named = suite, named
+
+    def __enter__(self) -> StepPartSession:
+        self._part, self._half = self._suite._make()
+        return self._suite._session(self._half, **self._named)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        for closed in (self._half, self._part):
+            if kind is None:
+                call(CLOSE, closed.close)
+            else:
+                with suppress(Exception):  # the violation is the finding
+                    closed.close()
+
+
+class _Scripted:
+    """The factory of a suite: its own components, else those that are installed."""
+
+    def __init__(self, suite: StepPartSuite, config: Any) -> None:
+        self._suite, self._config = suite, config
+
+    def create(self, kind: str, name: str, context: type[Context[Any]], **fields: Any) -> Any:
+        """Build a component."""
+        cls = self._suite.components.get(kind, {}).get(name)
+        if cls is None:
+            return installed_components(self._config).create(kind, name, context, **fields)
+        return cls(context(name=name, options=cls.Options(), **fields))
+
+    def source(self, kind: str, name: str) -> str:
+        """Return how messages name a component."""
+        return f"{kind} {name!r}"
+
+
+class _PlainHalf(EngineHalf):
+    """Allows every token, row by row."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._columns, self._users = -(-vocab_size // 32), set[str]()
+
+    def gate(self, request: Any) -> None:
+        self._users.add(request.request_id)
+
+    def mask(self, plan: SchedulerOutput) -> GrammarBitmask:
+        drafts = plan.draft_token_ids
+        users = [name for name in plan.num_scheduled_tokens if name in self._users]
+        names = [name for name in users for _ in range(1 + len(drafts.get(name, ())))]
+        bits = np.zeros((len(names), self._columns), dtype=np.int32)
+        for index in range(len(names)):
+            bits[index] = -1
+        return GrammarBitmask(names, bits)
+
+    def ended(self, request_id: str) -> None:
+        self._users.discard(request_id)
+
+
+def _unused() -> Violation:
+    return Violation(
+        "uses() returned False for every request that was drawn",
+        "override requests() with a strategy for requests that use the part",
+    )
+
+
+def _compare(
+    script: RequestScript, first: Trace, second: Trace, rule: Rule, where: str, elsewhere: str
+) -> None:
+    """Compare what a request got in two sessions.
+
+    Raises:
+        Violation: it is not the same.
+    """
+    if script.ends == "aborted":  # when it happens depends on the time that a gate takes
+        return
+    for name in ("gate", "cost", "masks", "ended"):
+        one, other = getattr(first, name), getattr(second, name)
+        if name == "masks" and one != other:
+            pairs = zip(one, other, strict=False)
+            at = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+            raise rule.violation(
+                f"the mask of its step {at + 1} is another one {where} than {elsewhere}"
+            )
+        if one != other:
+            raise rule.violation(f"its {name} is {one!r} {where}, {other!r} {elsewhere}")

@@ -1,0 +1,412 @@
+"""Step parts bound to the engine: order, masks of several, faults by scope, resources, ids."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from hardpoint.boundary.faults import StepFaults
+from hardpoint.boundary.step_parts import BoundPart, EngineParts
+from hardpoint.errors import PluginConflictError, PluginFaultError, RequestError
+from hardpoint.plugins import (
+    EngineCoreRequest,
+    EngineHalf,
+    GrammarBitmask,
+    ModelRunnerOutput,
+    Request,
+    RequestFault,
+    SamplingParams,
+    SchedulerOutput,
+    StepPart,
+    WaitingFor,
+)
+from hardpoint.plugins.manifest import Source
+from hardpoint.registry.ordering import ordered_parts
+
+
+class Scripted(EngineHalf):
+    """Notes its calls; returns or raises what its class names."""
+
+    def __init__(self, **answers):
+        self.answers, self.calls, self.closed = answers, [], 0
+
+    def _answer(self, method, *given):
+        self.calls.append((method, *given))
+        found = self.answers.get(method)
+        if isinstance(found, BaseException):
+            raise found
+        return found(*given) if callable(found) else found
+
+
+METHODS = [name for name in vars(EngineHalf) if not name.startswith("_") and name != "capacity"]
+
+
+def half_of(capacity=None, **answers):
+    """Return a half that overrides the methods of `answers`, and notes their calls."""
+
+    def method(name):
+        return lambda self, *given: self._answer(name, *given)
+
+    own = {name: method(name) for name in METHODS if name in answers}
+    half = type("Half", (Scripted,), {**own, "capacity": capacity or {}})(**answers)
+    return half
+
+
+def parts_of(*halves, scope="request", faults=None):
+    faults = faults or StepFaults()
+    bound = []
+    for index, half in enumerate(halves):
+        name = f"part{index}"
+        part = SimpleNamespace(name=name, fault_scope=scope, close=lambda: None)
+        source = Source(name, f"acme:{name}", "acme", "1.0", "plugins.enable")
+        bound.append(BoundPart(part, half, source, faults))
+    return EngineParts(bound)
+
+
+def new(request_id="r"):
+    return EngineCoreRequest(
+        request_id=request_id, prompt_token_ids=[1, 2], params=SamplingParams()
+    )
+
+
+def plan_of(*names, finished=(), preempted=(), drafts=None):
+    return SchedulerOutput(
+        num_scheduled_tokens=dict.fromkeys(names, 1),
+        finished_request_ids=frozenset(finished),
+        preempted_request_ids=frozenset(preempted),
+        draft_token_ids=drafts or {},
+    )
+
+
+def mask_of(**rows):
+    return GrammarBitmask(list(rows), np.array([[row] for row in rows.values()], dtype=np.int32))
+
+
+def faults_of(parts, *names):
+    return parts.result(plan_of(*names), ModelRunnerOutput())
+
+
+def names_of(calls):
+    return [call[0] for call in calls]
+
+
+# Order
+
+
+def part_class(**attributes):
+    return type("Ordered", (StepPart,), attributes)
+
+
+def test_before_and_after_order_parts_and_else_they_stay_as_enabled():
+    parts = {
+        "c": part_class(after=["a"]),
+        "b": part_class(),
+        "a": part_class(before=["b"], after=["a", "missing"]),
+    }
+    assert ordered_parts(parts) == ["a", "c", "b"]
+
+
+def test_a_cycle_of_before_and_after_is_a_conflict():
+    parts = {"a": part_class(before=["b"]), "b": part_class(before=["a"])}
+    with pytest.raises(PluginConflictError, match=r"^step_parts: .* make a cycle: . -> . -> .$"):
+        ordered_parts(parts)
+
+
+# Calls
+
+
+def test_only_overridden_methods_of_parts_with_live_requests_are_called():
+    user = half_of(uses=True, begin=b"data", ended=None)
+    other = half_of(uses=False, begin=b"data", lost=None, wait=None)
+    parts = parts_of(user, other)
+    assert parts.begin(plan_of()) == {}
+    parts.add(new())
+    assert list(parts.begin(plan_of("r"))) == ["part0"]
+    parts.lost(plan_of("r"))
+    parts.wait()
+    assert parts.begin(plan_of(finished=["r"])) == {}
+    assert names_of(user.calls) == ["uses", "begin", "ended"]
+    assert names_of(other.calls) == ["uses"]
+
+
+def test_ended_and_preempted_come_before_begin():
+    half = half_of(begin=None, ended=None, preempted=None)
+    parts = parts_of(half)
+    for name in "abc":
+        parts.add(new(name))
+    parts.begin(plan_of("c", finished=["a"], preempted=["b", "not its own"]))
+    assert names_of(half.calls) == ["ended", "preempted", "begin"]
+    assert half.calls[:2] == [("ended", "a"), ("preempted", "b")]
+
+
+# Masks
+
+
+def test_the_masks_of_two_parts_are_combined():
+    parts = parts_of(half_of(mask=mask_of(a=0b0111, b=1)), half_of(mask=mask_of(a=0b1110)))
+    parts.add(new("a"))
+    parts.add(new("b"))
+    found = parts.mask(plan_of("a", "b"))
+    assert found.request_ids == ["a", "b"]
+    assert found.bitmask.tolist() == [[0b0110], [1]]
+
+
+def test_nothing_left_ends_the_request_by_a_fault_that_names_both():
+    parts = parts_of(half_of(mask=mask_of(a=1, b=1)), half_of(mask=mask_of(a=2, b=3)))
+    parts.add(new("a"))
+    parts.add(new("b"))
+    found = parts.mask(plan_of("a", "b"))
+    assert found.bitmask.tolist() == [[-1], [1]]
+    (fault,) = faults_of(parts, "a", "b").values()
+    assert "'part0'" in fault.message
+    assert "'part1'" in fault.message
+    assert fault.message.endswith("no token is allowed by both")
+    assert faults_of(parts, "a", "b") == {}
+
+
+def test_nothing_left_by_one_part_names_that_one():
+    parts = parts_of(half_of(mask=mask_of(a=0)), half_of(mask=mask_of(b=1)))
+    parts.add(new("a"))
+    parts.add(new("b"))
+    parts.mask(plan_of("a", "b"))
+    message = faults_of(parts, "a", "b")["a"].message
+    assert message.endswith(": no token is allowed")
+    assert "'part1'" not in message
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        ([1], "its mask() gave [1], expected a GrammarBitmask"),
+        (mask_of(a=1, foreign=1), "its mask() has rows of 'foreign', which do not use it"),
+        (GrammarBitmask(["a"], np.ones((2, 1), np.int32)), "has 2 rows for 1 request ids"),
+        (GrammarBitmask(["a"], np.ones((1, 1))), "no int32 array of two dimensions"),
+        (GrammarBitmask(["a", "a"], np.ones((2, 1), np.int32)), "has 2 rows of 'a', expected 1"),
+    ],
+)
+def test_a_mask_that_does_not_fit_the_plan_is_a_fault_of_its_part(mask, message):
+    parts = parts_of(half_of(mask=mask))
+    parts.add(new("a"))
+    assert parts.mask(plan_of("a")) is None
+    assert message in faults_of(parts, "a")["a"].message
+
+
+# Faults
+
+
+BROKEN = {
+    "begin": lambda parts: parts.begin(plan_of("r")),
+    "needs_results": lambda parts: parts.needs_results(plan_of("r")),
+    "mask": lambda parts: parts.mask(plan_of("r")),
+    "lost": lambda parts: parts.lost(plan_of("r")),
+    "preempted": lambda parts: parts.begin(plan_of("r", preempted=["r"])),
+}
+
+
+@pytest.mark.parametrize("method", BROKEN)
+def test_a_fault_of_scope_request_ends_the_users_in_the_plan(method):
+    parts = parts_of(half_of(**{method: KeyError("x"), "uses": lambda r: r.request_id != "o"}))
+    for name in ("r", "o", "waits"):
+        parts.add(new(name))
+    BROKEN[method](parts)
+    found = faults_of(parts, "r", "o")
+    assert list(found) == ["r"]
+    assert found["r"].plugin == "part0"
+    assert f"its {method}() failed: KeyError: 'x'" in found["r"].message
+    assert faults_of(parts, "r", "o", "waits") == {}
+
+
+@pytest.mark.parametrize("method", BROKEN)
+def test_a_fault_of_scope_step_is_counted_and_the_step_goes_on(method):
+    faults = StepFaults()
+    parts = parts_of(half_of(**{method: KeyError("x")}), scope="step", faults=faults)
+    parts.add(new())
+    BROKEN[method](parts)
+    assert faults_of(parts, "r") == {}
+    assert faults.report()["part0"].count == 1
+
+
+@pytest.mark.parametrize("method", BROKEN)
+def test_a_fault_of_scope_engine_ends_the_engine(method):
+    parts = parts_of(half_of(**{method: KeyError("x")}), scope="engine")
+    parts.add(new())
+    with pytest.raises(PluginFaultError, match=rf"'part0'.*its {method}\(\) failed: KeyError"):
+        BROKEN[method](parts)
+
+
+@pytest.mark.parametrize(
+    ("method", "answer", "message"),
+    [
+        ("begin", "text", "its begin() gave 'text', expected bytes"),
+        ("needs_results", 5, "its needs_results() gave 5, expected request ids"),
+        ("needs_results", "r", "its needs_results() gave 'r', expected request ids"),
+    ],
+)
+def test_a_wrong_answer_is_a_fault(method, answer, message):
+    parts = parts_of(half_of(**{method: answer}))
+    parts.add(new())
+    BROKEN[method](parts)
+    assert message in faults_of(parts, "r")["r"].message
+
+
+@pytest.mark.parametrize(
+    "answer", [{"foreign": RequestFault("no")}, {"r": "no"}, ["r"]], ids=["other", "text", "list"]
+)
+def test_a_result_that_names_others_or_no_faults_is_a_fault(answer):
+    parts = parts_of(half_of(result=answer))
+    parts.add(new())
+    assert "its result() gave " in faults_of(parts, "r")["r"].message
+
+
+def test_a_fault_of_the_worker_half_ends_its_requests():
+    parts = parts_of(half_of())
+    parts.add(new())
+    found = parts.result(plan_of("r"), ModelRunnerOutput(part_faults={"part0": "rank 1: no"}))
+    assert found["r"].message.endswith("rank 1: no")
+
+
+# Gates and resources
+
+
+def test_a_text_of_a_gate_becomes_the_reason_why_a_request_waits():
+    parts = parts_of(half_of(gate="its adapter is being read"))
+    parts.add(new())
+    assert parts.gates.holds(Request(new()))
+    reason = parts.gates.wait_reason(Request(new()))
+    assert (reason.waiting_for, reason.message) == (
+        WaitingFor.PART,
+        "part0: its adapter is being read",
+    )
+
+
+@pytest.mark.parametrize("answer", [ValueError("no"), 5])
+def test_a_broken_gate_refuses_the_request_or_is_left_out(answer):
+    for scope in ("request", "step"):
+        parts = parts_of(half_of(gate=answer), scope=scope)
+        parts.add(new())
+        if scope == "step":
+            assert parts.gates.wait_reason(Request(new())) is None
+            continue
+        with pytest.raises(RequestError, match=r"its gate\(\) (failed: ValueError: no|gave 5)"):
+            parts.gates.wait_reason(Request(new()))
+
+
+def test_a_request_waits_while_a_resource_has_no_room():
+    parts = parts_of(half_of(capacity={"slots": 3}, cost={"slots": 2}))
+    first, second = Request(new("a")), Request(new("b"))
+    for request in (first, second):
+        parts.add(request.source)
+        assert parts.gates.wait_reason(request) is None
+        assert parts.gates.lacks(request) is None
+    parts.gates.acquire(first)
+    reason = parts.gates.lacks(second)
+    assert (reason.needed, reason.available) == (2, 1)
+    assert reason.message == "part0: needs 2 of slots, 1 of 3 are free"
+    for _ in range(2):  # releasing again changes nothing
+        parts.gates.release(first)
+    assert parts.gates.lacks(second) is None
+    parts.gates.acquire(second)
+    assert parts.gates.lacks(first) is not None
+
+
+@pytest.mark.parametrize(
+    ("cost", "message"),
+    [
+        ({"slots": 4}, "it needs 4 of slots, of which there are 3"),
+        ({"seats": 1}, "it needs 1 of seats, of which there are 0"),
+        ([1], r"its cost\(\) gave \[1\], expected an amount of each resource"),
+        ({"slots": -1}, "expected an amount of each resource"),
+        (KeyError("x"), r"its cost\(\) failed: KeyError"),
+    ],
+)
+def test_a_request_that_can_never_have_its_resources_is_refused(cost, message):
+    parts = parts_of(half_of(capacity={"slots": 3}, cost=cost))
+    parts.add(new())
+    request = Request(new())
+    assert parts.gates.holds(request)
+    with pytest.raises(RequestError, match=message):
+        parts.gates.wait_reason(request)
+
+
+# Ids
+
+
+def test_a_request_refused_by_a_later_part_is_known_to_none():
+    first = half_of(check=None, refused=None, begin=b"")
+    second = half_of(check=RequestError("no"), refused=None)
+    parts = parts_of(first, second)
+    with pytest.raises(RequestError, match="^no$"):
+        parts.add(new())
+    assert names_of(first.calls) == ["check", "refused"]
+    assert not parts.of("r")
+    assert parts.begin(plan_of("r")) == {}
+
+
+def test_a_request_refused_after_its_check_is_forgotten():
+    half = half_of(check=None, refused=None, ended=None)
+    parts = parts_of(half)
+    parts.add(new())
+    parts.refused("r")
+    parts.begin(plan_of(finished=["r"]))
+    assert names_of(half.calls) == ["check", "refused"]
+
+
+class Live:
+    """A scheduler that shows the ids of live requests."""
+
+    def __init__(self, *names):
+        self.names = set(names)
+
+    def live_request(self, request_id):
+        return request_id if request_id in self.names else None
+
+
+def again(scheduler):
+    """Return parts with a live request "r", and another one before it that no plan reported."""
+    half = half_of(uses=True, ended=None)
+    parts = parts_of(half)
+    if scheduler is not None:
+        parts.follow(scheduler)
+    parts.add(new())
+    parts.add(new())  # the first one has ended
+    assert names_of(half.calls) == ["uses", "ended", "uses"]
+    half.calls.clear()
+    return parts, half
+
+
+class ShowsNone:
+    def live_request(self, request_id):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("scheduler", [None, ShowsNone(), Live("r")])
+def test_an_id_used_again_at_once_is_not_ended_by_the_report_of_the_first(scheduler):
+    parts, half = again(scheduler)
+    parts.begin(plan_of("r", finished=["r"]))
+    assert half.calls == []
+    assert len(parts.of("r")) == 1
+    if isinstance(scheduler, Live):
+        scheduler.names.clear()
+    parts.begin(plan_of(finished=["r"]))
+    assert names_of(half.calls) == ["ended"]
+
+
+def test_nor_by_a_second_report_after_the_plan_was_lost():
+    scheduler = Live("r")
+    parts, half = again(scheduler)
+    parts.begin(plan_of("r", finished=["r"]))
+    parts.lost(plan_of("r", finished=["r"]))
+    parts.begin(plan_of("r", finished=["r"]))
+    assert half.calls == []
+    scheduler.names.clear()
+    parts.begin(plan_of(finished=["r"]))
+    assert names_of(half.calls) == ["ended"]
+
+
+def test_both_requests_of_an_id_may_end_before_a_plan_reports_them():
+    parts, half = again(Live())
+    parts.begin(plan_of(finished=["r"]))
+    assert names_of(half.calls) == ["ended"]
+    assert not parts.of("r")

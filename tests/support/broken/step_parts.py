@@ -1,0 +1,339 @@
+"""Step parts with one mistake each, and the correct one from which they derive."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hardpoint.plugins import (
+    EngineHalf,
+    GrammarBitmask,
+    RequestError,
+    RequestFault,
+    StepPart,
+)
+
+
+class GoodHalf(EngineHalf):
+    """Allows each user the tokens of one rest modulo 7, which grows with its output."""
+
+    capacity = {"slots": 4}
+
+    def __init__(self, context):
+        self.vocab_size = context.vocab_size
+        self.requests, self.asked = {}, set()
+
+    def uses(self, request):
+        return request.prompt_token_ids[0] % 5 != 0
+
+    def check(self, request):
+        if request.prompt_token_ids[0] % 11 == 1:
+            raise RequestError("not this one")
+
+    def gate(self, request):
+        name = request.request_id
+        if name not in self.asked:
+            self.asked.add(name)
+            return "its adapter is being read"
+        if request.source.prompt_token_ids[0] % 13 == 1:
+            raise RequestError("its adapter cannot be read")
+        self.requests[name] = request
+        return None
+
+    def cost(self, request):
+        return {"slots": 1 + request.num_prompt_tokens % 2}
+
+    def planned(self, plan):
+        return [name for name in plan.num_scheduled_tokens if name in self.requests]
+
+    def begin(self, plan):
+        names = self.planned(plan)
+        return ",".join(names).encode() if names else None
+
+    def needs_results(self, plan):
+        return self.planned(plan)
+
+    def rest(self, request, index):
+        return (request.source.prompt_token_ids[0] + len(request.output_token_ids) + index) % 7
+
+    def mask(self, plan):
+        names, rows = [], []
+        for name in self.planned(plan):
+            for index in range(1 + len(plan.draft_token_ids.get(name, ()))):
+                names.append(name)
+                rows.append(self.row(self.requests[name], index))
+        return GrammarBitmask(names, np.array(rows, dtype=np.int32)) if names else None
+
+    def row(self, request, index):
+        width = -(-self.vocab_size // 32) * 32
+        tokens = np.arange(width)
+        bits = (tokens % 7 == self.rest(request, index)) & (tokens < self.vocab_size)
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+    def result(self, plan, result):
+        return {}
+
+    def lost(self, plan):
+        pass
+
+    def preempted(self, request_id):
+        pass
+
+    def refused(self, request_id):
+        self.forget(request_id)
+
+    def ended(self, request_id):
+        self.forget(request_id)
+
+    def forget(self, request_id):
+        self.requests.pop(request_id, None)
+        self.asked.discard(request_id)
+
+
+class Good(StepPart):
+    contract = 1
+    half = GoodHalf
+
+    def engine_half(self, context):
+        return self.half(context)
+
+
+def part_of(half, **attributes):
+    """Return a part with a half, named as it is."""
+    name = half.__name__.strip("_").removesuffix("Half")
+    return type(name, (Good,), {"contract": 1, "half": half, "__module__": __name__, **attributes})
+
+
+class NoContract(StepPart):
+    def engine_half(self, context):
+        return GoodHalf(context)
+
+
+class GivesNoHalf(Good):
+    contract = 1
+
+    def engine_half(self, context):
+        return None
+
+
+class _MasksOthersHalf(GoodHalf):
+    def mask(self, plan):
+        found = super().mask(plan)
+        others = [name for name in plan.num_scheduled_tokens if name not in self.requests]
+        if found is None or not others:
+            return found
+        rows = np.concatenate([found.bitmask, found.bitmask[:1]])
+        return GrammarBitmask([*found.request_ids, others[0]], rows)
+
+
+class _ChangingCostHalf(GoodHalf):
+    calls = 0
+
+    def cost(self, request):
+        self.calls += 1
+        return {"slots": 1 + self.calls % 2}
+
+
+class _UnknownResourceHalf(GoodHalf):
+    def cost(self, request):
+        return {"slots": 1, "seats": 1}
+
+
+class _NeverReadyHalf(GoodHalf):
+    def gate(self, request):
+        return "any moment now"
+
+
+class _GateRaisesHalf(GoodHalf):
+    def gate(self, request):
+        if request.num_prompt_tokens > 1:
+            raise ValueError("no")
+        return super().gate(request)
+
+
+class _GateGivesBoolHalf(GoodHalf):
+    def gate(self, request):
+        return super().gate(request) is None
+
+
+class _UsesGivesPromptHalf(GoodHalf):
+    def uses(self, request):
+        return request.prompt_token_ids
+
+
+class _UsesNoneHalf(GoodHalf):
+    def uses(self, request):
+        return False
+
+
+class _AlwaysDataHalf(GoodHalf):
+    def begin(self, plan):
+        return super().begin(plan) or b""
+
+
+class _TextAsDataHalf(GoodHalf):
+    def begin(self, plan):
+        return ",".join(self.planned(plan))
+
+
+class _RaisesInLostHalf(GoodHalf):
+    def lost(self, plan):
+        raise KeyError(plan.step)
+
+
+class _CountsPlansHalf(GoodHalf):
+    """Advances by the plans that it saw, of which some are lost."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.plans = {}
+
+    def begin(self, plan):
+        for name in self.planned(plan):
+            self.plans[name] = self.plans.get(name, 0) + 1
+        return super().begin(plan)
+
+    def rest(self, request, index):
+        return (self.plans[request.request_id] + index) % 7
+
+    def forget(self, request_id):
+        super().forget(request_id)
+        self.plans.pop(request_id, None)
+
+
+class _EndsOthersHalf(GoodHalf):
+    def result(self, plan, result):
+        names = result.sampled_token_ids.keys() - self.requests.keys()
+        return {name: RequestFault("it is over") for name in names}
+
+
+class _FaultAsTextHalf(GoodHalf):
+    def result(self, plan, result):
+        return dict.fromkeys(self.planned(plan), "it is over")
+
+
+class _RemembersHalf(GoodHalf):
+    """Keeps what an aborted or finished request had first."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.first = {}
+
+    def gate(self, request):
+        self.first.setdefault(request.request_id, request.source.prompt_token_ids[0])
+        return super().gate(request)
+
+    def rest(self, request, index):
+        return (self.first[request.request_id] + index) % 7
+
+
+class _ForgetsLateHalf(GoodHalf):
+    """Ends with an error where an id is used again."""
+
+    def ended(self, request_id):
+        pass
+
+    def gate(self, request):
+        if self.requests.get(request.request_id, request) is not request:
+            raise AssertionError("it runs already")
+        return super().gate(request)
+
+
+class _WrongShapeHalf(GoodHalf):
+    def row(self, request, index):
+        return super().row(request, index)[:-1]
+
+
+class _WrongTypeHalf(GoodHalf):
+    def mask(self, plan):
+        found = super().mask(plan)
+        return found and GrammarBitmask(found.request_ids, found.bitmask.astype(np.int64))
+
+
+class _OneRowEachHalf(GoodHalf):
+    """Has no rows for drafts."""
+
+    def mask(self, plan):
+        names = self.planned(plan)
+        rows = [self.row(self.requests[name], 0) for name in names]
+        return GrammarBitmask(names, np.array(rows, dtype=np.int32)) if names else None
+
+
+class _AllowsNothingHalf(GoodHalf):
+    def rest(self, request, index):
+        return 7 if len(request.output_token_ids) > 1 else super().rest(request, index)
+
+
+class _SharedPositionHalf(GoodHalf):
+    """Masks by the number of requests."""
+
+    def rest(self, request, index):
+        return (super().rest(request, index) + len(self.requests)) % 7
+
+
+class _WritesPlanHalf(GoodHalf):
+    def begin(self, plan):
+        data = super().begin(plan)
+        plan.num_scheduled_tokens.pop("other", None)
+        return data
+
+
+class _WritesResultHalf(GoodHalf):
+    def result(self, plan, result):
+        result.sampled_token_ids.pop("other", None)
+        return {}
+
+
+class _GrowsHalf(GoodHalf):
+    def __init__(self, context):
+        super().__init__(context)
+        self.seen = []
+
+    def ended(self, request_id):
+        super().ended(request_id)
+        self.seen.append(request_id)
+
+
+class _ClosesOnceHalf(GoodHalf):
+    files = True
+
+    def close(self):
+        del self.files
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.files = []
+
+
+class _SlowHalf(GoodHalf):
+    def mask(self, plan):
+        for _ in range(200):
+            super().mask(plan)
+        return super().mask(plan)
+
+
+MasksOthers = part_of(_MasksOthersHalf)
+ChangingCost = part_of(_ChangingCostHalf)
+UnknownResource = part_of(_UnknownResourceHalf)
+NeverReady = part_of(_NeverReadyHalf)
+GateRaises = part_of(_GateRaisesHalf)
+GateGivesBool = part_of(_GateGivesBoolHalf)
+UsesGivesPrompt = part_of(_UsesGivesPromptHalf)
+UsesNone = part_of(_UsesNoneHalf)
+AlwaysData = part_of(_AlwaysDataHalf)
+TextAsData = part_of(_TextAsDataHalf)
+RaisesInLost = part_of(_RaisesInLostHalf)
+CountsPlans = part_of(_CountsPlansHalf)
+EndsOthers = part_of(_EndsOthersHalf)
+FaultAsText = part_of(_FaultAsTextHalf)
+Remembers = part_of(_RemembersHalf)
+ForgetsLate = part_of(_ForgetsLateHalf)
+WrongShape = part_of(_WrongShapeHalf)
+WrongType = part_of(_WrongTypeHalf)
+OneRowEach = part_of(_OneRowEachHalf)
+AllowsNothing = part_of(_AllowsNothingHalf)
+SharedPosition = part_of(_SharedPositionHalf)
+WritesPlan = part_of(_WritesPlanHalf)
+WritesResult = part_of(_WritesResultHalf)
+Grows = part_of(_GrowsHalf)
+ClosesOnce = part_of(_ClosesOnceHalf)
+Slow = part_of(_SlowHalf)

@@ -1,0 +1,80 @@
+"""The built-in step parts, and plain good ones, pass the public conformance kit."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+from support.broken.step_parts import Good
+from support.kit_suites import assert_tests_builtins
+from support.searching import kit_examples
+
+from hardpoint.features.structured import StructuredOutput
+from hardpoint.plugins import EngineCoreRequest, GrammarBackend, ReasoningMarkers, SamplingParams
+from hardpoint.plugins.structured import StructuredOutputs
+from hardpoint.testing import StepPartSuite
+
+pytest_plugins = ["hardpoint.testing"]
+
+
+class Rising:
+    """Letters, none of them before the last one; may end after two."""
+
+    def __init__(self, first, tokens=()):
+        self.first, self.tokens = first, list(tokens)
+
+    def fill_bitmask(self, row):
+        for token in range(self.tokens[-1] if self.tokens else self.first, 123):
+            row.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
+        return len(self.tokens) >= 2
+
+    def advance(self, token_id):
+        allowed = (self.tokens[-1] if self.tokens else self.first) <= token_id < 123
+        if allowed:
+            self.tokens.append(token_id)
+        return allowed
+
+    def rollback(self, count):
+        del self.tokens[-count:]
+
+    def fork(self):
+        return Rising(self.first, self.tokens)
+
+
+class RisingLetters(GrammarBackend):
+    contract = 1
+    formats = ("regex",)
+
+    def compile(self, structured):
+        if structured.regex == "wrong":
+            raise ValueError("not this one")
+        return Rising(ord(structured.regex))
+
+
+class TestGood(StepPartSuite):
+    examples = kit_examples()
+    part = Good
+
+
+class TestStructuredOutput(StepPartSuite):
+    examples = kit_examples()
+    part = StructuredOutput
+    components = {"grammars": {"llguidance": RisingLetters}}
+
+    def requests(self):
+        markers = ReasoningMarkers(start=((7, 8),), end=(9,))
+        return st.builds(
+            lambda regex, prompt, markers: EngineCoreRequest(
+                request_id="",
+                prompt_token_ids=prompt,
+                params=SamplingParams(structured=regex and StructuredOutputs(regex=regex)),
+                eos_token_ids=[256],
+                reasoning_markers=markers,
+            ),
+            st.sampled_from(["a", "h", "w", "wrong", None]),
+            st.lists(st.integers(1, 20), min_size=1, max_size=4),
+            st.sampled_from([None, markers]),
+        )
+
+
+def test_all_builtins_are_tested():
+    assert_tests_builtins("step_parts", "part", globals())

@@ -1,0 +1,66 @@
+"""Step parts with one mistake each fail their rule, with a helpful message."""
+
+from __future__ import annotations
+
+import pytest
+from support.broken import step_parts as broken
+from support.kit_suites import assert_fails, label, messages_of, stop_at_first_failure, suite_tests
+
+from hardpoint.testing import StepPartSuite
+
+# step part, test that it fails, rule, pattern of the message
+STEP_PARTS = [
+    (broken.NoContract, "contract", "contract", "add `contract = 1` to its class body"),
+    (broken.GivesNoHalf, "contract", "contract", "returned None, expected an EngineHalf"),
+    (broken.MasksOthers, "steps", "masks", r"has rows of \['other'\], of the plan only"),
+    (broken.WrongShape, "steps", "masks", r"bitmask is int32 \(\d, 9\), expected int32 \(\d, 10"),
+    (broken.WrongType, "steps", "masks", "bitmask is int64"),
+    (broken.OneRowEach, "steps", "masks", "has 1 rows of the mask, expected [23] in sequence"),
+    (broken.AllowsNothing, "steps", "masks", "row . of 'r.' allows no token"),
+    (broken.ChangingCost, "steps", "costs", r"returned \{'slots': .\}, and when asked again"),
+    (broken.UnknownResource, "steps", "costs", r"names 'seats', capacity has \['slots'\]"),
+    (broken.NeverReady, "steps", "ready", r"still returns 'any moment now'"),
+    (broken.GateRaises, "steps", "gate", "gate.. raised ValueError: no"),
+    (broken.GateGivesBool, "steps", "gate", "gate.. returned (True|False)"),
+    (broken.UsesGivesPrompt, "steps", "uses", r"uses.. returned \[.*\], expected a bool"),
+    (broken.UsesNone, "steps", "requests", "override requests.. with a strategy"),
+    (broken.AlwaysData, "steps", "data", "0 bytes for a plan without requests that use"),
+    (broken.TextAsData, "steps", "data", "expected bytes or None"),
+    (broken.EndsOthers, "steps", "result", "result.. ends 'other'"),
+    (broken.FaultAsText, "steps", "result", "returned 'it is over' for 'r.'"),
+    (broken.RaisesInLost, "lost_plans", "lost plans", "lost.. raised KeyError"),
+    (
+        broken.CountsPlans,
+        "lost_plans",
+        "lost plans",
+        "is another one when its lost plan is planned",
+    ),
+    (broken.SharedPosition, "alone_as_together", "alone as", "step . is another one alone than"),
+    (broken.Remembers, "ids_used_again", "ended", "in a new part than after one of its id"),
+    (broken.ForgetsLate, "ids_used_again", "(ended|gate)", "it runs already"),
+    (broken.WritesPlan, "reads_only", "reads only", "begin.. changed what it was given"),
+    (broken.WritesResult, "reads_only", "reads only", "result.. changed what it was given"),
+    (broken.Grows, "memory", "memory", "its attributes grew from"),
+    (broken.ClosesOnce, "close", "close", "raised AttributeError"),
+    (broken.Slow, "speed", "speed", "times as long for 8 requests, times_plain is"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _brief(monkeypatch):
+    stop_at_first_failure(monkeypatch)
+
+
+@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), STEP_PARTS, ids=label)
+def test_a_broken_step_part_fails_its_rule(cls, test, rule, pattern):
+    attributes = {"part": cls, "ready_seconds": 0.05}
+    assert_fails(StepPartSuite, attributes, test, rule, pattern)
+
+
+def test_every_test_catches_a_step_part():
+    assert {test for _, test, _, _ in STEP_PARTS} == suite_tests(StepPartSuite)
+
+
+def test_a_part_that_divides_something_may_set_shares():
+    attributes = {"part": broken.SharedPosition, "shares": True, "examples": 0.2}
+    assert messages_of(StepPartSuite, attributes, ["alone_as_together"]) == {}

@@ -268,7 +268,10 @@ class EngineParts:
         """Wait a moment for what gates wait for."""
         for part in self._active:
             if part.overrides("wait"):
-                part.run("wait")
+                try:
+                    part.run("wait")
+                except BaseException as cause:
+                    part.fault("its wait() failed", cause)
 
     def close(self) -> None:
         """Close all parts."""
@@ -316,6 +319,7 @@ class EngineParts:
     def _forget(self, request_id: str) -> None:
         users = self._by_request.pop(request_id, None)
         self._faults.pop(request_id, None)
+        self.gates.forget(request_id)
         if users:
             for part in users:
                 part.users.discard(request_id)
@@ -348,11 +352,13 @@ class _Gates:
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
         self._used: dict[str, Counter[str]] = {}  # by part
-        self._costs: dict[str, list[tuple[BoundPart, Mapping[str, int]]]] = {}  # by running request
+        self._costs: dict[str, list[tuple[BoundPart, Mapping[str, int]]]] = {}  # by request
+        self._running: dict[str, list[tuple[BoundPart, Mapping[str, int]]]] = {}
 
     def holds(self, request: Request) -> bool:
-        """Return whether a part has a gate for a request."""
-        return any(part.overrides("gate") for part in self._parts.of(request.request_id))
+        """Return whether a part has a gate for a request, or counts what it costs."""
+        users = self._parts.of(request.request_id)
+        return any(part.overrides("gate") or part.overrides("cost") for part in users)
 
     def wait_reason(self, request: Request) -> WaitReason | None:
         """Return why a request that has not run is not ready; None if it is."""
@@ -361,11 +367,13 @@ class _Gates:
                 reason = _call_for(part, "gate", request)
                 if reason is not None:
                     return _as_reason(part, reason)
+        # Here, where a request may be refused, for `lacks` is no place to fail.
+        self._costs[request.request_id] = self._cost_of(request)
         return None
 
     def lacks(self, request: Request) -> WaitReason | None:
         """Return which resource has no room for a request; None if all have."""
-        for part, cost in self._cost_of(request):
+        for part, cost in self._costs.get(request.request_id, ()):
             used = self._used.get(part.name, Counter())
             for name, amount in cost.items():
                 room = part.capacity.get(name, 0) - used[name]
@@ -381,22 +389,38 @@ class _Gates:
 
     def acquire(self, request: Request) -> None:
         """Count the resources of a request that starts to run."""
-        if costs := self._cost_of(request):
-            self._costs[request.request_id] = costs
+        if costs := self._costs.get(request.request_id):
+            self._running[request.request_id] = costs
             for part, cost in costs:
                 self._used.setdefault(part.name, Counter()).update(cost)
 
     def release(self, request: Request) -> None:
         """Release the resources of a request that no longer runs."""
-        for part, cost in self._costs.pop(request.request_id, ()):
+        for part, cost in self._running.pop(request.request_id, ()):
             self._used[part.name].subtract(cost)
 
+    def forget(self, request_id: str) -> None:
+        """Forget what a request costs."""
+        self._costs.pop(request_id, None)
+
     def _cost_of(self, request: Request) -> list[tuple[BoundPart, Mapping[str, int]]]:
-        return [
-            (part, _call_for(part, "cost", request) or {})
-            for part in self._parts.of(request.request_id)
-            if part.overrides("cost")
-        ]
+        """Return the costs of a request, by part.
+
+        Raises:
+            RequestError: it costs more than the capacity, or a part failed.
+        """
+        costs: list[tuple[BoundPart, Mapping[str, int]]] = []
+        for part in self._parts.of(request.request_id):
+            cost = _call_for(part, "cost", request) if part.overrides("cost") else None
+            for name, amount in (cost or {}).items():
+                if amount > (capacity := part.capacity.get(name, 0)):
+                    raise RequestError(
+                        f"{part.source}: the request needs {amount} of {name}, of which there "
+                        f"are {capacity}"
+                    )
+            if cost:
+                costs.append((part, cost))
+        return costs
 
 
 def _as_reason(part: BoundPart, reason: Any) -> WaitReason:

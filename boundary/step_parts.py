@@ -364,10 +364,9 @@ class _Gates:
         """Return why a request that has not run is not ready; None if it is."""
         for part in self._parts.of(request.request_id):
             if part.overrides("gate"):
-                reason = _call_for(part, "gate", request)
+                reason = _as_reason(part, _call_for(part, "gate", request))
                 if reason is not None:
-                    return _as_reason(part, reason)
-        # Here, where a request may be refused, for `lacks` is no place to fail.
+                    return reason
         self._costs[request.request_id] = self._cost_of(request)
         return None
 
@@ -389,10 +388,9 @@ class _Gates:
 
     def acquire(self, request: Request) -> None:
         """Count the resources of a request that starts to run."""
-        if costs := self._costs.get(request.request_id):
-            self._running[request.request_id] = costs
-            for part, cost in costs:
-                self._used.setdefault(part.name, Counter()).update(cost)
+        costs = self._running[request.request_id] = self._costs.get(request.request_id, [])
+        for part, cost in costs:
+            self._used.setdefault(part.name, Counter()).update(cost)
 
     def release(self, request: Request) -> None:
         """Release the resources of a request that no longer runs."""
@@ -415,26 +413,27 @@ class _Gates:
             for name, amount in (cost or {}).items():
                 if amount > (capacity := part.capacity.get(name, 0)):
                     raise RequestError(
-                        f"{part.source}: the request needs {amount} of {name}, of which there "
-                        f"are {capacity}"
+                        f"{part.source}: needs {amount} of {name}, of which there are {capacity}"
                     )
             if cost:
                 costs.append((part, cost))
         return costs
 
 
-def _as_reason(part: BoundPart, reason: Any) -> WaitReason:
+def _as_reason(part: BoundPart, reason: Any) -> WaitReason | None:
     """Return what a gate gave as a reason.
 
     Raises:
-        RequestError: it is none.
+        RequestError: it is of another type.
     """
-    if isinstance(reason, WaitReason):
+    if reason is None or isinstance(reason, WaitReason):
         return reason
     if isinstance(reason, str):
         return WaitReason(WaitingFor.PART, f"{part.name}: {reason}")
     fault = part.fault(f"its gate() gave {shown(reason)}, expected a reason or None")
-    raise RequestError(fault.message if fault else "")
+    if fault is None:  # the part is left out
+        return None
+    raise RequestError(fault.message)
 
 
 class GatesAsGrammars:

@@ -134,7 +134,7 @@ class EngineHalf:
     """The half of a step part in the engine; called by one thread.
 
     Every method is optional. `uses` is called once per request; the others only for requests that
-    use the part, and for plans with at least one of them.
+    use the part, and for all plans while one of these requests is live.
 
     Attributes:
         capacity: amount of each resource that `cost` counts, by name; read once, when the engine

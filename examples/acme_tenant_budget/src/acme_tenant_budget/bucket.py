@@ -26,7 +26,7 @@ class Bucket:
         self._tokens, self._filled = min(grown, self._size), now
         return self._tokens
 
-    def take(self, tokens: float, now: float) -> bool:
+    def withdraw(self, tokens: float, now: float) -> bool:
         """Take tokens if there are enough; return whether they were taken."""
         if self.level(now) < tokens:
             return False

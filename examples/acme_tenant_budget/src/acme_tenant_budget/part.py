@@ -106,7 +106,7 @@ class Budgets(EngineHalf):
         """Take the price of a request from its tenant's budget; return a reason if it lacks."""
         tenant, price, now = self._tenant(request), _price(request.source), self._clock()
         bucket = self._bucket(tenant, now)
-        if bucket.take(price, now):
+        if bucket.withdraw(price, now):
             self._waiting.discard(request.request_id)
             self._charged[request.request_id] = request, price
             return None

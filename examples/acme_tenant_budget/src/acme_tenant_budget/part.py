@@ -77,7 +77,7 @@ class Budgets(EngineHalf):
         """Start with full budgets.
 
         Args:
-            options: of the part.
+            options: options of the part.
             clock: seconds.
         """
         self.capacity = {_slots(tenant): limit for tenant, limit in options.running.items()}
@@ -126,13 +126,13 @@ class Budgets(EngineHalf):
         return {_slots(tenant): 1} if tenant in self._options.running else {}
 
     def begin(self, plan: SchedulerOutput) -> bytes:  # noqa: ARG002
-        """Return what each tenant has left, for the workers."""
+        """Return the tokens that each tenant has left, for the workers."""
         now = self._clock()
         levels = {tenant: int(bucket.level(now)) for tenant, bucket in self._buckets.items()}
         return msgspec.msgpack.encode(levels)
 
     def ended(self, request_id: str) -> None:
-        """Return what a request did not generate to its tenant."""
+        """Return the tokens that a request did not generate to its tenant."""
         self._waiting.discard(request_id)
         if (charged := self._charged.pop(request_id, None)) is not None:
             request, price = charged

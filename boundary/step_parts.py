@@ -257,7 +257,10 @@ class EngineParts:
         """Wait a moment for what gates wait for."""
         for part in self._active:
             if part.overrides("wait"):
-                part.run("wait")
+                try:
+                    part.run("wait")
+                except BaseException as cause:
+                    part.fault("its wait() failed", cause)  # counted: no request is planned
 
     def close(self) -> None:
         """Close all parts."""

@@ -133,10 +133,11 @@ class EngineHalf:
     """The half of a step part in the engine; called by one thread.
 
     Every method is optional. `uses` is called once per request; the others only for requests that
-    use the part, and for plans with at least one of them.
+    use the part, and for all plans while one of these requests is live.
 
     Attributes:
-        capacity: amount of each resource that `cost` counts, by name.
+        capacity: amount of each resource that `cost` counts, by name; read once, when the engine
+            starts. There is nothing of a resource that is not named here.
     """
 
     capacity: Mapping[str, int] = {}
@@ -153,12 +154,14 @@ class EngineHalf:
         """
 
     def refused(self, request_id: str) -> None:
-        """Notify the part that a request was not added after its `check` had returned."""
+        """Notify the part that a request was not added, be it by its own `check`."""
 
     def gate(self, request: Request) -> WaitReason | str | None:  # noqa: ARG002
         """Return why a request has to wait before it is scheduled for the first time.
 
-        Called once per step until it returns None.
+        Called once per step until it returns None, and never again: not after a preemption. The
+        request may be kept until `ended`; its `output_token_ids` grow. Where every request waits,
+        steps follow one another at once: see `wait`.
 
         Raises:
             RequestError: it can never run; it ends with this message.
@@ -168,15 +171,17 @@ class EngineHalf:
     def cost(self, request: Request) -> Mapping[str, int]:  # noqa: ARG002
         """Return the amounts of resources that a request holds while it runs, by name.
 
-        A request is admitted when all amounts are available; they are released when it is
-        preempted and when it ends. One that costs more than the capacity is refused.
+        Called once, after the gates. A request is admitted when all amounts are available; they
+        are released when it is preempted and when it ends. One that costs more than the capacity
+        ends with an error.
         """
         return {}
 
     def begin(self, plan: SchedulerOutput) -> bytes | None:  # noqa: ARG002
         """Return the data for the worker halves that rides on a plan; None if there is none.
 
-        Called once per plan, in order, before the plan is executed.
+        Called once per plan, in order, before the plan is executed, and after `preempted` and
+        `ended` of its requests. The plan may be empty, while all requests wait.
         """
         return None
 
@@ -216,12 +221,16 @@ class EngineHalf:
         """Notify the part of a request that left the batch and may resume."""
 
     def ended(self, request_id: str) -> None:
-        """Notify the part of the end of a request, with the plan that reports it."""
+        """Notify the part of the end of a request, with the plan that reports it.
+
+        Also of one that never passed the gate.
+        """
 
     def wait(self) -> None:
         """Wait a moment for what a gate waits for, after a step that computed nothing.
 
-        The next step looks for aborts, so that a few milliseconds are right.
+        A part that holds requests back sleeps here, or the engine takes all of a CPU. The next step
+        looks for aborts, so that a few milliseconds are right.
         """
 
     def close(self) -> None:

@@ -31,6 +31,7 @@ from hardpoint.plugins.params import SamplingParams
 from hardpoint.plugins.wrapper import Wrapper
 
 from .blame import faults_as
+from .discovery import advise, may_lack
 from .request_arguments import prepares
 
 _EXAMPLES = {
@@ -71,7 +72,8 @@ def import_object(source: Source) -> Any:
             target: Any = importlib.import_module(module_name)
         except ModuleNotFoundError as cause:
             if cause.name and f"{module_name}.".startswith(f"{cause.name}."):
-                missing = f"{source}: there is no module {cause.name!r}"
+                lacking = f"; {advise(cause.name)}" if may_lack(cause.name) else ""
+                missing = f"{source}: there is no module {cause.name!r}{lacking}"
                 raise PluginNotFoundError(missing) from cause
             raise
     with inspecting(source):

@@ -68,6 +68,7 @@ acme_kv_stores = package_fixture("acme_kv_stores")
 acme_quantization = package_fixture("acme_quantization")
 acme_scheduling = package_fixture("acme_scheduling")
 acme_server = package_fixture("acme_server")
+acme_tenant_budget = package_fixture("acme_tenant_budget")
 acme_wrapping = package_fixture("acme_wrapping")
 
 

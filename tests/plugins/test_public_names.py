@@ -25,6 +25,7 @@ PUBLIC = (
     "hardpoint.plugins.quantization",
     "hardpoint.plugins.request_options",
     "hardpoint.plugins.server",
+    "hardpoint.plugins.step_part",
     "hardpoint.plugins.structured",
     "hardpoint.errors",
     "hardpoint.typed",

@@ -15,6 +15,7 @@ FOLDERS = {
     "core": "hardpoint.core",
     "plugins": "hardpoint.plugins",
     "builtin_plugins": "hardpoint.builtin_plugins",
+    "features": "hardpoint.features",
     "registry": "hardpoint.registry",
     "system": "hardpoint.system",
     "testing": "hardpoint.testing",

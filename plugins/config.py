@@ -61,8 +61,8 @@ class PluginsConfig(Strict):
         on_error: what a fault of a plugin ends, by its name: "request", the requests that use it,
             "step", only its decision in that step, or "engine". A plugin has the scope of its
             kind, or "engine".
-        quarantine_after: number of distinct requests that a logits processor may end before
-            requests that use it are refused; 0 is no limit.
+        quarantine_after: number of distinct requests that a third-party logits processor may end
+            before requests that use it are refused; 0 is no limit.
         slow_seconds: time that a plugin's methods may take in one step, for which all requests
             wait; a longer one is counted in `LLM.health()` and logged. 0 is no limit.
         foreign_groups: entry-point groups of other engines to search for logits processors,

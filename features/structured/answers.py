@@ -178,11 +178,14 @@ class Answer:
             raise ValueError("it allows no token after the output so far")
 
     def _begins(self, rest: tuple[int, ...]) -> bool:
-        """Return whether the next token of a start marker leads to reasoning.
+        """Return whether the rest of a start marker leads to reasoning.
 
-        Its last one does not where a longer end marker, which the prompt began, ends with it.
+        It does not where a longer end marker, which the prompt began, ends with it.
         """
-        return len(rest) > 1 or self._tracker.advance(self._at.position, rest[0]).inside
+        position = self._at.position
+        for token in rest:
+            position = self._tracker.advance(position, token)
+        return position.inside
 
     def _return_to(self, before: _At) -> None:
         """Undo tokens, for drafts are not accepted yet."""

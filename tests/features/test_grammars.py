@@ -375,6 +375,12 @@ def test_rows_after_drafts_are_those_without_drafts(given_, data):
         request.output_token_ids += tokens[at : at + data.draw(st.integers(1, 3))]
 
 
+def test_a_start_marker_that_ends_an_end_marker_of_the_prompt_does_not_begin():
+    markers = ReasoningMarkers(start=((2,), (3, 4)), end=((1, 3, 4),), content_prefix=(4,))
+    answer = answer_of(LiveRequest([1], markers))
+    assert allowed(answer) == {2, 4}
+
+
 @examples(150)
 @given(sequences())
 def test_reasoning_is_where_the_tracker_finds_it(given_):

@@ -36,6 +36,7 @@ SCHEDULERS = [
     (broken.KeepsVictims, "victims", "plan", "are preempted, and scheduled as cached"),
     (broken.HidesVictims, "blocks", "(batch|step)", "worker's batch already|the plan does not"),
     (broken.FreesTwice, "blocks", "blocks", "are held by .* are free, but there are"),
+    (broken.MixesAdapters, "adapters", "KV content", "has adapter '.*', but|but the block holds"),
     (broken.MixesSalts, "blocks", "KV content", "has cache salt '.', but|but the block holds"),
     (broken.OneClient, "outputs", "outputs", "sent by client 1, goes to client 0"),
     (broken.RepeatsOutputs, "outputs", "finish", "has finished, but gets another output"),

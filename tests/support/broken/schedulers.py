@@ -13,6 +13,9 @@ from hardpoint.plugins import (
     Request,
     RequestError,
 )
+from hardpoint.plugins.requests import LoRARequest
+
+POET = LoRARequest("poet", 1)
 
 
 class Override:
@@ -135,6 +138,22 @@ class MixesSalts(WithCache):
         def lookup(request):
             name = f"{request.request_id} without salt {request.num_tokens}"
             source = msgspec.structs.replace(request.source, cache_salt=None, request_id=name)
+            plain = Request(source)
+            for token in request.output_token_ids:
+                plain.append(token)
+            return cache.lookup(plain)
+
+        self.cache.lookup = lookup
+
+
+class MixesAdapters(WithCache):
+    contract = 1
+
+    def change(self, cache):
+        def lookup(request):
+            name = f"{request.request_id} with another adapter {request.num_tokens}"
+            other = LoRARequest("cook", 2) if request.source.lora == POET else POET
+            source = msgspec.structs.replace(request.source, lora=other, request_id=name)
             plain = Request(source)
             for token in request.output_token_ids:
                 plain.append(token)

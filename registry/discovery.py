@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import importlib_metadata
 
@@ -78,12 +77,16 @@ def discover(foreign_groups: Sequence[str] = ()) -> list[InstalledPlugin]:
         PluginConflictError: Hardpoint is installed twice.
     """
 
-    @cache  # a distribution parses its metadata each time that it is asked
-    def origin(distribution: importlib_metadata.Distribution | None) -> tuple[str, str]:
-        if distribution is None:
-            return "unknown", "unknown"
-        return distribution.name, distribution.version
+    origins: dict[int, tuple[str, str]] = {id(None): ("unknown", "unknown")}
 
+    def origin(distribution: importlib_metadata.Distribution | None) -> tuple[str, str]:
+        key = id(distribution)
+        if key not in origins:  # a distribution parses its metadata each time that it is asked
+            assert distribution is not None
+            origins[key] = distribution.name, distribution.version
+        return origins[key]
+
+    points = importlib_metadata.entry_points()
     found = {
         InstalledPlugin(
             _EXTERNAL_GROUPS.get(point.group) or point.group.removeprefix(_PREFIX),
@@ -91,7 +94,7 @@ def discover(foreign_groups: Sequence[str] = ()) -> list[InstalledPlugin]:
             point.value,
             *origin(point.dist),
         )
-        for point in importlib_metadata.entry_points()
+        for point in points
         if point.group.startswith(_PREFIX) or point.group in foreign_groups
     }
     if {f.distribution for f in found}.issuperset(_DISTRIBUTIONS):

@@ -27,6 +27,7 @@ FOLDERS = {
     "core": "hardpoint/core",
     "kernels": "hardpoint/kernels",
     "boundary": "hardpoint/boundary",
+    "features": "hardpoint/features",
     "system": "hardpoint/system",
     "toolkit": "hardpoint/toolkit",
     "typed": "hardpoint/typed",

@@ -95,7 +95,8 @@ def test_fields_of_a_table():
     assert (b.default, b.required, b.doc) == (1.0, False, "both of them, on two lines.")
     assert (c.default, c.doc) == ([], "a list.")
     assert d.doc == "by Meta"
-    assert struct_fields(EngineConfig)[6].table is SchedulerConfig
+    (scheduler,) = (field for field in struct_fields(EngineConfig) if field.name == "scheduler")
+    assert scheduler.table is SchedulerConfig
 
 
 def test_every_table_of_the_configuration_is_found_once():

@@ -68,7 +68,7 @@ def test_the_openapi_document_has_the_route(server):
     route = document["paths"]["/acme/usage"]["post"]
     assert route["summary"] == "Return the usage of a client."
     properties = document["components"]["schemas"]["UsageRequest"]["properties"]
-    assert properties["client"]["description"].startswith("whose; None is one's own.")
+    assert properties["client"]["description"].startswith("name of the client; None is the caller.")
 
 
 def test_a_minute_later_there_is_room_again():

@@ -125,13 +125,8 @@ def close_named(source: Source, close: Callable[[], None]) -> None:
     Raises:
         PluginFaultError: it failed; the message names the plugin.
     """
-    try:
+    with faults_as(PluginFaultError, f"{source}: its close()", passing=(HardpointError,)):
         close()
-    except BaseException as cause:
-        raise_unless_fault(cause)
-        if isinstance(cause, HardpointError):
-            raise
-        raise PluginFaultError(f"{source}: its close() failed: {describe(cause)}") from cause
 
 
 def _close(component: Component) -> None:

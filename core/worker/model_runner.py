@@ -249,7 +249,7 @@ class ModelRunner:
             if hidden is not None:
                 return hidden
         attend = self.attention.of_step(self._caches, step.attention)
-        if wants_layers and self.connector is not None:
+        if self.connector is not None and self.connector.wants_layers:
             attend = _around_layers(attend, self.connector)
         if self.parts:
             attend = self.parts.around_layers(attend)

@@ -26,7 +26,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.plan import PartData
 from hardpoint.plugins.step_part import EngineHalf, StepPart
-from hardpoint.registry.blame import describe, raise_unless_fault
+from hardpoint.registry.blame import describe, faults_as, raise_unless_fault
 from hardpoint.registry.plugin_set import PluginSet
 
 from .activity import PluginCalls
@@ -476,15 +476,9 @@ def open_parts(
     bound: list[BoundPart] = []
     with ExitStack() as undo:
         for entry in plugins.entries("step_parts"):
-            try:
+            name = f"{entry.source}: its engine_half()"
+            with faults_as(PluginFaultError, name, passing=(HardpointError,)):
                 part, half = make(entry)
-            except HardpointError:
-                raise
-            except BaseException as cause:
-                raise_unless_fault(cause)
-                raise PluginFaultError(
-                    f"{entry.source}: its engine_half() failed: {describe(cause)}"
-                ) from cause
             if not isinstance(half, EngineHalf):
                 part.close()
                 raise PluginFaultError(

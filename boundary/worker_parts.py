@@ -14,7 +14,7 @@ from hardpoint.plugins import ModelRunnerOutput, SchedulerOutput
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.model import Attend
 from hardpoint.plugins.step_part import StepPart, StepRows, WorkerHalf, WorkerHalfContext
-from hardpoint.registry.blame import describe, raise_unless_fault
+from hardpoint.registry.blame import describe, faults_as, raise_unless_fault
 
 from .activity import PluginCalls
 from .errors import close_named
@@ -199,18 +199,15 @@ def opened_half(part: StepPart, context: WorkerHalfContext, source: Source) -> W
     Raises:
         PluginFaultError: it cannot be built; the part is closed.
     """
+    name = f"{source}: its worker_half()"
     try:
-        half = part.worker_half(context)
+        with faults_as(PluginFaultError, name, passing=(HardpointError,)):
+            half = part.worker_half(context)
         if half is not None and not isinstance(half, WorkerHalf):
-            raise PluginFaultError(
-                f"{source}: its worker_half() gave {shown(half)}, expected a WorkerHalf or None"
-            )
-    except BaseException as cause:
+            raise PluginFaultError(f"{name} gave {shown(half)}, expected a WorkerHalf or None")
+    except BaseException:
         part.close()
-        raise_unless_fault(cause)
-        if isinstance(cause, HardpointError):
-            raise
-        raise PluginFaultError(f"{source}: its worker_half() failed: {describe(cause)}") from cause
+        raise
     return half
 
 

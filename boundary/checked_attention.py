@@ -116,12 +116,12 @@ class CheckedAttention:
         """Bytes of a block of each layer."""
         return tuple(self._sizes)
 
-    def block_views(self, caches: Sequence[Any], connector: str) -> list[list[torch.Tensor]]:
+    def block_views(self, caches: Sequence[Any], user: str) -> list[list[torch.Tensor]]:
         """Return the views of each layer's cache, as bytes by block.
 
         Args:
             caches: of all layers.
-            connector: the KV connector that needs them, for messages.
+            user: the setting that needs them, for messages.
 
         Raises:
             ConfigError: the backend has none.
@@ -133,8 +133,7 @@ class CheckedAttention:
                 views = list(self._backend.block_views(cache))
             except NotImplementedError:
                 raise ConfigError(
-                    f"kv_connector.use: {connector!r} moves blocks of the KV cache, and "
-                    f"{self.source} has no block_views()"
+                    f"{user} moves blocks of the KV cache, and {self.source} has no block_views()"
                 ) from None
             if not _are_block_views(views, size):
                 expected = f"uint8 tensors [num_blocks, bytes] with {size} bytes per block in all"

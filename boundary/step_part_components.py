@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hardpoint.plugins.component import Context
+from hardpoint.plugins.manifest import Source
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.plugin_set import PluginSet
+
+from .activity import PluginCalls
 
 
 class Components:
     """Builds the components of other kinds that step parts drive."""
 
-    def __init__(self, plugins: PluginSet) -> None:
-        """Build components that are enabled in `plugins`."""
-        self._plugins = plugins
+    def __init__(self, plugins: PluginSet, calls: Callable[[str, Source], PluginCalls]) -> None:
+        """Build components that are enabled in `plugins`; `calls` makes what calls them."""
+        self._plugins, self._calls = plugins, calls
+
+    def enabled(self, kind: str) -> Sequence[str]:
+        """Return the names of the enabled components of a kind, in their order."""
+        return [entry.name for entry in self._plugins.entries(kind)]
+
+    def calls(self, kind: str, name: str) -> PluginCalls:
+        """Return what calls the methods of a component."""
+        return self._calls(kind, self._plugins.get(kind, name).source)
 
     def create(self, kind: str, name: str, context: type[Context[Any]], **fields: Any) -> Any:
         """Build an enabled component."""

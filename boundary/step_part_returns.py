@@ -47,6 +47,19 @@ def cost_defect(cost: Any) -> str | None:
     return f"gave {shown(cost)}, expected an amount of each resource"
 
 
+def matched_defect(matched: Any) -> str | None:
+    """Return what is wrong with a number of tokens to load, as the end of a sentence.
+
+    Args:
+        matched: what get_num_new_matched_tokens() returned.
+    """
+    if isinstance(matched, tuple) and len(matched) == 2:
+        count = matched[0]
+        if count is None or (type(count) is int and count >= 0):
+            return None
+    return f"gave {shown(matched)}, expected tokens >= 0 or None, and whether between steps"
+
+
 def names_defect(names: Any) -> str | None:
     """Return what is wrong with request ids, as the end of a sentence; None if nothing is.
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from hardpoint.errors import HardpointError, PluginFaultError, RequestError, shown
 from hardpoint.plugins import (
+    BlockIds,
     EngineCoreRequest,
     GrammarBitmask,
     ModelRunnerOutput,
@@ -20,9 +21,11 @@ from hardpoint.plugins import (
     RequestFault,
     Scheduler,
     SchedulerOutput,
+    SchedulerStats,
     WaitingFor,
     WaitReason,
 )
+from hardpoint.plugins.kv_connector import KVConnectorScheduler
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.plan import PartData
 from hardpoint.plugins.step_part import EngineHalf, StepPart
@@ -36,6 +39,7 @@ from .step_part_returns import (
     combined_masks,
     cost_defect,
     mask_defect,
+    matched_defect,
     names_defect,
     reason_defect,
     shown_reason,
@@ -68,10 +72,18 @@ class BoundPart:
         self._scope, self._faults = part.fault_scope, faults
         self._calls: PluginCalls = faults.calls("step_parts", source)
         self.capacity = dict(half.capacity)
+        self.every_plan = half.every_plan
+        self.moves_blocks = part.moves_blocks
 
     def overrides(self, method: str) -> bool:
         """Return whether the half has a method of its own."""
         return getattr(type(self.half), method) is not getattr(EngineHalf, method)
+
+    def users_of(self, plan: SchedulerOutput) -> list[str] | None:
+        """Return the requests of a plan that use the part; None stands for all of them."""
+        if self.every_plan:
+            return None
+        return [name for name in plan.num_scheduled_tokens if name in self.users]
 
     def run(self, method: str, *args: Any) -> Any:
         """Call a method of the half."""
@@ -105,7 +117,11 @@ class EngineParts:
     """The engine's halves of all step parts."""
 
     def __init__(self, parts: Sequence[BoundPart] = ()) -> None:
-        """Bind the parts, in the order of their calls."""
+        """Bind the parts, in the order of their calls.
+
+        Raises:
+            PluginFaultError: several parts load blocks.
+        """
         self._parts = tuple(parts)
         self._active: list[BoundPart] = []  # with users
         self._by_request: dict[str, list[BoundPart]] = {}
@@ -113,6 +129,41 @@ class EngineParts:
         self._scheduler: Scheduler | None = None
         self._faults: dict[str, RequestFault] = {}
         self.gates = _Gates(self)
+        self.transfers = self._transfers()
+        self._find_active()
+
+    def _transfers(self) -> _Transfers | None:
+        """Return the loads and saves of the part that moves blocks; None if there is none."""
+        found = [part for part in self._parts if part.overrides("get_num_new_matched_tokens")]
+        if len(found) > 1:
+            names = " and ".join(str(part.source) for part in found)
+            raise PluginFaultError(
+                f"{names} both load blocks of the KV cache; expected one of them"
+            )
+        return _Transfers(found[0], self._faults) if found else None
+
+    @property
+    def moves_blocks(self) -> str | None:
+        """The setting that makes a part move blocks of the KV cache; None if none does."""
+        return next((part.moves_blocks for part in self._parts if part.moves_blocks), None)
+
+    def started(self, handshakes: Sequence[Mapping[str, bytes]]) -> None:
+        """Give the parts that move blocks the handshakes of their worker halves, of each rank."""
+        for part in self._parts:
+            if part.moves_blocks and part.overrides("started"):
+                own = [handshake.get(part.name) for handshake in handshakes]
+                with faults_as(PluginFaultError, f"{part.source}: its started()"):
+                    part.run("started", own)
+
+    def start_failed(self, cause: BaseException) -> None:
+        """Let the parts that move blocks go on without their worker halves.
+
+        Raises:
+            BaseException: one cannot.
+        """
+        for part in self._parts:
+            if part.moves_blocks:
+                part.run("start_failed", cause)
 
     def __bool__(self) -> bool:
         """Return whether there are any parts."""
@@ -184,8 +235,7 @@ class EngineParts:
                 if made is not None and not isinstance(made, bytes):
                     self._blame(part, plan, f"its begin() gave {shown(made)}, expected bytes")
                 elif made is not None:
-                    users = [name for name in plan.num_scheduled_tokens if name in part.users]
-                    data[part.name] = PartData(made, users)
+                    data[part.name] = PartData(made, part.users_of(plan))
         return data
 
     def needs_results(self, plan: SchedulerOutput) -> set[str]:
@@ -227,6 +277,7 @@ class EngineParts:
 
     def result(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> dict[str, RequestFault]:
         """Let the parts read a result; return the requests that end with an error."""
+        ended: dict[str, RequestFault] = {}
         for part in self._active:
             if (failed := result.part_faults.get(part.name)) is not None:
                 self._blame(part, plan, failed)
@@ -238,14 +289,28 @@ class EngineParts:
                 continue
             for name, fault in found.items():
                 if name in part.users and isinstance(fault, RequestFault):
-                    self._faults.setdefault(name, fault)
+                    ended.setdefault(name, fault)
                 else:
                     wrong = f"its result() gave {shown(fault)} for request {name!r}"
                     self._blame(part, plan, wrong)
-        if not self._faults:
-            return {}
-        found = self._faults.keys() & plan.num_scheduled_tokens.keys()
-        return {name: self._faults.pop(name) for name in found}
+        for name in self._faults.keys() & plan.num_scheduled_tokens.keys():
+            ended.setdefault(name, self._faults.pop(name))
+        return ended
+
+    def updated(self, plan: SchedulerOutput) -> None:
+        """Notify the parts that the scheduler has taken the result of a plan."""
+        for part in self._active:
+            if part.overrides("updated"):
+                self._for_plan(part, "updated", plan)
+
+    def add_stats(self, stats: SchedulerStats) -> None:
+        """Let the parts add their totals to the statistics of the scheduler."""
+        for part in self._parts:
+            if part.overrides("add_stats"):
+                try:
+                    part.run("add_stats", stats)
+                except BaseException as cause:
+                    part.fault("its add_stats() failed", cause)  # counted: no request is planned
 
     def lost(self, plan: SchedulerOutput) -> None:
         """Notify the parts of a plan that was not executed, or not to its end."""
@@ -326,7 +391,7 @@ class EngineParts:
             self._find_active()
 
     def _find_active(self) -> None:
-        self._active = [part for part in self._parts if part.users]
+        self._active = [part for part in self._parts if part.users or part.every_plan]
 
 
 def _call_for(part: BoundPart, method: str, *args: Any) -> Any:
@@ -409,6 +474,61 @@ class _Gates:
             for part in self._parts.of(request.request_id)
             if part.overrides("cost")
         ]
+
+
+class _Transfers(KVConnectorScheduler):
+    """The loads and saves of the part that moves blocks, for a scheduler.
+
+    A fault of the part ends the request, or the step goes on as if nothing could be loaded.
+    """
+
+    def __init__(self, part: BoundPart, faults: dict[str, RequestFault]) -> None:
+        """Call `part`; `faults` gets those that end a request."""
+        self._part, self._faults = part, faults
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Return how many tokens can be loaded, and whether between steps."""
+        found = self._call("get_num_new_matched_tokens", request, num_computed_tokens)
+        if found is None:
+            return 0, False
+        if (defect := matched_defect(found)) is not None:
+            self._fault(request, f"its get_num_new_matched_tokens() {defect}")
+            return 0, False
+        matched: tuple[int | None, bool] = found
+        return matched
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: BlockIds, num_external_tokens: int
+    ) -> None:
+        """Record the blocks allocated for a request that was asked for."""
+        self._call("update_state_after_alloc", request, block_ids, num_external_tokens)
+
+    def request_finished(
+        self, request: Request, block_ids: BlockIds
+    ) -> tuple[bool, Mapping[str, Any] | None]:
+        """Record the end of a request; return whether its blocks are kept, and its parameters."""
+        kept = self._call("request_finished", request, block_ids)
+        if kept is None:
+            return False, None
+        keep, params = kept
+        return keep, params
+
+    def build_connector_meta(self, plan: SchedulerOutput) -> None:
+        """Return None: the data of a plan is that of the part's `begin`."""
+
+    def _call(self, method: str, request: Request, *args: Any) -> Any:
+        """Call a method for a request; return None if it fails."""
+        try:
+            return self._part.run(method, request, *args)
+        except BaseException as cause:
+            self._fault(request, f"its {method}() failed", cause)
+            return None
+
+    def _fault(self, request: Request, message: str, cause: BaseException | None = None) -> None:
+        if (fault := self._part.fault(message, cause)) is not None:
+            self._faults.setdefault(request.request_id, fault)
 
 
 def _checked_cost(part: BoundPart, request: Request) -> Mapping[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,7 +13,13 @@ from hardpoint.errors import HardpointError, PluginFaultError, shown
 from hardpoint.plugins import ModelRunnerOutput, SchedulerOutput
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.model import Attend
-from hardpoint.plugins.step_part import StepPart, StepRows, WorkerHalf, WorkerHalfContext
+from hardpoint.plugins.step_part import (
+    KVBlocks,
+    StepPart,
+    StepRows,
+    WorkerHalf,
+    WorkerHalfContext,
+)
 from hardpoint.registry.blame import describe, faults_as, raise_unless_fault
 
 from .activity import PluginCalls
@@ -27,15 +33,15 @@ class BoundWorkerHalf:
         """Call the half by `calls`; the part is closed with it."""
         self.name, self.half = part.name, half
         self._part, self._calls = part, calls
-        self.source = calls.source
+        self.source, self.moves_blocks = calls.source, part.moves_blocks
 
     def overrides(self, method: str) -> bool:
         """Return whether the half has a method of its own."""
         return getattr(type(self.half), method) is not getattr(WorkerHalf, method)
 
-    def run(self, method: str, *args: Any) -> Any:
-        """Call a method of the half."""
-        return self._calls.run(method, getattr(self.half, method), *args)
+    def run(self, method: str, *args: Any, function: Callable[..., Any] | None = None) -> Any:
+        """Call a method of the half, or `function` in its place."""
+        return self._calls.run(method, function or getattr(self.half, method), *args)
 
     def close(self) -> None:
         """Close the half and the part."""
@@ -51,46 +57,102 @@ class WorkerParts:
     its fault with the result and decides by the part's scope; in another rank the step fails.
     """
 
-    def __init__(self, halves: Sequence[BoundWorkerHalf] = (), *, reports: bool = True) -> None:
+    def __init__(
+        self, halves: Sequence[BoundWorkerHalf] = (), *, rank: int = 0, samples: bool = True
+    ) -> None:
         """Bind the halves, in the order of their calls.
 
         Args:
             halves: of all parts that have one.
-            reports: whether this rank's results reach the engine.
+            rank: of the worker.
+            samples: whether the result of a step is that of this rank.
         """
         self._halves = tuple(halves)
-        self._reports = reports
+        self._moving = [half for half in halves if half.moves_blocks]
+        self._rank, self._samples = rank, samples
         self._active: list[BoundWorkerHalf] = []
-        self._users: dict[str, frozenset[str]] = {}  # by part
+        self._around: list[BoundWorkerHalf] = []  # of the active ones
+        self._users: dict[str, frozenset[str] | None] = {}  # by part; None is all
         self._faults: dict[str, str] = {}
 
     def __bool__(self) -> bool:
         """Return whether there are any halves."""
         return bool(self._halves)
 
+    @property
+    def moves_blocks(self) -> str | None:
+        """The setting that makes a half move blocks of the KV cache; None if none does."""
+        return self._moving[0].moves_blocks if self._moving else None
+
+    @property
+    def report_anyway(self) -> bool:
+        """Whether a rank that does not sample returns its reports."""
+        return bool(self._moving)
+
+    def start(self, blocks: KVBlocks | None) -> dict[str, bytes]:
+        """Give the KV cache to the halves that move blocks; return their handshakes, by part.
+
+        Raises:
+            HardpointError: one failed.
+        """
+        handshakes = {}
+        for half in self._moving:
+            name = f"{half.source}: its start()"
+            with faults_as(PluginFaultError, name, passing=(HardpointError,)):
+                handshake = half.run("start", blocks)
+                if handshake is not None:
+                    handshakes[half.name] = handshake
+        return handshakes
+
+    def release_blocks(self) -> None:
+        """Let the halves that move blocks let go of the KV cache."""
+        for half in self._moving:
+            half.run("release_blocks")
+
+    def take_blocks(self, blocks: Callable[[], KVBlocks]) -> None:
+        """Give the halves that move blocks the KV cache again."""
+        for half in self._moving:
+            half.run("take_blocks", blocks())
+
     def begin(self, plan: SchedulerOutput) -> None:
         """Begin a step: the halves for which a plan has data take it."""
-        self._active, self._faults = [], {}
+        self._active, self._around, self._faults = [], [], {}
         for half in self._halves:
             part = plan.part_data.get(half.name)
             if part is not None:
                 self._active.append(half)
-                self._users[half.name] = frozenset(part.request_ids)
+                users = part.request_ids
+                self._users[half.name] = None if users is None else frozenset(users)
                 if half.overrides("begin"):
                     self._run(half, "begin", plan, part.data)
+        if plan.total_num_scheduled_tokens:
+            self._around = [
+                half
+                for half in self._active.copy()
+                if half.overrides("around_layers") and self._wants_layers(half)
+            ]
+
+    def _wants_layers(self, half: BoundWorkerHalf) -> bool:
+        return bool(self._run(half, "wants_layers", function=lambda: half.half.wants_layers))
 
     @property
     def wants_layers(self) -> bool:
         """Whether a half is called for each layer of this step."""
-        return any(half.overrides("around_layers") for half in self._active)
+        return bool(self._around)
 
     def around_layers(self, attend: Attend) -> Attend:
         """Return `attend` with the calls of all halves around it."""
-        for half in reversed([one for one in self._active if one.overrides("around_layers")]):
+        for half in reversed(self._around.copy()):
             inner = self._run(half, "around_layers", attend)
             if callable(inner):
                 attend = inner
         return attend
+
+    def after_layers(self) -> None:
+        """Notify the halves that all layers of a step are computed."""
+        for half in list(self._active):
+            if half.overrides("after_layers"):
+                self._run(half, "after_layers")
 
     def hidden(
         self, hidden: torch.Tensor, request_ids: Sequence[str], starts: Sequence[int]
@@ -105,7 +167,7 @@ class WorkerParts:
         spans = list(zip(request_ids, starts, starts[1:], strict=False))
         for half in list(self._active):
             if half.overrides("hidden"):
-                own = [span for span in spans if span[0] in self._users[half.name]]
+                own = [span for span in spans if self._is_user(half, span[0])]
                 lengths = [end - start for _, start, end in own]
                 rows = StepRows([name for name, *_ in own], [0, *itertools.accumulate(lengths)])
                 indices = [row for _, start, end in own for row in range(start, end)]
@@ -116,11 +178,14 @@ class WorkerParts:
         """Return the logits of a step, [rows, vocab_size], as the halves change them."""
         for half in list(self._active):
             if half.overrides("logits"):
-                users = self._users[half.name]
-                indices = [row for row, name in enumerate(request_ids) if name in users]
+                indices = [row for row, name in enumerate(request_ids) if self._is_user(half, name)]
                 names = [request_ids[row] for row in indices]
                 logits = self._changed(half, "logits", logits, indices, names)
         return logits
+
+    def _is_user(self, half: BoundWorkerHalf, request_id: str) -> bool:
+        users = self._users[half.name]
+        return users is None or request_id in users
 
     def _changed(
         self,
@@ -155,9 +220,9 @@ class WorkerParts:
                 if report is not None and not isinstance(report, bytes):
                     self._leave_out(half, f"its report() gave {shown(report)}, expected bytes")
                 elif report is not None:
-                    output.part_reports[half.name] = report
+                    output.part_reports.setdefault(half.name, {})[self._rank] = report
         output.part_faults.update(self._faults)
-        self._active, self._faults = [], {}
+        self._active, self._around, self._faults = [], [], {}
 
     def sleep(self, level: int) -> None:
         """Let all halves release memory."""
@@ -175,10 +240,16 @@ class WorkerParts:
             for half in self._halves:
                 stack.callback(half.close)
 
-    def _run(self, half: BoundWorkerHalf, method: str, *args: Any) -> Any:
+    def _run(
+        self,
+        half: BoundWorkerHalf,
+        method: str,
+        *args: Any,
+        function: Callable[..., Any] | None = None,
+    ) -> Any:
         """Call a method; leave the half out of the step if it fails."""
         try:
-            return half.run(method, *args)
+            return half.run(method, *args, function=function)
         except BaseException as cause:
             raise_unless_fault(cause)
             self._leave_out(half, f"its {method}() failed: {describe(cause)}", cause)
@@ -187,9 +258,11 @@ class WorkerParts:
     def _leave_out(
         self, half: BoundWorkerHalf, message: str, cause: BaseException | None = None
     ) -> None:
-        if not self._reports:
+        if not self._samples:
             raise PluginFaultError(f"{half.source}: {message}") from cause
         self._active.remove(half)
+        if half in self._around:
+            self._around.remove(half)
         self._faults[half.name] = message
 
 

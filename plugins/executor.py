@@ -74,8 +74,8 @@ class Worker(Protocol):
     """One rank's share of the model, made by `open_worker`.
 
     Ranks exchange tensors while they load the model and run steps, so every method but
-    `plugin_meters`, `abort`, `start_kv_connector` and those of profiles is called in all ranks, in
-    the same order, and in threads or processes of their own. A worker is called by one thread at a
+    `plugin_meters`, `abort`, `start_parts` and those of profiles is called in all ranks, in the
+    same order, and in threads or processes of their own. A worker is called by one thread at a
     time.
     """
 
@@ -89,8 +89,8 @@ class Worker(Protocol):
         """Run a step; None means that `sample_tokens` follows.
 
         Raises:
-            NotImplementedError: the plan has drafts, encoder inputs or KV connector metadata that
-                the worker cannot serve.
+            NotImplementedError: the plan has drafts or encoder inputs, which the worker cannot
+                serve.
         """
 
     def sample_tokens(
@@ -103,21 +103,21 @@ class Worker(Protocol):
             bitmask: as the executor got it; only the output rank needs it.
 
         Returns:
-            The result in the output rank. In the others None, or one that has what the rank's KV
-            connector reports and nothing else; see `join_outputs`.
+            The result in the output rank. In the others None, or one that has the reports of the
+            rank's step parts and nothing else; see `join_outputs`.
         """
 
-    def start_kv_connector(self, weights: str | None) -> bytes | None:
-        """Build this rank's half of the configured KV connector; called after `initialize_cache`.
+    def start_parts(self, weights: str | None) -> dict[str, bytes]:
+        """Give the KV cache to this rank's halves of the step parts that move blocks.
 
-        A rank does not wait for others. An earlier half is closed.
+        Called after `initialize_cache`. A rank does not wait for others.
 
         Args:
-            weights: says what the model's weights are, for the keys of blocks. None builds nothing:
-                another rank could not build its half.
+            weights: identifies the content of the model's weights, for the keys of blocks. None
+                stops the halves: another rank could not start its own.
 
         Returns:
-            What it says to the scheduler half, as msgpack.
+            The data of each half for the engine's half, by the part's name.
         """
 
     def execute_dummy_batch(self) -> None:

@@ -8,16 +8,14 @@ from typing import Any
 
 import msgspec
 
-from .kv_cache import BlockIds, KVEvent
+from .kv_cache import BlockIds
 from .requests import EngineCoreRequest, TokenLogprobs
-from .stats import KVTierStats
 
 __all__ = [
     "NO_DRAFT",
     "CachedRequests",
     "DraftTokenIds",
     "GrammarBitmask",
-    "KVReport",
     "ModelRunnerOutput",
     "NewRequest",
     "PartData",
@@ -78,11 +76,12 @@ class PartData(msgspec.Struct, frozen=True):
 
     Attributes:
         data: what the engine's half returned from `begin`.
-        request_ids: requests of the plan that use the part, in the plan's order.
+        request_ids: requests of the plan that use the part, in the plan's order; None is all, of a
+            part with `every_plan`.
     """
 
     data: bytes
-    request_ids: Sequence[str]
+    request_ids: Sequence[str] | None
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,7 +105,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
         finished_request_ids: requests that ended since the last plan; each is sent once.
         sampled: results that came in since the last plan, in the order of their plans; the engine
             fills them in where there are several workers, for only one of them samples.
-        kv_connector_metadata: from the KV connector's scheduler half to its worker half.
+        kv_connector_metadata: of schedulers of contract 1, which ask `connector` for it; None. The
+            data of a KV connector is that of a step part.
         part_data: from the engine's half of each step part to its worker halves, by the part's
             name; the engine fills it in.
     """
@@ -172,33 +172,6 @@ class RequestFault(msgspec.Struct, frozen=True):
     plugin: str | None = None
 
 
-class KVReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What the worker half of a KV connector reports with the result of a step.
-
-    Attributes:
-        rank: of the worker.
-        loaded, saved: ids of requests whose transfers have ended, see `FinishedTransfers`.
-        invalid_block_ids: blocks that could not be loaded.
-        failure: why loads that are under way cannot be trusted; None if they can.
-        left_out: whether the rank's half is not called any more, for it cannot be trusted.
-        message: for the scheduler half, as msgpack.
-        faults: (component, message) of each fault since the last report.
-        tiers: totals by tier.
-        events: to publish.
-    """
-
-    rank: int
-    loaded: frozenset[str] = frozenset()
-    saved: frozenset[str] = frozenset()
-    invalid_block_ids: frozenset[int] = frozenset()
-    failure: str | None = None
-    left_out: bool = False
-    message: bytes | None = None
-    faults: Sequence[tuple[str, str]] = ()
-    tiers: Mapping[str, KVTierStats] | None = None
-    events: Sequence[KVEvent] = ()
-
-
 @dataclass(slots=True)
 class ModelRunnerOutput:
     """The result of a step.
@@ -210,16 +183,15 @@ class ModelRunnerOutput:
         prompt_logprobs: per request that asked for them, those of the prompt positions of this
             step; None for the first position.
         faults: requests that must end with an error; no token was sampled for them.
-        kv_reports: what the KV connector of each rank reports; the engine sets the next three
-            fields from them.
-        kv_loaded: requests whose keys and values are now all loaded by the KV connector.
-        kv_saved: ended requests whose blocks the KV connector no longer needs.
+        kv_loaded: requests whose keys and values a step part has now loaded; the part sets it and
+            the next two in its `result`.
+        kv_saved: ended requests whose blocks the part no longer needs.
         invalid_block_ids: blocks that could not be loaded; their content is computed instead.
         num_nans_in_logits: number of NaN logits, per request that had any.
         pooler_output: result per completed pooling request; no token is sampled for it.
         routed_experts: per request that asked for them, the experts of the step's tokens, int32
             array [tokens, layers, experts per token]; -1 stands for none.
-        part_reports: of the worker halves of step parts, by the part's name.
+        part_reports: of the worker halves of step parts, by the part's name and the rank.
         part_faults: why the worker half of a step part failed, by the part's name.
     """
 
@@ -227,12 +199,11 @@ class ModelRunnerOutput:
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs | None]] = field(default_factory=dict)
     faults: dict[str, RequestFault] = field(default_factory=dict)
-    kv_reports: list[KVReport] = field(default_factory=list)
     kv_loaded: frozenset[str] = frozenset()
     kv_saved: frozenset[str] = frozenset()
     invalid_block_ids: frozenset[int] = frozenset()
     num_nans_in_logits: dict[str, int] = field(default_factory=dict)
     pooler_output: dict[str, Any] = field(default_factory=dict)
     routed_experts: dict[str, Any] = field(default_factory=dict)
-    part_reports: dict[str, bytes] = field(default_factory=dict)
+    part_reports: dict[str, dict[int, bytes]] = field(default_factory=dict)
     part_faults: dict[str, str] = field(default_factory=dict)

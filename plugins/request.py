@@ -16,7 +16,10 @@ __all__ = ["Request", "RequestStatus", "RequestView"]
 
 
 class RequestStatus(Enum):
-    """Status of a live request."""
+    """Status of a live request.
+
+    The two reasons to wait are of schedulers of contract 1; step parts give a `WaitReason`.
+    """
 
     WAITING = "waiting"
     WAITING_FOR_GRAMMAR = "waiting for its grammar"

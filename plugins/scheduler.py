@@ -6,12 +6,12 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 from hardpoint.errors import ConfigError
 
 from .component import Component, Context
-from .kv_cache import KVCacheManager
+from .kv_cache import BlockIds, KVCacheManager
 from .kv_connector import KVConnectorScheduler
 from .plan import ModelRunnerOutput, SchedulerOutput
 from .request import Request
@@ -21,6 +21,7 @@ from .stats import SchedulerStats
 from .step_record import StepRecord, WaitReason
 
 __all__ = [
+    "BlockTransfers",
     "EncoderCache",
     "Gates",
     "Grammars",
@@ -113,6 +114,37 @@ class Gates(Protocol):
         """Release the resources of a request that no longer runs."""
 
 
+class BlockTransfers(Protocol):
+    """Loads and saves of blocks by a step part, for a scheduler; see `EngineHalf`.
+
+    What has ended is in the result of a step: `ModelRunnerOutput.kv_loaded`, `kv_saved` and
+    `invalid_block_ids`.
+    """
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Return how many tokens can be loaded after the computed ones, and whether between steps.
+
+        The number is None while it is not known: the request waits and is asked for again.
+        """
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: BlockIds, num_external_tokens: int
+    ) -> None:
+        """Record the blocks allocated for a request that was asked for."""
+
+    def request_finished(
+        self, request: Request, block_ids: BlockIds
+    ) -> tuple[bool, Mapping[str, Any] | None]:
+        """Record the end of a request; called before its blocks are freed.
+
+        Returns:
+            Whether they are kept until a result names it in `kv_saved`, and the
+            `kv_transfer_params` of its last output.
+        """
+
+
 @dataclass(frozen=True, kw_only=True)
 class SchedulerLimits:
     """Limits of a step, and how steps are planned.
@@ -181,7 +213,8 @@ class SchedulerContext(Context["Scheduler"]):
         watermark: share of the blocks that stays free when a request is admitted while others
             run, so that those can grow.
         policy_fault: called with a message when a decision of the policy could not be followed.
-        connector: loads and stores KV blocks outside of the cache.
+        transfers: loads and saves of blocks outside of the cache; None if no step part moves any.
+        connector: `transfers` as contract 1 had them; `build_connector_meta` returns None.
         encoder_cache: of multimodal models.
         gates: of step parts; None if no part gates requests or counts resources.
         grammars: the gates as contract 1 had them, for schedulers that do not use `gates`.
@@ -196,6 +229,7 @@ class SchedulerContext(Context["Scheduler"]):
     clock: Callable[[], float]
     watermark: float = 0.0
     policy_fault: Callable[[str], None] = lambda _message: None
+    transfers: BlockTransfers | None = None
     connector: KVConnectorScheduler | None = None
     encoder_cache: EncoderCache | None = None
     gates: Gates | None = None

@@ -11,14 +11,18 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 from .component import Component, Context
 from .config import EngineConfig
 from .grammars import Vocabulary
+from .kv_cache import BlockIds, KVEvent
+from .kv_connector import BlockIdentity
+from .manifest import Source
 from .plan import GrammarBitmask, ModelRunnerOutput, RequestFault, SchedulerOutput
 from .request import Request
 from .requests import EngineCoreRequest
+from .stats import SchedulerStats
 from .step_record import WaitReason
 
 if TYPE_CHECKING:
@@ -27,9 +31,12 @@ if TYPE_CHECKING:
     from .model import Attend
 
 __all__ = [
+    "ComponentCalls",
     "ComponentFactory",
     "EngineHalf",
     "EngineHalfContext",
+    "FaultCounter",
+    "KVBlocks",
     "StepPart",
     "StepPartContext",
     "StepRows",
@@ -38,8 +45,62 @@ __all__ = [
 ]
 
 
+R = TypeVar("R")
+
+
+class ComponentCalls(Protocol):
+    """Calls the methods of one component, which are timed and named while they run.
+
+    Attributes:
+        source: names the component in messages.
+    """
+
+    source: Source
+
+    def run(self, method: str, function: Callable[..., R], *args: Any) -> R:
+        """Call a method of the component; return what it returns."""
+
+
+class FaultCounter(Protocol):
+    """Counts the faults of the components that a part drives, for `LLM.health()`."""
+
+    def reporter(
+        self, source: Source, consequence: str
+    ) -> Callable[[str, BaseException | None], None]:
+        """Return what counts a fault of a component, given a message and its cause.
+
+        It raises PluginFaultError if the component's faults end the engine (`plugins.on_error`).
+
+        Args:
+            source: of the component.
+            consequence: logged with its first fault.
+        """
+
+    def note(
+        self, name: str, message: str, cause: BaseException | None = None, consequence: str = ...
+    ) -> None:
+        """Count a fault under a name; the first one of each name is logged."""
+
+    def record(self, name: str, message: str, consequence: str = ...) -> None:
+        """Count a fault that a worker half has reported.
+
+        Raises:
+            PluginFaultError: the component's faults end the engine.
+        """
+
+
 class ComponentFactory(Protocol):
     """Builds the components of other kinds that a part drives, and names them in messages."""
+
+    def enabled(self, kind: str) -> Sequence[str]:
+        """Return the names of the enabled components of a kind, in their order."""
+
+    def calls(self, kind: str, name: str) -> ComponentCalls:
+        """Return what calls the methods of a component.
+
+        Raises:
+            PluginNotFoundError: it is not enabled.
+        """
 
     def create(self, kind: str, name: str, context: type[Context[Any]], **fields: Any) -> Any:
         """Build an enabled component, which the caller owns and closes.
@@ -81,20 +142,29 @@ class EngineHalfContext:
         components: builds components of other kinds.
         describe_fault: returns class and text of an exception that a component raised; raises it
             again if it is not the component's fault but the user's interrupt.
+        faults: counts those of components.
         clock: seconds.
         scheduler: names the scheduler in messages.
         vocab_size: of the model.
         vocabulary: of the tokenizer; None for an engine without one.
         block_size: tokens of a block of the KV cache.
+        world_size: number of workers.
+        block_hashes: `block_hashes(request, n)` returns the hashes of at least the first n blocks
+            of a request, which its known tokens must fill. They are chained, and include its salt.
+        publish: publishes events of the KV cache.
     """
 
     components: ComponentFactory
     describe_fault: Callable[[BaseException], str]
+    faults: FaultCounter
     clock: Callable[[], float]
     scheduler: str
     vocab_size: int
     vocabulary: Vocabulary | None
     block_size: int
+    world_size: int
+    block_hashes: Callable[[Request, int], Sequence[bytes]]
+    publish: Callable[[Sequence[KVEvent]], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +177,9 @@ class WorkerHalfContext:
         world_size: number of workers.
         vocab_size: of the model.
         hidden_size: of the model.
+        components: builds components of other kinds.
+        describe_fault: as in `EngineHalfContext`.
+        host_memory: returns the bytes that the process may still allocate in CPU memory.
     """
 
     device: Any
@@ -114,6 +187,23 @@ class WorkerHalfContext:
     world_size: int
     vocab_size: int
     hidden_size: int
+    components: ComponentFactory
+    describe_fault: Callable[[BaseException], str]
+    host_memory: Callable[[], int]
+
+
+@dataclass(frozen=True)
+class KVBlocks:
+    """The KV cache of a rank, as a step part sees it that moves blocks.
+
+    Attributes:
+        identity: what the bytes of its blocks depend on, besides tokens.
+        layers: per layer of this rank, views of its memory, uint8 [num_blocks, bytes], which
+            together are all bytes of each block.
+    """
+
+    identity: BlockIdentity
+    layers: Sequence[Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -138,9 +228,27 @@ class EngineHalf:
     Attributes:
         capacity: amount of each resource that `cost` counts, by name; read once, when the engine
             starts. There is nothing of a resource that is not named here.
+        every_plan: whether methods are called for every plan, also without a request that uses the
+            part; read once. The worker halves of such a part get the rows of all requests.
     """
 
     capacity: Mapping[str, int] = {}
+    every_plan: bool = False
+
+    def started(self, handshakes: Sequence[bytes | None]) -> None:
+        """Take what `WorkerHalf.start` returned in each rank, before the first step.
+
+        Called again when the worker halves were started again, after a sleep that released the
+        model, whose weights may be others now. Of a part that moves blocks alone.
+        """
+
+    def start_failed(self, cause: BaseException) -> None:
+        """Go on without the worker halves, which could not be started again after a sleep.
+
+        Raises:
+            BaseException: the engine cannot go on without them; by default `cause`.
+        """
+        raise cause
 
     def uses(self, request: EngineCoreRequest) -> bool:  # noqa: ARG002
         """Return whether a new request uses the part; by default each one does."""
@@ -200,6 +308,51 @@ class EngineHalf:
         """
         return None
 
+    def get_num_new_matched_tokens(
+        self,
+        request: Request,  # noqa: ARG002
+        num_computed_tokens: int,  # noqa: ARG002
+    ) -> tuple[int | None, bool]:
+        """Return how many tokens of a request the part can load after the computed ones.
+
+        Asked for every request that is about to be admitted. At most one part overrides it.
+
+        Args:
+            request: about to be admitted.
+            num_computed_tokens: leading tokens that the local cache has, whole blocks.
+
+        Returns:
+            The number of tokens (None: not known yet, ask again), and whether they are loaded
+            between steps: the request waits until `result` adds it to
+            `ModelRunnerOutput.kv_loaded`. If not, they are loaded in the step in which it is
+            scheduled.
+        """
+        return 0, False
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: BlockIds, num_external_tokens: int
+    ) -> None:
+        """Record the blocks allocated for a request that is admitted, or about to wait for a load.
+
+        Args:
+            request: of which `get_num_new_matched_tokens` was asked.
+            block_ids: its whole block table.
+            num_external_tokens: of those that were matched, how many are to be loaded.
+        """
+
+    def request_finished(
+        self,
+        request: Request,  # noqa: ARG002
+        block_ids: BlockIds,  # noqa: ARG002
+    ) -> tuple[bool, Mapping[str, Any] | None]:
+        """Record that a request has ended and that its blocks are about to be freed.
+
+        Returns:
+            Whether they are kept until `result` adds the request to `ModelRunnerOutput.kv_saved`,
+            and the `kv_transfer_params` of its last output.
+        """
+        return False, None
+
     def result(
         self,
         plan: SchedulerOutput,  # noqa: ARG002
@@ -207,12 +360,15 @@ class EngineHalf:
     ) -> Mapping[str, RequestFault]:
         """Read the result of a plan before the scheduler does.
 
-        The report of the worker half that sampled is `result.part_reports[name]`.
+        The reports of the worker halves are `result.part_reports[name]`, by rank.
 
         Returns:
             Requests that end with an error, of those that use the part.
         """
         return {}
+
+    def updated(self, plan: SchedulerOutput) -> None:
+        """Notify the part that the scheduler has taken the result of a plan."""
 
     def lost(self, plan: SchedulerOutput) -> None:
         """Notify the part of a plan that was not executed, or not to its end."""
@@ -233,8 +389,11 @@ class EngineHalf:
         looks for aborts, so that a few milliseconds are right.
         """
 
+    def add_stats(self, stats: SchedulerStats) -> None:
+        """Add totals of the part to the statistics of the scheduler."""
+
     def close(self) -> None:
-        """Release resources; called once."""
+        """Release resources; called once, after the workers are closed."""
 
 
 class WorkerHalf:
@@ -242,7 +401,31 @@ class WorkerHalf:
 
     Every method is optional. `hidden` and `logits` get the rows of the requests that use the part,
     and no others.
+
+    Attributes:
+        wants_layers: whether a half with `around_layers` is called for the layers of this step;
+            read after `begin`. If not, a step of few tokens may be repeated without running Python.
     """
+
+    wants_layers: bool = True
+
+    def start(self, blocks: KVBlocks | None) -> bytes | None:  # noqa: ARG002
+        """Take the KV cache, which was just allocated; of a part that moves blocks alone.
+
+        Args:
+            blocks: None if another rank could not start its half again: this one is not to touch a
+                block any more.
+
+        Returns:
+            Data for `EngineHalf.started`.
+        """
+        return None
+
+    def release_blocks(self) -> None:
+        """Let go of the KV cache, whose memory is released by a sleep."""
+
+    def take_blocks(self, blocks: KVBlocks) -> None:
+        """Take the KV cache, which was allocated again after `release_blocks`."""
 
     def begin(self, plan: SchedulerOutput, data: bytes) -> None:
         """Take the data of the engine's half, before the model runs."""
@@ -250,6 +433,9 @@ class WorkerHalf:
     def around_layers(self, attend: Attend) -> Attend:
         """Return a function that is called instead of `attend` for each layer of the step."""
         return attend
+
+    def after_layers(self) -> None:
+        """Complete what the calls of `around_layers` began; called after the last layer."""
 
     def hidden(self, hidden: torch.Tensor, rows: StepRows) -> torch.Tensor | None:  # noqa: ARG002
         """Return changed hidden states [tokens, hidden_size] of a step; None leaves them."""
@@ -269,11 +455,15 @@ class WorkerHalf:
         return None
 
     def report(self) -> bytes | None:
-        """Return a report of the step for the engine's half, in the rank that samples."""
+        """Return a report of the step for the engine's half.
+
+        Of a part that moves blocks, each rank's report reaches it; else that of the rank that
+        samples.
+        """
         return None
 
     def sleep(self, level: int) -> None:
-        """Release memory, see `Worker.sleep`."""
+        """Release memory, see `Worker.sleep`; level 2 is followed by `close`."""
 
     def wake_up(self) -> None:
         """Allocate again what `sleep` released."""
@@ -295,6 +485,15 @@ class StepPart(Component):
     fault_scope: ClassVar[Literal["request", "step", "engine"]] = "request"
     before: ClassVar[Sequence[str]] = ()
     after: ClassVar[Sequence[str]] = ()
+
+    @property
+    def moves_blocks(self) -> str | None:
+        """The setting that makes worker halves read and write blocks of the KV cache, for messages.
+
+        The halves are started with the cache, its blocks get an identity, and each rank reports.
+        None, the default, is a part that touches no blocks.
+        """
+        return None
 
     @abstractmethod
     def engine_half(self, context: EngineHalfContext) -> EngineHalf:

@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 
 from hardpoint import typed
+from hardpoint.boundary.activity import Activity, PluginCalls
 from hardpoint.boundary.checked_model import cut_weights as cut_weights
 from hardpoint.boundary.faults import FaultReporter
 from hardpoint.boundary.step_part_components import Components
@@ -140,7 +141,7 @@ def engine_config(extra: Mapping[str, Any]) -> EngineConfig:
 
 def installed_components(config: EngineConfig) -> ComponentFactory:
     """Return the factory of the components that a configuration enables, for a step part."""
-    return Components(resolve_plugins(config))
+    return Components(resolve_plugins(config), functools.partial(PluginCalls, Activity()))
 
 
 def load_default_scheduler() -> type[Scheduler]:

@@ -19,10 +19,10 @@ from hardpoint.plugins import (
 
 from . import wait_reasons
 from .encoder import choose_features, encoder_cache, schedule_features
-from .kv_transfer import match_external, start_loading
 from .live_request import LiveRequest
 from .step import Step
 from .tracker import RequestTracker
+from .transfers import match_external, start_loading
 from .waiting_queue import QueueCursor
 
 
@@ -56,11 +56,9 @@ class _Outcome(Enum):
 def poll_blocked(tracker: RequestTracker, step: Step) -> None:
     """Enqueue blocked requests that no step part holds back; finish those that can never run."""
     gates = tracker.context.gates
+    for request in tracker.loading.values():
+        step.waiting[request.request_id] = wait_reasons.remote_kv(request.num_loading_tokens)
     for request in list(tracker.blocked.values()):
-        if request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
-            reason = wait_reasons.remote_kv(request.num_loading_tokens)
-            step.waiting[request.request_id] = reason
-            continue
         assert gates is not None, "without gates no request waits at one"
         try:
             held = gates.wait_reason(request)
@@ -68,7 +66,7 @@ def poll_blocked(tracker: RequestTracker, step: Step) -> None:
             tracker.finish_in_planning(request, FinishReason.ERROR, str(error))
         else:
             if held is None:
-                tracker.enqueue_blocked(request)
+                tracker.enqueue(request)
             else:
                 step.waiting[request.request_id] = held
 
@@ -185,7 +183,7 @@ def _admit(
     if request.request_id in tracker.loaded:
         return _schedule(tracker, request, CachedPrefix(), 0, step)
     prefix = tracker.cache.lookup(request)
-    if tracker.context.connector is None:
+    if tracker.context.transfers is None:
         return _schedule(tracker, request, prefix, 0, step)
     external, asynchronous = match_external(tracker, request, prefix)
     if external is None:
@@ -275,10 +273,10 @@ def _allocate_blocks(
         num_reserved_blocks=_num_reserved(tracker),
     ):
         return False
-    connector = tracker.context.connector
-    if connector is not None:
+    transfers = tracker.context.transfers
+    if transfers is not None:
         block_ids = tracker.cache.block_ids(request)
-        connector.update_state_after_alloc(request, block_ids, 0 if loaded else external)
+        transfers.update_state_after_alloc(request, block_ids, 0 if loaded else external)
     return True
 
 

@@ -24,8 +24,8 @@ class LiveRequest(Request):
     """A request that has not finished, with its stop conditions precomputed.
 
     Attributes:
-        num_loading_tokens: tokens that a connector was last asked to load asynchronously.
-        skip_connector: whether all its tokens are computed locally, since a load failed or its
+        num_loading_tokens: tokens that were last to be loaded between steps.
+        skip_transfer: whether all its tokens are computed locally, since a load failed or its
             result became invalid.
         num_external_tokens: those of `num_cached_tokens` that a connector loaded.
         prefill_reported: whether an output has reported the prefill statistics.
@@ -47,7 +47,7 @@ class LiveRequest(Request):
         "num_loading_tokens",
         "prefill_reported",
         "queue_key",
-        "skip_connector",
+        "skip_transfer",
     )
 
     def __init__(self, source: EngineCoreRequest, order: int, max_model_len: int) -> None:
@@ -58,7 +58,7 @@ class LiveRequest(Request):
         self.client_index = source.client_index
         self.features = source.features
         self.num_loading_tokens = 0
-        self.skip_connector = False
+        self.skip_transfer = False
         self.num_external_tokens = 0
         self.prefill_reported = False
         self.queue_key: Any = None

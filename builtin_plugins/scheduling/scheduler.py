@@ -18,7 +18,6 @@ from hardpoint.plugins import (
     PauseState,
     Request,
     RequestError,
-    RequestStatus,
     Scheduler,
     SchedulerContext,
     SchedulerOutput,
@@ -30,12 +29,12 @@ from hardpoint.plugins import (
 from . import wait_reasons
 from .admission import AdmissionOptions, admit_waiting, has_started, poll_blocked
 from .encoder import check_features
-from .kv_transfer import process_transfers
 from .live_request import LiveRequest
 from .results import DraftCounts, lose_plan, process_results
 from .running import schedule_running
 from .step import PlannedStep, Step, make_plan, make_record
 from .tracker import RequestTracker
+from .transfers import process_transfers
 from .waiting_queue import WaitingQueue
 
 
@@ -186,7 +185,7 @@ class DefaultScheduler(Scheduler):
             num_preemptions=tracker.num_preemptions,
             num_drafts=self._drafts.verified,
             num_accepted_drafts=sum(accepted),
-            num_deferred=len(tracker.blocked),
+            num_deferred=len(tracker.blocked) + len(tracker.loading),
             num_verified_drafts=self._drafts.by_accepted.total(),
             num_accepted_by_position=accepted,
         )
@@ -215,7 +214,8 @@ class DefaultScheduler(Scheduler):
             return None
         if reason := step.waiting.get(request_id):
             return reason
-        if request.order >= self._num_added_at_last_step or request_id in tracker.blocked:
+        held = request_id in tracker.blocked or request_id in tracker.loading
+        if request.order >= self._num_added_at_last_step or held:
             return wait_reasons.not_planned_yet()
         if request_id in tracker.running and step.budget <= 0:
             known = request.num_tokens + request.num_output_placeholders
@@ -256,9 +256,8 @@ class DefaultScheduler(Scheduler):
                 tracker.preempt(request, self.context.clock())
             for request in list(tracker.loaded.values()):
                 tracker.reset_progress(request)
-            for request in tracker.blocked.values():
-                if request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
-                    request.skip_connector = True  # what is being loaded is outdated
+            for request in tracker.loading.values():
+                request.skip_transfer = True  # what is being loaded is outdated
 
     def _new_step(self) -> Step:
         self._num_steps += 1
@@ -292,7 +291,8 @@ class DefaultScheduler(Scheduler):
             for request in requests:
                 request.last_step = step.number
         preemptions = [request.num_preemptions for request in requests]
-        self._planned[step.number] = PlannedStep(plan, requests, preemptions)
+        may_load = self.context.transfers is not None
+        self._planned[step.number] = PlannedStep(plan, requests, preemptions, may_load)
         self._last_step, self._num_added_at_last_step = step, self._num_added
 
     def _is_paused(self, request: LiveRequest) -> bool:
@@ -307,8 +307,7 @@ class DefaultScheduler(Scheduler):
         tracker = self._tracker
         if tracker.has_expired(self.context.clock()):
             return True
-        blocked = tracker.blocked.values()
-        if any(request.status is RequestStatus.WAITING_FOR_REMOTE_KV for request in blocked):
+        if tracker.loading:
             return True
         if self._pause is PauseState.PAUSED_NEW:
             return bool(tracker.running) or any(
@@ -337,7 +336,7 @@ def _check_context(context: SchedulerContext) -> None:
             f"kv_cache.num_blocks: expected at least one block that requests can hold, got "
             f"{cache.num_blocks} in all"
         )
-    if context.connector is not None and len(cache.groups) > 1:
+    if context.transfers is not None and len(cache.groups) > 1:
         raise ConfigError(
             f"kv_connector: it moves one KV cache group, the model has {len(cache.groups)}"
         )

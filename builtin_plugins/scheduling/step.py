@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from hardpoint.plugins import (
     BlockIds,
     CachedRequests,
@@ -102,11 +100,13 @@ class PlannedStep:
         requests: the requests that get tokens, in the plan's order.
         preemptions: `num_preemptions` of each request when it was planned; results of a request
             that was preempted since are void.
+        may_load: whether a step part may load tokens in the step.
     """
 
     plan: SchedulerOutput
     requests: list[LiveRequest]
     preemptions: list[int]
+    may_load: bool = False
 
     def computed_before(self) -> dict[str, int]:
         """Return how many tokens of each request the plan says were computed before, by id."""
@@ -120,7 +120,7 @@ class PlannedStep:
     def certain_before(self) -> dict[str, int]:
         """Return how many tokens of each request were computed before, if the plan is lost."""
         computed = self.computed_before()
-        if self.plan.kv_connector_metadata is not None:
+        if self.may_load:
             # How many tokens of a new request the plan was to load is not known here.
             computed |= {new.source.request_id: 0 for new in self.plan.new_requests}
         return computed
@@ -142,7 +142,7 @@ def make_plan(tracker: RequestTracker, step: Step) -> SchedulerOutput:
     """Return the plan of a step for the workers; the tracker's unreported changes move into it."""
     finished, tracker.unreported_finished = frozenset(tracker.unreported_finished), set()
     preempted, tracker.unreported_preempted = frozenset(tracker.unreported_preempted), set()
-    plan = SchedulerOutput(
+    return SchedulerOutput(
         step=step.number,
         new_requests=step.new_requests,
         cached_requests=step.cached_requests(),
@@ -154,11 +154,6 @@ def make_plan(tracker: RequestTracker, step: Step) -> SchedulerOutput:
         preempted_request_ids=preempted,
         finished_request_ids=finished,
     )
-    connector = tracker.context.connector
-    if connector is not None:
-        metadata = connector.build_connector_meta(plan)
-        plan = msgspec.structs.replace(plan, kv_connector_metadata=metadata)
-    return plan
 
 
 def make_record(tracker: RequestTracker, step: Step, plan: SchedulerOutput) -> StepRecord:

@@ -20,20 +20,21 @@ from .live_request import LiveRequest
 from .waiting_queue import WaitingQueue
 
 LOAD, SAVE = "load", "save"
-"""Transfers of a KV connector."""
+"""Transfers of the blocks of a request."""
 
 
 class RequestTracker:
-    """All live requests; each one is in exactly one of `running`, `waiting` and `blocked`.
+    """All live requests; each is in one of `running`, `waiting`, `blocked` and `loading`.
 
     Attributes:
         requests: all live requests, by id.
         running: by id, in order of admission.
         waiting: ready to be admitted.
-        blocked: waiting for a grammar or for remote KV, by id.
-        loaded: waiting requests that hold blocks which a connector has filled, by id.
-        pending_free: finished requests whose blocks a connector still uses, by id, each with its
-            unfinished transfers (LOAD, SAVE or both).
+        blocked: held back by a gate of a step part, by id.
+        loading: waiting for blocks that are filled between steps, by id.
+        loaded: waiting requests that hold blocks which were filled, by id.
+        pending_free: finished requests whose blocks are still read or written, by id, each with
+            its unfinished transfers (LOAD, SAVE or both).
         finished_outputs: last outputs, with client index, of requests that ended during planning.
         unreported_finished: ids of finished requests that no plan has reported.
         unreported_preempted: ids of preempted requests that no plan has reported.
@@ -53,6 +54,7 @@ class RequestTracker:
         self.running: dict[str, LiveRequest] = {}
         self.waiting = WaitingQueue(context.policy)
         self.blocked: dict[str, LiveRequest] = {}
+        self.loading: dict[str, LiveRequest] = {}
         self.loaded: dict[str, LiveRequest] = {}
         self.pending_free: dict[str, tuple[LiveRequest, set[str]]] = {}
         self.finished_outputs: list[tuple[int, EngineCoreOutput]] = []
@@ -110,10 +112,10 @@ class RequestTracker:
         if self.context.log_stats:
             request.record_event(EngineCoreEventType.SCHEDULED, now)
 
-    def enqueue_blocked(self, request: LiveRequest) -> None:
-        """Move a request from `blocked` into `waiting`."""
-        del self.blocked[request.request_id]
-        request.status = RequestStatus.WAITING
+    def enqueue(self, request: LiveRequest) -> None:
+        """Move a request from `blocked` or `loading` into `waiting`."""
+        if self.blocked.pop(request.request_id, None) is None:
+            del self.loading[request.request_id]
         self.waiting.push(request)
 
     def preempt(self, request: LiveRequest, now: float) -> None:
@@ -168,12 +170,12 @@ class RequestTracker:
     def finish(self, request: LiveRequest, output: EngineCoreOutput) -> None:
         """Finish a request; complete `output`, its last one."""
         request_id = request.request_id
-        loading = request.status is RequestStatus.WAITING_FOR_REMOTE_KV
+        loading = self.loading.pop(request_id, None) is not None
         if request.status is RequestStatus.RUNNING:
             self._remove_running(request)
         elif request_id in self.blocked:
             del self.blocked[request_id]
-        else:
+        elif not loading:
             self.waiting.remove(request)
             self.loaded.pop(request_id, None)
         del self.requests[request_id]
@@ -249,7 +251,7 @@ class RequestTracker:
     @property
     def num_waiting(self) -> int:
         """The number of requests that wait or are blocked."""
-        return len(self.waiting) + len(self.blocked)
+        return len(self.waiting) + len(self.blocked) + len(self.loading)
 
     def load(self, now: float, token_budget: int) -> Load:
         """Return the engine's load, as policies see it."""
@@ -257,7 +259,7 @@ class RequestTracker:
             now=now,
             num_running=len(self.running),
             max_num_seqs=self.limits.max_num_seqs,
-            num_waiting=len(self.waiting) + len(self.blocked),
+            num_waiting=len(self.waiting) + len(self.blocked) + len(self.loading),
             token_budget=token_budget,
             num_free_blocks=self.cache.num_free_blocks,
             num_blocks=self.cache.num_usable_blocks,
@@ -279,16 +281,16 @@ class RequestTracker:
     def _free_blocks(
         self, request: LiveRequest, output: EngineCoreOutput, *, loading: bool
     ) -> None:
-        """Free the blocks, or keep them in `pending_free` while a connector transfers them."""
-        connector = self.context.connector
-        if connector is None:
+        """Free the blocks, or keep them in `pending_free` while a step part moves them."""
+        transfers = self.context.transfers
+        if transfers is None:
             self.cache.free(request)
             return
-        saving, params = connector.request_finished(request, self.cache.block_ids(request))
+        saving, params = transfers.request_finished(request, self.cache.block_ids(request))
         if params is not None:
             output.kv_transfer_params = dict(params)
-        transfers = {name for name, active in ((LOAD, loading), (SAVE, saving)) if active}
-        if transfers:
-            self.pending_free[request.request_id] = (request, transfers)
+        unfinished = {name for name, active in ((LOAD, loading), (SAVE, saving)) if active}
+        if unfinished:
+            self.pending_free[request.request_id] = (request, unfinished)
         else:
             self.cache.free(request)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +24,6 @@ from hardpoint.core.kv_cache import (
     block_needs,
     size_cache,
 )
-from hardpoint.core.kv_cache.connector import EngineConnector
 from hardpoint.core.kv_cache.event_fanout import KVEventFanout
 from hardpoint.core.weights.shares import check_shares
 from hardpoint.core.weights.worker_spec import WorkerSpec
@@ -37,9 +35,8 @@ from hardpoint.plugins import (
     EvictionPolicy,
     Executor,
     ExecutorContext,
-    HardpointError,
-    KVConnectorContext,
     PublisherContext,
+    Request,
     SchedulerContext,
     StepRecord,
     WorkerInfo,
@@ -48,17 +45,15 @@ from hardpoint.plugins.config import ConfigSources, KVCacheConfig
 from hardpoint.plugins.executor import MAX_CONCURRENT_BATCHES
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.kv_cache import BlockNeeds
-from hardpoint.plugins.kv_connector import KVConnectorScheduler, KVSchedulerContext
 from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.plugins.scheduler import SchedulerLimits
 from hardpoint.plugins.step_part import EngineHalf, EngineHalfContext, StepPart, StepPartContext
-from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.typed.read_only import read_only
 
-from .connector_start import ConnectorStart
 from .core import EngineCore
+from .parts_start import PartsStart
 from .policy import PolicySlot
 from .prepare import limits_of
 from .step import EngineCoreParts
@@ -106,23 +101,21 @@ def build_core(
         opened = _open_plugins(spec, vocabulary, clock, faults, undo)
         launcher = WorkerLauncher(spec, config_sources, activity)
         undo.callback(launcher.close)
-        executor = _executor(spec, launcher, undo)
-        start = _connector_start(spec, executor, undo)
-        info, size, config = _start(executor, spec, config_sources)
+        step_parts = opened.step_parts
+        executor = _executor(spec, launcher, undo, all_report=step_parts.moves_blocks is not None)
+        start = _parts_start(spec, executor, step_parts, undo)
+        info, size, config = _start(executor, spec, config_sources, step_parts.moves_blocks)
         launcher.close()
         kv_cache = _kv_cache(config.kv_cache, block_needs(config, info), spec, opened, faults)
-        connector = None
+        opened.block_hashes.set(kv_cache.block_hashes)
         if start is not None:
-            connector = _connector(spec, kv_cache, opened.kv_events, clock, faults)
-            undo.callback(connector.close)
-            start.start(connector)
+            start.start()
         scheduler = spec.plugins.create(
             spec.plugins.one("schedulers"),
             SchedulerContext,
             limits=_limits(config, size, executor),
             kv_cache=kv_cache,
             clock=clock,
-            connector=connector,
             record=_recorder(hooks, faults),
             **opened.for_scheduler(config),
         )
@@ -131,8 +124,7 @@ def build_core(
             executor,
             kv_cache,
             faults=faults,
-            connector=connector,
-            connector_start=start,
+            parts_start=start,
             activity=activity,
             **opened.for_core(spec.plugins, config, info),
         )
@@ -149,6 +141,7 @@ class _EnginePlugins:
     blocks: BlockMetadata
     eviction: EvictionPolicy
     step_parts: EngineParts
+    block_hashes: _BlockHashes
 
     def for_scheduler(self, config: EngineConfig) -> dict[str, Any]:
         """Return the fields of the scheduler's context that show these plugins."""
@@ -158,6 +151,8 @@ class _EnginePlugins:
             "log_stats": config.stats.on,
             "policy": self.policy.policy,
             "policy_fault": self.policy.report_fault,
+            "transfers": parts.transfers,
+            "connector": parts.transfers,
             "gates": parts.gates if parts else None,
             "grammars": GatesAsGrammars(parts) if parts else None,
         }
@@ -197,25 +192,44 @@ def _open_plugins(
     blocks = BlockMetadata(clock)
     eviction = _eviction_policy(spec.plugins, blocks, clock)
     undo.callback(eviction.close)
-    step_parts = _step_parts(spec, vocabulary, faults, clock)
-    undo.callback(step_parts.close)
-    return _EnginePlugins(policy, kv_events, blocks, eviction, step_parts)
-
-
-def _step_parts(
-    spec: WorkerSpec, vocabulary: Vocabulary | None, faults: StepFaults, clock: _Clock
-) -> EngineParts:
-    """Build the engine's halves of the step parts."""
-    plugins = spec.plugins
+    block_hashes = _BlockHashes()
     context = EngineHalfContext(
-        components=Components(plugins),
+        components=Components(spec.plugins, faults.calls),
         describe_fault=describe_fault,
+        faults=faults,
         clock=clock,
-        scheduler=str(plugins.one("schedulers").source),
+        scheduler=str(spec.plugins.one("schedulers").source),
         vocab_size=spec.model_config.vocab_size,
         vocabulary=vocabulary,
         block_size=spec.config.kv_cache.block_size,
+        world_size=spec.config.parallel.world_size,
+        block_hashes=block_hashes,
+        publish=kv_events.publish,
     )
+    step_parts = _step_parts(spec, context, faults)
+    undo.callback(step_parts.close)
+    return _EnginePlugins(policy, kv_events, blocks, eviction, step_parts, block_hashes)
+
+
+class _BlockHashes:
+    """Hashes of blocks for step parts, which are built before the KV cache."""
+
+    def __init__(self) -> None:
+        self._function: Callable[[Request, int], Sequence[bytes]] | None = None
+
+    def set(self, function: Callable[[Request, int], Sequence[bytes]]) -> None:
+        """Use `function`, of the KV cache."""
+        self._function = function
+
+    def __call__(self, request: Request, num_blocks: int) -> Sequence[bytes]:
+        """Return the hashes of at least the first blocks of a request."""
+        assert self._function is not None, "there is no KV cache yet"
+        return self._function(request, num_blocks)
+
+
+def _step_parts(spec: WorkerSpec, context: EngineHalfContext, faults: StepFaults) -> EngineParts:
+    """Build the engine's halves of the step parts."""
+    plugins = spec.plugins
 
     def make(entry: PluginEntry) -> tuple[StepPart, EngineHalf]:
         part = plugins.create(entry, StepPartContext, config=spec.config)
@@ -230,7 +244,9 @@ def _eviction_policy(plugins: PluginSet, blocks: BlockMetadata, clock: _Clock) -
     return plugins.create(entry, EvictionContext, blocks=blocks, history=history, clock=clock)
 
 
-def _executor(spec: WorkerSpec, launcher: WorkerLauncher, undo: contextlib.ExitStack) -> Executor:
+def _executor(
+    spec: WorkerSpec, launcher: WorkerLauncher, undo: contextlib.ExitStack, *, all_report: bool
+) -> Executor:
     """Build the executor.
 
     Raises:
@@ -246,73 +262,23 @@ def _executor(spec: WorkerSpec, launcher: WorkerLauncher, undo: contextlib.ExitS
         start_process=launcher.start_process,
         progress=spec.progress,
         watchdog_seconds=spec.config.engine.watchdog_seconds,
-        all_report=bool(spec.plugins.entries("kv_connectors")),
+        all_report=all_report,
     )
     undo.callback(executor.close)
     _check_depth(executor)
     return executor
 
 
-def _connector_start(
-    spec: WorkerSpec, executor: Executor, undo: contextlib.ExitStack
-) -> ConnectorStart | None:
-    """Return what starts the KV connector, which hashes the weights; None if none is configured."""
-    if not spec.plugins.entries("kv_connectors"):
+def _parts_start(
+    spec: WorkerSpec, executor: Executor, parts: EngineParts, undo: contextlib.ExitStack
+) -> PartsStart | None:
+    """Return what starts the parts that move blocks; it hashes the weights. None without any."""
+    if parts.moves_blocks is None:
         return None
-    start = ConnectorStart(spec.config, spec.loader, executor)
+    start = PartsStart(spec.config, spec.loader, executor, parts)
     start.weights_load()
     undo.callback(start.close)
     return start
-
-
-def _connector(
-    spec: WorkerSpec,
-    kv_cache: BlockManager,
-    kv_events: KVEventFanout,
-    clock: _Clock,
-    faults: StepFaults,
-) -> EngineConnector:
-    """Return the engine's half of the KV connector.
-
-    Raises:
-        PluginError: it cannot be built.
-    """
-    (entry,) = spec.plugins.entries("kv_connectors")
-    world_size, block_size = spec.config.parallel.world_size, kv_cache.block_size
-    plugin = spec.plugins.create(entry, KVConnectorContext, config=spec.config.kv_connector)
-    try:
-        half = plugin.scheduler_half(
-            KVSchedulerContext(
-                block_size=block_size,
-                block_hashes=kv_cache.block_hashes,
-                clock=clock,
-                world_size=world_size,
-                report_fault=functools.partial(faults.note, entry.name, consequence=CALL_LOST),
-            )
-        )
-        if not isinstance(half, KVConnectorScheduler):
-            raise PluginFaultError(
-                f"{entry.source}: its scheduler_half() gave {shown(half)}, expected a "
-                f"KVConnectorScheduler"
-            )
-    except BaseException as cause:
-        plugin.close()
-        raise_unless_fault(cause)
-        if isinstance(cause, HardpointError):
-            raise
-        raise PluginFaultError(
-            f"{entry.source}: its scheduler_half() failed: {describe(cause)}"
-        ) from cause
-    return EngineConnector(
-        plugin,
-        half,
-        entry.source,
-        world_size=world_size,
-        block_size=block_size,
-        clock=clock,
-        faults=faults,
-        publish=kv_events.publish,
-    )
 
 
 def _kv_cache(
@@ -339,7 +305,7 @@ def _kv_cache(
 
 
 def _start(
-    executor: Executor, spec: WorkerSpec, config_sources: ConfigSources
+    executor: Executor, spec: WorkerSpec, config_sources: ConfigSources, moves_blocks: str | None
 ) -> tuple[WorkerInfo, CacheSize, EngineConfig]:
     """Load the model and allocate the KV cache.
 
@@ -350,10 +316,10 @@ def _start(
         PluginFaultError: the executor did not return an info per rank, of the same groups.
     """
     info = _tightest(executor.start(), spec)
-    if not info.bytes_per_block and spec.plugins.entries("kv_connectors"):
+    if not info.bytes_per_block and moves_blocks is not None:
         raise ConfigError(
-            f"kv_connector.use: {spec.config.kv_connector.use!r} moves blocks of the KV cache, and "
-            f"the model {spec.config.model!r} has none"
+            f"{moves_blocks} moves blocks of the KV cache, and the model {spec.config.model!r} has "
+            f"none"
         )
     config = spec.config if info.bytes_per_block else _without_cache(spec)
     try:

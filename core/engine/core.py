@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections.abc import Callable, Iterable
 
 from hardpoint.boundary.errors import close_all
@@ -20,8 +19,6 @@ from hardpoint.registry.blame import describe, raise_unless_fault
 from .pause import PauseController, PauseDependencies
 from .step import EngineCoreParts, Outputs, StepRunner
 from .utility_calls import EngineUtilities
-
-_log = logging.getLogger("hardpoint")
 
 
 class EngineCore(EngineUtilities):
@@ -51,8 +48,7 @@ class EngineCore(EngineUtilities):
                 functools.partial(steps.abort_later, None),
                 steps.settle,
                 parts.sleep_levels,
-                parts.connector,
-                parts.connector_start,
+                parts.parts_start,
             )
         )
 
@@ -88,27 +84,13 @@ class EngineCore(EngineUtilities):
             raise
         if block_hashes and (live := live_request(self._scheduler, request.request_id)) is not None:
             self._parts.kv_cache.take_hashes(live, block_hashes)
-        if request.kv_transfer_params is not None and self._scheduler.context.connector is None:
-            _log.warning(
-                "request %s has kv_transfer_params, which are ignored: this engine has no KV "
-                "connector, and computes all of it",
-                request.request_id,
-            )
 
     def _add(self, request: EngineCoreRequest) -> None:
         num_before = self._scheduler.num_unfinished_requests()
-        connector = self._parts.connector
-        if connector is not None:
-            connector.check_request(request)
-        try:
-            self._scheduler.add_request(request)
-            if self._scheduler.num_unfinished_requests() <= num_before:
-                label = self._parts.scheduler_label
-                raise RequestError(f"{label}: its add_request did not add the request")
-        except BaseException:
-            if connector is not None:
-                connector.request_refused(request.request_id)
-            raise
+        self._scheduler.add_request(request)
+        if self._scheduler.num_unfinished_requests() <= num_before:
+            label = self._parts.scheduler_label
+            raise RequestError(f"{label}: its add_request did not add the request")
 
     def client_of(self, request_id: str) -> int | None:
         """Return the client index of a live request, None if no live request has that id."""
@@ -209,9 +191,7 @@ class EngineCore(EngineUtilities):
             stack.callback(close_all, parts.components)
             stack.callback(parts.kv_events.close)
             stack.callback(parts.policy.close)
-            if parts.connector is not None:
-                stack.callback(parts.connector.close)
-            if parts.connector_start is not None:
-                stack.callback(parts.connector_start.close)
-            stack.callback(close_all, [self._scheduler, self._executor])
             stack.callback(parts.step_parts.close)
+            if parts.parts_start is not None:
+                stack.callback(parts.parts_start.close)
+            stack.callback(close_all, [self._scheduler, self._executor])

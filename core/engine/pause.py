@@ -7,12 +7,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from hardpoint import typed
-from hardpoint.core.kv_cache.connector import EngineConnector
 from hardpoint.core.protocol import PauseMode
 from hardpoint.plugins import Executor, HardpointError, PauseState, RequestError, Scheduler
 from hardpoint.registry.blame import raise_unless_fault
 
-from .connector_start import ConnectorStart
+from .parts_start import PartsStart
 
 MEMORY_TAGS = ("weights", "kv_cache")
 SCHEDULING_TAG = "scheduling"
@@ -27,8 +26,7 @@ class PauseDependencies:
         abort_all: ends every request; one of the next steps reports that to the clients.
         settle: completes all steps that are under way.
         sleep_levels: levels that the workers support, in addition to 0.
-        connector: of the KV cache; None if there is none.
-        connector_start: builds its worker halves.
+        parts_start: starts worker halves that move blocks; None if there are none.
     """
 
     scheduler: Scheduler
@@ -36,8 +34,7 @@ class PauseDependencies:
     abort_all: Callable[[], None]
     settle: Callable[[], None]
     sleep_levels: tuple[int, ...] = (1, 2)
-    connector: EngineConnector | None = None
-    connector_start: ConnectorStart | None = None
+    parts_start: PartsStart | None = None
 
 
 class PauseController:
@@ -147,19 +144,18 @@ class PauseController:
             self.resume()
 
     def _wake_up(self, memory: Sequence[str]) -> None:
-        """Reallocate memory; build the connector's worker halves, if they ended with the model."""
-        core = self._core
-        if self._sleep_level < _RELEASES_MODEL or core.connector is None:
+        """Reallocate memory; start worker halves of step parts again, if the model was released."""
+        core, start = self._core, self._core.parts_start
+        if self._sleep_level < _RELEASES_MODEL or start is None:
             core.executor.collective_rpc("wake_up", (memory,))
             self._asleep -= set(memory)
             return
-        assert core.connector_start is not None
         if "weights" in memory:
-            core.connector_start.weights_load()
+            start.weights_load()
         core.executor.collective_rpc("wake_up", (memory,))
         self._asleep -= set(memory)
         if "kv_cache" in memory:
-            core.connector_start.restart(core.connector)
+            start.restart()
 
     def went_idle(self) -> None:
         """Complete the pauses that wait for the engine to be idle."""

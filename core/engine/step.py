@@ -14,7 +14,6 @@ from hardpoint.boundary.faults import StepFaults
 from hardpoint.boundary.step_check import ResultCheck, checked, no_result, plan_defect, result_of
 from hardpoint.boundary.step_parts import EngineParts
 from hardpoint.core.kv_cache import BlockManager
-from hardpoint.core.kv_cache.connector import EngineConnector
 from hardpoint.core.kv_cache.event_fanout import KVEventFanout
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import (
@@ -34,7 +33,7 @@ from hardpoint.plugins.stats import SchedulerStats
 from hardpoint.registry.blame import is_fault, raise_unless_fault
 
 from .batch_queue import Batch, BatchQueue, start_batch, with_drafts
-from .connector_start import ConnectorStart
+from .parts_start import PartsStart
 from .policy import PolicySlot
 from .step_log import StepLog, log_failure
 
@@ -57,8 +56,7 @@ class EngineCoreParts:
         components: further components to close with the core.
         config: logged when a step fails.
         log_stats: whether outputs carry scheduler statistics.
-        connector: of the KV cache, the same that the scheduler has.
-        connector_start: builds its worker halves.
+        parts_start: starts worker halves that move blocks; None if there are none.
         step_parts: the engine halves of step parts, whose gates the scheduler has.
         step_log: logs every step.
         sleep_levels: levels that the workers support, in addition to 0.
@@ -77,20 +75,17 @@ class EngineCoreParts:
     components: Sequence[Component] = ()
     config: EngineConfig | None = None
     log_stats: bool = False
-    connector: EngineConnector | None = None
-    connector_start: ConnectorStart | None = None
     step_parts: EngineParts = field(default_factory=EngineParts)
+    parts_start: PartsStart | None = None
     step_log: StepLog | None = None
     sleep_levels: tuple[int, ...] = (1, 2)
     records_decode_steps: bool = False
     activity: Activity = field(default_factory=Activity)
 
     def scheduler_stats(self) -> SchedulerStats:
-        """Return the state of the scheduler, with the totals of the KV connector."""
+        """Return the state of the scheduler, with the totals of step parts."""
         stats = self.scheduler.stats()
-        if self.connector is not None:
-            stats.external_prefix_cache = self.connector.prefix_cache_stats()
-            stats.kv_tiers = self.connector.stats()
+        self.step_parts.add_stats(stats)
         return stats
 
 
@@ -229,7 +224,7 @@ class StepRunner:
         if events := self._parts.kv_cache.take_events():
             self._parts.kv_events.publish(events)
         data = self._step_parts.begin(plan)
-        if self._sampled is not None and _has_no_work(plan, self._scheduler):
+        if self._sampled is not None and not data and _has_no_work(plan):
             return _done(ModelRunnerOutput())
         if self._sampled:
             plan = msgspec.structs.replace(plan, sampled=tuple(self._sampled))
@@ -253,18 +248,19 @@ class StepRunner:
             self._sampled.append(SampledTokens(plan.step, dict(result.sampled_token_ids)))
         for request_id, fault in self._step_parts.result(plan, result).items():
             result.sampled_token_ids.pop(request_id, None)
-            result.faults.setdefault(request_id, fault)
-        if (connector := self._parts.connector) is not None:
-            for request_id, message in connector.process(plan, result).items():
-                self._end(request_id, RequestFault(message))
+            # The scheduler looks at faults of planned requests, but preempts those that hold an
+            # invalid block before.
+            if request_id in plan.num_scheduled_tokens and not result.invalid_block_ids:
+                result.faults.setdefault(request_id, fault)
+            else:
+                self._end(request_id, fault)
         for request_id, fault in self._check.check(plan, result).items():
             self._parts.faults.note("executor", fault.message, consequence="its request ends")
             if request_id not in plan.num_scheduled_tokens:  # the scheduler looks at no others
                 self._end(request_id, fault)
         outputs = self._scheduler.update(plan, result)
         checked(outputs, dict, self._parts.scheduler_label, "update")
-        if connector is not None:
-            connector.processed(plan)
+        self._step_parts.updated(plan)
         return outputs
 
     def _end(self, request_id: str, fault: RequestFault) -> None:
@@ -281,8 +277,6 @@ class StepRunner:
         executed = plan.total_num_scheduled_tokens > 0
         if not executed:
             self._step_parts.wait()
-            if self._parts.connector is not None:
-                self._parts.connector.wait()
         self._activity.end_step()
         self._parts.faults.check_slow()
         if self._parts.step_log is not None:
@@ -320,8 +314,6 @@ class StepRunner:
     def _lose(self, plan: SchedulerOutput) -> None:
         """Return a plan that was not executed, or not to its end, to what planned it."""
         self._step_parts.lost(plan)
-        if self._parts.connector is not None:
-            self._parts.connector.plan_lost(plan)
         self._scheduler.plan_lost(plan)
 
     def abort_requests(self, request_ids: Iterable[str] | None) -> Outputs:
@@ -367,14 +359,13 @@ class StepRunner:
         return self._unsent.pop(0) if self._unsent else {}
 
 
-def _has_no_work(plan: SchedulerOutput, scheduler: Scheduler) -> bool:
+def _has_no_work(plan: SchedulerOutput) -> bool:
     """Return whether a plan says nothing to the workers: all requests are in earlier batches."""
     return not (
         plan.total_num_scheduled_tokens
         or plan.finished_request_ids
         or plan.preempted_request_ids
         or plan.freed_encoder_inputs
-        or scheduler.context.connector is not None
     )
 
 

@@ -40,20 +40,20 @@ _RECENT_S = 2.0  # two changes within a tick of the file system's clock look lik
 class WeightsHash:
     """The hash of a model's weights, made in a thread while workers load them."""
 
-    def __init__(self, loader: WeightLoader, config: WeightCacheConfig, connector: str) -> None:
+    def __init__(self, loader: WeightLoader, config: WeightCacheConfig, user: str) -> None:
         """Begin; before the workers do.
 
         Args:
             loader: of the weights.
             config: its folder keeps the hashes of files.
-            connector: the KV connector that needs it, for messages.
+            user: the setting that needs it, for messages.
 
         Raises:
             ConfigError: the loader cannot say what the weights are.
         """
         if type(loader).content_hash is WeightLoader.content_hash:
-            raise _cannot_say(loader, connector)
-        self._loader, self._config, self._connector = loader, config, connector
+            raise _cannot_say(loader, user)
+        self._loader, self._config, self._user = loader, config, user
         self._fingerprint = _fingerprint(loader)
         self._hash: Future[str] = Future()
         self._stop = threading.Event()
@@ -62,7 +62,7 @@ class WeightsHash:
 
     def _run(self) -> None:
         try:
-            found = hash_weights(self._loader, self._config, self._connector, self._stop)
+            found = hash_weights(self._loader, self._config, self._user, self._stop)
             self._hash.set_result(found)
         except BaseException as error:
             self._hash.set_exception(error)
@@ -96,9 +96,9 @@ def _fingerprint(loader: WeightLoader) -> str | None:
         return None
 
 
-def _cannot_say(loader: WeightLoader, connector: str) -> ConfigError:
+def _cannot_say(loader: WeightLoader, user: str) -> ConfigError:
     return ConfigError(
-        f"kv_connector.use: {connector!r} has to distinguish blocks from those of other weights, "
+        f"{user} has to distinguish blocks from those of other weights, "
         f"and the loader {loader.name!r} has no content_hash()"
     )
 
@@ -118,7 +118,7 @@ def cache_folder(config: WeightCacheConfig) -> Path | None:
 def hash_weights(
     loader: WeightLoader,
     config: WeightCacheConfig,
-    connector: str,
+    user: str,
     stop: threading.Event | None = None,
 ) -> str:
     """Return a text that says what the weights of a model are, for the keys of KV blocks.
@@ -126,7 +126,7 @@ def hash_weights(
     Args:
         loader: of the weights.
         config: its folder keeps the hashes of files.
-        connector: the KV connector that needs it, for messages.
+        user: the setting that needs it, for messages.
         stop: ends it, if set.
 
     Raises:
@@ -144,7 +144,7 @@ def hash_weights(
             f"loader {loader.name!r}: its content_hash() failed: {describe(cause)}"
         ) from cause
     if found is None:
-        raise _cannot_say(loader, connector)
+        raise _cannot_say(loader, user)
     if not isinstance(found, str) or not found:
         raise PluginFaultError(
             f"loader {loader.name!r}: its content_hash() gave {shown(found)}, expected a text"

@@ -33,14 +33,12 @@ from hardpoint.plugins.arguments import prepared_type
 from hardpoint.plugins.device import to_device
 from hardpoint.plugins.kinds import KINDS, Process
 from hardpoint.plugins.logits import LogitsPlugin
-from hardpoint.plugins.model import Attend
 from hardpoint.plugins.stats import PluginMeter
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.request_arguments import argument_key
 from hardpoint.typed.read_only import ReadOnlyDict, ReadOnlyList, read_only
 
 from .input_batch import InputBatch, StepInput
-from .kv_connector import WorkerConnector
 from .ranks import Ranks
 from .recording.choice import Recording
 
@@ -52,26 +50,8 @@ _ELSEWHERE = {
 """Kinds whose components take arguments in other processes."""
 
 
-_Pending = tuple[SchedulerOutput, StepInput, torch.Tensor, torch.Tensor | None]
-"""Plan, tokens, hidden states and experts of a step whose tokens are not sampled yet."""
-
-
-def _around_layers(attend: Attend, connector: WorkerConnector) -> Attend:
-    """Return `attend` with the connector's calls before and after each layer."""
-
-    def call(
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        angles: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        connector.wait_for_layer(layer)
-        out = attend(layer, q, k, v, angles)
-        connector.save_layer(layer)
-        return out
-
-    return call
+_Pending = tuple[StepInput, torch.Tensor, torch.Tensor | None]
+"""Tokens, hidden states and experts of a step whose tokens are not sampled yet."""
 
 
 class ModelRunner:
@@ -79,7 +59,6 @@ class ModelRunner:
 
     Attributes:
         attention: backend of the model's layers.
-        connector: the KV connector of this rank; None if there is none.
         parts: the worker halves of step parts.
         graphs: decode steps that are recorded in few sizes; None if none are.
     """
@@ -130,30 +109,22 @@ class ModelRunner:
             self._no_arguments = prepared_type(sampler)()
         self._device = device
         self._caches: list[Any] = []
-        self.connector: WorkerConnector | None = None
         self.parts = WorkerParts()
         self._kept_logits = torch.empty(0)
         self._pending: _Pending | None = None
         self._broken: dict[str, RequestFault] = {}  # could not start; not reported yet
 
-    def connect(self, connector: WorkerConnector) -> None:
-        """Let a KV connector load and save the blocks of the cache, which is allocated."""
-        connector.register(self.attention.block_views(self._caches, connector.name))
-        self.connector = connector
+    def block_views(self, user: str) -> list[list[torch.Tensor]]:
+        """Return the views of each layer's cache, see `KVBlocks`; `user` needs them."""
+        return self.attention.block_views(self._caches, user)
 
     def allocate(self, num_blocks: int, batch: InputBatch) -> None:
         """Allocate the KV cache of every layer, and use `batch`, whose block tables refer to it."""
         self._allocated = batch
         self.restore_cache(num_blocks)
 
-    def release_cache(self) -> None:
-        """Release the KV cache. No step can run until `restore_cache`."""
-        if self.connector is not None:
-            self.connector.release()
-        self.drop_cache()
-
     def drop_cache(self) -> None:
-        """Release the KV cache, of which the connector knows."""
+        """Release the KV cache. No step can run until `restore_cache`."""
         self._forget_steps()
         self._caches, self._kept_logits = [], torch.empty(0)
 
@@ -165,9 +136,6 @@ class ModelRunner:
             batch = self._batch
             attend = functools.partial(self.attention.of_step, self._caches)
             self.graphs.start(attend, batch.max_model_len, batch.block_size, batch.num_groups)
-        if self.connector is not None:
-            views = self.attention.block_views(self._caches, self.connector.name)
-            self.connector.register_again(views)
 
     def _forget_steps(self) -> None:
         """Forget recorded steps, which refer to caches that are no longer there."""
@@ -195,35 +163,29 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
         """Run the model; return None if `sample` has to follow."""
-        batch, connector = self._batch, self.connector
+        batch = self._batch
         self._apply(plan, batch)
         if plan.finished_request_ids and self.graphs is not None:
             self.graphs.request_finished()
-        wants_layers = False
-        if connector is not None:
-            connector.begin(plan)
-            wants_layers = plan.total_num_scheduled_tokens > 0 and connector.wants_layers
-        if self.parts:
+        if has_parts := bool(self.parts):
             self.parts.begin(plan)
-            wants_layers = wants_layers or self.parts.wants_layers
         if plan.total_num_scheduled_tokens == 0:
-            return self._with_reports(ModelRunnerOutput(), plan)
+            return self._with_reports(ModelRunnerOutput())
         step = batch.prepare(plan.num_scheduled_tokens, self._device)
         before = None
         if self._are_many:
             before = self._ranks.receive_hidden(self._model.empty_hidden(len(step.token_ids)))
         routed = self._receive_experts(step) if self._has_experts else None
-        hidden = self._forward(step, before, routed, wants_layers=wants_layers)
-        if self.parts:
+        hidden = self._forward(step, before, routed)
+        if has_parts:
             names = [request.request_id for request in step.requests]
             hidden = self.parts.hidden(hidden, names, step.query_starts.tolist())
-        if connector is not None:
-            connector.wait_for_save()
+            self.parts.after_layers()
         if not self._is_last:
             self._ranks.send_hidden(hidden)
             if routed is not None:
                 self._ranks.send_hidden(routed)
-        self._pending = (plan, step, hidden, routed)
+        self._pending = (step, hidden, routed)
         return None
 
     def _forward(
@@ -231,8 +193,6 @@ class ModelRunner:
         step: StepInput,
         before: torch.Tensor | None,
         routed: torch.Tensor | None,
-        *,
-        wants_layers: bool,
     ) -> torch.Tensor:
         """Return the hidden states of a step; those of a repeated one are overwritten by the next.
 
@@ -240,8 +200,8 @@ class ModelRunner:
             step: to compute.
             before: hidden states of the stage before.
             routed: gets the experts of the tokens.
-            wants_layers: whether the KV connector or a step part is called for each layer.
         """
+        wants_layers = self.parts.wants_layers
         can_repeat = routed is None and not wants_layers
         if can_repeat and self.graphs is not None and step.packed is not None:
             eager = functools.partial(self._run_eagerly, step)
@@ -249,9 +209,7 @@ class ModelRunner:
             if hidden is not None:
                 return hidden
         attend = self.attention.of_step(self._caches, step.attention)
-        if self.connector is not None and self.connector.wants_layers:
-            attend = _around_layers(attend, self.connector)
-        if self.parts:
+        if wants_layers:
             attend = self.parts.around_layers(attend)
         inputs = ForwardBatch(step.token_ids, step.positions, attend, before, routed)
         repeats = self._repeats if can_repeat else None
@@ -263,10 +221,8 @@ class ModelRunner:
         attend = self.attention.of_step(self._caches, step.attention)
         return self._model.forward(ForwardBatch(step.token_ids, step.positions, attend))
 
-    def _with_reports(self, output: ModelRunnerOutput, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Add the reports of the KV connector and of step parts to the result of a plan."""
-        if self.connector is not None and (report := self.connector.report(plan)) is not None:
-            output.kv_reports.append(report)
+    def _with_reports(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        """Add the reports of step parts to the result of a plan."""
         if self.parts:
             self.parts.report(output)
         return output
@@ -289,15 +245,15 @@ class ModelRunner:
             bitmask: tokens that grammars allow.
 
         Returns:
-            The result; in a rank that does not sample, None or what its KV connector reports.
+            The result; in a rank that does not sample, None or the reports of its step parts.
         """
         assert self._pending is not None, "sample() without an execute() that returned None"
-        (plan, step, hidden, routed), self._pending = self._pending, None
+        (step, hidden, routed), self._pending = self._pending, None
         if self._sampling is None:
             self._help_to_sample(hidden)
-            if self.connector is None:
+            if not self.parts.report_anyway:
                 return None
-            return self._with_reports(ModelRunnerOutput(), plan)
+            return self._with_reports(ModelRunnerOutput())
         output = ModelRunnerOutput(
             prompt_logprobs=prompt_logprobs(
                 step, self._device, functools.partial(self._logits, hidden)
@@ -317,7 +273,7 @@ class ModelRunner:
             self._choose(hidden, last, requests, output, bitmask)
         if self._divides_logits:
             self._ranks.ask_for_logits(torch.empty(0, dtype=torch.int64, device=self._device))
-        return self._with_reports(output, plan)
+        return self._with_reports(output)
 
     def _help_to_sample(self, hidden: torch.Tensor) -> None:
         """Compute this rank's part of the logits that the output rank asks for."""

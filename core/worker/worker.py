@@ -8,13 +8,13 @@ import functools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-import msgspec
 import torch
 
 from hardpoint.boundary.activity import Activity, PluginCalls
 from hardpoint.boundary.checked_attention import CheckedAttention
 from hardpoint.boundary.checked_model import CheckedModel, checked_weights
 from hardpoint.boundary.errors import close_all
+from hardpoint.boundary.step_part_components import Components, describe_fault
 from hardpoint.boundary.worker_parts import BoundWorkerHalf, WorkerParts, opened_half
 from hardpoint.core.weights.planned_model import PlannedModel, open_attention, open_ops, plan_model
 from hardpoint.core.weights.shares import check_parallelism
@@ -24,14 +24,10 @@ from hardpoint.core.worker.sampling.observed_states import ObservedStates
 from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
 from hardpoint.core.worker.sampling.processor_runner import ProcessorRunner
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage, warm_up
-from hardpoint.errors import CommunicationAbortedError, PluginFaultError
+from hardpoint.errors import CommunicationAbortedError
 from hardpoint.plugins import (
-    ConfigError,
     GrammarBitmask,
     HardpointError,
-    KVConnectorContext,
-    KVStore,
-    KVStoreContext,
     LogitsContext,
     Model,
     ModelError,
@@ -42,13 +38,11 @@ from hardpoint.plugins import (
     WorkerInfo,
 )
 from hardpoint.plugins.component import Component
-from hardpoint.plugins.kv_connector import BlockIdentity, KVWorkerContext
-from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.plugins.parallel import Communicator, CommunicatorContext
-from hardpoint.plugins.plan import DraftTokenIds, KVReport
+from hardpoint.plugins.plan import DraftTokenIds
 from hardpoint.plugins.quantization import QuantizedWeight
 from hardpoint.plugins.stats import PluginMeter
-from hardpoint.plugins.step_part import StepPartContext, WorkerHalfContext
+from hardpoint.plugins.step_part import KVBlocks, StepPartContext, WorkerHalfContext
 from hardpoint.registry.blame import describe
 from hardpoint.system.memory import (
     MemoryEstimate,
@@ -63,8 +57,8 @@ from hardpoint.system.memory import (
 )
 from hardpoint.system.threads import ComputeThreads, crowding
 
+from .block_identity import block_identity
 from .input_batch import InputBatch
-from .kv_connector import WorkerConnector, config_hash
 from .model_runner import ModelRunner
 from .profiling import Profiling
 from .rank_store import served_store
@@ -106,7 +100,7 @@ class LocalWorker:
         self._estimate: MemoryEstimate | None = None
         self._threads: ComputeThreads | None = None
         self._weight_cache: WeightCache | None = None
-        self._has_connector = False
+        self._weights_hash: str | None = None  # once worker halves that move blocks have started
         self.movable_weights: Mapping[str, torch.Tensor] | None = None
         self._moved: MovedWeights | None = None
         self._ranks = Ranks(spec.config.parallel, spec.rank, spec.placement)
@@ -178,7 +172,7 @@ class LocalWorker:
             spec.device,
             self._recording(spec, checked, ops, attention),
         )
-        self._runner.parts = self._step_parts(spec, model.hidden_size, reports=ranks.is_output)
+        self._runner.parts = self._step_parts(spec, model.hidden_size, samples=ranks.is_output)
         ranks.wait_for_all()
         if (graphs := self._runner.graphs) is not None:
             block_size = spec.config.kv_cache.block_size
@@ -194,7 +188,7 @@ class LocalWorker:
             info = dataclasses.replace(info, sleep_levels=(2,))
         return dataclasses.replace(info, records_decode_steps=graphs is not None)
 
-    def _step_parts(self, spec: WorkerSpec, hidden_size: int, *, reports: bool) -> WorkerParts:
+    def _step_parts(self, spec: WorkerSpec, hidden_size: int, *, samples: bool) -> WorkerParts:
         """Build the worker halves of the step parts.
 
         Raises:
@@ -206,6 +200,9 @@ class LocalWorker:
             world_size=spec.config.parallel.world_size,
             vocab_size=spec.model_config.vocab_size,
             hidden_size=hidden_size,
+            components=Components(spec.plugins, functools.partial(PluginCalls, self._activity)),
+            describe_fault=describe_fault,
+            host_memory=lambda: memory_limit(torch.device("cpu")).available,
         )
         bound: list[BoundWorkerHalf] = []
         with contextlib.ExitStack() as undo:
@@ -218,7 +215,7 @@ class LocalWorker:
                 bound.append(BoundWorkerHalf(part, half, calls))
                 undo.callback(bound[-1].close)
             undo.pop_all()
-        return WorkerParts(bound, reports=reports)
+        return WorkerParts(bound, rank=spec.rank, samples=samples)
 
     def _recording(
         self, spec: WorkerSpec, model: CheckedModel, ops: Ops, attention: CheckedAttention
@@ -304,141 +301,55 @@ class LocalWorker:
             self.runner.allocate(num_blocks, batch)
         self._num_blocks = num_blocks
 
-    def start_kv_connector(self, weights: str | None) -> bytes | None:
-        """Build this rank's half of the KV connector, for the cache that was allocated.
+    def start_parts(self, weights: str | None) -> dict[str, bytes]:
+        """Give the KV cache that was allocated to the worker halves that move blocks.
 
-        An earlier one is closed; if `weights` is None, that is all.
+        Args:
+            weights: hash of the weights' content; None if another rank could not start its halves
+                again: these stop.
 
-        Raises:
-            PluginError: it cannot be built.
-            ConfigError: the attention backend or the model cannot work with one.
-        """
-        assert self._spec is not None
-        spec, runner = self._spec, self.runner
-        self._end_connector()
-        if weights is None:
-            return None
-        (entry,) = spec.plugins.entries("kv_connectors")
-        identity = self._identity(weights)
-        stores: list[KVStore] = []
-
-        def open_stores(sizes: Sequence[int], timeout_seconds: float) -> list[KVStore]:
-            for store in spec.plugins.entries("kv_stores"):
-                stores.append(self._open_store(store, sizes, timeout_seconds, identity, connector))
-            return stores
-
-        context = KVWorkerContext(
-            identity=identity,
-            device=spec.device,
-            rank=spec.rank,
-            world_size=spec.config.parallel.world_size,
-            open_stores=open_stores,
-        )
-        plugin = spec.plugins.create(entry, KVConnectorContext, config=spec.config.kv_connector)
-        connector = WorkerConnector(
-            plugin,
-            PluginCalls(self._activity, "kv_connectors", entry.source),
-            publishes=bool(spec.plugins.entries("kv_event_publishers")),
-        )
-        try:
-            connector.open(context)
-        except BaseException:
-            close_all(stores)
-            connector.close()
-            raise
-        try:
-            said = connector.handshake()
-            runner.connect(connector)
-        except BaseException:
-            connector.close()
-            raise
-        self._has_connector = True
-        return said
-
-    def _open_store(
-        self,
-        entry: PluginEntry,
-        sizes: Sequence[int],
-        timeout_seconds: float,
-        identity: BlockIdentity,
-        connector: WorkerConnector,
-    ) -> KVStore:
-        assert self._spec is not None
-        spec = self._spec
-        return spec.plugins.create(
-            entry,
-            KVStoreContext,
-            sizes=tuple(sizes),
-            identity=identity.digest().hex(),
-            rank=spec.rank,
-            world_size=spec.config.parallel.world_size,
-            engine_id=spec.config.kv_connector.engine_id or "",
-            timeout_seconds=timeout_seconds,
-            pin_memory=spec.device.type == "cuda",
-            report_evicted=functools.partial(connector.evicted, entry.name),
-            host_memory=memory_limit(torch.device("cpu")).available,
-            report_fault=functools.partial(connector.fault, entry.name),
-        )
-
-    def _identity(self, weights: str) -> BlockIdentity:
-        """Return what the bytes of this rank's blocks depend on, besides tokens.
+        Returns:
+            The data of each half for the engine's half, by the part's name.
 
         Raises:
-            ConfigError: there is no KV cache, one of its groups has a sliding window, or the
-                backend does not name its layout.
+            PluginError: a half failed.
+            ConfigError: the attention backend or the model cannot identify blocks.
         """
+        self._weights_hash = weights
+        return self.runner.parts.start(None if weights is None else self._blocks())
+
+    def _blocks(self) -> KVBlocks:
+        """Return the KV cache for the worker halves that move blocks.
+
+        Raises:
+            ConfigError: its blocks cannot be identified, or the backend has no views of them.
+        """
+        runner, user = self.runner, self.runner.parts.moves_blocks
         assert self._spec is not None
-        spec, parallel, attention = self._spec, self._ranks.parallel, self.runner.attention
-        if not attention.specs:
-            raise ConfigError(
-                f"kv_connector.use: {spec.config.kv_connector.use!r} moves blocks of the KV cache, "
-                f"and stage {parallel.stage} of {spec.model_config.architecture} has none"
-            )
-        windows = [group.window for group in attention.groups if group.window is not None]
-        if windows:
-            raise ConfigError(
-                f"kv_connector.use: {spec.config.kv_connector.use!r} moves blocks that are kept, "
-                f"and {spec.model_config.architecture} has KV cache groups that release those "
-                f"which a sliding window of {windows[0]} tokens has passed; expected "
-                f"kv_cache.window_groups = false"
-            )
-        if not attention.kv_layout[0]:
-            raise ConfigError(
-                f"kv_connector.use: {spec.config.kv_connector.use!r} has to distinguish blocks "
-                f"from those of other layouts, and "
-                f"{spec.plugins.one('attention_backends').source} has no kv_layout"
-            )
-        return BlockIdentity(
-            weights=weights,
-            config=config_hash(
-                spec.model_config, self._kv_variant, [layer.window for layer in attention.specs]
-            ),
-            architecture=spec.model_config.architecture,
-            dtype=str(spec.dtype),
-            kv_layout=attention.kv_layout[0],
-            kv_layout_version=attention.kv_layout[1],
-            block_size=spec.config.kv_cache.block_size,
-            layer_bytes=attention.layer_bytes,
-            tensor_rank=parallel.tensor.rank,
-            tensor_size=parallel.tensor.size,
-            stage=parallel.stage,
-            num_stages=parallel.num_stages,
-            hash_algorithm=spec.config.kv_cache.hash_algorithm,
-            quantization=_quantization(spec),
+        assert user is not None, "no part moves blocks"
+        assert self._weights_hash is not None, "start_parts() comes first"
+        identity = block_identity(
+            self._spec,
+            self._ranks.parallel,
+            runner.attention,
+            kv_variant=self._kv_variant,
+            weights=self._weights_hash,
+            user=user,
         )
+        return KVBlocks(identity, runner.block_views(user))
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
         """Run a step; None means that sampling waits for `sample_tokens`.
 
         Raises:
-            NotImplementedError: the plan has drafts or encoder inputs, or KV connector metadata and
-                there is no connector.
+            NotImplementedError: the plan has drafts or encoder inputs, or data for a step part that
+                has no half here.
         """
-        if plan.draft_token_ids or plan.encoder_inputs or plan.kv_connector_metadata is not None:
+        if plan.draft_token_ids or plan.encoder_inputs:
             self._check_supported(plan)
         if not plan.total_num_scheduled_tokens and not (self._runner and self._runner.has_batch):
             self.observed_states.drop(plan.finished_request_ids)
-            return self._asleep(plan)  # the requests of the plan have no other state here
+            return ModelRunnerOutput()  # the requests of the plan have no other state here
         if self._threads is not None:
             self._threads.adapt()
         self._use_device()
@@ -448,16 +359,8 @@ class LocalWorker:
             self._step_failed(error)
             raise
 
-    def _asleep(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Return the result of a plan without tokens; what it says to a KV connector is lost."""
-        output = ModelRunnerOutput()
-        if plan.kv_connector_metadata is not None:
-            assert self._spec is not None
-            output.kv_reports = [KVReport(rank=self._spec.rank, failure="the worker sleeps")]
-        return output
-
     def _check_supported(self, plan: SchedulerOutput) -> None:
-        if messages := _unsupported(plan, has_connector=self._has_connector):
+        if messages := _unsupported(plan):
             raise NotImplementedError(f"step {plan.step}: the worker {'; it '.join(messages)}")
 
     def sample_tokens(
@@ -505,23 +408,14 @@ class LocalWorker:
             if self.movable_weights is not None:
                 with self._naming_memory():
                     self._moved = MovedWeights(self.movable_weights.values())
-            self.runner.release_cache()
+            self.runner.parts.release_blocks()
+            self.runner.drop_cache()
             self.runner.parts.sleep(level)
         else:
-            self._end_connector()
+            self.runner.parts.sleep(level)
             self._release()
         if self._spec.device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def _end_connector(self) -> None:
-        """Close the KV connector, whatever it raises: the engine goes on."""
-        runner = self.runner
-        connector, runner.connector = runner.connector, None
-        if connector is not None:
-            try:
-                connector.close()
-            except PluginFaultError as error:
-                _log.warning("%s; the engine goes on", error)
 
     def wake_up(self, tags: Sequence[str]) -> None:
         """Reallocate memory released by `sleep`: "weights", "kv_cache" or both.
@@ -546,6 +440,7 @@ class LocalWorker:
             )
         if self._runner.has_batch:
             self._runner.restore_cache(self._num_blocks)
+            self._runner.parts.take_blocks(self._blocks)
             self._runner.parts.wake_up()
         else:
             self.initialize_cache(self._num_blocks)
@@ -610,16 +505,11 @@ class LocalWorker:
             release_pinned_memory()
         components, self._components = self._components, []
         runner, self._runner = self._runner, None
-        try:
-            if runner is not None and runner.connector is not None:
-                runner.connector.close()
-        finally:
+        with contextlib.ExitStack() as stack:
+            stack.callback(close_all, components)
             if runner is not None:
-                runner.drop_cache()  # others may still refer to the runner
-            with contextlib.ExitStack() as stack:
-                stack.callback(close_all, components)
-                if runner is not None:
-                    stack.callback(runner.parts.close)
+                stack.callback(runner.drop_cache)  # others may still refer to the runner
+                stack.callback(runner.parts.close)
 
     @property
     def runner(self) -> ModelRunner:
@@ -676,7 +566,7 @@ def _share_of_memory(spec: WorkerSpec, ranks: Ranks) -> MemoryLimit:
     return MemoryLimit(limit.available // ranks.num_local, share)
 
 
-def _unsupported(plan: SchedulerOutput, *, has_connector: bool) -> list[str]:
+def _unsupported(plan: SchedulerOutput) -> list[str]:
     """Return what a plan has and this worker cannot serve, and for whom."""
     parts = {
         "verifies no drafts": plan.draft_token_ids,
@@ -687,17 +577,7 @@ def _unsupported(plan: SchedulerOutput, *, has_connector: bool) -> list[str]:
         for what, request_ids in parts.items()
         if request_ids
     ]
-    if plan.kv_connector_metadata is not None and not has_connector:
-        kind = type(plan.kv_connector_metadata).__name__
-        messages.append(f"has no KV connector, got metadata for one (a {kind})")
     return messages
-
-
-def _quantization(spec: WorkerSpec) -> str:
-    """Return a text that differs where weights are quantised in another way."""
-    use = spec.config.quantization.use
-    options = spec.config.plugin.get(use, {})
-    return msgspec.json.encode((spec.config.quantization, options), order="deterministic").decode()
 
 
 def _cache_key(spec: WorkerSpec, model: Model) -> str | None:

@@ -33,7 +33,14 @@ from hardpoint.plugins.parallel import Placement
 from hardpoint.testing.engine_access import start_worker_process
 from hardpoint.testing.suite import Rule, short_repr
 
-from .scripted_worker import Order, Script, StepHistory, scripted_launch, step_message
+from .scripted_worker import (
+    REPORTING_PART,
+    Order,
+    Script,
+    StepHistory,
+    scripted_launch,
+    step_message,
+)
 
 T = TypeVar("T")
 
@@ -202,9 +209,10 @@ class Session:
         Raises:
             Violation: it has not.
         """
-        wanted = [(rank, step_message(plan)) for rank in range(self.parallel.world_size)]
-        if sorted((report.rank, report.message) for report in output.kv_reports) != wanted:
-            ranks = sorted(report.rank for report in output.kv_reports)
+        wanted = {rank: step_message(plan) for rank in range(self.parallel.world_size)}
+        reports = output.part_reports.get(REPORTING_PART, {})
+        if reports != wanted:
+            ranks = sorted(reports)
             raise REPORTS.violation(
                 f"the result of step {plan.step} has reports of ranks {ranks}, each of "
                 f"{len(wanted)} ranks made one of this step"

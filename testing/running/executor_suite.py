@@ -335,11 +335,11 @@ class ExecutorSuite(ComponentSuite):
     def _check_timeout(self) -> None:
         with self._shared(self._size()) as session:
             ranks = tuple(range(session.parallel.world_size))
-            order = Order("start_kv_connector", Does.TAKE_LONG, ranks[-1:], seconds=_SLOW_SECONDS)
+            order = Order("start_parts", Does.TAKE_LONG, ranks[-1:], seconds=_SLOW_SECONDS)
             began, seconds = time.monotonic(), _SLOW_SECONDS / 4
             with session.script.ordered(order):
                 try:
-                    session.rpc("start_kv_connector", ("weights",), timeout=seconds)
+                    session.rpc("start_parts", ("weights",), timeout=seconds)
                     error = False
                 except TimeoutError:
                     error = True
@@ -359,10 +359,10 @@ class ExecutorSuite(ComponentSuite):
     def _check_call_error(self) -> None:
         with self._shared(self._size()) as session:
             for rank in range(session.parallel.world_size):
-                order = Order("start_kv_connector", Does.FAIL, (rank,))
+                order = Order("start_parts", Does.FAIL, (rank,))
                 with session.script.ordered(order):
                     _expect_error(
-                        lambda: session.rpc("start_kv_connector", ("weights",)),
+                        lambda: session.rpc("start_parts", ("weights",)),
                         order,
                         rank,
                         "collective_rpc",

@@ -28,10 +28,11 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Progress
 from hardpoint.plugins.executor import WorkerLaunch
-from hardpoint.plugins.plan import KVReport
 from hardpoint.plugins.stats import PluginMeter
 
 FACTORY = f"{__name__}:open_scripted_worker"
+REPORTING_PART = "scripted"
+"""Name of the step part whose reports the workers return."""
 
 _WAIT_SECONDS = 20.0  # a worker waits no longer for what never comes
 _POLL_SECONDS = 0.002
@@ -236,15 +237,15 @@ class ScriptedWorker:
             return self._with_report(plan, ModelRunnerOutput()) if self._reports else None
 
     def _with_report(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> ModelRunnerOutput:
-        """Add a report that names rank and step, as a KV connector's are."""
+        """Add a report that names the step, as that of a step part that moves blocks."""
         if self._reports:
-            result.kv_reports = [KVReport(rank=self.rank, message=step_message(plan))]
+            result.part_reports = {REPORTING_PART: {self.rank: step_message(plan)}}
         return result
 
-    def start_kv_connector(self, weights: str | None) -> bytes | None:
-        """Note it; there is none."""
-        with self._called("start_kv_connector", weights):
-            return None
+    def start_parts(self, weights: str | None) -> dict[str, bytes]:
+        """Note it; there are none."""
+        with self._called("start_parts", weights):
+            return {}
 
     def execute_dummy_batch(self) -> None:
         """Note it."""

@@ -6,7 +6,7 @@ import itertools
 import statistics
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -28,7 +28,8 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Component, Context
 from hardpoint.plugins.grammars import Vocabulary
-from hardpoint.plugins.step_part import EngineHalfContext, WorkerHalfContext
+from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.step_part import ComponentCalls, EngineHalfContext, WorkerHalfContext
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.engine_access import describe_fault, engine_config, installed_components
 from hardpoint.testing.reporting.calls import CLOSE, MEMORY, call, check_growth, releasing_all
@@ -223,11 +224,15 @@ class StepPartSuite(ComponentSuite):
             EngineHalfContext(
                 components=_Scripted(self, config),
                 describe_fault=describe_fault,
+                faults=_Faults(),
                 clock=time.monotonic,
                 scheduler="the scheduler",
                 vocab_size=self.vocab_size,
                 vocabulary=self.vocabulary,
                 block_size=16,
+                world_size=1,
+                block_hashes=_block_hashes,
+                publish=lambda _events: None,
             ),
         )
         if not isinstance(half, EngineHalf):
@@ -264,6 +269,9 @@ class StepPartSuite(ComponentSuite):
                 world_size=1,
                 vocab_size=self.vocab_size,
                 hidden_size=16,
+                components=_Scripted(self, engine_config(self.config)),
+                describe_fault=describe_fault,
+                host_memory=lambda: 1 << 30,
             ),
         )
         if worker is not None and not isinstance(worker, WorkerHalf):
@@ -373,9 +381,57 @@ class _Scripted:
             return installed_components(self._config).create(kind, name, context, **fields)
         return cls(context(name=name, options=cls.Options(), **fields))
 
+    def enabled(self, kind: str) -> Sequence[str]:
+        """Return the names of the suite's own components of a kind, else of those installed."""
+        own = self._suite.components.get(kind)
+        return list(own) if own else installed_components(self._config).enabled(kind)
+
+    def calls(self, kind: str, name: str) -> ComponentCalls:
+        """Return what calls the methods of a component."""
+        if name in self._suite.components.get(kind, {}):
+            return _Calls(Source(name, f"{__name__}:{name}", "", "", "the suite"))
+        return installed_components(self._config).calls(kind, name)
+
     def source(self, kind: str, name: str) -> str:
         """Return how messages name a component."""
         return f"{kind} {name!r}"
+
+
+class _Calls:
+    """Calls a component without timing it."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def run(self, method: str, function: Callable[..., Any], *args: Any) -> Any:  # noqa: ARG002
+        """Call a method of the component."""
+        return function(*args)
+
+
+class _Faults:
+    """Takes the faults of components, of which the suite keeps none."""
+
+    def reporter(
+        self,
+        source: Source,  # noqa: ARG002
+        consequence: str,  # noqa: ARG002
+    ) -> Callable[[str, BaseException | None], None]:
+        """Return what takes a fault."""
+        return lambda message, cause: None  # noqa: ARG005
+
+    def note(
+        self, name: str, message: str, cause: BaseException | None = None, consequence: str = ""
+    ) -> None:
+        """Take a fault."""
+
+    def record(self, name: str, message: str, consequence: str = "") -> None:
+        """Take a fault."""
+
+
+def _block_hashes(request: Any, num_blocks: int) -> list[bytes]:
+    """Return hashes of the blocks of a request."""
+    tokens = [*request.prompt_token_ids, *request.output_token_ids]
+    return [repr(tokens[: 16 * (block + 1)]).encode() for block in range(num_blocks)]
 
 
 class _PlainHalf(EngineHalf):

@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from hardpoint.plugins import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -36,7 +38,6 @@ from hardpoint.testing.scripted import history_hash
 from .rules import (
     FINISH,
     GRAMMAR,
-    KV_TRANSFER,
     LIMITS,
     PLAN,
     PROGRESS,
@@ -151,7 +152,7 @@ class SchedulerSimulator(SimulatorState):
     def start(self) -> SchedulerOutput:
         """Schedule and execute a plan, and keep its result for `deliver`."""
         plan = self._schedule()
-        result = self.worker.execute(plan)
+        result = self.worker.execute(self._sent(plan))
         self.in_flight.append((plan, result))
         if len(self.worker.rows) > self.limits.max_num_seqs:
             raise LIMITS.violation(
@@ -184,7 +185,7 @@ class SchedulerSimulator(SimulatorState):
         """
         plan = self._schedule()
         if executed:
-            self.worker.execute(plan)
+            self.worker.execute(self._sent(plan))
         lost = [*(plan for plan, _ in self.in_flight), plan]
         self.in_flight.clear()
         for plan in lost:
@@ -309,11 +310,14 @@ class SchedulerSimulator(SimulatorState):
             if early := [name for name in users if not self.grammars.is_ready(name)]:
                 raise GRAMMAR.violation(f"{early} are running, but their grammars are not ready")
         if self.connector is not None:
-            if plan.kv_connector_metadata is not self.connector.last_jobs:
-                raise KV_TRANSFER.violation(
-                    "kv_connector_metadata is not what build_connector_meta returned"
-                )
+            self.connector.check_plan(plan)
             self.connector.check_admitted(n.source.request_id for n in plan.new_requests)
+
+    def _sent(self, plan: SchedulerOutput) -> SchedulerOutput:
+        """Return a plan as the worker gets it, with the jobs of the connector."""
+        if self.connector is None:
+            return plan
+        return msgspec.structs.replace(plan, kv_connector_metadata=self.connector.jobs_of(plan))
 
     def _process_outputs(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
         if self.policy_monitor.first_violation is not None:

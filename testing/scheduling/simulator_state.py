@@ -91,6 +91,7 @@ class SimulatorState:
                 clock=self.clock,
                 watermark=self.settings.watermark,
                 policy_fault=self.policy_faults.append,
+                transfers=self.connector,
                 connector=self.connector,
                 encoder_cache=self.encoder_cache,
                 gates=self.grammars,

@@ -40,7 +40,8 @@ class Scripted(EngineHalf):
         return found(*given) if callable(found) else found
 
 
-METHODS = [name for name in vars(EngineHalf) if not name.startswith("_") and name != "capacity"]
+_DATA = ("capacity", "every_plan")
+METHODS = [name for name in vars(EngineHalf) if not name.startswith("_") and name not in _DATA]
 
 
 def half_of(capacity=None, **answers):
@@ -59,7 +60,7 @@ def parts_of(*halves, scope="request", faults=None):
     bound = []
     for index, half in enumerate(halves):
         name = f"part{index}"
-        part = SimpleNamespace(name=name, fault_scope=scope, close=lambda: None)
+        part = SimpleNamespace(name=name, fault_scope=scope, moves_blocks=None, close=lambda: None)
         source = Source(name, f"acme:{name}", "acme", "1.0", "plugins.enable")
         bound.append(BoundPart(part, half, source, faults))
     return EngineParts(bound)

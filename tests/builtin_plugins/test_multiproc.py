@@ -90,9 +90,9 @@ def test_a_timeout_is_of_all_ranks_together_and_late_answers_are_dropped(opened)
     workers = opened(2)
     began = time.monotonic()
     with pytest.raises(
-        TimeoutError, match=r"start_kv_connector: no answer within 0.1 s from rank 0 \(pid"
+        TimeoutError, match=r"start_parts: no answer within 0.1 s from rank 0 \(pid"
     ):
-        workers.collective_rpc("start_kv_connector", ("* sleep 0.4",), timeout=0.1)
+        workers.collective_rpc("start_parts", ("* sleep 0.4",), timeout=0.1)
     assert time.monotonic() - began < 0.3
     assert workers.collective_rpc("stop_profile", timeout=10) == ["0", "1"]
     assert step(workers, 1).sampled_token_ids == {"r": [1]}
@@ -101,7 +101,7 @@ def test_a_timeout_is_of_all_ranks_together_and_late_answers_are_dropped(opened)
 def test_an_error_of_one_rank_names_it_and_the_others_go_on(opened):
     workers = opened(2)
     with pytest.raises(ModelError, match="^no connector") as raised:
-        workers.collective_rpc("start_kv_connector", ("1 raise no connector",))
+        workers.collective_rpc("start_parts", ("1 raise no connector",))
     assert re.match(r"In rank 1 \(pid \d+\):\n", raised.value.__notes__[-1])
     assert workers.collective_rpc("stop_profile") == ["0", "1"]
 
@@ -213,7 +213,7 @@ def test_the_death_of_a_rank_ends_everything_within_a_second(opened, rank, when)
 def test_a_death_before_the_callback_is_registered_is_reported_to_it(opened):
     workers = opened(2)
     with pytest.raises(EngineDeadError):
-        workers.collective_rpc("start_kv_connector", ("1 kill",))
+        workers.collective_rpc("start_parts", ("1 kill",))
     failures = []
     workers.on_failure(failures.append)
     assert "rank 1" in str(failures[0])

@@ -13,7 +13,7 @@ PROMPT = list(range(10))
 
 def connected(found=None, **settings):
     connector = Connector(**(found or {}))
-    return Simulator(block_size=4, context={"connector": connector}, **settings), connector
+    return Simulator(block_size=4, context={"transfers": connector}, **settings), connector
 
 
 def fill(sim, name, num_tokens):
@@ -40,13 +40,13 @@ def loading(found=(8, True), max_tokens=3, **settings):
 
 
 def test_a_load_between_steps_takes_no_budget_and_no_slot_but_blocks():
-    sim, _ = connected({"a": (8, True)}, max_num_seqs=1)
+    sim, connector = connected({"a": (8, True)}, max_num_seqs=1)
     sim.add("a", prompt=PROMPT)
     sim.add("b", prompt=3)
     plan = sim.step()
     assert plan.num_scheduled_tokens == {"b": 3}
-    assert plan.kv_connector_metadata["news"] == [("a", 2, 8), ("b", 1, 0)]
-    assert sim.live("a").status is RequestStatus.WAITING_FOR_REMOTE_KV
+    assert connector.allocated == [("a", 2, 8), ("b", 1, 0)]
+    assert sim.why("a").waiting_for is WaitingFor.REMOTE_KV
     assert len(sim.cache.block_ids(sim.live("a"))[0]) == 2
     assert sim.scheduler.stats().num_running == 1
 
@@ -171,34 +171,16 @@ def test_a_preempted_request_that_is_loaded_comes_back_as_resumed():
 
 
 def test_positions_of_a_result_count_what_was_cached():
-    """Also where a plan has data for a connector."""
+    """Also where blocks may be loaded."""
     sim, _ = connected()
     sim.add("a", prompt=PROMPT, max_tokens=1)
     sim.step()
     sim.add("b", prompt=PROMPT, max_tokens=1)
     plan = sim.plan()
-    assert plan.kv_connector_metadata is not None
     assert plan.new_requests[0].num_computed_tokens == 8
     rows = np.full((2, 1, 1), 5, np.int32)
     routed = sim.update(plan, routed_experts={"b": rows})["b"].routed_experts
     assert routed.flatten().tolist() == [-1] * 8 + [5] * 2
-
-
-# Metadata
-
-
-def test_each_plan_carries_what_the_connector_made_of_it():
-    sim, _ = connected()
-    sim.add("a")
-    plans = [sim.step() for _ in range(2)]
-    assert [plan.kv_connector_metadata["step"] for plan in plans] == [1, 2]
-    assert [len(plan.kv_connector_metadata["news"]) for plan in plans] == [1, 0]
-
-
-def test_without_a_connector_there_is_no_metadata():
-    sim = Simulator()
-    sim.add("a")
-    assert sim.plan().kv_connector_metadata is None
 
 
 # Failed loads
@@ -226,7 +208,7 @@ def test_a_failed_load_between_steps_keeps_what_is_good():
     table = sim.cache.block_ids(sim.live("a"))[0]
     fill(sim, "a", 4)
     sim.step(invalid_block_ids=frozenset({table[1]}))
-    assert sim.live("a").status is RequestStatus.WAITING_FOR_REMOTE_KV
+    assert sim.why("a").waiting_for is WaitingFor.REMOTE_KV
     assert len(sim.cache.block_ids(sim.live("a"))[0]) == 2  # it may still be written to
     sim.step(kv_loaded=frozenset("a"))
     assert sim.step().new_requests[0].num_computed_tokens == 4

@@ -40,7 +40,7 @@ class SmallWorker:
         self.seen.append(plan.step)
         return ModelRunnerOutput({}, num_nans_in_logits={str(n): n for n in self.seen})
 
-    def start_kv_connector(self, weights):
+    def start_parts(self, weights):
         time.sleep(float(weights) if self.rank else 0)
 
     def stop_profile(self):

@@ -43,7 +43,7 @@ def ended(error=None):
         ("sleep", [ended(), ended(ModelError("no"))], True),
         ("sleep", [Future(), ended(ModelError("no"))], True),
         ("plugin_meters", [ended(), ended(ModelError("no"))], False),
-        ("start_kv_connector", [ended(), ended(ModelError("no"))], False),
+        ("start_parts", [ended(), ended(ModelError("no"))], False),
     ],
 )
 def test_ranks_are_out_of_step_where_some_fail_a_joint_call(method, futures, expected):

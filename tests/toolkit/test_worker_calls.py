@@ -13,13 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hardpoint.plugins import (
-    AllBlocksCleared,
-    BlockRemoved,
     ConfigError,
     EngineCoreRequest,
     GrammarBitmask,
     HardpointError,
-    KVTierStats,
     ModelError,
     ModelRunnerOutput,
     NewRequest,
@@ -30,7 +27,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.executor import Worker
 from hardpoint.plugins.params import RequestOutputKind
-from hardpoint.plugins.plan import CachedRequests, DraftTokenIds, KVReport, SampledTokens
+from hardpoint.plugins.plan import CachedRequests, DraftTokenIds, SampledTokens
 from hardpoint.plugins.requests import LoRARequest, TokenLogprobs
 from hardpoint.plugins.stats import PluginMeter
 from hardpoint.plugins.structured import StructuredOutputs
@@ -142,30 +139,16 @@ outputs = st.builds(
     faults=st.dictionaries(
         ids, st.builds(RequestFault, message=ids, plugin=st.none() | ids), max_size=2
     ),
-    kv_reports=st.lists(
-        st.builds(
-            KVReport,
-            rank=counts,
-            loaded=names,
-            invalid_block_ids=st.frozensets(counts, max_size=3),
-            failure=st.none() | ids,
-            message=st.none() | st.binary(max_size=4),
-            faults=st.lists(st.tuples(ids, ids), max_size=2),
-            tiers=st.none() | st.dictionaries(ids, st.builds(KVTierStats, hits=counts), max_size=2),
-            events=st.lists(
-                st.builds(AllBlocksCleared)
-                | st.builds(BlockRemoved, block_hashes=st.lists(st.binary(max_size=4), max_size=2)),
-                max_size=2,
-            ),
-        ),
-        max_size=2,
-    ),
     kv_loaded=names,
     kv_saved=names,
     invalid_block_ids=st.frozensets(counts, max_size=3),
     num_nans_in_logits=st.dictionaries(ids, counts, max_size=2),
     pooler_output=st.dictionaries(ids, arrays, max_size=2),
     routed_experts=st.dictionaries(ids, arrays, max_size=2),
+    part_reports=st.dictionaries(
+        ids, st.dictionaries(counts, st.binary(max_size=4), max_size=2), max_size=2
+    ),
+    part_faults=st.dictionaries(ids, ids, max_size=2),
 )
 VALUES = {
     SchedulerOutput: plans,

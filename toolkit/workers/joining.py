@@ -33,7 +33,7 @@ _ALONE = frozenset(
         "abort",
         "close",
         "plugin_meters",
-        "start_kv_connector",
+        "start_parts",
         "start_profile",
         "stop_profile",
         "take_draft_token_ids",
@@ -139,7 +139,8 @@ def join_outputs(
     if output is not None:
         for rank, other in enumerate(outputs):
             if other is not None and rank != output_rank:
-                output.kv_reports += other.kv_reports
+                for name, reports in other.part_reports.items():
+                    output.part_reports.setdefault(name, {}).update(reports)
     return output
 
 

@@ -79,13 +79,12 @@ class ScriptedConnector(KVConnectorScheduler):
     """The scheduler's half of a KV connector that follows a script per request.
 
     Attributes:
-        last_jobs: the metadata of the newest plan.
         allocated: ids passed to `update_state_after_alloc` since the last plan.
     """
 
     def __init__(self) -> None:
         """Create a connector without scripts."""
-        self.last_jobs: TransferJobs | None = None
+        self._planned: dict[int, TransferJobs] = {}  # by step
         self.allocated: set[str] = set()
         self._notified: set[str] = set()
         self._scripts: dict[str, Transfer] = {}
@@ -151,10 +150,23 @@ class ScriptedConnector(KVConnectorScheduler):
         loading = any(load.request.request_id == request_id for load in jobs.loads)
         return loading or any(save.request_id == request_id for save in jobs.saves)
 
-    def build_connector_meta(self, plan: SchedulerOutput) -> Any:  # noqa: ARG002
-        """Return the jobs of this step."""
-        self.last_jobs, self._jobs = self._jobs, TransferJobs()
-        return self.last_jobs
+    def build_connector_meta(self, plan: SchedulerOutput) -> Any:
+        """Return the jobs of this step; schedulers of contract 1 put them into the plan."""
+        self._planned[plan.step], self._jobs = self._jobs, TransferJobs()
+        return self._planned[plan.step]
+
+    def check_plan(self, plan: SchedulerOutput) -> None:
+        """Take the jobs of a new plan, unless its scheduler did; check that it has kept them."""
+        if plan.step not in self._planned:
+            self.build_connector_meta(plan)
+        elif plan.kv_connector_metadata is not self._planned[plan.step]:
+            raise KV_TRANSFER.violation(
+                "kv_connector_metadata is not what build_connector_meta returned"
+            )
+
+    def jobs_of(self, plan: SchedulerOutput) -> TransferJobs:
+        """Return the jobs of a plan, which the worker gets once."""
+        return self._planned.pop(plan.step, TransferJobs())
 
     def request_finished(
         self, request: Request, block_ids: BlockIds

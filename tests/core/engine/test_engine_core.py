@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from types import SimpleNamespace
 
 import pytest
 from support.core.engine_harness import Rig, ScriptedExecutor, expected, interrupt_of_user, request
@@ -133,31 +132,6 @@ class TestRequests:
         rig.add("a", max_tokens=1)
         outputs, _ = rig.core.step()
         assert outputs[0].finished_requests is None
-
-
-class TestTransferParameters:
-    def words(self, caplog):
-        return [r.getMessage() for r in caplog.records if "kv_transfer_params" in r.getMessage()]
-
-    def test_without_a_connector_they_are_warned_of_once_and_nothing_is_transferred(self, caplog):
-        rig = Rig()
-        rig.add("a", max_tokens=3, kv_transfer_params={"from": "there"})
-        rig.add("b", max_tokens=3)
-        assert rig.run() == {name: expected([1, 2, 3], 3) for name in "ab"}
-        (words,) = self.words(caplog)
-        assert words.startswith("request a has kv_transfer_params, which are ignored: this engine")
-
-    def test_with_one_they_are_not(self, caplog):
-        connector = SimpleNamespace(
-            get_num_new_matched_tokens=lambda request, computed: (0, False),
-            update_state_after_alloc=lambda request, block_ids, tokens: None,
-            build_connector_meta=lambda plan: None,
-            request_finished=lambda request, block_ids: (False, None),
-        )
-        rig = Rig(connector=connector)
-        rig.add("a", max_tokens=3, kv_transfer_params={"from": "there"})
-        assert rig.run()["a"] == expected([1, 2, 3], 3)
-        assert self.words(caplog) == []
 
 
 class TestFailures:

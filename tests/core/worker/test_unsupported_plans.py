@@ -54,9 +54,9 @@ def executor(worker):
         ),
         ({"encoder_inputs": {"a": [0]}}, "step 3: the worker encodes no features, got some for a"),
         (
-            {"kv_connector_metadata": {"load": []}, "draft_token_ids": {"a": [1]}},
-            "step 3: the worker verifies no drafts, got some for a; it has no KV connector, "
-            "got metadata for one (a dict)",
+            {"encoder_inputs": {"b": [0]}, "draft_token_ids": {"a": [1]}},
+            "step 3: the worker verifies no drafts, got some for a; it encodes no features, got "
+            "some for b",
         ),
     ],
 )

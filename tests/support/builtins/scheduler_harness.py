@@ -75,7 +75,7 @@ class HoldsBack(FirstComeFirstServed):
 
 
 class Connector:
-    """The scheduler's half of a KV connector.
+    """Loads and saves of a step part.
 
     Attributes:
         found: by request id, tokens to load (None: not known), and whether asynchronously.
@@ -88,20 +88,13 @@ class Connector:
         self.found = found
         self.keep = set()
         self.asked, self.allocated, self.ended = [], [], []
-        self._news = []
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         self.asked.append((request.request_id, num_computed_tokens))
         return self.found.get(request.request_id, (0, False))
 
     def update_state_after_alloc(self, request, block_ids, num_external_tokens):
-        call = (request.request_id, len(block_ids[0]), num_external_tokens)
-        self.allocated.append(call)
-        self._news.append(call)
-
-    def build_connector_meta(self, plan):
-        news, self._news = self._news, []
-        return {"step": plan.step, "news": news}
+        self.allocated.append((request.request_id, len(block_ids[0]), num_external_tokens))
 
     def request_finished(self, request, block_ids):
         self.ended.append((request.request_id, sum(map(len, block_ids))))

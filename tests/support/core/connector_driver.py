@@ -7,7 +7,7 @@ import pytest
 from hardpoint import SamplingParams
 from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
-from hardpoint.plugins import EngineCoreRequest
+from hardpoint.plugins import EngineCoreRequest, WaitingFor
 from hardpoint.testing import scripted_engine
 from support.internals import core_of, scheduler_of
 
@@ -77,6 +77,10 @@ class Driver:
     def status(self, name="v"):
         live = self.scheduler.live_request(name)
         return None if live is None else live.status
+
+    def is_loading(self, name="v"):
+        reason = self.scheduler.why_waiting(name)
+        return reason is not None and reason.waiting_for is WaitingFor.REMOTE_KV
 
     @property
     def num_held(self):

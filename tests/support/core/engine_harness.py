@@ -217,7 +217,9 @@ def parts_of(half):
     """Return the step parts of an engine: one with a half whose faults end the engine, or none."""
     if half is None:
         return EngineParts()
-    part = SimpleNamespace(name="scripted", fault_scope="engine", close=lambda: None)
+    part = SimpleNamespace(
+        name="scripted", fault_scope="engine", moves_blocks=None, close=lambda: None
+    )
     source = Source("scripted", "scripted:Part", "tests", "1", "default")
     return EngineParts([BoundPart(part, half, source, StepFaults(()))])
 
@@ -231,7 +233,6 @@ class Rig:
         *,
         blocks=64,
         scheduler=DefaultScheduler,
-        connector=None,
         half=None,
         step_log=None,
         log_stats=False,
@@ -259,7 +260,6 @@ class Rig:
                 kv_cache=self.cache,
                 policy=policy,
                 clock=lambda: self.now,
-                connector=connector,
                 gates=self.parts.gates,
                 log_stats=log_stats,
             )

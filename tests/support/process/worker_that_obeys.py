@@ -90,7 +90,7 @@ class Obeying:
             ModelRunnerOutput({"r": [plan.step]}) if self._orders["output"] == self.rank else None
         )
 
-    def start_kv_connector(self, weights: str) -> None:
+    def start_parts(self, weights: str) -> None:
         self._obey([weights])
 
     def wake_up(self, tags: Sequence[str]) -> None:

@@ -9,7 +9,6 @@ from support.core.connector_driver import OTHER, Driver
 from support.core.scripted_connector import Script
 
 from hardpoint import RequestError
-from hardpoint.plugins import RequestStatus
 
 FAILED = "kv_connector: the keys and values of its prompt could not be loaded"
 
@@ -135,7 +134,7 @@ class TestDeadlines:
         driver.add("v")
         for _ in range(6):
             driver.step()
-        assert driver.status() is RequestStatus.WAITING_FOR_REMOTE_KV
+        assert driver.is_loading()
         for _ in range(6):
             driver.clock.now += 0.9
             driver.step()

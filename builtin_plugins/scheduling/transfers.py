@@ -1,4 +1,4 @@
-"""The scheduler's side of a KV connector: loads, saves and failed loads."""
+"""Blocks that a step part loads and saves: requests that wait for them, and failed loads."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .tracker import LOAD, SAVE, RequestTracker
 def match_external(
     tracker: RequestTracker, request: LiveRequest, prefix: CachedPrefix
 ) -> tuple[int | None, bool]:
-    """Return how many tokens beyond the prefix the connector can load, and whether between steps.
+    """Return how many tokens beyond the prefix can be loaded, and whether between steps.
 
-    None means that the connector does not know yet. At least one token is left to compute.
+    None means that this is not known yet. At least one token is left to compute.
     """
-    connector = tracker.context.connector
+    transfers = tracker.context.transfers
     # Log-probabilities of the prompt need all of it computed.
     needs_all = request.params.prompt_logprobs is not None or request.params.routed_experts
-    if connector is None or request.skip_connector or needs_all:
+    if transfers is None or request.skip_transfer or needs_all:
         return 0, False
-    found, asynchronous = connector.get_num_new_matched_tokens(request, prefix.num_tokens)
+    found, asynchronous = transfers.get_num_new_matched_tokens(request, prefix.num_tokens)
     if found is None:
         return None, False
     external = min(found, request.num_tokens - 1 - prefix.num_tokens)
@@ -35,7 +35,7 @@ def match_external(
 def start_loading(
     tracker: RequestTracker, request: LiveRequest, prefix: CachedPrefix, external: int, step: Step
 ) -> bool:
-    """Allocate the blocks that a connector fills asynchronously, and block the request.
+    """Allocate the blocks that are filled between steps, and let the request wait for them.
 
     It uses no budget and no running slot. The blocks are cached when they are filled.
 
@@ -46,13 +46,13 @@ def start_loading(
         request, prefix, 0, num_external_tokens=external, delay_caching=True
     ):
         return False
-    connector = tracker.context.connector
-    assert connector is not None
-    connector.update_state_after_alloc(request, tracker.cache.block_ids(request), external)
+    transfers = tracker.context.transfers
+    assert transfers is not None
+    transfers.update_state_after_alloc(request, tracker.cache.block_ids(request), external)
     request.num_computed_tokens = prefix.num_tokens + external
     request.num_loading_tokens = external
-    request.status = RequestStatus.WAITING_FOR_REMOTE_KV
-    tracker.blocked[request.request_id] = request
+    request.status = RequestStatus.WAITING
+    tracker.loading[request.request_id] = request
     step.waiting[request.request_id] = wait_reasons.remote_kv(external)
     return True
 
@@ -60,18 +60,17 @@ def start_loading(
 def process_transfers(
     tracker: RequestTracker, result: ModelRunnerOutput, plans: Sequence[PlannedStep], now: float
 ) -> None:
-    """Process what the connector's workers report: failed and finished loads, finished saves.
+    """Process the transfers in a result: failed and finished loads, finished saves.
 
     Args:
         plans: the result's plan, and those made since.
     """
     if result.invalid_block_ids:
         reset_uncertain_cache(tracker, plans)
-        _skip_connector(tracker, result.invalid_block_ids, plans[0])
+        _skip_transfer(tracker, result.invalid_block_ids, plans[0])
         _recompute_invalid(tracker, result.invalid_block_ids, now)
     for request_id in sorted(result.kv_loaded):
-        request = tracker.blocked.get(request_id)
-        if request is not None and request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
+        if (request := tracker.loading.get(request_id)) is not None:
             _finish_loading(tracker, request)
         else:
             _finish_transfer(tracker, request_id, LOAD)
@@ -82,11 +81,11 @@ def process_transfers(
 def _finish_loading(tracker: RequestTracker, request: LiveRequest) -> None:
     """Move a request into the queue after its load has finished or failed."""
     tracker.cache.cache_arrived(request, request.num_computed_tokens)
-    if request.skip_connector:
+    if request.skip_transfer:
         tracker.reset_progress(request)  # valid blocks are found again at its admission
     else:
         tracker.loaded[request.request_id] = request
-    tracker.enqueue_blocked(request)
+    tracker.enqueue(request)
 
 
 def _finish_transfer(tracker: RequestTracker, request_id: str, transfer: str) -> None:
@@ -99,7 +98,7 @@ def _finish_transfer(tracker: RequestTracker, request_id: str, transfer: str) ->
             tracker.cache.free(request)
 
 
-def _skip_connector(tracker: RequestTracker, invalid: frozenset[int], step: PlannedStep) -> None:
+def _skip_transfer(tracker: RequestTracker, invalid: frozenset[int], step: PlannedStep) -> None:
     """Mark the requests of a step whose load failed, also those that were preempted since.
 
     Another request may have their blocks by now; loading again would fail again.
@@ -107,13 +106,13 @@ def _skip_connector(tracker: RequestTracker, invalid: frozenset[int], step: Plan
     for new in step.plan.new_requests:
         request = tracker.requests.get(new.source.request_id)
         if request is not None and any(invalid.intersection(table) for table in new.block_ids):
-            request.skip_connector = True
+            request.skip_transfer = True
 
 
 def _recompute_invalid(tracker: RequestTracker, invalid: frozenset[int], now: float) -> None:
     """Reset all requests that hold a block whose load failed; valid blocks stay cached.
 
-    They compute what is missing locally; the connector is not asked again.
+    They compute what is missing locally; it is not looked up again.
     """
     tracker.cache.discard(invalid)
     for request in list(tracker.requests.values()):
@@ -121,14 +120,14 @@ def _recompute_invalid(tracker: RequestTracker, invalid: frozenset[int], now: fl
         indices = [i for table in tables for i, block in enumerate(table) if block in invalid]
         if not indices:
             continue
-        request.skip_connector = True
+        request.skip_transfer = True
         num_valid = min(indices) * tracker.cache.block_size
         tracker.uncache_from(request, num_valid)
         request.limit_cached_tokens(num_valid)
         if request.status is RequestStatus.RUNNING:
             tracker.preempt(request, now)
-        elif request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
-            # The connector may still write to its blocks: they are freed when it has finished.
+        elif request.request_id in tracker.loading:
+            # Its blocks may still be written: they are freed when the load has ended.
             request.num_computed_tokens = num_valid
         else:
             tracker.reset_progress(request)

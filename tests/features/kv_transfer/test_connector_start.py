@@ -16,7 +16,7 @@ from hardpoint.builtin_plugins.kv_connectors.stores import StoresConnector
 from hardpoint.builtin_plugins.kv_stores.memory import MemoryStore
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.core.build import build_engine
-from hardpoint.core.worker.kv_connector import config_hash
+from hardpoint.core.worker.block_identity import config_hash
 from hardpoint.errors import PluginError, PluginFaultError
 from hardpoint.plugins import EngineConfig, KVSpec, ModelConfig
 from hardpoint.testing import HistoryAttention, ScriptedModel, scripted_engine
@@ -117,7 +117,7 @@ REFUSED = {
     "no_block_views": (
         table(attention=NoViews),
         ConfigError,
-        ["kv_connector.use: 'scripted_connector' moves blocks", "NoViews", "has no block_views()"],
+        [f"kv_connector.use: '{NAME}' moves blocks", "NoViews", "has no block_views()"],
     ),
     "wrong_block_views": (
         table(attention=WrongViews),
@@ -372,7 +372,7 @@ class TestSleep:
 
         def call(executor, method, args=(), timeout=None):
             results = collective_rpc(executor, method, args, timeout)
-            if method == "start_kv_connector" and args[0] is not None:
+            if method == "start_parts" and args[0] is not None:
                 raise ModelError("rank 1 has no memory")
             return results
 
@@ -397,3 +397,30 @@ def test_a_request_that_is_not_taken_is_forgotten(driver):
         driver.add("v", PROMPT, kv_transfer_params={"a": 1})
     assert driver.script.calls[-1] == "scheduler.check_request"
     assert driver.core.num_unfinished_requests() == 0
+
+
+def words_of_transfer(caplog):
+    return [r.getMessage() for r in caplog.records if "kv_transfer_params" in r.getMessage()]
+
+
+def test_parameters_without_a_connector_are_warned_of_once_and_nothing_is_transferred(
+    scripted, caplog
+):
+    driver = Driver(scripted)
+    driver.add("a", max_tokens=3, kv_transfer_params={"from": "there"})
+    driver.add("b", max_tokens=3)
+    driver.run()
+    assert driver.tokens["a"] == driver.tokens["b"]
+    (words,) = words_of_transfer(caplog)
+    assert words.startswith("request a has kv_transfer_params, which are ignored: this engine")
+    driver.engine.close()
+
+
+def test_parameters_that_a_connector_takes_are_not_warned_of(scripted, caplog):
+    driver = Driver(
+        scripted, Script(faults={"scheduler.check_request": lambda half, request: None})
+    )
+    driver.add("a", max_tokens=3, kv_transfer_params={"from": "there"})
+    driver.run()
+    assert words_of_transfer(caplog) == []
+    driver.engine.close()

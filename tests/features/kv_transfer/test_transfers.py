@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hardpoint.core.kv_cache.transfers import Loads, Saves
+from hardpoint.features.kv_transfer.transfers import Loads, Saves
 
 
 class Clock:

@@ -49,14 +49,14 @@ def loading(driver):
     driver.add("v")
     driver.step()
     driver.step()
-    assert driver.status() is RequestStatus.WAITING_FOR_REMOTE_KV
+    assert driver.is_loading()
 
 
 def loaded(driver):
     driver.add("v")
     driver.step()
     driver.add("other", OTHER, 12)
-    driver.until(lambda: driver.status() is RequestStatus.WAITING)
+    driver.until(lambda: driver.status() is RequestStatus.WAITING and not driver.is_loading())
     assert driver.status("other") is RequestStatus.RUNNING
 
 

@@ -1,28 +1,33 @@
-"""The KV connector of an engine: its scheduler half, with faults caught and waits that end."""
+"""The engine half of KV transfer: the connector's scheduler half, guarded and with deadlines."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from hardpoint.boundary.errors import close_all
-from hardpoint.boundary.faults import StepFaults
-from hardpoint.core.protocol.kv_step import KVStepMetadata
 from hardpoint.errors import PluginFaultError, RequestError, shown
-from hardpoint.plugins import BlockIds, EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
+from hardpoint.plugins import (
+    BlockIds,
+    EngineCoreRequest,
+    EngineHalf,
+    KVConnector,
+    KVTierStats,
+    ModelRunnerOutput,
+    PrefixCacheStats,
+    Request,
+    RequestFault,
+    SchedulerOutput,
+    SchedulerStats,
+)
 from hardpoint.plugins.config import KVConnectorConfig
-from hardpoint.plugins.kv_cache import KVEvent
-from hardpoint.plugins.kv_connector import KVConnector, KVConnectorScheduler
-from hardpoint.plugins.manifest import Source
-from hardpoint.plugins.plan import KVReport
-from hardpoint.plugins.request import Request
-from hardpoint.plugins.stats import KVTierStats, PrefixCacheStats
-from hardpoint.registry.blame import describe, raise_unless_fault
+from hardpoint.plugins.kv_connector import KVConnectorScheduler
+from hardpoint.plugins.step_part import ComponentCalls, EngineHalfContext
 
+from .messages import Report, StepData
 from .transfers import EndedLoad, Loads, Saves
 
 _COMPUTED = "the engine goes on, and computes what could not be loaded"
@@ -37,6 +42,7 @@ class _Step:
 
     Attributes:
         metadata: of the scheduler half.
+        reports: how many ranks have to report, at least.
         loads: (request id, blocks) of what is loaded in the step itself.
         failed: whether the loads cannot be trusted, since the scheduler half raised.
     """
@@ -44,49 +50,50 @@ class _Step:
     metadata: Any
     loads: list[tuple[str, frozenset[int]]]
     failed: bool = False
+    reports: int = 0
 
 
-class EngineConnector(KVConnectorScheduler):
-    """The connector as schedulers see it: no method raises, and every wait has a deadline.
+class TransferPlanner(EngineHalf):
+    """Loads and saves of an engine, as its connector plans them.
 
-    A load that fails or takes too long is reported to the scheduler as one whose blocks are
-    invalid, so that they are computed. Whatever comes late is ignored.
+    No method raises for a fault of the connector, and every wait has a deadline. A load that fails
+    or takes too long is reported to the scheduler as one whose blocks are invalid, so that they are
+    computed. Whatever comes late is ignored.
     """
+
+    every_plan = True
 
     def __init__(
         self,
+        part: str,
         connector: KVConnector,
         half: KVConnectorScheduler,
-        source: Source,
-        *,
-        world_size: int,
-        block_size: int,
-        clock: Callable[[], float],
-        faults: StepFaults,
-        publish: Callable[[list[KVEvent]], None],
+        calls: ComponentCalls,
+        context: EngineHalfContext,
     ) -> None:
         """Own the connector and its half.
 
         Args:
+            part: name of the step part.
             connector: of the engine's process.
             half: its scheduler half.
-            source: names it in messages.
-            world_size: number of ranks.
-            block_size: tokens per block.
-            clock: of the engine.
-            faults: counts what fails.
-            publish: publishes KV events.
+            calls: call the half.
+            context: of the step part.
         """
+        self._part = part
         self._connector = connector
         self._half = half
         self._config: KVConnectorConfig = connector.context.config
-        self._block_size = block_size
-        self._clock = clock
-        self._faults = faults
-        self._calls = faults.calls("kv_connectors", source)
-        self._report = faults.reporter(source, _COMPUTED)
-        self._publish = publish
-        ranks = frozenset(range(world_size))
+        self._block_size = context.block_size
+        self._world_size = context.world_size
+        self._clock = clock = context.clock
+        self._faults = context.faults
+        self._describe_fault = context.describe_fault
+        self._calls = calls
+        self._report = context.faults.reporter(calls.source, _COMPUTED)
+        self._publish = context.publish
+        self._rejected: str | None = None  # by its own check
+        ranks = frozenset(range(context.world_size))
         self._asked: dict[str, float] = {}  # on the clock of `_waited`
         self._waited, self._counted_at = 0.0, clock()  # without pauses
         self._matched: dict[str, tuple[int, bool]] = {}
@@ -106,7 +113,7 @@ class EngineConnector(KVConnectorScheduler):
 
     # For the scheduler
 
-    def check_request(self, request: EngineCoreRequest) -> None:
+    def check(self, request: EngineCoreRequest) -> None:
         """Let the connector check a new request.
 
         Raises:
@@ -115,13 +122,16 @@ class EngineConnector(KVConnectorScheduler):
         try:
             self._calls.run("check_request", self._half.check_request, request)
         except RequestError:
+            self._rejected = request.request_id
             raise
         except BaseException as cause:
             self._note("check_request() failed", cause)
 
-    def request_refused(self, request_id: str) -> None:
-        """Notify the connector that a request that it has checked was not added."""
-        self._call("request_refused", request_id)
+    def refused(self, request_id: str) -> None:
+        """Notify the connector that a request that it has accepted was not added."""
+        rejected, self._rejected = self._rejected, None
+        if request_id != rejected:
+            self._call("request_refused", request_id)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -191,8 +201,8 @@ class EngineConnector(KVConnectorScheduler):
             "update_state_after_alloc", request, block_ids, num_external_tokens
         )
 
-    def build_connector_meta(self, plan: SchedulerOutput) -> bytes | None:
-        """Return what the plan says to the worker halves, a KVStepMetadata as msgpack."""
+    def begin(self, plan: SchedulerOutput) -> bytes:
+        """Return the data of the worker halves, a StepData as msgpack, or nothing."""
         metadata = data = None
         failed, self._broken = self._broken, False
         if not self._left_out:
@@ -207,10 +217,11 @@ class EngineConnector(KVConnectorScheduler):
         in_step, self._in_step = self._in_step, []
         cancelled = self._loads.plan(plan.step)
         self._saves.plan(plan.step)
-        self._steps[plan.step] = _Step(metadata, in_step, failed)
+        step = self._steps[plan.step] = _Step(metadata, in_step, failed)
         if data is None and not cancelled:
-            return None
-        return msgspec.msgpack.encode(KVStepMetadata(data, cancelled))
+            return b""
+        step.reports = self._world_size
+        return msgspec.msgpack.encode(StepData(data, cancelled))
 
     def request_finished(
         self, request: Request, block_ids: BlockIds
@@ -241,8 +252,8 @@ class EngineConnector(KVConnectorScheduler):
 
     # For the engine
 
-    def set_handshakes(self, handshakes: Sequence[bytes | None]) -> None:
-        """Give the connector what its workers said when they were built.
+    def started(self, handshakes: Sequence[bytes | None]) -> None:
+        """Give the connector the handshakes of its workers.
 
         What workers did for the engine before is over: the new ones know nothing of it.
         """
@@ -251,7 +262,7 @@ class EngineConnector(KVConnectorScheduler):
         self._asked.clear()
         self._earlier = {
             name: msgspec.structs.replace(stats, used_bytes=None)
-            for name, stats in self.stats().items()
+            for name, stats in self._totals().items()
         }
         self._tiers = {}
         self._left_out = False
@@ -259,26 +270,29 @@ class EngineConnector(KVConnectorScheduler):
         if not self._call("set_handshakes", decoded):
             self._left_out = True
 
-    def leave_out(self, message: str, cause: BaseException | None = None) -> None:
+    def start_failed(self, cause: BaseException) -> None:
         """Go on without the connector, and end all transfers: its workers are not there."""
         self._left_out = True
         self._loads.workers_lost()
         self._saves.workers_lost()
-        self._note(message, cause)
+        self._note("it cannot be started again", cause)
 
-    def process(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> dict[str, str]:
-        """Set what a result says of transfers, from what the workers report.
+    def result(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> dict[str, RequestFault]:
+        """Set the transfers of a result that have ended, from the reports of the workers.
 
         Returns:
-            The requests that end with an error, since their load failed, with its message.
+            The requests that end with an error, since their load failed.
         """
         step = self._steps.get(plan.step) or _Step(None, [])
         self._count_time()
         invalid: set[int] = set()
-        for report in result.kv_reports:
+        reports = result.part_reports.get(self._part, {})
+        step.failed |= len(reports) < step.reports  # a worker that sleeps reports nothing
+        for rank, data in sorted(reports.items()):
+            report = msgspec.msgpack.decode(data, type=Report)
             invalid.update(report.invalid_block_ids)
             step.failed |= report.failure is not None
-            self._process(report, plan.step)
+            self._process(rank, report, plan.step)
         self._end(plan.step, step.failed, frozenset(invalid))
         in_step = _lacking(step, invalid)
         lacking = [*in_step, *((name, load.invalid) for name, load in self._ended.items())]
@@ -291,21 +305,23 @@ class EngineConnector(KVConnectorScheduler):
         failed = {name: blocks for name, blocks in in_step if blocks}
         failed |= {name: load.invalid for name, load in self._ended.items() if load.is_error}
         return {
-            name: "kv_connector: the keys and values of its prompt could not be loaded, for "
-            f"{len(blocks)} of its blocks (kv_connector.on_load_failure)"
+            name: RequestFault(
+                "kv_connector: the keys and values of its prompt could not be loaded, for "
+                f"{len(blocks)} of its blocks (kv_connector.on_load_failure)"
+            )
             for name, blocks in failed.items()
         }
 
-    def processed(self, plan: SchedulerOutput) -> None:
-        """Record that the scheduler has taken what `process` set."""
+    def updated(self, plan: SchedulerOutput) -> None:
+        """Forget the transfers that have ended: the scheduler has taken what `result` set."""
         self._steps.pop(plan.step, None)
         self._ended.clear()
         self._saved.clear()
 
-    def plan_lost(self, plan: SchedulerOutput) -> None:
-        """Take back what a plan says that was not executed, or not to its end.
+    def lost(self, plan: SchedulerOutput) -> None:
+        """Take back the data of a plan that was not executed, or not to its end.
 
-        What workers said with its result is lost as well, so all loads are given up.
+        The reports of its workers are lost as well, so all loads are given up.
         """
         step = self._steps.pop(plan.step, None)
         if step is None:
@@ -320,13 +336,13 @@ class EngineConnector(KVConnectorScheduler):
             time.sleep(self._wait_s)
             self._wait_s = min(2 * self._wait_s, _LONGEST_WAIT_S)
 
-    def stats(self) -> dict[str, KVTierStats]:
-        """Return totals by tier, of all ranks together."""
-        return _summed([self._earlier, *self._tiers.values()])
+    def add_stats(self, stats: SchedulerStats) -> None:
+        """Add totals by tier, of all ranks together, and of the lookups of admitted requests."""
+        stats.external_prefix_cache = msgspec.structs.replace(self._prefix_cache)
+        stats.kv_tiers = self._totals()
 
-    def prefix_cache_stats(self) -> PrefixCacheStats:
-        """Return totals of the lookups of requests that were admitted, or began to load."""
-        return msgspec.structs.replace(self._prefix_cache)
+    def _totals(self) -> dict[str, KVTierStats]:
+        return _summed([self._earlier, *self._tiers.values()])
 
     def close(self) -> None:
         """Close the connector.
@@ -337,12 +353,11 @@ class EngineConnector(KVConnectorScheduler):
         try:
             self._calls.run("close", self._half.close)
         except BaseException as cause:
-            raise_unless_fault(cause)
             raise PluginFaultError(
-                f"{self._calls.source}: its close() failed: {describe(cause)}"
+                f"{self._calls.source}: its close() failed: {self._describe_fault(cause)}"
             ) from cause
         finally:
-            close_all([self._connector])
+            self._connector.close()
 
     def _call(self, method: str, *args: Any) -> bool:
         """Call a method of the half whose result does not matter; return whether it worked."""
@@ -360,7 +375,7 @@ class EngineConnector(KVConnectorScheduler):
 
     def _note(self, message: str, cause: BaseException | None = None) -> None:
         if cause is not None:
-            raise_unless_fault(cause)
+            self._describe_fault(cause)  # raises an interrupt of the user again
         self._report(message, cause)
 
     def _count_time(self) -> None:
@@ -369,21 +384,21 @@ class EngineConnector(KVConnectorScheduler):
         self._waited += min(now - self._counted_at, _LONGEST_UNPAUSED_S)
         self._counted_at = now
 
-    def _process(self, report: KVReport, step: int) -> None:
-        """Process what a rank reports with the result of a step."""
+    def _process(self, rank: int, report: Report, step: int) -> None:
+        """Process the report of a rank that came with the result of a step."""
         for request_id in report.loaded:
-            self._loads.finished(request_id, report.rank, step)
+            self._loads.finished(request_id, rank, step)
         for request_id in report.saved:
-            self._saves.finished(request_id, report.rank, step)
+            self._saves.finished(request_id, rank, step)
         if report.tiers is not None:
-            self._tiers[report.rank] = report.tiers
+            self._tiers[rank] = report.tiers
         if report.events:
             self._publish(list(report.events))
         self._left_out |= report.left_out  # other ranks may still load: that is cancelled
         if report.message is not None:
             try:
                 message = msgspec.msgpack.decode(report.message, type=self._connector.Message)
-                self._calls.run("receive", self._half.receive, report.rank, message)
+                self._calls.run("receive", self._half.receive, rank, message)
             except BaseException as cause:
                 self._note("receive() failed", cause)
         for name, message in report.faults:

@@ -1,0 +1,104 @@
+"""The identity of a rank's KV blocks: all that their bytes depend on, besides tokens.
+
+The worker makes it for step parts that move blocks, which put it into the keys of blocks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import msgspec
+
+from hardpoint.boundary.checked_attention import CheckedAttention
+from hardpoint.core.weights.worker_spec import WorkerSpec
+from hardpoint.plugins import ConfigError
+from hardpoint.plugins.kv_connector import BlockIdentity
+from hardpoint.plugins.loader import ModelConfig
+from hardpoint.plugins.parallel import Parallel
+
+
+def block_identity(
+    spec: WorkerSpec,
+    parallel: Parallel,
+    attention: CheckedAttention,
+    *,
+    kv_variant: str,
+    weights: str,
+    user: str,
+) -> BlockIdentity:
+    """Return the identity of the blocks of a rank.
+
+    Args:
+        spec: of the worker.
+        parallel: its place among the ranks.
+        attention: of the model's layers.
+        kv_variant: of the model.
+        weights: hash of the weights' content.
+        user: the setting that needs it, for messages.
+
+    Raises:
+        ConfigError: there is no KV cache, one of its groups has a sliding window, or the backend
+            does not name its layout.
+    """
+    if not attention.specs:
+        raise ConfigError(
+            f"{user} moves blocks of the KV cache, and stage {parallel.stage} of "
+            f"{spec.model_config.architecture} has none"
+        )
+    windows = [group.window for group in attention.groups if group.window is not None]
+    if windows:
+        raise ConfigError(
+            f"{user} moves blocks that are kept, and {spec.model_config.architecture} has KV cache "
+            f"groups that release those which a sliding window of {windows[0]} tokens has passed; "
+            f"expected kv_cache.window_groups = false"
+        )
+    if not attention.kv_layout[0]:
+        raise ConfigError(
+            f"{user} has to distinguish blocks from those of other layouts, and "
+            f"{spec.plugins.one('attention_backends').source} has no kv_layout"
+        )
+    return BlockIdentity(
+        weights=weights,
+        config=config_hash(
+            spec.model_config, kv_variant, [layer.window for layer in attention.specs]
+        ),
+        architecture=spec.model_config.architecture,
+        dtype=str(spec.dtype),
+        kv_layout=attention.kv_layout[0],
+        kv_layout_version=attention.kv_layout[1],
+        block_size=spec.config.kv_cache.block_size,
+        layer_bytes=attention.layer_bytes,
+        tensor_rank=parallel.tensor.rank,
+        tensor_size=parallel.tensor.size,
+        stage=parallel.stage,
+        num_stages=parallel.num_stages,
+        hash_algorithm=spec.config.kv_cache.hash_algorithm,
+        quantization=_quantization(spec),
+    )
+
+
+def _quantization(spec: WorkerSpec) -> str:
+    """Return a text that differs where weights are quantised in another way."""
+    use = spec.config.quantization.use
+    options = spec.config.plugin.get(use, {})
+    return msgspec.json.encode((spec.config.quantization, options), order="deterministic").decode()
+
+
+def config_hash(config: ModelConfig, variant: str = "", windows: Sequence[int | None] = ()) -> str:
+    """Return a hash of the fields of a model's configuration, and of what it has made of them.
+
+    Args:
+        config: of the model.
+        variant: its `kv_variant`.
+        windows: of its layers.
+    """
+    made: list[object] = [variant] if variant else []
+    if any(window is not None for window in windows):
+        made.append(windows)
+    encoded = msgspec.json.encode(
+        (config.architecture, config.vocab_size, config.hf, *made),
+        enc_hook=repr,
+        order="deterministic",
+    )
+    return hashlib.sha256(encoded).hexdigest()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ class CheckedModel:
         is_replayable: whether the model's class says so.
         routed_experts: layers, and experts that a token has in each; None if it reports none.
         kv_variant: what the bytes of its KV blocks depend on besides weights and config.
+        hooks: what step parts change in its layers.
+        called_hooks: names of those that it called in the last trial step.
     """
 
     def __init__(self, model: Model, source: Source) -> None:
@@ -51,6 +54,8 @@ class CheckedModel:
         self._model = model
         self.source = source
         self._vocab_size = model.context.config.vocab_size
+        self.hooks = model.context.hooks
+        self.called_hooks = frozenset[str]()
         shapes, specs = model.weight_shapes(), model.kv_specs()
         cuts = model.weight_cuts()
         if not isinstance(shapes, Mapping) or not all(map(_is_shape, shapes.values())):
@@ -108,11 +113,36 @@ class CheckedModel:
         if not parallel.is_first:
             before = self.empty_hidden(num_tokens).zero_()
         batch = ForwardBatch(ids, positions, attention.attend, before)
-        hidden = self._try("forward", self.forward, batch)
+        with self._noting_hooks():
+            hidden = self._try("forward", self.forward, batch)
         attention.check_complete()
         if parallel.is_last:
             self._try("compute_logits", self.compute_logits, hidden[:num_rows])
         self._width = hidden.shape[1]
+
+    @contextmanager
+    def _noting_hooks(self) -> Iterator[None]:
+        """Note which of its hooks the model calls in the body."""
+        called = set()
+
+        def embedded(values: torch.Tensor) -> torch.Tensor:
+            called.add("embedded")
+            return values
+
+        def linear(
+            parts: Sequence[tuple[str, int]],  # noqa: ARG001
+            x: torch.Tensor,  # noqa: ARG001
+            y: torch.Tensor,
+        ) -> torch.Tensor:
+            called.add("linear")
+            return y
+
+        self.hooks.embedded, self.hooks.linear = embedded, linear
+        try:
+            yield
+        finally:
+            self.hooks.embedded = self.hooks.linear = None
+        self.called_hooks = frozenset(called)
 
     def _try(self, method: str, function: Callable[[Any], torch.Tensor], argument: Any) -> Any:
         """Return what a method gives in a trial step; name it if it raises."""

@@ -6,12 +6,21 @@ request that uses a part, each call is a test of an empty list.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from hardpoint.errors import HardpointError, PluginFaultError, RequestError, shown
+import msgspec
+
+from hardpoint.errors import (
+    HardpointError,
+    PluginConflictError,
+    PluginFaultError,
+    RequestError,
+    shown,
+)
 from hardpoint.plugins import (
     BlockIds,
     EngineCoreRequest,
@@ -120,7 +129,7 @@ class EngineParts:
         """Bind the parts, in the order of their calls.
 
         Raises:
-            PluginFaultError: several parts load blocks.
+            PluginConflictError: several parts load blocks.
         """
         self._parts = tuple(parts)
         self._active: list[BoundPart] = []  # with users
@@ -137,10 +146,35 @@ class EngineParts:
         found = [part for part in self._parts if part.overrides("get_num_new_matched_tokens")]
         if len(found) > 1:
             names = " and ".join(str(part.source) for part in found)
-            raise PluginFaultError(
+            raise PluginConflictError(
                 f"{names} both load blocks of the KV cache; expected one of them"
             )
         return _Transfers(found[0], self._faults) if found else None
+
+    @property
+    def block_keys(self) -> Callable[[EngineCoreRequest, range], bytes] | None:
+        """What returns the keys of all parts for a span of tokens; None if no part has any."""
+        keyed = [part for part in self._parts if part.overrides("block_key")]
+        return functools.partial(self._block_keys, keyed) if keyed else None
+
+    def _block_keys(
+        self, keyed: Sequence[BoundPart], request: EngineCoreRequest, span: range
+    ) -> bytes:
+        """Return the keys of parts for a span of tokens, in any thread; empty if there are none."""
+        found: dict[str, bytes] = {}
+        for part in keyed:
+            try:
+                key = part.half.block_key(request, span)  # not timed: times are those of one thread
+                if key is not None and not isinstance(key, bytes):
+                    raise TypeError(f"expected bytes or None, got {shown(key)}")
+            except BaseException as cause:
+                key = f"{request.request_id} shares nothing".encode()
+                fault = part.fault("its block_key() failed", cause)
+                if fault is not None:
+                    self._faults[request.request_id] = fault
+            if key is not None:
+                found[part.name] = key
+        return msgspec.msgpack.encode(found) if found else b""
 
     @property
     def moves_blocks(self) -> str | None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
-from hardpoint.errors import HardpointError, PluginFaultError, shown
+from hardpoint.errors import HardpointError, PluginContractError, PluginFaultError, shown
 from hardpoint.plugins import ModelRunnerOutput, SchedulerOutput
 from hardpoint.plugins.manifest import Source
-from hardpoint.plugins.model import Attend
+from hardpoint.plugins.model import Attend, LayerHooks
+from hardpoint.plugins.parallel import Parallel
 from hardpoint.plugins.step_part import (
     KVBlocks,
     StepPart,
@@ -23,7 +24,11 @@ from hardpoint.plugins.step_part import (
 from hardpoint.registry.blame import describe, faults_as, raise_unless_fault
 
 from .activity import PluginCalls
+from .checked_model import CheckedModel
 from .errors import close_named
+
+_HOOKS = {"embedded": "embedded tokens", "linear": "linear layers"}
+"""What each hook of a model changes."""
 
 
 class BoundWorkerHalf:
@@ -38,6 +43,11 @@ class BoundWorkerHalf:
     def overrides(self, method: str) -> bool:
         """Return whether the half has a method of its own."""
         return getattr(type(self.half), method) is not getattr(WorkerHalf, method)
+
+    @property
+    def is_in_layers(self) -> bool:
+        """Whether the half is called in the layers of a step."""
+        return any(map(self.overrides, ("around_layers", "embedded", "linear")))
 
     def run(self, method: str, *args: Any, function: Callable[..., Any] | None = None) -> Any:
         """Call a method of the half, or `function` in its place."""
@@ -71,7 +81,7 @@ class WorkerParts:
         self._moving = [half for half in halves if half.moves_blocks]
         self._rank, self._samples = rank, samples
         self._active: list[BoundWorkerHalf] = []
-        self._around: list[BoundWorkerHalf] = []  # of the active ones
+        self._around: list[BoundWorkerHalf] = []  # of the active ones, those called for layers
         self._users: dict[str, frozenset[str] | None] = {}  # by part; None is all
         self._faults: dict[str, str] = {}
 
@@ -88,6 +98,21 @@ class WorkerParts:
     def report_anyway(self) -> bool:
         """Whether a rank that does not sample returns its reports."""
         return bool(self._moving)
+
+    def check_hooks(self, model: CheckedModel, parallel: Parallel) -> None:
+        """Check that a model calls the hooks that halves need, after its trial step.
+
+        Raises:
+            PluginContractError: it does not.
+        """
+        for half in self._halves:
+            for method, what in _HOOKS.items():
+                is_here = method == "linear" or parallel.is_first
+                if half.overrides(method) and is_here and method not in model.called_hooks:
+                    raise PluginContractError(
+                        f"{half.source}: it changes {what}, and {model.source} does not call "
+                        f"ModelContext.hooks.{method}, as the layers of hardpoint.toolkit do"
+                    )
 
     def start(self, blocks: KVBlocks | None) -> dict[str, bytes]:
         """Give the KV cache to the halves that move blocks; return their handshakes, by part.
@@ -129,7 +154,7 @@ class WorkerParts:
             self._around = [
                 half
                 for half in self._active.copy()
-                if half.overrides("around_layers") and self._wants_layers(half)
+                if half.is_in_layers and self._wants_layers(half)
             ]
 
     def _wants_layers(self, half: BoundWorkerHalf) -> bool:
@@ -137,16 +162,67 @@ class WorkerParts:
 
     @property
     def wants_layers(self) -> bool:
-        """Whether a half is called for each layer of this step."""
+        """Whether a half is called in the layers of this step."""
         return bool(self._around)
 
     def around_layers(self, attend: Attend) -> Attend:
         """Return `attend` with the calls of all halves around it."""
-        for half in reversed(self._around.copy()):
+        for half in [half for half in reversed(self._around) if half.overrides("around_layers")]:
             inner = self._run(half, "around_layers", attend)
             if callable(inner):
                 attend = inner
         return attend
+
+    @contextmanager
+    def in_layers(
+        self, hooks: LayerHooks, request_ids: Sequence[str], starts: Sequence[int]
+    ) -> Iterator[None]:
+        """Let halves change embeddings and linear layers of a model while the body runs it.
+
+        Args:
+            hooks: of the model.
+            request_ids: requests of the step.
+            starts: first token of each request, and the number of all tokens.
+        """
+        users = {
+            half: self._rows_of(half, request_ids, starts)
+            for half in self._around
+            if half.overrides("embedded") or half.overrides("linear")
+        }
+
+        def embedded(values: torch.Tensor) -> torch.Tensor:
+            for half, (indices, rows) in users.items():
+                if half in self._around and half.overrides("embedded"):
+                    values = self._changed(half, "embedded", values, indices, rows)
+            return values
+
+        def linear(
+            parts: Sequence[tuple[str, int]], x: torch.Tensor, y: torch.Tensor
+        ) -> torch.Tensor:
+            for half, (indices, rows) in users.items():
+                if half in self._around and half.overrides("linear"):
+                    own = x if len(indices) == len(x) else x[indices]
+                    y = self._changed(half, "linear", y, indices, rows, before=(parts, own))
+            return y
+
+        if any(half.overrides("embedded") for half in users):
+            hooks.embedded = embedded
+        if any(half.overrides("linear") for half in users):
+            hooks.linear = linear
+        try:
+            yield
+        finally:
+            hooks.embedded = hooks.linear = None
+
+    def _rows_of(
+        self, half: BoundWorkerHalf, request_ids: Sequence[str], starts: Sequence[int]
+    ) -> tuple[list[int], StepRows]:
+        """Return the tokens of the requests that use a part: their indices, and whose they are."""
+        spans = zip(request_ids, starts, starts[1:], strict=False)
+        own = [span for span in spans if self._is_user(half, span[0])]
+        lengths = [end - start for _, start, end in own]
+        rows = StepRows([name for name, *_ in own], [0, *itertools.accumulate(lengths)])
+        return [row for _, start, end in own for row in range(start, end)], rows
 
     def after_layers(self) -> None:
         """Notify the halves that all layers of a step are computed."""
@@ -164,13 +240,9 @@ class WorkerParts:
             request_ids: requests of the step.
             starts: first token of each request, and the number of all tokens.
         """
-        spans = list(zip(request_ids, starts, starts[1:], strict=False))
         for half in list(self._active):
             if half.overrides("hidden"):
-                own = [span for span in spans if self._is_user(half, span[0])]
-                lengths = [end - start for _, start, end in own]
-                rows = StepRows([name for name, *_ in own], [0, *itertools.accumulate(lengths)])
-                indices = [row for _, start, end in own for row in range(start, end)]
+                indices, rows = self._rows_of(half, request_ids, starts)
                 hidden = self._changed(half, "hidden", hidden, indices, rows)
         return hidden
 
@@ -194,12 +266,22 @@ class WorkerParts:
         values: torch.Tensor,
         indices: Sequence[int],
         rows: Any,
+        before: tuple[Any, ...] = (),
     ) -> torch.Tensor:
-        """Return values of which a half has changed its own rows; others' it never gets."""
+        """Return values of which a half has changed its own rows; others' it never gets.
+
+        Args:
+            half: to call.
+            method: of the half.
+            values: [rows, ...].
+            indices: rows of the half.
+            rows: last argument.
+            before: arguments before the values.
+        """
         if not indices:
             return values
         own = values if len(indices) == len(values) else values[list(indices)]
-        changed = self._run(half, method, own, rows)
+        changed = self._run(half, method, *before, own, rows)
         if changed is None:
             return values
         if not isinstance(changed, torch.Tensor) or changed.shape != own.shape:

@@ -15,7 +15,14 @@ import msgspec
 
 from .requests import EngineCoreRequest, LoRARequest
 
-__all__ = ["HASH_VERSION", "NO_PARENT", "block_key", "extra_keys", "hash_block"]
+__all__ = [
+    "HASH_VERSION",
+    "NO_PARENT",
+    "block_key",
+    "extra_keys",
+    "hash_block",
+    "with_part_keys",
+]
 
 HASH_VERSION = 2
 """Raised with every change of the formula; part of each hash and of each key."""
@@ -65,6 +72,16 @@ def extra_keys(
         if adapter is not None or salt is not None or index in features:
             extras[index] = msgspec.msgpack.encode((adapter, salt, features.get(index, [])))
     return extras
+
+
+def with_part_keys(extra: bytes, keys: bytes) -> bytes:
+    """Return the extra keys of a block of which step parts have keys, too.
+
+    Args:
+        extra: of `extra_keys`; empty if the block has none.
+        keys: of the parts, msgpack.
+    """
+    return msgspec.msgpack.encode((extra, keys))
 
 
 def block_key(

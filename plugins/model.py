@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -20,6 +20,7 @@ from .loader import ModelConfig
 __all__ = [
     "Attend",
     "ForwardBatch",
+    "LayerHooks",
     "Model",
     "ModelContext",
 ]
@@ -71,6 +72,28 @@ class ForwardBatch:
     routed_experts: torch.Tensor | None = None
 
 
+@dataclass(eq=False)
+class LayerHooks:
+    """What step parts change in the layers of a model, set while a step that they change runs.
+
+    `Embedding.changed` and `Linear` of `hardpoint.toolkit.layers` call them. A model that embeds or
+    multiplies on its own calls them, or is refused together with a part that needs them.
+
+    Attributes:
+        embedded: called with the embedded tokens [tokens, hidden_size], where they enter the first
+            layer; returns them, or others of the same shape.
+        linear: called with the checkpoint matrices of a product, x [tokens, columns] and
+            y [tokens, rows]; returns y, or another one. The matrices are (name without `.weight`,
+            rows of this rank), stacked in this order. Where ranks add up their parts of y, it is
+            called before that.
+    """
+
+    embedded: Callable[[torch.Tensor], torch.Tensor] | None = None
+    linear: (
+        Callable[[Sequence[tuple[str, int]], torch.Tensor, torch.Tensor], torch.Tensor] | None
+    ) = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelContext(Context["Model"]):
     """Context of a model.
@@ -82,6 +105,7 @@ class ModelContext(Context["Model"]):
         max_model_len: maximum length of a sequence.
         ops: the operations of its layers, on that device.
         parallel: the share of the model that this rank computes; by default all of it.
+        hooks: what step parts change in the layers of a step.
     """
 
     config: ModelConfig
@@ -90,6 +114,7 @@ class ModelContext(Context["Model"]):
     max_model_len: int
     ops: Ops
     parallel: Parallel = field(default_factory=Parallel)
+    hooks: LayerHooks = field(default_factory=LayerHooks)
 
 
 class Model(Component):

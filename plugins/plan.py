@@ -126,6 +126,14 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     kv_connector_metadata: Any = None
     part_data: Mapping[str, PartData] = {}
 
+    def num_computed_tokens(self) -> dict[str, int]:
+        """Return how many tokens of each request were computed before the step, by id."""
+        cached = self.cached_requests
+        computed = dict(zip(cached.request_ids, cached.num_computed_tokens, strict=True))
+        return computed | {
+            new.source.request_id: new.num_computed_tokens for new in self.new_requests
+        }
+
 
 class DraftTokenIds(msgspec.Struct, frozen=True):
     """Draft tokens of a speculator, to be verified by a later step.

@@ -276,6 +276,21 @@ class EngineHalf:
         """
         return None
 
+    def block_key(self, request: EngineCoreRequest, span: range) -> bytes | None:  # noqa: ARG002
+        """Return what the KV of a span of tokens depends on besides tokens; None is nothing.
+
+        Blocks of the KV cache are shared, and stored, by a hash of it. A block depends on all
+        blocks before it, so that a span needs a key of its own only where something begins.
+
+        Called for the spans of full blocks of every request, in any thread: it depends on the
+        request alone. A request for which it fails shares no blocks, and ends with an error.
+
+        Args:
+            request: also before `uses` and `check`.
+            span: positions of the tokens of a block.
+        """
+        return None
+
     def cost(self, request: Request) -> Mapping[str, int]:  # noqa: ARG002
         """Return the amounts of resources that a request holds while it runs, by name.
 
@@ -399,12 +414,12 @@ class EngineHalf:
 class WorkerHalf:
     """The half of a step part in a worker; called in steps for which `begin` gave data.
 
-    Every method is optional. `hidden` and `logits` get the rows of the requests that use the part,
-    and no others.
+    Every method is optional. `embedded`, `linear`, `hidden` and `logits` get the rows of the
+    requests that use the part, and no others.
 
     Attributes:
-        wants_layers: whether a half with `around_layers` is called for the layers of this step;
-            read after `begin`. If not, a step of few tokens may be repeated without running Python.
+        wants_layers: whether `around_layers`, `embedded` and `linear` are called in this step; read
+            after `begin`. If not, a step of few tokens may be repeated without running Python.
     """
 
     wants_layers: bool = True
@@ -433,6 +448,37 @@ class WorkerHalf:
     def around_layers(self, attend: Attend) -> Attend:
         """Return a function that is called instead of `attend` for each layer of the step."""
         return attend
+
+    def embedded(
+        self,
+        embedded: torch.Tensor,  # noqa: ARG002
+        rows: StepRows,  # noqa: ARG002
+    ) -> torch.Tensor | None:
+        """Return changed embeddings [tokens, hidden_size] of a step; None leaves them.
+
+        Called with the tokens as they enter the first layer. The keys and values that follow
+        depend on it, so that `EngineHalf.block_key` has to differ where it changes any.
+        """
+        return None
+
+    def linear(
+        self,
+        parts: Sequence[tuple[str, int]],  # noqa: ARG002
+        x: torch.Tensor,  # noqa: ARG002
+        y: torch.Tensor,  # noqa: ARG002
+        rows: StepRows,  # noqa: ARG002
+    ) -> torch.Tensor | None:
+        """Return a changed product of a linear layer; None leaves it. See `LayerHooks.linear`.
+
+        The keys and values that follow depend on it, as on those of `embedded`.
+
+        Args:
+            parts: the stacked checkpoint matrices: name without `.weight`, rows of this rank.
+            x: [tokens, columns].
+            y: [tokens, rows of all parts].
+            rows: whose tokens these are.
+        """
+        return None
 
     def after_layers(self) -> None:
         """Complete what the calls of `around_layers` began; called after the last layer."""

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from hardpoint.testing.running.communicator_suite import CommunicatorSuite
     from hardpoint.testing.running.executor_suite import ExecutorSuite
     from hardpoint.testing.running.hook_suite import HookSuite
+    from hardpoint.testing.running.scripted_parts import ScriptedAdapters, ScriptedEmbeddings
     from hardpoint.testing.running.serving import ServerAnswer, TestServer, serve
     from hardpoint.testing.running.step_part_suite import StepPartSuite
     from hardpoint.testing.sampling_suite import SamplerSuite
@@ -82,7 +83,9 @@ __all__ = [
     "SchedulerSimulator",
     "SchedulerSuite",
     "SchedulingPolicySuite",
+    "ScriptedAdapters",
     "ScriptedClock",
+    "ScriptedEmbeddings",
     "ScriptedModel",
     "ServerAnswer",
     "StatSinkSuite",
@@ -127,6 +130,8 @@ _LAZY = {
     "SchedulerSimulator": "scheduling.simulator",
     "SchedulerSuite": "scheduling.scheduler_suite",
     "SchedulingPolicySuite": "scheduling.policy_suite",
+    "ScriptedAdapters": "running.scripted_parts",
+    "ScriptedEmbeddings": "running.scripted_parts",
     "ServerAnswer": "running.serving",
     "StatSinkSuite": "reporting.sink_suite",
     "StepPartSuite": "running.step_part_suite",

@@ -138,8 +138,13 @@ class ScriptedModel(Model):
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Return float32 [tokens, 2]: the high and the low 16 bits of each history's hash."""
         # Whole numbers below 2**24 are exact in float32.
-        ids = self._embedded(batch.token_ids).to(self.context.dtype).view(-1, 1, 1)
-        ids = ids.expand(-1, 1, 2)
+        hooks, ids = self.context.hooks, self._embedded(batch.token_ids)
+        ids = ids.to(self.context.dtype).view(-1, 1).expand(-1, 2)
+        if hooks.embedded is not None:
+            ids = hooks.embedded(ids)
+        if hooks.linear is not None:
+            ids = hooks.linear([("scripted", 2)], ids, ids.clone())
+        ids = ids.unsqueeze(1)
         hidden = self._summed(batch.attend(0, ids, ids, ids).reshape(-1, 2))
         if batch.hidden is None:
             return hidden

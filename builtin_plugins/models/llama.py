@@ -271,7 +271,7 @@ class Llama(Model):
         x = self._embedding(token_ids)
         if self._embedding_scale != 1.0:
             self.context.ops.scale(x, self._embedding_scale)
-        return x
+        return self._embedding.changed(x)
 
     def run_mlp(self, index: int, h: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:  # noqa: ARG002
         """Return the result of the MLP of a layer of this stage for h [tokens, hidden]."""

@@ -54,7 +54,7 @@ def process_results(
     sampled = result.sampled_token_ids
     has_extras = _has_extras(result)
     has_positions = result.prompt_logprobs or result.routed_experts
-    computed = planned.computed_before() if has_positions else {}
+    computed = planned.plan.num_computed_tokens() if has_positions else {}
     outputs: list[tuple[int, EngineCoreOutput]] = []
     for position, request in enumerate(planned.requests):
         # Void results: the request finished or was preempted while the model ran; it may run again,

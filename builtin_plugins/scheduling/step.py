@@ -108,18 +108,9 @@ class PlannedStep:
     preemptions: list[int]
     may_load: bool = False
 
-    def computed_before(self) -> dict[str, int]:
-        """Return how many tokens of each request the plan says were computed before, by id."""
-        plan = self.plan
-        cached = plan.cached_requests
-        computed = dict(zip(cached.request_ids, cached.num_computed_tokens, strict=True))
-        return computed | {
-            new.source.request_id: new.num_computed_tokens for new in plan.new_requests
-        }
-
     def certain_before(self) -> dict[str, int]:
         """Return how many tokens of each request were computed before, if the plan is lost."""
-        computed = self.computed_before()
+        computed = self.plan.num_computed_tokens()
         if self.may_load:
             # How many tokens of a new request the plan was to load is not known here.
             computed |= {new.source.request_id: 0 for new in self.plan.new_requests}

@@ -298,6 +298,7 @@ def _kv_cache(
         max_step_tokens=needs.max_step_tokens,
         prefix_caching=config.prefix_caching,
         hash_algorithm=config.hash_algorithm,
+        part_keys=opened.step_parts.block_keys,
         eviction=Eviction(opened.eviction, faults.reporter(entry.source), calls),
         metadata=opened.blocks,
         events=bool(spec.plugins.entries("kv_event_publishers")),

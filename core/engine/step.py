@@ -246,6 +246,8 @@ class StepRunner:
         """Pass a result to the scheduler; end the requests for which it is not as planned."""
         if self._sampled is not None and result.sampled_token_ids:
             self._sampled.append(SampledTokens(plan.step, dict(result.sampled_token_ids)))
+        if result.part_faults:  # a half that failed may have let wrong keys and values be written
+            self._parts.kv_cache.reset()
         for request_id, fault in self._step_parts.result(plan, result).items():
             result.sampled_token_ids.pop(request_id, None)
             # The scheduler looks at faults of planned requests, but preempts those that hold an

@@ -8,9 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 from hardpoint.plugins import EngineCoreRequest, Request
-from hardpoint.plugins.block_hash import NO_PARENT, extra_keys, hash_block
+from hardpoint.plugins.block_hash import NO_PARENT, extra_keys, hash_block, with_part_keys
 
 _CHUNK = 1024  # tokens packed into bytes at once; these stay in the processor's cache
+
+PartKeys = Callable[[EngineCoreRequest, range], bytes]
+"""Returns what step parts make a span of tokens depend on; empty if none does."""
 
 _ALGORITHMS: dict[str, Callable[[], Any]] = {
     "sha256": hashlib.sha256,
@@ -24,7 +27,9 @@ class BlockHashes:
     The formula is that of `plugins.block_hash`, which keys of stored blocks share.
     """
 
-    def __init__(self, block_size: int, algorithm: str = "sha256") -> None:
+    def __init__(
+        self, block_size: int, algorithm: str = "sha256", part_keys: PartKeys | None = None
+    ) -> None:
         """`algorithm` is "sha256" or "blake2b"; digests have 32 bytes.
 
         Raises:
@@ -34,6 +39,7 @@ class BlockHashes:
             known = ", ".join(_ALGORITHMS)
             raise ValueError(f"hash_algorithm: expected one of {known}, got {algorithm!r}")
         self.block_size = block_size
+        self._part_keys = part_keys
         self._fresh = _ALGORITHMS[algorithm]()
         self._by_request: dict[Request, list[bytes]] = {}
 
@@ -73,7 +79,7 @@ class BlockHashes:
         """Append the hashes of all full blocks that have none yet."""
         size = self.block_size
         first, end = len(hashes), request.num_tokens // size
-        extras = extra_keys(request.source, first, end, size)
+        extras = self._extras(request.source, first, end)
         parent = hashes[-1] if hashes else NO_PARENT
         fresh, width, index = self._fresh, 4 * size, first
         chunk = max(1, _CHUNK // size) * size
@@ -85,3 +91,13 @@ class BlockHashes:
                 parent = hash_block(parent, block, extras.get(index, b""), fresh)
                 hashes.append(parent)
                 index += 1
+
+    def _extras(self, source: EngineCoreRequest, first: int, end: int) -> dict[int, bytes]:
+        """Return what blocks depend on besides tokens, of those that depend on anything."""
+        extras = extra_keys(source, first, end, self.block_size)
+        if self._part_keys is not None:
+            size = self.block_size
+            for index in range(first, end):
+                if key := self._part_keys(source, range(index * size, (index + 1) * size)):
+                    extras[index] = with_part_keys(extras.get(index, b""), key)
+        return extras

@@ -16,7 +16,7 @@ from hardpoint.plugins.kv_cache import (
 )
 from hardpoint.plugins.stats import PrefixCacheStats
 
-from .block_hashes import BlockHashes
+from .block_hashes import BlockHashes, PartKeys
 from .block_metadata import BlockMetadata
 from .block_pool import NULL_BLOCK, BlockPool, EventLog
 from .prefix_lookup import first_seen, longest_prefix
@@ -68,6 +68,7 @@ class BlockManager:
         max_step_tokens: int | None = None,
         prefix_caching: bool = True,
         hash_algorithm: str = "sha256",
+        part_keys: PartKeys | None = None,
         eviction: Eviction | None = None,
         metadata: BlockMetadata | None = None,
         events: bool = False,
@@ -81,6 +82,7 @@ class BlockManager:
             max_step_tokens: most tokens of a request in a step, for `blocks_needed`; None is all.
             prefix_caching: whether requests find cached blocks.
             hash_algorithm: "sha256" or "blake2b".
+            part_keys: of step parts, part of the hashes; None if no part has any.
             eviction: chooses the cached blocks to reuse; by default those released first.
             metadata: in the context of the eviction policy; None where no policy reads it.
             events: whether `take_events` returns anything.
@@ -104,7 +106,7 @@ class BlockManager:
             metadata=metadata,
             events=self._events,
         )
-        self._hashes = BlockHashes(block_size, hash_algorithm)
+        self._hashes = BlockHashes(block_size, hash_algorithm, part_keys)
         # By request, not by its id: an ended request may keep blocks while its id is used again.
         self._blocks: dict[Request, _RequestBlocks] = {}
         self._delayed: set[Request] = set()

@@ -97,6 +97,7 @@ class ModelRunner:
         self._are_many, self._is_last = ranks.are_many, ranks.parallel.is_last
         self._divides_logits = ranks.parallel.tensor.size > 1
         self._has_experts = model.routed_experts is not None
+        self._hooks = model.hooks
         self._ops = ops
         self._repeats, self.graphs = recording.repeats, recording.graphs
         self._allocated: InputBatch | None = None
@@ -212,6 +213,10 @@ class ModelRunner:
         if wants_layers:
             attend = self.parts.around_layers(attend)
         inputs = ForwardBatch(step.token_ids, step.positions, attend, before, routed)
+        if wants_layers:
+            names = [request.request_id for request in step.requests]
+            with self.parts.in_layers(self._hooks, names, step.query_starts.tolist()):
+                return self._calls.run("forward", self._model.forward, inputs)
         repeats = self._repeats if can_repeat else None
         forward = self._model.forward if repeats is None else repeats.forward
         return self._calls.run("forward", forward, inputs)

@@ -173,6 +173,7 @@ class LocalWorker:
             self._recording(spec, checked, ops, attention),
         )
         self._runner.parts = self._step_parts(spec, model.hidden_size, samples=ranks.is_output)
+        self._runner.parts.check_hooks(checked, ranks.parallel)
         ranks.wait_for_all()
         if (graphs := self._runner.graphs) is not None:
             block_size = spec.config.kv_cache.block_size

@@ -23,6 +23,7 @@ from hardpoint.plugins import (
     WaitingFor,
 )
 from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.plan import PartData
 from hardpoint.registry.ordering import ordered_parts
 
 
@@ -411,3 +412,49 @@ def test_both_requests_of_an_id_may_end_before_a_plan_reports_them():
     parts.begin(plan_of(finished=["r"]))
     assert names_of(half.calls) == ["ended"]
     assert not parts.of("r")
+
+
+# Blocks that a part loads and saves
+
+
+def test_two_parts_that_load_blocks_are_refused_and_both_named():
+    answers = {"get_num_new_matched_tokens": (4, True)}
+    with pytest.raises(PluginConflictError, match=r"'part0'.* and .*'part1'.* both load blocks"):
+        parts_of(half_of(**answers), half_of(**answers))
+
+
+def test_a_scheduler_asks_the_part_that_loads_blocks():
+    half = half_of(get_num_new_matched_tokens=(4, True), request_finished=(True, {"a": 1}))
+    parts = parts_of(half_of(), half)
+    parts.add(new("r"))
+    request = Request(new("r"), 0)
+    assert parts.transfers.get_num_new_matched_tokens(request, 0) == (4, True)
+    assert parts.transfers.request_finished(request, [[1]]) == (True, {"a": 1})
+    assert parts.transfers.build_connector_meta(plan_of("r")) is None
+    assert names_of(half.calls) == ["get_num_new_matched_tokens", "request_finished"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (KeyError("x"), "its get_num_new_matched_tokens() failed: KeyError: 'x'"),
+        ((-1, True), "gave (-1, True), expected tokens >= 0 or None, and whether between steps"),
+        (5, "gave 5, expected tokens >= 0 or None, and whether between steps"),
+        ((True, False), "gave (True, False), expected tokens >= 0"),
+    ],
+)
+def test_a_fault_of_a_lookup_loads_nothing_and_ends_the_request(answer, message):
+    parts = parts_of(half_of(get_num_new_matched_tokens=answer))
+    parts.add(new("r"))
+    assert parts.transfers.get_num_new_matched_tokens(Request(new("r"), 0), 0) == (0, False)
+    (fault,) = parts.result(plan_of("r"), ModelRunnerOutput()).values()
+    assert message in fault.message
+
+
+def test_a_part_for_every_plan_is_called_without_users():
+    half = half_of(begin=b"", result={})
+    type(half).every_plan = True
+    parts = parts_of(half)
+    assert parts.begin(plan_of("r"))["part0"] == PartData(b"", None)
+    parts.result(plan_of("r"), ModelRunnerOutput())
+    assert names_of(half.calls) == ["begin", "result"]

@@ -101,6 +101,14 @@ class Embedding:
         rows = self._rows(places.masked_fill(is_elsewhere, 0))
         return self._communicator.all_reduce(rows.masked_fill_(is_elsewhere.unsqueeze(1), 0))
 
+    def changed(self, embedded: torch.Tensor) -> torch.Tensor:
+        """Return embedded tokens [tokens, hidden_size] as step parts change them.
+
+        Called with what enters the first layer, so after a scale.
+        """
+        change = self._context.hooks.embedded
+        return embedded if change is None else change(embedded)
+
     def _use_table(self, weight: torch.Tensor) -> None:
         gather_rows = self._context.ops.gather_rows
         self._weight, self._codes = weight, None

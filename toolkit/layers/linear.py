@@ -61,6 +61,7 @@ class Linear:
                 stacked; those of the parts are not used then.
         """
         self._context = context
+        self._hooks = context.hooks
         self._out_dtype = out_dtype
         self._bias: torch.Tensor | None = None
         self._weight: torch.Tensor | None = None
@@ -77,6 +78,9 @@ class Linear:
         if stored_as is not None:
             stored = [_stacked(stored_as, [rows for _, rows in parts], ranges)]
         self._rows = self._add_all(stored, columns, column_range, bias=bias)
+        self._parts = [
+            (name, len(mine)) for (name, _), mine in zip(parts, ranges, strict=True)
+        ]  # for hooks
         self._missing = set(self._slices)
         self._quantizable = [n for n in self._slices if quantize and n.endswith(".weight")]
         self._matrices: dict[str, QuantizedMatrix] = {}
@@ -172,6 +176,8 @@ class Linear:
         if self._apply is None:
             raise RuntimeError(f"weights were not loaded: {', '.join(sorted(self._missing))}")
         y = self._apply(x)
+        if (change := self._hooks.linear) is not None:
+            y = change(self._parts, x, y)
         return self._context.parallel.tensor.all_reduce(y) if self._reduces else y
 
     def _loaded(self, name: str) -> None:

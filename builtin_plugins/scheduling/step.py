@@ -30,7 +30,7 @@ class Step:
         now: time in seconds on the engine's clock, read once per step.
         budget: tokens left.
         encoder_budget: encoder tokens left.
-        max_requests: that it may schedule; None is no limit.
+        max_requests: number of requests that it may schedule; None is no limit.
         tokens: scheduled tokens by request id, running requests first.
         running: running requests that get tokens, by id.
         admitted: requests admitted in this step, by id.
@@ -109,7 +109,7 @@ class PlannedStep:
     preemptions: list[int]
 
     def computed_before(self) -> dict[str, int]:
-        """Return how many tokens of each request the plan says were computed before, by id."""
+        """Return the plan's number of tokens of each request that were computed before, by id."""
         plan = self.plan
         cached = plan.cached_requests
         computed = dict(zip(cached.request_ids, cached.num_computed_tokens, strict=True))

@@ -153,7 +153,7 @@ def _join(ray: Any, options: RayOptions, setting: str) -> None:
     except (Exception, SystemExit) as error:  # Ray lets some failures exit the process
         ray.shutdown()
         raise ConfigError(
-            f"{where}: {_reason(error)}; start a cluster with `ray start --head`, or set 'local' to "
+            f"{where}: {_cause(error)}; start a cluster with `ray start --head`, or set 'local' to "
             f"have one started on this machine"
         ) from error
 
@@ -348,7 +348,7 @@ def listening_address(address: str, port: int) -> str:
     return f"{address}:{port}"
 
 
-def _reason(error: BaseException) -> str:
+def _cause(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return "the cluster does not answer"
     return " ".join(str(error).split())[:500] or type(error).__name__

@@ -71,7 +71,7 @@ class Grammars(Protocol):
     """The grammars of structured output, for a scheduler: which requests have one.
 
     The engine follows the tokens of a request by its `output_token_ids`, and forgets the requests
-    that a plan says have ended.
+    that a plan reports as ended.
     """
 
     def uses(self, request: Request) -> bool:
@@ -86,7 +86,7 @@ class Grammars(Protocol):
 
 
 class Gates(Protocol):
-    """What step parts decide of requests, for a scheduler.
+    """Decisions of step parts about requests, for a scheduler.
 
     A new request that a part `holds` waits outside of the queue until `wait_reason`, asked in each
     step, returns None. One from the queue may run if `lacks` returns None; the scheduler calls
@@ -182,8 +182,8 @@ class SchedulerContext(Context["Scheduler"]):
             run, so that those can grow.
         policy_fault: called with a message when a decision of the policy could not be followed.
         connector: loads and stores KV blocks outside of the cache.
-        encoder_cache: of multimodal models.
-        gates: of step parts; None if no part gates requests or counts resources.
+        encoder_cache: cache of encoder outputs, of multimodal models.
+        gates: gates of step parts; None if no part gates requests or counts resources.
         grammars: the gates as contract 1 had them, for schedulers that do not use `gates`.
         record: called with the record of each step; None if no record is needed.
         log_stats: whether outputs carry events.

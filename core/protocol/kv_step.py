@@ -1,4 +1,4 @@
-"""What the plan of a step says to the KV connectors of its workers."""
+"""The part of a step's plan for the KV connectors of its workers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class KVStepMetadata(msgspec.Struct, frozen=True, array_like=True):
     """The value of `SchedulerOutput.kv_connector_metadata`, as msgpack.
 
     Attributes:
-        data: of the scheduler half, as msgpack; None is nothing.
+        data: data of the scheduler half, as msgpack; None is nothing.
         cancelled: requests whose loads took too long.
     """
 

@@ -56,7 +56,7 @@ class StepFaults:
         return cls(ends_engine, config.slow_seconds, activity)
 
     def calls(self, kind: str, source: Source) -> PluginCalls:
-        """Return the caller of a plugin's methods, whose time is checked."""
+        """Return an object that calls a plugin's methods and checks their time."""
         calls = PluginCalls(self._activity, kind, source)
         if self._slow_seconds:
             self._timed.append(calls)

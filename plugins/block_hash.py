@@ -45,7 +45,7 @@ def hash_block(parent: bytes, tokens: bytes, extra: bytes = b"", fresh: Any = _S
 def extra_keys(
     request: EngineCoreRequest, first: int, end: int, block_size: int
 ) -> dict[int, bytes]:
-    """Return the values that blocks `first` up to `end` depend on besides tokens, if any.
+    """Return the values besides tokens that blocks `first` up to `end` depend on, if any.
 
     It is a msgpack array: the adapter, the cache salt (first block only, the others inherit it),
     and the features that the block overlaps with their offsets in the block.

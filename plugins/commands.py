@@ -276,7 +276,7 @@ def _print_error(message: str) -> None:
 OpenAsync = Callable[
     [EngineConfig, ConfigSources, Literal["never", "on_failure"]], "AsyncGenerator"
 ]
-"""Opens a model for an event loop; the last argument: whether a dead engine is restarted."""
+"""Opens a model for an event loop; the last argument is when a dead engine is restarted."""
 
 
 InspectModel = Callable[[EngineConfig, ConfigSources, Sequence[int]], ModelReport]
@@ -311,7 +311,7 @@ class CommandContext:
             an error after which the command goes on; one that ends it is raised as a
             HardpointError.
         open_async: loads the configured model for a program that runs an event loop, in a process
-            of its own; the last argument: whether a dead engine is restarted.
+            of its own; the last argument is when a dead engine is restarted.
         inspect_model: reports the configured model and its needs, without reading its weights.
     """
 

@@ -240,7 +240,7 @@ class CachedBlocks(Protocol):
 
 
 class BlockHistory(Protocol):
-    """Facts kept about cached blocks for a policy that asks for it, by block id.
+    """History of cached blocks, by block id, for a policy that asks for it.
 
     It is of a block's present content, and is valid while `CachedBlocks.hash` is not None. Every
     method takes constant time.

@@ -317,7 +317,7 @@ def _of(tensor: torch.Tensor) -> str:
 
 
 class DenseMatrix(QuantizedMatrix):
-    """Numbers that a scheme reads and that no codes can hold. Which were is logged at start."""
+    """Numbers that a scheme reads and no codes can hold; the log names such matrices at start."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         """`weight` is float32 [rows, columns]."""

@@ -14,7 +14,7 @@ __all__ = ["Wrapper"]
 ComponentT = TypeVar("ComponentT", bound=Component)
 
 _OWN = {"Arguments", "close", "overridden", "prepare", "record", "replayable", "wraps"}
-"""Members of interfaces that a wrapper has of its own: those that describe itself."""
+"""Members of interfaces that a wrapper has of its own: those about itself."""
 
 
 class Wrapper(Component, Generic[ComponentT]):

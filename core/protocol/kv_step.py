@@ -1,4 +1,4 @@
-"""The part of a step's plan for the KV connectors of its workers."""
+"""The part of a plan that the scheduler half of a KV connector sends to its worker halves."""
 
 from __future__ import annotations
 

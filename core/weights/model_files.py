@@ -1,4 +1,4 @@
-"""Finds the files of a model by its name, and explains if none can be read."""
+"""Finds the files of a model by its name; the error explains why none can be read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A rank's share of a model, built without weights."""
+"""A rank's share of a model, built without weights.
+
+A worker builds it to load the weights into it; the model report, to add up the memory it needs.
+"""
 
 from __future__ import annotations
 

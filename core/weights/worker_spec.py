@@ -1,4 +1,4 @@
-"""The spec that a worker is built from."""
+"""The spec that a worker is built from; core/engine/prepare.py makes it of the configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wire form of messages, the values they refuse, and how versions are told apart."""
+"""The wire form of messages, the values they refuse, and how versions are recognised."""
 
 from __future__ import annotations
 

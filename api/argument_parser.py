@@ -1,4 +1,4 @@
-"""The parser of the command line, and what it says of a line that is wrong."""
+"""The parser of the command line, and its messages for a line that is wrong."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
         request_id: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Complete a prompt; yield outputs as they come, as `sampling_params.output_kind` says.
+        """Complete a prompt; yield outputs of `sampling_params.output_kind` as they come.
 
         Outputs that the consumer is too slow for are merged into one, so nothing piles up.
         Leaving the loop early, or cancelling the task that runs it, aborts the request.
@@ -251,7 +251,7 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
         """Return the metrics that sinks such as "prometheus" export, as Prometheus reads them.
 
         Empty without such a sink, and once closed. It answers within about a second, also while
-        the engine is dead or busy: with what it said last.
+        the engine is dead or busy: with the last metrics that it reported.
         """
         return await self._engine.metrics()
 
@@ -272,7 +272,7 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
 
         Args:
             use: entry-point name, FQCN or class.
-            options: of the policy.
+            options: options of the policy.
 
         Raises:
             ConfigError, PluginError: the policy cannot be built; the old one stays.

@@ -31,7 +31,7 @@ class Function(msgspec.Struct, kw_only=True):
     """A function that a model may call.
 
     Attributes:
-        name: of the function.
+        name: name of the function.
         description: what it does, for the model.
         parameters: JSON schema of its arguments, an object.
         strict: whether calls have to keep to the schema.
@@ -129,7 +129,7 @@ def _of_function(function: Callable[..., Any], path: str) -> Tool:
 
 
 def _described(docstring: str) -> tuple[str, dict[str, str]]:
-    """Return what a docstring in Google's style says of a function, and of each parameter."""
+    """Return how a docstring in Google's style describes a function, and each parameter."""
     summary: list[str] = []
     about: dict[str, str] = {}
     section, name = "", ""
@@ -205,10 +205,10 @@ class Chat:
     """How conversations become prompts.
 
     Attributes:
-        tools: that the model may call, as OpenAI's API has them.
+        tools: tools that the model may call, as OpenAI's API has them.
         schemas: JSON schemas of the arguments of the tools that the model may call, by name; None
             without tools.
-        calls: that are allowed; None leaves the model free.
+        calls: rules for the calls that are allowed; None leaves the model free.
     """
 
     def __init__(

@@ -112,7 +112,7 @@ def _complete() -> int:
 
 
 def _loader(given: argparse.Namespace) -> _Load:
-    """Return what loads the configuration that a command line asks for."""
+    """Return a function that loads the configuration that a command line asks for."""
 
     def load() -> tuple[EngineConfig, ConfigSources]:
         settings = getattr(given, "set", [])
@@ -157,7 +157,7 @@ def _run(arguments: list[str], given: argparse.Namespace, messages: Messages) ->
 
 
 def _missing_demo_model(name: str) -> str:
-    """Return what to do if `name` is a demo model that is not installed, else an empty string."""
+    """Return how to install `name` if it is a demo model that is missing, else an empty string."""
     if name in ALIASES:
         try:
             find_files(name)

@@ -312,7 +312,7 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
 
         Args:
             use: entry-point name, FQCN or class.
-            options: of the policy.
+            options: options of the policy.
 
         Raises:
             ConfigError, PluginError: the policy cannot be built; the old one stays.

@@ -1,4 +1,4 @@
-"""What a model is and what it would need in memory, found before its weights are read."""
+"""Reports a model and the memory it would need, before its weights are read."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _USUAL_LENGTH = 4096
 def report_model(
     config: EngineConfig, config_sources: ConfigSources, lengths: Sequence[int]
 ) -> ModelReport:
-    """Return what the configured model is, and what it would need in memory.
+    """Return a report of the configured model and of the memory it would need.
 
     Args:
         config: names the model.
         config_sources: for messages.
-        lengths: of requests, whose KV cache is computed; by default a usual and the longest one.
+        lengths: lengths of requests whose KV cache is computed; by default a usual and the longest.
 
     Raises:
         HardpointError: as opening the model does before its weights are read, but not for a lack
@@ -68,9 +68,9 @@ def _report(
     """Return the report of all stages, each of which its first rank stands for.
 
     Args:
-        spec: of a worker.
-        shares: of the stages.
-        lengths: of requests.
+        spec: configuration of a worker.
+        shares: the share of each stage.
+        lengths: lengths of requests.
         kernels: descriptions of the operations and of attention.
     """
     config, model_config = spec.config, spec.model_config
@@ -112,7 +112,7 @@ def _report(
 
 
 def _limit(spec: WorkerSpec) -> MemoryLimit:
-    """Return what each rank may allocate, if all are on this machine."""
+    """Return the memory that each rank may allocate, if all are on this machine."""
     limit, count = memory_limit(spec.device), spec.config.parallel.world_size
     if spec.device.type != "cpu" or count == 1:
         return limit
@@ -142,7 +142,7 @@ def _cache_bytes(share: PlannedModel, spec: WorkerSpec) -> tuple[int, str]:
 
 
 def _context(share: PlannedModel, config: EngineConfig, length: int, longest: int) -> ContextMemory:
-    """Return what requests of one length need."""
+    """Return the memory that requests of one length need."""
     request = share.estimate.request
     null = request.needs.num_null_blocks * request.bytes_per_block
     one = request.of(length)

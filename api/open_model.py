@@ -1,4 +1,4 @@
-"""What LLM and AsyncLLM share besides the control calls: the description of an open model."""
+"""The description of an open model, which LLM and AsyncLLM share besides the control calls."""
 
 from __future__ import annotations
 

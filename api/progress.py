@@ -69,7 +69,7 @@ class ProgressDisplay:
     """A context in which `report` draws bars on standard error.
 
     Where the cursor does not move, in a notebook for example, it prints lines instead.
-    It shows nothing where that is neither a terminal nor a notebook's, unless `enabled` says
+    It shows nothing where that is neither a terminal nor a notebook's, unless `enabled` decides
     otherwise, and nothing more once standard error cannot be written.
     """
 

@@ -1,4 +1,4 @@
-"""What callers of LLM and AsyncLLM pass, and LLM's requests until their outputs are taken."""
+"""Arguments of calls of LLM and AsyncLLM, and LLM's requests until their outputs are taken."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class OpenCalls:
         """Add the prompts of a call with their parameters; if one is refused, none runs.
 
         Args:
-            outputs: of the call, if it has added requests before.
+            outputs: outputs of the call, if it has added requests before.
 
         Returns:
             Their ids.

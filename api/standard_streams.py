@@ -61,7 +61,7 @@ def _refuse_bytes(error: UnicodeError) -> tuple[str, int]:
 
 
 class Messages:
-    """What the program says on standard error: errors and the log, in the form asked for."""
+    """The program's messages on standard error: errors and the log, in the form asked for."""
 
     def __init__(self, verbosity: str | None = None, log_format: str | None = None) -> None:
         """`verbosity`: "quiet", "verbose" or None. `log_format`: "json", "text" or None."""
@@ -99,7 +99,7 @@ class Messages:
         self._log.setLevel(self._level_before)
 
     def show_log(self) -> None:
-        """Show what the engine says at start, unless the command line has chosen otherwise."""
+        """Show the engine's log at start, unless the command line has chosen otherwise."""
         if not self._level_is_chosen:
             self._log.setLevel(logging.INFO)
 

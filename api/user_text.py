@@ -44,7 +44,7 @@ class UserText:
                 "messages: expected no special tokens together with all of U+FDD0 to U+FDEF"
             )
         self._mark = free[0]
-        # At each place where one begins, for several may overlap.
+        # At each place where one begins, because several may overlap.
         self._begin = re.compile(f"(?=(?:{'|'.join(map(re.escape, found))}))(.)", re.DOTALL)
 
     def marked(self, value: Any) -> Any:

@@ -1,6 +1,6 @@
-"""What an engine is doing now, in memory that another process can read after the engine has died.
+"""The activity of an engine, in memory that another process can read after the engine has died.
 
-It says which requests the step computes, and which plugin's method runs.
+It holds the requests that the step computes, and the plugin method that runs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PluginCall(msgspec.Struct, frozen=True, array_like=True):
     """A method of a plugin.
 
     Attributes:
-        kind: of the plugin.
+        kind: kind of the plugin.
         name: under which it is enabled.
         plugin: its description for messages, such as `plugin 'x' (acme 1.0, acme:X)`.
         method: name of the method.
@@ -56,7 +56,7 @@ class PluginCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """What an engine was doing at one moment.
+    """The activity of an engine at one moment.
 
     Attributes:
         call: the method of a plugin that ran, the innermost of several.
@@ -78,7 +78,7 @@ class Snapshot(msgspec.Struct, frozen=True):
 
 
 class Activity:
-    """What one engine is doing. The engine's main thread writes it, any process may read it.
+    """The activity of one engine. The engine's main thread writes it, any process may read it.
 
     Attributes:
         cells: `cells[0]` is the number of the method that runs, 0 for none of a plugin. Where a
@@ -151,7 +151,7 @@ class Activity:
         self._times[_STEP_BEGAN], self._times[_WATCHDOG_S] = now, limit_s
 
     def snapshot(self) -> Snapshot:
-        """Return what the engine is doing, or was doing when it died."""
+        """Return the engine's activity now, or when it died."""
         began = self._times[_STEP_BEGAN]
         return Snapshot(
             self._call(),
@@ -190,7 +190,7 @@ class PluginCalls:
 
     Attributes:
         source: names the plugin in messages.
-        kind: of the plugin.
+        kind: kind of the plugin.
         cells: the activity's.
         seconds: spent in the plugin's methods since `take_seconds`.
     """
@@ -205,7 +205,7 @@ class PluginCalls:
         self._numbers: dict[str, int] = {}
 
     def number(self, method: str) -> int:
-        """Return what stands in `cells[0]` while a method runs."""
+        """Return the number that is in `cells[0]` while a method runs."""
         number = self._numbers.get(method)
         if number is None:
             number = self._activity.number(self.kind, self.source, method)

@@ -23,12 +23,12 @@ class CheckedAttention:
     """An attention backend whose sizes, caches and outputs are checked.
 
     Attributes:
-        source: of the backend.
+        source: source of the backend.
         specs: one per attention layer.
-        groups: of the layers.
-        bytes_per_block: of all caches.
+        groups: groups of the layers.
+        bytes_per_block: bytes of a block in all caches.
         kv_layout: name and version of the layout.
-        is_replayable: whether the backend's class says so.
+        is_replayable: whether the backend's class declares it.
         pads: whether it runs steps with padding, which are recorded.
     """
 
@@ -43,15 +43,15 @@ class CheckedAttention:
         """Ask the backend for the sizes of blocks.
 
         Args:
-            backend: of all layers.
-            source: of the backend.
+            backend: the backend of all layers.
+            source: source of the backend.
             specs: one per attention layer.
-            groups: of the layers.
+            groups: groups of the layers.
             rotate: rotates heads for a backend that does not, as `Ops.rotate`.
 
         Raises:
             ModelError: the backend cannot compute such layers.
-            PluginFaultError: they are none, or differ in layers that are to share a cache.
+            PluginFaultError: the sizes are wrong, or differ in layers that are to share a cache.
         """
         capped = [index for index, spec in enumerate(specs) if spec.softcap is not None]
         if capped and not backend.softcaps:
@@ -120,7 +120,7 @@ class CheckedAttention:
         """Return the views of each layer's cache, as bytes by block.
 
         Args:
-            caches: of all layers.
+            caches: caches of all layers.
             user: the setting that needs them, for messages.
 
         Raises:
@@ -145,7 +145,7 @@ class CheckedAttention:
         """Return the attention of a step, which is planned.
 
         Args:
-            caches: of the layers.
+            caches: caches of the layers.
             steps: one per group.
         """
         plans = self.plans(steps)
@@ -173,8 +173,8 @@ class CheckedAttention:
 
         Args:
             layer: index.
-            cache: of the layer.
-            plan: of the step.
+            cache: cache of the layer.
+            plan: plan of the step.
             qkv: as in `AttentionBackend.attend`.
             angles: by which q and k are rotated first; None leaves them as they are.
 

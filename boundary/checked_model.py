@@ -33,12 +33,12 @@ class CheckedModel:
     """A model whose shapes, KV specs, hidden states and logits are checked.
 
     Attributes:
-        source: of the model.
-        shapes: of the weights, by Hugging Face name.
+        source: source of the model.
+        shapes: shapes of the weights, by Hugging Face name.
         needed: the shapes of the parts of them that this rank needs.
         cuts: these parts, of those that it does not need whole.
         specs: one per attention layer.
-        is_replayable: whether the model's class says so.
+        is_replayable: whether the model's class declares it.
         routed_experts: layers, and experts that a token has in each; None if it reports none.
         kv_variant: what the bytes of its KV blocks depend on besides weights and config.
         hooks: what step parts change in its layers.
@@ -49,7 +49,7 @@ class CheckedModel:
         """Ask the model for its shapes and KV specs.
 
         Raises:
-            PluginFaultError: they are none.
+            PluginFaultError: they are wrong.
         """
         self._model = model
         self.source = source
@@ -97,12 +97,12 @@ class CheckedModel:
         """Run a step of the first `num_tokens` positions without a cache; attention gives zeros.
 
         Args:
-            num_tokens: of the step.
+            num_tokens: number of tokens of the step.
             num_rows: hidden states whose logits are computed, at most.
 
         Raises:
             PluginFaultError: a method raised, attention was called with something else than
-                `kv_specs` says, or hidden states or logits are of a wrong shape.
+                `kv_specs` declares, or hidden states or logits are of a wrong shape.
         """
         context = self._model.context
         ids = torch.arange(num_tokens, device=context.device) % self._vocab_size
@@ -145,7 +145,7 @@ class CheckedModel:
         self.called_hooks = frozenset(called)
 
     def _try(self, method: str, function: Callable[[Any], torch.Tensor], argument: Any) -> Any:
-        """Return what a method gives in a trial step; name it if it raises."""
+        """Return the result of a method in a trial step; name the method if it raises."""
         try:
             return function(argument)
         except BaseException as cause:
@@ -329,7 +329,7 @@ def cut_weights(
     weights in a way that the inherited `cut_weights` does not: those of `weights` are cut then.
 
     Args:
-        loader: of the weights.
+        loader: loader of the weights.
         shapes: as in `WeightLoader.cut_weights`.
         cuts: the same.
     """

@@ -26,10 +26,10 @@ class SchemeCalls:
     """Calls a scheme and its matrices for one weight; what fails names the scheme.
 
     Attributes:
-        name: of the weight.
+        name: name of the weight.
         checkpoint: as configured, for messages.
         component: the scheme.
-        source: of the scheme.
+        source: source of the scheme.
     """
 
     name: str
@@ -38,12 +38,12 @@ class SchemeCalls:
     source: Source
 
     def call(self, method: str, function: Callable[[], T], *, refuses: bool = True) -> T:
-        """Return what a method of the scheme or of its matrices gives.
+        """Return the result of a method of the scheme or of its matrices.
 
         Args:
             method: its name.
             function: calls it.
-            refuses: whether a ValueError says that the weight is wrong.
+            refuses: whether a ValueError means that the weight is wrong.
 
         Raises:
             ModelError: the weight is wrong.
@@ -83,11 +83,11 @@ class SchemeCalls:
             raise self._wrong("a scale or offset is not finite")
 
     def unit(self, matrix: QuantizedMatrix) -> int:
-        """Return the columns at which a matrix says that it can be cut."""
+        """Return the columns at which a matrix can be cut, as it reports them."""
         return self.checked_unit(self.call("alignment", lambda: matrix.alignment))
 
     def checked_unit(self, unit: object) -> int:
-        """Return what is said to be the columns at which a matrix can be cut, if it is a number."""
+        """Return the reported columns at which a matrix can be cut, if they are a number."""
         if type(unit) is not int or unit < 1:
             raise self.fault("alignment", unit, "a whole number >= 1")
         return unit

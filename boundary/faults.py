@@ -56,7 +56,7 @@ class StepFaults:
         return cls(ends_engine, config.slow_seconds, activity)
 
     def calls(self, kind: str, source: Source) -> PluginCalls:
-        """Return what calls the methods of a plugin, whose time is checked."""
+        """Return an object that calls a plugin's methods and checks their time."""
         calls = PluginCalls(self._activity, kind, source)
         if self._slow_seconds:
             self._timed.append(calls)
@@ -185,10 +185,10 @@ def create_all(
 
     Args:
         plugins: the enabled plugins.
-        kind: of the components.
+        kind: kind of the components.
         faults: makes the reporters.
         context: the class of the components' context.
-        fields: of the context, without name and options.
+        fields: fields of the context, without name and options.
 
     Returns:
         The components, each with the reporter of its faults and what calls its methods.

@@ -42,7 +42,7 @@ _short = functools.partial(shown, limit=60)
 
 
 class Guarded:
-    """What a guarded component is besides a component of its kind.
+    """Base of guarded components, besides the base of their kind.
 
     Members that its interface does not have are the component's own.
 
@@ -59,7 +59,7 @@ class Guarded:
 
 
 class Boundary:
-    """What the calls of one component pass.
+    """The boundary that the calls of one component pass.
 
     Attributes:
         report: the reporter of its faults.
@@ -84,8 +84,8 @@ class Boundary:
         """Return a method that raises nothing and returns what can be used.
 
         Args:
-            name: of the method.
-            behaviour: what the contract says of it.
+            name: name of the method.
+            behaviour: declaration of the method in the contract.
             function: the component's.
             declared: the interface's.
             hand_over: for its arguments.
@@ -184,7 +184,7 @@ def guard(
 
 
 def boundary_of(component: Component) -> Boundary:
-    """Return what the calls of a guarded component pass."""
+    """Return the boundary that the calls of a guarded component pass."""
     assert isinstance(component, Guarded), "it comes from guard()"
     return component.boundary
 

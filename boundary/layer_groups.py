@@ -44,7 +44,7 @@ class LayerGroups:
         """Return groups among which the layers of each window are divided evenly.
 
         Args:
-            specs: of a rank's layers.
+            specs: specs of a rank's layers.
             counts: number of groups, by window.
         """
         groups: list[KVCacheGroup] = []
@@ -65,9 +65,9 @@ def group_layers(
     """Return the groups of a rank's layers: one, unless several windows save memory.
 
     Args:
-        specs: of the rank's layers.
-        whole: of the layers of all stages, which decide on the groups.
-        max_model_len: longest request; a window that is no shorter is none.
+        specs: specs of the rank's layers.
+        whole: specs of the layers of all stages, which decide on the groups.
+        max_model_len: longest request; a window that is no shorter is ignored.
         block_size: tokens per block.
     """
     specs, whole = _limited(specs, max_model_len), _limited(whole, max_model_len)

@@ -36,7 +36,7 @@ class PluginHealth:
         self._first.setdefault(plugin, message)
 
     def quarantine(self, plugin: str, message: str) -> None:
-        """Quarantine a plugin that ran when the engine died; `message` says so."""
+        """Quarantine a plugin that ran when the engine died; `message` names it."""
         self.deadly[plugin] = message
 
     def check(self, plugin: str) -> None:

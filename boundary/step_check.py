@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def checked(value: T, expected: type[Any], label: str, method: str) -> T:
-    """Return what a component's method returned, if it has the expected type."""
+    """Return the value that a component's method returned, if it has the expected type."""
     if not isinstance(value, expected):
         raise PluginFaultError(
             f"{label}: its {method} returned {type(value).__name__}, expected {expected.__name__}"
@@ -50,7 +50,7 @@ def no_result(plan: SchedulerOutput, executor: str) -> PluginFaultError:
 
 
 def plan_defect(plan: SchedulerOutput, scheduler: Scheduler) -> str | None:
-    """Return what is wrong with a plan, None if nothing is; called after its step failed."""
+    """Return the defect of a plan, None if it has none; called after its step failed."""
     try:
         return next(_plan_defects(plan, scheduler), None)
     except BaseException as cause:

@@ -76,7 +76,7 @@ class _Guard(Component):
         return fault
 
     def _call(self, method: str, call: Callable[..., T], *args: Any, **options: Any) -> T:
-        """Return what a method gives, if it is what the contract declares."""
+        """Return the result of a method, if it is as the contract declares."""
         behaviour = self._declared.get(method)
         try:
             result = call(*args, **options)
@@ -124,7 +124,7 @@ class GuardedTokenizer(_Guard, Tokenizer):
         """Check the properties, which an engine reads once.
 
         Raises:
-            PluginFaultError: one failed, or is not what the interface says.
+            PluginFaultError: one failed, or is not as the interface declares.
         """
         _ = self.eos_token_ids
         with contextlib.suppress(NotImplementedError):
@@ -132,10 +132,10 @@ class GuardedTokenizer(_Guard, Tokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """The number that the tokenizer says.
+        """The number that the tokenizer reports.
 
         Raises:
-            NotImplementedError: the tokenizer does not say.
+            NotImplementedError: the tokenizer does not know it.
         """
         return self._call("vocab_size", lambda: self._tokenizer.vocab_size)
 
@@ -158,7 +158,7 @@ class GuardedTokenizer(_Guard, Tokenizer):
         """Return the bytes of each token that the model has.
 
         Raises:
-            NotImplementedError: the tokenizer does not say.
+            NotImplementedError: the tokenizer does not know it.
             PluginFaultError: the tokenizer failed.
         """
         found = self._call("vocabulary", self._tokenizer.vocabulary)
@@ -273,7 +273,7 @@ class GuardedOutputParser(_Guard, OutputParser):
     def call_format(
         self, tools: Mapping[str, Mapping[str, Any]], *, required: bool, parallel: bool = True
     ) -> Format:
-        """Return what an answer with calls of tools is.
+        """Return the format of an answer with calls of tools.
 
         Raises:
             RequestError: the parser gives no grammar, or none of these tools.
@@ -413,11 +413,11 @@ def open_parser(
     """Return a new output parser.
 
     Args:
-        plugins: of the engine.
-        entry: of the parser.
-        tokenizer: of its context.
-        vocab_size: of the model.
-        arguments: of the request that it is for; None is the defaults.
+        plugins: plugins of the engine.
+        entry: entry of the parser.
+        tokenizer: tokenizer of its context.
+        vocab_size: vocabulary size of the model.
+        arguments: arguments of the request that it is for; None is the defaults.
 
     Raises:
         PluginLoadError: its constructor failed.

@@ -108,7 +108,7 @@ class AttentionContext(Context["AttentionBackend"]):
     """Context of an attention backend.
 
     Attributes:
-        dtype: of keys, values and queries.
+        dtype: dtype of keys, values and queries.
         block_size: tokens per block.
     """
 
@@ -120,7 +120,7 @@ class AttentionContext(Context["AttentionBackend"]):
 class AttentionBackend(Component, Generic[CacheT, PlanT]):
     """Stores keys and values in blocks and computes attention over them. One per device.
 
-    `AttentionBackend[Cache, Plan]` as a base says what `allocate` and `plan` return. A constructor
+    `AttentionBackend[Cache, Plan]` as a base types what `allocate` and `plan` return. A constructor
     raises ModelError if the backend cannot run here, so that `backend = "auto"` tries others.
     """
 
@@ -143,7 +143,7 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
     context: AttentionContext
 
     def describe(self) -> str:
-        """Return what runs, for the line that the engine logs: "native_cpu (avx2)" for example.
+        """Return the text that the engine logs for it: "native_cpu (avx2)" for example.
 
         By default the name, and why the engine does not use the one that it prefers.
         """
@@ -156,8 +156,8 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
 
         Repeated, it reads the plan that `plan` returned last for the same group, and the same
         cache. With `pads`, in steps of one of the sizes in `Ops.record_sizes`, it reads the tensors
-        of the step that was recorded (`AttentionStep`). It holds for the class that says so, not
-        for those derived from it.
+        of the step that was recorded (`AttentionStep`). It holds for the class that declares it,
+        not for those derived from it.
         """
         return False
 
@@ -191,7 +191,7 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
 
     @abstractmethod
     def plan(self, step: AttentionStep) -> PlanT:
-        """Return what the layers of a group share in a step, masks and indices for example.
+        """Return the plan that the layers of a group share in a step, such as masks and indices.
 
         Called once for each group of a step, before any of their layers attend.
         """
@@ -236,7 +236,7 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
         Args:
             spec: the layer.
             cache: as for `attend`, as those that follow.
-            plan: of this step.
+            plan: the plan of this step.
             q: may be changed.
             k: may be changed.
             v: like k.

@@ -1,4 +1,4 @@
-"""What a method of an interface must return, and what follows where it does not: stated with it.
+"""Declarations of what interface methods must return, and of what follows where they do not.
 
 The guard around plugins, the conformance suites and the reference read it.
 """
@@ -38,7 +38,7 @@ class UnusableError(Exception):
 
 @dataclass(frozen=True)
 class Returned:
-    """What a method must return.
+    """The values that a method must return.
 
     Attributes:
         text: what it is.
@@ -52,7 +52,7 @@ class Returned:
 
 @dataclass(frozen=True)
 class Default:
-    """What decides in place of a method that failed.
+    """The value in place of that of a method that failed.
 
     Attributes:
         text: what it is.
@@ -65,7 +65,7 @@ class Default:
 
 @dataclass(frozen=True)
 class Behaviour:
-    """What a method returns, and what follows where it fails; a fault is counted in any case.
+    """The values a method returns, and what follows where it fails; a fault is counted in any case.
 
     Attributes:
         returned: None for a method whose result is not used.
@@ -114,13 +114,13 @@ def notifies(method: F) -> F:
 
 
 def declared_of(method: Any) -> Behaviour | None:
-    """Return what is declared of a function or property; None for any other one."""
+    """Return the declaration of a function or property; None for any other one."""
     declared = getattr(getattr(method, "fget", method), _MARK, None)
     return declared if isinstance(declared, Behaviour) else None
 
 
 def behaviour_of(cls: type, method: str) -> Behaviour | None:
-    """Return what an interface declares of a method, also if a class derives from it."""
+    """Return an interface's declaration of a method, also if a class derives from it."""
     declared = (declared_of(vars(base).get(method)) for base in cls.__mro__)
     return next(filter(None, declared), None)
 

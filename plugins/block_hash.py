@@ -1,4 +1,4 @@
-"""What identifies a block of the KV cache: one formula, for the prefix cache and for stored blocks.
+"""The identity of a block of the KV cache: one formula, for the prefix cache and stored blocks.
 
 The engine hashes the blocks of each request with `extra_keys` and `hash_block`
 (core/kv_cache/block_hashes.py); KV connectors store blocks under `block_key`, which hashes the same
@@ -39,7 +39,7 @@ def hash_block(parent: bytes, tokens: bytes, extra: bytes = b"", fresh: Any = _S
     Args:
         parent: hash of the block before it, NO_PARENT for the first.
         tokens: its token ids as little-endian uint32.
-        extra: of `extra_keys`, if the block has any.
+        extra: the value of `extra_keys`, if the block has any.
         fresh: hash object of the algorithm, without data; by default SHA-256.
     """
     # Copying a fresh hash object costs half of what creating one does.
@@ -52,7 +52,7 @@ def hash_block(parent: bytes, tokens: bytes, extra: bytes = b"", fresh: Any = _S
 def extra_keys(
     request: EngineCoreRequest, first: int, end: int, block_size: int
 ) -> dict[int, bytes]:
-    """Return what blocks `first` up to `end` depend on besides tokens, of those that have any.
+    """Return the values besides tokens that blocks `first` up to `end` depend on, if any.
 
     It is a msgpack array: the adapter, the cache salt (first block only, the others inherit it),
     and the features that the block overlaps with their offsets in the block.
@@ -95,18 +95,18 @@ def block_key(
 
     Args:
         identity: `BlockIdentity.digest`.
-        block_hash: of the block's tokens and all before them, and of the request's adapter, salt
+        block_hash: hash of the block's tokens and all before them, the request's adapter, salt
             and features: made by `hash_block`.
         layers: the first and the one after the last, if the block is kept in parts; as indices of
             this rank's layers.
-        secret: of a transfer, whose blocks only its receiver may ask for.
+        secret: secret of a transfer, whose blocks only its receiver may ask for.
     """
     parts = msgspec.msgpack.encode((HASH_VERSION, block_hash, layers, secret))
     return hash_block(identity, b"", parts)
 
 
 def _adapter_key(lora: LoRARequest) -> tuple[str | int, ...]:
-    """Return what identifies an adapter: its content, or without a hash of it, name and id."""
+    """Return the identity of an adapter: its content, or without a hash of it, name and id."""
     if lora.content_hash:
         return ("content", lora.content_hash)
     return ("name", lora.name, lora.id)

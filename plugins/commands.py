@@ -48,8 +48,8 @@ class ComponentInfo:
         reason: what enabled it, or why it is not enabled.
         place: position among the enabled components of its kind, from 1; None where the kind has
             no order.
-        phase: of an enabled logits processor.
-        adapter: that runs it, if it is enabled and was written for another engine.
+        phase: phase of an enabled logits processor.
+        adapter: name of the adapter that runs it, if it is enabled and written for another engine.
     """
 
     kind: str
@@ -73,9 +73,9 @@ class ComponentDetails:
         summary: first paragraph of its docstring.
         interface: name of the class that it derives from; the kind's name for hooks.
         contract: version of the kind's contract that it states.
-        stability: of the kind's contract, "stable" or "provisional".
-        phase: of a logits processor.
-        adapter: that runs it, if it was written for another engine.
+        stability: stability of the kind's contract, "stable" or "provisional".
+        phase: phase of a logits processor.
+        adapter: name of the adapter that runs it, if it was written for another engine.
         hooks: names of the hooks that it implements.
         methods: names of its interface's methods that it defines.
         params_fields: fields of SamplingParams that are its arguments.
@@ -114,12 +114,12 @@ class WeightGroup:
     """Weights that the files store in one way and that are held in one way.
 
     Attributes:
-        stored: name of a quantisation scheme or dtype; None if the files do not say.
+        stored: name of a quantisation scheme or dtype; None if the files do not state it.
         held: the same, in memory.
         count: number of weights.
-        num_params: of all of them.
-        stored_bytes: in the files; None if they do not say.
-        held_bytes: in memory, of all ranks together.
+        num_params: number of parameters of all of them.
+        stored_bytes: bytes in the files; None if they do not state it.
+        held_bytes: bytes in memory, of all ranks together.
     """
 
     stored: str | None
@@ -132,10 +132,10 @@ class WeightGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class ContextMemory:
-    """What requests of one length need of the KV cache.
+    """Memory that requests of one length need of the KV cache.
 
     Attributes:
-        num_tokens: of a request, those that it generates included.
+        num_tokens: number of tokens of a request, those that it generates included.
         one_request: bytes.
         all_requests: bytes of `scheduler.max_num_seqs` such requests.
         fits: whether the cache has room for one.
@@ -149,32 +149,32 @@ class ContextMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelReport:
-    """What a model is, and what it would need; none of its weights were read.
+    """A model and the memory that it would need; none of its weights were read.
 
-    Bytes are those of the rank that has the least room, unless said otherwise.
+    Bytes are those of the rank that has the least room, unless stated otherwise.
 
     Attributes:
         model: its name, as configured.
-        path: of its files.
+        path: path of its files.
         loader: name of the plugin that reads them, "gguf" for example.
         architecture: name of the plugin that computes it.
         provider: distribution and version of that plugin.
-        device: that it would run on.
-        dtype: of hidden states.
+        device: the device that it would run on.
+        dtype: dtype of hidden states.
         operations: what computes them.
         attention: what computes attention.
-        num_params: of the whole model.
-        weights: of the whole model, the most bytes first.
+        num_params: number of parameters of the whole model.
+        weights: weights of the whole model, the most bytes first.
         vocab_size: width of a row of logits.
         windows: sliding window of each attention layer in tokens; None is unlimited.
         max_position_embeddings: longest context that the model was made for.
         max_model_len: longest context that is configured.
         max_num_seqs: requests that run at once, at most.
-        num_ranks: that share the model.
-        weights_bytes: of the loaded weights.
-        loading_bytes: that loading them takes besides, for a while.
-        step_bytes: of the largest step.
-        cache_bytes: of the KV cache that would be allocated; 0 if the model does not fit.
+        num_ranks: number of ranks that share the model.
+        weights_bytes: bytes of the loaded weights.
+        loading_bytes: bytes that loading them takes besides, for a while.
+        step_bytes: bytes of the largest step.
+        cache_bytes: bytes of the KV cache that would be allocated; 0 if the model does not fit.
         contexts: what requests need of the KV cache.
         available: bytes that may be allocated.
         limit: what sets that.
@@ -276,7 +276,7 @@ def _print_error(message: str) -> None:
 OpenAsync = Callable[
     [EngineConfig, ConfigSources, Literal["never", "on_failure"]], "AsyncGenerator"
 ]
-"""Opens a model for an event loop; the last argument says whether a dead engine is restarted."""
+"""Opens a model for an event loop; the last argument is when a dead engine is restarted."""
 
 
 InspectModel = Callable[[EngineConfig, ConfigSources, Sequence[int]], ModelReport]
@@ -298,21 +298,21 @@ def _no_async_engine(*_: object) -> AsyncGenerator:
 
 @dataclass(frozen=True)
 class CommandContext:
-    """What a command may use.
+    """Functions and facts that a command may use.
 
     Attributes:
         load_config: returns the configuration and the source of each value, as the command line,
             environment and file give it.
         load_catalog: resolves a configuration's plugins; returns what is installed and enabled.
         open_model: loads the configured model; shows progress on a terminal.
-        version: of Hardpoint.
+        version: version of Hardpoint.
         quiet: whether `--quiet` asked for errors alone: no progress and no remarks.
         show_error: prints an error in one line on standard error, as `--log-format` asks for. For
             an error after which the command goes on; one that ends it is raised as a
             HardpointError.
         open_async: loads the configured model for a program that runs an event loop, in a process
-            of its own; the last argument says whether a dead engine is restarted.
-        inspect_model: says what the configured model is and needs, without reading its weights.
+            of its own; the last argument is when a dead engine is restarted.
+        inspect_model: reports the configured model and its needs, without reading its weights.
     """
 
     load_config: Callable[[], tuple[EngineConfig, ConfigSources]]

@@ -103,5 +103,5 @@ class Component(ABC):
 
 
 def is_replayable(component: Component) -> bool:
-    """Return whether a component's own class says that its operations can be repeated."""
+    """Return whether a component's own class declares that its operations can be repeated."""
     return "replayable" in vars(type(component)) and bool(getattr(component, "replayable", False))

@@ -110,7 +110,7 @@ class KVCacheConfig(Strict):
         memory_fraction: maximum share of the available memory for the cache, if neither of the
             above is set; None is 0.4 on a CPU and 0.9 on a GPU.
         prefix_caching: reuse the blocks of common prefixes.
-        hash_algorithm: of the prefix hashes of blocks.
+        hash_algorithm: algorithm of the prefix hashes of blocks.
         eviction: eviction policy, which chooses the cached content to discard for new blocks.
         watermark: share of the blocks that stays free when a request is admitted while others
             run, so that those can grow.
@@ -140,7 +140,7 @@ class KVEventsConfig(Strict):
 
 
 class KVConnectorConfig(Strict):
-    """What loads and saves blocks of the KV cache outside of it; nothing by default.
+    """The KV connector, which loads and saves blocks outside of the KV cache; nothing by default.
 
     Attributes:
         use: the connector; None is "stores" if there are `stores`, and none otherwise.
@@ -244,7 +244,7 @@ class ExecutorConfig(Strict):
     """The executor, which runs the workers.
 
     Attributes:
-        threads: of each worker that compute on a CPU; "auto" is the number of cores that the
+        threads: CPU threads of each worker; "auto" is the number of cores that the
             process may use by its affinity and control groups, at most what OMP_NUM_THREADS or
             `torch.set_num_threads` set. It is fewer where that is measured to be faster at start,
             and while other programs keep some of the CPUs busy.
@@ -315,7 +315,7 @@ class ReasoningConfig(Strict):
 
     Attributes:
         parser: name of a reasoning parser; "auto" is the one that the model's chat template shows,
-            if it shows one, and "none" is none.
+            if it shows one, and "none" disables reasoning parsing.
     """
 
     parser: Name = "auto"
@@ -326,7 +326,7 @@ class ToolsConfig(Strict):
 
     Attributes:
         parser: name of a tool parser; "auto" is the one that the model's chat template shows, if
-            it shows one, and "none" is none.
+            it shows one, and "none" disables tool parsing.
     """
 
     parser: Name = "auto"
@@ -391,8 +391,8 @@ class WeightCacheConfig(Strict):
 
     Attributes:
         path: its folder, or "off"; None is `hardpoint` in `$XDG_CACHE_HOME`, by default ~/.cache.
-        max_bytes: of all files together; those that were used least recently are removed. The ranks
-            of a host keep their parts of a model only if those of all are smaller.
+        max_bytes: limit of all files together; those that were used least recently are removed.
+            The ranks of a host keep their parts of a model only if those of all are smaller.
     """
 
     path: Annotated[str, Meta(min_length=1)] | None = None
@@ -404,7 +404,7 @@ class EngineConfig(Strict):
 
     Attributes:
         model: an alias ("smollm2"), a directory, a .gguf file or a Hugging Face id.
-        dtype: of weights, hidden states and KV cache; "auto" is the checkpoint's, or bfloat16 if
+        dtype: dtype of weights, hidden states and KV cache; "auto" is the checkpoint's, bfloat16 if
             that is unknown.
         device: "auto" is cuda if available, else cpu.
         max_model_len: maximum length of prompt plus output; None is the model's own limit, "auto"

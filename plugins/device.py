@@ -28,9 +28,9 @@ def to_device(
     Args:
         values: a list or tuple of numbers, or of such lists; or a numpy array or a tensor on the
             CPU, whose memory the result shares if it is on the CPU.
-        device: of the result.
-        dtype: of the result; None is that of the values, and for numbers the one that torch.tensor
-            chooses.
+        device: device of the result.
+        dtype: dtype of the result; None is that of the values, and for numbers the one that
+            torch.tensor chooses.
     """
     # Lists first: looking up whether something is a tensor takes a good part of a short step.
     if isinstance(values, list):

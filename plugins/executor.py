@@ -52,7 +52,7 @@ class WorkerInfo:
     """Memory figures of a worker that has loaded its model.
 
     Attributes:
-        bytes_per_block: of the KV cache, all layers together that have one table.
+        bytes_per_block: size of a block of the KV cache, all layers together that have one table.
         available_bytes: memory that weights and the largest step leave free, if measured.
         cache_share: share of it for the KV cache, unless configured.
         sleep_levels: levels of `Worker.sleep` that the worker supports.
@@ -99,7 +99,7 @@ class Worker(Protocol):
         """Sample the tokens of a step whose `execute_model` returned None.
 
         Args:
-            plan: of that call.
+            plan: the plan of that call.
             bitmask: as the executor got it; only the output rank needs it.
 
         Returns:
@@ -126,12 +126,12 @@ class Worker(Protocol):
     def record_decode_step(self) -> bool | None:
         """Record one decode step ahead, so that later ones take less time.
 
-        Called between steps if `WorkerInfo.records_decode_steps` says so, while the engine has
+        Called between steps if `WorkerInfo.records_decode_steps` is set, while the engine has
         nothing to do; a request that comes waits until it returns.
 
         Returns:
-            Whether it can be called again at once, for more are left; False if none can be recorded
-            now. None: none will be until the next `wake_up`, and it need not be called.
+            Whether it can be called again at once, because more are left; False if none can be
+            recorded now. None: none will be until the next `wake_up`; it need not be called.
         """
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
@@ -187,7 +187,7 @@ class WorkerLaunch:
 
     Attributes:
         factory: `package.module:function` that makes the worker of a launch.
-        rank: of the worker.
+        rank: rank of the worker.
         world_size: number of ranks.
         data: what the factory needs, as msgpack.
         prepared: what the engine has built already, for a worker in its own process; not encoded.
@@ -269,8 +269,8 @@ class ExecutorContext(Context["Executor"]):
 
     Attributes:
         parallel: how many ranks there are, and which one samples.
-        launch: `launch(rank, placement)` returns what opens the worker of a rank. `placement` says
-            where the ranks run; None is all on this host.
+        launch: `launch(rank, placement)` returns what opens the worker of a rank. `placement` is
+                where the ranks run; None is all on this host.
         start_process: `start_process(launch, run, pass_fds)` starts a child process, which calls
             `run`, a `package.module:function`, with the launch, the child's end of the channel and
             the descriptors of `pass_fds` that it got. An error of `run` is the child's `failure`.
@@ -330,7 +330,7 @@ class Executor(Component):
         one, or has too many, ends with an error that names the executor.
 
         Args:
-            plan: of that `execute_model` call. In a pipeline, drafts may have replaced NO_DRAFT.
+            plan: plan of that `execute_model` call. In a pipeline, drafts may replace NO_DRAFT.
             bitmask: tokens that grammars allow; None if no request of the step has a grammar.
         """
 
@@ -341,7 +341,7 @@ class Executor(Component):
         """Call a worker method on every worker; return their results in rank order.
 
         Args:
-            method: of `Worker`.
+            method: name of a method of `Worker`.
             args: positional.
             timeout: seconds for all workers together; None is no limit. Workers in this process
                 are not interrupted.

@@ -83,7 +83,7 @@ class GrammarContext(Context["GrammarBackend"]):
 
     Attributes:
         vocabulary: the tokenizer's.
-        vocab_size: of the model, at least as large.
+        vocab_size: vocabulary size of the model, at least as large.
         compile_seconds: after which the engine gives up a compilation. A backend that runs it
             in another process ends it by then.
     """
@@ -160,7 +160,7 @@ class GrammarBackend(Component):
 
     @classmethod
     def validate(cls, structured: StructuredOutputs, answer: str) -> str | None:
-        """Return what is wrong with a finished answer of a `lenient` request; None if nothing is.
+        """Return the flaw of a finished answer of a `lenient` request; None if there is no flaw.
 
         It becomes `CompletionOutput.validation_error`. The frontend calls it, once per answer,
         while the outputs of other requests wait: limit its time, since a schema may be hostile.
@@ -168,7 +168,7 @@ class GrammarBackend(Component):
         is validated by that of the default backend.
 
         Args:
-            structured: of the request; `json` is given, as a schema.
+            structured: constraint of the request; `json` is given, as a schema.
             answer: without reasoning.
         """
         raise NotImplementedError

@@ -56,7 +56,7 @@ class KVCacheGroup:
         Those that the window has passed are released before a step allocates new ones.
 
         Args:
-            num_tokens: of the request.
+            num_tokens: number of tokens of the request.
             block_size: tokens per block.
             max_step_tokens: most tokens of a request in a step; None is all of them.
         """
@@ -72,7 +72,7 @@ class BlockNeeds:
     """The blocks that requests need, all groups together.
 
     Attributes:
-        groups: of the cache.
+        groups: groups of the cache.
         block_size: tokens per block.
         max_step_tokens: as in `KVCacheGroup.max_blocks`.
     """
@@ -240,7 +240,7 @@ class CachedBlocks(Protocol):
 
 
 class BlockHistory(Protocol):
-    """What is kept of cached blocks for a policy that asks for it, by block id.
+    """History of cached blocks, by block id, for a policy that asks for it.
 
     It is of a block's present content, and is valid while `CachedBlocks.hash` is not None. Every
     method takes constant time.
@@ -305,8 +305,8 @@ class EvictionPolicy(Component):
         """Remove candidates whose content is discarded; these are no hits.
 
         The cache is reset, their content is wrong, or they are evicted in this policy's place. A
-        policy that treats this as `taken` says `dropped = taken`. What `context.blocks` and the
-        history say of them is valid until this returns.
+        policy that treats this as `taken` sets `dropped = taken`. Values of `context.blocks` and
+        the history about them are valid until this returns.
         """
 
     @returns(BLOCK_IDS, otherwise=RELEASE_ORDER)
@@ -314,7 +314,7 @@ class EvictionPolicy(Component):
     def evict(self, count: int) -> Sequence[int]:
         """Remove and return `count` different candidates; there are at least as many.
 
-        What `context.blocks` and the history say of them is valid until this returns.
+        Values of `context.blocks` and the history about them are valid until this returns.
         """
 
 
@@ -325,9 +325,9 @@ class BlockStored(msgspec.Struct, array_like=True, frozen=True, tag=True):
     and no tokens.
 
     Attributes:
-        block_hashes: of each block; chained, so a hash identifies all tokens up to its end.
-        parent_hash: of the block before them; None for the first block.
-        token_ids: of all these blocks.
+        block_hashes: hash of each block; chained, so a hash identifies all tokens up to its end.
+        parent_hash: hash of the block before them; None for the first block.
+        token_ids: token ids of all these blocks.
         block_size: tokens per block.
         lora: name of the adapter.
         group: index of the group.
@@ -367,7 +367,7 @@ class KVEventBatch(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         timestamp: wall-clock time in seconds since 1970.
-        data_parallel_rank: of the engine.
+        data_parallel_rank: data-parallel rank of the engine.
     """
 
     timestamp: float
@@ -380,7 +380,7 @@ class PublisherContext(Context["KVEventPublisher"]):
     """Context of a KV event publisher.
 
     Attributes:
-        data_parallel_rank: of the engine.
+        data_parallel_rank: data-parallel rank of the engine.
     """
 
     data_parallel_rank: int = 0

@@ -75,7 +75,7 @@ class KVStoreContext(Context["KVStore"]):
             an engine's rank have these sizes.
         identity: hexadecimal digest of what all blocks of this rank have in common, the weights
             and the layout of the KV cache among others. Keys are made from it already.
-        rank: of the worker among those of the engine; each has stores of its own.
+        rank: rank of the worker among those of the engine; each has stores of its own.
         world_size: number of ranks.
         engine_id: `kv_connector.engine_id`.
         timeout_seconds: time after which the connector gives up a call.
@@ -120,7 +120,7 @@ class KVStore(Component):
         """Return for each key whether `load` would find it, without reading the blocks.
 
         Args:
-            keys: of 32 bytes, those of a request's blocks in order: what follows the first one
+            keys: 32 bytes each, those of a request's blocks in order: what follows the first one
                 that is not there is of no use, and may be answered with False. So a store that
                 runs out of room does best to drop the last of them first. Each request asks before
                 it is computed, and once more when it has ended.
@@ -144,7 +144,7 @@ class KVStore(Component):
         """Write a block into a buffer.
 
         Args:
-            key: of the block.
+            key: key of the block.
             buffer: as for `store`; writable.
 
         Returns:
@@ -180,7 +180,7 @@ class PeerKVStore(KVStore):
         """Keep a block for one `fetch` of another engine.
 
         Args:
-            key: that no one can guess.
+            key: key that no one can guess.
             buffer: as for `store`.
             seconds: after which the block is dropped, and no `fetch` gets it.
 

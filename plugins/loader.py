@@ -48,9 +48,9 @@ class ModelConfig:
         vocab_size: width of a row of logits.
         max_position_embeddings: maximum context length that the model was trained for.
         eos_token_ids: end-of-sequence tokens that the model's files name.
-        dtype: of the weights on disk, "bfloat16" for example; None if mixed or unknown.
+        dtype: dtype of the weights on disk, "bfloat16" for example; None if mixed or unknown.
         quantization: name of the scheme (kind `quantizations`) without which weights cannot be
-            read; None if each weight says how it is stored.
+                read; None if each weight has its own.
         default_sampling: fields of SamplingParams that the model's files recommend, checked.
     """
 
@@ -69,12 +69,12 @@ class WeightFormat:
     """How files store a weight.
 
     Attributes:
-        name: of a `quantizations` component, "q4_k" for example; else a dtype, "bfloat16", or what
-            the format calls numbers that the loader itself dequantises, "q2_k".
+        name: name of a `quantizations` component, "q4_k" for example; else a dtype, "bfloat16",
+            or what the format calls numbers that the loader itself dequantises, "q2_k".
         num_bytes: in the files.
         is_quantized: whether the name is that of a scheme.
         stored: what the scheme is to read, without content: tensors on torch's device "meta". None
-            if the loader does not say it.
+                if the loader does not know it.
     """
 
     name: str
@@ -107,7 +107,7 @@ class WeightLoader(Component):
         its fields are, which may have other names.
 
         Raises:
-            ModelError: if the files do not say it.
+            ModelError: if the files do not state it.
         """
         return None
 
@@ -129,8 +129,8 @@ class WeightLoader(Component):
         matrix; the scheme that it names reads it.
 
         Args:
-            shapes: of the weights that the model needs, by Hugging Face name. A loader that reads
-                files may also yield others; the framework checks names and shapes.
+            shapes: shapes of the weights that the model needs, by Hugging Face name. A loader that
+                reads files may also yield others; the framework checks names and shapes.
         """
 
     def cut_weights(
@@ -149,7 +149,7 @@ class WeightLoader(Component):
             cuts: by name.
 
         Raises:
-            ModelError: a weight that is to be cut has another shape than `shapes` says.
+            ModelError: a weight that is to be cut has another shape than in `shapes`.
         """
         for name, weight in self.weights(shapes):
             if isinstance(weight, QuantizedWeight):
@@ -169,10 +169,10 @@ class WeightLoader(Component):
         return {}
 
     def content_hash(self, hash_file: Callable[[Path], str]) -> str | None:  # noqa: ARG002
-        """Return a text that says what the weights are, the same wherever their files lie.
+        """Return a text that identifies the weights, the same wherever their files lie.
 
-        It is part of the keys of KV blocks. None, the default: the loader cannot say, and a model
-        that it loads cannot have a KV connector.
+        It is part of the keys of KV blocks. None, the default: the loader has no such text, and
+        a model that it loads cannot have a KV connector.
 
         Args:
             hash_file: returns the SHA-256 of a file's content, which it keeps for the next time.

@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class Move(Enum):
-    """What a move does."""
+    """Kinds of moves."""
 
     UNIDIRECTIONAL = "unidirectional"
     """The source's state moves to the destination; the source is empty afterwards."""
@@ -179,7 +179,7 @@ class TensorSpec:
     """Device state that the framework stores and moves, one row per request.
 
     Attributes:
-        shape: of one row.
+        shape: shape of one row.
         dtype: name of a torch dtype, "int32" for example.
         fill: value of a new row before `start_row`.
     """
@@ -194,7 +194,7 @@ class LogitsContext(Context["LogitsPlugin"]):
     """Context of a logits processor, in each worker.
 
     Attributes:
-        device: of the logits.
+        device: device of the logits.
         vocab_size: width of a row.
         max_num_seqs: maximum number of rows in a step.
         ops: operations on logits, quick ones on this device.
@@ -238,7 +238,7 @@ class LogitsRequest:
 class Rows(Protocol[ArgumentsT_co, StateT_co]):
     """The rows of one step whose requests use a processor, in the order of `logits`.
 
-    `Rows[Arguments, History]` in an annotation says what a processor's arguments and states are.
+    `Rows[Arguments, History]` in an annotation states what a processor's arguments and states are.
 
     Attributes:
         requests: one per row.
@@ -281,7 +281,7 @@ class Rows(Protocol[ArgumentsT_co, StateT_co]):
 
 
 class LogitsPlugin(ComponentWithArguments):
-    """What every form of logits processor shares. Derive from one of the forms, not from this.
+    """Base of every form of logits processor. Derive from one of the forms, not from this.
 
     A request uses the processor if it gives arguments for it: under `plugin_args[name]`, or by
     setting one of the `params_fields`. A class without `Arguments` of its own, once enabled, is
@@ -384,7 +384,7 @@ class LogitsPlugin(ComponentWithArguments):
         """Advance device state in place by one token per row.
 
         Args:
-            rows: of the requests that got a token and use this processor.
+            rows: rows of the requests that got a token and use this processor.
             tokens: int64 [rows], on the device.
             tensors: by name, [rows, *shape]; changes are written back.
         """

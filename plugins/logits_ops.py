@@ -35,7 +35,7 @@ class Op(Enum):
 class LogitsOps:
     """The operations on logits, of which `Ops` has those that are fastest on its device.
 
-    Each has an implementation in torch here, which says what is right. A row's result does not
+    Each has an implementation in torch here, which defines what is right. A row's result does not
     depend on the other rows.
     """
 
@@ -82,7 +82,7 @@ class LogitsOps:
         values: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
     ) -> None:
-        """Edit the logits of some tokens in place, as `Op` says.
+        """Edit the logits of some tokens in place, as `Op` defines.
 
         Args:
             logits: to change.
@@ -104,7 +104,7 @@ class LogitsOps:
             logits.put_(places, values, accumulate=op is Op.ADD)
 
     def divide(self, logits: torch.Tensor, divisors: torch.Tensor) -> None:
-        """Divide each row by its number, in place; rounded as IEEE 754 says.
+        """Divide each row by its number, in place; rounded as IEEE 754 defines.
 
         Args:
             logits: to change.

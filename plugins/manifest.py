@@ -111,7 +111,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _hashed(entry: PluginEntry) -> tuple[Any, ...]:
-    """Return what of an entry is part of the hash."""
+    """Return the fields of an entry that are part of the hash."""
     wraps = {use: _hashed(wrapped) for use, wrapped in entry.wraps.items()}
     e = entry
     return e.kind, e.name, e.value, e.distribution, e.version, e.options, e.place, wraps

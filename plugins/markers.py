@@ -74,7 +74,7 @@ class ReasoningPosition(NamedTuple):
 
     Attributes:
         inside: whether it is inside reasoning.
-        node: of the tracker, for the marker that its last tokens may begin.
+        node: node of the tracker, for the marker that its last tokens may begin.
     """
 
     inside: bool

@@ -57,7 +57,7 @@ class QuantizedMatrix(ABC):
         """Return W in float32, in memory of its own."""
 
     def is_finite(self) -> bool:
-        """Return whether all weights are finite; override it if scales say that sooner."""
+        """Return whether all weights are finite; override it if scales show that sooner."""
         return bool(self.dequantize().isfinite().all())
 
     def joined(self, parts: Sequence[QuantizedMatrix], dim: int) -> QuantizedMatrix:
@@ -83,7 +83,7 @@ class QuantizedMatrix(ABC):
 
         Args:
             bias: [rows], in the dtype of x.
-            out_dtype: of the results.
+            out_dtype: dtype of the results.
         """
         return None
 
@@ -100,7 +100,7 @@ class AffineCodes(QuantizedMatrix):
 
     Attributes:
         codes: [rows, columns], uint8, of 8 bits int8; one per byte.
-        bits: of a code, 4, 5, 6 or 8.
+        bits: number of bits of a code, 4, 5, 6 or 8.
         group: columns that share a scale: 16, or a multiple of 32; the last group may have fewer.
         scales: [rows, groups], float16 or float32; with outer ones, int8 or uint8.
         offsets: the same; None is 0.
@@ -136,7 +136,7 @@ class AffineCodes(QuantizedMatrix):
         """Check shapes and dtypes.
 
         Raises:
-            ValueError: one is not as the attributes say.
+            ValueError: a field is not as the attributes describe.
         """
         _check_codes(self)
 
@@ -317,7 +317,7 @@ def _of(tensor: torch.Tensor) -> str:
 
 
 class DenseMatrix(QuantizedMatrix):
-    """Numbers: what a scheme reads that no codes can hold. It is said at start which were."""
+    """Numbers that a scheme reads and no codes can hold; the log names such matrices at start."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         """`weight` is float32 [rows, columns]."""

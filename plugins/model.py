@@ -37,7 +37,7 @@ class Attend(Protocol):
         v: torch.Tensor,
         angles: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return what attention gives for q [tokens, num_heads, head_size], as q.
+        """Return the result of attention for q [tokens, num_heads, head_size], shaped as q.
 
         Args:
             layer: index in `Model.kv_specs`.
@@ -61,7 +61,7 @@ class ForwardBatch:
         attend: attention of a layer: `attend(layer, q, k, v)`, or with `angles` after them, which
             rotate q and k.
         routed_experts: int32 [tokens, layers, experts per token], of the size that
-            `Model.routed_experts` says: if a request asks for them, a mixture of experts writes
+            `Model.routed_experts` returns: if a request asks for them, a mixture of experts writes
             the experts of each token here, in the layers of its stage. None if no request does.
     """
 
@@ -99,9 +99,9 @@ class ModelContext(Context["Model"]):
     """Context of a model.
 
     Attributes:
-        config: of the checkpoint.
-        dtype: of weights and hidden states.
-        device: of both.
+        config: config of the checkpoint.
+        dtype: dtype of weights and hidden states.
+        device: device of both.
         max_model_len: maximum length of a sequence.
         ops: the operations of its layers, on that device.
         parallel: the share of the model that this rank computes; by default all of it.
@@ -140,7 +140,7 @@ class Model(Component):
 
     @property
     def kv_variant(self) -> str:
-        """What the keys and values of a token depend on besides its weights and its config.
+        """The settings that the keys and values of a token depend on besides weights and config.
 
         For factors of rotary embeddings that `max_model_len` chooses, which one is chosen. It is
         part of the keys of KV blocks. "", the default: they depend on nothing else.
@@ -154,7 +154,7 @@ class Model(Component):
         `forward` then computes with nothing but `context.ops`, `batch.attend`, operations of torch
         and views, and does not look at elements of tensors. Operations of torch are recorded on a
         GPU alone; `Ops.record` of a CPU notices them, and Python runs in every step. It holds for
-        the class that says so, not for those derived from it. With it, steps of few tokens take
+        the class that declares it, not for those derived from it. With it, steps of few tokens take
         less time: Python runs for the first ones of their size only. Steps that report
         `routed_experts` are not recorded.
         """
@@ -176,7 +176,7 @@ class Model(Component):
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load every tensor of `weight_shapes`, cut as `weight_cuts` says, in any order.
+        """Load every tensor of `weight_shapes`, cut as in `weight_cuts`, in any order.
 
         Their shapes are checked.
 
@@ -192,14 +192,14 @@ class Model(Component):
         return ()
 
     def load_quantized(self, name: str, matrix: QuantizedMatrix) -> None:
-        """Load a matrix of `quantizable`, cut as `weight_cuts` says, in the place of its tensor.
+        """Load a matrix of `quantizable`, cut as in `weight_cuts`, in the place of its tensor.
 
         Called while `load_weights` asks for more weights.
         """
         raise NotImplementedError(f"{type(self).__name__} has no load_quantized")
 
     def packed_weights(self) -> Mapping[str, torch.Tensor] | None:
-        """Return what `load_weights` has made of the weights, by names of the model's own.
+        """Return the weights as `load_weights` has packed them, by names of the model's own.
 
         The weight cache keeps it in a file, for `load_packed` of a later process with the same
         files, config, dtype, options and operations. Contiguous tensors, which stay as they are.
@@ -211,7 +211,7 @@ class Model(Component):
         """Load what `packed_weights` returned in an earlier process, instead of `load_weights`.
 
         Args:
-            tensors: on the CPU, in memory that cannot be written to, for as long as they are used.
+            tensors: tensors on the CPU, in memory that cannot be written to while they are used.
 
         Raises:
             KeyError, ValueError: a name, shape or dtype is not what it should be; `load_weights`

@@ -22,8 +22,8 @@ class OpsContext(Context["Ops"]):
     """Context of operations.
 
     Attributes:
-        device: of the tensors.
-        dtype: of weights and hidden states.
+        device: device of the tensors.
+        dtype: dtype of weights and hidden states.
     """
 
     device: torch.device
@@ -34,7 +34,7 @@ class Recorded(Protocol):
     """Operations that were recorded; called, it repeats them and returns their result.
 
     Attributes:
-        num_bytes: of the tensors that it keeps.
+        num_bytes: bytes of the tensors that it keeps.
     """
 
     num_bytes: int
@@ -47,12 +47,12 @@ class Ops(Component, LogitsOps):
     """The operations of models besides attention, and those on logits. One per device.
 
     `experts`, `add_lora`, `scale`, `add` and all of `LogitsOps` have an implementation in torch,
-    which says what is right; write those that you can make faster.
+    which defines what is right; write those that you can make faster.
 
-    Tensors have the context's dtype and device unless said otherwise. The last dimension is
+    Tensors have the context's dtype and device unless stated otherwise. The last dimension is
     contiguous; rows may be parts of wider ones. A row's result must not depend on the other rows.
     Sums are of float32 at least, and results are rounded once. On a CPU they compute in as many
-    threads as `torch.get_num_threads()` says, which may change between steps.
+    threads as `torch.get_num_threads()` returns, which may change between steps.
 
     A constructor raises ModelError if the operations cannot run here, so that `backend = "auto"`
     tries the next ones.
@@ -64,7 +64,7 @@ class Ops(Component, LogitsOps):
     context: OpsContext
 
     def describe(self) -> str:
-        """Return what runs, for the line that the engine logs: "native_cpu (avx2)" for example.
+        """Return the text that the engine logs for it: "native_cpu (avx2)" for example.
 
         By default the name, and why the engine does not use the one that it prefers.
         """
@@ -73,7 +73,7 @@ class Ops(Component, LogitsOps):
 
     @property
     def replayable(self) -> bool:
-        """Whether `record` works. It holds for the class that says so, not for those derived."""
+        """Whether `record` works; this holds for the declaring class, not for those derived."""
         return False
 
     def record(self, run: Callable[[], torch.Tensor]) -> Recorded | None:  # noqa: ARG002
@@ -81,7 +81,7 @@ class Ops(Component, LogitsOps):
 
         The operations of `run` are those of this object, of an attention backend and views. They
         are repeated on the same tensors, whose elements may have changed: those that `run` read.
-        With `record_sizes`, `run` may be called more than once, for its step is of padding alone;
+        With `record_sizes`, `run` may be called more than once, as its step is of padding alone;
         an error is logged, and no more steps are recorded.
         """
         return None
@@ -169,7 +169,7 @@ class Ops(Component, LogitsOps):
             packed: what `pack` or `pack_codes` returned for W.
             shape: rows and columns of W.
             bias: b, [rows of W].
-            out_dtype: of the results, which may have been rounded to the context's before; None
+            out_dtype: dtype of the results, which may have been rounded to the context's; None
                 is the context's.
         """
 
@@ -235,7 +235,7 @@ class Ops(Component, LogitsOps):
         float32 [rows, k]. A row without an expert gives 0.
 
         Args:
-            gate_up: of each expert, what `pack` returned for [2 * width, hidden], gate before up.
+            gate_up: for each expert, what `pack` returned for [2 * width, hidden], gate before up.
             down: the same for [hidden, width].
             shape: (hidden, width).
         """

@@ -48,8 +48,8 @@ class ToolCallBegin(NamedTuple):
     """The beginning of a call.
 
     Attributes:
-        name: of the tool.
-        id: of the call, where the format has one; else the engine makes it.
+        name: name of the tool.
+        id: id of the call, where the format has one; else the engine makes it.
     """
 
     name: str
@@ -100,8 +100,8 @@ class OutputState(Protocol):
         """Take a special token: one of the parser's `token_ids`, or one of another parser.
 
         Args:
-            token_id: of the token.
-            text: of the token, as far as outputs show it. Where the token is no marker, it is text
+            token_id: id of the token.
+            text: text of the token, as far as outputs show it. A token that is no marker is text
                 as any other.
         """
 
@@ -129,8 +129,8 @@ class OutputParserContext(Context["OutputParser"]):
     """Context of an output parser.
 
     Attributes:
-        arguments: of the request that the parser is for; None, for the parser that serves all
-            requests without arguments, is the defaults.
+        arguments: arguments of the request that the parser is for; None, for the parser that
+            serves all requests without arguments, is the defaults.
     """
 
     tokenizer: Tokenizer
@@ -148,7 +148,7 @@ class OutputParser(ComponentWithArguments):
             `tool_parsers`. Where two parsers are enabled, the content that the reasoning parser
             finds is parsed for tools.
         template_marks: texts that the chat templates of its models have, all of them: where the
-            configuration says "auto", the parser with the most of them is chosen. Without any, it
+            configuration is "auto", the parser with the most of them is chosen. Without any, it
             never is.
     """
 
@@ -165,7 +165,7 @@ class OutputParser(ComponentWithArguments):
     def markers(self) -> ReasoningMarkers:
         """Return the token ids that enclose reasoning; none in a parser of tools only.
 
-        The engine asks once for each parser. Grammars and thinking budgets go by them, so they say
+        The engine asks once for each parser. Grammars and thinking budgets go by them: they mark
         where the answer begins.
         """
         return ReasoningMarkers()
@@ -182,7 +182,7 @@ class OutputParser(ComponentWithArguments):
         required: bool,
         parallel: bool = True,
     ) -> Format:
-        """Return what an answer with calls of tools is, for a grammar.
+        """Return the format of an answer with calls of tools, for a grammar.
 
         It begins where the answer does, after `markers().message_prefix`. Every text of it is
         parsed to calls whose arguments fit their schemas, and to content.

@@ -86,8 +86,8 @@ class CommunicatorContext(Context["Communicator"]):
         group: name of the group of ranks, which no other group of the engine has.
         rank: in the group.
         size: number of ranks in the group, at least 2.
-        device: of the tensors.
-        placement: of the ranks of the group, in its order.
+        device: device of the tensors.
+        placement: placement of the ranks of the group, in its order.
         timeout_seconds: maximum time to find the other ranks.
         abort_reason: returns why this rank shall no longer wait for the others, else None. Loops
             of the constructor ask it every few milliseconds, and raise CommunicationAbortedError.
@@ -128,7 +128,7 @@ class Communicator(Component):
         return self.context.size
 
     def describe(self) -> str:
-        """Return what runs, for the line that the engine logs."""
+        """Return the text that the engine logs for it."""
         return self.name
 
     @abstractmethod
@@ -219,7 +219,7 @@ class Cut:
     """The part of a weight that a rank needs.
 
     Attributes:
-        dim: that is cut.
+        dim: the dimension that is cut.
         start, stop: the part of it, `start:stop`.
         more: further parts (start, stop), which follow each other in the result. A tensor in which
             q, k and v are stacked is cut into three.
@@ -272,9 +272,9 @@ def needed_part(
     """Return the part of a weight that a rank needs; None is all of it.
 
     Args:
-        name: of the weight.
-        shape: that it has in the files.
-        shapes: that the model needs, of whole weights.
+        name: name of the weight.
+        shape: the shape that it has in the files.
+        shapes: the shapes that the model needs, of whole weights.
         cuts: by name, as in `WeightLoader.cut_weights`.
 
     Raises:
@@ -296,7 +296,7 @@ class IndivisibleError(ModelError):
     Attributes:
         problem: the message without the sizes that would do for this part, of which not all may do
             for the others.
-        count: of the things that are to be divided.
+        count: number of the things that are to be divided.
     """
 
     def __init__(self, count: int, what: str, size: int) -> None:
@@ -352,11 +352,11 @@ class Parallel:
         """Return which of `count` equal things this rank has.
 
         Args:
-            count: of heads, columns or whatever is divided.
+            count: number of heads, columns or whatever is divided.
             what: names them in the message: "attention heads" for example.
 
         Raises:
-            IndivisibleError: they do not divide; the message says which sizes do. At an engine's
+            IndivisibleError: they do not divide; the message names sizes that do. At an engine's
                 start it becomes a ModelError with the sizes that do for the whole model.
         """
         size = self.tensor.size
@@ -369,7 +369,7 @@ class Parallel:
         """Return which of `count` things this rank has; fewer than ranks are copied to several.
 
         Args:
-            count: of key and value heads.
+            count: number of key and value heads.
             what: names them in the message.
 
         Raises:

@@ -177,7 +177,7 @@ class PoolingParams(Strict, omit_defaults=True):
         task: kind of result: a vector for the prompt ("embed") or for each of its tokens
             ("token_embed"), class probabilities ("classify"), or how well two texts match
             ("score").
-        dimensions: of a truncated vector; None is the model's own number.
+        dimensions: size of a truncated vector; None is the model's own number.
         normalize: whether vectors are scaled to length 1; None is the model's default.
     """
 

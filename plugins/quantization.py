@@ -31,7 +31,7 @@ class QuantizedWeight:
         scheme: name of the `quantizations` component that reads it, "q4_k" for example.
         shape: rows and columns of the matrix that it stands for.
         tensors: what is stored, by the last part of its name, "qweight" for example.
-        name: of the weight, for schemes that differ by it; empty if the loader does not say.
+        name: name of the weight, for schemes that differ by it; empty if the loader gives none.
     """
 
     scheme: str
@@ -66,7 +66,7 @@ class QuantizedWeight:
 
 
 def _short(value: object) -> str:
-    """Return a tensor's dtype and shape, or the repr of what is none."""
+    """Return a tensor's dtype and shape, or the repr of anything else."""
     import torch  # noqa: PLC0415
 
     if isinstance(value, torch.Tensor):
@@ -79,8 +79,8 @@ class QuantizationContext(Context["Quantization"]):
     """Context of a quantisation scheme.
 
     Attributes:
-        device: of the model.
-        dtype: of hidden states.
+        device: device of the model.
+        dtype: dtype of hidden states.
         config: the checkpoint's own description of how it is quantised, `quantization_config` of a
             Hugging Face config; empty if it has none, or if it names another scheme.
     """
@@ -94,15 +94,15 @@ class Quantization(Component):
     """A scheme: makes matrices of few bits from numbers, or reads those of checkpoints.
 
     A class overrides `quantize`, `read` or both. A constructor raises ModelError if the
-    checkpoint's `config` says something that the scheme does not know. It is closed once the
+    checkpoint's `config` has something that the scheme does not know. It is closed once the
     weights are loaded, and its matrices are used after that.
     """
 
     own_linear: ClassVar[bool] = False
     """Whether its matrices are no `AffineCodes` and multiply themselves (`QuantizedMatrix.linear`).
 
-    Estimates of memory then count embeddings and experts in the model's dtype, for they are
-    dequantised, and the others as `stored_bytes` says with all operations.
+    Estimates of memory then count embeddings and experts in the model's dtype, as they are
+    dequantised, and the others by `stored_bytes` with all operations.
     """
 
     context: QuantizationContext
@@ -130,7 +130,7 @@ class Quantization(Component):
     def check(self, stored: QuantizedWeight) -> None:
         """Check the names, dtypes and shapes of what a checkpoint stores.
 
-        Called before any weight is read, if the loader says what the files have
+        Called before any weight is read, if the loader reports what the files have
         (`WeightLoader.formats`). The default checks nothing.
 
         Args:
@@ -141,7 +141,7 @@ class Quantization(Component):
         """
 
     def read(self, stored: QuantizedWeight) -> QuantizedMatrix:
-        """Return what a checkpoint stores, of the shape `stored.shape`.
+        """Return the matrix that a checkpoint stores, of the shape `stored.shape`.
 
         Args:
             stored: on the CPU; its tensors may be in memory that cannot be written to.
@@ -160,11 +160,11 @@ class Quantization(Component):
         """Return at which multiples of columns a matrix can be cut, before it is made or read.
 
         With it, ranks whose columns are no whole groups are refused before weights are read. None,
-        the default: only the matrix itself says it.
+        the default: only the matrix itself shows it.
 
         Args:
-            shape: of the whole matrix.
-            stored: what a checkpoint stores, on torch's device "meta", if its loader says that;
+            shape: shape of the whole matrix.
+            stored: what a checkpoint stores, on torch's device "meta", if its loader reports that;
                 None for a matrix that `quantize` makes.
         """
         return None
@@ -173,6 +173,6 @@ class Quantization(Component):
         """Return how many bytes a matrix of a shape takes in memory, for estimates.
 
         None, the default: as many as in the model's dtype. A number is of `AffineCodes`, or of
-        matrices as `own_linear` says.
+        matrices of a scheme with `own_linear`.
         """
         return None

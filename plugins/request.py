@@ -32,7 +32,7 @@ class RequestStatus(Enum):
 class Request(Generic[ArgumentsT_co]):
     """A live request. Only the scheduler modifies it; policies get a view of it.
 
-    `Request[Arguments]` in an annotation says what a policy's arguments are.
+    `Request[Arguments]` in an annotation states what a policy's arguments are.
 
     Attributes:
         source: the request as received.

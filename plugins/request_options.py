@@ -14,7 +14,7 @@ __all__ = ["ChatOptions", "ChatRequestOptions", "RequestOptions"]
 
 
 class RequestOptions(TypedDict, total=False):
-    """What a request has besides prompt and sampling parameters.
+    """The options of a request, besides prompt and sampling parameters.
 
     Attributes:
         priority: smaller is more important; by default 0.
@@ -37,8 +37,8 @@ class ChatOptions(TypedDict, total=False):
     """How a conversation becomes a prompt, and how it is answered.
 
     Attributes:
-        tools: that the model may call: OpenAI's `{"type": "function", ...}`, or Python functions
-            with typed parameters.
+        tools: tools that the model may call: OpenAI's `{"type": "function", ...}`, or Python
+            functions with typed parameters.
         tool_choice: "none" shows the model no tools; "required" and `{"name": ...}` make it call
             one, by a grammar; by default "auto". Tools that are `strict` get arguments of their
             schemas.

@@ -54,10 +54,10 @@ class LoRARequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fa
     """The LoRA adapter of a request.
 
     Attributes:
-        name: of the adapter, as users know it.
+        name: name of the adapter, as users know it.
         id: 1 or more; identifies the adapter in workers.
-        content_hash: of the adapter's weights and configuration, part of the keys of cached blocks;
-            without one, name and id are, which another adapter may have later.
+        content_hash: hash of the adapter's weights and configuration, part of the keys of cached
+            blocks; without one, name and id are, which another adapter may have later.
     """
 
     name: str
@@ -95,7 +95,7 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
             arrives there.
         priority: smaller is more important.
         child_index: index among the `n` completions.
-        client_index: of the frontend that sent it and gets its outputs.
+        client_index: index of the frontend that sent it and gets its outputs.
         tags: user-defined labels, such as {"tenant": "acme"}, for policies and sinks.
         timeout: seconds that are left before it ends unfinished, from now in the frontend, and from
             its arrival in the engine; None is without limit.
@@ -104,15 +104,15 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
         features: multimodal features, by offset.
         kv_transfer_params: for the KV connector.
         external_req_id: the user's id; set by the frontend.
-        data_parallel_rank: of the engine to run on; None lets the balancer choose.
-        trace_headers: of its trace.
+        data_parallel_rank: rank of the engine to run on; None lets the balancer choose.
+        trace_headers: headers of its trace.
         resumable: whether more of its prompt may follow.
         reasoning_ended: whether the last reasoning marker in the prompt ends the reasoning; None
             without a reasoning parser.
         reasoning_markers: the token ids that enclose reasoning, by which a grammar knows where the
             answer begins; None for a request without a grammar or without a reasoning parser.
-        pooling_params: of a pooling request, which generates no tokens; of `params`, only
-            `output_kind` is used.
+        pooling_params: parameters of a pooling request, which generates no tokens; of `params`,
+            only `output_kind` is used.
         prompt_embeds: a tensor [tokens, hidden] instead of token ids.
         prompt_is_token_ids: for a mixed prompt, whether each position is a token id; None if all or
             none are.
@@ -206,8 +206,8 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, kw_only=True, gc=Fals
         new_token_ids: empty while the prompt is being computed.
         stop_reason: the stop token id that ended it, if in `stop_token_ids`; the stop string if the
             engine matches stop strings.
-        prompt_logprobs: of the prompt positions computed since the last output; None at the
-            prompt's first position.
+        prompt_logprobs: logprobs of the prompt positions computed since the last output; None at
+            the prompt's first position.
         error: with FinishReason.ERROR, what failed, and in which plugin or model.
         faulty_plugin: with FinishReason.ERROR, the name of the responsible plugin, if any.
         events: since the last output; only with statistics.
@@ -217,7 +217,7 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, kw_only=True, gc=Fals
         pooling_output: result of a pooling request.
         num_nans_in_logits: number of NaN logits; more than 0 means that the output is damaged.
         prefill_stats: in the output of the step that completed the prompt.
-        routed_experts: of the positions computed since the last output, as those of
+        routed_experts: experts of the positions computed since the last output, as those of
             CompletionOutput; they follow one another from the first position of the prompt.
         trace_headers: in the last output, those of the request.
     """
@@ -252,9 +252,9 @@ class EngineCoreOutputs(msgspec.Struct, omit_defaults=True, kw_only=True, tag=Tr
     Attributes:
         timestamp: seconds on the engine's clock; 0.0 becomes now on construction.
         finished_requests: ids that ended since the last step; unless `report_finished` is set, only
-            those that the engine aborted or refused. None is none.
-        engine_index: of the engine that sends them.
-        scheduler_stats: of its scheduler; None unless statistics are collected.
+            those that the engine aborted or refused. None stands for an empty set.
+        engine_index: index of the engine that sends them.
+        scheduler_stats: state of its scheduler; None unless statistics are collected.
     """
 
     outputs: list[EngineCoreOutput] = []
@@ -288,8 +288,8 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
     Attributes:
         index: among the calls of the completion.
-        id: of the call; None in later parts of a streamed one.
-        name: of the tool; None in later parts.
+        id: id of the call; None in later parts of a streamed one.
+        name: name of the tool; None in later parts.
         arguments: JSON text of an object.
     """
 
@@ -306,9 +306,9 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
         index: among the `n` completions.
         text: detokenised output; empty with `detokenize=False`.
         token_ids: output tokens; the stop token, if any, is the last.
-        reasoning: of the text, what an output parser finds to be reasoning; None without any.
-        content: of the text, the answer; None without any, or without an output parser.
-        tool_calls: of the text; None or at least one.
+        reasoning: part of the text that an output parser finds to be reasoning; None without any.
+        content: part of the text that is the answer; None without any, or without an output parser.
+        tool_calls: tool calls in the text; None or at least one.
         warning: what an output parser finds wrong: a malformed call, or reasoning without an end.
         validation_error: what is wrong with an answer that is JSON of a `lenient` schema.
         cumulative_logprob: sum over the whole output so far; None unless logprobs were asked for.
@@ -321,7 +321,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
         metrics: in the last output; None unless `stats.request_metrics` is on.
         routed_experts: in the last output, if `SamplingParams.routed_experts` asks for them: the
             experts that each token of the prompt and the output chose, the likeliest first, int32
-            array [positions, layers, experts per token]. The last token has none, for it was not
+            array [positions, layers, experts per token]. The last token has none, as it was not
             computed. -1 stands for none: in layers without experts, and in positions whose keys
             and values came from the prefix cache.
     """

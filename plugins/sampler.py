@@ -23,7 +23,7 @@ class SamplerContext(Context["Sampler"]):
     """Context of a sampler, in each worker.
 
     Attributes:
-        device: of the logits.
+        device: device of the logits.
         vocab_size: width of a row.
         ops: operations on logits, quick ones on this device.
     """
@@ -37,7 +37,7 @@ class SamplerContext(Context["Sampler"]):
 class SamplingRows(Generic[ArgumentsT_co]):
     """The rows of one step, as tensors on the device.
 
-    `SamplingRows[Arguments]` in an annotation says what a sampler's arguments are.
+    `SamplingRows[Arguments]` in an annotation states what a sampler's arguments are.
 
     Attributes:
         greedy: bool [rows]; whether to choose the likeliest token, of equals the lowest id.

@@ -72,7 +72,7 @@ class Grammars(Protocol):
     """The grammars of structured output, for a scheduler: which requests have one.
 
     The engine follows the tokens of a request by its `output_token_ids`, and forgets the requests
-    that a plan says have ended.
+    that a plan reports as ended.
     """
 
     def uses(self, request: Request) -> bool:
@@ -87,7 +87,7 @@ class Grammars(Protocol):
 
 
 class Gates(Protocol):
-    """What step parts decide of requests, for a scheduler.
+    """Decisions of step parts about requests, for a scheduler.
 
     A new request that a part `holds` waits outside of the queue until `wait_reason`, asked in each
     step, returns None. One from the queue may run if `lacks` returns None; the scheduler calls
@@ -215,8 +215,8 @@ class SchedulerContext(Context["Scheduler"]):
         policy_fault: called with a message when a decision of the policy could not be followed.
         transfers: loads and saves of blocks outside of the cache; None if no step part moves any.
         connector: `transfers` as contract 1 had them; `build_connector_meta` returns None.
-        encoder_cache: of multimodal models.
-        gates: of step parts; None if no part gates requests or counts resources.
+        encoder_cache: cache of encoder outputs, of multimodal models.
+        gates: gates of step parts; None if no part gates requests or counts resources.
         grammars: the gates as contract 1 had them, for schedulers that do not use `gates`.
         record: called with the record of each step; None if no record is needed.
         log_stats: whether outputs carry events.

@@ -81,7 +81,7 @@ class SchedulingPolicy(ComponentWithArguments):
     Attributes:
         state_format: name of the format of `export_state`. A policy that replaces another one of
             the same format on a running engine gets its state; empty: no state is passed on.
-        uses_priority: False in a class's own body says that it ignores `Request.priority`; the
+        uses_priority: False in a class's own body declares that it ignores `Request.priority`; the
             engine then warns once when a request sets one. Subclasses do not inherit it.
     """
 
@@ -147,7 +147,7 @@ class SchedulingPolicy(ComponentWithArguments):
 
         Args:
             running: in order of admission, never empty.
-            load: of the engine.
+            load: load of the engine.
         """
         return running[-1]
 

@@ -1,4 +1,4 @@
-"""What an HTTP server needs of an engine, and what plugins add to a server.
+"""Interfaces between an HTTP server, the engine it serves, and plugins that extend the server.
 
 `AsyncLLM` is an `AsyncGenerator`; the built-in server knows nothing else of the engine. Plugins add
 routes, middleware, transforms and authenticators through the hook `server_extensions`.
@@ -195,7 +195,7 @@ class AsyncGenerator(Controls, Protocol):
         """
 
     async def metrics(self) -> str:
-        """Return what the enabled stat sinks export, in Prometheus's text format."""
+        """Return the exports of the enabled stat sinks, in Prometheus's text format."""
 
     def server_extensions(self, server: ServerContext) -> Sequence[InstalledExtension]:
         """Call the hook of the same name; return what plugins add, in order of enabling.
@@ -218,7 +218,7 @@ class Client(Strict):
         name: for logs and statistics.
         cache_salt: hashed together with the `cache_salt` of each request, so that clients share no
             cached prompts; empty shares them.
-        tags: of each request; a request's own never replace them.
+        tags: tags of each request; a request's own never replace them.
         min_priority: the smallest, which is the most important, that requests may have.
         max_priority: the largest.
         max_timeout: seconds that requests may run; also the timeout of those that have none. None
@@ -242,8 +242,8 @@ class Call:
     """One HTTP request that a transform sees.
 
     Attributes:
-        request_id: of the HTTP request.
-        path: of the route, such as "/v1/chat/completions".
+        request_id: id of the HTTP request.
+        path: path of the route, such as "/v1/chat/completions".
         client: who makes it.
         headers: by lower-case name, without credentials.
     """
@@ -267,10 +267,10 @@ class Route:
             response, or a struct, which is sent as JSON. A HardpointError or starlette's
             HTTPException that it raises becomes an answer, any other error an answer 500 that
             names the plugin.
-        methods: that it answers; GET answers HEAD too.
+        methods: methods that it answers; GET answers HEAD too.
         admin: whether it is on the admin address instead of the users'.
         summary: one line for the OpenAPI document.
-        request_type, response_type: of JSON bodies, for the OpenAPI document.
+        request_type, response_type: types of JSON bodies, for the OpenAPI document.
     """
 
     path: str
@@ -362,14 +362,14 @@ class InstalledExtension:
 
 
 class BodyReader(Protocol):
-    """What a server reads and checks the JSON bodies of requests with."""
+    """Reads and checks the JSON bodies of requests to a server."""
 
     async def __call__(self, request: HTTPRequest, type_: type[StructT]) -> StructT:
         """Return the body of a request as a struct."""
 
 
 class WorkRunner(Protocol):
-    """What a server runs the work for a client with."""
+    """Runs the work of a server for a client."""
 
     async def __call__(self, request: HTTPRequest, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of work that ends when the client goes."""
@@ -377,11 +377,11 @@ class WorkRunner(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerContext:
-    """What a server gives to the plugins that extend it.
+    """The parts of a server that it gives to the plugins that extend it.
 
     Attributes:
-        engine: that it serves.
-        version: of Hardpoint.
+        engine: engine that it serves.
+        version: version of Hardpoint.
         reader: what `read` calls.
         runner: what `while_connected` calls.
     """
@@ -398,8 +398,8 @@ class ServerContext:
         that are null are left out. Transforms do not see it.
 
         Args:
-            request: of the route.
-            type_: of the body; derived from `hardpoint.typed.Strict` it refuses unknown
+            request: request of the route.
+            type_: type of the body; derived from `hardpoint.typed.Strict` it refuses unknown
                 fields.
 
         Raises:

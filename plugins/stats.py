@@ -49,9 +49,9 @@ class KVTierStats(msgspec.Struct, kw_only=True, gc=False):
         loaded_blocks, loaded_bytes, load_seconds: what was loaded, and how long that took, summed
             over threads.
         stored_blocks, stored_bytes, store_seconds: the same of what was stored.
-        dropped_blocks: that were not stored, for lack of room or time.
+        dropped_blocks: blocks that were not stored, for lack of room or time.
         failures: calls that raised, took too long, or gave damaged or foreign bytes.
-        used_bytes: of what it keeps; None if the tier does not say.
+        used_bytes: bytes that it keeps; None if the tier does not report it.
     """
 
     hits: int = 0
@@ -152,8 +152,8 @@ class IterationStats(msgspec.Struct, kw_only=True):
     """Statistics of one batch of engine outputs. Each completion counts as a request.
 
     Attributes:
-        engine_index: of the engine.
-        num_prompt_tokens: of prompts whose first token arrived.
+        engine_index: index of the engine.
+        num_prompt_tokens: number of tokens of prompts whose first token arrived.
         num_cached_tokens: those of them that were not computed.
         num_external_tokens: those of the cached ones that a KV connector loaded.
         num_generation_tokens: new output tokens that users get.
@@ -203,7 +203,7 @@ class StepFault(msgspec.Struct, frozen=True):
 
     Attributes:
         count: total since the start.
-        message: of the first fault, beginning with the responsible plugin.
+        message: message of the first fault, beginning with the responsible plugin.
     """
 
     count: int
@@ -236,13 +236,13 @@ class Health(msgspec.Struct, frozen=True):
 
 
 class PluginReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine says of its plugins and of itself when its metrics are asked for.
+    """The engine's report of its plugins and itself, made when its metrics are asked for.
 
     If it cannot answer, this is its last answer.
 
     Attributes:
         meters: by plugin name, costs of the logits processors since the engine's start.
-        health: of the engine and all its plugins.
+        health: health of the engine and all its plugins.
         scheduler: state of the scheduler now; None if the engine did not answer, and what was
             recorded last holds.
         sleep_level: 0 is awake, 1 and 2 as for `sleep`.
@@ -261,12 +261,12 @@ class StatSinkContext(Context["StatSink"]):
     """Context of a stat sink.
 
     Attributes:
-        clock: of the frontend, in seconds.
+        clock: clock of the frontend, in seconds.
         model: as configured.
-        engine_index: of the engine, the first one of several.
-        model_name: of the model in exported metrics; None is as configured.
+        engine_index: index of the engine, the first one of several.
+        model_name: name of the model in exported metrics; None is as configured.
         aliases: engines under whose names metrics are exported, too (`metrics.aliases`).
-        block_size: of the KV cache, in tokens; None if it is unknown.
+        block_size: block size of the KV cache, in tokens; None if it is unknown.
         prefix_caching: whether the KV cache keeps the blocks of common prefixes.
     """
 
@@ -303,13 +303,13 @@ class StatSink(Component):
 
     @returns(TEXT, otherwise=NO_TEXT)
     def exposition(self, plugins: PluginReport) -> str:  # noqa: ARG002
-        """Return what this sink exports, in Prometheus's text format; nothing by default.
+        """Return the exported metrics, in Prometheus's text format; nothing by default.
 
         `metrics()` and the server's `GET /metrics` return that of all sinks, joined. Called in the
         frontend's process, by `AsyncLLM` in the thread of the event loop.
 
         Args:
-            plugins: of this moment; read-only.
+            plugins: report of this moment; read-only.
         """
         return ""
 

@@ -11,7 +11,7 @@ __all__ = ["LiveRequest", "StepRecord", "WaitReason", "WaitingFor"]
 
 
 class WaitingFor(Enum):
-    """What a request waits for."""
+    """The things that a request may wait for."""
 
     BEHIND = "behind"
     """Requests before it in the queue."""
@@ -63,9 +63,9 @@ class LiveRequest(msgspec.Struct, kw_only=True, frozen=True):
         request_id: the internal id.
         external_id: the user's.
         index: among the `n` completions.
-        status: of the scheduler, such as "running" or "waiting".
-        num_computed_tokens: of prompt and output.
-        num_cached_tokens: of the prompt, those that needed no computing; 0 until it is known.
+        status: status in the scheduler, such as "running" or "waiting".
+        num_computed_tokens: computed tokens of prompt and output.
+        num_cached_tokens: tokens of the prompt that needed no computing; 0 until it is known.
         age_seconds: since it arrived in the engine.
         waits_for: why it got no tokens in the last step; None if it got some.
     """

@@ -169,7 +169,7 @@ Format = (
     | TriggeredTagsFormat
     | TagsWithSeparatorFormat
 )
-"""A part of a structural tag, `type` says which."""
+"""A part of a structural tag; its `type` selects which."""
 
 
 class StructuralTag(Strict, tag_field="type", tag="structural_tag"):
@@ -187,7 +187,7 @@ UNSET = msgspec.UNSET
 
 
 class _Schema(msgspec.Struct, rename={"defs": "$defs", "ref": "$ref", "not_": "not"}):
-    """What the keywords of a JSON schema may be, as far as a wrong one is a slip of the pen."""
+    """The keywords of a JSON schema, with types that catch slips of the pen."""
 
     type: TypeName | list[TypeName] | msgspec.UnsetType = UNSET
     enum: list[Any] | msgspec.UnsetType = UNSET
@@ -223,7 +223,7 @@ def check_schema(schema: Any, path: str) -> None:
 
 
 class StructuredOutputs(Strict, omit_defaults=True):
-    """What the answer must be. One of the first six fields is given.
+    """The form of the answer. One of the first six fields is given.
 
     The answer is what follows the reasoning. It ends where it is complete, with a token that ends
     the request.
@@ -238,7 +238,7 @@ class StructuredOutputs(Strict, omit_defaults=True):
         backend: name of the grammar backend; None is `grammar.use`.
         lenient: take a JSON schema with keywords that the backend cannot enforce. They are left
             out of the grammar. With `json`, the finished answer is validated against the whole
-            schema, and `CompletionOutput.validation_error` says what is wrong with it.
+            schema, and `CompletionOutput.validation_error` describes what is wrong with it.
     """
 
     json: dict[str, Any] | bool | None = None
@@ -257,12 +257,12 @@ class StructuredOutputs(Strict, omit_defaults=True):
 
     @classmethod
     def checked(cls, given: Any, path: str = "structured") -> StructuredOutputs:
-        """Return what a request gives, checked.
+        """Return the structured outputs that a request gives, checked.
 
         Args:
             given: a StructuredOutputs, or a mapping with its fields; `json` may be a text or a
                 type.
-            path: of it, for errors.
+            path: path of it, for errors.
 
         Raises:
             RequestError: naming the field.

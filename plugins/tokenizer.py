@@ -69,7 +69,7 @@ class Tokenizer(Component):
         """Number of token ids, special ones included; may be left out.
 
         Raises:
-            NotImplementedError: the tokenizer does not say.
+            NotImplementedError: the tokenizer does not know it.
         """
         raise NotImplementedError(f"the tokenizer {self.name!r} does not say its vocab_size")
 
@@ -89,7 +89,7 @@ class Tokenizer(Component):
         or changes itself, such as a space at the beginning.
 
         Raises:
-            NotImplementedError: the tokenizer does not say; requests with grammars are refused.
+            NotImplementedError: the tokenizer does not know it; requests with grammars are refused.
         """
         raise NotImplementedError(f"the tokenizer {self.name!r} has no vocabulary()")
 
@@ -149,8 +149,8 @@ class Tokenizer(Component):
             messages: mappings with `role` and `content`.
             add_generation_prompt: whether the text ends with the beginning of an answer.
             template: instead of the model's.
-            tools: that the model may call, as OpenAI's API has them. This and the following are
-                left out where a caller does not use them.
+            tools: tools that the model may call, as OpenAI's API has them. This and the following
+                are left out where a caller does not use them.
             continue_final_message: the text ends with the last message, which the model goes on
                 with.
             variables: further variables of the template, such as `enable_thinking`.

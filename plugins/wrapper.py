@@ -14,7 +14,7 @@ __all__ = ["Wrapper"]
 ComponentT = TypeVar("ComponentT", bound=Component)
 
 _OWN = {"Arguments", "close", "overridden", "prepare", "record", "replayable", "wraps"}
-"""Members of interfaces that a wrapper has of its own: those that say what itself is."""
+"""Members of interfaces that a wrapper has of its own: those about itself."""
 
 
 class Wrapper(Component, Generic[ComponentT]):
@@ -51,7 +51,7 @@ class Wrapper(Component, Generic[ComponentT]):
         return type(f"Wrapper[{interface.__name__}]", (cls,), {"__module__": __name__, **members})
 
     def __init_subclass__(cls, **more: Any) -> None:
-        """Refuse a class that would not be a wrapper, for its bases are in the wrong order."""
+        """Refuse a class that would not be a wrapper, because its bases are in the wrong order."""
         super().__init_subclass__(**more)
         for base in cls.__mro__[1:]:
             if issubclass(base, Wrapper):

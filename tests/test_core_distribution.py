@@ -1,4 +1,4 @@
-"""The distribution hardpoint-core: what comes along, what does not, and what errors say of it."""
+"""The distribution hardpoint-core: its files, those left out, and errors about missing parts."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def parsed(path: Path) -> ast.Module:
 
 
 def imports_of(path: Path, package: str, *, nested: bool) -> set[str]:
-    """Return what a file imports at its top level, or in functions, outside of `if` and `try`."""
+    """Return the imports of a file at its top level, or in functions, outside of `if` and `try`."""
     tree = parsed(path)
     functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
     nodes = [node for one in functions for node in ast.walk(one)] if nested else tree.body

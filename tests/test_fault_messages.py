@@ -1,4 +1,4 @@
-"""What users see of simple faults of plugins is what tests/compatibility/fault_messages.toml has.
+"""Messages of simple faults of plugins to users are those of compatibility/fault_messages.toml.
 
 Each method of each kind raises, or returns what it should not, in an engine of this process: the
 consequence and its message are compared word for word, without paths, addresses and versions.

@@ -70,7 +70,8 @@ def test_nothing_else_is_found(vocabulary, text):
 
 
 def test_every_checked_place_exists(vocabulary):
-    for place in (*vocabulary.CHECKED, *vocabulary.CHECKED_STYLE):
+    places = (*vocabulary.CHECKED, *vocabulary.CHECKED_STYLE, *vocabulary.NOT_YET_STYLED)
+    for place in places:
         assert (ROOT / place).exists(), place
 
 

@@ -46,7 +46,7 @@ class ConfigFields:
         """Return a field that is a whole number of at least 1.
 
         Raises:
-            ModelError: it is none, too large, or missing and there is no default.
+            ModelError: it is not one, is too large, or is missing and there is no default.
         """
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -63,7 +63,7 @@ class ConfigFields:
         """Return a field that is a number above 0.
 
         Raises:
-            ModelError: it is none, or is missing and there is no default.
+            ModelError: it is not one, or is missing and there is no default.
         """
         return self.positive(name, self._get(name, default))
 
@@ -71,7 +71,7 @@ class ConfigFields:
         """Return a value of the field `name` as a number above 0.
 
         Raises:
-            ModelError: it is none.
+            ModelError: it is not one.
         """
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 < value <= LARGEST_FLOAT:

@@ -54,7 +54,7 @@ class _StrictMeta(msgspec.StructMeta):
         return super().__new__(cls, name, bases, namespace, **(strict | config))
 
 
-# On the class: type checkers prefer what msgspec says of Struct to the metaclass. They take a
+# On the class: type checkers prefer msgspec's declaration of Struct to the metaclass. They take a
 # frozen subclass of Struct for an error.
 @dataclass_transform(kw_only_default=True, field_specifiers=(msgspec.field,))
 class Strict(msgspec.Struct, metaclass=_StrictMeta):
@@ -137,7 +137,7 @@ def check_text(value: Any, path: str, error: type[HardpointError] = ConfigError)
 
     Args:
         value: plain data; texts in it are checked at any depth, keys too.
-        path: of the value, for the error.
+        path: path of the value, for the error.
 
     Raises:
         `error`: such as `cache_salt: expected text that UTF-8 can hold, got '\ud800' at
@@ -183,7 +183,7 @@ def schema_components(
     """Return the JSON Schemas of types for one document, as `json_schema` describes them.
 
     Args:
-        place: of the schemas in the document, such as "#/components/schemas/".
+        place: where the schemas are in the document, such as "#/components/schemas/".
 
     Returns:
         The names of the schemas of all types, those that they hold too; and the schemas by name.
@@ -398,7 +398,7 @@ def _explain(message: str, value: Any, type_: Any, path: str) -> str:
 
 
 def _readable(step: str) -> str:
-    """Return a step of a path, quoted if it is none that can be read, such as a text of lines."""
+    """Return a step of a path, quoted if it cannot be printed, such as a text of several lines."""
     return step if step.isprintable() else shown(step)
 
 

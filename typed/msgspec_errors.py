@@ -62,7 +62,7 @@ def plain_text(text: str) -> str:
 
 
 def value_at(value: Any, steps: list[str]) -> tuple[Any, bool]:
-    """Return what is at a path, and whether it exists."""
+    """Return the value at a path, and whether it exists."""
     for step in steps:
         try:
             value = value[int(step[1:-1])] if step.startswith("[") else _by_key(value)[step]
@@ -75,9 +75,9 @@ def failing_keys(type_: Any, value: Any, steps: list[str]) -> list[str]:
     """Return the path with each `[...]` replaced by the key that cannot be converted.
 
     Args:
-        type_: that `value` was to be converted to.
+        type_: the type that `value` was to be converted to.
         value: plain data.
-        steps: of the error.
+        steps: steps of the error's path.
     """
     for index, step in enumerate(steps):
         table, _ = value_at(value, steps[:index])

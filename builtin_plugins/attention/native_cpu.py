@@ -19,7 +19,7 @@ _Key = tuple[int | None, int, int]
 
 
 def _key(spec: KVSpec) -> _Key:
-    """Return what layers that share a plan have in common."""
+    """Return the properties that layers with a common plan share."""
     return spec.window, spec.num_heads, spec.num_kv_heads
 
 

@@ -38,8 +38,8 @@ class Piece:
     """Consecutive queries of a sequence, and the keys that any of them sees.
 
     Attributes:
-        queries: of the group's.
-        keys: of the group's.
+        queries: range of the group's queries.
+        keys: range of the group's keys.
         mask: additive, float32 [queries, columns], for the last so many keys; None if each query
             sees all keys.
     """
@@ -54,7 +54,7 @@ class Group:
     """Sequences that are attended together, padded to the same numbers of queries and keys.
 
     Attributes:
-        rows: of the queries among the step's tokens, [count * queries].
+        rows: indices of the queries among the step's tokens, [count * queries].
         valid: which of them are not padding; None is all.
         targets: where the results of those that are not padding belong.
         blocks: ids of the blocks to read, [count * width], sequence after sequence; None if the
@@ -65,7 +65,7 @@ class Group:
         length: number of tokens per sequence to use after those, padding included.
         mask: additive, [count or 1, 1, queries, length]; None if all is visible or, with several
             queries, causal.
-        pieces: of the computation in float32; empty to use scaled_dot_product_attention.
+        pieces: pieces of the computation in float32; empty to use scaled_dot_product_attention.
         folded_masks: what `folded_mask` returned, by number of heads.
     """
 
@@ -98,7 +98,7 @@ class Prefix:
     """Blocks that begin the tables of several sequences, or continue a prefix that these share.
 
     Attributes:
-        rows: of the sequences' queries among those of `WindowPlan.merged`.
+        rows: indices of the sequences' queries among those of `WindowPlan.merged`.
         blocks: ids of the blocks to read; every query sees all of their tokens.
     """
 

@@ -237,7 +237,7 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
             spec: the layer.
             q: [queries, num_heads, head_size].
             visible: keys and values, each [1, length, num_kv_heads, head_size].
-            pieces: of the queries.
+            pieces: pieces of the queries.
         """
         kv_heads, size, get = spec.num_kv_heads, spec.head_size, self._buffers.get
         folded = get("queries", (kv_heads, spec.num_heads // kv_heads, len(q), size))
@@ -281,7 +281,7 @@ def _fold(
 
 
 def _unfold(spec: KVSpec, rows: torch.Tensor, queries: int) -> torch.Tensor:
-    """Return what was computed for folded queries, [count, num_kv_heads, heads * queries, size].
+    """Return the result for folded queries, [count, num_kv_heads, heads * queries, size], unfolded.
 
     The result is [count * queries, num_heads, size].
     """
@@ -304,7 +304,7 @@ def _attend(
         spec: the layer.
         q: like the result.
         visible: keys and values, each [count, length, num_kv_heads, head_size].
-        mask: of the folded queries.
+        mask: mask of the folded queries.
     """
     folded = _fold(spec, q, visible)
     if spec.softcap is None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class TritonPlan:
-    """What the layers of a group share in a step.
+    """Plan that the layers of a group share in a step.
 
     Attributes:
         paged: the sequences, for the kernels.

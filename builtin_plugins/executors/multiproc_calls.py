@@ -50,7 +50,7 @@ class CallSender(ABC):
         """Send a call.
 
         Args:
-            number: of the call, for its answers.
+            number: number of the call, for its answers.
             call: encoded.
             all_answer: whether each rank answers, instead of the one that samples and those that
                 fail.
@@ -206,7 +206,7 @@ class RingReceiver(CallReceiver):
 
 
 def make_sender(count: int) -> CallSender:
-    """Return what sends calls to `count` workers: shared memory where there are kernels for it."""
+    """Return a sender of calls to `count` workers: shared memory where there are kernels for it."""
     if count >= MAX_MEMBERS:
         return SocketSender(count)
     try:
@@ -217,5 +217,5 @@ def make_sender(count: int) -> CallSender:
 
 
 def open_receiver(setup: Setup, rank: int, descriptors: Sequence[int]) -> CallReceiver:
-    """Return what receives calls in the process of a worker."""
+    """Return the receiver of calls in the process of a worker."""
     return RingReceiver(rank, descriptors) if setup.uses_ring else SocketReceiver(descriptors)

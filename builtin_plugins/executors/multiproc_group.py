@@ -46,7 +46,7 @@ class WorkerGroup:
         """Start nothing yet.
 
         Args:
-            context: of the executor.
+            context: the context of the executor.
             sender: sends the calls; closed with this.
         """
         self._sender = sender
@@ -272,7 +272,7 @@ class WorkerGroup:
                 self._fail(self._first_cause(call.failure()), report=not is_raised)
 
     def _first_cause(self, error: Exception) -> Exception:
-        """Return what a rank raised by itself in another call, if `error` only follows from it."""
+        """Return the error that a rank raised by itself, if `error` only follows from one."""
         if not isinstance(error, CommunicationAbortedError):
             return error
         with self._lock:

@@ -1,4 +1,4 @@
-"""What the executor "multiproc" and its workers send each other.
+"""Messages between the executor "multiproc" and its workers.
 
 Calls go to all workers at once (see `multiproc_calls`). Everything else goes over each worker's
 channel, in frames: answers and progress to the executor, the setup and an abort to the worker.
@@ -16,7 +16,7 @@ _HEADER = struct.Struct("!IBQ")
 
 
 class Kind(IntEnum):
-    """What a frame is."""
+    """Kinds of frames."""
 
     SETUP = 0
     """To the worker, first: a Setup."""
@@ -31,7 +31,7 @@ class Kind(IntEnum):
 
 
 class Setup(msgspec.Struct, array_like=True, frozen=True):
-    """What a worker's process has to know.
+    """Configuration of a worker's process.
 
     Attributes:
         uses_ring: whether calls come through shared memory.
@@ -56,7 +56,7 @@ class Frame(msgspec.Struct, array_like=True, frozen=True):
     """A frame of a channel.
 
     Attributes:
-        number: of the call that it answers.
+        number: number of the call that it answers.
     """
 
     kind: Kind

@@ -15,8 +15,8 @@ class PendingCall:
     """A call that was sent to all ranks.
 
     Attributes:
-        method: of Worker.
-        future: of the results in rank order, or of that of the one rank that answers.
+        method: name of the method of Worker.
+        future: the results in rank order, or the result of the one rank that answers.
         failures: what ranks raised, in the order in which that was received.
     """
 
@@ -26,9 +26,9 @@ class PendingCall:
         """Wait for answers.
 
         Args:
-            method: of Worker.
+            method: name of the method of Worker.
             world_size: number of ranks.
-            output_rank: of a step, the rank that samples; None for other calls.
+            output_rank: the rank that samples, in a step; None for other calls.
             all_answer: whether the other ranks answer a step, too, and not only if they fail.
         """
         self.method = method
@@ -91,7 +91,7 @@ class PendingCall:
             self.future.set_result(result)
 
     def failure(self) -> Exception:
-        """Return what the first rank raised by itself, with what others raised in a note."""
+        """Return the first error that a rank raised by itself, with those of others in a note."""
         (_, error), *others = sorted(
             self.failures.items(), key=lambda item: isinstance(item[1], CommunicationAbortedError)
         )

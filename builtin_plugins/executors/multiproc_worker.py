@@ -101,7 +101,7 @@ class _Service:
             send(self._channel, Kind.RESULT, result, number)
 
     def obey(self) -> None:
-        """Let calls fail that wait for other ranks, when it says so and when it ends."""
+        """Fail calls that wait for other ranks, when the executor asks for it and when it ends."""
         reason: str | None = None
         while (frame := receive(self._channel)) is not None:
             if frame.kind is Kind.ABORT:

@@ -249,7 +249,7 @@ class RayExecutor(Executor):
         """Open the worker of each actor.
 
         Raises:
-            HardpointError: of one; the message names its node.
+            HardpointError: a worker cannot be opened; the message names its node.
         """
         placement = self._placement()
         deadline = time.monotonic() + self.options.start_timeout_seconds
@@ -449,7 +449,7 @@ class RayExecutor(Executor):
 
 @contextlib.contextmanager
 def _naming_node(rank: _Rank) -> Iterator[None]:
-    """Let an error say on which node it came."""
+    """Add to an error the node on which it was raised."""
     try:
         yield
     except HardpointError as error:
@@ -461,5 +461,5 @@ def _last_line(text: str) -> str:
 
 
 def _short(text: str) -> str:
-    """Return what Ray says of an error, without its advice."""
+    """Return Ray's text of an error, without its advice."""
     return " ".join(text.partition("Some common causes")[0].split())[:800]

@@ -27,13 +27,13 @@ class RayOptions(plugins.Options):
         address: `HOST:PORT` of the cluster. "auto" is the one that RAY_ADDRESS names, else the one
             that runs on this machine. "local" starts a cluster on this machine and ends it with
             the engine. A cluster that the program has joined itself is used and left as it is.
-        namespace: of Ray, in which the actors are; empty is a new one.
+        namespace: Ray's namespace in which the actors are; empty is a new one.
         placement: how the workers are spread over nodes: PACK on few, SPREAD over many, STRICT_PACK
             on one, STRICT_SPREAD each on another.
-        num_cpus: that a worker reserves.
-        num_gpus: that a worker reserves; None is 1 if the cluster has GPUs, else 0.
-        resources: of the cluster's own kinds that a worker reserves.
-        runtime_env: of the actors, as Ray has it.
+        num_cpus: CPUs that a worker reserves.
+        num_gpus: GPUs that a worker reserves; None is 1 if the cluster has GPUs, else 0.
+        resources: resources of the cluster's own kinds that a worker reserves.
+        runtime_env: runtime environment of the actors, as Ray has it.
         join_timeout_seconds: maximum time until the cluster answers.
         start_timeout_seconds: maximum time until the resources are free and the actors run,
             including what `runtime_env` installs.
@@ -55,10 +55,10 @@ class RayNode:
     """A node of the cluster.
 
     Attributes:
-        id: of Ray.
+        id: Ray's id of the node.
         address: its IP address.
-        hostname: of its machine.
-        resources: that it has, used or not.
+        hostname: name of its machine.
+        resources: resources that it has, used or not.
     """
 
     id: str
@@ -103,7 +103,7 @@ class Connection:
 
         Args:
             ray: the module.
-            options: of the executor.
+            options: options of the executor.
             setting: where they are configured, for messages.
 
         Raises:
@@ -153,7 +153,7 @@ def _join(ray: Any, options: RayOptions, setting: str) -> None:
     except (Exception, SystemExit) as error:  # Ray lets some failures exit the process
         ray.shutdown()
         raise ConfigError(
-            f"{where}: {_said(error)}; start a cluster with `ray start --head`, or set 'local' to "
+            f"{where}: {_cause(error)}; start a cluster with `ray start --head`, or set 'local' to "
             f"have one started on this machine"
         ) from error
 
@@ -170,7 +170,7 @@ def _check_same(ray: Any, options: RayOptions, setting: str) -> None:
 
 
 def _resolved(address: str) -> str | None:
-    """Return what Ray will connect to, as HOST:PORT; None if that is not known.
+    """Return the address that Ray will connect to, HOST:PORT; None if that is not known.
 
     Raises:
         ConnectionError: no cluster runs on this machine.
@@ -232,7 +232,7 @@ def nodes_of(ray: Any) -> dict[str, RayNode]:
 
 
 def needed_resources(ray: Any, options: RayOptions) -> dict[str, float]:
-    """Return what a worker reserves."""
+    """Return the resources that a worker reserves."""
     num_gpus = options.num_gpus
     if num_gpus is None:
         num_gpus = 1 if ray.cluster_resources().get("GPU", 0) >= 1 else 0
@@ -247,13 +247,13 @@ def check_capacity(
     """Check that the cluster can hold all workers when nothing else runs.
 
     Args:
-        nodes: of the cluster.
+        nodes: nodes of the cluster.
         needed: by a worker.
         world_size: number of workers.
-        strategy: of their placement.
+        strategy: strategy of their placement.
 
     Raises:
-        ConfigError: it cannot; the message says what is missing.
+        ConfigError: it cannot; the message names the resources that are missing.
     """
     for name, count in needed.items():
         total = sum(node.resources.get(name, 0.0) for node in nodes)
@@ -332,7 +332,7 @@ def reserve(ray: Any, options: RayOptions, world_size: int) -> Any:
 
 
 def health_check_seconds() -> float | None:
-    """Return after how long Ray notices that a node does not answer; None if it does not say."""
+    """Return after how long Ray notices that a node does not answer; None if it is not known."""
     try:
         config = importlib.import_module("ray._raylet").Config
         interval = config.health_check_period_ms() + config.health_check_timeout_ms()
@@ -348,7 +348,7 @@ def listening_address(address: str, port: int) -> str:
     return f"{address}:{port}"
 
 
-def _said(error: BaseException) -> str:
+def _cause(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return "the cluster does not answer"
     return " ".join(str(error).split())[:500] or type(error).__name__

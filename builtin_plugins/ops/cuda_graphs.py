@@ -29,7 +29,7 @@ class CudaGraph:
     """A CUDA graph, and the tensor with its result.
 
     Attributes:
-        num_bytes: of device memory that it takes, what the driver may keep included.
+        num_bytes: bytes of device memory that it takes, including what the driver may keep.
     """
 
     def __init__(self, graph: torch.cuda.CUDAGraph, result: torch.Tensor, num_bytes: int) -> None:
@@ -110,7 +110,7 @@ class RepeatedRun:
     """Repeats operations by running Python, for devices without CUDA graphs.
 
     Attributes:
-        num_bytes: of the result.
+        num_bytes: bytes of the result.
     """
 
     def __init__(self, run: Callable[[], torch.Tensor]) -> None:

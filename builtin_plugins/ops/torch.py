@@ -178,7 +178,7 @@ def _smallest_of_nucleus(
 
     Args:
         logits: on a CPU, float32 [vocab].
-        weights: of these, int64.
+        weights: weight of each logit, int64.
         best: the largest logit.
         goal: above 0, and at most the sum of all weights.
     """

@@ -119,7 +119,7 @@ class _First(Beginning):
 
 
 class _Between(Body):
-    """What may be between calls: white space and separators; else the rest is content."""
+    """Text between calls: white space and separators; else the rest is content."""
 
     is_start = True
 

@@ -19,7 +19,7 @@ _KEYWORDS = {
     "object": {"properties", "required", "additionalProperties"},
 }
 _DEEPEST = 5  # levels of lists and objects in a value whose schema leaves it open
-_LARGEST = 10**15  # number whose bounds the schema leaves open: in Python, 1e999 is none
+_LARGEST = 10**15  # number whose bounds the schema leaves open: in Python, 1e999 is infinite
 
 
 class Parameter(NamedTuple):
@@ -51,7 +51,7 @@ def in_lark(text: str) -> str:
 
 
 def length_pattern(schema: Mapping[str, Any]) -> str:
-    """Return the regular expression of any text as long as a schema of strings says."""
+    """Return the regular expression of any text of the length that a schema of strings allows."""
     lowest, highest = schema.get("minLength", 0), schema.get("maxLength", "")
     return rf"(?s:.{{{lowest},{highest}}})" if lowest or highest != "" else "(?s:.*)"
 
@@ -101,7 +101,7 @@ class LiteralGrammar(ABC):
 
     Attributes:
         comma: what is between two members or items, in Lark.
-        literals: of `true`, `false` and `null`, in Lark.
+        literals: the literals `true`, `false` and `null`, in Lark.
     """
 
     comma: ClassVar[str] = '","'

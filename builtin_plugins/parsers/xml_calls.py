@@ -46,7 +46,7 @@ class Qwen3Coder(FormatParser):
     """Qwen3-Coder: calls with a tag for each parameter.
 
     `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`. A value is
-    text where the tool's schema says so, else JSON if it is. It ends at `</parameter>`; where the
+    text where the tool's schema asks for it, else JSON if it is. It ends at `</parameter>`; if the
     model forgets that, at a line that begins with `<parameter=` or `</function>`.
     """
 
@@ -165,7 +165,7 @@ def _values(tool: str, parameter: Parameter, root: Mapping[str, Any], around: st
 
 
 def _alternatives(tool: str, schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield schemas of one type each; of any type, where the schema does not say."""
+    """Yield schemas of one type each; of any type, where the schema names no type."""
     schema = resolved({} if schema is True else schema, root)
     if not isinstance(schema, Mapping):
         raise unsupported(tool, "false")

@@ -41,7 +41,7 @@ class AdmissionOptions:
 
 
 class _Outcome(Enum):
-    """What an attempt to admit a request led to."""
+    """Outcome of an attempt to admit a request."""
 
     ADMITTED = "admitted"
     """It runs, or its KV is being loaded."""
@@ -305,7 +305,7 @@ def _start(
 ) -> None:
     """Move a request into `running`, with its first tokens of this step."""
     request_id = request.request_id
-    resumed = request.num_preemptions > 0  # the status does not say so if KV was loaded since
+    resumed = request.num_preemptions > 0  # the status does not show it if KV was loaded since
     request.num_computed_tokens = computed
     if "scheduled" in tracker.policy_hooks:
         tracker.policy.scheduled(request, tokens)

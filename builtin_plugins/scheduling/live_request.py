@@ -15,7 +15,7 @@ from hardpoint.plugins import (
     Request,
 )
 
-# Drafts and events of all requests without any, for a hundred thousand may wait, and the garbage
+# Drafts and events of all requests that have none, because many may wait and the garbage
 # collector visits each object. They are only ever replaced.
 _NOTHING: list[Any] = []
 

@@ -220,8 +220,8 @@ def _new_experts(request: LiveRequest, first: int, routed: Any) -> Any:
     Args:
         request: whose they are.
         first: position of the first row.
-        routed: of the step's tokens, some of which were drafts that are not in the output, and some
-            of which a preempted request has computed again.
+        routed: experts of the step's tokens, some of which were drafts that are not in the output,
+                and some of which a preempted request has computed again.
     """
     sent, end = request.num_routed_positions, request.num_tokens - 1
     new = routed[max(sent - first, 0) : end - first]

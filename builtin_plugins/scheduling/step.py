@@ -28,7 +28,7 @@ class Step:
         now: time in seconds on the engine's clock, read once per step.
         budget: tokens left.
         encoder_budget: encoder tokens left.
-        max_requests: that it may schedule; None is no limit.
+        max_requests: number of requests that it may schedule; None is no limit.
         tokens: scheduled tokens by request id, running requests first.
         running: running requests that get tokens, by id.
         admitted: requests admitted in this step, by id.

@@ -26,7 +26,7 @@ class _Chunk:
 
 
 def _place(request: LiveRequest) -> tuple[Any, bool, int]:
-    """Return what requests are sorted by; ties: preempted requests first, then by arrival."""
+    """Return the key of a request's place; ties: preempted requests first, then by arrival."""
     return request.queue_key, request.num_preemptions == 0, request.order
 
 

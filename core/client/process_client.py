@@ -47,10 +47,10 @@ class EngineStart:
     """The parameters that an engine process is started with.
 
     Attributes:
-        log_level: of its logger.
+        log_level: level of its logger.
         engine_index: the number of the engine, from 0; its ZMQ identity.
-        vocabulary: of the tokenizer, for grammars; None is an engine without them.
-        interpreter: the Python to start. A restart uses it again, for by then the program may be
+        vocabulary: vocabulary of the tokenizer, for grammars; None is an engine without them.
+        interpreter: the Python to start. A restart uses it again, as by then the program may be
             in another directory.
     """
 
@@ -370,7 +370,7 @@ class ProcessClient:
         """Return the error for a utility call that was not answered in time.
 
         Args:
-            timeout: of the call in seconds; None is the configured one.
+            timeout: timeout of the call in seconds; None is the configured one.
         """
         limit = f"{self._timeout_s:g} s (engine.call_timeout_seconds)"
         return EngineTimeoutError(

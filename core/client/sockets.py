@@ -66,7 +66,7 @@ class _Unsent:
     """A message in the backlog.
 
     Attributes:
-        future: of the answer, for a utility call.
+        future: future of the answer, for a utility call.
     """
 
     frames: _Frames
@@ -87,7 +87,7 @@ class EngineSockets:
     Attributes:
         identity: the ZMQ identity of the engine.
         addresses: the addresses that the engine connects to.
-        folder: of the sockets; `close` removes it.
+        folder: folder of the sockets; `close` removes it.
     """
 
     # Locks: `_send_lock` guards the encoder, the ROUTER and the backlog; `_lock`
@@ -106,8 +106,8 @@ class EngineSockets:
         """Bind the sockets; the engine connects later.
 
         Args:
-            index: of the engine.
-            manifest_hash: of the plugin set that the engine must have.
+            index: index of the engine.
+            manifest_hash: hash of the plugin set that the engine must have.
             consumer: is offered large tensors of requests and calls.
             provider: finds those of outputs that the engine's consumer took, in the reader.
 
@@ -221,7 +221,7 @@ class EngineSockets:
         """Send one message now, or from the backlog as soon as the engine accepts it.
 
         Args:
-            future: of the answer; once it is cancelled, the message is dropped from the backlog.
+            future: future of the answer; cancelling it drops the message from the backlog.
 
         Raises:
             EngineDeadError, RequestError: as for `attempt`.

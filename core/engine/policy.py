@@ -98,10 +98,10 @@ class PolicyArguments:
         """Create the defaults, for requests without arguments.
 
         Args:
-            entry: of the policy.
+            entry: entry of the policy.
             cls: its class.
-            options: of the policy.
-            vocab_size: of the model.
+            options: options of the policy.
+            vocab_size: vocabulary size of the model.
         """
         self.takes_any = takes_arguments(cls)
         self.key = argument_key(_KIND, entry.name)
@@ -113,7 +113,7 @@ class PolicyArguments:
         self._defaults = prepared_type(cls)()
 
     def of(self, request: EngineCoreRequest) -> Any:
-        """Return what the policy gets as the arguments of a request.
+        """Return the arguments of a request as the policy gets them.
 
         Raises:
             RequestError: they do not fit.

@@ -53,7 +53,7 @@ def limits_of(
         config: the engine's configuration.
         max_model_len: resolved.
         asynchronous: whether steps are scheduled before the results of earlier ones are known.
-        num_batches: that are under way at once, if they share no requests.
+        num_batches: number of batches under way at once, if they share no requests.
 
     Raises:
         ConfigError: limits that cannot work together.

@@ -104,7 +104,7 @@ class ControlCalls:
         """Reallocate memory that `sleep` released; resume once all of it is allocated.
 
         Args:
-            tags: of "weights", "kv_cache" and "scheduling"; None is all of them.
+            tags: any of "weights", "kv_cache" and "scheduling"; None is all of them.
 
         Raises:
             RequestError: an unknown tag.
@@ -182,7 +182,7 @@ class ControlCalls:
         """Return live completions in order of arrival, with their progress and why they wait.
 
         Args:
-            external_ids: of the requests, as the user knows them; None is all.
+            external_ids: ids of the requests, as the user knows them; None is all.
         """
         scheduler = self._parts.scheduler
         now = scheduler.context.clock()
@@ -239,7 +239,7 @@ class EngineUtilities(ControlCalls):
 
     @utility()
     def plugin_report(self: UtilityHost) -> PluginReport:
-        """Return what sinks export of the engine; of `health`, what the engine itself knows."""
+        """Return the engine's report for sinks; of `health`, what the engine itself knows."""
         parts = self._parts
         meters: list[dict[str, PluginMeter]] = parts.executor.collective_rpc("plugin_meters")
         return PluginReport(

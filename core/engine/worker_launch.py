@@ -48,13 +48,13 @@ _FACTORY = "hardpoint.core.engine.worker_launch:build_worker"
 
 
 class _Data(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker is made of.
+    """The configuration and the plugins that a worker is made of.
 
     Attributes:
         manifest: the plugins.
         config: an EngineConfig as plain data.
         config_sources: by dotted path, where configuration values came from.
-        placement: of all ranks.
+        placement: placement of all ranks.
     """
 
     manifest: Manifest
@@ -68,7 +68,7 @@ class _Versioned(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         hardpoint, torch: versions, where the engine is.
-        manifest_hash: of the plugins there.
+        manifest_hash: hash of the plugins there.
         data: a _Data.
     """
 
@@ -85,7 +85,7 @@ class _ProcessLaunch(ChildLaunch, frozen=True, kw_only=True):
         launch: the WorkerLaunch, encoded.
         run: the executor's function that the process runs.
         descriptors: for it; the first is that of the channel.
-        log_level: of the logger "hardpoint".
+        log_level: level of the logger "hardpoint".
     """
 
     launch: bytes
@@ -155,7 +155,7 @@ class _ChildWorker(ChildProcess):
     """A process of a worker.
 
     Attributes:
-        rank: of the worker.
+        rank: rank of the worker.
     """
 
     what = "worker process"
@@ -183,11 +183,11 @@ class WorkerProcess:
         """Start the process.
 
         Args:
-            launch: of the worker.
+            launch: launch message of the worker.
             run: the executor's function.
             pass_fds: descriptors that it gets.
-            manifest: of the plugins.
-            folder: that the process removes, if this one ends without doing so.
+            manifest: manifest of the plugins.
+            folder: folder that the process removes, if this one ends without doing so.
         """
         references = [entry.value for entry in manifest.tree() if _is_needed(entry)]
         objects = main_objects([*references, run])

@@ -17,9 +17,9 @@ class Launch(ChildLaunch, frozen=True, kw_only=True):
         manifest: the plugins, the same in every process.
         config: an EngineConfig as plain data.
         config_sources: by dotted path, where configuration values came from.
-        log_level: of the logger "hardpoint".
+        log_level: level of the logger "hardpoint".
         engine_index: the number of the engine, from 0.
-        vocabulary: of the tokenizer, for grammars; None is an engine without them.
+        vocabulary: vocabulary of the tokenizer, for grammars; None is an engine without them.
     """
 
     address: str

@@ -114,7 +114,7 @@ class Prepared:
     """A request with what the input thread computed for it.
 
     Attributes:
-        block_hashes: of its prompt.
+        block_hashes: block hashes of its prompt.
         arrived: when it was received, in seconds on the engine's clock.
     """
 
@@ -228,7 +228,7 @@ class EngineLoop:
             )
         if self._state is ShutdownState.RUNNING:
             return False
-        # Without work, requests that are left are held by a pause: to wait for them is in vain.
+        # Without work, the requests that are left are held by a pause: waiting would not end them.
         nothing_can_run = not self._core.has_requests()
         if nothing_can_run or self._signals > 1 or self._clock() >= self._drain_until:
             self._state = ShutdownState.SHUTTING_DOWN

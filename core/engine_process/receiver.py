@@ -46,7 +46,7 @@ class MessageReader:
         """Create a reader.
 
         Args:
-            queues: of the loop.
+            queues: queues of the loop.
             check: called with each request before the loop gets it.
             provider: finds tensors that travel out of band.
             hash_prompt: called with each request, in this thread rather than in the loop's.

@@ -91,8 +91,8 @@ def log_as(index: int, level: str) -> None:
     """Write the log to stderr; each line begins with the engine's index and process id.
 
     Args:
-        index: of the engine.
-        level: of the logger "hardpoint".
+        index: index of the engine.
+        level: level of the logger "hardpoint".
     """
     log_to_stderr(f"EngineCore {index}", level)
 
@@ -105,7 +105,7 @@ def run_engine(data: bytes, watch: ParentWatch) -> None:
 
     Args:
         data: a Launch.
-        watch: of the parent.
+        watch: watch of the parent.
 
     Raises:
         HardpointError: the engine cannot be built; the parent raises it too.

@@ -27,7 +27,7 @@ class ClientSendQueues:
     """Queues of unsent messages, one per client. `put` never waits.
 
     Unsent outputs are merged: one entry per request, however many steps it came from. So a queue
-    is bounded by the requests that its client sent, and its utility results; `is_full` says that
+    is bounded by the requests that its client sent, and its utility results; `is_full` means that
     they are many, and no more of the client's messages should be read.
     """
 

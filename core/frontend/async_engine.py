@@ -183,9 +183,9 @@ class AsyncEngine(WatchedEngine):
         return self._frontend.health(fallbacks, slow, self._restarter.count)
 
     async def metrics(self) -> str:
-        """Return what the sinks of statistics export; nothing without any.
+        """Return the exports of the sinks of statistics; nothing without any.
 
-        Takes at most about a second: of an engine that does not answer, what it said last is used.
+        Takes at most about a second: if the engine does not answer, its last report is used.
         """
         statistics, answer = self._frontend.statistics, None
         if statistics is None or not statistics.has_sinks:

@@ -35,7 +35,7 @@ class EngineParts:
 
     Attributes:
         config: with `max_model_len` and `kv_cache.num_blocks` filled in.
-        supported_tasks: of the model, such as "generate".
+        supported_tasks: tasks of the model, such as "generate".
         components: closed with the engine, last one first.
         clock: seconds; gives requests their arrival times.
         statistics: closed with the engine; None if they are off.
@@ -63,7 +63,7 @@ class EngineParts:
 
         Args:
             use: entry-point name, FQCN or class.
-            options: of the policy.
+            options: options of the policy.
 
         Raises:
             ConfigError, PluginError: the policy cannot be built.

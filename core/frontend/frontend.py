@@ -1,4 +1,4 @@
-"""What all engines share: prompts become requests, engine outputs become the user's."""
+"""The frontend of every engine: prompts become requests, engine outputs become the user's."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ProcessedBatch:
     """The result of one batch of engine outputs.
 
     Attributes:
-        request_outputs: of requests without a sink.
+        request_outputs: outputs of requests without a sink.
         aborts: internal ids of requests to abort in the engine.
     """
 
@@ -164,7 +164,7 @@ class Frontend:
         """Return the error of a dead engine; it names the requests that may be responsible.
 
         Args:
-            error: that ended the engine.
+            error: error that ended the engine.
             in_step: internal ids of the requests of the step that ended it; None is all.
         """
         reported = engine_dead(error)
@@ -221,10 +221,10 @@ class Frontend:
         return self._health.report(fallbacks, slow, restarts)
 
     def exposition(self, answer: PluginReport | None, restarts: int = 0) -> str:
-        """Return what the sinks export; nothing without any.
+        """Return the exports of the sinks; nothing without any.
 
         Args:
-            answer: of the engine; None if it gave none, then its last one is used.
+            answer: report of the engine; None if it gave none, then its last one is used.
 
         Raises:
             PluginFaultError: a sink whose faults end the engine failed.

@@ -55,7 +55,7 @@ DEADLY = 2
 
 
 class EngineState(Enum):
-    """What an AsyncEngine does with requests.
+    """States of an AsyncEngine: how it treats requests.
 
     Attributes:
         SERVING: it sends them to the engine.
@@ -137,7 +137,7 @@ class Restarter:
 
     Attributes:
         enabled: whether it restarts any.
-        count: of restarts so far.
+        count: number of restarts so far.
     """
 
     def __init__(

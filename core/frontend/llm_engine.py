@@ -191,7 +191,7 @@ class LLMEngine:
 
         Args:
             use: entry-point name, FQCN or class.
-            options: of the policy.
+            options: options of the policy.
 
         Returns:
             The new generation of the manifest.
@@ -241,9 +241,9 @@ class LLMEngine:
 
     @locked
     def metrics(self) -> str:
-        """Return what the sinks of statistics export; nothing without any, or once closed.
+        """Return the exports of the sinks of statistics; nothing without any, or once closed.
 
-        Of an engine that does not answer within a second, what it said last is used.
+        If an engine does not answer within a second, its last report is used.
 
         Raises:
             EngineFaultError: a sink whose faults end the engine failed.

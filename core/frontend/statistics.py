@@ -275,7 +275,7 @@ class Statistics:
         return self._last_report if answer is None else answer
 
     def exposition(self, report: PluginReport) -> str:
-        """Return what the sinks export, joined; nothing once they are closed.
+        """Return the exports of the sinks, joined; nothing once they are closed.
 
         Raises:
             PluginFaultError: a sink whose faults end the engine failed; all were called.

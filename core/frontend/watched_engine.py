@@ -75,7 +75,7 @@ class WatchedEngine:
 
     @property
     def errored(self) -> bool:
-        """True once the engine is dead and is not restarted; `dead_error` says why."""
+        """True once the engine is dead and is not restarted; `dead_error` is the reason."""
         return self.dead_error is not None
 
     @property
@@ -279,7 +279,7 @@ def _for_request(error: BaseException, *, in_step: bool) -> EngineDeadError:
     """Return the error for a request in flight when the engine died.
 
     Args:
-        error: that ended the engine.
+        error: error that ended the engine.
         in_step: whether the request was in the step in which it died, and so may be responsible.
     """
     reported = engine_dead(error)

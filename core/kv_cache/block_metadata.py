@@ -1,4 +1,4 @@
-"""What is known of the content of each block, and what eviction policies may see of it."""
+"""Metadata of the content of each block, and the view of it that eviction policies get."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class BlockMetadata:
     pool allocates it, and writes its lists.
 
     Attributes:
-        num_blocks: that requests can use.
+        num_blocks: number of blocks that requests can use.
         hashes: by block id; None without cached content.
         groups, depths: by block id, of the cached content.
         history: None unless the eviction policy asked for it.

@@ -28,8 +28,8 @@ class EventLog:
         Args:
             request: whose tokens are in the blocks.
             group: the group that the blocks are of.
-            hashes: of the request's blocks from its first one on.
-            positions: of the added blocks in its table, ascending.
+            hashes: hashes of the request's blocks from its first one on.
+            positions: positions of the added blocks in its table, ascending.
         """
         start = 0
         for i, position in enumerate(positions):
@@ -102,7 +102,7 @@ class BlockPool:
         """Start with every block empty.
 
         Args:
-            num_blocks: of the pool.
+            num_blocks: number of blocks of the pool.
             num_groups: each has an index of its own.
             null_block: whether block 0 is the null block.
             eviction: chooses among the candidates; by default in the order of release.
@@ -183,7 +183,7 @@ class BlockPool:
         Args:
             group: the group of the table.
             table: the request's blocks.
-            hashes: of the same blocks.
+            hashes: hashes of the same blocks.
             start, end: first and last + 1 position in the table; null blocks are left out.
 
         Returns:

@@ -25,7 +25,7 @@ class KVEventFanout:
         Args:
             publishers: each with the reporter of its faults and what calls its methods.
             wall_clock: seconds since 1970.
-            data_parallel_rank: of the engine.
+            data_parallel_rank: data-parallel rank of the engine.
         """
         self._publishers = Fanout(publishers)
         self._wall_clock = wall_clock

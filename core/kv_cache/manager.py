@@ -76,7 +76,7 @@ class BlockManager:
         """Start with every block empty.
 
         Args:
-            num_blocks: of the pool; with a windowed group, one of them is the null block.
+            num_blocks: size of the pool; with a windowed group, one of them is the null block.
             block_size: tokens per block.
             groups: the layers' attention groups, each with its own table per request.
             max_step_tokens: most tokens of a request in a step, for `blocks_needed`; None is all.

@@ -27,9 +27,9 @@ def longest_prefix(
     that the first token after the prefix sees; in place of the others comes the null block.
 
     Args:
-        groups: of the cache.
+        groups: groups of the cache.
         indices: per group, hash to block id.
-        hashes: of the request's blocks.
+        hashes: hashes of the request's blocks.
         limit: longest prefix to consider, in blocks.
         block_size: tokens per block.
     """

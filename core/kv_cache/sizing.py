@@ -15,7 +15,7 @@ class CacheSize:
 
     Attributes:
         max_model_len: the longest request; smaller than the model's only where the configuration
-            says "auto".
+            is "auto".
     """
 
     num_blocks: int
@@ -45,7 +45,7 @@ def size_cache(config: EngineConfig, max_model_len: int, info: WorkerInfo) -> Ca
 
 
 def block_needs(config: EngineConfig, info: WorkerInfo) -> BlockNeeds:
-    """Return what requests need of the cache of a worker's groups."""
+    """Return the cache needs of requests, for the groups of a worker."""
     groups = [KVCacheGroup(window) for window in info.windows]
     return BlockNeeds(groups, config.kv_cache.block_size, max_step_tokens(config))
 

@@ -55,7 +55,7 @@ class HandshakeMetadata(msgspec.Struct, array_like=True, frozen=True, kw_only=Tr
     """The answer to a Hello.
 
     Attributes:
-        manifest_hash: of the frontend's plugin set; an engine with another one does not start.
+        manifest_hash: hash of the frontend's plugin set; an engine with another one does not start.
         parallel_config: settings that replace the engine's own, by name.
     """
 
@@ -72,7 +72,7 @@ class Ready(msgspec.Struct, array_like=True, frozen=True, kw_only=True, gc=False
         local: the engine runs on the host of its frontend.
         headless: no frontend runs on the engine's host.
         num_gpu_blocks: 0 if there is no KV cache.
-        dp_stats_address: of the coordinator's statistics; None without data parallel.
+        dp_stats_address: address of the coordinator's statistics; None without data parallel.
         parallel_config_hash: must be the same in all data-parallel ranks; None without them.
     """
 
@@ -90,10 +90,10 @@ class EngineCoreReadyResponse(
     """The first message of an engine on each input socket.
 
     Attributes:
-        manifest_hash: of the plugin set that it loaded; its clients have the same one.
+        manifest_hash: hash of the plugin set that it loaded; its clients have the same one.
         max_model_len: may be smaller than what was configured.
         num_gpu_blocks: 0 if there is no KV cache.
-        dp_stats_address: of the coordinator's statistics; None without data parallel.
+        dp_stats_address: address of the coordinator's statistics; None without data parallel.
     """
 
     protocol: int = PROTOCOL_VERSION

@@ -15,7 +15,7 @@ class RequestCheck:
 
         Args:
             vocab_size: one more than the largest token id.
-            engine_index: of the engine that the requests are for.
+            engine_index: index of the engine that the requests are for.
         """
         self._vocab_size = vocab_size
         self._engine_index = engine_index

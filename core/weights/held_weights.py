@@ -36,8 +36,8 @@ def hold_weights(
     Args:
         model: the rank's share.
         checked: the same, checked.
-        loader: of the weights.
-        source: of the loader.
+        loader: loader of the weights.
+        source: source of the loader.
         quantized: what is to give the model its matrices of few bits.
 
     Raises:
@@ -102,7 +102,7 @@ def _copy_of_table(model: Model, held: Mapping[str, HeldWeight]) -> dict[str, He
 def _formats(
     loader: WeightLoader, source: Source, shapes: Mapping[str, tuple[int, ...]]
 ) -> Mapping[str, WeightFormat]:
-    """Return how the files store weights, as the loader says.
+    """Return how the files store weights, as the loader reports it.
 
     Raises:
         ModelError: a weight is stored in a way that cannot be read.

@@ -1,4 +1,4 @@
-"""Finding the files of a model by its name, and saying why there are none that can be read."""
+"""Finds the files of a model by its name; the error explains why none can be read."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def find_files(name: str, setting: str = "model") -> ModelFiles:
     """Return the files of a model: an alias, a path, or a Hugging Face id, downloaded or cached.
 
     Args:
-        name: of the model.
-        setting: that names it, for messages.
+        name: name of the model.
+        setting: setting that names it, for messages.
 
     Raises:
-        ModelError: no model has that name; says what was tried and what to do.
+        ModelError: no model has that name; the message has what was tried and what to do.
     """
     if name in ALIASES:
         return ModelFiles(name, _packaged(name, setting))
@@ -72,7 +72,7 @@ def unreadable(files: ModelFiles, loaders: Sequence[str], advice: str = "") -> M
     """Return the error for files that none of the loaders recognises.
 
     Args:
-        files: of the model.
+        files: files of the model.
         loaders: their names.
         advice: where to get others, which the installed distribution lacks.
     """

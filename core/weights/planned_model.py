@@ -1,4 +1,7 @@
-"""What a rank computes of a model, built without weights."""
+"""A rank's share of a model, built without weights.
+
+A worker builds it to load the weights into it; the model report, to add up the memory it needs.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ class PlannedModel:
         attention: the backend with the layers' specs and groups.
         quantized: what is to give the model its matrices of few bits; to be closed.
         weights: how each weight is held in memory, by Hugging Face name.
-        estimate: of the memory that all of it needs.
+        estimate: estimate of the memory that all of it needs.
     """
 
     model: Model
@@ -84,9 +87,9 @@ def plan_model(
     """Build a rank's share of the model, and estimate its memory; no weight is read.
 
     Args:
-        spec: of the worker.
-        ops: of the model's layers.
-        backend: of attention.
+        spec: spec of the worker.
+        ops: operations of the model's layers.
+        backend: backend of attention.
         parallel: the share.
         limit: returns what may be allocated.
 
@@ -138,9 +141,9 @@ def _layer_groups(
     """Return the KV cache groups of this rank's layers.
 
     Args:
-        spec: of the worker.
-        specs: of this rank's layers.
-        whole: of those of all stages.
+        spec: spec of the worker.
+        specs: specs of this rank's layers.
+        whole: specs of the layers of all stages.
     """
     if not spec.config.kv_cache.window_groups:
         return LayerGroups.single(len(specs))
@@ -148,7 +151,7 @@ def _layer_groups(
 
 
 def _schemes(spec: WorkerSpec) -> Callable[[str], Scheme]:
-    """Return what builds the quantisation schemes of a checkpoint."""
+    """Return a function that builds the quantisation schemes of a checkpoint."""
     described = spec.model_config.hf.get("quantization_config")
 
     def scheme(name: str) -> Scheme:

@@ -43,12 +43,12 @@ _HEAD = "lm_head.weight"
 
 
 class QuantizedWeights:
-    """Gives a model its matrices of few bits, as the configuration says; passes other weights on.
+    """Gives a model its matrices of few bits, as configured; passes other weights on.
 
-    `pass_on` does it; `describe` says afterwards what was done. `close` closes the schemes.
+    `pass_on` does it; `describe` reports afterwards what was done. `close` closes the schemes.
 
     Attributes:
-        whole_shapes: of the weights of all stages, by name.
+        whole_shapes: shapes of the weights of all stages, by name.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class QuantizedWeights:
 
         Args:
             config: the engine's.
-            model: that loads the weights.
-            cuts: of its weights, by name.
+            model: model that loads the weights.
+            cuts: cuts of its weights, by name.
             scheme: builds a scheme by its name; returns it and its source.
             whole: all stages of the model, where `model` is one of several. It is not kept.
 
         Raises:
-            ConfigError: the model cannot load what the configuration says.
+            ConfigError: the model cannot load what is configured.
         """
         self._config = config.quantization
         self._checkpoint = config.model
@@ -99,7 +99,7 @@ class QuantizedWeights:
         self._without_kernel: Counter[str] = Counter()
         self._has_own = False
         self._by_loader: Counter[str] = Counter()  # what came dequantised
-        self._said: dict[str, str] = {}  # what loaders dequantise, by name
+        self._loader_formats: dict[str, str] = {}  # what loaders dequantise, by name
 
     def close(self) -> None:
         """Close the schemes; the matrices that they made stay."""
@@ -128,8 +128,8 @@ class QuantizedWeights:
                 tensor = calls.numbers(matrix)
             else:
                 tensor = weight
-                if (said := self._said.get(name)) is not None:
-                    self._by_loader[said] += 1
+                if (found_format := self._loader_formats.get(name)) is not None:
+                    self._by_loader[found_format] += 1
             if self.scheme_of(name, None) is not None:
                 assert self._use is not None
                 calls = self._calls(name, self._use)
@@ -141,7 +141,7 @@ class QuantizedWeights:
         """Return the scheme in which the model gets a weight; None if it gets numbers.
 
         Args:
-            name: of the weight.
+            name: name of the weight.
             stored: the scheme in which the files store it; None if they store numbers.
         """
         return self._scheme_of(name, stored) if name in self._quantizable else None
@@ -194,7 +194,7 @@ class QuantizedWeights:
         """Check that schemes can read what files store, and that they have the required scheme.
 
         Args:
-            formats: of the weights of all stages, by name; empty if they are not known.
+            formats: formats of the weights of all stages, by name; empty if they are not known.
 
         Raises:
             ModelError: a scheme cannot read what is stored.
@@ -210,14 +210,14 @@ class QuantizedWeights:
                 calls = self._calls(name, self._scheme_of_weight(name, stored.scheme))
                 calls.call("check", functools.partial(calls.component.check, stored))
             if not found.is_quantized and not hasattr(torch, found.name):
-                self._said[name] = found.name
+                self._loader_formats[name] = found.name
         self._check_cuts(formats)
         named = [name for name, found in formats.items() if found.name == self._config.use]
         if formats and not self._quantizes:
             self.check_used(any(self._scheme_of(name, self._config.use) for name in named))
 
     def _check_cuts(self, formats: Mapping[str, WeightFormat]) -> None:
-        """Check that each cut of this rank is at a group of columns, where schemes say that.
+        """Check that each cut of this rank is at a group of columns, where schemes declare groups.
 
         Raises:
             ModelError: a stored matrix cannot be cut.
@@ -231,8 +231,8 @@ class QuantizedWeights:
             rows, columns = self._shapes[name]
             calls = self._calls(name, self._scheme_of_weight(name, use))
             stored = found.stored if found is not None and use == of else None
-            say = functools.partial(calls.component.alignment, (rows, columns), stored)
-            unit = calls.call("alignment", say)
+            alignment = functools.partial(calls.component.alignment, (rows, columns), stored)
+            unit = calls.call("alignment", alignment)
             if unit is None:
                 continue
             unit = calls.checked_unit(unit)
@@ -362,7 +362,7 @@ class QuantizedWeights:
             )
 
     def _read(self, calls: SchemeCalls, weight: QuantizedWeight, stays: bool) -> QuantizedMatrix:
-        """Return what is stored, or the part of it that is needed.
+        """Return the stored matrix, or the part of it that is needed.
 
         Raises:
             ModelError: it cannot be read, has another shape, or stays as it is and cannot be cut.

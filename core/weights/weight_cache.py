@@ -69,7 +69,7 @@ class _Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is in a file; `key` says for whom, and `quantized` which matrices have few bits."""
+    """Header of a file: `key` identifies the weights, `quantized` describes those of few bits."""
 
     key: str
     size: int
@@ -78,7 +78,7 @@ class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _UnusableError(Exception):
-    """A file cannot be used; the message says why."""
+    """A file cannot be used; the message is the reason."""
 
 
 class _CancelledError(Exception):
@@ -99,7 +99,7 @@ def cache_key(
     """Return a text that differs whenever packed weights may; None if they are not kept.
 
     Args:
-        loader: of the weights.
+        loader: loader of the weights.
         model: what makes of them what is kept.
         ops: its operations, which pack.
         quantization: the configuration of weights of few bits.
@@ -169,7 +169,7 @@ class WeightCache:
 
         Args:
             config: the folder and its limit.
-            num_ranks: that keep files of one model there.
+            num_ranks: number of ranks that keep files of one model there.
         """
         self._limit, self._num_ranks = config.max_bytes, num_ranks
         self._folder = cache_folder(config)
@@ -205,9 +205,9 @@ class WeightCache:
         """Write the weights of a model that has loaded them, in a thread, a little later.
 
         Args:
-            key: of the weights.
-            model: that has them.
-            quantized: which matrices have few bits; later starts say it.
+            key: key of the weights.
+            model: model that has them.
+            quantized: description of the matrices of few bits, which later starts log.
         """
         if self._folder is None or (tensors := model.packed_weights()) is None:
             return
@@ -330,7 +330,7 @@ def _view(mapped: mmap.mmap, start: int, entry: _Tensor) -> torch.Tensor:
 
 
 def _memory(tensor: torch.Tensor) -> _Memory:
-    """Return what two tensors have in common that are the same memory, read the same way."""
+    """Return a key that is equal for tensors of the same memory, read the same way."""
     return (
         tensor.device,
         tensor.data_ptr(),
@@ -516,9 +516,9 @@ def _make_room(folder: Path, limit: int, keep: Path) -> None:
     """Remove files of the cache, least recently used first, until they have `limit` bytes.
 
     Args:
-        folder: of the cache.
-        limit: of all files but one.
-        keep: that one, which is about to be replaced.
+        folder: folder of the cache.
+        limit: limit of all files but one.
+        keep: the one that does not count, which is about to be replaced.
     """
     files = []
     for file in folder.iterdir():

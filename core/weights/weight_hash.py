@@ -44,15 +44,15 @@ class WeightsHash:
         """Begin; before the workers do.
 
         Args:
-            loader: of the weights.
+            loader: loader of the weights.
             config: its folder keeps the hashes of files.
             user: the setting that needs it, for messages.
 
         Raises:
-            ConfigError: the loader cannot say what the weights are.
+            ConfigError: the loader cannot identify the weights.
         """
         if type(loader).content_hash is WeightLoader.content_hash:
-            raise _cannot_say(loader, user)
+            raise _no_content_hash(loader, user)
         self._loader, self._config, self._user = loader, config, user
         self._fingerprint = _fingerprint(loader)
         self._hash: Future[str] = Future()
@@ -70,10 +70,10 @@ class WeightsHash:
     def result(self) -> str:
         """Return it, once it is there; after the workers have loaded the weights.
 
-        If files have changed in the meantime, it is none that another engine gets.
+        If files have changed in the meantime, it is a hash that no other engine gets.
 
         Raises:
-            ConfigError: the loader cannot say what the weights are.
+            ConfigError: the loader cannot identify the weights.
             HardpointError: the loader failed.
             OSError: a file cannot be read.
         """
@@ -96,7 +96,7 @@ def _fingerprint(loader: WeightLoader) -> str | None:
         return None
 
 
-def _cannot_say(loader: WeightLoader, user: str) -> ConfigError:
+def _no_content_hash(loader: WeightLoader, user: str) -> ConfigError:
     return ConfigError(
         f"{user} has to distinguish blocks from those of other weights, "
         f"and the loader {loader.name!r} has no content_hash()"
@@ -121,16 +121,16 @@ def hash_weights(
     user: str,
     stop: threading.Event | None = None,
 ) -> str:
-    """Return a text that says what the weights of a model are, for the keys of KV blocks.
+    """Return a text that identifies the weights of a model, for the keys of KV blocks.
 
     Args:
-        loader: of the weights.
+        loader: loader of the weights.
         config: its folder keeps the hashes of files.
         user: the setting that needs it, for messages.
         stop: ends it, if set.
 
     Raises:
-        ConfigError: the loader cannot say.
+        ConfigError: the loader cannot identify the weights.
         HardpointError: the loader failed, or it was stopped.
         OSError: a file cannot be read.
     """
@@ -144,7 +144,7 @@ def hash_weights(
             f"loader {loader.name!r}: its content_hash() failed: {describe(cause)}"
         ) from cause
     if found is None:
-        raise _cannot_say(loader, user)
+        raise _no_content_hash(loader, user)
     if not isinstance(found, str) or not found:
         raise PluginFaultError(
             f"loader {loader.name!r}: its content_hash() gave {shown(found)}, expected a text"
@@ -158,7 +158,7 @@ def hash_file(path: Path, folder: Path | None, stop: threading.Event | None = No
     It is read if the hash is not kept in the folder, or the file has changed since.
 
     Args:
-        path: of the file; a symbolic link is followed.
+        path: path of the file; a symbolic link is followed.
         folder: where hashes are kept; None is nowhere.
         stop: ends it, if set.
 

@@ -1,4 +1,4 @@
-"""What a worker is built from."""
+"""The spec that a worker is built from; core/engine/prepare.py makes it of the configuration."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WorkerSpec:
         device: resolved; never "auto".
         max_model_len: resolved.
         rank: among those that share the model.
-        placement: of all ranks; None if there is one.
+        placement: placement of all ranks; None if there is one.
     """
 
     config: EngineConfig

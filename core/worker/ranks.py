@@ -41,7 +41,7 @@ class Ranks:
         Args:
             config: how many there are.
             rank: in the engine.
-            placement: of all ranks; None if there is one.
+            placement: placement of all ranks; None if there is one.
         """
         self.rank = rank
         self.are_many = config.world_size > 1
@@ -102,13 +102,13 @@ class Ranks:
                 # Read, since on a GPU the call itself does not wait.
                 group.all_reduce(torch.zeros(1, device=group.context.device)).item()
 
-    def any(self, said: bool) -> bool:
-        """Return whether a rank says so, once all ranks have called this."""
+    def any(self, flag: bool) -> bool:
+        """Return whether `flag` is true on any rank, once all ranks have called this."""
         for group in (self._pipeline, self.parallel.tensor):
             if group.size > 1:
-                count = torch.tensor([float(said)], device=group.context.device)
-                said = bool(group.all_reduce(count).item())
-        return said
+                count = torch.tensor([float(flag)], device=group.context.device)
+                flag = bool(group.all_reduce(count).item())
+        return flag
 
     def receive_hidden(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Return the hidden states of the stage before, in `hidden`; None in the first stage."""

@@ -39,7 +39,7 @@ class _At(NamedTuple):
         position: among the markers of reasoning.
         starts: what is left of each marker that may begin reasoning here.
         prefix: tokens that are left before the text of the answer; None where it has not begun.
-        text: of the answer, of which there are `num_advanced` tokens here.
+        text: text of the answer, of which there are `num_advanced` tokens here.
     """
 
     position: ReasoningPosition
@@ -65,7 +65,7 @@ class Answer:
         Args:
             request: whose outputs are followed.
             compiled: its grammar's state before the first token.
-            vocab_size: of the model.
+            vocab_size: vocabulary size of the model.
         """
         # Of a row's last number those that stand for tokens; 0 is all.
         self._last_bits = np.int32((1 << vocab_size % 32) - 1)
@@ -97,7 +97,7 @@ class Answer:
 
         Args:
             rows: int32 [1 + drafts, columns], all zero. Rows after a draft that the grammar forbids
-                allow everything, for no token is chosen there.
+                allow everything, because no token is chosen there.
             drafts: tokens after the output so far.
 
         Raises:
@@ -188,7 +188,7 @@ class Answer:
         return position.inside
 
     def _return_to(self, before: _At) -> None:
-        """Undo tokens, for drafts are not accepted yet."""
+        """Undo tokens, because drafts are not accepted yet."""
         before.text.return_to(before.num_advanced)
         self._at = before
 

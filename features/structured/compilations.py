@@ -52,7 +52,8 @@ class _Job:
 class Compilations:
     """Runs compilations in threads, each with a limit of time.
 
-    A thread cannot be ended: one that takes too long is given up, and goes on unheeded.
+    A thread cannot be ended: one that takes too long is given up; it runs on, and its result is
+    ignored.
     """
 
     def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
@@ -67,7 +68,7 @@ class Compilations:
         """Return the result of a compilation, None while it is under way; begin it if it is new.
 
         Args:
-            stack_bytes: of its thread.
+            stack_bytes: stack size of its thread.
 
         Raises:
             ValueError: it failed, or took too long.

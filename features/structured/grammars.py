@@ -97,9 +97,9 @@ class GrammarManager(EngineHalf):
 
         Args:
             components: builds the backends.
-            config: of grammars.
-            vocabulary: of the tokenizer.
-            vocab_size: of the model.
+            config: config of grammars.
+            vocabulary: vocabulary of the tokenizer.
+            vocab_size: vocabulary size of the model.
             clock: seconds.
             describe_fault: see `EngineHalfContext`.
             scheduler: names the scheduler in messages.

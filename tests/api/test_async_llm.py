@@ -439,7 +439,7 @@ class TestForServers:
 
         run(main)
 
-    def test_live_requests_say_how_far_they_are(self, run):
+    def test_live_requests_report_their_progress(self, run):
         async def main(llm):
             streams = [llm.generate("x", endless(), name, tags={"t": name}) for name in "ab"]
             for stream in streams:

@@ -241,7 +241,7 @@ class SmallGenerator(FakeGenerator):
     config = EngineConfig(max_model_len=100)
 
 
-def test_a_full_context_refuses_the_message_and_says_how_many_fit(monkeypatch, capsys):
+def test_a_full_context_refuses_the_message_and_names_the_limit(monkeypatch, capsys):
     generator = SmallGenerator([["a" * 30], ["b"]])
     lines = ["q" * 30, "r" * 16, "/reset", "r" * 16]
     assert interactive(monkeypatch, lines, generator) == 0

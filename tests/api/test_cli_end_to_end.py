@@ -111,7 +111,7 @@ class Terminal:
             self.seen += self._decoder.decode(os.read(self.fd, 4096))
 
     def _drain(self) -> None:
-        """Read on, for a full terminal would stop the program, until that has gone."""
+        """Read on until the program has gone, because a full terminal would stop it."""
         try:
             self._read()
         except OSError:
@@ -123,8 +123,8 @@ class Terminal:
     def exit_code(self, keys: str, seconds: float = 60) -> int:
         """Type keys until the program ends.
 
-        They are repeated, for Python's line editor can miss a signal that comes while it starts;
-        seldom, for a second signal would kill a program that is about to end.
+        They are repeated, because Python's line editor can miss a signal during its start;
+        seldom, because a second signal would kill a program that is about to end.
         """
         end, typed = time.monotonic() + seconds, -math.inf
         while time.monotonic() < end:

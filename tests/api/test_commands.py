@@ -56,7 +56,7 @@ def test_generate_passes_every_sampling_option():
     assert params.plugin_args == {"dry": {"base": 2, "name": "x"}}
 
 
-def test_generate_says_what_the_answer_must_be(tmp_path):
+def test_generate_takes_the_form_of_the_answer(tmp_path):
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "integer"}\n')
     for arguments, expected in (

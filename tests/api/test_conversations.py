@@ -118,7 +118,7 @@ def test_the_choice_is_checked():
         Chat([WEATHER], {"name": "get_wether"})
 
 
-def test_the_choice_says_which_calls_a_grammar_allows():
+def test_the_choice_limits_the_calls_that_a_grammar_allows():
     strict = {"type": "function", "function": {"name": "exact", "strict": True}}
     named = {"type": "function", "function": {"name": "exact"}}
     assert Chat([WEATHER]).calls is Chat([WEATHER, strict], "none").calls is None

@@ -1,4 +1,4 @@
-"""What the front door must not import: libraries of the command line and of single features."""
+"""Modules that the front door must not import: those of the command line and single features."""
 
 from __future__ import annotations
 

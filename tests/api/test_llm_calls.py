@@ -1,4 +1,4 @@
-"""What callers of LLM say, and calls that are open side by side."""
+"""Messages to callers of LLM, and calls that are open side by side."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class TestStream:
         assert tokens == whole.outputs[0].token_ids[: len(tokens)]
         assert live(llm) == 0
 
-    def test_what_is_wrong_is_said_at_once(self, llm):
+    def test_wrong_arguments_are_refused_at_once(self, llm):
         with pytest.raises(RequestError, match="prompt"):
             llm.stream("")
         with pytest.raises(

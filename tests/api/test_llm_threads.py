@@ -166,17 +166,17 @@ def test_a_fork_is_refused_and_harms_nothing(llm):
     pid = os.getpid()
 
     def child() -> list[str]:
-        said = []
+        answers = []
         for call in (lambda: llm.generate("say abc"), llm.health, stream.__next__, llm.resume):
             try:
-                said.append(f"it answered: {call()}")
+                answers.append(f"it answered: {call()}")
             except HardpointError as error:
-                said.append(str(error))
+                answers.append(str(error))
         stream.close()
         llm.close()
         vars(llm).clear()
         gc.collect()
-        return said
+        return answers
 
     for message in in_fork(child):
         assert message.startswith(f"the engine belongs to the process {pid}, which opened it; the")

@@ -81,7 +81,7 @@ def test_architectures_formats_and_schemes_are_listed(capsys):
     assert "architecture  LlamaForCausalLM " in capsys.readouterr().out
 
 
-def test_a_report_says_what_a_model_is(capsys, tmp_path):
+def test_a_report_describes_the_model(capsys, tmp_path):
     folder = write(tmp_path / "windows", **WINDOWS)
     found = report(capsys, folder, "--context", "100", "--context", "4000")
     names = ("architecture", "provider", "loader", "vocab_size", "max_position_embeddings")
@@ -154,10 +154,10 @@ def test_the_longest_request_that_fits_is_the_longest(capsys, tiny, monkeypatch)
         ({}, ("max_model_len=5000",), "expected at most 4096"),
     ],
 )
-def test_what_cannot_be_loaded_is_said_as_when_it_is(
+def test_what_cannot_be_loaded_has_the_same_error_as_a_load(
     capsys, monkeypatch, tmp_path, changes, settings, message
 ):
-    # `formats` of random weights is not known; these say that they are float32.
+    # `formats` of random weights is not known; these are declared float32.
     def formats(self, shapes):
         return {name: WeightFormat("float32", 4) for name in shapes}
 
@@ -179,7 +179,7 @@ def test_wrong_arguments(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
-def test_lengths_above_max_model_len_are_said_to_be(capsys, tiny):
+def test_lengths_above_max_model_len_are_marked(capsys, tiny):
     command = ["models", str(tiny), *settings_of("max_model_len=128"), "--context", "129"]
     assert main([*command, "--context", "128"]) == 0
     above, at = (line for line in capsys.readouterr().out.splitlines() if "a request of" in line)
@@ -187,7 +187,7 @@ def test_lengths_above_max_model_len_are_said_to_be(capsys, tiny):
     assert at.endswith(" of them")
 
 
-def test_a_scheme_that_no_one_has_is_said_with_the_weight_and_the_loader(capsys, tiny, monkeypatch):
+def test_a_missing_scheme_is_named_with_the_weight_and_the_loader(capsys, tiny, monkeypatch):
     formats = {"model.norm.weight": WeightFormat("float32", 4), "lm_head.weight": Q9}
     monkeypatch.setattr(DummyLoader, "formats", lambda *_: formats)
     assert main(["models", str(tiny), *settings_of()]) == 2

@@ -78,7 +78,7 @@ def test_positional_arguments_and_missing_ones_are_as_python_has_them():
     class Calls:
         @takes_options
         def generate(self, prompt, request_id=None, **options: Unpack[RequestOptions]):
-            """Return what it is given."""
+            """Return the arguments it is given."""
             return prompt, request_id, options
 
     calls = Calls()

@@ -95,7 +95,7 @@ def test_what_is_enabled_is_listed_once_under_its_name(site, capsys, enable, nam
     assert dry["why"] == "plugins.enable[0] (argument --set plugins.enable)"
 
 
-def test_replaced_and_disabled_defaults_say_by_whom(site, capsys):
+def test_replaced_and_disabled_defaults_name_the_setting(site, capsys):
     components = listed(capsys, "plugins.replace.min_p=stranger:Dry", 'plugins.disable=["top_k"]')
     new = find(components, "logits_processors", "min_p", on=True)
     assert new["class"] == "stranger:Dry"
@@ -115,7 +115,7 @@ def test_the_plain_table_is_aligned(capsys):
     assert all(line[at - 1] == " " for line in lines)
 
 
-def test_the_table_of_a_terminal_has_styles_and_says_the_same(capsys, monkeypatch):
+def test_the_table_of_a_terminal_has_styles_and_the_same_text(capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("TERM", "xterm")

@@ -62,7 +62,7 @@ def asking(**fields) -> SamplingParams:
 
 @pytest.fixture(scope="module")
 def expected(folder):
-    """Return what the model alone chooses for tokens."""
+    """Return a function from tokens to the experts that the model alone chooses for them."""
     model = load_model(Qwen3Moe, open_loader(DummyLoader, folder), dtype=torch.float32)
 
     @torch.inference_mode()

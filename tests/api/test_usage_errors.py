@@ -1,4 +1,4 @@
-"""What the program says of a wrong command line, and how it says it."""
+"""The program's messages for a wrong command line, and their form."""
 
 import io
 import json
@@ -135,7 +135,7 @@ def log(monkeypatch):
         (["-q", "--log-format", "text"], [40]),
     ],
 )
-def test_how_much_is_said(log, capsys, options, levels):
+def test_the_level_of_the_log(log, capsys, options, levels):
     expected = [*(f"of level {level}" for level in levels), "error: one failed"]
     for line in ([*options, "config"], ["config", *options]):
         assert main(line) == 1
@@ -144,7 +144,7 @@ def test_how_much_is_said(log, capsys, options, levels):
     assert logging.getLogger("hardpoint").handlers == []
 
 
-def test_verbose_says_all_with_times(log, capsys):
+def test_verbose_logs_all_with_times(log, capsys):
     assert main(["config", "-v"]) == 1
     first, *_, last = capsys.readouterr().err.splitlines()
     day, _, rest = first.partition(" ")

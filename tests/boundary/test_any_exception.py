@@ -106,7 +106,7 @@ def test_a_command_that_panics_is_named(folder):
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), PanicException("boom"), GeneratorExit()])
-def test_what_ends_the_engine_says_who(scripted, monkeypatch, error):
+def test_what_ends_the_engine_names_the_plugin(scripted, monkeypatch, error):
     def broken(self, batch):
         raise error
 

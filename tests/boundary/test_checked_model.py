@@ -16,7 +16,7 @@ from hardpoint.testing import HistoryAttention, ScriptedModel, scripted_config
 
 
 class Wrong:
-    """What the methods of the plugins below return, or raise; a test sets it."""
+    """Values that the methods of the plugins below return, or raise; a test sets them."""
 
     weights: object = None
     config: object = None
@@ -163,7 +163,7 @@ def test_an_attention_backend_without_soft_caps_refuses_models_that_have_them(
 
 
 class Attends(Model):
-    """Calls attend as a test says: layers, and the shape, dtype and device of q, k and v."""
+    """Calls attend as a test sets: layers, and the shape, dtype and device of q, k and v."""
 
     contract = 1
     calls = ()
@@ -193,7 +193,7 @@ RIGHT = torch.zeros(2, 1, 2)
         ([(0, RIGHT, RIGHT, None)], "with v = None, expected a torch.float32 tensor"),
     ],
 )
-def test_attention_is_called_as_the_specs_say(calls, message, scripted, monkeypatch):
+def test_attention_is_called_as_the_specs_declare(calls, message, scripted, monkeypatch):
     monkeypatch.setattr(Attends, "calls", calls)
     with pytest.raises(PluginFaultError, match=rf"'Scripted.*: its forward\(\) .*{message}"):
         LLM(config=config(scripted, "Attends"))

@@ -1,4 +1,4 @@
-"""What the contract declares of each method follows, in all kinds, for built-ins and strangers."""
+"""Calls follow the declarations of the contract, in all kinds, for built-ins and strangers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ KINDS_OF = {
     "stat_sinks": StatSink,
     "kv_event_publishers": KVEventPublisher,
 }
-# kind, method, arguments, the call in messages, a wrong value and what is said of it, what decides
+# kind, method, arguments, the call in messages, a wrong value and its message, what decides
 CALLS = [
     ("scheduling_policies", "key", (A,), "key() of request 'a'", None, "has no order", None),
     ("scheduling_policies", "group", (A,), "group() of request 'a'", [], "expected some", None),
@@ -123,7 +123,7 @@ def raising(error):
 
 
 def answers(case, does):
-    """Return what a stranger's and a built-in's method give, and their messages; both agree."""
+    """Return the results and messages of a stranger's and a built-in's method; both agree."""
     found = []
     for built_in in (False, True):
         guarded = Guarded(case, does, built_in=built_in)
@@ -200,7 +200,7 @@ def test_it_ends_the_engine_where_it_is_configured(case):
             guarded.call()
 
 
-# method, arguments, a wrong value, what is said of it; the call fails
+# method, arguments, a wrong value and its message; the call fails
 RAISING = [
     ("encode", ("x",), 1, "returned 1, expected token ids: TypeError: "),
     ("decode", ([1],), b"x", "returned b'x', expected text"),
@@ -219,7 +219,7 @@ def use(component, member, arguments):
 
 
 def errors_of_tokenizer(case, does):
-    """Return what comes of a stranger's and of a built-in's method; both agree."""
+    """Return the errors of a stranger's and of a built-in's method; both agree."""
     method, arguments, *_ = case
     member = property(does) if arguments is None else does
     found = []

@@ -87,10 +87,10 @@ def test_token_ids_are_the_frontends_own_and_whole_numbers():
     ],
 )
 def test_other_methods(method, arguments, value, words):
-    for call, said in ((returning(value), words), (failing, "failed: LookupError: lost")):
+    for call, message in ((returning(value), words), (failing, "failed: LookupError: lost")):
         with pytest.raises(PluginFaultError) as error:
             getattr(tokenizer(**{method: call}), method)(*arguments)
-        assert str(error.value) == f"plugin 'mine': its {method} {said}"
+        assert str(error.value) == f"plugin 'mine': its {method} {message}"
     with pytest.raises(RequestError, match="^no template$"):
         tokenizer(apply_chat_template=refusing).apply_chat_template([])
 
@@ -122,7 +122,7 @@ def test_a_vocabulary_has_the_models_tokens_alone():
 
 
 @pytest.mark.parametrize("member", ["vocabulary", "vocab_size"])
-def test_what_a_tokenizer_does_not_say_is_no_fault(member):
+def test_what_a_tokenizer_does_not_declare_is_no_fault(member):
     class Silent:
         context = SimpleNamespace(name="mine", options=None)
         eos_token_ids = ()
@@ -272,7 +272,7 @@ def test_a_token_that_it_cannot_decode_ends_that_request_alone(scripted):
 
 
 class OddSpecials(TransformersTokenizer):
-    """Its properties are not what the interface says."""
+    """Its properties break the interface."""
 
     contract = 1
 

@@ -236,7 +236,7 @@ class TestErrors:
 
 
 class Silent:
-    """An object of which nothing can be said."""
+    """An object whose repr fails."""
 
     def __repr__(self):
         raise RuntimeError("no words")

@@ -1,4 +1,4 @@
-"""What an engine records about the plugins that it runs: who is slow, and who was running."""
+"""Records of an engine about the plugins that it runs: which is slow, and which was running."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opening an engine: what the log says, what the engine is asked, and what it recommends."""
+"""Opening an engine: its log, the questions to the engine, and its recommended parameters."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ RECOMMENDED = SamplingParams(temperature=0.25, top_k=7, top_p=0.5)
 def folder(tmp_path_factory):
     """A scripted checkpoint that recommends how to sample."""
     folder = write_scripted_model(tmp_path_factory.mktemp("model"), {"say abc": " abc abc abc"})
-    said = {"temperature": 0.25, "top_k": 7, "top_p": 0.5, "eos_token_id": 256, "max_length": 9}
-    (folder / "generation_config.json").write_text(json.dumps(said))
+    config = {"temperature": 0.25, "top_k": 7, "top_p": 0.5, "eos_token_id": 256, "max_length": 9}
+    (folder / "generation_config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -43,7 +43,7 @@ def opening_lines(caplog) -> list[str]:
 
 
 class TestLog:
-    def test_what_differs_is_said_once_with_its_origin(self, scripted, caplog):
+    def test_settings_that_differ_are_logged_once_with_their_origin(self, scripted, caplog):
         scheduler = {"max_num_seqs": 3, "policy": "fair"}
         extra = {"scheduler": scheduler, "plugin": {"fair": {"tag": "s3cret"}}}
         config = scripted_config(scripted, extra)
@@ -59,7 +59,7 @@ class TestLog:
         assert "kv_cache" not in line
         assert "s3cret" not in caplog.text
 
-    def test_an_engine_process_says_no_more(self, scripted, caplog):
+    def test_an_engine_process_logs_no_more(self, scripted, caplog):
         config = scripted_config(scripted, APART)
         with caplog.at_level(logging.INFO, "hardpoint"), LLM(config=config):
             (line,) = opening_lines(caplog)
@@ -111,7 +111,7 @@ class TestTasks:
 
 class TestDefaultParams:
     @pytest.mark.parametrize("call", ["generate", "chat", "stream", "stream_chat"])
-    def test_they_count_where_nothing_is_said(self, folder, monkeypatch, call):
+    def test_they_count_where_nothing_is_given(self, folder, monkeypatch, call):
         with LLM(config=scripted_config(folder)) as llm:
             assert llm.default_sampling_params() == RECOMMENDED
             received = []

@@ -97,7 +97,7 @@ def allowed(answer):
 
 
 def after(outputs, prompt=(50,), markers=None):
-    """What may follow outputs that came one by one."""
+    """The tokens that may follow outputs that came one by one."""
     request = LiveRequest(prompt, markers)
     answer = answer_of(request)
     for token in outputs:
@@ -117,11 +117,11 @@ MESSAGES = ReasoningMarkers(
 
 
 class TestWithoutReasoning:
-    def test_the_grammar_says_what_comes_next(self):
+    def test_the_grammar_limits_what_comes_next(self):
         assert after([]) == DIGITS
         assert after([3, 5]) == {5, 6, 7, 8, 9}
 
-    def test_the_output_may_end_where_the_grammar_says(self):
+    def test_the_output_may_end_where_the_grammar_allows_it(self):
         assert after([3, 5, 9]) == {9, END}
 
     def test_a_token_that_the_grammar_forbids_is_an_error_that_names_it(self):
@@ -214,7 +214,7 @@ class TestReasoning:
         assert after([3, 4, 44, 21], (50,), markers) == DIGITS
         assert after([3, 4, 44, 21, 8], (50,), markers) == {8, 9}
 
-    def test_it_says_whether_the_output_is_inside(self):
+    def test_it_reports_whether_the_output_is_inside(self):
         request = LiveRequest((50,), THINK)
         answer = answer_of(request)
         seen = []
@@ -226,7 +226,7 @@ class TestReasoning:
 
 
 class TestPrefixes:
-    """What comes between the reasoning and the text of the answer."""
+    """Text between the reasoning and the text of the answer."""
 
     def test_all_of_it_after_reasoning(self):
         outputs = [30, 31, 44, 33]

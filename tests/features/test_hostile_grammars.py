@@ -530,7 +530,7 @@ def test_what_cannot_be_compiled_at_all_is_refused_when_it_is_added(engine, expe
 
 
 class TestWithProcessors:
-    """What a grammar and a processor together leave no token for; both are named."""
+    """A grammar and a processor that together leave no token; both are named."""
 
     @pytest.mark.parametrize(
         ("fields", "words"),
@@ -576,7 +576,7 @@ def test_nothing_of_a_request_stays_in_the_engine(scripted):
         for index in range(5):
             job = (f"r{index}", "x", params({"regex": f"a{{{index + 1}}}"}))
             run(engine, [job])
-            assert num_answers() <= 1  # the next plan says that it has ended
+            assert num_answers() <= 1  # the next plan reports that it has ended
         run(engine, [("last", "x", SamplingParams(max_tokens=3, **FINAL))])
         assert num_answers() == 0
     finally:

@@ -35,9 +35,9 @@ class PackedLayer(Layer, Protocol):
     """A layer whose loaded tensors can be kept in the weight cache."""
 
     def packed(self) -> dict[str, torch.Tensor] | None:
-        """Return what the layer has made of its tensors, under names that no other layer has.
+        """Return the layer's tensors as it keeps them, under names that no other layer has.
 
-        None if that is something else than tensors.
+        None if it keeps something else than tensors.
         """
 
     def load_packed(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -102,9 +102,9 @@ def quantizable(layers: Iterable[Layer]) -> dict[str, QuantizableLayer]:
 
 
 def packed_weights(layers: Iterable[PackedLayer]) -> dict[str, torch.Tensor] | None:
-    """Return what some layers have made of their tensors, for `Model.packed_weights`.
+    """Return the tensors that some layers keep, for `Model.packed_weights`.
 
-    None if a layer has something else than tensors.
+    None if a layer keeps something else than tensors.
     """
     packed: dict[str, torch.Tensor] = {}
     for layer in layers:
@@ -160,7 +160,7 @@ class RMSNorm:
             name: the Hugging Face name without `.weight`.
             size: the last dimension.
             eps: is added to the mean square.
-            context: of the model.
+            context: the context of the model.
             offset: is added to the weight; the sum is kept in float32.
         """
         self._name = f"{name}.weight"

@@ -28,7 +28,7 @@ class Linear:
     context's dtype before it is added.
     """
 
-    def __init__(  # noqa: PLR0913 - it says all of what a matrix is
+    def __init__(  # noqa: PLR0913 - all that describes a matrix
         self,
         parts: Sequence[tuple[str, int]],
         columns: int,
@@ -46,11 +46,11 @@ class Linear:
 
         Args:
             parts: (Hugging Face name without `.weight`, rows), stacked in this order.
-            columns: of W.
-            context: of the model.
+            columns: number of columns of W.
+            context: the context of the model.
             bias: whether there is a b.
-            out_dtype: of y; None is the context's.
-            row_ranges: of each part, the rows that this rank has; its y has these alone, part
+            out_dtype: dtype of y; None is the context's.
+            row_ranges: the rows of each part that this rank has; its y has these alone, part
                 after part. None is all.
             column_range: the columns of W that this rank has; its x has these alone. The bias is
                 read whole, and added once. None is all.
@@ -122,7 +122,7 @@ class Linear:
         return self._whole
 
     def cuts(self) -> dict[str, Cut]:
-        """Return what this rank has of them."""
+        """Return the cut of each part that this rank has."""
         return self._cuts
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
@@ -332,9 +332,9 @@ def _stacked(
     """Return a matrix in which others are stacked: its name, its rows, and those of `ranges`.
 
     Args:
-        name: of the matrix.
-        rows: of the others.
-        ranges: of rows of each of the others.
+        name: name of the matrix.
+        rows: number of rows of each of the others.
+        ranges: ranges of rows of each of the others.
     """
     starts = [sum(rows[:index]) for index in range(len(rows))]
     shifted = zip(starts, ranges, strict=True)

@@ -53,7 +53,7 @@ class GatedMLP:
             name: the Hugging Face name, before `.gate_proj.weight`.
             hidden: size of x and y.
             width: rows of the gate, and of what it is multiplied with.
-            context: of the model.
+            context: the context of the model.
             gate: `Ops.silu_and_mul` or `Ops.gelu_and_mul`.
             bias: whether the matrices have biases.
             reduce: whether y is the sum over all ranks; otherwise the caller adds up the parts.
@@ -96,7 +96,7 @@ class ExpertsConfig:
         per_token: how many of them a token is computed by.
         width: rows of an expert's gate.
         normalize: whether the weights of a token's experts are scaled to a sum of 1.
-        shared_width: of an expert that computes every token; None is without one.
+        shared_width: rows of the gate of an expert that computes every token; None is without one.
         gate, up, down: names of an expert's matrices.
     """
 
@@ -126,7 +126,7 @@ class MixtureOfExperts:
             name: the Hugging Face name, before `.gate.weight` (the router's) and `.experts.0`.
             hidden: size of x and y.
             experts: how many there are, and of what size.
-            context: of the model.
+            context: the context of the model.
         """
         self._config = experts
         self._communicator = context.parallel.tensor
@@ -165,7 +165,7 @@ class MixtureOfExperts:
         """Return [rows, hidden] for x [rows, hidden].
 
         Args:
-            x: of each token.
+            x: hidden state of each token.
             routed: gets the experts of each token, int32 [rows, experts per token].
         """
         weights, chosen = self._router(x).softmax(-1).topk(self._config.per_token)
@@ -224,7 +224,7 @@ class Experts:
         return weight_shapes(self._matrices)
 
     def cuts(self) -> dict[str, Cut]:
-        """Return what this rank has of them."""
+        """Return the cut of each matrix that this rank has."""
         return weight_cuts(self._matrices)
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
@@ -259,7 +259,7 @@ class Experts:
         Args:
             x: [rows, hidden].
             chosen: int64 [rows, experts per token], among all experts.
-            weights: of these, float32.
+            weights: the weight of each of these, float32.
 
         Raises:
             RuntimeError: a matrix was not loaded.
@@ -299,7 +299,7 @@ class _ExpertMatrix(Linear):
             self.load(name, matrix.dequantize())
 
     def _prepare_runs(self, runs: dict[str, Run]) -> None:
-        """Prepare parts of which some are numbers: all are, for they are packed together."""
+        """Prepare parts; if one has numbers, all become numbers, as they are packed together."""
         if len(runs) > 1:
             weight, start = self._empty(self._rows, self._columns), 0
             for run in runs.values():

@@ -47,7 +47,7 @@ class RotaryEmbedding:
 
         Args:
             head_size: elements of a head.
-            context: of the model; its config has the parameters.
+            context: the context of the model; its config has the parameters.
             source: names the config in messages.
             fields: instead of the config's, for models that have several sets of parameters.
 
@@ -141,7 +141,7 @@ def _longrope(
     fields: ConfigFields,
     max_model_len: int,
 ) -> tuple[torch.Tensor, float, str]:
-    """Return what `_frequencies` does, of LongRoPE; `powers` are those of theta."""
+    """Return the result of `_frequencies` for LongRoPE; `powers` are those of theta."""
     longest = fields.whole("max_position_embeddings")
     name = "original_max_position_embeddings"
     stated = parameters.get(name)

@@ -32,12 +32,12 @@ __all__ = [
 
 @dataclass
 class OpenOutput:
-    """What the bodies of one output share.
+    """State that the bodies of one output share.
 
     Attributes:
         request: whose output it is.
         tool: name of the call that comes or is open; empty without one.
-        call_id: of that call, where the format has one.
+        call_id: id of that call, where the format has one.
         in_call: whether a call has begun and not ended.
         failed: why the call cannot go on; its text is content then, until something new starts.
         notes: what a body leaves for another one.
@@ -133,7 +133,7 @@ class OpenOutput:
 
 
 class Body(ABC):
-    """What the text of a state means; a new one each time that the state is entered.
+    """Reads the text of a state; a new one each time that the state is entered.
 
     Attributes:
         next: the state to go to when the body ends, or at a marker that leads to None.
@@ -201,7 +201,7 @@ class Reasoning(Body):
 
 
 class Beginning(Body):
-    """The white space at the beginning of an output, whose first character says what it is.
+    """The white space at the beginning of an output, whose first character selects the state.
 
     Attributes:
         begins: the state that each character leads to; any other one leads to `content`, to which

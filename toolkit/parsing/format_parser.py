@@ -173,7 +173,7 @@ class FormatParser(OutputParser):
 
         Args:
             begin: a marker, or a text that begins with one that only calls have.
-            content: of one tag: a call, or a list of calls.
+            content: grammar of one tag: a call, or a list of calls.
             end: a marker; empty for none.
             required: whether there is nothing but tags.
             parallel: whether there may be several tags.
@@ -258,7 +258,7 @@ def _check_table(states: Mapping[str, State], reasoning: str | None) -> None:
     """Check that a table of states leads nowhere else.
 
     Raises:
-        ValueError: saying which state is wrong.
+        ValueError: a state is wrong; the message names it.
     """
     if not states:
         raise ValueError("states() returned none; an output begins in the first one")

@@ -18,7 +18,7 @@ MAX_DEPTH = 200
 
 
 class _Expected:
-    """What a JSON text goes on with; plain strings, because an enum's hash takes long."""
+    """Continuations of a JSON text; plain strings, because an enum's hash takes long."""
 
     VALUE = "a value"
     VALUE_OR_END = "a value or ]"
@@ -73,7 +73,7 @@ class JsonText:
     """Checks one JSON value as its text comes; each character is looked at once.
 
     Attributes:
-        key: of the member whose value comes, at `stop_depth`.
+        key: key of the member whose value comes, at `stop_depth`.
         expected: what may come next.
     """
 

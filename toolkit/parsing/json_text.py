@@ -81,8 +81,8 @@ class JsonCalls(Body):
     """Calls as a JSON object, or as a list of them.
 
     Attributes:
-        name_keys: of the member that has the tool's name.
-        argument_keys: of the member that has the arguments.
+        name_keys: keys of the member that has the tool's name.
+        argument_keys: keys of the member that has the arguments.
     """
 
     is_start = True
@@ -232,7 +232,7 @@ def call_as_json(
 
     Args:
         tool: its name.
-        schema: of its arguments.
+        schema: JSON schema of its arguments.
         arguments: name of the member that has them.
 
     Raises:

@@ -38,7 +38,7 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def _at(root: Mapping[str, Any], pointer: str, otherwise: Any) -> Any:
-    """Return what a JSON pointer (RFC 6901) with a leading # refers to."""
+    """Return the value that a JSON pointer (RFC 6901) with a leading # refers to."""
     found: Any = root
     for part in pointer.removeprefix("#").split("/")[1:]:
         name = unquote(part).replace("~1", "/").replace("~0", "~")
@@ -97,7 +97,7 @@ def json_value(text: str, schema: object = None) -> str:
     schema; `True`, `False` and `None` are Python's for it. Else it is the text as a string.
 
     Args:
-        text: of the value.
+        text: the text of the value.
         schema: JSON schema of the value; None leaves its type open.
     """
     types = named_types(schema)

@@ -47,7 +47,7 @@ class _Sampling(msgspec.Struct, array_like=True, frozen=True):
 
 
 class _Failure(msgspec.Struct, array_like=True, frozen=True):
-    """What a worker raised: the classes of its MRO as `module:name`, text and traceback."""
+    """An exception of a worker: the classes of its MRO as `module:name`, text and traceback."""
 
     types: list[str]
     message: str
@@ -133,10 +133,10 @@ def has_failed(result: bytes | memoryview) -> bool:
 
 
 def decode_result(method: str, result: bytes | memoryview, where: str) -> Any:
-    """Return what the worker returned.
+    """Return the value that the worker returned.
 
     Args:
-        method: that was called.
+        method: the method that was called.
         result: from `WorkerServer.run`.
         where: names the worker in a note of what it raised: `rank 1` for example.
 

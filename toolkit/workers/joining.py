@@ -65,7 +65,7 @@ def results_of(futures: Sequence[Future[Any]], timeout: float | None = None) -> 
     A CommunicationAbortedError follows from what another rank raises, which is waited for a moment.
 
     Args:
-        futures: of one call, in rank order.
+        futures: futures of one call, in rank order.
         timeout: seconds for all together; None is no limit.
 
     Raises:
@@ -87,7 +87,7 @@ def failed_rank(futures: Sequence[Future[Any]]) -> int | None:
     failed by itself.
 
     Args:
-        futures: of one call, in rank order.
+        futures: futures of one call, in rank order.
     """
     deadline = time.monotonic() + _SETTLE_SECONDS
     while True:
@@ -114,8 +114,8 @@ def are_out_of_step(method: str, futures: Sequence[Future[Any]]) -> bool:
     rank has failed, it waits a moment for the others.
 
     Args:
-        method: of `Worker`, that was called.
-        futures: of the call, one for each rank.
+        method: the method of `Worker` that was called.
+        futures: futures of the call, one for each rank.
     """
     if not is_joint(method) or not any(f.done() and f.exception() for f in futures):
         return False
@@ -150,8 +150,8 @@ def first_error_or(futures: Sequence[Future[Any]], output_rank: int) -> Future[A
     A CommunicationAbortedError follows from what another rank raises, which is waited for a moment.
 
     Args:
-        futures: of one call, in rank order. The other ranks may wait for one that failed, so that
-            theirs end only with `Worker.abort` or `Worker.close`.
+        futures: futures of one call, in rank order. Other ranks may wait for one that failed, so
+                that theirs end only with `Worker.abort` or `Worker.close`.
         output_rank: whose result counts, see `join_outputs`.
     """
     result: Future[Any] = Future()

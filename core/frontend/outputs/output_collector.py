@@ -17,7 +17,7 @@ class RequestOutputCollector:
     kept, and of pooled outputs the newest. For the thread of one event loop, and one consumer.
 
     Attributes:
-        kind: of the request's outputs; set before the first one is put.
+        kind: kind of the request's outputs; set before the first one is put.
     """
 
     def __init__(self, kind: RequestOutputKind = RequestOutputKind.CUMULATIVE) -> None:

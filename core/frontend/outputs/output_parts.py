@@ -206,7 +206,7 @@ class AnswerValidator:
         self._plugins = plugins
 
     def error(self, structured: StructuredOutputs, answer: str) -> str | None:
-        """Return what is wrong with an answer that is to be JSON of a schema; None if nothing is.
+        """Return the flaw of an answer that is to be JSON of a schema; None if it has none.
 
         What a backend does wrong is named in the text: the answer itself is there.
         """
@@ -246,7 +246,7 @@ class OutputParts:
         """Begin.
 
         Args:
-            state: of the completion's output.
+            state: state of the completion's output.
             delta: whether each output has only what is new.
             parallel: whether there may be several calls; if not, those after the first complete one
                 are left out.
@@ -270,7 +270,7 @@ class OutputParts:
         """Take the text so far, or of deltas what is new, and the special tokens in it.
 
         Args:
-            text: that no stop string can cut any more.
+            text: text that no stop string can cut any more.
             marks: in order; those that the text reaches are removed.
             finished: whether nothing follows.
 
@@ -348,7 +348,7 @@ class OutputParts:
             self._num_calls -= 1
 
     def pop(self) -> tuple[str | None, str | None, list[ToolCall] | None]:
-        """Return reasoning, content and tool calls: all of them, or what is new; None is none."""
+        """Return reasoning, content and tool calls: all of them, or what is new; None if absent."""
         reasoning, content = "".join(self._reasoning), "".join(self._content)
         calls = [shown for call in self._calls if (shown := self._part_of(call))]
         if self._delta:

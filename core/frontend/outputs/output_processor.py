@@ -59,7 +59,7 @@ class OutputProcessor:
         Args:
             stream_interval: outputs between the first and the last wait for so many new tokens.
             statistics: record every output and every end.
-            validator: of the answers of lenient requests.
+            validator: validator of the answers of lenient requests.
         """
         self._tokenizer = tokenizer
         self._statistics, self._validator = statistics, validator
@@ -86,7 +86,7 @@ class OutputProcessor:
         """Register a request, or a further part of its prompt, before the engine gets it.
 
         Args:
-            parsers: of its output; it holds them until its end.
+            parsers: parsers of its output; it holds them until its end.
             tools: JSON schemas of arguments, by the name of the tool; None without tools.
             arrived: arrival time on the frontend's clock, for statistics.
 

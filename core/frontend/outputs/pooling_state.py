@@ -16,9 +16,9 @@ class PoolingState:
 
     Attributes:
         figures: for statistics; None if they are off.
-        index: always 0, for a prompt has one pooling request.
+        index: always 0, because a prompt has one pooling request.
         num_tokens: always 0.
-        parts: None, for its prompt comes whole.
+        parts: None, because its prompt comes whole.
     """
 
     index = 0

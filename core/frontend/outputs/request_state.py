@@ -44,7 +44,7 @@ class ParentRequest(msgspec.Struct, eq=False):
     """Gathers the completions of one prompt.
 
     Attributes:
-        request_id: that the user gave.
+        request_id: id that the user gave.
         internal_id: unique among live requests.
         n: number of completions.
         sink: gets its outputs; None returns them from the step.
@@ -108,7 +108,7 @@ class PromptPart:
     """A further part of a prompt.
 
     Attributes:
-        text: of the part, if it was given as text.
+        text: text of the part, if it was given as text.
         last: whether it is the last part.
     """
 
@@ -188,7 +188,7 @@ class RequestState:
 
     Attributes:
         figures: for statistics; None if they are off.
-        parts: of a prompt that comes in parts, else None.
+        parts: parts of a prompt that comes in parts, else None.
         plugins: names of the plugins that get arguments of the request.
     """
 
@@ -207,10 +207,10 @@ class RequestState:
 
         Args:
             prompt: its text, if it was given as text.
-            parsers: of its output; None without any.
+            parsers: parsers of its output; None without any.
             tools: JSON schemas of arguments, by the name of the tool; None without tools.
             stream_interval: outputs between the first and the last wait for so many new tokens.
-            validator: of the answer, where the request is lenient.
+            validator: validator of the answer, where the request is lenient.
         """
         params = request.params
         self.parent = parent

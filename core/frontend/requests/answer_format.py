@@ -1,4 +1,4 @@
-"""What a request wants its answer to be: the grammar of it, and that of its calls of tools."""
+"""The grammar of a request's answer: that which it asks for, and that of its calls of tools."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def constrain_calls(
     if calls.required is None and not calls.strict:
         return
     if calls.required is None and request.params.structured is not None:
-        return  # the whole answer is what the request says, and has no calls
+        return  # the request's own grammar is of the whole answer, which has no calls
     if request.params.structured is not None:
         raise RequestError(
             "tool_choice: it requires a call, and sampling_params.structured another answer; "

@@ -36,8 +36,8 @@ class ArgumentTaker:
     """A component that takes arguments.
 
     Attributes:
-        key: of its arguments in `EngineCoreRequest.plugin_args`.
-        fields: of SamplingParams that are its own.
+        key: key of its arguments in `EngineCoreRequest.plugin_args`.
+        fields: fields of SamplingParams that are its own.
         uses: whether requests without arguments use it; None if the class decides by request. Of a
             component that every request uses: whether its `prepare` makes arguments for them.
     """

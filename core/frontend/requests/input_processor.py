@@ -44,10 +44,10 @@ class RequestExtras(typed.Strict):
         cache_salt: requests with different salts never share cached prompts.
         arrival_time: for latencies: seconds on the frontend's clock, which is `time.monotonic`;
             None, or a time to come, is now.
-        trace_headers: of the request's trace.
+        trace_headers: headers of the request's trace.
         tools: JSON schemas of the arguments of the tools that the model may call, by name; None
             leaves calls in the text.
-        calls: of the tools that a grammar allows; None leaves the model free.
+        calls: calls of the tools that a grammar allows; None leaves the model free.
         kv_transfer_params: for the KV connector, which checks them.
     """
 
@@ -123,7 +123,7 @@ class InputProcessor:
 
         Args:
             arrival_time: seconds on the frontend's clock, used if neither has one.
-            token_ids: of a prompt given as text, from `tokenise`; None tokenises it here.
+            token_ids: ids of a prompt given as text, from `tokenise`; None tokenises it here.
 
         Raises:
             RequestError: naming the field, its value and the expected one.
@@ -244,7 +244,7 @@ def _as_bytes(params: SamplingParams) -> bytes | None:
         if params.logits_processors or params.plugin_args:
             return None
         return msgspec.msgpack.encode(params)
-    except Exception:  # the check says what is wrong
+    except Exception:  # the check reports what is wrong
         return None
 
 

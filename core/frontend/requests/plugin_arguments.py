@@ -61,7 +61,7 @@ class PluginArguments:
         """Load the classes; instances of most live elsewhere.
 
         Args:
-            parsers: of requests that give them no arguments.
+            parsers: parsers of requests that give them no arguments.
             grammar: how structured output is configured.
             why_no_grammars: the reason if the engine has no grammars; None if it has.
         """
@@ -106,7 +106,7 @@ class PluginArguments:
         Args:
             request: to fill in.
             tools: JSON schemas of arguments, by the name of the tool.
-            calls: of the tools that a grammar allows.
+            calls: calls of the tools that a grammar allows.
 
         Returns:
             The fields of parameters that the request gives under `plugin_args`. Not only the
@@ -151,7 +151,7 @@ class PluginArguments:
 
         Args:
             before: the request before the hook.
-            parsers: of that.
+            parsers: parsers of that request.
 
         Returns:
             The output parsers of the changed request, which the caller closes.

@@ -26,7 +26,7 @@ class ReadPrompt:
     """A prompt, independent of the form that it was given in.
 
     Attributes:
-        text: of the prompt, if known.
+        text: text of the prompt, if known.
         token_ids: unchecked; None if the text is to be tokenised.
         cache_salt: used if the request has none.
         arrival_time: seconds on the frontend's clock, used if the request has none.
@@ -101,7 +101,7 @@ def _listed(token_ids: Any) -> Any:
 
 
 def is_list(value: Any) -> bool:
-    """Return whether a value is a sequence of items; text and bytes are none."""
+    """Return whether a value is a sequence of items, which text and bytes are not."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
 
 

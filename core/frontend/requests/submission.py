@@ -83,7 +83,7 @@ class Submitter:
         Args:
             prompt: or a prebuilt request.
             sink: gets its outputs; without one, `process_outputs` returns them.
-            token_ids: of a prompt given as text, if it was tokenised already.
+            token_ids: ids of a prompt given as text, if it was tokenised already.
             arrived: time of the call, on the clock of the parts; None is now.
 
         Raises:
@@ -188,7 +188,7 @@ class Submitter:
 
 
 def _policy_ignoring_priority(plugins: PluginSet) -> str | None:
-    """Return the name of the policy if it says that it ignores priorities, else None."""
+    """Return the name of the policy if it declares that it ignores priorities, else None."""
     if is_third_party(plugins.one("schedulers")):  # which may look at them itself
         return None
     entry = plugins.one("scheduling_policies")

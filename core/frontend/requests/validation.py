@@ -76,7 +76,7 @@ class PrebuiltRequestValidator:
         try:
             return encoder.encode(request)
         except WireError:
-            for field in request.__struct_fields__:  # the error does not say which it was
+            for field in request.__struct_fields__:  # the error does not name the field
                 try:
                     encoder.encode(getattr(request, field))
                 except WireError as error:

@@ -52,11 +52,11 @@ def with_drafts(
 
 @dataclass
 class Verified:
-    """What verification made of the drafts of one request.
+    """The drafts of one request after verification.
 
     Attributes:
         tokens: the accepted drafts, then one sampled token.
-        logprobs: of the tokens, for processors that observe them.
+        logprobs: logprobs of the tokens, for processors that observe them.
         fault: ends the request.
     """
 
@@ -85,7 +85,7 @@ def verify_in_turn(
         drafts: the tokens drafted for each; may be empty.
         recompute: returns the logits of all rows, in the order of `with_drafts`.
         scratch_row: first row beyond the batch, for the views' device state.
-        mask: of the rows that a grammar constrains, in the same order.
+        mask: mask of the rows that a grammar constrains, in the same order.
 
     Raises:
         PluginContractError: an enabled processor does not support drafts.

@@ -39,7 +39,7 @@ class FaultIsolation:
             pipeline: whose processors run.
             requests: one per row of the step.
             recompute: returns the step's logits.
-            mask: of the rows that a grammar constrains.
+            mask: mask of the rows that a grammar constrains.
         """
         self.faults: Faults = {}
         self._mask = mask
@@ -86,7 +86,7 @@ class FaultIsolation:
 
         Args:
             logits: float32 [rows, vocab], of `recompute`.
-            index: of the row.
+            index: index of the row.
         """
         request = self._requests[index]
         masked = self._mask is not None and index in self._mask
@@ -149,7 +149,7 @@ def _is_batch_level(runner: ProcessorRunner) -> bool:
 
 
 def _damage(row: torch.Tensor, applied: Sequence[str]) -> str:
-    """Return what is wrong with a row, and which processors were applied before."""
+    """Return the damage of a row, and which processors were applied before."""
     if bool(row.isnan().any()):
         return "it made logits NaN"
     if bool((row == torch.inf).any()):

@@ -21,9 +21,9 @@ class GrammarMask:
         """Match the rows of a bitmask with those of a step.
 
         Args:
-            bitmask: of the step, also of requests of which no token is chosen.
+            bitmask: bitmask of the step, also of requests of which no token is chosen.
             requests: one per row; views of a request after its drafts follow it.
-            ops: of the worker.
+            ops: operations of the worker.
         """
         self._ops = ops
         self._masks = np.ascontiguousarray(bitmask.bitmask, dtype=np.int32)

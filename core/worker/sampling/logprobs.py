@@ -24,7 +24,7 @@ Entries = list[TokenLogprobs | None]
 def logprob_tensors(
     logits: torch.Tensor, chosen: torch.Tensor, counts: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Return what `token_logprobs` needs of each row on the host.
+    """Return the tensors that `token_logprobs` needs of each row on the host.
 
     Args:
         logits: float32 [rows, vocab].
@@ -79,7 +79,7 @@ def prompt_logprobs(
 
     Args:
         step: whose hidden states were computed.
-        device: of the logits.
+        device: device of the logits.
         compute_logits: returns float32 logits of rows of the step; the next call may overwrite
             them.
     """

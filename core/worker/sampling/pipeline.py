@@ -29,7 +29,7 @@ class LogitsPipeline:
     """Runs processors in their order. A processor that no row uses costs nothing in a step.
 
     Attributes:
-        runners: of all processors, in the order in which they run.
+        runners: runners of all processors, in the order in which they run.
         batch_size: rows of the worker's batch.
     """
 
@@ -43,8 +43,8 @@ class LogitsPipeline:
 
         Args:
             runners: in the order in which they run.
-            device: of the logits.
-            observed_states: of requests from before; None is none.
+            device: device of the logits.
+            observed_states: states of requests from before; None if there are none.
         """
         self.runners = runners
         self.observed_states = ObservedStates() if observed_states is None else observed_states
@@ -66,7 +66,7 @@ class LogitsPipeline:
         self._version = 0
 
     def meters(self) -> dict[str, PluginMeter]:
-        """Return what each processor cost so far, by name."""
+        """Return the cost of each processor so far, by name."""
         self._end_step()
         return {runner.name: runner.meter for runner in self.runners}
 
@@ -74,7 +74,7 @@ class LogitsPipeline:
         """Count a fault of a processor, and return it for the request that it ends.
 
         Args:
-            name: of the processor.
+            name: name of the processor.
             method: its method that failed.
             cause: what it raised.
         """
@@ -180,9 +180,9 @@ class LogitsPipeline:
         """Carry on the states that depend on logits by each request's new token.
 
         Args:
-            requests: of the rows of `observing_rows` that got a token, which is their last one.
+            requests: requests of the rows of `observing_rows` that got a token, their last one.
             tokens: on the host.
-            logprobs: of the tokens, as `LogitsPlugin.observe` gets them.
+            logprobs: logprobs of the tokens, as `LogitsPlugin.observe` gets them.
 
         Returns:
             The faults.
@@ -224,8 +224,8 @@ class LogitsPipeline:
         Args:
             source: the request, or its view after the drafts before.
             draft: the token.
-            row: that `fork_device_state` will fill.
-            logprob: of the token, for processors that observe; None if the request uses none.
+            row: row that `fork_device_state` will fill.
+            logprob: logprob of the token, for processors that observe; None without such ones.
         """
         view = LogitsRequest(
             request_id=source.request_id,
@@ -255,7 +255,7 @@ class LogitsPipeline:
         """Fill the device state of draft views.
 
         Args:
-            forks: of each view, in the order of drafts: what it was forked from, the view, and the
+            forks: for each view, in the order of drafts: what it was forked from, the view, and the
                 draft token.
         """
         for runner in self._batch_followers:

@@ -100,7 +100,7 @@ class ProcessorRunner:
             cause: what it raised, or what is wrong with its result.
 
         Raises:
-            PluginFaultError: instead, if the configuration says that faults end the engine.
+            PluginFaultError: instead, if faults of the processor are configured to end the engine.
         """
         self.meter.faults += 1
         reason = cause if isinstance(cause, str) else f"{describe(cause)}"

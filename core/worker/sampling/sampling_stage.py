@@ -134,9 +134,9 @@ class SamplingStage:
         """Join processors and sampler.
 
         Args:
-            pipeline: of the processors.
+            pipeline: pipeline of the processors.
             sampler: chooses from what they return.
-            device: of the logits.
+            device: device of the logits.
             processed_logprobs: whether log-probabilities are those of the processed logits.
             calls: call the sampler's method.
         """
@@ -163,7 +163,7 @@ class SamplingStage:
             logits: float32 [rows, vocab]; edited in place.
             requests: one per row.
             recompute: returns the same logits again.
-            mask: of the rows that a grammar constrains.
+            mask: mask of the rows that a grammar constrains.
 
         Raises:
             PluginFaultError: the sampler failed, or a plugin whose faults end the engine.

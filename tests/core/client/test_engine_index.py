@@ -17,7 +17,7 @@ from hardpoint.plugins.manifest import Manifest
 INDEX, ADDRESS = 258, b"\x02\x01"  # least significant byte first
 
 
-def test_outputs_say_which_engine_they_come_from():
+def test_outputs_carry_the_index_of_their_engine():
     sockets = EngineSockets(INDEX)
     assert sockets.identity == ADDRESS
     came = queue.SimpleQueue()

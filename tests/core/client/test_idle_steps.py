@@ -1,4 +1,4 @@
-"""Steps and batches that have nothing to say: nobody is sent, woken or held up by them."""
+"""Steps and batches without a message: no client is sent one, woken or held up by them."""
 
 from __future__ import annotations
 

@@ -40,18 +40,18 @@ def connected(played):
     client.close()
 
 
-def say(played, request_id):
-    played.engine.say(EngineCoreOutputs(outputs=[EngineCoreOutput(request_id=request_id)]))
+def send_output(played, request_id):
+    played.engine.send(EngineCoreOutputs(outputs=[EngineCoreOutput(request_id=request_id)]))
 
 
 def test_outputs_come_before_the_failure_that_followed_them(connected):
     """However late the client is to read them."""
     _client, sink, played = connected
-    say(played, "a")
+    send_output(played, "a")
     wait_until(lambda: sink.took == ["a"], PATIENCE_S, "the first output")
-    say(played, "b")
-    played.speak(PluginFaultError("plugin 'dense': KeyError"))
-    played.engine.say(ENGINE_CORE_DEAD)
+    send_output(played, "b")
+    played.fail(PluginFaultError("plugin 'dense': KeyError"))
+    played.engine.send(ENGINE_CORE_DEAD)
     time.sleep(0.2)
     assert sink.took == ["a"]
     sink.go_on.set()
@@ -65,7 +65,7 @@ def test_outputs_come_before_the_failure_that_followed_them(connected):
 def test_a_failure_is_told_though_the_outputs_do_not_end(connected, monkeypatch):
     monkeypatch.setattr(process_client, "_LAST_OUTPUTS_TIMEOUT_S", 0.1)
     client, sink, played = connected
-    played.speak(EngineDeadError("no memory"))
+    played.fail(EngineDeadError("no memory"))
     wait_until(lambda: sink.took, PATIENCE_S, "the failure")
     assert [str(each) for each in sink.took] == ["no memory"]
     with pytest.raises(EngineDeadError, match="no memory"):
@@ -75,7 +75,7 @@ def test_a_failure_is_told_though_the_outputs_do_not_end(connected, monkeypatch)
 def test_closing_does_not_wait_for_outputs_of_an_engine_that_fails(connected, monkeypatch):
     monkeypatch.setattr(process_client, "_LAST_OUTPUTS_TIMEOUT_S", 60.0)
     client, sink, played = connected
-    played.speak(EngineDeadError("no memory"))
+    played.fail(EngineDeadError("no memory"))
     began = time.monotonic()
     client.close()
     assert time.monotonic() - began < 20

@@ -123,7 +123,7 @@ def test_messages_arrive_whole_and_in_order(line):
     assert kind == RequestType.ABORT
     assert payload == b"".join(Encoder().encode(["a", "b"]))
     for number in range(20):
-        engine.say(EngineCoreOutputs(outputs=[EngineCoreOutput(request_id=str(number))]))
+        engine.send(EngineCoreOutputs(outputs=[EngineCoreOutput(request_id=str(number))]))
     wait_until(lambda: len(outputs) == 20)
     assert [batch.outputs[0].request_id for batch in outputs] == [str(n) for n in range(20)]
 
@@ -131,9 +131,9 @@ def test_messages_arrive_whole_and_in_order(line):
 def test_answers_find_their_calls_in_any_order(line):
     sockets, engine, outputs, _ = line
     first, second = (sockets.call("plugin_meters") for _ in range(2))
-    engine.say(UtilityOutput.succeeded(99, "nobody asked"))
-    engine.say(UtilityOutput.failed(1, "scheduler.policy: wrong", "ConfigError"))
-    engine.say(UtilityOutput.succeeded(0, {}))
+    engine.send(UtilityOutput.succeeded(99, "nobody asked"))
+    engine.send(UtilityOutput.failed(1, "scheduler.policy: wrong", "ConfigError"))
+    engine.send(UtilityOutput.succeeded(0, {}))
     assert first.result(PATIENCE_S) == {}
     with pytest.raises(ConfigError, match="^scheduler.policy: wrong$"):
         second.result(PATIENCE_S)
@@ -143,8 +143,8 @@ def test_answers_find_their_calls_in_any_order(line):
 def test_an_answer_of_another_type_fails_its_call_only(line):
     sockets, engine, _, ended = line
     bad, good = (sockets.call("scheduler_stats"), sockets.call("plugin_meters"))
-    engine.say(UtilityOutput.succeeded(0, "no statistics"))
-    engine.say(UtilityOutput.succeeded(1, {}))
+    engine.send(UtilityOutput.succeeded(0, "no statistics"))
+    engine.send(UtilityOutput.succeeded(1, {}))
     with pytest.raises(HardpointError, match="scheduler_stats"):
         bad.result(PATIENCE_S)
     assert good.result(PATIENCE_S) == {}
@@ -156,19 +156,19 @@ def test_a_call_that_was_given_up_is_forgotten(line):
     given_up, waited_for = (sockets.call("plugin_meters") for _ in range(2))
     assert given_up.cancel()
     for number in range(2):
-        engine.say(UtilityOutput.succeeded(number, {}))
+        engine.send(UtilityOutput.succeeded(number, {}))
     assert waited_for.result(PATIENCE_S) == {}
 
 
 def test_the_dead_marker_ends_reading_without_a_word(line):
     _, engine, _, ended = line
-    engine.say(ENGINE_CORE_DEAD)
+    engine.send(ENGINE_CORE_DEAD)
     assert ended.result(PATIENCE_S) is None
 
 
 def test_what_is_no_message_ends_reading_with_the_reason(line):
     _, engine, _, ended = line
-    engine.say(b"\xc1 garbage")
+    engine.send(b"\xc1 garbage")
     assert isinstance(ended.result(PATIENCE_S), HardpointError)
 
 
@@ -207,7 +207,7 @@ def test_what_comes_before_somebody_reads_is_not_lost():
     sockets = EngineSockets()
     engine = Engine(sockets)
     for number in range(5):
-        engine.say(EngineCoreOutputs(outputs=[EngineCoreOutput(request_id=str(number))]))
+        engine.send(EngineCoreOutputs(outputs=[EngineCoreOutput(request_id=str(number))]))
     time.sleep(0.1)
     outputs: list = []
     sockets.read(outputs.append, lambda _: None)
@@ -250,7 +250,7 @@ def test_a_second_first_word_breaks_nothing(line):
     engine.ready(["SERVING", 9])
     sockets.send(RequestType.ABORT, ["a"])
     assert engine.heard()[0] == RequestType.ABORT
-    engine.say(EngineCoreOutputs(outputs=[EngineCoreOutput(request_id="a")]))
+    engine.send(EngineCoreOutputs(outputs=[EngineCoreOutput(request_id="a")]))
     wait_until(lambda: outputs)
     assert not ended.done()
 
@@ -283,7 +283,7 @@ def test_closing_does_not_wait_for_what_is_not_read():
 
     sockets.read(slowly, lambda _: None)
     for number in range(1000):
-        engine.say(EngineCoreOutputs(outputs=[EngineCoreOutput(request_id=str(number))]))
+        engine.send(EngineCoreOutputs(outputs=[EngineCoreOutput(request_id=str(number))]))
     wait_until(lambda: taken)
     began = time.monotonic()
     sockets.close()
@@ -326,7 +326,7 @@ def answered_while_failed() -> None:
     caller = threading.Thread(target=more)
     caller.start()
     for number in range(100):
-        engine.say(UtilityOutput.succeeded(number, {}))
+        engine.send(UtilityOutput.succeeded(number, {}))
     wait_until(lambda: any(future.done() for future in futures))
     sockets.fail(EngineDeadError("gone"))
     caller.join(PATIENCE_S)
@@ -355,7 +355,7 @@ def test_requests_are_turned_away_and_what_must_arrive_waits(stuck):
     assert engine.heard(0.1) is None
     assert Decoder(list[str]).decode(read[0][1:]) == ["late"]
     call = Decoder(UtilityCall).decode(read[1][1:])
-    engine.say(UtilityOutput.succeeded(call.call_id, {}))
+    engine.send(UtilityOutput.succeeded(call.call_id, {}))
     assert waited_for.result(PATIENCE_S) == {}
     assert sockets.attempt(RequestType.ADD, "a request")()
 

@@ -1,4 +1,4 @@
-"""The step of executors that are pipelines, with steps that are done whenever a test says so."""
+"""The step of executors that are pipelines, with steps that are done when a test ends them."""
 
 from __future__ import annotations
 

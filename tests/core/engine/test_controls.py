@@ -49,7 +49,7 @@ def deltas(held):
 
 
 class TestPause:
-    def test_what_would_wait_for_ever_says_so(self, llm):
+    def test_a_call_that_would_wait_for_ever_raises(self, llm):
         before = tokens(llm)
         for _ in range(2):
             llm.pause()

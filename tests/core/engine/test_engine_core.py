@@ -198,7 +198,7 @@ class TestCaches:
             rig.run()
         assert rig.core.scheduler_stats().prefix_cache.hit_tokens == 0
 
-    def test_a_cache_that_there_is_not_is_said_to_be_none(self):
+    def test_a_missing_encoder_cache_cannot_be_reset(self):
         with pytest.raises(HardpointError, match="there is no encoder cache"):
             Rig().core.reset_encoder_cache()
 
@@ -212,14 +212,14 @@ class TestCaches:
         words = [record.getMessage() for record in caplog.records]
         assert words == ["the prefix cache was reset; unfinished requests: 2"]
 
-    def test_a_reset_that_is_refused_is_not_said_to_be_done(self, caplog):
+    def test_a_refused_reset_is_not_logged(self, caplog):
         rig = Rig()
         rig.add("a")
         with pytest.raises(HardpointError, match="there is no"):
             rig.core.reset_encoder_cache()
         assert caplog.records == []
 
-    def test_a_prefix_cache_that_cannot_be_reset_is_not_said_to_be(self, caplog):
+    def test_a_prefix_cache_that_cannot_be_reset_is_not_logged(self, caplog):
         class Without(DefaultScheduler):
             contract = 1
 

@@ -1,4 +1,4 @@
-"""Models that cannot be opened: one line each, before a weight is read, that says what to do."""
+"""Models that cannot be opened: one line each, before a weight is read, with what to do."""
 
 import json
 import sys
@@ -186,7 +186,7 @@ def test_an_id_of_the_hub_that_is_not_in_the_cache(here, monkeypatch):
     )
 
 
-def test_an_id_of_the_hub_without_a_network_says_where_to_go_on(here, monkeypatch):
+def test_an_id_of_the_hub_without_a_network_names_the_alternatives(here, monkeypatch):
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
 

@@ -19,7 +19,7 @@ def sleeps(rig):
 
 
 class Waits:
-    """Says that a loop steps the core, without one: the test says when it is idle."""
+    """Has the core believe that a loop steps it, without one; the test reports when it is idle."""
 
     def __init__(self, rig):
         rig.core.enter_loop()
@@ -43,7 +43,7 @@ class TestWithoutALoop:
         assert not rig.core.is_paused()
         assert rig.run()["a"] == expected([1, 2, 3], 6)
 
-    def test_abort_ends_everybody_and_the_next_step_says_so(self):
+    def test_abort_ends_everybody_and_the_next_step_reports_it(self):
         rig = Rig()
         rig.add("a", client_index=0)
         rig.add("b", client_index=0)

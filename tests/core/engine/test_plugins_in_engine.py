@@ -196,7 +196,7 @@ def test_options_are_checked_with_their_origin(scripted):
         ({"attention": {"use": f"{HERE}:ForEverybody"}}, PluginError, "attention_backends must be"),
     ],
 )
-def test_what_cannot_be_opened_says_why(scripted, extra, error, words):
+def test_what_cannot_be_opened_is_refused_with_the_reason(scripted, extra, error, words):
     with pytest.raises(error) as raised:
         scripted_engine(scripted, extra)
     assert words in str(raised.value)

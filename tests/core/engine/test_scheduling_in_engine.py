@@ -157,7 +157,7 @@ def test_wrong_extras_are_refused(scripted, fields, message):
     engine.close()
 
 
-def test_a_full_queue_says_so_and_takes_requests_again(scripted):
+def test_a_full_queue_refuses_requests_and_takes_them_again(scripted):
     engine = scripted_engine(scripted, {"scheduler": {"max_num_seqs": 1, "max_waiting": 2}})
     engine.add_request("a", "x", ENDLESS)
     engine.step()
@@ -248,7 +248,7 @@ def test_step_records_reach_hooks_whose_faults_end_nothing(scripted):
 
 class TestPolicies:
     @pytest.mark.parametrize("policy", ["fcfs", "fair", "shortest_first"])
-    def test_a_priority_that_is_ignored_is_said_once(self, policy, scripted, caplog):
+    def test_a_priority_that_is_ignored_is_logged_once(self, policy, scripted, caplog):
         engine = scripted_engine(scripted, {"scheduler": {"policy": policy}})
         engine.add_request("plain", "x", ENDLESS)
         assert not caplog.records
@@ -393,7 +393,7 @@ class TestLiveSwap:
         assert order(engine) == ["a", "b", "c", "d"]
         engine.close()
 
-    def test_what_a_file_said_of_the_old_policy_is_not_blamed(self, scripted):
+    def test_a_file_that_configured_the_old_policy_is_not_blamed(self, scripted):
         extra = {"scheduler": {"policy": "fair"}, "plugin": {"fair": {"tag": "team"}}}
         config = config_from(scripted_config(scripted, extra))
         assert config[1].of("plugin.fair.tag") == "argument LLM(config=...)"

@@ -123,7 +123,7 @@ def test_any_history(depth):
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_interrupts_lose_no_token(depth):
-    """What was sampled reaches the other ranks once, also if a plan is lost on its way to them."""
+    """Sampled tokens reach the other ranks once, also if a plan is lost on its way to them."""
     for seed in range(40):
         draw = random.Random(seed)
         rig = followed(depth, blocks=draw.randint(8, 20), max_num_batched_tokens=12)

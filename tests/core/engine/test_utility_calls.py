@@ -134,7 +134,7 @@ class TestAnswers:
         answer = ask(core, "resume")
         assert (answer.kind, answer.failure) == ("OverloadedError", "too many")
 
-    def test_other_errors_say_which_call_failed(self, core):
+    def test_other_errors_name_the_call_that_failed(self, core):
         core.resume = lambda: 1 / 0
         assert ask(core, "resume").failure == (
             "Call to resume method failed: ZeroDivisionError: division by zero"

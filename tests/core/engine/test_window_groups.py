@@ -70,7 +70,7 @@ def results(outputs):
 
 @pytest.fixture(scope="module")
 def expected(folder):
-    """What requests get without groups, each alone in the cache and computed at once."""
+    """Results of requests without groups, each alone in the cache and computed at once."""
     with opened(folder, groups=False, kv_cache={"prefix_caching": False}) as llm:
         return results(llm.generate(PROMPTS, PARAMS))
 

@@ -1,4 +1,4 @@
-"""What a parent hears of an engine process, and how it ends one."""
+"""Reports of an engine process to its parent, and how a parent ends one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
-from support.core.launch_harness import LIMIT_S, failure_of, launch, said, state_of, write_child
+from support.core.launch_harness import (
+    LIMIT_S,
+    failure_of,
+    launch,
+    output_of,
+    state_of,
+    write_child,
+)
 
 from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.system.process import process as child_process
@@ -20,7 +27,7 @@ from hardpoint.system.process import process as child_process
 def test_no_failure_while_it_is_well(child, tmp_path):
     process = child("say(1); time.sleep(30)")
     assert process.failure() is None
-    said(tmp_path)
+    output_of(tmp_path)
     assert process.failure() is None
     assert process.returncode is None
     assert process.wait(0.01) is None
@@ -29,7 +36,7 @@ def test_no_failure_while_it_is_well(child, tmp_path):
 
 def test_kill_is_noticed_at_once(child, tmp_path):
     process = child("say(1); time.sleep(30)")
-    said(tmp_path)
+    output_of(tmp_path)
     process.kill()
     start = time.monotonic()
     failure = failure_of(process)
@@ -39,7 +46,7 @@ def test_kill_is_noticed_at_once(child, tmp_path):
 
 def test_close_ends_a_child_that_does_nothing(child, tmp_path):
     process = child("say(1); time.sleep(30)")
-    said(tmp_path)
+    output_of(tmp_path)
     start = time.monotonic()
     process.close(grace_s=LIMIT_S)
     process.close()
@@ -58,15 +65,15 @@ def test_close_lets_a_child_finish(child, tmp_path):
         say("finished")
         """
     )
-    assert said(tmp_path) == "up"
+    assert output_of(tmp_path) == "up"
     process.close(grace_s=LIMIT_S)
     assert process.returncode == 0
-    assert said(tmp_path) == "finished"
+    assert output_of(tmp_path) == "finished"
 
 
 def test_finishing_has_a_limit(child, tmp_path):
     process = child("watch.on_gone(lambda: time.sleep(30), 0.2); say(1); time.sleep(30)")
-    said(tmp_path)
+    output_of(tmp_path)
     start = time.monotonic()
     process.close(grace_s=LIMIT_S)
     assert 0.2 < time.monotonic() - start < 10
@@ -75,7 +82,7 @@ def test_finishing_has_a_limit(child, tmp_path):
 
 def test_close_kills_what_hangs(child, tmp_path):
     process = child("say(1); os.kill(os.getpid(), signal.SIGSTOP)")
-    said(tmp_path)
+    output_of(tmp_path)
     while state_of(process.pid) != "T":
         time.sleep(0.01)
     process.close(grace_s=0.1)
@@ -85,7 +92,7 @@ def test_close_kills_what_hangs(child, tmp_path):
 def test_collected_without_close(child, tmp_path):
     process = EngineProcess.start(launch(), program=write_child(tmp_path, "say(1); time.sleep(30)"))
     pid, descriptors = process.pid, process.sentinels
-    said(tmp_path)
+    output_of(tmp_path)
     del process
     gc.collect()
     assert not Path(f"/proc/{pid}").exists()
@@ -101,7 +108,7 @@ def test_without_process_descriptors(child, tmp_path, monkeypatch):
     monkeypatch.setattr(child_process.os, "pidfd_open", refuse)
     process = child("say(1); time.sleep(30)")
     assert len(process.sentinels) == 1
-    said(tmp_path)
+    output_of(tmp_path)
     assert process.wait(0.05) is None
     process.kill()
     assert "killed by signal 9" in str(failure_of(process))
@@ -119,7 +126,7 @@ def test_descriptors_are_given_back(child, tmp_path):
 
 def test_forked_copy_does_nothing_to_the_child(child, tmp_path):
     process = child("say(1); time.sleep(30)")
-    said(tmp_path)
+    output_of(tmp_path)
     if (forked := os.fork()) == 0:
         process.terminate()
         process.kill()
@@ -132,7 +139,7 @@ def test_forked_copy_does_nothing_to_the_child(child, tmp_path):
 
 def test_close_ends_the_child_beside_a_forked_process(child, tmp_path):
     process = child("say(1); time.sleep(30)")
-    said(tmp_path)
+    output_of(tmp_path)
     if (forked := os.fork()) == 0:
         time.sleep(30)
         os._exit(0)
@@ -148,7 +155,7 @@ def test_close_ends_the_child_beside_a_forked_process(child, tmp_path):
 
 def test_watchers_in_many_threads(child, tmp_path):
     process = child("say(1); time.sleep(30)")
-    said(tmp_path)
+    output_of(tmp_path)
     codes = []
     threads = [threading.Thread(target=lambda: codes.append(process.wait())) for _ in range(8)]
     for thread in threads:
@@ -161,7 +168,7 @@ def test_watchers_in_many_threads(child, tmp_path):
 
 def test_an_end_is_known_while_another_thread_finds_out(child, tmp_path):
     process = child("say(1); time.sleep(30)")
-    said(tmp_path)
+    output_of(tmp_path)
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     other = process._popen._waitpid_lock  # what `Popen.poll` gives up at
@@ -170,8 +177,8 @@ def test_an_end_is_known_while_another_thread_finds_out(child, tmp_path):
     assert process.returncode == -9
 
 
-def test_what_it_says_as_it_ends_is_heard(child, monkeypatch):
-    """Nothing was to be heard when it was last listened to, then it spoke and ended."""
+def test_a_report_at_the_end_is_received(child, monkeypatch):
+    """The process reports and ends after the parent has last read its reports."""
     process = child("raise ValueError('no disk')")
     process.wait(LIMIT_S)
     listen, skipped = process._receive, []

@@ -1,4 +1,4 @@
-"""What cannot travel to another process is named, with the place that holds it."""
+"""Objects that cannot travel to another process are named, with the place that holds them."""
 
 from __future__ import annotations
 

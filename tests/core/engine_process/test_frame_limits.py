@@ -1,4 +1,4 @@
-"""What one frame may weigh, and what becomes of a connection that brings more."""
+"""The size limit of a frame, and the end of a connection that brings a larger one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def small(monkeypatch):
 
 
 def test_a_frame_that_is_too_large_is_not_received(small, serve, caplog):
-    """What came before it is answered, and so is what comes once the connection is there again."""
+    """Calls before it are answered, and so are those after the connection is made again."""
     (client,) = serve().clients
     joins = Joins(client)
     client.send(RequestType.ADD, request("before"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.core.launch_harness import said
+from support.core.launch_harness import output_of
 
 from hardpoint.system.process import naming
 
@@ -19,7 +19,7 @@ def test_process_lists_show_the_engine(child, tmp_path, index, name):
         say(Path("/proc/self/comm").read_text())
         """
     )
-    assert said(tmp_path) == f"{name}\n"
+    assert output_of(tmp_path) == f"{name}\n"
     assert process.wait(20) == 0
 
 
@@ -31,7 +31,7 @@ def test_other_systems_have_no_such_file(monkeypatch, tmp_path):
     assert Path("/proc/self/comm").read_text() != "EngineCore\n"
 
 
-def test_every_line_says_which_engine(child, capfd):
+def test_every_line_names_its_engine(child, capfd):
     process = child(
         """
         import logging

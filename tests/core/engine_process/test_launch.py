@@ -1,4 +1,4 @@
-"""What an engine process is told, and what it tells when it fails."""
+"""The launch message of an engine process, and its reports when it fails."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support.core.launch_harness import LIMIT_S, failure_of, launch, said
+from support.core.launch_harness import LIMIT_S, failure_of, launch, output_of
 from support.processes import ROOT
 
 from hardpoint.core.engine_process.launch import Launch
@@ -35,14 +35,14 @@ def test_launch_arrives_whole(child, tmp_path):
         "say(json.loads(__import__('msgspec').json.encode(decode_launch(launch, Launch))))", plan
     )
     assert process.wait(LIMIT_S) == 0
-    assert msgspec.convert(said(tmp_path), Launch) == plan
+    assert msgspec.convert(output_of(tmp_path), Launch) == plan
     assert process.description == f"the engine process (pid {process.pid}) exited with code 0"
 
 
 def test_nothing_private_shows(child, tmp_path):
     plan = launch(config={"secret": "hunter2"}, address="ipc:///hunter2")
     process = child("say(1); time.sleep(30)", plan)
-    said(tmp_path)
+    output_of(tmp_path)
     for name in ("cmdline", "environ"):
         shown = Path(f"/proc/{process.pid}/{name}").read_bytes()
         assert shown
@@ -63,7 +63,7 @@ def test_interpreter_is_the_parents(child, tmp_path, monkeypatch):
         say([sys.path, sys.argv, os.getcwd(), beside.NAME])
         """
     )
-    path, argv, directory, name = said(tmp_path)
+    path, argv, directory, name = output_of(tmp_path)
     assert path == sys.path[:-1]
     assert path[1] == odd
     assert argv == ["frozen", "--flag"]
@@ -77,7 +77,7 @@ def test_kept_interpreter_starts_the_same_again(child, tmp_path, monkeypatch):
     monkeypatch.chdir("/")
     monkeypatch.setattr(sys, "path", ["/elsewhere"])
     child("say([os.getcwd(), sys.path])", interpreter=kept)
-    directory, path = said(tmp_path)
+    directory, path = output_of(tmp_path)
     assert directory == str(tmp_path)
     assert path == kept.path
 
@@ -87,16 +87,16 @@ def test_removed_directory_is_no_obstacle(child, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "short")
     (tmp_path / "short").rmdir()
     child("say(1)")
-    assert said(tmp_path) == 1
+    assert output_of(tmp_path) == 1
 
 
-def test_unknown_executable_is_said(monkeypatch):
+def test_unknown_executable_is_refused(monkeypatch):
     monkeypatch.setattr(sys, "executable", "")
     with pytest.raises(HardpointError, match="sys.executable: expected the path of a Python"):
         Interpreter.current()
 
 
-def test_missing_executable_is_said(child):
+def test_missing_executable_is_reported(child):
     wrong = msgspec.structs.replace(Interpreter.current(), executable="/no/python")
     with pytest.raises(EngineDeadError, match="could not be started: .*'/no/python'"):
         child("pass", interpreter=wrong)
@@ -119,14 +119,14 @@ def test_blocked_and_ignored_signals_do_not_stay_so(child, tmp_path):
     finally:
         signal.signal(signal.SIGTERM, ignored)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    said(tmp_path)
+    output_of(tmp_path)
     process.terminate()
     assert process.wait(LIMIT_S) == -signal.SIGTERM
 
 
 def test_own_session_and_no_input(child, tmp_path):
     process = child("say([os.getsid(0), os.getpgid(0), sys.stdin.read()])")
-    assert said(tmp_path) == [process.pid, process.pid, ""]
+    assert output_of(tmp_path) == [process.pid, process.pid, ""]
 
 
 def test_processes_spawned_from_the_child_do_not_run_the_program_again(child, tmp_path):
@@ -139,10 +139,10 @@ def test_processes_spawned_from_the_child_do_not_run_the_program_again(child, tm
         say(process.exitcode)
         """
     )
-    assert said(tmp_path) == 0
+    assert output_of(tmp_path) == 0
 
 
-def test_program_says_what_it_is_for():
+def test_program_describes_its_purpose():
     program = ROOT / "system" / "process" / "__main__.py"
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
     assert done.returncode == 1
@@ -221,7 +221,7 @@ def test_failure_after_the_parent_left_is_printed(child, tmp_path, capfd):
         raise ValueError("late")
         """
     )
-    said(tmp_path)
+    output_of(tmp_path)
     process.close(grace_s=LIMIT_S)
     assert process.returncode == 1
     assert "ValueError: late" in capfd.readouterr().err

@@ -10,7 +10,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from support.core.launch_harness import CHECK, LIMIT_S, gone, python, said
+from support.core.launch_harness import CHECK, LIMIT_S, gone, output_of, python
 from support.processes import ROOT
 
 RAISING = """
@@ -67,18 +67,18 @@ def test_plain_script(parent, tmp_path, check):
     script = tmp_path / "script.py"
     script.write_text(parent() + check)
     python(str(script), "argument", cwd="/")
-    assert said(tmp_path)[:2] == ["beside", "from main"]
+    assert output_of(tmp_path)[:2] == ["beside", "from main"]
 
 
 def test_from_a_command_line(parent, tmp_path):
     python("-c", parent() + CHECK, "argument")
-    assert said(tmp_path)[7] == ["-c", "argument"]
+    assert output_of(tmp_path)[7] == ["-c", "argument"]
 
 
 def test_from_standard_input(parent, tmp_path):
     text = parent("import beside; say([beside.NAME, sys.stdin.read()])")
     done = python("-i", "-q", input=f"{text}\n{CHECK}\nprint('still here')\n")
-    assert said(tmp_path) == ["beside", ""]
+    assert output_of(tmp_path) == ["beside", ""]
     assert "still here" in done.stdout, "the child must not read the parent's input"
 
 
@@ -87,7 +87,7 @@ def test_flags_are_carried(parent, tmp_path):
     script.write_text(parent() + CHECK)
     flags = ["-I", "-W", "error", "-W", "error::UserWarning", "-X", "dev", "-X", "pct=1", "-OO"]
     assert python(*flags, str(script)).stderr == ""
-    _, _, dev, warnings, isolated, optimize, option, _ = said(tmp_path)
+    _, _, dev, warnings, isolated, optimize, option, _ = output_of(tmp_path)
     assert (dev, isolated, optimize, option) == (True, 1, 2, True)
     assert warnings[-1] == "error::UserWarning"
 
@@ -158,7 +158,7 @@ def test_child_ends_when_the_parent_is_killed(parent, tmp_path, before):
         + "print(*others, flush=True)\ntime.sleep(60)\n"
     )
     running = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
-    pid = said(tmp_path)
+    pid = output_of(tmp_path)
     others = [int(other) for other in running.stdout.readline().split()]
     running.kill()
     running.wait()
@@ -177,7 +177,7 @@ def test_child_ends_when_the_parent_exits_without_a_word(parent, tmp_path):
         parent(WAITING_CHILD)
         + f"process = go()\nwhile not Path({str(tmp_path / 'out')!r}).exists(): pass\n",
     )
-    assert gone(said(tmp_path), 0)
+    assert gone(output_of(tmp_path), 0)
 
 
 def test_interrupt_of_the_terminal_spares_the_child(parent, tmp_path):
@@ -192,7 +192,7 @@ def test_interrupt_of_the_terminal_spares_the_child(parent, tmp_path):
     running = subprocess.Popen(
         [sys.executable, str(script)], process_group=0, stdout=subprocess.PIPE, text=True
     )
-    pid = said(tmp_path)
+    pid = output_of(tmp_path)
     assert running.stdout.readline() == "here\n"
     os.killpg(running.pid, signal.SIGINT)
     assert running.wait(LIMIT_S) == 0
@@ -212,7 +212,7 @@ def test_closed_standard_descriptors(parent, tmp_path):
         + "out.write_text(json.dumps(str(process.failure())))\n"
     )
     assert subprocess.run([sys.executable, str(script)], check=False).returncode == 0
-    assert said(tmp_path) == "as it should be"
+    assert output_of(tmp_path) == "as it should be"
 
 
 def test_streams_that_were_closed_at_start_are_no_other_files_in_the_child(parent, tmp_path):
@@ -227,5 +227,5 @@ def test_streams_that_were_closed_at_start_are_no_other_files_in_the_child(paren
     )
     closing = ["/bin/sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"]
     assert subprocess.run([*closing, sys.executable, str(script)], check=False).returncode == 0
-    assert said(tmp_path) == 1
+    assert output_of(tmp_path) == 1
     assert [(tmp_path / f"data{number}").read_text() for number in range(3)] == [""] * 3

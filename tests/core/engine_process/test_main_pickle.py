@@ -1,4 +1,4 @@
-"""What a program defines in `__main__` arrives in another process as it was."""
+"""Definitions of a program's `__main__` arrive in another process as they were."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def sent(tmp_path_factory):
-    """What a program printed, what it sent, and what cloudpickle alone would have sent."""
+    """The program's output, the bytes it sent, and those that cloudpickle alone would have sent."""
     folder = tmp_path_factory.mktemp("program")
     (folder / "program.py").write_text(PROGRAM)
     command = [sys.executable, str(folder / "program.py"), str(folder / "sent")]
@@ -456,7 +456,7 @@ def test_struct_instance():
     assert (copy.x, copy.rest) == (3, {"a": 1})
 
 
-def test_what_is_unknown_here_is_said():
+def test_an_unknown_module_is_named():
     data = pickle.dumps(json.JSONDecoder).replace(b"json", b"jsno")
     with pytest.raises(PluginLoadError, match=r"cannot be rebuilt .*No module named 'jsno"):
         loads(data)

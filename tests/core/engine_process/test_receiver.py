@@ -1,4 +1,4 @@
-"""What clients send: what becomes a message, what is answered, what is dropped."""
+"""Frames of clients: which become messages, which are answered, which are dropped."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_a_request_waits_for_one_recording_at_most():
     assert executor.calls[0] == RECORD
 
 
-def test_nothing_is_recorded_unless_workers_say_so():
+def test_nothing_is_recorded_unless_workers_ask_for_it():
     executor = Recording(3)
     with LoopRig(executor) as rig:
         rig.send(request("a"))

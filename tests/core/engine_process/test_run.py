@@ -1,4 +1,4 @@
-"""What an engine process closes when it ends, whatever went wrong."""
+"""An engine process closes its parts when it ends, whatever went wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What waits to be sent: in order, merged where a client is behind, and bounded."""
+"""The queues of the sender: in order, merged where a client is behind, and bounded."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class TestMerging:
             ([2, 3], FinishReason.LENGTH),
         ]
 
-    def test_what_is_merged_says_all_that_both_said(self):
+    def test_a_merged_output_has_all_fields_of_both(self):
         events = [EngineCoreEvent(EngineCoreEventType(kind), float(kind)) for kind in (1, 2, 3)]
         row = TokenLogprobs([7], [-0.5], 1)
         first = output(
@@ -131,7 +131,7 @@ class TestMerging:
             num_nans_in_logits=3, kv_transfer_params={"from": "there"},
         )  # fmt: skip
 
-    def test_what_neither_said_is_not_said(self):
+    def test_a_field_that_neither_has_stays_unset(self):
         held = output("a", [1])
         merge_into(held, output("a", [2]))
         assert held == output("a", [1, 2])
@@ -241,15 +241,15 @@ def test_a_client_gets_the_same_tokens_whenever_it_reads(actions, ends):
         for name, tokens in action:
             sent.setdefault(name, []).append((tokens, reason is not None))
     read()
-    assert {name: lives(said) for name, said in got.items()} == {
-        name: lives(said) for name, said in sent.items()
+    assert {name: lives(outputs) for name, outputs in got.items()} == {
+        name: lives(outputs) for name, outputs in sent.items()
     }
 
 
-def lives(said):
+def lives(outputs):
     """The tokens of the requests that bore a name, one after another."""
     result = [[]]
-    for tokens, finished in said:
+    for tokens, finished in outputs:
         result[-1] += tokens
         if finished:
             result.append([])

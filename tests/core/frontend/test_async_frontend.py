@@ -1,4 +1,4 @@
-"""What AsyncLLM does before a request is in the engine, and around its calls."""
+"""AsyncLLM before a request is in the engine, and around its calls."""
 
 from __future__ import annotations
 

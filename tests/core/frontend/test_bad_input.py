@@ -149,7 +149,7 @@ def test_the_callers_params_are_never_changed(engine):
     assert repr(params) == before
 
 
-def test_a_closed_engine_says_so(scripted):
+def test_a_closed_engine_refuses_calls(scripted):
     engine = scripted_engine(scripted)
     engine.close()
     engine.close()

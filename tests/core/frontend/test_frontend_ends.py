@@ -1,4 +1,4 @@
-"""What ends in the frontend itself: errors, interrupts, aborts; and who is told of it."""
+"""Requests that end in the frontend: by errors, interrupts, aborts; and who is notified."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request may be given as: prompts, arrival times, headers, and what is read from them."""
+"""Inputs of a request: prompts, arrival times, headers, and the fields that are read from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What sinks export, through engines: at any time, without a failure and without a long wait."""
+"""Exports of sinks, through engines: at any time, without a failure and without a long wait."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_an_engine_in_its_own_process_that_hangs_is_not_waited_for(scripted, rep
     assert last.meters == answered.meters
 
 
-def test_a_sleeping_engine_says_how_deep(scripted, reports):
+def test_a_sleeping_engine_reports_its_level(scripted, reports):
     with LLM(config=scripted_config(scripted, {"stats": sinks("Exports")})) as llm:
         llm.sleep(2)
         llm.metrics()

@@ -198,7 +198,7 @@ def test_an_extra_call_that_is_malformed_is_left_out_too():
     assert (content, parts.warning) == ("Done.", None)
 
 
-def test_an_answer_that_is_cut_while_it_thinks_says_so(open_engine):
+def test_an_answer_that_is_cut_while_it_thinks_has_a_warning(open_engine):
     (output,) = completions(open_engine(), "why", max_tokens=12)
     assert (output.reasoning, output.content) == ("Hm, \ufffd", None)
     assert output.finish_reason == "length"
@@ -431,8 +431,8 @@ def test_the_chat_template_shows_the_format(tmp_path, open_engine, caplog, name)
         parsers = open_engine({}, folder).parts.parsers
     found = [parser and parser.name for parser in (parsers.reasoning, parsers.tools)]
     assert found == [reasoning, tools]
-    said = [f"_parsers: {name}, for the model's chat template shows" for name in found if name]
-    assert all(line in caplog.text for line in said)
+    lines = [f"_parsers: {name}, for the model's chat template shows" for name in found if name]
+    assert all(line in caplog.text for line in lines)
     assert ("is left out: plugin.harmony: the format needs" in caplog.text) == (name == "gpt_oss")
     off = {"reasoning": {"parser": "none"}, "tools": {"parser": "none"}}
     assert not open_engine(off, folder).parts.parsers
@@ -472,7 +472,7 @@ def test_one_class_of_both_roles_is_one_parser(open_engine):
     assert (output.reasoning, len(output.tool_calls)) == ("I add.", 2)
 
 
-def test_markers_that_are_no_special_tokens_are_said(open_engine, caplog):
+def test_markers_that_are_no_special_tokens_are_logged(open_engine, caplog):
     with caplog.at_level("INFO", logger="hardpoint"):
         open_engine()
     assert (

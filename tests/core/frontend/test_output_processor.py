@@ -31,18 +31,18 @@ def desk(byte_tokenizer):
 class TestUnknownIds:
     def test_one_that_was_never_seen_is_skipped(self, desk):
         desk.add("known")
-        outputs, aborts = desk.take(desk.said("a", name="who"), desk.said("b", name="known"))
+        outputs, aborts = desk.take(desk.output("a", name="who"), desk.output("b", name="known"))
         assert [o.request_id for o in outputs] == ["user's known"]
         assert aborts == []
 
     def test_one_that_was_aborted_is_skipped(self, desk):
         desk.add()
         desk.processor.abort(["r"])
-        assert desk.take(desk.said("a"), desk.said("b", LENGTH)) == ([], [])
+        assert desk.take(desk.output("a"), desk.output("b", LENGTH)) == ([], [])
 
     def test_one_that_has_ended_is_skipped(self, desk):
         desk.add()
-        outputs, aborts = desk.take(desk.said("a", LENGTH), desk.said("b", LENGTH))
+        outputs, aborts = desk.take(desk.output("a", LENGTH), desk.output("b", LENGTH))
         assert len(outputs) == 1
         assert aborts == []
         assert desk.is_empty
@@ -51,13 +51,13 @@ class TestUnknownIds:
 class TestFaultsOfTheTokenizer:
     @pytest.fixture
     def half(self, desk, monkeypatch):
-        """What the engine says: half a character, which no `decode` will take."""
+        """The token of half a character, with a tokenizer whose `decode` fails."""
         monkeypatch.setattr(TransformersTokenizer, "decode", lambda *_, **__: 1 / 0)
         desk.add()
         return [desk.tokenizer.encode("é")[0]]
 
     def test_one_at_the_end_is_the_end(self, desk, half):
-        output = desk.say(finish=LENGTH, ids=half)
+        output = desk.process(finish=LENGTH, ids=half)
         assert completion(output).finish_reason == "error"
         assert completion(output).error.endswith(
             "its decode failed: ZeroDivisionError: division by zero"
@@ -65,7 +65,7 @@ class TestFaultsOfTheTokenizer:
         assert desk.is_empty
 
     def test_one_in_an_abort_is_shown(self, desk, half):
-        desk.say(ids=half)
+        desk.process(ids=half)
         processed = desk.processor.abort(["r"])
         ((_, output),) = processed.request_outputs
         assert (completion(output).finish_reason, processed.aborts) == ("error", ["r"])
@@ -76,8 +76,8 @@ class TestFaultsOfTheTokenizer:
 class TestStopStrings:
     def test_one_found_while_the_engine_goes_on_aborts_there(self, desk):
         desk.add(stop=["STOP"])
-        assert completion(desk.say("a ST")).finish_reason is None
-        (output,), aborts = desk.take(desk.said("OP and more"))
+        assert completion(desk.process("a ST")).finish_reason is None
+        (output,), aborts = desk.take(desk.output("OP and more"))
         assert (completion(output).text, completion(output).finish_reason) == ("a ", "stop")
         assert completion(output).stop_reason == "STOP"
         assert output.finished
@@ -87,7 +87,7 @@ class TestStopStrings:
     @pytest.mark.parametrize("reason", [STOP, LENGTH])
     def test_one_found_at_the_engines_own_end_needs_no_abort(self, desk, reason):
         desk.add(stop=["c"])
-        output = desk.said("abcd", reason)
+        output = desk.output("abcd", reason)
         if reason is STOP:
             output.new_token_ids.append(EOS)
         (output,), aborts = desk.take(output)
@@ -97,13 +97,13 @@ class TestStopStrings:
 
     def test_without_one_the_engines_reason_stands(self, desk):
         desk.add(stop=["x"], stop_token_ids=[7])
-        found = completion(desk.say("ab", STOP, stop_reason=7))
+        found = completion(desk.process("ab", STOP, stop_reason=7))
         assert (found.finish_reason, found.stop_reason) == ("stop", 7)
 
     @pytest.mark.parametrize("text", ["abSTOPcd", "abSTOP"])
     def test_an_error_stays_an_error(self, desk, text):
         desk.add(stop=["STOP"])
-        (output,), aborts = desk.take(desk.said(text, ERROR, error="dry: it broke"))
+        (output,), aborts = desk.take(desk.output(text, ERROR, error="dry: it broke"))
         found = completion(output)
         assert (found.finish_reason, found.error) == ("error", "dry: it broke")
         assert (found.text, found.stop_reason) == ("ab", None)
@@ -111,18 +111,18 @@ class TestStopStrings:
 
     @pytest.mark.parametrize("reason", [TIMEOUT, ABORT])
     def test_a_text_that_is_whole_was_not_cut_off(self, desk, reason):
-        """What ended the request came after the stop string, which the engine does not know."""
+        """The request ended after its stop string, which the engine does not know."""
         desk.add(stop=["STOP"])
-        found = completion(desk.say("abSTOPcd", reason))
+        found = completion(desk.process("abSTOPcd", reason))
         assert (found.text, found.finish_reason, found.stop_reason) == ("ab", "stop", "STOP")
         desk.add(stop=["STOP"])
-        found = completion(desk.say("abSTO", reason))
+        found = completion(desk.process("abSTO", reason))
         assert (found.text, found.stop_reason) == ("abSTO", None)
         assert found.finish_reason == str(reason)
 
     def test_an_abort_here_takes_what_is_there(self, desk):
         desk.add(stop=["STOP"])
-        desk.say("abST")
+        desk.process("abST")
         ((_, output),) = desk.processor.abort(["r"]).request_outputs
         assert completion(output).text == "abST"
         assert completion(output).finish_reason == "abort"
@@ -140,7 +140,7 @@ class TestStreamInterval:
         texts = dict.fromkeys(range(3), "")
         for number, (letter, name) in enumerate(itertools.product("abcdefghijklm", ids)):
             last = LENGTH if letter == "m" else None
-            output = desk.say(letter, last, name=name)
+            output = desk.process(letter, last, name=name)
             if output is None:
                 continue
             shown = completion(output)
@@ -154,7 +154,7 @@ class TestStreamInterval:
 
     def test_one_that_ends_at_once(self, desk):
         desk.add(output_kind=DELTA)
-        assert completion(desk.say("a", LENGTH)).text == "a"
+        assert completion(desk.process("a", LENGTH)).text == "a"
         assert desk.is_empty
 
 
@@ -163,7 +163,7 @@ class TestLogprobs:
         desk.add(output_kind=DELTA, logprobs=0)
         sums, parts = [], []
         for text, finish in [("a", None), ("bc", None), ("d", LENGTH)]:
-            shown = completion(desk.say(text, finish, logprobs=desk.logprobs(text)))
+            shown = completion(desk.process(text, finish, logprobs=desk.logprobs(text)))
             sums.append(shown.cumulative_logprob)
             parts.append([list(entry) for entry in shown.logprobs])
             assert len(shown.logprobs) == len(shown.token_ids) == len(text)
@@ -172,15 +172,15 @@ class TestLogprobs:
 
     def test_an_end_without_tokens_has_none(self, desk):
         desk.add(output_kind=DELTA, logprobs=0)
-        desk.say("ab", logprobs=desk.logprobs("ab"))
-        shown = completion(desk.say("", ABORT))
+        desk.process("ab", logprobs=desk.logprobs("ab"))
+        shown = completion(desk.process("", ABORT))
         assert (shown.token_ids, shown.text, shown.logprobs) == ([], "", [])
         assert shown.cumulative_logprob == -2.0
         assert shown.finish_reason == "abort"
 
     def test_those_behind_a_stop_string_are_dropped(self, desk):
         desk.add(logprobs=0, stop=["b"])
-        shown = completion(desk.say("abc", logprobs=desk.logprobs("abc")))
+        shown = completion(desk.process("abc", logprobs=desk.logprobs("abc")))
         assert (len(shown.logprobs), shown.cumulative_logprob) == (2, -2.0)
 
 
@@ -188,26 +188,26 @@ class TestWhatUsersGet:
     def test_reasons_are_none_until_the_end(self, desk):
         desk.add(stop_token_ids=[7])
         for _ in range(3):
-            shown = completion(desk.say("a"))
+            shown = completion(desk.process("a"))
             assert (shown.finish_reason, shown.stop_reason) == (None, None)
-        shown = completion(desk.say("a", STOP, stop_reason=7))
+        shown = completion(desk.process("a", STOP, stop_reason=7))
         assert (shown.finish_reason, shown.stop_reason) == ("stop", 7)
 
     def test_each_completion_has_its_index(self, desk):
         first, second = desk.add(n=2)
-        assert completion(desk.say("a", name=second)).index == 1
-        assert completion(desk.say("b", name=first)).index == 0
-        ended = desk.say("c", LENGTH, name=second)
+        assert completion(desk.process("a", name=second)).index == 1
+        assert completion(desk.process("b", name=first)).index == 0
+        ended = desk.process("c", LENGTH, name=second)
         assert (completion(ended).text, ended.finished) == ("ac", False)
-        ended = desk.say("d", LENGTH, name=first)
+        ended = desk.process("d", LENGTH, name=first)
         assert (completion(ended).text, ended.finished) == ("bd", True)
 
-    def test_what_the_cache_and_the_connector_say(self, desk):
+    def test_fields_of_the_cache_and_the_connector(self, desk):
         desk.add("r", "prompt")
-        output = desk.say("a")
+        output = desk.process("a")
         assert (output.num_cached_tokens, output.kv_transfer_params) == (None, None)
-        assert desk.say("b", num_cached_tokens=4).num_cached_tokens == 4
-        output = desk.say("c", LENGTH, kv_transfer_params={"blocks": [3]})
+        assert desk.process("b", num_cached_tokens=4).num_cached_tokens == 4
+        output = desk.process("c", LENGTH, kv_transfer_params={"blocks": [3]})
         assert (output.num_cached_tokens, output.kv_transfer_params) == (4, {"blocks": [3]})
         assert (output.request_id, output.prompt) == ("user's r", "prompt")
         assert output.prompt_token_ids == desk.tokenizer.encode("prompt")
@@ -215,23 +215,23 @@ class TestWhatUsersGet:
     def test_final_only_gathers_in_silence(self, desk):
         desk.add(output_kind=FINAL_ONLY, logprobs=0)
         for text in ("ab", "c", ""):
-            assert desk.say(text, logprobs=desk.logprobs(text), num_cached_tokens=2) is None
-        output = desk.say("d", LENGTH, logprobs=desk.logprobs("d"))
+            assert desk.process(text, logprobs=desk.logprobs(text), num_cached_tokens=2) is None
+        output = desk.process("d", LENGTH, logprobs=desk.logprobs("d"))
         shown = completion(output)
         assert (shown.text, len(shown.token_ids), len(shown.logprobs)) == ("abcd", 4, 4)
         assert (output.finished, output.num_cached_tokens) == (True, 2)
 
     def test_final_only_waits_for_all_completions(self, desk):
         first, second = desk.add(n=2, output_kind=FINAL_ONLY)
-        assert desk.say("b", LENGTH, name=second) is None
-        output = desk.say("a", LENGTH, name=first)
+        assert desk.process("b", LENGTH, name=second) is None
+        output = desk.process("a", LENGTH, name=first)
         assert [(c.index, c.text) for c in output.outputs] == [(0, "a"), (1, "b")]
         assert output.finished
 
     def test_without_detokenizing(self, desk):
         desk.add(detokenize=False, output_kind=DELTA)
         tokens = desk.tokenizer.encode("abc")
-        shown = [completion(desk.say("ab")), completion(desk.say("c", LENGTH))]
+        shown = [completion(desk.process("ab")), completion(desk.process("c", LENGTH))]
         assert [c.token_ids for c in shown] == [tokens[:2], tokens[2:]]
         assert [c.text for c in shown] == ["", ""]
 
@@ -240,5 +240,5 @@ def test_a_live_id_is_not_registered_twice(desk):
     desk.add()
     with pytest.raises(RequestError, match="request_id: 'r' is the id of a live request"):
         desk.add()
-    assert completion(desk.say("a", LENGTH)).text == "a"
+    assert completion(desk.process("a", LENGTH)).text == "a"
     assert desk.is_empty

@@ -44,8 +44,8 @@ def test_tokens_and_logprobs_are_not_looked_at(desk, monkeypatch):
     monkeypatch.setattr(desk.tokenizer, "decode", None)
     monkeypatch.setattr(desk.tokenizer, "decode_stream", None)
     desk.add("r", "p", fields=EMBED, logprobs=1)
-    said = desk.said("abc", STOP, pooling_output="it", logprobs=desk.logprobs("abc"))
-    assert one(desk, said).outputs == "it"
+    result = desk.output("abc", STOP, pooling_output="it", logprobs=desk.logprobs("abc"))
+    assert one(desk, result).outputs == "it"
 
 
 def test_parts_of_a_result_come_where_they_are_wanted(desk):
@@ -93,8 +93,8 @@ def test_through_a_frontend_it_is_one_request(scripted, monkeypatch):
     submission = frontend.submitter.submit("mine", request, None)
     (child,) = submission.children
     assert (child.request_id, child.child_index) == (submission.parent.internal_id, 0)
-    said = EngineCoreOutput(request_id=child.request_id, pooling_output=[1.0], finish_reason=STOP)
-    (output,) = frontend.process_outputs(EngineCoreOutputs(outputs=[said])).request_outputs
+    result = EngineCoreOutput(request_id=child.request_id, pooling_output=[1.0], finish_reason=STOP)
+    (output,) = frontend.process_outputs(EngineCoreOutputs(outputs=[result])).request_outputs
     assert (output.request_id, output.outputs) == ("mine", [1.0])
     assert not engine.has_unfinished_requests()
     engine.close()

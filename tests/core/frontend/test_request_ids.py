@@ -179,7 +179,7 @@ class TestWithoutRandomIds:
             plain.add_request(taken, "x", GREEDY)
         finish(plain)
 
-    def test_it_is_said_once(self, scripted, caplog):
+    def test_it_is_logged_once(self, scripted, caplog):
         config = scripted_config(scripted, {"engine": {"random_request_ids": False}})
         with caplog.at_level(logging.WARNING, "hardpoint"), LLM(config=config) as llm:
             llm.generate(["x"] * 3, GREEDY)

@@ -1,4 +1,4 @@
-"""What a hook made of a request is checked before the engine gets it, wherever that runs."""
+"""Requests that a hook has changed are checked before the engine gets them, wherever it runs."""
 
 from __future__ import annotations
 
@@ -100,11 +100,11 @@ def test_parameters_that_a_hook_sets_are_honoured(engine, hook):
 
 
 def test_an_answer_that_a_hook_asks_for_is_given(engine, hook):
-    def says_yes(request):
+    def answer_yes(request):
         structured = StructuredOutputs(choice=["yes"])
         request.params = msgspec.structs.replace(request.params, structured=structured)
 
-    hook(says_yes)
+    hook(answer_yes)
     assert text_of(engine) == "yes"
     hook(lambda request: setattr(request, "reasoning_markers", ReasoningMarkers(((999,),))))
     with pytest.raises(RequestError, match="reasoning_markers: expected token ids from 0 to 256"):

@@ -38,7 +38,7 @@ STANDING = SchedulerStats(
 
 
 class Recorder(StatSink):
-    """Keeps what it is told, and raises `error` where it is said to."""
+    """Keeps the statistics that it gets, and raises `error` in the methods of `failing`."""
 
     contract = 1
 

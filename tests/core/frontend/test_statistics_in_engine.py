@@ -93,7 +93,7 @@ def finished():
 
 
 def num_running():
-    """What the engine last said of that."""
+    """The number of running requests that the engine reported last."""
     return [each.scheduler for each in Recorder.seen if each.scheduler is not None][-1].num_running
 
 
@@ -268,7 +268,7 @@ def test_the_engine_tells_each_client_how_its_scheduler_stands(depth):
     assert events == ["QUEUED"]
 
 
-def test_an_engine_that_nobody_asks_says_nothing():
+def test_an_engine_that_is_not_asked_reports_nothing():
     rig = Rig()
     rig.add("a", max_tokens=1)
     outputs, _ = rig.core.step()

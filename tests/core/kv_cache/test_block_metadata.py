@@ -1,4 +1,4 @@
-"""What eviction policies see of blocks, compared with what is worked out from the pool's index."""
+"""Blocks as eviction policies see them, compared with those derived from the pool's index."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def test_policy_chooses():
     ],
 )
 def test_wrong_choice(answer, taken, words):
-    """What is right in it counts; the rest is what was released first."""
+    """The right part of an answer counts; the rest are the blocks released first."""
     policy = Scripted(answer)
     pool, faults = make_pool(6, policy)
     fill(pool, 4)

@@ -1,4 +1,4 @@
-"""How large the KV cache is, and what is said when it is too small."""
+"""The size of the KV cache, and the error when it is too small."""
 
 from __future__ import annotations
 

@@ -367,7 +367,7 @@ def test_events_of_several_groups():
 
 
 def test_events_of_blocks_with_a_gap():
-    """What another request has stored meanwhile is not told again."""
+    """Blocks that another request has stored in between are not reported again."""
     manager = BlockManager(20, 2, events=True)
     delayed = make_request("delayed", TOKENS)
     assert manager.admit(delayed, CachedPrefix(), 0, num_external_tokens=10, delay_caching=True)

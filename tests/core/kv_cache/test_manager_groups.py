@@ -33,7 +33,7 @@ def test_window_bounds_what_is_held():
 
 
 def test_window_makes_room_for_itself():
-    """What it has passed goes back before new blocks are had, unless others hold it, too."""
+    """Blocks it has passed are freed before new ones are taken, unless others hold them, too."""
     manager = BlockManager(4, 2, groups=[KVCacheGroup(2)])
     request, other = make_request("a", TOKENS), make_request("b", TOKENS[:5])
     assert run(manager, request, chunk=4)

@@ -1,4 +1,4 @@
-"""What unread outputs of a request become together."""
+"""Unread outputs of a request are merged into one."""
 
 from __future__ import annotations
 

@@ -398,5 +398,5 @@ def test_a_provider_that_fails_or_gives_something_else():
 def test_out_of_band_metadata_of_an_array_or_unknown_dtype():
     assert "got a table" in refusal(extension(ARRAY, "<i4", [1], {}), provider=Shelf())
     for name in ("load", "Tensor", "nope"):
-        said = refusal(extension(TENSOR, name, [1], {}), provider=Shelf())
-        assert "the name of a torch dtype" in said
+        message = refusal(extension(TENSOR, name, [1], {}), provider=Shelf())
+        assert "the name of a torch dtype" in message

@@ -1,4 +1,4 @@
-"""What the messages say on the wire, what they refuse, and how versions tell themselves apart."""
+"""The wire form of messages, the values they refuse, and how versions are recognised."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def test_handshake_messages_are_told_apart():
         ["GREETING", 3, True, False, "more"],
     ],
 )
-def test_another_version_is_said_to_be_one(plain):
+def test_another_version_is_named(plain):
     assert refusal(decode_handshake, msgpack.encode(plain), Hello, Ready) == (
         f"protocol version: expected 2, got {plain[1]}; "
         "frontend and engine need the same version of Hardpoint"

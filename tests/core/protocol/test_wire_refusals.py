@@ -1,4 +1,4 @@
-"""What cannot travel, and what is no message, is refused in words."""
+"""Values that cannot travel, and frames that are no message, are refused with a reason."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def test_pickles_are_only_bytes():
     assert Decoder().decode(Encoder().encode(pickled)) == pickled
     for code in range(128):
         if code not in (TENSOR, ARRAY, SLICE):
-            said = refusal([msgpack.Ext(code, pickled)])
-            assert said == f"message[0]: expected extension 1, 2 or 3, got {code}"
+            message = refusal([msgpack.Ext(code, pickled)])
+            assert message == f"message[0]: expected extension 1, 2 or 3, got {code}"
 
 
 @pytest.mark.parametrize(
@@ -109,9 +109,9 @@ def test_pickles_are_only_bytes():
     ],
 )
 def test_malformed_tensors(payload, words):
-    said = refusal({"a": [0, extension(TENSOR, *payload)]})
-    assert said.startswith("message.a[1]: ")
-    assert words in said
+    message = refusal({"a": [0, extension(TENSOR, *payload)]})
+    assert message.startswith("message.a[1]: ")
+    assert words in message
     if payload[0] == "int8":
         payload, words = ["|i1", *payload[1:]], words.replace("int8", "|i1")
     assert words in refusal({"a": [0, extension(ARRAY, *payload)]})

@@ -1,4 +1,4 @@
-"""What travels over real sockets besides plain data: tensors, many threads, large messages."""
+"""Traffic over real sockets besides plain data: tensors, many threads, large messages."""
 
 from __future__ import annotations
 

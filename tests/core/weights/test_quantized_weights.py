@@ -47,7 +47,7 @@ def weights(stored=None):
 
 
 def load(cls=schemes.Right, stored=None, **more):
-    """Load a model; return what is said of it, and the names that came as tensors."""
+    """Load a model; return its description, and the names that came as tensors."""
     passed, _ = stream(cls, **more)
     given = dict(passed.pass_on(weights(stored)))
     passed.check_used(passed.is_used)
@@ -75,8 +75,8 @@ class ReadsOnly(schemes.Right):
 
 
 def test_tensors_pass_unless_a_scheme_is_used():
-    said, tensors = load()
-    assert said is None
+    description, tensors = load()
+    assert description is None
     assert len(tensors) == 4
 
 
@@ -86,39 +86,39 @@ def test_stored_matrices_stay_as_they_are():
 
 
 def test_none_dequantises_stored_matrices():
-    said, tensors = load(stored=SAMPLE, use="none")
-    assert said == "4 in right dequantised"
+    description, tensors = load(stored=SAMPLE, use="none")
+    assert description == "4 in right dequantised"
     assert len(tensors) == 4
 
 
 def test_a_scheme_quantises_tensors_and_stored_matrices():
-    said, tensors = load(use="fake")
-    assert said.startswith("4 in fake, 4 of them dequantised to float32")
+    description, tensors = load(use="fake")
+    assert description.startswith("4 in fake, 4 of them dequantised to float32")
     assert tensors == []
-    said, tensors = load(stored=SAMPLE, use="fake")  # which is stored in another one
-    assert said.startswith("4 in fake, ")
-    assert said.endswith("4 in right dequantised")
+    description, tensors = load(stored=SAMPLE, use="fake")  # which is stored in another one
+    assert description.startswith("4 in fake, ")
+    assert description.endswith("4 in right dequantised")
 
 
 def test_a_scheme_that_the_checkpoint_has_is_not_quantised_again():
-    said, _ = load(stored=replace(SAMPLE, scheme="fake"), use="fake", cls=ReadsOnly)
-    assert said.startswith("4 in fake")
-    assert "right" not in said
+    description, _ = load(stored=replace(SAMPLE, scheme="fake"), use="fake", cls=ReadsOnly)
+    assert description.startswith("4 in fake")
+    assert "right" not in description
 
 
-def test_matrices_that_multiply_themselves_are_said_not_to_be_kept():
-    said, _ = load(schemes.Own, use="fake")
-    assert said == "4 in fake, not kept in the weight cache, for they multiply themselves"
+def test_matrices_that_multiply_themselves_are_not_kept():
+    description, _ = load(schemes.Own, use="fake")
+    assert description == "4 in fake, not kept in the weight cache, for they multiply themselves"
 
 
 def test_patterns_leave_weights_out():
-    said, tensors = load(use="fake", skip=["embed.*", "second.weight"])
+    description, tensors = load(use="fake", skip=["embed.*", "second.weight"])
     assert tensors == ["embed.weight", "second.weight"]
-    assert said.startswith("2 in fake")
-    said, tensors = load(stored=SAMPLE, skip=["down*"])
+    assert description.startswith("2 in fake")
+    description, tensors = load(stored=SAMPLE, skip=["down*"])
     assert tensors == ["down.weight"]
-    assert said.startswith("3 in right")
-    assert said.endswith("1 in right dequantised")
+    assert description.startswith("3 in right")
+    assert description.endswith("1 in right dequantised")
 
 
 def test_a_model_without_such_matrices_is_refused_by_name():
@@ -187,11 +187,11 @@ def test_schemes_are_built_once_and_closed_once():
 
 
 def test_bytes_of_codes_are_not_those_of_other_matrices():
-    says = {"contract": 1, "stored_bytes": lambda self, shape: 1}
+    members = {"contract": 1, "stored_bytes": lambda self, shape: 1}
     with pytest.raises(PluginFaultError, match=r"its stored_bytes\(\) is of codes, and its"):
-        load(type("Says", (schemes.Own,), says), use="fake")
-    said, _ = load(type("Says", (schemes.Own,), says | {"own_linear": True}), use="fake")
-    assert said.startswith("4 in fake")
+        load(type("Own", (schemes.Own,), members), use="fake")
+    description, _ = load(type("Own", (schemes.Own,), members | {"own_linear": True}), use="fake")
+    assert description.startswith("4 in fake")
 
 
 def test_a_required_scheme_has_to_be_there():
@@ -307,10 +307,10 @@ def test_a_wrong_alignment_of_a_matrix_names_the_plugin(alignment, message, more
         load(cls, cuts={"down.weight": Cut(1, 0, 32)}, **more)
 
 
-def saying(given):
-    """Return a scheme that says before it reads where matrices can be cut."""
+def declaring(given):
+    """Return a scheme that declares before it reads where matrices can be cut."""
     members = {"contract": 1, "alignment": lambda self, shape, stored=None: given(stored)}
-    return type("Saying", (schemes.Right,), members)
+    return type("Declaring", (schemes.Right,), members)
 
 
 def check(cls, *, stored=SAMPLE, **more):
@@ -321,7 +321,7 @@ def check(cls, *, stored=SAMPLE, **more):
 
 
 def test_cuts_within_groups_are_refused_before_weights_are_read():
-    cls = saying(lambda stored: 32 if stored is None else 8 * stored.tensors["scales"].shape[1])
+    cls = declaring(lambda stored: 32 if stored is None else 8 * stored.tensors["scales"].shape[1])
     check(cls, cuts={"down.weight": Cut(1, 16, 48)})
     check(cls, cuts={"down.weight": Cut(0, 1, 3)})
     message = "'down.weight' of 'folder': right: columns 8 to 48 of 64 cannot be cut from blocks "
@@ -342,9 +342,9 @@ def test_cuts_within_groups_are_refused_before_weights_are_read():
         (raising, r"failed for 'down.weight': RuntimeError: broken"),
     ],
 )
-def test_a_scheme_that_says_a_wrong_alignment_is_named(given, message):
+def test_a_scheme_with_a_wrong_alignment_is_named(given, message):
     with pytest.raises(PluginFaultError, match=rf"'fake' .*its alignment\(\) {message}"):
-        check(saying(given), cuts={"down.weight": Cut(1, 0, 32)})
+        check(declaring(given), cuts={"down.weight": Cut(1, 0, 32)})
 
 
 def test_schemes_that_are_not_there_are_named_with_the_weight():
@@ -369,7 +369,7 @@ def test_a_norm_is_no_matrix_that_may_have_few_bits():
         passed.check_stored({"first.bias": WeightFormat("right", 9, True, SAMPLE)})
 
 
-def test_what_came_is_counted_not_what_was_said():
+def test_weights_that_came_are_counted_not_those_declared():
     passed, _ = stream()
     passed.check_stored({name: WeightFormat("q2_k", 9) for name, _ in weights()})
     assert passed.describe() is None

@@ -93,14 +93,14 @@ def skip_without_kernels():
         pytest.skip(str(cause))
 
 
-def test_a_later_start_says_which_matrices_have_few_bits(start, caplog):
+def test_a_later_start_names_the_matrices_of_few_bits(start, caplog):
     skip_without_kernels()
-    said = []
+    lines = []
     for _ in range(2):
         start(quantization={"use": "int8"}, ops={"use": "native_cpu"})
-        said.append([line for line in caplog.messages if line.startswith("matrices of few bits")])
-    assert said[0] == said[1]
-    assert "in int8" in said[0][0]
+        lines.append([line for line in caplog.messages if line.startswith("matrices of few bits")])
+    assert lines[0] == lines[1]
+    assert "in int8" in lines[0][0]
     assert "packed weights: mapped" in caplog.text
 
 
@@ -265,7 +265,7 @@ def test_a_folder_of_another_user_is_left_alone(start, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["full", "read-only", "file"])
-def test_a_place_that_cannot_be_written_to_is_said_once(start, tmp_path, monkeypatch, kind):
+def test_a_place_that_cannot_be_written_to_is_logged_once(start, tmp_path, monkeypatch, kind):
     wanted, _ = start(weight_cache={"path": "off"})
     cache = tmp_path / "cache"
     if kind == "file":
@@ -431,10 +431,10 @@ def test_ranks_keep_the_files_of_all_or_none(tmp_path, caplog, max_bytes, kept):
     for key, cache in caches.items():
         write(cache, key)  # of 4096 bytes each, and a header
     assert [key for key, cache in caches.items() if cache.load(key, Holder(1000))] == kept
-    said = messages(caplog)
-    assert not any("removed" in line for line in said)
+    lines = messages(caplog)
+    assert not any("removed" in line for line in lines)
     if not kept:
-        assert said == 2 * [
+        assert lines == 2 * [
             "INFO: packed weights: not kept: they have 4096 bytes in each of 2 ranks, "
             "weight_cache.max_bytes is 8191"
         ]

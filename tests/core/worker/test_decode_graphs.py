@@ -195,7 +195,7 @@ def test_the_scripted_model_gives_the_same_tokens_bit_for_bit(tmp_path):
 
 
 def test_inputs_are_read_when_a_step_is_repeated(generate, caplog):
-    """What keeps the inputs of its recording is found out, and gives no wrong tokens."""
+    """A plugin that keeps the inputs of its recording is found out, and gives no wrong tokens."""
     expected = generate(**EAGER)
     with caplog.at_level(logging.WARNING, "hardpoint"):
         assert same(generate(ops="CopyingOps"), expected)
@@ -300,7 +300,7 @@ def test_level_2_of_sleep_releases_all_at_once(generate, monkeypatch, ops):
 
 
 def twice(function):
-    """Return what calls a function at its second call alone."""
+    """Return a function that calls another one at its second call alone."""
     calls = itertools.count()
     return lambda llm: function(llm) if next(calls) else None
 
@@ -319,7 +319,7 @@ class TestWhen:
         assert seen[1] == [4, 2, 1]
 
     @pytest.mark.parametrize(
-        ("settings", "said"),
+        ("settings", "message"),
         [
             ({}, "up to 8 sequences, recorded when idle or needed"),
             (EAGER, "off, since executor.enforce_eager is set"),
@@ -331,15 +331,15 @@ class TestWhen:
         ],
         ids=["all", "eager", "attention", "class-of-ops", "padding", "torch", "native_cpu"],
     )
-    def test_one_line_says_whether_and_why_not(self, generate, caplog, settings, said):
+    def test_one_line_states_whether_and_why_not(self, generate, caplog, settings, message):
         with caplog.at_level(logging.INFO, "hardpoint"):
             generate(between=ahead, rounds=(PROMPTS[:1],) * 2, tokens=2, **settings)
         starts = ("decode graphs: up to", "decode graphs: off")
         lines = [r.message for r in caplog.records if r.message.startswith(starts)]
-        assert len(lines) == (said is not None)
-        if said is not None:
-            assert re.fullmatch(f"decode graphs: {said}", lines[0])
-            assert bool(GraphedOps.recorded) == said.startswith("up to")
+        assert len(lines) == (message is not None)
+        if message is not None:
+            assert re.fullmatch(f"decode graphs: {message}", lines[0])
+            assert bool(GraphedOps.recorded) == message.startswith("up to")
 
     def test_operations_that_record_nothing_are_named_once(self, generate, caplog):
         generate(ops="NoGraphs", rounds=(PROMPTS[:1], PROMPTS), tokens=6)

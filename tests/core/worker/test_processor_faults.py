@@ -35,7 +35,7 @@ def engine_with(scripted, *names, **extra):
 
 @pytest.fixture(scope="module")
 def without(scripted):
-    """What the 32 requests give where no plugin is at fault."""
+    """Results of the 32 requests where no plugin is at fault."""
     engine = engine_with(scripted, "Dense", "Sparse", "Whole")
     yield run(engine, jobs())
     engine.close()
@@ -159,7 +159,7 @@ def test_a_built_in_is_never_quarantined(scripted):
     engine.close()
 
 
-def test_on_error_engine_ends_the_engine_and_says_who(scripted):
+def test_on_error_engine_ends_the_engine_and_names_the_plugin(scripted):
     engine = engine_with(scripted, "Dense", plugins={"on_error": {"dense": "engine"}})
     engine.add_request("other", "x", SamplingParams())
     engine.add_request("r", "x", SamplingParams(plugin_args={"dense": {"how": "raise"}}))

@@ -1,4 +1,4 @@
-"""What a worker exchanges with the ranks that share its model."""
+"""Exchanges of a worker with the ranks that share its model."""
 
 from __future__ import annotations
 

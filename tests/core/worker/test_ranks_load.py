@@ -29,13 +29,13 @@ class Group(SingleRank):
         device = torch.device("cpu")
 
     def __init__(self):
-        self.said = []
+        self.reasons = []
 
     def abort(self, reason):
-        self.said.append(reason)
+        self.reasons.append(reason)
 
     def close(self):
-        self.said.append("closed")
+        self.reasons.append("closed")
 
 
 def start(folder):
@@ -90,7 +90,7 @@ def test_an_abort_reaches_ranks_that_meet():
         return made[-1]
 
     ranks.meet(connect)
-    assert [group.said for group in made] == [["why"], ["why"]]
+    assert [group.reasons for group in made] == [["why"], ["why"]]
 
 
 def test_groups_that_were_made_are_left_if_a_later_one_cannot_be():
@@ -105,7 +105,7 @@ def test_groups_that_were_made_are_left_if_a_later_one_cannot_be():
     ranks = Ranks(TWO_BY_TWO, 0, FOUR)
     with pytest.raises(ModelError, match="no second group"):
         ranks.meet(connect)
-    assert [group.said for group in made] == [["rank 0 failed: no second group", "closed"]]
+    assert [group.reasons for group in made] == [["rank 0 failed: no second group", "closed"]]
     assert not ranks.have_met
 
 

@@ -101,7 +101,7 @@ class Derived(Counting):
 
 
 class Torch(Counting):
-    """Computes with torch, though it says otherwise."""
+    """Computes with torch, though it declares the opposite."""
 
     contract = 1
     replayable = True
@@ -111,7 +111,7 @@ class Torch(Counting):
 
 
 class Lying(Counting):
-    """Computes where nobody can see it, though it says otherwise."""
+    """Computes where nobody can see it, though it declares the opposite."""
 
     contract = 1
     replayable = True

@@ -1,4 +1,4 @@
-"""What cannot be together with a KV connector is refused at the start; a sleep starts it again."""
+"""Options that a KV connector excludes are refused at the start; a sleep starts it again."""
 
 from __future__ import annotations
 

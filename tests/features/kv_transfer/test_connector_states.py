@@ -1,4 +1,4 @@
-"""What happens to a request of a connector in each state: same tokens, and its blocks are freed."""
+"""A request of a connector in each state: its tokens stay the same, and its blocks are freed."""
 
 from __future__ import annotations
 

@@ -148,24 +148,24 @@ EVENTS = st.lists(
 
 
 class Model:
-    """What each load may end as."""
+    """Records each load's possible ends."""
 
     def __init__(self):
         self.clock = Clock()
         self.loads = Loads(range(2), self.clock, seconds=10)
-        self.open, self.said, self.bad = {}, {}, set()
+        self.open, self.finished_ranks, self.bad = {}, {}, set()
 
     def begin(self, name):
         if not self.loads.is_busy(name):
             blocks = {"a": {0, 1}, "b": {2, 3}, "c": {4, 5}}[name]
             self.loads.begin(name, blocks)
-            self.open[name], self.said[name] = blocks, set()
+            self.open[name], self.finished_ranks[name] = blocks, set()
             self.bad -= blocks
 
     def process(self, step, event, *args):
         if event == "finished":
             self.loads.finished(*args, step)
-            self.said.get(args[0], set()).add(args[1])
+            self.finished_ranks.get(args[0], set()).add(args[1])
         elif event == "failed":
             self.loads.failed(frozenset(args))
             self.bad.update(args)
@@ -180,7 +180,7 @@ class Model:
             blocks = self.open.pop(name)
             assert ended.invalid <= blocks
             if not ended.failed:
-                assert self.said[name] >= {0, 1}
+                assert self.finished_ranks[name] >= {0, 1}
                 assert not self.bad & blocks
 
 
@@ -204,7 +204,7 @@ class TestSaves:
         saves = Saves(frozenset([0, 1]), clock, 10)
         saves.begin("a")
         assert "a" in saves
-        saves.finished("a", 0, 1)  # no plan has said yet that it has ended
+        saves.finished("a", 0, 1)  # no plan has yet reported that it has ended
         saves.plan(2)
         saves.finished("a", 1, 2)
         assert saves.end() == ([], [])

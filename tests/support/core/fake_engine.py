@@ -35,7 +35,7 @@ class Engine:
         """Wait for the next message of the client; None if none comes."""
         return self.input.recv_multipart() if self.input.poll(seconds * 1000) else None
 
-    def say(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         """Send something as outputs are sent; bytes go as they are."""
         frames = [message] if isinstance(message, bytes) else Encoder().encode(message)
         self.output.send_multipart(frames)
@@ -50,7 +50,7 @@ class PlayedProcess:
 
     Attributes:
         engine: there once the process was launched.
-        said: the result of `failure`; `speak` sets it.
+        error: the result of `failure`; `fail` sets it.
     """
 
     returncode = None
@@ -61,26 +61,26 @@ class PlayedProcess:
         self.sockets = sockets
         self.launched: Any = None
         self.engine: Any = None
-        self.said: Exception | None = None
+        self.error: Exception | None = None
         self.reader, self.writer = os.pipe()
         self.sentinels = [self.reader]
 
     @property
     def reported(self) -> bool:
-        return self.said is not None
+        return self.error is not None
 
     def launch(self, launch: Any) -> None:
         self.launched = launch
         self.engine = Engine(self.sockets[0])
         self.engine.ready(replace(READY, manifest_hash=launch.manifest.hash))
 
-    def speak(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         """Report that it fails."""
-        self.said = error
+        self.error = error
         os.write(self.writer, b"x")
 
     def failure(self) -> Exception | None:
-        return self.said
+        return self.error
 
     def close(self, grace_s: float = 0.0) -> None:
         os.close(self.writer)  # the watcher wakes up

@@ -84,7 +84,7 @@ def write_child(folder: Path, body: str) -> Path:
     return program
 
 
-def said(folder: Path, limit_s: float = LIMIT_S):
+def output_of(folder: Path, limit_s: float = LIMIT_S):
     until = time.monotonic() + limit_s
     while not (folder / "out").exists():
         assert time.monotonic() < until, "the child said nothing"

@@ -46,7 +46,7 @@ class Desk:
             self.processor.add_request(child, prompt, parent)
         return [child.request_id for child in children]
 
-    def said(self, text="", finish=None, name="r", ids=None, **fields):
+    def output(self, text="", finish=None, name="r", ids=None, **fields):
         """An output of the engine: a text's tokens, or tokens by their ids."""
         return EngineCoreOutput(
             request_id=name,
@@ -60,9 +60,9 @@ class Desk:
         processed = self.processor.process(outputs)
         return [msgspec.structs.replace(o) for _, o in processed.request_outputs], processed.aborts
 
-    def say(self, *args, **fields):
+    def process(self, *args, **fields):
         """Process one output; return what the user gets."""
-        outputs, _ = self.take(self.said(*args, **fields))
+        outputs, _ = self.take(self.output(*args, **fields))
         return outputs[0] if outputs else None
 
     def logprobs(self, text):

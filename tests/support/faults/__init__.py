@@ -1,1 +1,1 @@
-"""What users see of each simple fault of a plugin: (kind, method, misbehaviour) -> messages."""
+"""Messages to users about simple faults of plugins: (kind, method, misbehaviour) -> messages."""

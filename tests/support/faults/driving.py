@@ -191,7 +191,7 @@ def outcome(case: Case, folder: Path) -> Outcome:
 
     Args:
         case: to run.
-        folder: of the models.
+        folder: folder of the models.
     """
     plugins.Broken, plugins.started = broken(case), False
     case.setup.before()

@@ -36,9 +36,9 @@ class Setup:
     """How some methods of a kind's plugins are made to misbehave.
 
     Attributes:
-        kind: of the plugins.
+        kind: kind of the plugins.
         base: what works.
-        methods: that misbehave; `State.feed` is a method of the objects that `base.State` makes.
+        methods: methods that misbehave; `State.feed` is that of the objects of `base.State`.
         void: those of them that return nothing, so that None is right.
         config: further configuration.
         requests: to run.
@@ -49,8 +49,8 @@ class Setup:
         tick: seconds by which each reading advances the clock.
         before: is called before each case.
         late: methods that misbehave from the end of the start on, too.
-        messages: of a chat, instead of requests.
-        variant: of the configuration, in the name of the misbehaviour.
+        messages: messages of a chat, instead of requests.
+        variant: name of the configuration, in the name of the misbehaviour.
     """
 
     kind: str

@@ -50,7 +50,7 @@ async def answers(request: Any) -> Any:
 
 
 def wrapping(application: Any) -> Callable[[Any], Any]:
-    """Return what wraps an application into another one."""
+    """Return a function that wraps an application into another one."""
     return lambda app: application
 
 
@@ -87,7 +87,7 @@ def outcomes() -> Iterator[tuple[tuple[str, str, str], dict[str, str]]]:
 
 
 def outcome(part: str, make: Callable[[], Any]) -> dict[str, str]:
-    """Return what a client, or who starts the server, sees of an extension."""
+    """Return the faults of an extension as a client, or who starts the server, sees them."""
     try:
         context = running(FakeEngine(config=configured(), hooks=(Broken(make),)))
         server = context.__enter__()

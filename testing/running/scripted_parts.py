@@ -1,7 +1,7 @@
 """Step parts for the scripted model: one scatters embeddings, one changes linear layers by request.
 
-They show what speculators, adapters and encoders need of the engine, and what follows can be told
-in advance: embeddings of the scripted model are token ids.
+They show what speculators, adapters and encoders need of the engine. Their effect can be computed in
+advance, since embeddings of the scripted model are token ids.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def test_a_pool_of_one_block_works_as_far_as_it_goes():
 
 def test_a_connector_moves_one_group_only():
     with pytest.raises(ConfigError, match="it moves one KV cache group, the model has 2"):
-        Simulator(groups=[KVCacheGroup(), KVCacheGroup()], context={"connector": Connector()})
+        Simulator(groups=[KVCacheGroup(), KVCacheGroup()], context={"transfers": Connector()})
 
 
 @pytest.mark.parametrize(

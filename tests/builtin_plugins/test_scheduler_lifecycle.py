@@ -124,7 +124,7 @@ def test_a_deadline_ends_a_request_wherever_it_stands(when):
         max_num_seqs=1,
         context={
             "gates": Grammars(compiling={"g"}),
-            "connector": Connector(a=(3, True)) if when == "loading" else Connector(),
+            "transfers": Connector(a=(3, True)) if when == "loading" else Connector(),
         },
     )
     if when == "waiting":

@@ -149,7 +149,7 @@ def test_preemption_does_not_make_it_reported_twice(steps):
 
 
 def connected(**found):
-    return Simulator(context={"connector": Connector(**found)})
+    return Simulator(context={"transfers": Connector(**found)})
 
 
 def fill(sim, name, num_tokens):

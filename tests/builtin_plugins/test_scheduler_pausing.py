@@ -126,7 +126,7 @@ class TestPausedNew:
         assert set(sim.ends) == {"a", "b"}
 
     def test_what_loads_between_steps_is_waited_for_and_computed(self):
-        sim = Simulator(context={"connector": Connector(a=(8, True))})
+        sim = Simulator(context={"transfers": Connector(a=(8, True))})
         sim.add("a", prompt=12, max_tokens=2)
         sim.step()
         sim.scheduler.set_pause(NEW)

@@ -327,7 +327,7 @@ def test_one_that_became_too_long_while_others_ran_does_not_wait_for_ever():
 
 def test_loaded_requests_that_hold_all_blocks_give_way():
     connector = Connector(b=(7, True), c=(7, True))
-    sim = Simulator(blocks=5, block_size=4, context={"connector": connector})
+    sim = Simulator(blocks=5, block_size=4, context={"transfers": connector})
     sim.add("b", prompt=8, max_tokens=2, priority=1)
     sim.add("c", prompt=8, max_tokens=2)
     plan = sim.plan()

@@ -22,7 +22,7 @@ from hardpoint.plugins import EngineCoreRequest, SamplingParams, SchedulingPolic
 def looking_up(names, **settings):
     """Return a sim whose connector never ends the lookup of some requests."""
     connector = Connector(**dict.fromkeys(names, (None, True)))
-    return Simulator(context={"connector": connector}, **settings)
+    return Simulator(context={"transfers": connector}, **settings)
 
 
 def overtaken(sim):

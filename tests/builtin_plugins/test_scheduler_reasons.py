@@ -96,7 +96,7 @@ def test_every_reason_can_be_had():
         max_num_batched_tokens=30,
         policy=HoldsBack,
         encoder_tokens=4,
-        context={"gates": grammars, "connector": Connector(kv=(3, True))},
+        context={"gates": grammars, "transfers": Connector(kv=(3, True))},
     )
     sim.add("results", max_tokens=1)
     sim.plan()

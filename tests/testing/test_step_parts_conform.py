@@ -8,6 +8,7 @@ from support.broken.step_parts import Good
 from support.kit_suites import assert_tests_builtins
 from support.searching import kit_examples
 
+from hardpoint.features.kv_transfer import KVTransfer
 from hardpoint.features.structured import StructuredOutput
 from hardpoint.plugins import EngineCoreRequest, GrammarBackend, ReasoningMarkers, SamplingParams
 from hardpoint.plugins.structured import StructuredOutputs
@@ -78,3 +79,9 @@ class TestStructuredOutput(StepPartSuite):
 
 def test_all_builtins_are_tested():
     assert_tests_builtins("step_parts", "part", globals())
+
+
+class TestKVTransfer(StepPartSuite):
+    examples = kit_examples()
+    part = KVTransfer
+    config = {"kv_connector": {"stores": ["memory"]}}

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from hardpoint import typed
-from hardpoint.core.frontend.outputs.output_parts import OutputParsers
+from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
 from hardpoint.plugins import EngineCoreRequest, ReasoningMarkers, RequestError, SamplingParams
 from hardpoint.plugins.config import GrammarConfig
 from hardpoint.plugins.structured import StructuralTag, StructuredOutputs

@@ -9,7 +9,7 @@ import msgspec
 
 from hardpoint import typed
 from hardpoint.boundary.plugin_health import PluginHealth
-from hardpoint.core.frontend.outputs.output_parts import OutputParsers
+from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
 from hardpoint.plugins import (
     EngineCoreRequest,
     PrepareContext,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from hardpoint.core.frontend.outputs.output_parts import OutputParsers
+from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
 from hardpoint.core.protocol import Buffer, Decoder, Encoder, WireError
 from hardpoint.core.protocol.request_check import RequestCheck
 from hardpoint.errors import PluginFaultError, shown

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from hardpoint import SamplingParams
 from hardpoint.builtin_plugins.tokenizer import stream as token_stream
-from hardpoint.core.frontend.outputs.output_stream import OutputStream
+from hardpoint.core.frontend.outputs.completion_stream import CompletionStream
 
 CHARACTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 CROSSING = ["\u00a9\u00c3", "\u0142\u00e2", "a\u00f0", "\u0141\u00a9z", "\u013a\u013b", "he"]
@@ -58,7 +58,7 @@ class _Words:
 )
 def test_of_several_stop_strings_in_one_token_the_first_complete_one_counts(stop, found, text):
     words = _Words("a", "xyzb")
-    output = OutputStream(words, words.decode_stream([]), SamplingParams(stop=stop))
+    output = CompletionStream(words, words.decode_stream([]), SamplingParams(stop=stop))
     assert output.push([0, 1, 0], None) == [0, 1]
     assert output.stop_string == found
     assert output.take(finished=True).text == text
@@ -79,7 +79,7 @@ def test_whatever_comes_joins_to_the_whole(bytewise, parts, cut, special):
     ][:cut]
     params = SamplingParams(skip_special_tokens=not special)
     stream = bytewise.decode_stream([], skip_special_tokens=not special)
-    output = OutputStream(bytewise, stream, params)
+    output = CompletionStream(bytewise, stream, params)
     for token in ids:
         output.push([token], None)
     output.finish()

@@ -27,8 +27,8 @@ from hardpoint.plugins import (
 from hardpoint.plugins.requests import PoolingRequestOutput, TokenLogprobs
 from hardpoint.plugins.structured import StructuredOutputs
 
+from .completion_stream import CompletionStream
 from .output_parsers import AnswerValidator, OutputParsers
-from .output_stream import OutputStream
 
 AnyOutput = RequestOutput | PoolingRequestOutput
 """The outputs that users get."""
@@ -224,7 +224,7 @@ class RequestState:
         self._decoder = self._decoder_after(request.prompt_token_ids) if params.detokenize else None
         # Made on use: a hundred thousand requests may wait, and the garbage collector visits each
         # object.
-        self._stream: OutputStream | None = None
+        self._stream: CompletionStream | None = None
         self._interval = stream_interval
         self._parsers = None if parsers is None else parsers.hold()
         self._tools = tools
@@ -288,13 +288,13 @@ class RequestState:
             for entry in entries:
                 self._cumulative_logprob += entry.logprobs[0]
 
-    def _new_stream(self) -> OutputStream:
+    def _new_stream(self) -> CompletionStream:
         params, index = self._request.params, self._request.child_index
-        return OutputStream(
+        return CompletionStream(
             self._tokenizer, self._decoder, params, index=index, interval=self._interval
         )
 
-    def _parse_by(self, stream: OutputStream) -> None:
+    def _parse_by(self, stream: CompletionStream) -> None:
         """Begin to parse the output, if there is something to be found in it.
 
         Raises:

@@ -12,7 +12,7 @@ from hardpoint import RequestError, RequestOutputKind, SamplingParams
 from hardpoint.builtin_plugins.parsers.harmony import Harmony
 from hardpoint.builtin_plugins.parsers.json_calls import Hermes
 from hardpoint.builtin_plugins.parsers.think_tags import ThinkTags
-from hardpoint.core.frontend.outputs.output_stream import Parts
+from hardpoint.core.frontend.outputs.completion_stream import Parts
 from hardpoint.core.frontend.requests.answer_format import CallRules
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.errors import ConfigError, PluginError

@@ -42,7 +42,7 @@ class _Mark(NamedTuple):
     end: int
 
 
-class OutputStream:
+class CompletionStream:
     """Turns one completion's tokens into its outputs as they come.
 
     Tokens pass four stages; each may hold back what came last, until the completion ends:

@@ -12,7 +12,7 @@ from support.searching import examples
 
 from hardpoint import SamplingParams
 from hardpoint.builtin_plugins.parsers.think_tags import ThinkTags
-from hardpoint.core.frontend.outputs.output_stream import OutputStream
+from hardpoint.core.frontend.outputs.completion_stream import CompletionStream
 from hardpoint.plugins import OutputParserContext, ParserRequest
 
 PIECES = ["<think>", "</think>", "<thi", "Hm, é.", "STOP", "ST", "漢", "x"]
@@ -31,7 +31,7 @@ def think_tags(byte_tokenizer):
 def outputs(tokenizer, parser, ids, cuts, **params):
     """Return the outputs of tokens that come in batches of given sizes, then all others."""
     params = SamplingParams(**params)
-    stream = OutputStream(tokenizer, tokenizer.decode_stream([]), params, interval=3)
+    stream = CompletionStream(tokenizer, tokenizer.decode_stream([]), params, interval=3)
     stream.parse(parser.open(ParserRequest(roles=("reasoning",))), {}, parallel=True)
     found = []
     for size in [*cuts, len(ids)]:

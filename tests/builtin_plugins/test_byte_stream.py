@@ -61,7 +61,7 @@ def test_of_several_stop_strings_in_one_token_the_first_complete_one_counts(stop
     output = CompletionStream(words, words.decode_stream([]), SamplingParams(stop=stop))
     assert output.push([0, 1, 0], None) == [0, 1]
     assert output.stop_string == found
-    assert output.take(finished=True).text == text
+    assert output.pop(finished=True).text == text
 
 
 TEXT = st.text(max_size=4)
@@ -84,7 +84,7 @@ def test_whatever_comes_joins_to_the_whole(bytewise, parts, cut, special):
         output.push([token], None)
     output.finish()
     whole = bytewise.decode(ids, skip_special_tokens=not special)
-    assert output.take(finished=True).text == whole
+    assert output.pop(finished=True).text == whole
 
 
 @examples(200)

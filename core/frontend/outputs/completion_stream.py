@@ -48,9 +48,9 @@ class CompletionStream:
     Tokens pass four stages; each may hold back what came last, until the completion ends:
 
     1. decode: `push` makes whole characters of tokens.
-    2. stop: `push` ends the text at a stop string; `take` keeps the end in which one may begin.
+    2. stop: `push` ends the text at a stop string; `pop` keeps the end in which one may begin.
     3. interval: `waits` for as many tokens as `engine.stream_interval` wants.
-    4. parse: `take` gives the text to the parser, which keeps what may become a marker.
+    4. parse: `pop` gives the text to the parser, which keeps what may become a marker.
 
     The cost of a token does not grow with the text: pieces are joined on output, and stop strings
     are searched for at the end only.
@@ -236,7 +236,7 @@ class CompletionStream:
             return True
         return self._delta and not num_new
 
-    def take(self, *, finished: bool) -> CompletionOutput:
+    def pop(self, *, finished: bool) -> CompletionOutput:
         """Return the output so far, or of deltas what is new.
 
         Raises:

@@ -365,7 +365,7 @@ class RequestState:
         if (self._final_only and not ended) or (not finished and stream.waits()):
             return None
         first_token = stream.num_shown if self._delta else 0
-        completion = stream.take(finished=finished)
+        completion = stream.pop(finished=finished)
         if self._validator is not None:
             self._validate(self._validator, completion, finished=finished)
         if self._logprobs is not None:

@@ -38,9 +38,9 @@ def outputs(tokenizer, parser, ids, cuts, **params):
         batch, ids = ids[:size], ids[size:]
         stream.push(batch, None if ids else LENGTH)
         if not ids or stream.stop_string is not None:
-            return [*found, stream.take(finished=True)]
+            return [*found, stream.pop(finished=True)]
         if not stream.waits():
-            found.append(stream.take(finished=False))
+            found.append(stream.pop(finished=False))
     raise AssertionError("the last batch has all tokens")
 
 

@@ -46,7 +46,7 @@ def explain(cause: Exception, type_: Any, name: str | None = None) -> str:
 
     Args:
         cause: one of MALFORMED.
-        name: of the message, if not that of its type.
+        name: name of the message, if not that of its type.
     """
     name = name or type_name(type_)
     if isinstance(cause, RecursionError):
@@ -69,9 +69,9 @@ def field_path(type_: Any, steps: list[str], name: str | None = None) -> str:
     """Return the path to a value, with the names of fields that are encoded by position.
 
     Args:
-        type_: of the message.
+        type_: type of the message.
         steps: from the message down: `[2]` is an index, `[...]` any index, others are keys.
-        name: of the message, if not that of its type.
+        name: name of the message, if not that of its type.
     """
     info: types.Type | None = _type_info(type_) if steps else None
     path = name or type_name(type_)

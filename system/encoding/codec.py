@@ -167,8 +167,8 @@ class Encoder:
 class Decoder(Generic[T]):
     """Decodes frames into messages of one type. One thread at a time.
 
-    The result is a message or a WireError, for any input. Small tensors are copies. Large ones
-    share the memory of their frame and keep it alive; treat them as read-only and clone them
+    The result is a message or a WireError, whatever the input is. Small tensors are copies. Large
+    ones share the memory of their frame and keep it alive; treat them as read-only and clone them
     before writing (arrays enforce it, torch cannot).
     """
 
@@ -182,7 +182,7 @@ class Decoder(Generic[T]):
         """Create a decoder.
 
         Args:
-            type_: of the messages; by default any plain data.
+            type_: type of the messages; by default any plain data.
             provider: finds the tensors that the sender's consumer took.
             share_frames: False copies large tensors too.
         """

@@ -36,7 +36,7 @@ class Utility(Generic[P, R]):
     """A control call: name, parameters, result type, documentation and implementation.
 
     Attributes:
-        name: of the call, on the wire and in Python.
+        name: name of the call, on the wire and in Python.
         run: the implementation; its first argument is the engine core.
         has_timeout: whether `engine.call_timeout_seconds` limits it. It does not limit calls that
             may rightly take as long as requests or workers do.

@@ -4,9 +4,10 @@
     python benchmarks/walk.py --files     every file, with its functions and calls
     python benchmarks/walk.py --json      the sums, and the functions that are called most
 
-Model and attention are counted apart, with the operations that they call: their calls grow with
-the model's layers. A second prompt is counted, so that what happens once per process (imports,
-first-use caches) is left out. `scripts/sizes --walk` compares the sums with their limits.
+Model and attention are counted apart, with all that is called while one of their functions runs
+(operations, kernels, the tensors that these allocate): such calls grow with the model's layers. A
+second prompt is counted, so that what happens once per process (imports, first-use caches) is
+left out. `scripts/sizes --walk` compares the sums with their limits.
 """
 
 from __future__ import annotations
@@ -66,15 +67,30 @@ def main() -> None:
         print_table(calls, by_file=options.files)
 
 
-def count_calls(run: Any) -> Counter[CodeType]:
+Calls = Counter[tuple[CodeType, bool]]
+"""How often each function was called, apart for calls that are the model's."""
+
+
+def count_calls(run: Any) -> Calls:
     """Return how often each Python function of the package is called by `run`."""
-    calls: Counter[CodeType] = Counter()
-    paths: dict[str, bool] = {}
+    calls: Calls = Counter()
+    places: dict[str, str | None] = {}
+    depth = 0  # of running functions, from the outermost one of the model on
 
     def profile(frame: FrameType, event: str, _argument: Any) -> None:
-        code = frame.f_code
-        if event == "call" and paths.setdefault(code.co_filename, in_package(code.co_filename)):
-            calls[code] += 1
+        nonlocal depth
+        if event not in {"call", "return"}:
+            return
+        name = frame.f_code.co_filename
+        if name not in places:
+            places[name] = relative(name)
+        if (place := places[name]) is None:
+            return
+        if event == "return":
+            depth -= bool(depth)
+            return
+        depth += bool(depth) or place.startswith(MODEL_FOLDERS)
+        calls[frame.f_code, bool(depth)] += 1
 
     sys.setprofile(profile)
     try:
@@ -82,11 +98,6 @@ def count_calls(run: Any) -> Counter[CodeType]:
     finally:
         sys.setprofile(None)
     return calls
-
-
-def in_package(filename: str) -> bool:
-    """Return whether a file is part of Hardpoint."""
-    return relative(filename) is not None
 
 
 def relative(filename: str) -> str | None:
@@ -107,38 +118,37 @@ def relative(filename: str) -> str | None:
     return None
 
 
-def sums(calls: Counter[CodeType]) -> dict[str, Any]:
+def sums(calls: Calls) -> dict[str, Any]:
     """Return files and calls, and the functions outside model and attention called most."""
-    places = {code: relative(code.co_filename) or code.co_filename for code in calls}
-    outside = Counter(
-        {code: count for code, count in calls.items() if not places[code].startswith(MODEL_FOLDERS)}
-    )
-    dearest = outside.most_common(DEAREST)
+    outside = Counter({code: count for (code, of_model), count in calls.items() if not of_model})
     return {
-        "files": len(set(places.values())),
+        "files": len({code.co_filename for code, _ in calls}),
         "calls": outside.total(),
         "all_calls": calls.total(),
-        "dearest": [(f"{places[code]}: {code.co_qualname}", count) for code, count in dearest],
+        "dearest": [
+            (f"{relative(code.co_filename)}: {code.co_qualname}", count)
+            for code, count in outside.most_common(DEAREST)
+        ],
     }
 
 
-def print_table(calls: Counter[CodeType], *, by_file: bool) -> None:
+def print_table(calls: Calls, *, by_file: bool) -> None:
     """Print files, functions and calls by folder or file, then the sums."""
-    rows: dict[str, tuple[set[str], int, int]] = {}
-    for code, count in calls.items():
+    rows: dict[tuple[str, bool], tuple[set[str], int, int]] = {}
+    for (code, of_model), count in calls.items():
         path = relative(code.co_filename) or code.co_filename
         place = path if by_file else str(Path(path).parent)
-        files, functions, total = rows.get(place, (set(), 0, 0))
-        rows[place] = (files | {path}, functions + 1, total + count)
+        files, functions, total = rows.get((place, of_model), (set(), 0, 0))
+        rows[place, of_model] = (files | {path}, functions + 1, total + count)
     print(f"{'files':>6} {'functions':>10} {'calls':>7}  place")
-    for place, (files, functions, total) in sorted(rows.items()):
-        print(f"{len(files):>6} {functions:>10} {total:>7}  {place}")
-    for title, chosen in (
-        ("model and attention", lambda place: place.startswith(MODEL_FOLDERS)),
-        ("everything else", lambda place: not place.startswith(MODEL_FOLDERS)),
-        ("all", lambda _place: True),
+    for (place, of_model), (files, functions, total) in sorted(rows.items()):
+        print(f"{len(files):>6} {functions:>10} {total:>7}  {place}{' (model)' * of_model}")
+    for title, kinds in (
+        ("model and attention", {True}),
+        ("everything else", {False}),
+        ("all", {False, True}),
     ):
-        some = [row for place, row in rows.items() if chosen(place)]
+        some = [row for (_, of_model), row in rows.items() if of_model in kinds]
         files = set().union(*(row[0] for row in some))
         functions, total = sum(row[1] for row in some), sum(row[2] for row in some)
         print(f"{len(files):>6} {functions:>10} {total:>7}  = {title}")

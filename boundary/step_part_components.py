@@ -25,7 +25,7 @@ class Components:
         return [entry.name for entry in self._plugins.entries(kind)]
 
     def calls(self, kind: str, name: str) -> PluginCalls:
-        """Return what calls the methods of a component."""
+        """Return the caller of the methods of a component."""
         return self._calls(kind, self._plugins.get(kind, name).source)
 
     def create(self, kind: str, name: str, context: type[Context[Any]], **fields: Any) -> Any:

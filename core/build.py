@@ -24,7 +24,7 @@ from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.engine_parts import EngineParts
 from hardpoint.core.frontend.lifecycle import Restarter
 from hardpoint.core.frontend.llm_engine import LLMEngine
-from hardpoint.core.frontend.outputs.output_parts import OutputParsers
+from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
 from hardpoint.core.frontend.statistics import Statistics, open_statistics
 from hardpoint.plugins import (
     ConfigError,

@@ -96,7 +96,7 @@ class ComponentFactory(Protocol):
         """Return the names of the enabled components of a kind, in their order."""
 
     def calls(self, kind: str, name: str) -> ComponentCalls:
-        """Return what calls the methods of a component.
+        """Return the caller of the methods of a component.
 
         Raises:
             PluginNotFoundError: it is not enabled.

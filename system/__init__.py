@@ -1,1 +1,1 @@
-"""Processes, threads, memory and limits of the host; nothing here knows a model."""
+"""Processes and their messages, threads, memory, limits of the host; nothing here knows a model."""

@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, dataclass_transform
 from uuid import UUID
@@ -344,7 +345,7 @@ def _is_unusual(items: Iterable[Any]) -> bool:
                 return True
         elif item and (
             (isinstance(item, list) and _is_unusual(item))
-            or (isinstance(item, dict) and (_is_unusual(item) or _is_unusual(item.values())))
+            or (isinstance(item, dict) and _is_unusual(chain(item, item.values())))
         ):
             return True
     return False

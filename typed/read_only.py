@@ -7,7 +7,6 @@ it through the base class, as in `list.append(it, x)`. A copy, by any means, is 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -43,9 +42,10 @@ def read_only(value: T) -> T:
     """
     frozen: Any = value
     if isinstance(value, list):
-        frozen = ReadOnlyList(value if _is_flat(value) else map(read_only, value))
+        flat = _SCALARS.issuperset(map(type, value))  # one call, since lists of tokens are long
+        frozen = ReadOnlyList(value if flat else map(read_only, value))
     elif isinstance(value, dict):
-        flat = _is_flat(value.values())
+        flat = _SCALARS.issuperset(map(type, value.values()))
         frozen = ReadOnlyDict(value if flat else {k: read_only(v) for k, v in value.items()})
     elif isinstance(value, set):
         frozen = frozenset(value)
@@ -59,11 +59,6 @@ def read_only(value: T) -> T:
 
 
 _SCALARS = {int, float, str, bytes, bool, type(None)}
-
-
-def _is_flat(values: Iterable[Any]) -> bool:
-    """Return whether all values are scalars; one call, since lists of tokens are long."""
-    return _SCALARS.issuperset(map(type, values))
 
 
 @functools.cache

@@ -80,13 +80,15 @@ class EngineLock:
         Raises:
             HardpointError: the process is a fork of the one that opened the engine.
         """
-        self.owner.check()
+        owner = self.owner
+        if owner.ending_thread is not None or os.getpid() != owner.pid:
+            owner.check()
         thread = threading.get_ident()
         if self._thread != thread:
             if self._is_awaited or not self._lock.acquire(blocking=False):
                 self._wait()
             self._thread = thread
-            if self.owner.ending_thread is not None:
+            if owner.ending_thread is not None:
                 self._check_ending()
         self._depth += 1
 

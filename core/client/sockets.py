@@ -20,22 +20,24 @@ from hardpoint.boundary.errors import engine_dead, error_of
 from hardpoint.core.engine.utility_calls import result_type
 from hardpoint.core.protocol import (
     ENGINE_CORE_DEAD,
-    MOST_BYTES,
-    Decoder,
-    Encoder,
     EngineAddresses,
     EngineCoreReadyResponse,
     RequestType,
-    TensorConsumer,
-    TensorProvider,
     UtilityCall,
     UtilityOutput,
-    WireError,
     decode_handshake,
-    to_frames,
 )
 from hardpoint.errors import EngineDeadError, EngineTimeoutError, PluginLoadError
 from hardpoint.plugins import EngineCoreOutputs, RequestError
+from hardpoint.system.encoding import (
+    MOST_BYTES,
+    Decoder,
+    Encoder,
+    TensorConsumer,
+    TensorProvider,
+    WireError,
+    to_frames,
+)
 from hardpoint.system.resources import SOCKET_NAMES, make_socket_folder
 
 SEND_TIMEOUT_S = 10.0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from hardpoint import typed
 from hardpoint.boundary.errors import kind_of
-from hardpoint.core.protocol import PauseMode, UtilityCall, UtilityOutput, WireError
+from hardpoint.core.protocol import PauseMode, UtilityCall, UtilityOutput
 from hardpoint.plugins import Executor, HardpointError, RequestError, SchedulerStats, WaitReason
 from hardpoint.plugins.executor import Worker
 from hardpoint.plugins.manifest import Manifest
@@ -18,10 +18,17 @@ from hardpoint.plugins.stats import Health, PluginMeter, PluginReport, StepFault
 from hardpoint.plugins.step_record import LiveRequest
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.plugin_set import PluginSet
+from hardpoint.system.control_calls import (
+    AsyncCaller,
+    SyncCaller,
+    convert_arguments,
+    utilities_of,
+    utility,
+)
+from hardpoint.system.encoding import WireError
 
 from .pause import PauseController
 from .step import EngineCoreParts
-from .utility import AsyncCaller, SyncCaller, convert_arguments, utilities_of, utility
 
 if TYPE_CHECKING:
     PauseModeName = PauseMode | Literal["abort", "wait", "keep"]

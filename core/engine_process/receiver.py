@@ -12,9 +12,10 @@ import msgspec
 
 from hardpoint.boundary.errors import rejection_output
 from hardpoint.core.engine.utility_calls import failed_call
-from hardpoint.core.protocol import Decoder, RequestType, TensorProvider, UtilityCall, WireError
+from hardpoint.core.protocol import RequestType, UtilityCall
 from hardpoint.plugins import EngineCoreRequest, HardpointError, RequestError
 from hardpoint.registry.blame import describe
+from hardpoint.system.encoding import Decoder, TensorProvider, WireError
 
 from .loop import LoopQueues, Prepared, Refusal
 

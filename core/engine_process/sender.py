@@ -11,9 +11,10 @@ from collections.abc import Callable
 import msgspec
 
 from hardpoint.boundary.errors import rejection_output
-from hardpoint.core.protocol import Buffer, Encoder, TensorConsumer, UtilityOutput
+from hardpoint.core.protocol import UtilityOutput
 from hardpoint.core.protocol.output_coalescer import OutputCoalescer
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, HardpointError
+from hardpoint.system.encoding import Buffer, Encoder, TensorConsumer
 
 _log = logging.getLogger("hardpoint")
 

@@ -10,17 +10,15 @@ from collections.abc import Iterator, Sequence
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from hardpoint.core.protocol import (
-    ENGINE_CORE_DEAD,
+from hardpoint.core.protocol import ENGINE_CORE_DEAD, EngineAddresses, EngineCoreReadyResponse
+from hardpoint.plugins import EngineCoreOutputs
+from hardpoint.system.encoding import (
     MOST_BYTES,
     Encoder,
-    EngineAddresses,
-    EngineCoreReadyResponse,
     SendTracker,
     TensorConsumer,
     TensorProvider,
 )
-from hardpoint.plugins import EngineCoreOutputs
 
 from .loop import LoopFailure, LoopQueues
 from .receiver import Check, HashPrompt, MessageReader

@@ -23,7 +23,7 @@ from hardpoint.plugins.config import ConfigSources, KVCacheConfig, SchedulerConf
 from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.plugin_set import PluginSet
 
-from .outputs.output_parts import OutputParsers
+from .outputs.output_parsers import OutputParsers
 from .statistics import Statistics
 
 _DISPENSABLE = frozenset({"logits_processors", "kv_event_publishers", "hooks"})

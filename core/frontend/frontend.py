@@ -25,7 +25,7 @@ from hardpoint.registry.discovery import is_third_party
 from hardpoint.typed.read_only import read_only
 
 from .engine_parts import EngineParts
-from .outputs.output_parts import AnswerValidator
+from .outputs.output_parsers import AnswerValidator
 from .outputs.output_processor import OutputProcessor, ProcessedOutputs
 from .outputs.request_state import AnyOutput
 from .requests.input_processor import InputProcessor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from hardpoint.boundary.eviction import Eviction
 from hardpoint.plugins import EngineCoreRequest, Request, RequestStatus
@@ -19,7 +19,6 @@ from hardpoint.plugins.stats import PrefixCacheStats
 from .block_hashes import BlockHashes, PartKeys
 from .block_metadata import BlockMetadata
 from .block_pool import NULL_BLOCK, BlockPool, EventLog
-from .prefix_lookup import first_seen, longest_prefix
 
 _NEVER = sys.maxsize
 _NO_PREFIX = CachedPrefix()
@@ -155,7 +154,7 @@ class BlockManager:
         size = self.block_size
         limit = (request.num_tokens - 1) // size
         hashes = self._hashes.of(request, limit)
-        length, tables = longest_prefix(self.groups, self._pool.index, hashes, limit, size)
+        length, tables = _longest_prefix(self.groups, self._pool.index, hashes, limit, size)
         return CachedPrefix(length * size, tables) if length else _NO_PREFIX
 
     def admit(
@@ -196,7 +195,7 @@ class BlockManager:
         blocks = self._blocks[request] = _RequestBlocks(tables)
         self._append(blocks, num_new)
         for group, window in self._windows:
-            passed = first_seen(prefix.num_tokens, window) // size
+            passed = _first_seen(prefix.num_tokens, window) // size
             blocks.num_passed[group] = min(num_cached, passed)
         blocks.num_cached = num_cached
         if delay_caching:
@@ -238,7 +237,7 @@ class BlockManager:
         """
         blocks, size = self._blocks[request], self.block_size
         for group, window in self._windows:
-            if blocks.num_passed[group] > first_seen(num_tokens, window) // size:
+            if blocks.num_passed[group] > _first_seen(num_tokens, window) // size:
                 raise ValueError(
                     f"request {request.request_id!r} cannot go back to token {num_tokens}: of "
                     f"what it sees through a window of {window} tokens, the blocks before token "
@@ -322,7 +321,7 @@ class BlockManager:
             (group, i)
             for group, window in self._windows
             for i in range(
-                blocks.num_passed[group], first_seen(position, window) // self.block_size
+                blocks.num_passed[group], _first_seen(position, window) // self.block_size
             )
         ]
 
@@ -354,3 +353,87 @@ class BlockManager:
         rows = zip(*map(reversed, blocks.tables), strict=True)
         held = [block for row in rows for block in row]
         return [block for block in held if block != NULL_BLOCK] if self._windows else held
+
+
+def _first_seen(position: int, window: int) -> int:
+    """Return the first token position that the token at `position` sees through a window."""
+    return max(0, position - window + 1)
+
+
+def _longest_prefix(
+    groups: Sequence[KVCacheGroup],
+    indices: Sequence[Mapping[bytes, int]],
+    hashes: Sequence[bytes],
+    limit: int,
+    block_size: int,
+) -> tuple[int, list[list[int]]]:
+    """Return the length in blocks of the longest prefix that every group has, and its block ids.
+
+    A group without a window needs every block of the prefix. A group with a window needs those
+    that the first token after the prefix sees; in place of the others comes the null block.
+
+    Args:
+        groups: of the cache.
+        indices: per group, hash to block id.
+        hashes: of the request's blocks.
+        limit: longest prefix to consider, in blocks.
+        block_size: tokens per block.
+    """
+    full: dict[int, list[int]] = {}
+    for group, (spec, index) in enumerate(zip(groups, indices, strict=True)):
+        if spec.window is None:
+            full[group] = _leading(index, hashes, limit)
+            limit = len(full[group])
+    length = _common_length(groups, indices, hashes, limit, block_size)
+    tables = []
+    for group, (spec, index) in enumerate(zip(groups, indices, strict=True)):
+        if spec.window is None:
+            tables.append(full[group][:length])
+            continue
+        unseen = _first_seen(length * block_size, spec.window) // block_size
+        seen = [index[key] for key in hashes[unseen:length]]
+        tables.append([NULL_BLOCK] * min(unseen, length) + seen)
+    return length, tables
+
+
+def _leading(index: Mapping[bytes, int], hashes: Sequence[bytes], limit: int) -> list[int]:
+    """Return the blocks of the longest leading run of hashes that are in the index."""
+    blocks = []
+    get = index.get
+    for key in hashes[:limit]:
+        block = get(key)
+        if block is None:
+            break
+        blocks.append(block)
+    return blocks
+
+
+def _common_length(
+    groups: Sequence[KVCacheGroup],
+    indices: Sequence[Mapping[bytes, int]],
+    hashes: Sequence[bytes],
+    length: int,
+    block_size: int,
+) -> int:
+    """Shorten `length` until every windowed group has the blocks that its window sees there."""
+    windows = [
+        (-(-(spec.window - 1) // block_size), index)
+        for spec, index in zip(groups, indices, strict=True)
+        if spec.window is not None
+    ]
+    while True:
+        before = length
+        for needed, index in windows:
+            length = _trailing(index, hashes, length, needed)
+        if length == before:
+            return length
+
+
+def _trailing(index: Mapping[bytes, int], hashes: Sequence[bytes], limit: int, needed: int) -> int:
+    """Return the longest length up to `limit` whose last `needed` blocks are in the index."""
+    length = position = limit
+    while position > max(0, length - needed):
+        position -= 1
+        if hashes[position] not in index:
+            length = position
+    return length

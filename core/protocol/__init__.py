@@ -1,7 +1,5 @@
-"""Messages between processes: their types, their encoding, and sending without copies."""
+"""Messages between processes: their types, and what is checked of them."""
 
-from .codec import MOST_BYTES, Decoder, Encoder
-from .errors import WireError
 from .handshake import (
     PROTOCOL_VERSION,
     EngineAddresses,
@@ -20,16 +18,10 @@ from .messages import (
     UtilityOutput,
     UtilityResult,
 )
-from .send_buffers import SendTracker, to_frames
-from .tensors import Buffer, TensorConsumer, TensorProvider
 
 __all__ = [
     "ENGINE_CORE_DEAD",
-    "MOST_BYTES",
     "PROTOCOL_VERSION",
-    "Buffer",
-    "Decoder",
-    "Encoder",
     "EngineAddresses",
     "EngineCoreReadyResponse",
     "HandshakeMetadata",
@@ -37,14 +29,9 @@ __all__ = [
     "PauseMode",
     "Ready",
     "RequestType",
-    "SendTracker",
     "ShutdownState",
-    "TensorConsumer",
-    "TensorProvider",
     "UtilityCall",
     "UtilityOutput",
     "UtilityResult",
-    "WireError",
     "decode_handshake",
-    "to_frames",
 ]

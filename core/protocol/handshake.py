@@ -13,9 +13,9 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, msgpack
 
-from .codec import Decoder
-from .errors import MALFORMED, WireError, explain
-from .tensors import Buffer
+from hardpoint.system.encoding.codec import Decoder
+from hardpoint.system.encoding.errors import MALFORMED, WireError, explain
+from hardpoint.system.encoding.tensors import Buffer
 
 PROTOCOL_VERSION = 2
 """Raised with every change of the order, number or meaning of message fields."""

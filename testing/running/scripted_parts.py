@@ -1,7 +1,7 @@
 """Step parts for the scripted model: one scatters embeddings, one changes linear layers by request.
 
-They show what speculators, adapters and encoders need of the engine. Their effect can be computed in
-advance, since embeddings of the scripted model are token ids.
+They show what adapters and encoders need of the engine. Their effect can be computed in advance,
+since embeddings of the scripted model are token ids.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _EmbeddingsPlanner(EngineHalf):
         """Read the embeddings of a request.
 
         Raises:
-            RequestError: they are none.
+            RequestError: they are not valid.
         """
         try:
             self._values[request.request_id] = _embeddings_of(request)
@@ -166,7 +166,7 @@ class _AdaptersPlanner(EngineHalf):
         """Read the number of a request.
 
         Raises:
-            RequestError: it is none.
+            RequestError: it is not a number.
         """
         tag = request.tags[ADAPTER_TAG]
         if not tag.isdecimal() or len(tag) > 4:

@@ -387,7 +387,7 @@ class _Scripted:
         return list(own) if own else installed_components(self._config).enabled(kind)
 
     def calls(self, kind: str, name: str) -> ComponentCalls:
-        """Return what calls the methods of a component."""
+        """Return the caller of the methods of a component."""
         if name in self._suite.components.get(kind, {}):
             return _Calls(Source(name, f"{__name__}:{name}", "", "", "the suite"))
         return installed_components(self._config).calls(kind, name)
@@ -416,7 +416,7 @@ class _Faults:
         source: Source,  # noqa: ARG002
         consequence: str,  # noqa: ARG002
     ) -> Callable[[str, BaseException | None], None]:
-        """Return what takes a fault."""
+        """Return a function that takes a fault."""
         return lambda message, cause: None  # noqa: ARG005
 
     def note(

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from hardpoint import SamplingParams
 from hardpoint.builtin_plugins.tokenizer import stream as token_stream
-from hardpoint.core.frontend.outputs.detokenizer import Detokenizer
+from hardpoint.core.frontend.outputs.completion_stream import CompletionStream
 
 CHARACTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 CROSSING = ["\u00a9\u00c3", "\u0142\u00e2", "a\u00f0", "\u0141\u00a9z", "\u013a\u013b", "he"]
@@ -58,10 +58,10 @@ class _Words:
 )
 def test_of_several_stop_strings_in_one_token_the_first_complete_one_counts(stop, found, text):
     words = _Words("a", "xyzb")
-    detokenizer = Detokenizer(words, words.decode_stream([]), SamplingParams(stop=stop))
-    assert detokenizer.update([0, 1, 0], ended_by_token=False) == 2
-    assert detokenizer.stop_string == found
-    assert detokenizer.pop_text(finished=True) == text
+    output = CompletionStream(words, words.decode_stream([]), SamplingParams(stop=stop))
+    assert output.push([0, 1, 0], None) == [0, 1]
+    assert output.stop_string == found
+    assert output.pop(finished=True).text == text
 
 
 TEXT = st.text(max_size=4)
@@ -79,12 +79,12 @@ def test_whatever_comes_joins_to_the_whole(bytewise, parts, cut, special):
     ][:cut]
     params = SamplingParams(skip_special_tokens=not special)
     stream = bytewise.decode_stream([], skip_special_tokens=not special)
-    detokenizer = Detokenizer(bytewise, stream, params)
+    output = CompletionStream(bytewise, stream, params)
     for token in ids:
-        detokenizer.update([token], ended_by_token=False)
-    detokenizer.finish()
+        output.push([token], None)
+    output.finish()
     whole = bytewise.decode(ids, skip_special_tokens=not special)
-    assert detokenizer.pop_text(finished=True) == whole
+    assert output.pop(finished=True).text == whole
 
 
 @examples(200)

@@ -17,7 +17,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.registry.plugin_set import PluginSet
 
-from .output_parts import AnswerValidator, OutputParsers
+from .output_parsers import AnswerValidator, OutputParsers
 from .pooling_state import PoolingState
 from .request_state import AnyOutput, ParentRequest, RequestState
 

@@ -13,7 +13,6 @@ import numpy as np
 
 from hardpoint.boundary.text_guards import GuardedTokenizer
 from hardpoint.core.frontend.statistics import RequestFigures
-from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import (
     CompletionOutput,
     DecodeStream,
@@ -28,8 +27,8 @@ from hardpoint.plugins import (
 from hardpoint.plugins.requests import PoolingRequestOutput, TokenLogprobs
 from hardpoint.plugins.structured import StructuredOutputs
 
-from .detokenizer import Detokenizer
-from .output_parts import AnswerValidator, OutputParsers, OutputParts
+from .completion_stream import CompletionStream
+from .output_parsers import AnswerValidator, OutputParsers
 
 AnyOutput = RequestOutput | PoolingRequestOutput
 """The outputs that users get."""
@@ -222,14 +221,13 @@ class RequestState:
         self._prompt = prompt
         self._prompt_token_ids = request.prompt_token_ids
         self._tokenizer = tokenizer
-        self._stream = self._stream_after(request.prompt_token_ids) if params.detokenize else None
-        # This one and the list are made on use: a hundred thousand requests may wait, and the
-        # garbage collector visits each object.
-        self._detokenizer: Detokenizer | None = None
-        self._token_ids: list[int] | None = None
+        self._decoder = self._decoder_after(request.prompt_token_ids) if params.detokenize else None
+        # Made on use: a hundred thousand requests may wait, and the garbage collector visits each
+        # object.
+        self._stream: CompletionStream | None = None
+        self._interval = stream_interval
         self._parsers = None if parsers is None else parsers.hold()
         self._tools = tools
-        self._output: OutputParts | None = None
         # Read once per token: looked up once per request.
         self._final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
         self._delta = params.output_kind is RequestOutputKind.DELTA
@@ -244,9 +242,6 @@ class RequestState:
         self._stop_reason: int | str | None = None
         self._error: str | None = None
         self._sent_prompt = 0
-        self._sent_tokens = 0
-        self._sent_any = False
-        self._interval = stream_interval
         self._num_cached_tokens: int | None = None
         self._kv_transfer_params: dict[str, Any] | None = None
         self._routed_experts: list[np.ndarray[Any, Any]] | None = None
@@ -259,16 +254,15 @@ class RequestState:
     @property
     def num_tokens(self) -> int:
         """How many output tokens it has."""
-        return 0 if self._token_ids is None else len(self._token_ids)
+        return 0 if self._stream is None else len(self._stream.token_ids)
 
-    def _stream_after(self, prompt_token_ids: list[int]) -> DecodeStream:
+    def _decoder_after(self, prompt_token_ids: list[int]) -> DecodeStream:
         """Return a decode stream; the prompt's end decides how the first token reads."""
         skip = self._request.params.skip_special_tokens
         return self._tokenizer.decode_stream(prompt_token_ids, skip_special_tokens=skip)
 
     def update(self, output: EngineCoreOutput) -> None:
         """Update the state from one engine output."""
-        new = output.new_token_ids
         self.finish_reason = output.finish_reason
         self._stop_reason, self._error = output.stop_reason, output.error
         if output.num_cached_tokens is not None:
@@ -282,62 +276,50 @@ class RequestState:
         if output.routed_experts is not None:
             self._routed_experts = self._routed_experts or []
             self._routed_experts.append(output.routed_experts)
-        if self._stream is not None:
-            new = self._detokenised(self._stream, new, output)
+        if (stream := self._stream) is None:
+            stream = self._stream = self._new_stream()
+            self._parse_by(stream)
+        new = stream.push(output.new_token_ids, output.finish_reason)
+        if stream.stop_string is not None:
+            self._stopped_by(stream.stop_string)
         if output.logprobs and self._logprobs is not None:
             entries = output.logprobs[: len(new)]
             self._logprobs += [self._decoded(entry) for entry in entries]
             for entry in entries:
                 self._cumulative_logprob += entry.logprobs[0]
-        if self._token_ids is None:
-            self._token_ids = list(new)
-        else:
-            self._token_ids += new
 
-    def _detokenised(
-        self, stream: DecodeStream, new: list[int], output: EngineCoreOutput
-    ) -> list[int]:
-        """Decode new tokens; return them up to the one that completes a stop string."""
-        detokenizer = self._detokenizer
-        if detokenizer is None:
-            params = self._request.params
-            detokenizer = self._detokenizer = Detokenizer(self._tokenizer, stream, params)
-            if self._parsers is not None:
-                self._open_output(self._parsers, detokenizer)
-        taken = detokenizer.update(new, ended_by_token=output.finish_reason is FinishReason.STOP)
-        if taken is not None:
-            new = new[:taken]
-        elif output.finished:
-            detokenizer.finish()
-        if detokenizer.stop_string is not None:
-            self._stopped_by(detokenizer.stop_string)
-        return new
+    def _new_stream(self) -> CompletionStream:
+        params, index = self._request.params, self._request.child_index
+        return CompletionStream(
+            self._tokenizer, self._decoder, params, index=index, interval=self._interval
+        )
 
-    def _open_output(self, parsers: OutputParsers, detokenizer: Detokenizer) -> None:
-        """Begin to parse the output, if there is something to be found in it."""
-        state = parsers.open(self._prompt_token_ids, self._tools)
-        if state is None:
+    def _parse_by(self, stream: CompletionStream) -> None:
+        """Begin to parse the output, if there is something to be found in it.
+
+        Raises:
+            PluginFaultError: a parser failed.
+        """
+        if self._parsers is None or self._decoder is None:
             return
-        if self._output is None:
-            self._output = OutputParts(
-                state, delta=self._delta, parallel=self.parent.parallel_calls
-            )
-        else:
-            self._output.resume(state)
-        detokenizer.special = parsers.special
+        parser = self._parsers.open(self._prompt_token_ids, self._tools)
+        if parser is not None:
+            parallel = self.parent.parallel_calls
+            stream.parse(parser, self._parsers.special, parallel=parallel)
 
     def end(self, reason: FinishReason) -> None:
         """End the request without the engine."""
         self.finish_reason, self.parts = reason, None
-        if self._detokenizer is not None:
-            self._detokenizer.finish()
-            if self._detokenizer.stop_string is not None:
-                self._stopped_by(self._detokenizer.stop_string)
+        if self._stream is not None:
+            self._stream.finish()
+            if self._stream.stop_string is not None:
+                self._stopped_by(self._stream.stop_string)
 
     def fail(self, error: str) -> None:
         """End the request because a plugin failed; it keeps the text that it has."""
         self.finish_reason, self.parts = FinishReason.ERROR, None
-        self._output = None
+        if self._stream is not None:
+            self._stream.drop_parser()
         self._error = self._error or error
 
     def close(self) -> None:
@@ -356,12 +338,11 @@ class RequestState:
         self._prompt_token_ids = [*self._prompt_token_ids, *part.token_ids]
         if part.text is not None:
             self._prompt = (self._prompt or "") + part.text
-        if self._stream is not None:
-            self._stream = self._stream_after(self._prompt_token_ids)
-            if self._detokenizer is not None:
-                self._detokenizer.resume(self._stream)
-                if self._parsers is not None:
-                    self._open_output(self._parsers, self._detokenizer)
+        if self._decoder is not None:
+            self._decoder = self._decoder_after(self._prompt_token_ids)
+            if self._stream is not None:
+                self._stream.resume(self._decoder)
+                self._parse_by(self._stream)
 
     def rejected(self, output: EngineCoreOutput) -> RequestOutput:
         """Return the user's output of a request that the engine rejected."""
@@ -380,17 +361,13 @@ class RequestState:
         """Return the user's next output, if there is one."""
         finished = self.finish_reason is not None
         ended = finished and (self.parts is None or not self.parts.ends_one(self.finish_reason))
-        if (self._final_only and not ended) or (not finished and self._holds_back()):
+        stream = self._stream or self._new_stream()
+        if (self._final_only and not ended) or (not finished and stream.waits()):
             return None
-        first_token = self._sent_tokens if self._delta else 0
-        tokens = [] if self._token_ids is None else self._token_ids[first_token:]
-        if self._delta and not finished and not tokens:
-            return None
-        text = "" if self._detokenizer is None else self._detokenizer.pop_text(finished=finished)
-        completion = CompletionOutput(
-            index=self._request.child_index, text=text, token_ids=tokens, content=text or None
-        )
-        self._find_parts(completion, finished=finished)
+        first_token = stream.num_shown if self._delta else 0
+        completion = stream.pop(finished=finished)
+        if self._validator is not None:
+            self._validate(self._validator, completion, finished=finished)
         if self._logprobs is not None:
             completion.cumulative_logprob = self._cumulative_logprob
             completion.logprobs = self._logprobs[first_token:]
@@ -402,8 +379,6 @@ class RequestState:
             completion.routed_experts = self._all_experts()
         if ended:
             self.close()
-        self._sent_tokens = self.num_tokens
-        self._sent_any = True
         outputs, all_ended = self.parent.gather(
             completion, ended=ended, final_only=self._final_only
         )
@@ -425,47 +400,24 @@ class RequestState:
         count = None if self._request.resumable else len(self._prompt_token_ids) + self.num_tokens
         return self._routed_experts[0][: count and count - 1]
 
-    def _parse(self, output: OutputParts, completion: CompletionOutput, *, finished: bool) -> None:
-        """Fill in what the parser finds in the text.
-
-        Raises:
-            PluginFaultError: the parser failed.
-        """
-        assert self._detokenizer is not None
-        try:
-            output.feed(completion.text, self._detokenizer.marks, finished=finished)
-        except PluginFaultError:
-            self._detokenizer.restore(completion.text)
-            raise
-        completion.reasoning, completion.content, completion.tool_calls = output.pop()
-        if finished:
-            completion.warning = output.warning
-
-    def _find_parts(self, completion: CompletionOutput, *, finished: bool) -> None:
-        """Find reasoning, content and calls; validate the answer, once it is complete."""
-        if self._output is not None:
-            self._parse(self._output, completion, finished=finished)
-        if self._validator is None:
-            return
+    def _validate(
+        self, validator: AnswerValidator, completion: CompletionOutput, *, finished: bool
+    ) -> None:
+        """Validate the answer, once it is complete."""
         answer = completion.content or ""
         self._answer = self._answer + answer if self._delta else answer
         if finished and self.finish_reason not in _UNANSWERED:
             structured = self._request.params.structured
             assert structured is not None
-            completion.validation_error = self._validator.error(structured, self._answer)
+            completion.validation_error = validator.error(structured, self._answer)
 
     def _reason(self) -> str:
         """Return why the output has ended, as the user gets it."""
-        stopped = self.finish_reason is FinishReason.STOP
-        if stopped and self._output is not None and self._output.has_calls:
-            return "tool_calls"
+        if self.finish_reason is FinishReason.STOP and self._stream is not None:
+            parts = self._stream.parts
+            if parts is not None and parts.has_calls:
+                return "tool_calls"
         return str(self.finish_reason)
-
-    def _holds_back(self) -> bool:
-        """Return whether the next output waits for more tokens."""
-        if self._interval == 1 or not self._sent_any:
-            return False
-        return self.num_tokens - self._sent_tokens < self._interval
 
     def _to_user(self, outputs: list[CompletionOutput], *, finished: bool) -> RequestOutput:
         return RequestOutput(

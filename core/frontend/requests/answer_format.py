@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from hardpoint import typed
-from hardpoint.core.frontend.outputs.output_parts import OutputParsers
+from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
 from hardpoint.plugins import EngineCoreRequest, ReasoningMarkers, RequestError, SamplingParams
 from hardpoint.plugins.config import GrammarConfig
 from hardpoint.plugins.structured import StructuralTag, StructuredOutputs
@@ -49,15 +49,17 @@ class GrammarOfRequest:
         """Use those of another generation of the plugins."""
         self._plugins = plugins
 
-    def prepare(self, request: EngineCoreRequest, markers: ReasoningMarkers | None) -> None:
-        """Fill in where the answer begins, for a grammar, if the request has one.
+    def prepare(
+        self,
+        request: EngineCoreRequest,
+        structured: StructuredOutputs,
+        markers: ReasoningMarkers | None,
+    ) -> None:
+        """Fill in where the answer begins, for the grammar of a request.
 
         Raises:
             RequestError: no backend compiles it, or no token could show its end; names the field.
         """
-        structured = request.params.structured
-        if structured is None:
-            return
         if request.reasoning_markers is None:
             request.reasoning_markers = markers
         if self._why_no_grammars is not None:

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from hardpoint import typed
-from hardpoint.core.frontend.outputs.output_parts import OutputParsers
+from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
 from hardpoint.errors import PromptTooLongError
 from hardpoint.plugins import (
     EngineCoreRequest,

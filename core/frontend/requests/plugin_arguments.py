@@ -9,7 +9,7 @@ import msgspec
 
 from hardpoint import typed
 from hardpoint.boundary.plugin_health import PluginHealth
-from hardpoint.core.frontend.outputs.output_parts import OutputParsers
+from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
 from hardpoint.plugins import (
     EngineCoreRequest,
     PrepareContext,
@@ -180,7 +180,8 @@ class PluginArguments:
                 request.reasoning_markers = before.reasoning_markers
             else:
                 request.reasoning_markers = None
-            self._grammar.prepare(request, parsers.markers)
+            if request.params.structured is not None:
+                self._grammar.prepare(request, request.params.structured, parsers.markers)
             request.plugin_args |= self._resolved(request, stale, {}, parsers.markers)
         except BaseException:
             parsers.close()
@@ -217,7 +218,8 @@ class PluginArguments:
                 constrain_calls(request, parsers, tools, calls)
             if markers is not None:
                 request.reasoning_ended = markers.ended(request.prompt_token_ids)
-            self._grammar.prepare(request, markers)
+            if request.params.structured is not None:
+                self._grammar.prepare(request, request.params.structured, markers)
             request.plugin_args |= self._resolved(request, self._takers, given, markers)
         except BaseException:
             parsers.close()

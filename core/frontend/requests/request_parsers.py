@@ -6,7 +6,7 @@ import contextlib
 
 from hardpoint import typed
 from hardpoint.boundary.text_guards import GuardedOutputParser, open_parser
-from hardpoint.core.frontend.outputs.output_parts import OutputParsers
+from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
 from hardpoint.plugins import EngineCoreRequest, HardpointError, RequestError, Tokenizer
 from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.registry.plugin_set import PluginSet

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from hardpoint.core.frontend.outputs.output_parts import OutputParsers
-from hardpoint.core.protocol import Buffer, Decoder, Encoder, WireError
+from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
 from hardpoint.core.protocol.request_check import RequestCheck
 from hardpoint.errors import PluginFaultError, shown
 from hardpoint.plugins import EngineCoreRequest, RequestError, SamplingParams
 from hardpoint.registry.blame import text_of
 from hardpoint.registry.hooks import HookSet
+from hardpoint.system.encoding import Buffer, Decoder, Encoder, WireError
 from hardpoint.typed import check_text
 
 from .input_processor import NO_EXTRAS, InputProcessor, RequestExtras

@@ -267,7 +267,8 @@ class LogitsPipeline:
 
     def _end_step(self) -> None:
         for runner in self._timed:
-            runner.end_step()
+            if runner.meter.seconds != runner.seconds_before:
+                runner.end_step()
 
     def _advance_host(
         self,

@@ -58,6 +58,7 @@ class ProcessorRunner:
             it, the processor stays broken.
         activity: records the method that runs.
         slow_seconds: above which its time in a step is counted; 0 is never.
+        seconds_before: seconds of the meter at the last `end_step`.
         broken: the error of `update_state` that lost the batch state, None if there was none.
     """
 
@@ -76,7 +77,7 @@ class ProcessorRunner:
         """Derive what stays constant, and allocate the device state."""
         self.name = self.processor.name
         self.cells = self.activity.cells
-        self._seconds_before = 0.0  # of the meter, when the step began
+        self.seconds_before = 0.0
         cls = type(self.processor)
         self.has_state = cls.start is not LogitsPlugin.start
         self.advances = self.has_state and cls.advance is not LogitsPlugin.advance
@@ -122,7 +123,7 @@ class ProcessorRunner:
 
     def end_step(self) -> None:
         """Count the step since the last call of this, if the processor took too long in it."""
-        before, self._seconds_before = self._seconds_before, self.meter.seconds
+        before, self.seconds_before = self.seconds_before, self.meter.seconds
         if (seconds := self.meter.seconds - before) > self.slow_seconds:
             self.meter.slow_steps += 1
             self.meter.slowest_step = max(seconds, self.meter.slowest_step)

@@ -25,8 +25,9 @@ from hardpoint import (
     SamplingParams,
 )
 from hardpoint.core.client.sockets import EngineSockets
-from hardpoint.core.protocol import Encoder, RequestType
+from hardpoint.core.protocol import RequestType
 from hardpoint.plugins import EngineCoreOutputs
+from hardpoint.system.encoding import Encoder
 from hardpoint.testing import scripted_config, write_scripted_model
 
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)

@@ -15,8 +15,8 @@ from support.internals import client_of, engine_of
 from hardpoint import LLM, AsyncLLM, RequestOutputKind, SamplingParams
 from hardpoint.core.client.base import InprocClient
 from hardpoint.core.client.process_client import ProcessClient
-from hardpoint.core.protocol import Encoder
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, PrefixCacheStats, SchedulerStats
+from hardpoint.system.encoding import Encoder
 from hardpoint.testing import scripted_config
 
 LONG = SamplingParams(

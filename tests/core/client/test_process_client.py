@@ -26,9 +26,9 @@ from hardpoint import (
     errors,
 )
 from hardpoint.boundary.errors import engine_dead, error_of, kind_of
-from hardpoint.core.protocol import WireError
 from hardpoint.errors import PluginLoadError, PromptTooLongError
 from hardpoint.plugins import EngineCoreRequest, SchedulingPolicy
+from hardpoint.system.encoding import WireError
 
 BOTH = pytest.mark.parametrize("in_process", [True, False], ids=["in-process", "own-process"])
 

@@ -13,18 +13,19 @@ from support.core.engine_harness import Rig
 
 from hardpoint import typed
 from hardpoint.core.engine.core import EngineCore
-from hardpoint.core.engine.utility import (
+from hardpoint.core.engine.utility_calls import UTILITIES, call_utility, result_type
+from hardpoint.core.protocol import UtilityCall, UtilityOutput
+from hardpoint.plugins import OverloadedError, RequestError, SchedulerStats, WaitReason
+from hardpoint.plugins.manifest import Manifest
+from hardpoint.plugins.requests import LoRARequest
+from hardpoint.system.control_calls import (
     AsyncCaller,
     SyncCaller,
     convert_arguments,
     returned_type,
     utility,
 )
-from hardpoint.core.engine.utility_calls import UTILITIES, call_utility, result_type
-from hardpoint.core.protocol import Decoder, Encoder, UtilityCall, UtilityOutput
-from hardpoint.plugins import OverloadedError, RequestError, SchedulerStats, WaitReason
-from hardpoint.plugins.manifest import Manifest
-from hardpoint.plugins.requests import LoRARequest
+from hardpoint.system.encoding import Decoder, Encoder
 
 
 @pytest.fixture

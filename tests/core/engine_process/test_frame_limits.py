@@ -14,7 +14,8 @@ from zmq.utils.monitor import recv_monitor_message
 from hardpoint.core.client import sockets as engine_sockets
 from hardpoint.core.client.sockets import EngineSockets
 from hardpoint.core.engine_process import transport
-from hardpoint.core.protocol import MOST_BYTES, Encoder, RequestType, WireError
+from hardpoint.core.protocol import RequestType
+from hardpoint.system.encoding import MOST_BYTES, Encoder, WireError
 
 MIB = 1 << 20
 

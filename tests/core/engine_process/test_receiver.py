@@ -15,11 +15,12 @@ from support.searching import examples
 from hardpoint.core.engine_process.loop import Abort, LoopQueues, Prepared, Refusal
 from hardpoint.core.engine_process.receiver import MessageReader
 from hardpoint.core.engine_process.sender import ClientSendQueues
-from hardpoint.core.protocol import Encoder, RequestType, UtilityCall
+from hardpoint.core.protocol import RequestType, UtilityCall
 from hardpoint.core.protocol.request_check import RequestCheck
 from hardpoint.plugins import EngineCoreRequest, OverloadedError, SamplingParams
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.requests import LoRARequest
+from hardpoint.system.encoding import Encoder
 
 ADD, ABORT, UTILITY = RequestType.ADD, RequestType.ABORT, RequestType.UTILITY
 

@@ -6,7 +6,7 @@ import pytest
 
 from hardpoint.builtin_plugins.grammars.llguidance import LLGuidance
 from hardpoint.core.config import config_from
-from hardpoint.core.frontend.outputs.output_parts import AnswerValidator
+from hardpoint.core.frontend.outputs.output_parsers import AnswerValidator
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.registry.plugin_set import resolve_plugins
 

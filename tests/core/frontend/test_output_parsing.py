@@ -12,7 +12,7 @@ from hardpoint import RequestError, RequestOutputKind, SamplingParams
 from hardpoint.builtin_plugins.parsers.harmony import Harmony
 from hardpoint.builtin_plugins.parsers.json_calls import Hermes
 from hardpoint.builtin_plugins.parsers.think_tags import ThinkTags
-from hardpoint.core.frontend.outputs.output_parts import OutputParts
+from hardpoint.core.frontend.outputs.completion_stream import Parts
 from hardpoint.core.frontend.requests.answer_format import CallRules
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.errors import ConfigError, PluginError
@@ -163,27 +163,11 @@ def test_calls_after_the_first_one_are_left_out_if_one_is_allowed(open_engine, k
     assert outputs[-1].finish_reason == "tool_calls"
 
 
-class Scripted:
-    """The state of a parser that finds given events."""
-
-    in_reasoning = False
-
-    def __init__(self, *parts):
-        self._parts = list(parts)
-
-    def feed(self, text):
-        return self._parts.pop(0)
-
-    def finish(self):
-        return []
-
-
 def test_the_warning_names_a_call_that_was_shown_before_it_broke():
-    begun = [ToolCallBegin("add", "1"), ToolCallArguments('{"a": ')]
-    parts = OutputParts(Scripted(begun, [MalformedText("tru", "no JSON")]), delta=True)
-    parts.feed("x", [], finished=False)
+    parts = Parts(delta=True)
+    parts.add([ToolCallBegin("add", "1"), ToolCallArguments('{"a": ')])
     assert parts.pop()[2][0].arguments == '{"a": '
-    parts.feed("y", [], finished=True)
+    parts.add([MalformedText("tru", "no JSON")])
     assert parts.pop() == (None, "tru", None)
     assert parts.warning == "no JSON; void are the calls begun with index 0"
 
@@ -191,8 +175,8 @@ def test_the_warning_names_a_call_that_was_shown_before_it_broke():
 def test_an_extra_call_that_is_malformed_is_left_out_too():
     call = [ToolCallBegin("add", "1"), ToolCallArguments("{}"), ToolCallEnd()]
     bad = [ToolCallBegin("add", "2"), MalformedText("{tru", "no JSON"), ContentText("Done.")]
-    parts = OutputParts(Scripted([*call, *bad]), delta=True, parallel=False)
-    parts.feed("x", [], finished=True)
+    parts = Parts(delta=True, parallel=False)
+    parts.add([*call, *bad])
     _, content, calls = parts.pop()
     assert [call.id for call in calls] == ["1"]
     assert (content, parts.warning) == ("Done.", None)

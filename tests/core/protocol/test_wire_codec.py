@@ -21,7 +21,6 @@ from support.core.wire_strategies import BATCHES, FIELDS, PLAIN, REQUESTS
 from support.processes import run
 from support.searching import examples
 
-from hardpoint.core.protocol import Decoder, Encoder, WireError
 from hardpoint.plugins import (
     EngineCoreEvent,
     EngineCoreEventType,
@@ -29,6 +28,7 @@ from hardpoint.plugins import (
     EngineCoreRequest,
     SamplingParams,
 )
+from hardpoint.system.encoding import Decoder, Encoder, WireError
 
 TENSOR, ARRAY, SLICE = 1, 2, 3
 FEW = examples(60)
@@ -189,7 +189,7 @@ def test_read_only_frames_give_no_warning(tmp_path):
     """In a process of its own, for torch warns only once in each."""
     script = """
 import torch
-from hardpoint.core.protocol import Decoder, Encoder
+from hardpoint.system.encoding import Decoder, Encoder
 frames = [bytes(frame) for frame in Encoder().encode([torch.ones(100), torch.ones(3)])]
 print(Decoder().decode(frames)[0].sum().item())
 """

@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 from support.searching import examples
 
 from hardpoint.core.protocol import (
-    Decoder,
-    Encoder,
     EngineAddresses,
     EngineCoreReadyResponse,
     HandshakeMetadata,
@@ -25,7 +23,6 @@ from hardpoint.core.protocol import (
     RequestType,
     UtilityCall,
     UtilityOutput,
-    WireError,
     decode_handshake,
 )
 from hardpoint.plugins import (
@@ -38,6 +35,7 @@ from hardpoint.plugins import (
     SamplingParams,
 )
 from hardpoint.plugins.requests import LoRARequest, TokenLogprobs
+from hardpoint.system.encoding import Decoder, Encoder, WireError
 
 MUTATED = 100_000
 FEW = examples(200)

@@ -16,8 +16,6 @@ from hardpoint.core import protocol as wire
 from hardpoint.core.protocol import (
     ENGINE_CORE_DEAD,
     PROTOCOL_VERSION,
-    Decoder,
-    Encoder,
     EngineAddresses,
     EngineCoreReadyResponse,
     HandshakeMetadata,
@@ -29,7 +27,6 @@ from hardpoint.core.protocol import (
     UtilityCall,
     UtilityOutput,
     UtilityResult,
-    WireError,
     decode_handshake,
 )
 from hardpoint.plugins import (
@@ -45,6 +42,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.requests import LoRARequest, MultiModalFeature, TokenLogprobs
 from hardpoint.plugins.stats import PrefixCacheStats
+from hardpoint.system.encoding import Decoder, Encoder, WireError
 
 TEXT = st.text(max_size=9)
 MAYBE = st.none() | TEXT

@@ -9,7 +9,8 @@ import zmq
 from msgspec.structs import replace
 
 from hardpoint.core.client.sockets import EngineSockets
-from hardpoint.core.protocol import Encoder, EngineCoreReadyResponse
+from hardpoint.core.protocol import EngineCoreReadyResponse
+from hardpoint.system.encoding import Encoder
 
 READY = EngineCoreReadyResponse(manifest_hash="", max_model_len=64, num_gpu_blocks=8)
 

@@ -9,14 +9,13 @@ import zmq
 from hardpoint.core.engine_process.transport import EngineIO
 from hardpoint.core.protocol import (
     ENGINE_CORE_DEAD,
-    Decoder,
-    Encoder,
     EngineAddresses,
     EngineCoreReadyResponse,
     UtilityOutput,
 )
 from hardpoint.core.protocol.request_check import RequestCheck
 from hardpoint.plugins import EngineCoreOutputs
+from hardpoint.system.encoding import Decoder, Encoder
 from support.core.engine_harness import PATIENCE_S, LoopRig
 
 READY = EngineCoreReadyResponse(manifest_hash="", max_model_len=200, num_gpu_blocks=64)

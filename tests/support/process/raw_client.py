@@ -18,8 +18,6 @@ from hardpoint.core.engine_process.launch import Launch
 from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.core.protocol import (
     ENGINE_CORE_DEAD,
-    Decoder,
-    Encoder,
     EngineAddresses,
     RequestType,
     UtilityCall,
@@ -28,6 +26,7 @@ from hardpoint.core.protocol import (
 from hardpoint.plugins import EngineConfig, EngineCoreOutputs, EngineCoreRequest, SamplingParams
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.registry.plugin_set import resolve_plugins
+from hardpoint.system.encoding import Decoder, Encoder
 
 IDENTITY = b"\x00\x00"
 _LIMIT_MS = 30_000

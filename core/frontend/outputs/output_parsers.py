@@ -1,38 +1,19 @@
-"""Reasoning, content and tool calls of completions, from their text; validation of answers."""
+"""The parsers of outputs, and the validation of answers."""
 
 from __future__ import annotations
 
-import itertools
-import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from hardpoint.boundary.text_guards import GuardedOutputParser
 from hardpoint.errors import shown
-from hardpoint.plugins import (
-    ParserRequest,
-    ReasoningMarkers,
-    Tokenizer,
-)
+from hardpoint.plugins import ParserRequest, ReasoningMarkers, Tokenizer
 from hardpoint.plugins.config import GrammarConfig
 from hardpoint.plugins.manifest import PluginEntry
-from hardpoint.plugins.output_parser import (
-    ContentText,
-    MalformedText,
-    OutputEvent,
-    OutputState,
-    ReasoningText,
-    ToolCallArguments,
-    ToolCallBegin,
-    ToolCallEnd,
-)
-from hardpoint.plugins.requests import ToolCall
+from hardpoint.plugins.output_parser import ContentText, OutputEvent, OutputState
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.plugin_set import PluginSet
-
-from .detokenizer import Mark
 
 
 class OutputParsers:
@@ -180,17 +161,6 @@ class _ChainedState:
         return parsed
 
 
-@dataclass
-class _Call:
-    """A call so far, and whether an output has shown it."""
-
-    index: int
-    id: str
-    name: str
-    arguments: list[str] = field(default_factory=list)
-    shown: bool = False
-
-
 _CANNOT = "the answer cannot be validated"
 
 
@@ -229,144 +199,3 @@ class AnswerValidator:
                 )
             return found
         return f"{_CANNOT}: the grammar backend {own!r} has no `validate`"
-
-
-_OF_CALLS = (ToolCallBegin, ToolCallArguments, ToolCallEnd, MalformedText)
-
-
-class OutputParts:
-    """Gathers what a parser finds in one completion, for its outputs.
-
-    Attributes:
-        warning: what is wrong with the output, if anything is.
-        has_calls: whether there is a complete tool call.
-    """
-
-    def __init__(self, state: OutputState, *, delta: bool, parallel: bool = True) -> None:
-        """Begin.
-
-        Args:
-            state: state of the completion's output.
-            delta: whether each output has only what is new.
-            parallel: whether there may be several calls; if not, those after the first complete one
-                are left out.
-        """
-        self._state, self._delta, self._parallel = state, delta, parallel
-        self._in_extra_call = False
-        self._void: list[int] = []  # indexes of calls that were output and then broke
-        self._length = 0  # of the text so far
-        self._reasoning: list[str] = []
-        self._content: list[str] = []
-        self._calls: list[_Call] = []
-        self._num_calls = 0
-        self._in_call = self._finished = self.has_calls = False
-        self.warning: str | None = None
-
-    def resume(self, state: OutputState) -> None:
-        """Go on after a further part of the prompt, by another state."""
-        self._state, self._finished = state, False
-
-    def feed(self, text: str, marks: list[Mark], *, finished: bool) -> None:
-        """Take the text so far, or of deltas what is new, and the special tokens in it.
-
-        Args:
-            text: text that no stop string can cut any more.
-            marks: in order; those that the text reaches are removed.
-            finished: whether nothing follows.
-
-        Raises:
-            PluginFaultError: the parser failed.
-        """
-        if self._finished:
-            return
-        first = self._length if self._delta else 0  # where `text` begins
-        self._finished = finished
-        at, end = self._length, first + len(text)
-        count = 0
-        for mark in marks:
-            if mark.end > end and not (finished and mark.start <= end):
-                break
-            count += 1
-            start = max(mark.start, at)
-            self._feed_text(text[at - first : start - first])
-            own = text[start - first : mark.end - first]
-            self._add(self._state.feed_token(mark.token_id, own))
-            at = start + len(own)
-        del marks[:count]
-        self._feed_text(text[at - first :])
-        self._length = end
-        if finished:
-            if self._state.in_reasoning:
-                self.warning = "the output ended inside the reasoning"
-            self._add(self._state.finish())
-
-    def _feed_text(self, text: str) -> None:
-        if text:
-            self._add(self._state.feed(text))
-
-    def _add(self, events: Iterable[OutputEvent]) -> None:
-        for event in itertools.filterfalse(self._is_left_out, events):
-            match event:
-                case ContentText(text):
-                    self._content.append(text)
-                case ReasoningText(text):
-                    self._reasoning.append(text)
-                case ToolCallArguments(text):
-                    self._calls[-1].arguments.append(text)
-                case ToolCallBegin(name, call_id):
-                    call_id = call_id or f"call_{secrets.token_hex(12)}"
-                    self._calls.append(_Call(self._num_calls, call_id, name))
-                    self._num_calls += 1
-                    self._in_call = True
-                case MalformedText(text, reason):
-                    if self._in_call:
-                        self._void_call()
-                    self._content.append(text)
-                    self.warning = reason
-                    if self._void:  # a stream cannot take back what it has shown
-                        void = ", ".join(map(str, self._void))
-                        self.warning += f"; void are the calls begun with index {void}"
-                case ToolCallEnd():
-                    self.has_calls, self._in_call = True, False
-
-    def _is_left_out(self, event: OutputEvent) -> bool:
-        """Return whether an event belongs to a call after the only one that there may be."""
-        if isinstance(event, ToolCallBegin):
-            self._in_extra_call = self.has_calls and not self._parallel
-        if not self._in_extra_call or not isinstance(event, _OF_CALLS):
-            return False
-        self._in_extra_call = not isinstance(event, ToolCallEnd | MalformedText)
-        return True
-
-    def _void_call(self) -> None:
-        """Drop the open call, whose text is content; a part that was output stays so."""
-        self._in_call = False
-        call = self._calls.pop()
-        if call.shown:
-            self._void.append(call.index)
-        else:
-            self._num_calls -= 1
-
-    def pop(self) -> tuple[str | None, str | None, list[ToolCall] | None]:
-        """Return reasoning, content and tool calls: all of them, or what is new; None if absent."""
-        reasoning, content = "".join(self._reasoning), "".join(self._content)
-        calls = [shown for call in self._calls if (shown := self._part_of(call))]
-        if self._delta:
-            self._reasoning, self._content = [], []
-            self._calls = self._calls[-1:] if self._in_call else []
-        return reasoning or None, content or None, calls or None
-
-    def _part_of(self, call: _Call) -> ToolCall | None:
-        arguments = "".join(call.arguments)
-        if not self._delta:
-            return ToolCall(index=call.index, id=call.id, name=call.name, arguments=arguments)
-        call.arguments = []
-        if call.shown and not arguments:
-            return None
-        first, call.shown = not call.shown, True
-        return ToolCall(
-            index=call.index,
-            id=call.id if first else None,
-            name=call.name if first else None,
-            arguments=arguments,
-        )

@@ -134,8 +134,8 @@ class CompletionStream:
 
         Args:
             token_ids: in order.
-            finish_reason: why the engine ended it, if it ended the completion. The text of a stop token is
-                left out unless `include_stop_str_in_output`.
+            finish_reason: why the engine ended the completion, if it did. The text of a stop token
+                is left out unless `include_stop_str_in_output`.
 
         Returns:
             The tokens up to the one that completes a stop string: all, if none was found. The first

@@ -59,6 +59,8 @@ class ForkServer:
             [*interpreter.command, __file__, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             cwd="/",
+            # numpy starts OpenBLAS's threads when it is imported; torch starts none before it computes.
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
             pass_fds=(theirs.fileno(),),
             start_new_session=True,
         )

@@ -33,6 +33,8 @@ class ForkedPython:
         self._popen = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
+            # numpy starts OpenBLAS's threads when it is imported; torch starts none before it computes.
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
             pass_fds=(theirs.fileno(),),
         )
         theirs.close()

@@ -1,13 +1,13 @@
-"""The rules that keep the source in order: folders, modules, unused code, words.
+"""The rules that keep the source in order: folders, modules, unused code.
 
-Layers and import cycles are import-linter's (`.importlinter`), sizes of functions are ruff's.
+Layers and import cycles are import-linter's (`.importlinter`), sizes of functions are ruff's, words
+are those of scripts/vocabulary.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-import subprocess
 import sys
 import tomllib
 from collections import Counter
@@ -23,7 +23,7 @@ from support.source_tree import (
     importers,
     is_package,
     modules,
-    tree,
+    nodes,
 )
 
 MOST_FILES = 16
@@ -156,7 +156,7 @@ def references() -> set[tuple[str, str]]:
     texts = (
         node.value
         for path in modules().values()
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     )
     found = (re.fullmatch(r"(hardpoint(?:\.\w+)+):(\w+)", text) for text in texts)
@@ -169,7 +169,7 @@ def public_names() -> set[str]:
         name
         for module, path in modules().items()
         if path.relative_to(ROOT).parts[0] in ("api", "plugins", "toolkit", "typed")
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         for name in defined(node)
         if not name.startswith("_")
     }
@@ -181,7 +181,7 @@ def body_fields() -> set[str]:
         field.target.id
         for module, path in modules().items()
         if module.startswith("hardpoint.builtin_plugins.server.")
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.ClassDef)
         for field in node.body
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
@@ -219,7 +219,7 @@ def test_each_abstract_member_is_used():
         node
         for module, path in modules().items()
         if not path.is_relative_to(ROOT / "plugins") and not path.is_relative_to(ROOT / "testing")
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
     ]
     used = {
         node.attr
@@ -232,16 +232,9 @@ def test_each_abstract_member_is_used():
 def abstract_members() -> Iterator[tuple[str, str]]:
     """Yield class and name of each abstract member of plugins/."""
     for path in sorted((ROOT / "plugins").glob("*.py")):
-        for cls in ast.walk(tree(path)):
+        for cls in nodes(path):
             for member in cls.body if isinstance(cls, ast.ClassDef) else ():
                 if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef) and any(
                     "abstract" in ast.unparse(mark) for mark in member.decorator_list
                 ):
                     yield cls.name, member.name
-
-
-def test_code_and_prose_use_the_fields_words():
-    done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "vocabulary"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import gc
 import importlib
 import json
 import os
@@ -59,7 +60,7 @@ class ForkServer:
             [*interpreter.command, __file__, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             cwd="/",
-            # numpy starts OpenBLAS's threads when it is imported; torch starts none before it computes.
+            # numpy starts OpenBLAS's threads when it is imported; torch starts its own on use.
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
             pass_fds=(theirs.fileno(),),
             start_new_session=True,
@@ -156,6 +157,8 @@ def _serve(control: socket.socket) -> None:
     sys.path[:] = json.loads(control.recv(1 << 20))
     importlib.import_module("hardpoint.system.process.child")
     importlib.import_module("hardpoint.core.engine_process.run")
+    gc.collect()
+    gc.freeze()  # forks need not visit, and so copy, these objects
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 16)
         if not data:

@@ -7,6 +7,7 @@ the program's own `__main__`, arguments, `sys.path`, environment and working dir
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -33,7 +34,7 @@ class ForkedPython:
         self._popen = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
-            # numpy starts OpenBLAS's threads when it is imported; torch starts none before it computes.
+            # numpy starts OpenBLAS's threads when it is imported; torch starts its own on use.
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
             pass_fds=(theirs.fileno(),),
         )
@@ -89,6 +90,8 @@ def _serve(control: socket.socket) -> list[str]:
     base = [path for path in sys.path[1:] if path not in added]
     for name in _IMPORTED:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # forks need not visit, and so copy, these objects
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 3)
         if not data:

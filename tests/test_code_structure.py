@@ -11,7 +11,8 @@ import re
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import vulture
@@ -95,14 +96,14 @@ def test_the_engine_has_no_module_without_an_importer():
 
 def test_code_without_a_caller_is_listed_with_a_reason():
     allowed = listed(UNUSED)
-    found = dict(unused_code(FOLDERS))
+    found = unused_code()["package"]
     assert {name: place for name, place in found.items() if name not in allowed} == {}
     assert allowed - found.keys() == set()
 
 
 def test_what_only_the_kit_reaches_is_listed_with_what_will_reach_it():
     found = set(modules_of_the_engine()) - reached(starting_points())
-    found |= dict(unused_code(FOLDERS.keys() - {"testing"})).keys() - listed(UNUSED)
+    found |= unused_code()["without the kit"].keys() - listed(UNUSED)
     assert found == listed(OF_THE_KIT)
 
 
@@ -141,14 +142,24 @@ def reached(start: set[str]) -> set[str]:
     return found
 
 
-def unused_code(folders: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield name and place of what nothing in folders of the package uses, and no author may."""
-    search = vulture.Vulture()
-    search.scavenge([str(ROOT / folder) for folder in folders])
+@cache
+def unused_code() -> dict[str, dict[str, str]]:
+    """Return places of what nothing uses and no author may, in the package and without the kit."""
     public = public_names() | entry_points() | body_fields() | {name for _, name in references()}
-    for item in search.get_unused_code():
-        if item.name not in public and not item.name.startswith("__"):
-            yield item.name, f"{item.filename}:{item.first_lineno}"
+    search = vulture.Vulture()
+    found = {}
+    # Nothing is scanned twice: the kit is added to the folders before it.
+    for title, folders in (
+        ("without the kit", FOLDERS.keys() - {"testing"}),
+        ("package", {"testing"}),
+    ):
+        search.scavenge([str(ROOT / folder) for folder in folders])
+        found[title] = {
+            item.name: f"{item.filename}:{item.first_lineno}"
+            for item in search.get_unused_code()
+            if item.name not in public and not item.name.startswith("__")
+        }
+    return found
 
 
 def references() -> set[tuple[str, str]]:

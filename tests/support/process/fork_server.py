@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import types
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,13 @@ class ForkedProcess(subprocess.Popen):
 class ForkServer:
     """The test's side of the fork server."""
 
-    def __init__(self) -> None:
-        """Start the server; it ends with this process."""
+    def __init__(self, *, by_fork: bool = False) -> None:
+        """Start the server; it ends with this process.
+
+        Args:
+            by_fork: whether it is a fork of this process, which has no threads and has imported
+                what engine processes need.
+        """
         from hardpoint.system.process import process
         from hardpoint.system.process.launch import Interpreter
 
@@ -56,17 +62,34 @@ class ForkServer:
         self._lock = threading.Lock()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.set_inheritable(False)
-        self._popen = subprocess.Popen(
-            [*interpreter.command, __file__, str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
-            cwd="/",
-            # numpy starts OpenBLAS's threads when it is imported; torch starts its own on use.
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
-            pass_fds=(theirs.fileno(),),
-            start_new_session=True,
-        )
+        if by_fork:
+            self._popen: subprocess.Popen = self._fork_server(theirs)
+        else:
+            self._popen = subprocess.Popen(
+                [*interpreter.command, __file__, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                cwd="/",
+                env=one_thread(os.environ),
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+            self._control.send(json.dumps(interpreter.path).encode())
         theirs.close()
-        self._control.send(json.dumps(interpreter.path).encode())
+
+    def _fork_server(self, control: socket.socket) -> ForkedProcess:
+        """Fork this process; the fork serves, and its own forks are engine processes."""
+        if pid := os.fork():
+            return ForkedProcess([], pid)
+        self._control.close()
+        os.setsid()
+        os.chdir("/")
+        nothing = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nothing, 0)
+        os.dup2(nothing, 1)  # else who reads the program's output would wait for this process, too
+        os.close(nothing)
+        _become(*fork_on_request(control))
+        _run_child()
+        sys.exit()
 
     def serves(self, command: list[str], options: dict[str, Any]) -> bool:
         """Whether a fork is the same as what these arguments of `Popen` start."""
@@ -89,17 +112,9 @@ class ForkServer:
         }
         stderr = options.get("stderr")
         with self._lock:
-            # The fork is orphaned by the server, and so becomes a child of this process.
-            _be_subreaper(True)
-            try:
-                frames = [json.dumps(request).encode()]
-                socket.send_fds(
-                    self._control, frames, [1, 2 if stderr is None else stderr, *passed]
-                )
-                pid = int(self._control.recv(64))
-                assert self._control.recv(64) == b"orphaned"
-            finally:
-                _be_subreaper(False)
+            pid = request_fork(
+                self._control, request, [1, 2 if stderr is None else stderr, *passed]
+            )
         return ForkedProcess(command, pid)
 
 
@@ -130,6 +145,12 @@ class EngineStarts:
         with self._lock:
             self._server = self._server or ForkServer()
 
+    def fork_server(self) -> None:
+        """Let this process, which has no threads yet, start its engine processes by forks."""
+        self._server = ForkServer(by_fork=True)
+        self.forks = True
+        self.install()
+
     def __call__(self, command: list[str], **options: Any) -> subprocess.Popen:
         if self.forks:
             self.start_server()
@@ -146,17 +167,32 @@ def _fixed(environment: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not name.startswith(_CHANGING)}
 
 
+def one_thread(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a server: numpy starts no threads of OpenBLAS at its import."""
+    return {**environment, "OPENBLAS_NUM_THREADS": "1"}
+
+
+def request_fork(control: socket.socket, request: object, descriptors: list[int]) -> int:
+    """Return the process id of a fork for a request, which is a child of this process."""
+    # It is orphaned by the server, and so becomes a child of this process.
+    _be_subreaper(True)
+    try:
+        socket.send_fds(control, [json.dumps(request).encode()], descriptors)
+        pid = int(control.recv(64))
+        assert control.recv(64) == b"orphaned"
+    finally:
+        _be_subreaper(False)
+    return pid
+
+
 def _be_subreaper(on: bool) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
-def _serve(control: socket.socket) -> None:
-    """Fork for each request; return in the forks alone."""
-    sys.path[:] = json.loads(control.recv(1 << 20))
-    importlib.import_module("hardpoint.system.process.child")
-    importlib.import_module("hardpoint.core.engine_process.run")
+def fork_on_request(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Fork for each request; return it with its descriptors, in the forks alone."""
     gc.collect()
     gc.freeze()  # forks need not visit, and so copy, these objects
     while True:
@@ -170,8 +206,7 @@ def _serve(control: socket.socket) -> None:
                 control.send(str(pid).encode())
                 os._exit(0)
             control.close()
-            _become(json.loads(data), descriptors)
-            return
+            return json.loads(data), descriptors
         for descriptor in descriptors:
             os.close(descriptor)
         os.waitpid(between, 0)
@@ -195,8 +230,16 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     importlib.invalidate_caches()
 
 
-if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+def _run_child() -> None:
     from hardpoint.system.process.__main__ import main
 
     main()
+
+
+if __name__ == "__main__":
+    _control = socket.socket(fileno=int(sys.argv[1]))
+    sys.path[:] = json.loads(_control.recv(1 << 20))
+    importlib.import_module("hardpoint.system.process.child")
+    importlib.import_module("hardpoint.core.engine_process.run")
+    _become(*fork_on_request(_control))
+    _run_child()

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 _FORKED = ("-c", "-m hardpoint", "-m pytest", "example.py")
 _SCRIPTS = str(ROOT / "benchmarks")
-"""Programs that may run in a fork of an interpreter; others get one of their own."""
+"""Programs that may run in a fork of an interpreter, by name or folder; others get one each."""
 
 
 def run(*command: str, path: Path | None = None, cwd: Path, examples: float = 1.0) -> str:

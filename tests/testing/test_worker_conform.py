@@ -69,7 +69,7 @@ class TestTritonOps(OpsSuite):
     if not searches_long():
         dtypes = (torch.bfloat16,)
         sizes = (50,)
-        rows = (2,)  # each is run alone, too
+        rows = (3,)  # each is run alone, too
         vocab_sizes = (999,)
 
 

@@ -29,6 +29,9 @@ _ABOVE = 2048  # the descriptors of any test
 # Torch sets its variable when a part of it is imported that engine processes do not import.
 _CHANGING = ("HARDPOINT__", "PYTEST_", "TORCHINDUCTOR_CACHE_DIR")
 
+_ONE_REQUEST = threading.Lock()
+"""Held while this process adopts a fork, of whichever server."""
+
 
 class ForkedProcess(subprocess.Popen):
     """A process that the fork server made, with the interface of one that was started here."""
@@ -59,7 +62,6 @@ class ForkServer:
         interpreter = Interpreter.current()
         self._command = [*interpreter.command, str(Path(process.__file__).with_name("__main__.py"))]
         self._environment = _fixed(os.environ)
-        self._lock = threading.Lock()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.set_inheritable(False)
         if by_fork:
@@ -111,10 +113,8 @@ class ForkServer:
             "descriptors": [1, 2, *passed],
         }
         stderr = options.get("stderr")
-        with self._lock:
-            pid = request_fork(
-                self._control, request, [1, 2 if stderr is None else stderr, *passed]
-            )
+        streams = [1, 2 if stderr is None else stderr]
+        pid = request_fork(self._control, request, [*streams, *passed])
         return ForkedProcess(command, pid)
 
 
@@ -174,14 +174,15 @@ def one_thread(environment: Mapping[str, str]) -> dict[str, str]:
 
 def request_fork(control: socket.socket, request: object, descriptors: list[int]) -> int:
     """Return the process id of a fork for a request, which is a child of this process."""
-    # It is orphaned by the server, and so becomes a child of this process.
-    _be_subreaper(True)
-    try:
-        socket.send_fds(control, [json.dumps(request).encode()], descriptors)
-        pid = int(control.recv(64))
-        assert control.recv(64) == b"orphaned"
-    finally:
-        _be_subreaper(False)
+    with _ONE_REQUEST:
+        # The fork is orphaned by the server, and so becomes a child of this process.
+        _be_subreaper(True)
+        try:
+            socket.send_fds(control, [json.dumps(request).encode()], descriptors)
+            pid = int(control.recv(64))
+            assert control.recv(64) == b"orphaned"
+        finally:
+            _be_subreaper(False)
     return pid
 
 

@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import types
 from functools import cache
 from pathlib import Path
@@ -29,7 +28,6 @@ class ForkedPython:
 
     def __init__(self) -> None:
         """Start the interpreter; it ends with this process."""
-        self._lock = threading.Lock()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._popen = subprocess.Popen(
             [sys.executable, "-m", "support.process.forked_python", str(theirs.fileno())],
@@ -83,8 +81,7 @@ class ForkedPython:
     ) -> int:
         """Return the process id of a fork that runs a program with these standard streams."""
         request = {"arguments": arguments, "cwd": str(cwd), "environment": environment}
-        with self._lock:
-            return request_fork(self._control, request, streams)
+        return request_fork(self._control, request, streams)
 
 
 class _ForkedPopen(subprocess.Popen):

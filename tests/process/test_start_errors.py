@@ -71,7 +71,7 @@ def enabled(scripted, name: str, **engine):
 
 @pytest.fixture(scope="module")
 def used(scripted):
-    """What is made once per program is there."""
+    """An engine has run, which makes the objects that a program keeps."""
     with LLM(config=process_config(scripted)) as llm:
         llm.generate("x", SamplingParams(max_tokens=1))
 

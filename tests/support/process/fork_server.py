@@ -85,9 +85,10 @@ class ForkServer:
         self._control.close()
         os.setsid()
         os.chdir("/")
+        # Else who reads what the program writes would wait for the end of this process, too.
         nothing = os.open(os.devnull, os.O_RDWR)
-        os.dup2(nothing, 0)
-        os.dup2(nothing, 1)  # else who reads the program's output would wait for this process, too
+        for standard in (0, 1, 2):
+            os.dup2(nothing, standard)
         os.close(nothing)
         _become(*fork_on_request(control))
         _run_child()

@@ -12,7 +12,15 @@ from pathlib import Path
 
 import pytest
 from support.processes import ROOT, run
-from support.source_tree import FOLDERS, classes, defined_names, functions, modules, tree
+from support.source_tree import (
+    FOLDERS,
+    class_nodes,
+    classes,
+    defined_names,
+    functions,
+    modules,
+    nodes,
+)
 
 from hardpoint.plugins import EngineConfig, LogitsProcessor, OutputParserContext, ParserRequest
 from hardpoint.plugins.kinds import KINDS
@@ -219,12 +227,7 @@ def test_names_in_the_structures_exist():
 
 
 def class_node(name: str) -> ast.ClassDef:
-    (node,) = (
-        node
-        for path in modules().values()
-        for node in ast.walk(tree(path))
-        if isinstance(node, ast.ClassDef) and node.name == name
-    )
+    (node,) = class_nodes()[name]
     return node
 
 
@@ -233,7 +236,7 @@ def strings() -> list[str]:
     return [
         node.value
         for path in modules().values()
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import os
 import re
@@ -145,6 +146,7 @@ def test_the_page_has_every_variant(module):
     assert names[1:] == [f"| {variant.name}" for variant in variants(module)]
 
 
+@functools.cache
 def jitted(module):
     """Return the functions of a module that Triton compiles."""
     tree = ast.parse((KERNELS / f"{module}.py").read_text(encoding="utf-8"))
@@ -153,13 +155,15 @@ def jitted(module):
     return {node.name: node for node in functions if node in marked}
 
 
-def names_in(nodes):
-    return {n.id for node in nodes for n in ast.walk(node) if isinstance(n, ast.Name)}
+@functools.cache
+def used_names():
+    """Return the names that the functions which Triton compiles use."""
+    functions = [node for module in MODULES for node in jitted(module).values()]
+    return {n.id for node in functions for n in ast.walk(node) if isinstance(n, ast.Name)}
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_every_kernel_is_in_the_table(module):
     """A kernel is what no other function that Triton compiles uses."""
-    used = names_in([node for other in MODULES for node in jitted(other).values()])
-    kernels = jitted(module).keys() - used
+    kernels = jitted(module).keys() - used_names()
     assert kernels <= {variant.kernel.fn.__name__ for variant in variants(module)}

@@ -1,11 +1,12 @@
 """The reference pages are as the code generates them."""
 
+import os
 import re
 import subprocess
-import sys
 from unittest.mock import Mock
 
 import pytest
+from support.process.forked_python import forked_python
 from support.processes import ROOT
 
 from hardpoint import plugins
@@ -19,8 +20,8 @@ PAGES = ("kinds.md", "types.md", "hooks.md", "config.md", "server.md")
 
 
 def reference(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "reference"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True)
+    command = [str(ROOT / "scripts" / "reference"), *arguments]
+    return forked_python().run(command, ROOT, dict(os.environ))
 
 
 @pytest.fixture(scope="module")

@@ -64,9 +64,12 @@ if __name__ == "__main__":  # the engine's process imports this file
 """
 
 JOBS = [["big1", "big"], ["big2", "big"], ["small1", "small"], ["free", None]]
+THREE = [["big1", "big"], ["big2", "big"], ["free", None]]
 
 # Two requests of ten tokens each: the second one waits a second for its tokens.
 BUDGET = {"burst": 10, "tokens_per_second": 10.0}
+QUICK = {**BUDGET, "tokens_per_second": 100.0}
+"""The second one waits a tenth of a second."""
 
 BROKEN = """
 from acme_tenant_budget import part
@@ -107,6 +110,15 @@ def complete(python, scripted):
         return python(COMPLETE, str(scripted), extra, jobs)
 
     return run_it
+
+
+@pytest.fixture(scope="module")
+def plain_tokens(acme_tenant_budget, scripted, tmp_path_factory):
+    """The tokens of THREE requests without a part."""
+    given = map(json.dumps, (str(scripted), {}, THREE))
+    command = (sys.executable, "-c", COMPLETE, *given)
+    done = run(*command, path=acme_tenant_budget, cwd=tmp_path_factory.mktemp("plain"))
+    return json.loads(done)["tokens"]
 
 
 class TestThroughTheContract:
@@ -187,10 +199,9 @@ def test_what_costs_more_than_the_capacity_is_refused(complete, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["check", "cost", "begin", "result", "ended", "wait"])
-def test_who_does_not_use_it_survives_its_faults(complete, tmp_path, method):
+def test_who_does_not_use_it_survives_its_faults(complete, plain_tokens, tmp_path, method):
     (tmp_path / "broken.py").write_text(BROKEN.replace("METHOD", method))
-    jobs = [["big1", "big"], ["big2", "big"], ["free", None]]
     use = {"use": "broken:Broken", "name": "tenant_budget"}
-    result = complete(jobs, use=use, **BUDGET)
+    result = complete(THREE, use=use, **QUICK)
     assert result["errors"].keys() <= {"big1", "big2"}
-    assert result["tokens"]["free"] == complete(jobs, use=None)["tokens"]["free"]
+    assert result["tokens"]["free"] == plain_tokens["free"]

@@ -87,7 +87,7 @@ def test_frontend_killed_ends_the_engine(endless, tmp_path):
         while True:
             llm.llm_engine.step()
     """
-    with Program(source, folder=tmp_path) as program:
+    with Program(source, folder=tmp_path, forked=True) as program:
         engine = program.next_value()
         assert alive(engine)
         os.kill(program.pid, signal.SIGKILL)
@@ -103,7 +103,7 @@ def test_frontend_that_ends_by_an_error_ends_the_engine(endless, tmp_path):
         print(json.dumps(pid_of(llm)), flush=True)
         raise SystemExit(7)
     """
-    with Program(source, folder=tmp_path) as program:
+    with Program(source, folder=tmp_path, forked=True) as program:
         engine = program.next_value()
         assert program.popen.wait(60) == 7
         assert_fast("frontend exited, engine gone", gone(engine), 10)
@@ -137,7 +137,7 @@ def test_a_frontend_that_cannot_clean_up_leaves_no_sockets(endless, tmp_path, en
     sockets = tmp_path / "sockets"
     sockets.mkdir()
     source = LEAVING.format(sockets=str(sockets), model=str(endless), end=end, params=params)
-    with Program(source, folder=tmp_path) as program:
+    with Program(source, folder=tmp_path, forked=True) as program:
         engine, (folder,) = program.next_value()
         assert folder.startswith("hardpoint-")
         program.popen.wait(60)
@@ -253,7 +253,7 @@ def test_ctrl_c_in_the_terminal_is_the_programs_own(endless, tmp_path):
         llm.close()
     """
     own_group = "import os; os.setpgid(0, 0)\n"
-    with Program(own_group + textwrap.dedent(source), folder=tmp_path) as program:
+    with Program(own_group + textwrap.dedent(source), folder=tmp_path, forked=True) as program:
         assert program.finish()[0] == [16]
 
 

@@ -49,7 +49,7 @@ def test_in_a_thread_next_to_others(scripted, tmp_path):
         for thread in threads:
             thread.join()
     """
-    assert run_program(source, folder=tmp_path) == [ANSWER, ANSWER]
+    assert run_program(source, folder=tmp_path, forked=True) == [ANSWER, ANSWER]
 
 
 def test_in_an_asyncio_program(scripted, tmp_path):
@@ -86,7 +86,7 @@ def test_in_an_asyncio_program(scripted, tmp_path):
 
         asyncio.run(main())
     """
-    assert run_program(source, folder=tmp_path) == [[ANSWER] * 8, 10]
+    assert run_program(source, folder=tmp_path, forked=True) == [[ANSWER] * 8, 10]
 
 
 def test_in_a_notebook(scripted, tmp_path, monkeypatch):
@@ -162,7 +162,7 @@ def test_a_processor_that_the_script_itself_defines(scripted, tmp_path):
         print(json.dumps(llm.generate("say abc", params)[0].outputs[0].text))
         """)
     )
-    text, (reason, error), again = run_program(source, folder=tmp_path)
+    text, (reason, error), again = run_program(source, folder=tmp_path, forked=True)
     assert text == again == "A" * 20
     assert reason == "error"
     assert error == "plugin_args.only.token: expected a whole number <= 256, got 999"
@@ -174,7 +174,7 @@ def test_a_module_next_to_the_script_when_started_from_elsewhere(scripted, tmp_p
     elsewhere.mkdir()
     (here / "own_plugins.py").write_text(textwrap.dedent(PROCESSOR))
     source = body(scripted, plugin="own_plugins:Only", how=ONLY)
-    assert run_program(source, folder=here, cwd=elsewhere) == ["A" * 20]
+    assert run_program(source, folder=here, cwd=elsewhere, forked=True) == ["A" * 20]
 
 
 def test_a_program_whose_working_directory_is_gone(scripted, tmp_path):
@@ -182,7 +182,7 @@ def test_a_program_whose_working_directory_is_gone(scripted, tmp_path):
     gone = tmp_path / "gone"
     gone.mkdir()
     source = f"import os, torch; os.rmdir({str(gone)!r})\n" + body(scripted)
-    assert run_program(source, folder=tmp_path, cwd=gone) == [ANSWER]
+    assert run_program(source, folder=tmp_path, cwd=gone, forked=True) == [ANSWER]
 
 
 def test_in_a_program_that_forks_afterwards(scripted, tmp_path):
@@ -197,4 +197,4 @@ def test_in_a_program_that_forks_afterwards(scripted, tmp_path):
         print(json.dumps(llm.generate("say abc", params)[0].outputs[0].text))
         llm.close()
     """)
-    assert run_program(source, folder=tmp_path) == [ANSWER, ANSWER]
+    assert run_program(source, folder=tmp_path, forked=True) == [ANSWER, ANSWER]

@@ -27,7 +27,7 @@ from support.waiting import HeldSteps
 from hardpoint.core.protocol import ENGINE_CORE_DEAD
 from hardpoint.plugins import SamplingParams
 
-pytestmark = pytest.mark.fresh_process
+fresh = pytest.mark.fresh_process
 
 LABELLED = r"\[EngineCore 0, pid {pid}\] (.*)"
 
@@ -78,6 +78,7 @@ def left_in(client: RawClient, awaited: list[bytes] | None = None) -> list[list[
     return messages
 
 
+@fresh
 def test_a_clean_end(engine, tmp_path):
     client = engine(engine={"drain_seconds": 60.0}, log_level="INFO")
     assert psutil.Process(client.process.pid).name() == "EngineCore"
@@ -101,6 +102,7 @@ def test_a_clean_end(engine, tmp_path):
     assert (tmp_path / "closed").exists()
 
 
+@fresh
 def test_a_fault_that_nothing_contains(engine, tmp_path):
     client = engine(plugins={"on_error": {"dense": "engine"}}, log_level="INFO")
     client.add("a", **using("slow", 30_000, seconds=0.02))
@@ -128,6 +130,7 @@ def test_a_failure_is_reported_before_a_cleanup_that_hangs(engine, tmp_path):
     assert last == [ENGINE_CORE_DEAD]
 
 
+@fresh
 def test_a_start_that_fails_sends_nothing_on_the_sockets(engine):
     client = engine(plugins={"enable": ["test_start_errors:Refuses"]}, waits=False)
     assert client.process.wait(60) == 1
@@ -153,6 +156,7 @@ main(run)
 """
 
 
+@fresh
 def test_threads_that_cannot_start_leave_nothing_open(engine, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(BROKEN_THREADS)

@@ -50,7 +50,7 @@ def test_more_engines_in_one_process_leave_no_memory(tmp_path, count):
                           "open": opened[-1], "closed": resident()}))
     """
     source = source.replace("COUNT", str(count))
-    first, last = run_program(source, folder=tmp_path)
+    first, last = run_program(source, folder=tmp_path, forked=True)
     print(f"\n[measured] grown after each cycle, MiB: {[g // MIB for g in last['grown']]}")
     assert first["kept"] == last["kept"] == 0
     assert last["grown"][-1] < 30 * MIB
@@ -77,6 +77,6 @@ def test_engine_processes_leave_no_memory_in_their_program(scripted, tmp_path, c
             cycle()
         print(json.dumps(psutil.Process().memory_info().rss - baseline))
     """
-    (grown,) = run_program(source, folder=tmp_path)
+    (grown,) = run_program(source, folder=tmp_path, forked=True)
     print(f"\n[measured] grown over {count} engine processes: {grown / MIB:.1f} MiB")
     assert grown < 10 * MIB

@@ -69,12 +69,16 @@ def enabled(scripted, name: str, **engine):
     return process_config(scripted, enable)
 
 
-@pytest.fixture(autouse=True)
-def clean(scripted):
-    """Whatever fails, nothing remains of it."""
-    with LLM(config=process_config(scripted)) as llm:  # what is made once is not counted
+@pytest.fixture(scope="module")
+def used(scripted):
+    """An engine has run, which makes the objects that a program keeps."""
+    with LLM(config=process_config(scripted)) as llm:
         llm.generate("x", SamplingParams(max_tokens=1))
-    del llm
+
+
+@pytest.fixture(autouse=True)
+def clean(used):
+    """Whatever fails, nothing remains of it."""
     before = holdings()
     yield
     nothing_left(before)

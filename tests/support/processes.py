@@ -12,7 +12,8 @@ from support.process.forked_python import forked_python
 ROOT = Path(__file__).parents[2]
 
 _FORKED = ("-c", "-m hardpoint", "-m pytest", "example.py")
-"""Programs that may run in a fork of an interpreter; others get one of their own."""
+_SCRIPTS = str(ROOT / "benchmarks")
+"""Programs that may run in a fork of an interpreter, by name or folder; others get one each."""
 
 
 def run(*command: str, path: Path | None = None, cwd: Path, examples: float = 1.0) -> str:
@@ -30,7 +31,8 @@ def run(*command: str, path: Path | None = None, cwd: Path, examples: float = 1.
     if not searches_long():
         environment["HARDPOINT_EXAMPLES"] = str(examples)
     program = " ".join(command[1:3] if command[1] == "-m" else command[1:2])
-    if command[0] == sys.executable and program in _FORKED:
+    is_ours = program in _FORKED or program.startswith(_SCRIPTS)
+    if command[0] == sys.executable and is_ours:
         done = forked_python().run(list(command[1:]), cwd, environment)
     else:
         done = subprocess.run(

@@ -47,27 +47,36 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Return all nodes of the syntax tree of a source file."""
+    return tuple(ast.walk(tree(path)))
+
+
 def is_package(module: str) -> bool:
     """Whether a module is a folder's `__init__`."""
     return modules()[module].name == "__init__.py"
 
 
-def imported_names(module: str) -> Iterator[tuple[str, str]]:
-    """Yield module and name of each `from MODULE import NAME`; "" as name of an `import MODULE`.
+@cache
+def imported_names(module: str) -> list[tuple[str, str]]:
+    """Return module and name of each `from MODULE import NAME`; "" as name of an `import MODULE`.
 
     Imports for type checking and inside functions are included; other distributions are not.
     """
     package = module if is_package(module) else module.rpartition(".")[0]
-    for node in ast.walk(tree(modules()[module])):
+    found: list[tuple[str, str]] = []
+    for node in nodes(modules()[module]):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, "") for alias in node.names if alias.name in modules())
+            found += ((alias.name, "") for alias in node.names if alias.name in modules())
         elif isinstance(node, ast.ImportFrom):
             source = node.module or ""
             if node.level:
                 base = package.rsplit(".", node.level - 1)[0]
                 source = f"{base}.{source}" if source else base
             if source in modules():
-                yield from ((source, alias.name) for alias in node.names)
+                found += ((source, alias.name) for alias in node.names)
+    return found
 
 
 def defining_module(module: str, name: str) -> str:
@@ -101,7 +110,7 @@ def classes() -> dict[str, set[str]]:
     own: dict[str, set[str]] = {}
     bases: dict[str, set[str]] = {}
     for path in modules().values():
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 own.setdefault(node.name, set()).update(members(node))
                 bases.setdefault(node.name, set()).update(map(base_name, node.bases))
@@ -135,12 +144,23 @@ def base_name(node: ast.expr) -> str:
 
 
 @cache
+def class_nodes() -> dict[str, list[ast.ClassDef]]:
+    """Return the definitions of each class of the package by its name."""
+    found: dict[str, list[ast.ClassDef]] = {}
+    for path in modules().values():
+        for node in nodes(path):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(node)
+    return found
+
+
+@cache
 def functions() -> set[str]:
     """Return the names of all functions and methods of the package."""
     return {
         node.name
         for path in modules().values()
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
 
@@ -150,7 +170,7 @@ def defined_names() -> set[str]:
     """Return the names of all variables, attributes and parameters of the package."""
     found: set[str] = set()
     for path in modules().values():
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             match node:
                 case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
                     found.add(name)

@@ -14,6 +14,7 @@ import httpx
 import psutil
 import pytest
 from support.http_server import client_of, running
+from support.process.forked_python import forked_python
 from support.process.harness import process_config
 from support.processes import ROOT
 from support.scripted_folder import write_config
@@ -30,8 +31,8 @@ class Program:
     """A server in a process of its own; `url` is where it serves."""
 
     def __init__(self, *command, folder=None):
-        self.process = subprocess.Popen(
-            [sys.executable, *command],
+        self.process = forked_python().popen(
+            list(command),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import gc
 import importlib
 import json
 import os
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import threading
 import types
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 _ABOVE = 2048  # the descriptors of any test
 # Torch sets its variable when a part of it is imported that engine processes do not import.
 _CHANGING = ("HARDPOINT__", "PYTEST_", "TORCHINDUCTOR_CACHE_DIR")
+
+_ONE_REQUEST = threading.Lock()
+"""Held while this process adopts a fork, of whichever server."""
 
 
 class ForkedProcess(subprocess.Popen):
@@ -44,26 +49,50 @@ class ForkedProcess(subprocess.Popen):
 class ForkServer:
     """The test's side of the fork server."""
 
-    def __init__(self) -> None:
-        """Start the server; it ends with this process."""
+    def __init__(self, *, by_fork: bool = False) -> None:
+        """Start the server; it ends with this process.
+
+        Args:
+            by_fork: whether it is a fork of this process, which has no threads and has imported
+                what engine processes need.
+        """
         from hardpoint.system.process import process
         from hardpoint.system.process.launch import Interpreter
 
         interpreter = Interpreter.current()
         self._command = [*interpreter.command, str(Path(process.__file__).with_name("__main__.py"))]
         self._environment = _fixed(os.environ)
-        self._lock = threading.Lock()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.set_inheritable(False)
-        self._popen = subprocess.Popen(
-            [*interpreter.command, __file__, str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
-            cwd="/",
-            pass_fds=(theirs.fileno(),),
-            start_new_session=True,
-        )
+        if by_fork:
+            self._popen: subprocess.Popen = self._fork_server(theirs)
+        else:
+            self._popen = subprocess.Popen(
+                [*interpreter.command, __file__, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                cwd="/",
+                env=one_thread(os.environ),
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+            self._control.send(json.dumps(interpreter.path).encode())
         theirs.close()
-        self._control.send(json.dumps(interpreter.path).encode())
+
+    def _fork_server(self, control: socket.socket) -> ForkedProcess:
+        """Fork this process; the fork serves, and its own forks are engine processes."""
+        if pid := os.fork():
+            return ForkedProcess([], pid)
+        self._control.close()
+        os.setsid()
+        os.chdir("/")
+        # Else who reads what the program writes would wait for the end of this process, too.
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for standard in (0, 1, 2):
+            os.dup2(nothing, standard)
+        os.close(nothing)
+        _become(*fork_on_request(control))
+        _run_child()
+        sys.exit()
 
     def serves(self, command: list[str], options: dict[str, Any]) -> bool:
         """Whether a fork is the same as what these arguments of `Popen` start."""
@@ -85,18 +114,8 @@ class ForkServer:
             "descriptors": [1, 2, *passed],
         }
         stderr = options.get("stderr")
-        with self._lock:
-            # The fork is orphaned by the server, and so becomes a child of this process.
-            _be_subreaper(True)
-            try:
-                frames = [json.dumps(request).encode()]
-                socket.send_fds(
-                    self._control, frames, [1, 2 if stderr is None else stderr, *passed]
-                )
-                pid = int(self._control.recv(64))
-                assert self._control.recv(64) == b"orphaned"
-            finally:
-                _be_subreaper(False)
+        streams = [1, 2 if stderr is None else stderr]
+        pid = request_fork(self._control, request, [*streams, *passed])
         return ForkedProcess(command, pid)
 
 
@@ -127,6 +146,12 @@ class EngineStarts:
         with self._lock:
             self._server = self._server or ForkServer()
 
+    def fork_server(self) -> None:
+        """Let this process, which has no threads yet, start its engine processes by forks."""
+        self._server = ForkServer(by_fork=True)
+        self.forks = True
+        self.install()
+
     def __call__(self, command: list[str], **options: Any) -> subprocess.Popen:
         if self.forks:
             self.start_server()
@@ -143,17 +168,35 @@ def _fixed(environment: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not name.startswith(_CHANGING)}
 
 
+def one_thread(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a server: numpy starts no threads of OpenBLAS at its import."""
+    return {**environment, "OPENBLAS_NUM_THREADS": "1"}
+
+
+def request_fork(control: socket.socket, request: object, descriptors: list[int]) -> int:
+    """Return the process id of a fork for a request, which is a child of this process."""
+    with _ONE_REQUEST:
+        # The fork is orphaned by the server, and so becomes a child of this process.
+        _be_subreaper(True)
+        try:
+            socket.send_fds(control, [json.dumps(request).encode()], descriptors)
+            pid = int(control.recv(64))
+            assert control.recv(64) == b"orphaned"
+        finally:
+            _be_subreaper(False)
+    return pid
+
+
 def _be_subreaper(on: bool) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
-def _serve(control: socket.socket) -> None:
-    """Fork for each request; return in the forks alone."""
-    sys.path[:] = json.loads(control.recv(1 << 20))
-    importlib.import_module("hardpoint.system.process.child")
-    importlib.import_module("hardpoint.core.engine_process.run")
+def fork_on_request(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Fork for each request; return it with its descriptors, in the forks alone."""
+    gc.collect()
+    gc.freeze()  # forks need not visit, and so copy, these objects
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 16)
         if not data:
@@ -165,8 +208,7 @@ def _serve(control: socket.socket) -> None:
                 control.send(str(pid).encode())
                 os._exit(0)
             control.close()
-            _become(json.loads(data), descriptors)
-            return
+            return json.loads(data), descriptors
         for descriptor in descriptors:
             os.close(descriptor)
         os.waitpid(between, 0)
@@ -190,8 +232,16 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     importlib.invalidate_caches()
 
 
-if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+def _run_child() -> None:
     from hardpoint.system.process.__main__ import main
 
     main()
+
+
+if __name__ == "__main__":
+    _control = socket.socket(fileno=int(sys.argv[1]))
+    sys.path[:] = json.loads(_control.recv(1 << 20))
+    importlib.import_module("hardpoint.system.process.child")
+    importlib.import_module("hardpoint.core.engine_process.run")
+    _become(*fork_on_request(_control))
+    _run_child()

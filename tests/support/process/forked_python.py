@@ -8,31 +8,32 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import types
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+from support.process.fork_server import STARTS, fork_on_request, one_thread, request_fork
 
 _IMPORTED = ("hardpoint.core.build", "hardpoint.core.engine_process.run", "pytest", "hypothesis")
 
 
 class ForkedPython:
-    """The test's side: one interpreter, which runs one program at a time."""
+    """The test's side: one interpreter, which forks for each program."""
 
     def __init__(self) -> None:
         """Start the interpreter; it ends with this process."""
-        self._lock = threading.Lock()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._popen = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())],
+            [sys.executable, "-m", "support.process.forked_python", str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
+            cwd=Path(__file__).parents[2],
+            env=one_thread(os.environ),
             pass_fds=(theirs.fileno(),),
         )
         theirs.close()
@@ -50,29 +51,56 @@ class ForkedPython:
         Raises:
             subprocess.TimeoutExpired: it was killed.
         """
-        request = {"arguments": arguments, "cwd": str(cwd), "environment": environment}
-        with self._lock, contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
             files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(3)]
             files[0].write(stdin.encode())
             files[0].seek(0)
-            frames = [json.dumps(request).encode()]
-            socket.send_fds(self._control, frames, [file.fileno() for file in files])
-            pid = int(self._control.recv(64))
-            self._control.settimeout(timeout_s)
+            streams = dict(zip(("stdin", "stdout", "stderr"), files, strict=True))
+            program = self.popen(arguments, cwd=cwd, env=environment, **streams)
             try:
-                code = int(self._control.recv(64))
-            except TimeoutError:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-                self._control.settimeout(None)
-                self._control.recv(64)
-                raise subprocess.TimeoutExpired(arguments, timeout_s) from None
-            finally:
-                self._control.settimeout(None)
+                code = program.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                program.kill()
+                program.wait()
+                raise
             for file in files[1:]:
                 file.seek(0)
             outputs = [file.read().decode() for file in files[1:]]
         return subprocess.CompletedProcess(arguments, code, *outputs)
+
+    def popen(self, arguments: list[str], **options: Any) -> subprocess.Popen:
+        """Start `python *arguments`, where these begin with -c, -m or a file.
+
+        Args:
+            options: `cwd`, `env`, streams and their encoding, as of `subprocess.Popen`.
+        """
+        return _ForkedPopen(self, arguments, **options)
+
+    def fork(
+        self, arguments: list[str], cwd: Path, environment: dict[str, str], streams: list[int]
+    ) -> int:
+        """Return the process id of a fork that runs a program with these standard streams."""
+        request = {"arguments": arguments, "cwd": str(cwd), "environment": environment}
+        return request_fork(self._control, request, streams)
+
+
+class _ForkedPopen(subprocess.Popen):
+    """A program that is a fork of the interpreter."""
+
+    def __init__(self, python: ForkedPython, arguments: list[str], **options: Any) -> None:
+        self._python = python
+        super().__init__([sys.executable, *arguments], **options)
+
+    def _execute_child(self, args: list[str], *options: Any) -> None:
+        """Fork, where the base class starts a program; the options are those of that."""
+        cwd, environment, pipes = options[4], options[5], options[9:15]
+        stdin, _, _, stdout, _, stderr = pipes
+        given = zip((stdin, stdout, stderr), (0, 1, 2), strict=True)
+        streams = [own if found == -1 else found for found, own in given]
+        environment = dict(os.environ if environment is None else environment)
+        self.pid = self._python.fork(args[1:], cwd or Path.cwd(), environment, streams)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)
 
 
 @cache
@@ -82,33 +110,23 @@ def forked_python() -> ForkedPython:
 
 
 def _serve(control: socket.socket) -> list[str]:
-    """Run a fork per request; return a program's arguments in the forks alone."""
+    """Fork for each program; return its arguments in the forks alone."""
     added = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     base = [path for path in sys.path[1:] if path not in added]
     for name in _IMPORTED:
         importlib.import_module(name)
-    while True:
-        data, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 3)
-        if not data:
-            os._exit(0)
-        request = json.loads(data)
-        assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not fork"
-        if (pid := os.fork()) == 0:
-            control.close()
-            for descriptor, standard in zip(descriptors, (0, 1, 2), strict=True):
-                os.dup2(descriptor, standard)
-                os.close(descriptor)
-            os.chdir(request["cwd"])
-            os.environ.clear()
-            os.environ.update(request["environment"])
-            paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-            sys.path[:] = [path for path in paths if path] + base
-            importlib.invalidate_caches()
-            return request["arguments"]
-        for descriptor in descriptors:
-            os.close(descriptor)
-        control.send(str(pid).encode())
-        control.send(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
+    request, descriptors = fork_on_request(control)
+    for descriptor, standard in zip(descriptors, (0, 1, 2), strict=True):
+        os.dup2(descriptor, standard)
+        os.close(descriptor)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:] = [path for path in paths if path] + base
+    importlib.invalidate_caches()
+    STARTS.fork_server()
+    return request["arguments"]
 
 
 def _run(arguments: list[str]) -> None:

@@ -26,6 +26,7 @@ from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import EngineConfig
 from hardpoint.testing import scripted_config
 from support.process.fork_server import STARTS
+from support.process.forked_python import forked_python
 from support.processes import ROOT
 from support.waiting import PATIENCE_S, alive, wait_until
 
@@ -164,6 +165,7 @@ class Program:
         how: str = "file",
         cwd: Path | None = None,
         path: list[str] | None = None,
+        forked: bool = False,
     ) -> None:
         """Start it.
 
@@ -173,6 +175,7 @@ class Program:
             how: "file", "-c" or "stdin".
             cwd: where it is started; None is `folder`.
             path: put before PYTHONPATH; None lets it import what these tests import.
+            forked: whether it may be a fork of an interpreter, and its engine process one of it.
         """
         text = textwrap.dedent(source)
         script = folder / "user_script.py"
@@ -182,8 +185,9 @@ class Program:
         known = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
         environment["PYTHONPATH"] = os.pathsep.join((PATH if path is None else path) + known)
         environment["OMP_NUM_THREADS"] = "1"
-        self.popen = subprocess.Popen(
-            [sys.executable, *command],
+        start = forked_python().popen if forked else _started
+        self.popen = start(
+            command,
             cwd=cwd or folder,
             env=environment,
             stdin=subprocess.PIPE,
@@ -227,6 +231,11 @@ class Program:
         for stream in (self.popen.stdin, self.popen.stdout, self.popen.stderr):
             if stream is not None:
                 stream.close()
+
+
+def _started(arguments: list[str], **options: Any) -> subprocess.Popen:
+    """Start an interpreter."""
+    return subprocess.Popen([sys.executable, *arguments], **options)
 
 
 def run_program(source: str, **options: Any) -> list[Any]:

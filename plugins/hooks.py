@@ -3,6 +3,13 @@
 A plugin of kind `hooks` is a module, a class (made without arguments) or an object that marks
 functions with `hookimpl` and states `contract = 1`. Hook names and argument names are checked when
 it is registered. Arguments that an implementation does not need may be left out.
+
+It may declare a table of the configuration as `config_table = ("acme", AcmeConfig)`: the table's
+name and its type, a class derived from `hardpoint.typed.Strict` of which every field has a default.
+While the plugin is enabled, `[acme]` is checked as the tables of Hardpoint itself are, and
+`config.table(AcmeConfig)` returns it, of the configuration that hooks and commands get. It does not
+travel to the engine's process and its workers. Give it the name of the plugin's entry point: the
+error about a table that no enabled plugin declares then names the plugin.
 """
 
 from __future__ import annotations
@@ -16,6 +23,7 @@ from .requests import EngineCoreRequest, RequestOutput
 
 if TYPE_CHECKING:
     from .commands import Command
+    from .config import EngineConfig
     from .server import ServerContext, ServerExtension
     from .step_record import StepRecord
 
@@ -34,11 +42,12 @@ class HookSpecs:
     """
 
     @hookspec
-    def engine_started(self, info: Mapping[str, object]) -> None:
+    def engine_started(self, info: Mapping[str, object], config: EngineConfig) -> None:
         """[frontend] The engine is ready.
 
-        `info` holds model, dtype, max_model_len, num_blocks and load_seconds. An error here
-        closes the engine and is raised to its caller.
+        `info` holds model, dtype, max_model_len, num_blocks and load_seconds; `config.table` has
+        the plugin's own table of the configuration. An error here closes the engine and is raised
+        to its caller.
         """
 
     @hookspec

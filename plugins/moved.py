@@ -15,6 +15,8 @@ from typing import Any
 
 __all__ = ["MOVED", "MOVED_NAMES"]
 
+_SERVER = "hardpoint.builtin_plugins.server.config"
+
 MOVED = {
     "describing": ("hardpoint.typed.describing",),
     "errors": ("hardpoint.errors",),
@@ -26,6 +28,7 @@ MOVED = {
     "output_json": ("hardpoint.toolkit.parsing.json_text",),
     "read_only": ("hardpoint.typed.read_only",),
     "rotary": ("hardpoint.toolkit.layers",),
+    "server_config": (_SERVER,),
     "typed": ("hardpoint.typed",),
     "worker_calls": ("hardpoint.toolkit.workers.calls",),
 }
@@ -33,8 +36,10 @@ MOVED = {
 
 MOVED_NAMES = {
     "config": {
-        "ServerLimits": "hardpoint.plugins.server_config",
+        **dict.fromkeys(("ServerConfig", "ServerLimits"), _SERVER),
+        "PluginUse": "hardpoint.plugins.config_tables",
     },
+    "server": dict.fromkeys(("ServerConfig", "ServerLimits"), _SERVER),
     "model": {
         "AttentionBackend": "hardpoint.plugins.attention",
         "AttentionContext": "hardpoint.plugins.attention",
@@ -44,6 +49,7 @@ MOVED_NAMES = {
         "WeightLoader": "hardpoint.plugins.loader",
     },
     "": {
+        "ServerConfig": _SERVER,
         "is_replayable": "hardpoint.plugins.component",
     },
     "executor": {

@@ -134,7 +134,7 @@ class Catalog:
             table["replace"][key] = info.value
         else:
             table[field] = [*table[field], info.value]
-        return convert(config, EngineConfig, path="")
+        return convert(config, type(self._config), path="")
 
     def _find(self, name: str) -> tuple[ComponentInfo, list[ComponentInfo]]:
         """Return the component of a name, and the others of its kind that have it, too."""

@@ -36,6 +36,7 @@ from .hooks import HookSet
 from .loading import inspecting
 from .ordering import ordered, ordered_parts
 from .plugin_options import Key, checked_options, option_path, options_by_component, options_of
+from .plugin_tables import declared_tables
 from .request_arguments import takes_arguments
 from .selection import AUTO, BACKEND_KINDS, SelectedPlugin, Selection
 
@@ -289,6 +290,7 @@ def resolve_plugins(
     for item in chosen:
         if item.kind.number is not Number.BY_NAME or item.path:
             targets[item.key] = load_component(item.kind, item.source, item.target)
+    declared_tables((targets[i.key], i.source) for i in chosen if i.kind.interface is None)
     _check_on_error(config, config_sources, chosen)
     check_devices(chosen, targets)
     wraps = _find_wrapped(selection, config, config_sources, chosen, targets)

@@ -9,7 +9,8 @@ from itertools import count
 from typing import Any
 
 from hardpoint.errors import ConfigError, PluginConflictError, PluginNotFoundError
-from hardpoint.plugins.config import ConfigSources, EngineConfig, PluginUse
+from hardpoint.plugins.config import ConfigSources, EngineConfig
+from hardpoint.plugins.config_tables import PluginUse
 from hardpoint.plugins.kinds import KINDS, PLANNED, Kind, Number
 from hardpoint.plugins.manifest import NO_DISTRIBUTION, UNVERSIONED, Source
 from hardpoint.typed import suggest
@@ -79,6 +80,19 @@ class Selection:
             PluginNotFoundError, PluginConflictError, PluginLoadError, PluginContractError,
             ConfigError: naming the reference and where it came from.
         """
+        self.enabled()
+        for kind in KINDS.values():
+            if kind.chosen_by is not None:
+                for chosen in self.chosen(kind, kind.chosen_by):
+                    self._add(chosen)
+        return list(self._on.values())
+
+    def enabled(self) -> list[SelectedPlugin]:
+        """Return the components that the table `plugins` enables, and the built-in defaults.
+
+        Raises:
+            As `run`.
+        """
         for found in self._found:
             if found.builtin and KINDS[found.kind].chosen_by is None:
                 self._add(self._chosen(found, ""))
@@ -86,10 +100,6 @@ class Selection:
         self._replace()
         for index, wanted in enumerate(self._config.plugins.enable):
             self._enable(wanted, f"plugins.enable[{index}]")
-        for kind in KINDS.values():
-            if kind.chosen_by is not None:
-                for chosen in self.chosen(kind, kind.chosen_by):
-                    self._add(chosen)
         return list(self._on.values())
 
     def chosen(self, kind: Kind, path: str) -> list[SelectedPlugin]:

@@ -210,7 +210,7 @@ def _launch(start: EngineStart, sockets: EngineSockets) -> Launch:
     return Launch(
         address=msgspec.json.encode(sockets.addresses).decode(),
         manifest=start.manifest,
-        config=msgspec.to_builtins(start.config),
+        config=msgspec.to_builtins(start.config.without_tables()),
         config_sources=start.config_sources.by_path,
         main_objects=main_objects(entry.value for entry in entries),
         log_level=start.log_level,

@@ -14,7 +14,7 @@ from hardpoint.boundary.faults import StepFaults
 from hardpoint.core.protocol.kv_step import KVStepMetadata
 from hardpoint.errors import PluginFaultError, RequestError, shown
 from hardpoint.plugins import BlockIds, EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
-from hardpoint.plugins.config import KVConnectorConfig
+from hardpoint.plugins.config_tables import KVConnectorConfig
 from hardpoint.plugins.kv_cache import KVEvent
 from hardpoint.plugins.kv_connector import KVConnector, KVConnectorScheduler
 from hardpoint.plugins.manifest import Source

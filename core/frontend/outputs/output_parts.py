@@ -15,7 +15,7 @@ from hardpoint.plugins import (
     ReasoningMarkers,
     Tokenizer,
 )
-from hardpoint.plugins.config import GrammarConfig
+from hardpoint.plugins.config_tables import GrammarConfig
 from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.plugins.output_parser import (
     ContentText,

@@ -1,4 +1,4 @@
-"""The tables `[server]` and `[server.limits]` of the configuration."""
+"""The table `[server]` of the configuration, with `[server.limits]`."""
 
 from __future__ import annotations
 
@@ -8,37 +8,38 @@ from msgspec import Meta, field
 
 from hardpoint.typed import Strict
 
-from .config_values import Count, PositiveSeconds, Seconds
+__all__ = ["ServerConfig", "ServerLimits"]
 
-__all__ = [
-    "ServerConfig",
-    "ServerLimits",
-]
+Count = Annotated[int, Meta(ge=1)]
+# Timers of the system take no more.
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+PositiveSeconds = Annotated[float, Meta(gt=0, le=1e9)]
 
 
 class ServerLimits(Strict):
-    """What a request to the HTTP server may ask for at most; more is answered with 400 or 413.
+    """Limits of a request to the HTTP server; a larger one is answered with 400 or 413.
 
     Attributes:
-        body_bytes: of a request's body.
-        buffered_bytes: of all bodies larger than 64 KiB that are not yet used, together; further
+        body_bytes: size of a request's body.
+        buffered_bytes: size of all bodies above 64 KiB that are not yet used, together; further
             ones are answered with 503. One alone may have `body_bytes` in any case.
-        items: of a body: its commas, and 8 for each opening bracket, those in its texts too.
-        header_bytes: of its request line and headers.
-        connections: that are open at once; further ones are answered with 503.
-        depth: of arrays and objects in one another, in a body.
-        requests: that are being answered at once; further ones are answered with 429.
-        prompts: in one request.
-        prompt_characters: of all texts of a request; None is 32 for each token of `max_model_len`.
+        items: commas of a body, and 8 for each opening bracket, those in its texts too.
+        header_bytes: size of its request line and headers.
+        connections: connections that are open at once; further ones are answered with 503.
+        depth: levels of arrays and objects in one another, in a body.
+        requests: requests that are being answered at once; further ones are answered with 429.
+        prompts: prompts in one request.
+        prompt_characters: length of all texts of a request; None is 32 for each token of
+            `max_model_len`.
         n: completions of a prompt.
         max_tokens: None is what fits into the context.
         logprobs: likeliest tokens per position, of prompts too.
         stop: stop strings, and stop token ids.
-        bad_words: that must not be produced.
+        bad_words: strings that must not be produced.
         logit_bias: tokens with a bias, and tokens that are allowed.
-        messages: of a conversation.
-        tools: that the model may call.
-        schema_bytes: of a JSON schema or grammar, of all tools together too.
+        messages: messages of a conversation.
+        tools: tools that the model may call.
+        schema_bytes: size of a JSON schema or grammar, of all tools together too.
         timeout_seconds: for one request; None is no limit.
     """
 
@@ -72,15 +73,16 @@ class ServerConfig(Strict):
         uds: path of a Unix socket to listen on instead.
         uds_mode: permissions of its file, in octal digits.
         root_path: prefix of its paths at the proxy before it.
-        served_names: of the model; by default `model`.
+        served_names: names of the model; by default `model`.
         keys_file: TOML file of the users' keys; None needs no key.
-        open_routes: that need no key, even if there are keys.
+        open_routes: routes that need no key, even if there are keys.
         allowed_hosts: names that requests may address the server by; None is loopback names and
             the bound address. "*" is any.
-        allowed_origins: of web pages that browsers let use the server; none but its own.
+        allowed_origins: origins of web pages that browsers let use the server, in addition
+            to its own.
         tls_certificate, tls_key: PEM files; with them it speaks HTTPS.
         admin: address of the admin routes: "unix:PATH", or "HOST:PORT", which needs
-            `admin_keys_file`; None is none.
+            `admin_keys_file`; None serves no admin routes.
         admin_keys_file: TOML file of the administrators' keys.
         unknown_fields: "error" refuses requests with fields that the server does not know, "warn"
             leaves them out and logs them.
@@ -88,18 +90,18 @@ class ServerConfig(Strict):
         extension_seconds: maximum time that an authenticator, a transform or a middleware of a
             plugin may take for a request, without what it wraps.
         page: whether `/` is a web page.
-        access_log: of requests, on standard error.
+        access_log: log of requests, on standard error.
         heartbeat_seconds: time without an event after which a stream gets a comment, so that no
             proxy ends it; 0 is never.
         header_seconds: maximum time from a connection to the end of a request's headers.
         body_seconds: maximum time between two parts of a request's body, and for all of it, with
             a second more for each 10000 bytes that came.
         send_seconds: maximum time that a client may leave an answer unread.
-        keep_alive_seconds: that an idle connection is kept.
-        drain_delay: time to serve on after SIGTERM while `/ready` says 503.
+        keep_alive_seconds: time for which an idle connection is kept.
+        drain_delay: time to serve on after SIGTERM while `/ready` answers 503.
         drain_seconds: time for requests to finish after that.
         restart: whether a dead engine is restarted; if not, the server ends.
-        limits: of requests.
+        limits: limits of requests.
     """
 
     host: Annotated[str, Meta(min_length=1)] = "127.0.0.1"

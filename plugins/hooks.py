@@ -27,12 +27,10 @@ if TYPE_CHECKING:
     from .server import ServerContext, ServerExtension
     from .step_record import StepRecord
 
-__all__ = ["PROJECT", "HookSpecs", "hookimpl", "hookspec"]
+__all__ = ["HookSpecs", "hookimpl"]
 
-PROJECT = "hardpoint"
-
-hookspec = pluggy.HookspecMarker(PROJECT)
-hookimpl = pluggy.HookimplMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker("hardpoint")
+_hookspec = pluggy.HookspecMarker(hookimpl.project_name)
 
 
 class HookSpecs:
@@ -41,7 +39,7 @@ class HookSpecs:
     Arguments are read-only copies, at any depth, except the request of `request_received`.
     """
 
-    @hookspec
+    @_hookspec
     def engine_started(self, info: Mapping[str, object], config: EngineConfig) -> None:
         """[frontend] The engine is ready.
 
@@ -50,11 +48,11 @@ class HookSpecs:
         to its caller.
         """
 
-    @hookspec
+    @_hookspec
     def engine_closing(self) -> None:
         """[frontend] The engine is about to close; requests still running are aborted."""
 
-    @hookspec
+    @_hookspec
     def step_planned(self, record: StepRecord) -> None:
         """[engine] A step was planned and is about to run.
 
@@ -62,7 +60,7 @@ class HookSpecs:
         counted in `LLM.health()`. Without an implementation no record is made.
         """
 
-    @hookspec
+    @_hookspec
     def request_received(self, request: EngineCoreRequest) -> None:
         """[frontend] A request was checked and is about to enter the engine.
 
@@ -75,7 +73,7 @@ class HookSpecs:
         it, and names the plugin.
         """
 
-    @hookspec
+    @_hookspec
     def request_finished(self, output: RequestOutput) -> None:
         """[frontend] The last output of a request is about to be returned.
 
@@ -83,11 +81,11 @@ class HookSpecs:
         called for aborted requests, whether they return a last output or not.
         """
 
-    @hookspec
+    @_hookspec
     def cli_commands(self) -> Sequence[Command]:  # type: ignore[empty-body]
         """[command line] Return commands to add to `hardpoint`."""
 
-    @hookspec
+    @_hookspec
     def server_extensions(  # type: ignore[empty-body]
         self, server: ServerContext
     ) -> Sequence[ServerExtension]:

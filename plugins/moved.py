@@ -13,14 +13,13 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-__all__ = ["MOVED", "MOVED_NAMES"]
-
 _SERVER = "hardpoint.builtin_plugins.server.config"
 
 MOVED = {
     "describing": ("hardpoint.typed.describing",),
     "errors": ("hardpoint.errors",),
     "hf_config": ("hardpoint.toolkit.hf_config",),
+    "kinds": ("hardpoint.registry.kinds",),
     "mlp": ("hardpoint.toolkit.layers",),
     "models": ("hardpoint.toolkit.layers", "hardpoint.toolkit.hf_config"),
     "msgspec_errors": ("hardpoint.typed.msgspec_errors",),

@@ -7,7 +7,6 @@ from types import ModuleType
 from typing import Any
 
 from hardpoint.plugins.component import Component
-from hardpoint.plugins.kinds import Kind
 from hardpoint.plugins.manifest import Source
 from hardpoint.registry.adapters.base import Adapter, ExternalProcessor
 from hardpoint.registry.adapters.per_request import (
@@ -16,6 +15,7 @@ from hardpoint.registry.adapters.per_request import (
     is_transformers_form,
 )
 from hardpoint.registry.adapters.vllm import adapt_class
+from hardpoint.registry.kinds import Kind
 
 from .loading import check_component, import_object, inspecting, marks_hooks
 

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from hardpoint.errors import ConfigError, ModelError
 from hardpoint.plugins.component import Component
-from hardpoint.plugins.kinds import KINDS
 from hardpoint.plugins.manifest import PluginEntry
+from hardpoint.registry.kinds import KINDS
 
 from .selection import SelectedPlugin
 

@@ -12,9 +12,9 @@ from hardpoint.errors import HardpointError, PluginConflictError, PluginNotFound
 from hardpoint.plugins.commands import ComponentDetails, ComponentInfo
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.config import ConfigSources, EngineConfig
-from hardpoint.plugins.hooks import PROJECT
-from hardpoint.plugins.kinds import KINDS, Kind, Number
+from hardpoint.plugins.hooks import hookimpl
 from hardpoint.plugins.manifest import PluginEntry, Source
+from hardpoint.registry.kinds import KINDS, Kind, Number
 from hardpoint.typed import convert, json_schema, suggest
 from hardpoint.typed.describing import FieldDoc, first_paragraph, struct_fields
 
@@ -252,7 +252,7 @@ def _methods(kind: Kind, target: Any) -> list[str]:
 def _hooks(kind: Kind, target: Any) -> list[str]:
     if kind.interface is not None:
         return []
-    marker = f"{PROJECT}_impl"
+    marker = f"{hookimpl.project_name}_impl"
     return [name for name in dir(target) if hasattr(getattr(target, name), marker)]
 
 

@@ -24,9 +24,9 @@ from hardpoint.errors import (
 from hardpoint.plugins.arguments import ComponentWithArguments, prepared_type
 from hardpoint.plugins.component import Component, Context
 from hardpoint.plugins.config import ConfigSources, EngineConfig
-from hardpoint.plugins.kinds import KINDS, Number
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.manifest import Manifest, PluginEntry
+from hardpoint.registry.kinds import KINDS, Number
 
 from .adapt import configured, load_component
 from .backends import check_devices, first_that_runs

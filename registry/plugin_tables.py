@@ -11,8 +11,8 @@ import msgspec
 from hardpoint.errors import PluginConflictError, PluginContractError, shown
 from hardpoint.plugins.config import ConfigSources, EngineConfig
 from hardpoint.plugins.config_tables import PluginsConfig
-from hardpoint.plugins.kinds import PLANNED
 from hardpoint.plugins.manifest import Source
+from hardpoint.registry.kinds import PLANNED
 from hardpoint.typed import Strict
 
 from .discovery import advice, discover

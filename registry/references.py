@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from hardpoint.errors import ConfigError
-from hardpoint.plugins.kinds import KINDS
+from hardpoint.registry.kinds import KINDS
 from hardpoint.typed import join_path
 
 _PATHS = (

@@ -11,8 +11,8 @@ from typing import Any
 from hardpoint.errors import ConfigError, PluginConflictError, PluginNotFoundError
 from hardpoint.plugins.config import ConfigSources, EngineConfig
 from hardpoint.plugins.config_tables import PluginUse
-from hardpoint.plugins.kinds import KINDS, PLANNED, Kind, Number
 from hardpoint.plugins.manifest import NO_DISTRIBUTION, UNVERSIONED, Source
+from hardpoint.registry.kinds import KINDS, PLANNED, Kind, Number
 from hardpoint.typed import suggest
 
 from .adapt import adapt

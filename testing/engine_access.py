@@ -67,7 +67,6 @@ from hardpoint.plugins.commands import Generator, PluginCatalog
 from hardpoint.plugins.component import Component, Context
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.executor import WorkerLaunch
-from hardpoint.plugins.kinds import KINDS, Number
 from hardpoint.plugins.kv_cache import KVCacheGroup, KVCacheManager
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.manifest import PluginEntry, Source
@@ -76,6 +75,7 @@ from hardpoint.plugins.step_part import ComponentFactory
 from hardpoint.registry.catalog import Catalog
 from hardpoint.registry.discovery import installed_version
 from hardpoint.registry.hooks import HookSet as HookSet
+from hardpoint.registry.kinds import KINDS, Number
 from hardpoint.registry.loading import check_component, snake_case
 from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 from hardpoint.registry.plugin_tables import declared_tables

@@ -26,8 +26,8 @@ from hardpoint.errors import EngineClosedError, EngineDeadError, EngineTimeoutEr
 from hardpoint.plugins import EngineConfig, EngineCoreOutputs, EngineCoreRequest
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.grammars import Vocabulary
-from hardpoint.plugins.kinds import KINDS, Process
 from hardpoint.plugins.manifest import Manifest, PluginEntry
+from hardpoint.registry.kinds import KINDS, Process
 from hardpoint.system.process.launch import Interpreter, main_objects
 from hardpoint.system.resources import check_descriptors
 

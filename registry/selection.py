@@ -11,7 +11,7 @@ from typing import Any
 from hardpoint.errors import ConfigError, PluginConflictError, PluginNotFoundError
 from hardpoint.plugins.config import ConfigSources, EngineConfig
 from hardpoint.plugins.config_tables import PluginUse
-from hardpoint.plugins.manifest import NO_DISTRIBUTION, UNVERSIONED, Source
+from hardpoint.plugins.manifest import Source
 from hardpoint.registry.kinds import KINDS, PLANNED, Kind, Number
 from hardpoint.typed import suggest
 
@@ -317,12 +317,11 @@ class Selection:
             )
         known = next((f for f in self._found if f.value == value), None)
         name = known.name if known else snake_case(qualname.rsplit(".", 1)[-1])
-        source = Source(
-            name,
-            value,
-            known.distribution if known else NO_DISTRIBUTION,
-            known.version if known else UNVERSIONED,
-            self._asked_by(path, builtin=known is not None and known.builtin),
+        asked_by = self._asked_by(path, builtin=known is not None and known.builtin)
+        source = (
+            Source(name, value, known.distribution, known.version, asked_by)
+            if known
+            else Source.of_module(name, value, asked_by)
         )
         target = import_object(source)
         with inspecting(source):

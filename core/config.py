@@ -18,7 +18,7 @@ from hardpoint.plugins import ConfigError, EngineConfig, HardpointError
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.config_tables import PluginsConfig
 from hardpoint.registry.kinds import KINDS, PLANNED
-from hardpoint.registry.plugin_tables import declarer_of, find_tables
+from hardpoint.registry.plugin_options import declarer_of, find_tables
 from hardpoint.registry.references import with_references
 from hardpoint.typed import convert, join_path, parse_value, plain_data, split_setting
 from hardpoint.typed.describing import type_at

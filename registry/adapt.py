@@ -15,8 +15,8 @@ from hardpoint.registry.adapters.per_request import (
     is_transformers_form,
 )
 from hardpoint.registry.adapters.vllm import adapt_class
-from hardpoint.registry.kinds import Kind
 
+from .kinds import Kind
 from .loading import check_component, import_object, inspecting, marks_hooks
 
 _VLLM_METHODS = {"update_state", "is_argmax_invariant", "validate_params"}

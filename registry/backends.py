@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from hardpoint.errors import ConfigError, ModelError
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.manifest import PluginEntry
-from hardpoint.registry.kinds import KINDS
 
+from .kinds import KINDS
 from .selection import SelectedPlugin
 
 C = TypeVar("C", bound=Component)

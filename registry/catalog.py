@@ -14,12 +14,12 @@ from hardpoint.plugins.component import Component
 from hardpoint.plugins.config import ConfigSources, EngineConfig
 from hardpoint.plugins.hooks import hookimpl
 from hardpoint.plugins.manifest import PluginEntry, Source
-from hardpoint.registry.kinds import KINDS, Kind, Number
 from hardpoint.typed import convert, json_schema, suggest
 from hardpoint.typed.describing import FieldDoc, first_paragraph, struct_fields
 
 from .adapt import adapter_of, load_component
 from .discovery import InstalledPlugin, describe_unknown_kind
+from .kinds import KINDS, Kind, Number
 from .plugin_set import PluginSet, resolve_plugins
 
 

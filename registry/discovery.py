@@ -10,7 +10,8 @@ import importlib_metadata
 
 from hardpoint.errors import PluginConflictError
 from hardpoint.plugins.manifest import PluginEntry, Source
-from hardpoint.registry.kinds import KINDS, PLANNED
+
+from .kinds import KINDS, PLANNED
 
 DISTRIBUTION = "hardpoint"
 CORE_DISTRIBUTION = "hardpoint-core"

@@ -55,7 +55,7 @@ class Process(Enum):
 
 
 class FaultScope(Enum):
-    """What a fault of a component ends."""
+    """Scope of a fault: the work that a fault of a component ends."""
 
     REQUEST = "request"
     """The requests that use it."""
@@ -71,7 +71,7 @@ class Stability(Enum):
     STABLE = "stable"
     """It changes only with the kind's contract version, and the version before is accepted."""
     PROVISIONAL = "provisional"
-    """Any release may change it; its notes say how."""
+    """Any release may change it; its notes describe how."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Kind:
     Attributes:
         name: also the entry-point group's, after `hardpoint.`.
         interface: what a component derives from; None for hooks, which pluggy checks.
-        role: that an output parser of it has to have.
+        role: role that an output parser of it has to have.
         forms: the interface's own abstract forms, if an author derives from one of several.
         suite: the class in `hardpoint.testing` that checks its components.
         contract: current version; the engine accepts it and the one before.

@@ -28,10 +28,10 @@ from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.output_parser import OutputParser, Role
 from hardpoint.plugins.params import SamplingParams
 from hardpoint.plugins.wrapper import Wrapper
-from hardpoint.registry.kinds import KINDS, Kind
 
 from .blame import faults_as
 from .discovery import advise, may_lack
+from .kinds import KINDS, Kind
 from .request_arguments import prepares
 
 _EXAMPLES = {

@@ -26,17 +26,23 @@ from hardpoint.plugins.component import Component, Context
 from hardpoint.plugins.config import ConfigSources, EngineConfig
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.manifest import Manifest, PluginEntry
-from hardpoint.registry.kinds import KINDS, Number
 
 from .adapt import configured, load_component
 from .backends import check_devices, first_that_runs
 from .blame import faults_as
 from .discovery import InstalledPlugin, advice, discover, installed_version
 from .hooks import HookSet
+from .kinds import KINDS, Number
 from .loading import inspecting
 from .ordering import ordered, ordered_parts
-from .plugin_options import Key, checked_options, option_path, options_by_component, options_of
-from .plugin_tables import declared_tables
+from .plugin_options import (
+    Key,
+    checked_options,
+    declared_tables,
+    option_path,
+    options_by_component,
+    options_of,
+)
 from .request_arguments import takes_arguments
 from .selection import AUTO, BACKEND_KINDS, SelectedPlugin, Selection
 

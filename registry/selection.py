@@ -12,11 +12,11 @@ from hardpoint.errors import ConfigError, PluginConflictError, PluginNotFoundErr
 from hardpoint.plugins.config import ConfigSources, EngineConfig
 from hardpoint.plugins.config_tables import PluginUse
 from hardpoint.plugins.manifest import Source
-from hardpoint.registry.kinds import KINDS, PLANNED, Kind, Number
 from hardpoint.typed import suggest
 
 from .adapt import adapt
 from .discovery import InstalledPlugin, advice, describe_unknown_kind
+from .kinds import KINDS, PLANNED, Kind, Number
 from .loading import import_object, inspecting, kinds_of, snake_case
 
 AUTO = "auto"

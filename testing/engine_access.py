@@ -77,8 +77,8 @@ from hardpoint.registry.discovery import installed_version
 from hardpoint.registry.hooks import HookSet as HookSet
 from hardpoint.registry.kinds import KINDS, Number
 from hardpoint.registry.loading import check_component, snake_case
+from hardpoint.registry.plugin_options import declared_tables
 from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
-from hardpoint.registry.plugin_tables import declared_tables
 from hardpoint.registry.request_arguments import convert_arguments, prepare_arguments, prepares
 from hardpoint.registry.selection import BACKEND_KINDS
 

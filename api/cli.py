@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hardpoint.core.config import load_config
+from hardpoint.core.config import default_config_type, load_config
 from hardpoint.core.weights.model_files import ALIASES, find_files
 from hardpoint.errors import PluginConflictError, PluginContractError, PluginFaultError
 from hardpoint.plugins import Command, CommandContext, EngineConfig, HardpointError, ModelError
@@ -103,9 +103,10 @@ def _exit_code(arguments: list[str], given: argparse.Namespace, messages: Messag
 def _complete() -> int:
     from .completion import arguments_before_cursor, complete  # noqa: PLC0415 - only a shell asks for it
 
-    parser, _, _ = _prepare(_loader(global_options(arguments_before_cursor())))
+    load = _loader(global_options(arguments_before_cursor()))
+    parser, _, _ = _prepare(load)
     try:
-        complete(parser)
+        complete(parser, _config_type(load))
     except SystemExit as done:  # how argcomplete ends
         return int(done.code or 0)
     return 1
@@ -120,6 +121,14 @@ def _loader(given: argparse.Namespace) -> _Load:
         return load_config(path, settings=settings, model=model)
 
     return load
+
+
+def _config_type(load: _Load) -> type[EngineConfig]:
+    """Return the type of the configuration; with the default tables if it is wrong."""
+    try:
+        return type(load()[0])
+    except HardpointError:
+        return default_config_type()
 
 
 def _run(arguments: list[str], given: argparse.Namespace, messages: Messages) -> int:
@@ -283,6 +292,7 @@ def _context(load: _Load, problem: HardpointError | None, messages: Messages) ->
         show_error=messages.error,
         open_async=open_async,
         inspect_model=inspect_model,
+        config_type=lambda: _config_type(load),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -28,16 +29,24 @@ def arguments_before_cursor() -> list[str]:
     return given[1:]
 
 
-def complete(parser: ProgramParser) -> None:
+def complete(parser: ProgramParser, config_type: type[EngineConfig]) -> None:
     """Print what the word under the cursor may become, as argcomplete's scripts read it; exit.
 
     An argument's values follow from its metavar, so that commands of plugins have them too.
+
+    Args:
+        parser: parser of the program.
+        config_type: type of the configuration whose settings are offered.
     """
+    completers: dict[str, Callable[..., Iterable[str]]] = {
+        **_COMPLETERS,
+        "PATH=VALUE": functools.partial(_settings, config_type),
+    }
     for part in parser.with_commands():
         part.accept_unknown()
         for action in part._actions:
             metavar = action.metavar if isinstance(action.metavar, str) else ""
-            if (completer := _COMPLETERS.get(metavar)) is not None:
+            if (completer := completers.get(metavar)) is not None:
                 action.completer = completer  # type: ignore[attr-defined]
     CompletionFinder()(
         parser,
@@ -58,7 +67,7 @@ def _models(prefix: str, **_: object) -> Iterable[str]:
     return [*ALIASES, *files]
 
 
-def _settings(prefix: str, **_: object) -> Iterable[str]:
+def _settings(config_type: type[EngineConfig], prefix: str, **_: object) -> Iterable[str]:
     def paths(table: dict[str, object], start: str) -> Iterable[str]:
         for key, value in table.items():
             if isinstance(value, dict) and value:
@@ -66,7 +75,7 @@ def _settings(prefix: str, **_: object) -> Iterable[str]:
             else:
                 yield f"{start}{key}="
 
-    return [] if "=" in prefix else paths(msgspec.to_builtins(EngineConfig()), "")
+    return [] if "=" in prefix else paths(msgspec.to_builtins(config_type()), "")
 
 
 _COMPLETERS: dict[str, Callable[..., Iterable[str]]] = {
@@ -74,6 +83,5 @@ _COMPLETERS: dict[str, Callable[..., Iterable[str]]] = {
     "FILE": FilesCompleter(),
     "MODEL": _models,
     "PLUGIN": _plugins,
-    "PATH=VALUE": _settings,
 }
 """What completes a value, by the metavar of its argument."""

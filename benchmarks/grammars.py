@@ -60,7 +60,7 @@ from hardpoint.plugins import (
     Tokenizer,
     TokenizerContext,
 )
-from hardpoint.plugins.config import GrammarConfig
+from hardpoint.plugins.config_tables import GrammarConfig
 from hardpoint.plugins.grammars import GrammarContext, GrammarState, Vocabulary
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.registry.plugin_set import PluginSet, resolve_plugins

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins.component import Component, Context
-from hardpoint.plugins.config import PluginsConfig
+from hardpoint.plugins.config_tables import PluginsConfig
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.stats import StepFault
 from hardpoint.registry.blame import describe, responsible

@@ -24,9 +24,9 @@ from hardpoint.plugins.behaviour import (
     behaviour_of,
 )
 from hardpoint.plugins.component import Component
-from hardpoint.plugins.kinds import KINDS
 from hardpoint.plugins.manifest import Source
 from hardpoint.registry.blame import raise_unless_fault
+from hardpoint.registry.kinds import KINDS
 
 from .activity import Activity, PluginCalls
 

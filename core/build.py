@@ -65,7 +65,7 @@ def log_opening(config: EngineConfig, config_sources: ConfigSources) -> None:
     """Log version, model, and each value that is not its default, with its origin."""
     changed = ", ".join(
         f"{path} = {value!r} ({config_sources.of(path)})"
-        for path, value in _changed(config, EngineConfig(), "")
+        for path, value in _changed(config, type(config)(), "")
         if path not in _NAMED | _SECRET
     )
     _log.info(
@@ -164,6 +164,7 @@ def build_async_engine(
 class _Prepared:
     """The parts of an engine that do not depend on its process."""
 
+    config: EngineConfig
     config_sources: ConfigSources
     hooks: HookSet
     spec: WorkerSpec
@@ -196,9 +197,9 @@ class _Prepared:
             undo.pop_all()
         spec = self.spec
         config = msgspec.structs.replace(
-            spec.config,
+            self.config,
             max_model_len=size.max_model_len,
-            kv_cache=msgspec.structs.replace(spec.config.kv_cache, num_blocks=size.num_blocks),
+            kv_cache=msgspec.structs.replace(self.config.kv_cache, num_blocks=size.num_blocks),
         )
         return EngineParts(
             config=config,
@@ -232,12 +233,13 @@ def _prepare(
     _announce(plugins)
     hooks = plugins.hooks()
     with naming_plugin(plugins):
-        spec = prepare_worker(config, plugins, config_sources, progress)
+        spec = prepare_worker(config.without_tables(), plugins, config_sources, progress)
     tokenizer = _tokenizer(config, plugins, spec.loader.context.files, spec.model_config.vocab_size)
     parsers = _output_parsers(config, plugins, tokenizer, spec.model_config.vocab_size)
     vocabulary, why_no_grammars = _vocabulary(config, plugins, tokenizer)
     statistics = open_statistics(config, plugins, clock)
     return _Prepared(
+        config,
         config_sources,
         hooks,
         spec,
@@ -308,7 +310,7 @@ def _start_hooks(
         "load_seconds": seconds,
     }
     try:
-        parts.hooks.call("engine_started", info=read_only(info))
+        parts.hooks.call("engine_started", info=read_only(info), config=parts.config)
     except BaseException:
         close()
         raise

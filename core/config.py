@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from msgspec import inspect as types
 
 from hardpoint.errors import shown
-from hardpoint.plugins import ConfigError, EngineConfig
+from hardpoint.plugins import ConfigError, EngineConfig, HardpointError
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.kinds import KINDS, PLANNED
+from hardpoint.plugins.config_tables import PluginsConfig
+from hardpoint.registry.kinds import KINDS, PLANNED
+from hardpoint.registry.plugin_options import declarer_of, find_tables
 from hardpoint.registry.references import with_references
 from hardpoint.typed import convert, join_path, parse_value, plain_data, split_setting
 from hardpoint.typed.describing import type_at
@@ -43,14 +45,17 @@ def load_config(
     Raises:
         ConfigError: naming path, value, what would be right, and the value's origin.
     """
-    builder = _Builder()
-    builder.add_file(path)
-    builder.add_environment(os.environ if environ is None else environ)
-    for setting in settings:
-        builder.add_setting(setting)
-    if model is not None:
-        builder.add_table({"model": model}, "argument --model")
-    return builder.build()
+    table = _file_table(path)
+
+    def fill(builder: _Builder) -> None:
+        builder.add_table(*table)
+        builder.add_environment(os.environ if environ is None else environ)
+        for setting in settings:
+            builder.add_setting(setting)
+        if model is not None:
+            builder.add_table({"model": model}, "argument --model")
+
+    return _built(fill)
 
 
 def config_from(
@@ -73,48 +78,75 @@ def config_from(
     Raises:
         ConfigError: as `load_config`.
     """
-    builder = _Builder()
     origin = f"argument {caller}(config=...)"
+    table: tuple[Mapping[str, Any], str] = {}, origin
     if isinstance(value, EngineConfig):
-        table = _plain(with_references(value, "", origin), "config")
-        builder.add_table(_changes(table, _plain(EngineConfig(), "")), origin)
+        plain = _plain(with_references(value, "", origin), "config")
+        table = _changes(plain, _plain(type(value)(), "")), origin
     elif isinstance(value, Mapping):
-        builder.add_table(with_references(value, "", origin), origin)
+        table = with_references(value, "", origin), origin
     elif isinstance(value, str | Path):
-        builder.add_file(value)
+        table = _file_table(value)
     elif value is not None:
         raise ConfigError(
             f"config: expected a path, a mapping or an EngineConfig, got {shown(value)} "
             f"(from {origin})"
         )
-    for path, given in (overrides or {}).items():
-        if given is not None:
-            steps = path.split(".")
-            builder.put(steps, given, f"argument {caller}({steps[0]}=...)")
-    return builder.build()
+
+    def fill(builder: _Builder) -> None:
+        builder.add_table(*table)
+        for path, given in (overrides or {}).items():
+            if given is not None:
+                steps = path.split(".")
+                builder.put(steps, given, f"argument {caller}({steps[0]}=...)")
+
+    return _built(fill)
+
+
+def default_config_type() -> type[EngineConfig]:
+    """Return the type of a configuration with the tables of the plugins enabled by default."""
+    return EngineConfig.with_tables(find_tables(PluginsConfig(), ConfigSources()))
+
+
+def _file_table(path: str | Path | None) -> tuple[dict[str, Any], str]:
+    """Return a TOML file and its origin; None is the default file, if there is one."""
+    if path is None and not Path(DEFAULT_FILE).is_file():
+        return {}, ""
+    file = Path(DEFAULT_FILE if path is None else path)
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8")), f"file {file}"
+    except FileNotFoundError:
+        raise ConfigError(f"config: there is no file {str(file)!r}") from None
+    except tomllib.TOMLDecodeError as cause:
+        raise ConfigError(f"config: {str(file)!r} is not valid TOML: {cause}") from None
+    except (OSError, ValueError) as cause:  # also of a name that no file can have
+        raise ConfigError(f"config: {str(file)!r} cannot be read: {cause}") from None
+
+
+def _built(fill: Callable[[_Builder], None]) -> tuple[EngineConfig, ConfigSources]:
+    """Return the configuration of the values that `fill` gives to a builder.
+
+    They are given twice: which tables there are depends on the plugins that they enable.
+    """
+    first = _Builder(EngineConfig)
+    fill(first)
+    problem = None
+    try:
+        type_ = EngineConfig.with_tables(find_tables(*first.plugins()))
+    except HardpointError as error:  # whatever uses plugins raises it again
+        type_, problem = default_config_type(), error
+    builder = _Builder(type_)
+    fill(builder)
+    return builder.build(problem)
 
 
 class _Builder:
     """Merges values from several origins and records the origin of each."""
 
-    def __init__(self) -> None:
+    def __init__(self, type_: type[EngineConfig]) -> None:
+        self._type = type_
         self._tree: dict[str, Any] = {}
         self._config_sources: dict[str, str] = {}
-
-    def add_file(self, path: str | Path | None) -> None:
-        """Add a TOML file; None is the default file, if there is one."""
-        if path is None and not Path(DEFAULT_FILE).is_file():
-            return
-        file = Path(DEFAULT_FILE if path is None else path)
-        try:
-            table = tomllib.loads(file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ConfigError(f"config: there is no file {str(file)!r}") from None
-        except tomllib.TOMLDecodeError as cause:
-            raise ConfigError(f"config: {str(file)!r} is not valid TOML: {cause}") from None
-        except (OSError, ValueError) as cause:  # also of a name that no file can have
-            raise ConfigError(f"config: {str(file)!r} cannot be read: {cause}") from None
-        self.add_table(table, f"file {file}")
 
     def add_environment(self, environ: Mapping[str, str]) -> None:
         """Add the variables that start with `HARDPOINT__`; `__` goes one level down."""
@@ -128,26 +160,40 @@ class _Builder:
                         f"{path}: set twice, by {names[path]} and {name} (from environment)"
                     )
                 names[path] = name
-                self.put(steps, _value(environ[name], steps), f"environment {name}")
+                self.put(steps, self._value(environ[name], steps), f"environment {name}")
 
     def add_setting(self, setting: str) -> None:
         """Add one `--set` argument."""
         steps, text = split_setting(setting, "--set", "scheduler.policy=fair")
-        self.put(steps, _value(text, steps), f"argument --set {join_path(*steps)}")
+        self.put(steps, self._value(text, steps), f"argument --set {join_path(*steps)}")
 
     def add_table(self, table: Mapping[str, Any], origin: str) -> None:
         """Add a nested table, all of it from one place."""
         for key, value in _plain(table, "", origin).items():
             self.put([_name(key, (), origin)], value, origin)
 
-    def build(self) -> tuple[EngineConfig, ConfigSources]:
-        """Check the whole and return it."""
+    def plugins(self) -> tuple[PluginsConfig, ConfigSources]:
+        """Check the table `plugins` and return it."""
+        table = convert(self._tree.get("plugins", {}), PluginsConfig, path="plugins")
+        return table, ConfigSources(self._config_sources)
+
+    def build(self, problem: HardpointError | None) -> tuple[EngineConfig, ConfigSources]:
+        """Check the whole and return it.
+
+        Args:
+            problem: why plugins of the configuration, and so their tables, are not known.
+        """
         config_sources = ConfigSources(self._config_sources)
         self._refuse_planned(config_sources)
+        unknown = [key for key in self._tree if key not in self._type.__struct_fields__]
+        if unknown and problem is not None:
+            raise problem
         try:
-            return convert(self._tree, EngineConfig, path=""), config_sources
+            return convert(self._tree, self._type, path=""), config_sources
         except ConfigError as error:
-            raise ConfigError(config_sources.locate(str(error))) from None
+            message = str(error)
+            declarer = declarer_of(unknown[0]) if message.startswith(tuple(unknown)) else ""
+            raise ConfigError(config_sources.locate(message + declarer)) from None
 
     def put(self, steps: Sequence[str], value: Any, origin: str) -> None:
         """Set a value; a table is merged into the current one, key by key."""
@@ -185,8 +231,15 @@ class _Builder:
 
         A struct has none: fields that are not set in it keep their defaults.
         """
-        if not isinstance(type_at(EngineConfig, steps), types.StructType):
+        if not isinstance(type_at(self._type, steps), types.StructType):
             self._config_sources[join_path(*steps)] = origin
+
+    def _value(self, text: str, steps: Sequence[str]) -> Any:
+        """Return the value of a text: the text itself where a string is required."""
+        value = parse_value(text)
+        if isinstance(value, str) or not _wants_text(type_at(self._type, steps)):
+            return value
+        return text
 
     def _refuse_planned(self, config_sources: ConfigSources) -> None:
         planned = {**{kind: kind for kind in PLANNED}, **{t: k for k, t in PLANNED.items()}}
@@ -213,14 +266,6 @@ def _steps_of_variable(name: str) -> list[str]:
     small = [step.lower() for step in given]
     fixed = 1 if small[0] == "plugin" else 2 if small[:2] == ["plugins", "replace"] else len(given)
     return small[:fixed] + [step.lower() if step.isupper() else step for step in given[fixed:]]
-
-
-def _value(text: str, steps: Sequence[str]) -> Any:
-    """Return the value of a text: the text itself where a string is required."""
-    value = parse_value(text)
-    return (
-        text if not isinstance(value, str) and _wants_text(type_at(EngineConfig, steps)) else value
-    )
 
 
 def _wants_text(info: types.Type | None) -> bool:

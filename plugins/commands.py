@@ -313,6 +313,8 @@ class CommandContext:
         open_async: loads the configured model for a program that runs an event loop, in a process
             of its own; the last argument is when a dead engine is restarted.
         inspect_model: reports the configured model and its needs, without reading its weights.
+        config_type: returns the type of the configuration with the tables of the enabled plugins;
+            of those enabled by default, if the configuration is wrong.
     """
 
     load_config: Callable[[], tuple[EngineConfig, ConfigSources]]
@@ -323,6 +325,7 @@ class CommandContext:
     show_error: Callable[[str], None] = _print_error
     open_async: OpenAsync = _no_async_engine
     inspect_model: InspectModel = _no_inspection
+    config_type: Callable[[], type[EngineConfig]] = lambda: EngineConfig
 
 
 @dataclass(frozen=True)

@@ -2,418 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+import functools
+import types
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-import msgspec
 from msgspec import Meta
 
+from hardpoint.errors import ConfigError
 from hardpoint.typed import Strict
 
-from .config_values import Count, Name, PositiveSeconds, Reference, Seconds
-from .server_config import ServerConfig
-
-__all__ = [
-    "AttentionConfig",
-    "ConfigSources",
-    "EngineConfig",
-    "EngineProcessConfig",
-    "ExecutorConfig",
-    "KVCacheConfig",
-    "KVEventsConfig",
-    "LoadConfig",
-    "MetricsConfig",
-    "ParallelConfig",
-    "PluginUse",
-    "PluginsConfig",
-    "ReasoningConfig",
-    "SamplerConfig",
-    "SchedulerConfig",
-    "ServerConfig",
-    "StatsConfig",
-    "TokenizerConfig",
-    "WeightCacheConfig",
-]
-
-_STORES = "stores"
-"""Name of the connector that drives stores."""
-
-
-class PluginUse(Strict):
-    """A component to enable, and its name.
-
-    Attributes:
-        use: entry-point name or FQCN.
-        name: under which it is enabled; by default the entry point's, or the class's in snake_case.
-    """
-
-    use: Reference
-    name: Annotated[str, Meta(min_length=1)] | None = None
-
-
-class PluginsConfig(Strict):
-    """Which components are enabled in addition to the built-in defaults.
-
-    Attributes:
-        enable: components to enable.
-        disable: names of built-in defaults to disable.
-        replace: the component that replaces an enabled one, by the name of the latter.
-        on_error: what a fault of a plugin ends, by its name: "request", the requests that use it,
-            "step", only its decision in that step, or "engine". A plugin has the scope of its
-            kind, or "engine".
-        quarantine_after: number of distinct requests that a third-party logits processor may end
-            before requests that use it are refused; 0 is no limit.
-        slow_seconds: time that a plugin's methods may take in one step, for which all requests
-            wait; a longer one is counted in `LLM.health()` and logged. 0 is no limit.
-        foreign_groups: entry-point groups of other engines to search for logits processors,
-            "vllm.logits_processors" for example.
-    """
-
-    enable: list[Reference | PluginUse] = []
-    disable: list[str] = []
-    replace: dict[str, Reference] = {}
-    on_error: dict[str, Literal["request", "step", "engine"]] = {}
-    quarantine_after: Annotated[int, Meta(ge=0)] = 3
-    slow_seconds: Annotated[float, Meta(ge=0)] = 1.0
-    foreign_groups: list[Literal["vllm.logits_processors"]] = []
-
-
-class SchedulerConfig(Strict):
-    """The scheduler, its policy and its limits.
-
-    Attributes:
-        max_num_seqs: maximum number of running requests; their block tables are allocated at start.
-        max_num_batched_tokens: maximum number of tokens in a step.
-        chunked_prefill: compute a prompt over several steps where the budget requires it.
-        long_prefill_token_threshold: maximum tokens of one prompt in a step; 0 is no limit.
-        max_waiting: maximum number of waiting requests; further ones are refused as "overloaded".
-            None is no limit.
-    """
-
-    use: Reference = "default"
-    policy: Reference = "fcfs"
-    max_num_seqs: Annotated[int, Meta(ge=1, le=65536)] = 64
-    max_num_batched_tokens: Count = 2048
-    chunked_prefill: bool = True
-    long_prefill_token_threshold: Annotated[int, Meta(ge=0)] = 0
-    max_waiting: Count | None = None
-
-
-class KVCacheConfig(Strict):
-    """The paged KV cache.
-
-    Attributes:
-        block_size: tokens per block; a power of two.
-        num_blocks: size of the cache in blocks; None derives it from `memory_bytes`.
-        memory_bytes: size of each rank's cache in bytes, at most; None is what `max_num_seqs`
-            requests of full length need, at most `memory_fraction`.
-        memory_fraction: maximum share of the available memory for the cache, if neither of the
-            above is set; None is 0.4 on a CPU and 0.9 on a GPU.
-        prefix_caching: reuse the blocks of common prefixes.
-        hash_algorithm: algorithm of the prefix hashes of blocks.
-        eviction: eviction policy, which chooses the cached content to discard for new blocks.
-        watermark: share of the blocks that stays free when a request is admitted while others
-            run, so that those can grow.
-        window_groups: layers with a sliding window have blocks of their own, which are released as
-            the window passes them; if not, they keep the blocks of all tokens, as other layers do.
-    """
-
-    block_size: Count = 16
-    num_blocks: Count | None = None
-    memory_bytes: Count | None = None
-    memory_fraction: Annotated[float, Meta(gt=0, le=1)] | None = None
-    prefix_caching: bool = True
-    hash_algorithm: Literal["sha256", "blake2b"] = "sha256"
-    eviction: Reference = "lru"
-    watermark: Annotated[float, Meta(ge=0, lt=1)] = 0.01
-    window_groups: bool = True
-
-
-class KVEventsConfig(Strict):
-    """Publication of KV cache events.
-
-    Attributes:
-        publishers: components that publish the events; none by default.
-    """
-
-    publishers: list[Reference] = []
-
-
-class KVConnectorConfig(Strict):
-    """The KV connector, which loads and saves blocks outside of the KV cache; nothing by default.
-
-    Attributes:
-        use: the connector; None is "stores" if there are `stores`, and none otherwise.
-        stores: where the connector "stores" keeps blocks, nearest first. `{ use = "disk", name =
-            "ssd" }` gives a store another name, and options of its own in `[plugin.ssd]`.
-        on_load_failure: what happens to a request whose blocks could not be loaded: they are
-            computed, or it ends with an error.
-        load_seconds: maximum time of a lookup, and of a load.
-        lease_seconds: maximum time that blocks are kept for another engine.
-        engine_id: name of this engine among others that exchange blocks; without one, it offers
-            none.
-    """
-
-    use: Reference | None = None
-    stores: list[Reference | PluginUse] = []
-    on_load_failure: Literal["recompute", "error"] = "recompute"
-    load_seconds: PositiveSeconds = 10.0
-    lease_seconds: PositiveSeconds = 30.0
-    engine_id: Annotated[str, Meta(pattern="^[A-Za-z0-9_.-]{1,64}$")] | None = None
-
-    def __post_init__(self) -> None:
-        """Let the built-in connector drive the stores."""
-        if self.stores and self.use is None:
-            msgspec.structs.force_setattr(self, "use", _STORES)
-        if self.stores and self.use != _STORES:
-            raise ValueError(
-                f"stores are driven by the connector {_STORES!r}, but use names {self.use!r}; "
-                f"leave out use or stores"
-            )
-        if self.use == _STORES and not self.stores:
-            raise ValueError(
-                f'the connector {_STORES!r} needs stores to drive: stores = ["memory"], for example'
-            )
-
-
-class StatsConfig(Strict):
-    """Statistics. None are collected unless a sink or `request_metrics` needs them.
-
-    Attributes:
-        sinks: components that receive the statistics; none by default.
-        request_metrics: whether the last output of a request carries `metrics`.
-        interval_seconds: time between two reports of the sinks.
-    """
-
-    sinks: list[Reference] = []
-    request_metrics: bool = False
-    interval_seconds: PositiveSeconds = 10.0
-
-    @property
-    def on(self) -> bool:
-        """Whether statistics are needed."""
-        return bool(self.sinks) or self.request_metrics
-
-
-class MetricsConfig(Strict):
-    """The metrics that sinks such as "prometheus" export.
-
-    Attributes:
-        aliases: engines under whose names they are exported, too, for dashboards and gateways.
-        model_name: label of all metrics; None is the model as configured.
-    """
-
-    aliases: list[Literal["vllm"]] = []
-    model_name: Annotated[str, Meta(min_length=1)] | None = None
-
-
-class EngineProcessConfig(Strict):
-    """Where the engine runs, and how it starts and ends.
-
-    Attributes:
-        in_process: run in the caller's process instead of one of its own.
-        start_timeout_seconds: maximum time to start an engine process and load the model.
-        call_timeout_seconds: maximum time for a utility call to the engine.
-        drain_seconds: time for requests to finish after SIGTERM; 0 aborts them at once.
-        watchdog_seconds: duration of a step after which the stacks of all threads are written to
-            stderr; 0 is never.
-        watchdog_exits: whether such a step also ends the engine.
-        log_steps: log each step's requests, token counts and duration.
-        profile_dir: folder for profiles; None disables profiling.
-        random_request_ids: give requests random internal ids, so that several live ones may have
-            the same id; otherwise a second live request with an id is refused.
-        stream_interval: new tokens per output of a streamed request; its first and last output
-            do not wait.
-        max_restarts_per_minute: limit for `AsyncLLM`, if it restarts a dead engine.
-    """
-
-    in_process: bool = True
-    start_timeout_seconds: PositiveSeconds = 600.0
-    call_timeout_seconds: PositiveSeconds = 60.0
-    drain_seconds: Seconds = 0.0
-    watchdog_seconds: Seconds = 300.0
-    watchdog_exits: bool = False
-    log_steps: bool = False
-    profile_dir: str | None = None
-    random_request_ids: bool = True
-    stream_interval: Count = 1
-    max_restarts_per_minute: Annotated[int, Meta(ge=1)] = 3
-
-
-class ExecutorConfig(Strict):
-    """The executor, which runs the workers.
-
-    Attributes:
-        threads: CPU threads of each worker; "auto" is the number of cores that the
-            process may use by its affinity and control groups, at most what OMP_NUM_THREADS or
-            `torch.set_num_threads` set. It is fewer where that is measured to be faster at start,
-            and while other programs keep some of the CPUs busy.
-        enforce_eager: run the model's Python in every step, also in those of few tokens that
-            could repeat recorded operations.
-    """
-
-    use: Reference = "uniproc"
-    enforce_eager: bool = False
-    threads: Annotated[int, Meta(ge=1, le=1024)] | Literal["auto"] = "auto"
-
-
-class ParallelConfig(Strict):
-    """How many workers share the model, and how they communicate.
-
-    Attributes:
-        tensor: ranks that divide each layer among them.
-        pipeline: stages that the layers are divided into, each of `tensor` ranks.
-        expert: give each rank whole experts of a mixture of experts, instead of a part of each.
-        communicator: what moves tensors between ranks; "auto" is shared memory between the CPU
-            ranks of one host, and torch.distributed elsewhere.
-        start_seconds: maximum time for the ranks to find each other.
-    """
-
-    tensor: Annotated[int, Meta(ge=1, le=1024)] = 1
-    pipeline: Annotated[int, Meta(ge=1, le=1024)] = 1
-    expert: bool = False
-    communicator: Reference = "auto"
-    start_seconds: PositiveSeconds = 120.0
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.tensor * self.pipeline
-
-    @property
-    def output_rank(self) -> int:
-        """The rank that samples: tensor rank 0 of the last stage."""
-        return self.world_size - self.tensor
-
-
-class SamplerConfig(Strict):
-    """The sampler, which chooses tokens from processed logits.
-
-    Attributes:
-        logprobs: compute log-probabilities from the model's logits ("raw") or from those that the
-            sampler gets ("processed").
-    """
-
-    use: Reference = "default"
-    logprobs: Literal["raw", "processed"] = "raw"
-
-
-class AttentionConfig(Strict):
-    """The attention backend; "auto" is that of `backend`."""
-
-    use: Reference = "auto"
-
-
-class OpsConfig(Strict):
-    """The operations of models; "auto" are those of `backend`."""
-
-    use: Reference = "auto"
-
-
-class ReasoningConfig(Strict):
-    """Reasoning in the model's output.
-
-    Attributes:
-        parser: name of a reasoning parser; "auto" is the one that the model's chat template shows,
-            if it shows one, and "none" disables reasoning parsing.
-    """
-
-    parser: Name = "auto"
-
-
-class ToolsConfig(Strict):
-    """Calls of tools in the model's output.
-
-    Attributes:
-        parser: name of a tool parser; "auto" is the one that the model's chat template shows, if
-            it shows one, and "none" disables tool parsing.
-    """
-
-    parser: Name = "auto"
-
-
-class GrammarConfig(Strict):
-    """Structured output.
-
-    Attributes:
-        use: name of the grammar backend of requests that name none.
-        compile_seconds: maximum time to compile a grammar; the request ends with an error after
-            that.
-        max_bytes: maximum size of a request's schema, grammar or other description.
-        cache_size: compiled grammars that are kept; those that were used least recently are
-            dropped.
-    """
-
-    use: Name = "llguidance"
-    compile_seconds: PositiveSeconds = 10.0
-    max_bytes: Count = 1 << 20
-    cache_size: Count = 128
-
-
-class TokenizerConfig(Strict):
-    """The tokenizer.
-
-    Attributes:
-        path: its directory or file; by default the model's.
-    """
-
-    use: Reference = "transformers"
-    path: str | None = None
-
-
-class LoadConfig(Strict):
-    """How weights are read.
-
-    Attributes:
-        use: name of a loader; "auto" selects the first that recognises the files.
-    """
-
-    use: Name = "auto"
-
-
-class QuantizationConfig(Strict):
-    """Weights of few bits.
-
-    Attributes:
-        use: "auto" multiplies the weights as the checkpoint stores them; "none" dequantises them;
-            the name of a scheme that quantises, "int8" for example, stores the matrices of any
-            checkpoint in that. A scheme that only reads can be named to require it.
-        skip: patterns of weights that have the model's dtype, such as `lm_head.*`, which names the
-            embedding's table where that is the head.
-    """
-
-    use: Name = "auto"
-    skip: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
-
-
-class WeightCacheConfig(Strict):
-    """The weight cache: files of packed weights, from which later starts are quick.
-
-    Attributes:
-        path: its folder, or "off"; None is `hardpoint` in `$XDG_CACHE_HOME`, by default ~/.cache.
-        max_bytes: limit of all files together; those that were used least recently are removed.
-            The ranks of a host keep their parts of a model only if those of all are smaller.
-    """
-
-    path: Annotated[str, Meta(min_length=1)] | None = None
-    max_bytes: Annotated[int, Meta(ge=1)] = 1 << 34
-
-
-class EngineConfig(Strict):
-    """The whole configuration of an engine.
-
-    Attributes:
-        model: an alias ("smollm2"), a directory, a .gguf file or a Hugging Face id.
-        dtype: dtype of weights, hidden states and KV cache; "auto" is the checkpoint's, bfloat16 if
-            that is unknown.
-        device: "auto" is cuda if available, else cpu.
-        max_model_len: maximum length of prompt plus output; None is the model's own limit, "auto"
-            what fits into the KV cache, up to the model's limit.
-        backend: attention and operations of this name, as a pair; "auto" is the fastest built-in
-            one of each that runs on the device.
-        seed: for requests without a seed of their own; None draws one.
-        plugin: options of plugins, by their names.
-    """
+from .config_tables import (
+    AttentionConfig,
+    Count,
+    EngineProcessConfig,
+    ExecutorConfig,
+    GrammarConfig,
+    KVCacheConfig,
+    KVEventsConfig,
+    LoadConfig,
+    MetricsConfig,
+    OpsConfig,
+    ParallelConfig,
+    PluginsConfig,
+    QuantizationConfig,
+    ReasoningConfig,
+    Reference,
+    SamplerConfig,
+    SchedulerConfig,
+    StatsConfig,
+    TokenizerConfig,
+    ToolsConfig,
+    WeightCacheConfig,
+)
+from .config_tables import KVConnectorConfig as KVConnectorConfig
+
+__all__ = ["ConfigSources", "EngineConfig"]
+
+T = TypeVar("T", bound=Strict)
+
+
+# Positional, so that `plugin`, which is not, comes after the tables that plugins declare.
+class _CoreTables(Strict, kw_only=False):
+    """The settings that every engine has."""
 
     model: Annotated[str, Meta(min_length=1)] = "smollm2"
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
@@ -441,8 +72,85 @@ class EngineConfig(Strict):
     load: LoadConfig = LoadConfig()
     quantization: QuantizationConfig = QuantizationConfig()
     weight_cache: WeightCacheConfig = WeightCacheConfig()
-    server: ServerConfig = ServerConfig()
+
+
+class EngineConfig(_CoreTables):
+    """The whole configuration of an engine.
+
+    Plugins of kind `hooks` may declare tables of their own. Those of the enabled ones are fields,
+    too, of the type of a loaded configuration.
+
+    Attributes:
+        model: an alias ("smollm2"), a directory, a .gguf file or a Hugging Face id.
+        dtype: dtype of weights, hidden states and KV cache; "auto" is the checkpoint's, bfloat16 if
+            that is unknown.
+        device: "auto" is cuda if available, else cpu.
+        max_model_len: maximum length of prompt plus output; None is the model's own limit, "auto"
+            what fits into the KV cache, up to the model's limit.
+        backend: attention and operations of this name, as a pair; "auto" is the fastest built-in
+            one of each that runs on the device.
+        seed: for requests without a seed of their own; None draws one.
+        plugin: options of plugins, by their names.
+    """
+
     plugin: dict[str, dict[str, Any]] = {}
+
+    tables: ClassVar[tuple[tuple[str, type[Strict]], ...]] = ()
+    """Name and type of each table that a plugin declares."""
+
+    @classmethod
+    def with_tables(cls, tables: Mapping[str, type[Strict]]) -> type[EngineConfig]:
+        """Return the type of a configuration with the tables of plugins, by their names."""
+        return _with_tables(tuple(tables.items()))
+
+    def without_tables(self) -> EngineConfig:
+        """Return this configuration without the tables of plugins, as engines and workers get it.
+
+        Plugins use their tables where requests come in, so other processes need not import them.
+        """
+        fields = EngineConfig.__struct_fields__
+        return EngineConfig(**{name: getattr(self, name) for name in fields})
+
+    def table(self, type_: type[T]) -> T:
+        """Return the table of a type, such as the one that a plugin declares.
+
+        Raises:
+            ConfigError: no enabled plugin declares one.
+        """
+        for name in self.__struct_fields__:
+            if type(table := getattr(self, name)) is type_:
+                return table
+        raise ConfigError(
+            f"config: no enabled plugin declares a table of {type_.__module__}:{type_.__qualname__}"
+        )
+
+    def __reduce__(self) -> tuple[Callable[..., EngineConfig], tuple[Any, ...]]:
+        """Pickle and copy it by the tables of its type, which no module has."""
+        return _restored, (self.tables, {n: getattr(self, n) for n in self.__struct_fields__})
+
+
+@functools.cache
+def _with_tables(tables: tuple[tuple[str, type[Strict]], ...]) -> type[EngineConfig]:
+    if not tables:
+        return EngineConfig
+    namespace = {
+        "__module__": EngineConfig.__module__,
+        "__doc__": EngineConfig.__doc__,
+        "__annotations__": dict(tables),
+        "tables": tables,
+        **{name: type_() for name, type_ in tables},
+    }
+
+    def fill(body: dict[str, Any]) -> None:
+        body.update(namespace)
+
+    return types.new_class("EngineConfig", (EngineConfig,), {"kw_only": False}, fill)
+
+
+def _restored(
+    tables: tuple[tuple[str, type[Strict]], ...], fields: Mapping[str, Any]
+) -> EngineConfig:
+    return _with_tables(tables)(**fields)
 
 
 class ConfigSources:

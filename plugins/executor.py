@@ -19,7 +19,8 @@ from typing import Any, Protocol
 import msgspec
 
 from .component import Component, Context, Progress
-from .config import EngineConfig, ParallelConfig
+from .config import EngineConfig
+from .config_tables import ParallelConfig
 from .parallel import Placement
 from .plan import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from .stats import PluginMeter

@@ -3,6 +3,13 @@
 A plugin of kind `hooks` is a module, a class (made without arguments) or an object that marks
 functions with `hookimpl` and states `contract = 1`. Hook names and argument names are checked when
 it is registered. Arguments that an implementation does not need may be left out.
+
+It may declare a table of the configuration as `config_table = ("acme", AcmeConfig)`: the table's
+name and its type, a class derived from `hardpoint.typed.Strict` of which every field has a default.
+While the plugin is enabled, `[acme]` is checked as the tables of Hardpoint itself are, and
+`config.table(AcmeConfig)` returns it, of the configuration that hooks and commands get. It does not
+travel to the engine's process and its workers. Give it the name of the plugin's entry point: the
+error about a table that no enabled plugin declares then names the plugin.
 """
 
 from __future__ import annotations
@@ -16,15 +23,14 @@ from .requests import EngineCoreRequest, RequestOutput
 
 if TYPE_CHECKING:
     from .commands import Command
+    from .config import EngineConfig
     from .server import ServerContext, ServerExtension
     from .step_record import StepRecord
 
-__all__ = ["PROJECT", "HookSpecs", "hookimpl", "hookspec"]
+__all__ = ["HookSpecs", "hookimpl"]
 
-PROJECT = "hardpoint"
-
-hookspec = pluggy.HookspecMarker(PROJECT)
-hookimpl = pluggy.HookimplMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker("hardpoint")
+_hookspec = pluggy.HookspecMarker(hookimpl.project_name)
 
 
 class HookSpecs:
@@ -33,19 +39,20 @@ class HookSpecs:
     Arguments are read-only copies, at any depth, except the request of `request_received`.
     """
 
-    @hookspec
-    def engine_started(self, info: Mapping[str, object]) -> None:
+    @_hookspec
+    def engine_started(self, info: Mapping[str, object], config: EngineConfig) -> None:
         """[frontend] The engine is ready.
 
-        `info` holds model, dtype, max_model_len, num_blocks and load_seconds. An error here
-        closes the engine and is raised to its caller.
+        `info` holds model, dtype, max_model_len, num_blocks and load_seconds; `config.table` has
+        the plugin's own table of the configuration. An error here closes the engine and is raised
+        to its caller.
         """
 
-    @hookspec
+    @_hookspec
     def engine_closing(self) -> None:
         """[frontend] The engine is about to close; requests still running are aborted."""
 
-    @hookspec
+    @_hookspec
     def step_planned(self, record: StepRecord) -> None:
         """[engine] A step was planned and is about to run.
 
@@ -53,7 +60,7 @@ class HookSpecs:
         counted in `LLM.health()`. Without an implementation no record is made.
         """
 
-    @hookspec
+    @_hookspec
     def request_received(self, request: EngineCoreRequest) -> None:
         """[frontend] A request was checked and is about to enter the engine.
 
@@ -66,7 +73,7 @@ class HookSpecs:
         it, and names the plugin.
         """
 
-    @hookspec
+    @_hookspec
     def request_finished(self, output: RequestOutput) -> None:
         """[frontend] The last output of a request is about to be returned.
 
@@ -74,11 +81,11 @@ class HookSpecs:
         called for aborted requests, whether they return a last output or not.
         """
 
-    @hookspec
+    @_hookspec
     def cli_commands(self) -> Sequence[Command]:  # type: ignore[empty-body]
         """[command line] Return commands to add to `hardpoint`."""
 
-    @hookspec
+    @_hookspec
     def server_extensions(  # type: ignore[empty-body]
         self, server: ServerContext
     ) -> Sequence[ServerExtension]:

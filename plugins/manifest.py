@@ -9,11 +9,9 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["NO_DISTRIBUTION", "UNVERSIONED", "Manifest", "PluginEntry", "Source"]
+__all__ = ["Manifest", "PluginEntry", "Source"]
 
-
-NO_DISTRIBUTION, UNVERSIONED = "no distribution", "unversioned"
-"""Distribution and version of a class that no installed distribution offers."""
+_NO_DISTRIBUTION = "no distribution"
 
 
 @dataclass(frozen=True)
@@ -32,15 +30,20 @@ class Source:
     version: str
     origin: str
 
+    @classmethod
+    def of_module(cls, name: str, value: str, origin: str) -> Source:
+        """Return the source of a component that no installed distribution offers."""
+        return cls(name, value, _NO_DISTRIBUTION, "unversioned", origin)
+
     @property
     def package(self) -> str:
         """Distribution and version; the module if no distribution offers it."""
-        if self.distribution == NO_DISTRIBUTION:
+        if self.distribution == _NO_DISTRIBUTION:
             return f"module {self.value.partition(':')[0]}"
         return f"{self.distribution} {self.version}"
 
     def __str__(self) -> str:
-        known = self.distribution != NO_DISTRIBUTION
+        known = self.distribution != _NO_DISTRIBUTION
         place = f"{self.package}, {self.value}" if known else self.value
         plugin = f"plugin {self.name!r} ({place})"
         return f"{plugin}, asked for by {self.origin}" if self.origin != "default" else plugin

@@ -13,12 +13,13 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-__all__ = ["MOVED", "MOVED_NAMES"]
+_SERVER = "hardpoint.builtin_plugins.server.config"
 
 MOVED = {
     "describing": ("hardpoint.typed.describing",),
     "errors": ("hardpoint.errors",),
     "hf_config": ("hardpoint.toolkit.hf_config",),
+    "kinds": ("hardpoint.registry.kinds",),
     "mlp": ("hardpoint.toolkit.layers",),
     "models": ("hardpoint.toolkit.layers", "hardpoint.toolkit.hf_config"),
     "msgspec_errors": ("hardpoint.typed.msgspec_errors",),
@@ -26,6 +27,7 @@ MOVED = {
     "output_json": ("hardpoint.toolkit.parsing.json_text",),
     "read_only": ("hardpoint.typed.read_only",),
     "rotary": ("hardpoint.toolkit.layers",),
+    "server_config": (_SERVER,),
     "typed": ("hardpoint.typed",),
     "worker_calls": ("hardpoint.toolkit.workers.calls",),
 }
@@ -33,8 +35,10 @@ MOVED = {
 
 MOVED_NAMES = {
     "config": {
-        "ServerLimits": "hardpoint.plugins.server_config",
+        **dict.fromkeys(("ServerConfig", "ServerLimits"), _SERVER),
+        "PluginUse": "hardpoint.plugins.config_tables",
     },
+    "server": dict.fromkeys(("ServerConfig", "ServerLimits"), _SERVER),
     "model": {
         "AttentionBackend": "hardpoint.plugins.attention",
         "AttentionContext": "hardpoint.plugins.attention",
@@ -44,6 +48,7 @@ MOVED_NAMES = {
         "WeightLoader": "hardpoint.plugins.loader",
     },
     "": {
+        "ServerConfig": _SERVER,
         "is_replayable": "hardpoint.plugins.component",
     },
     "executor": {

@@ -24,13 +24,12 @@ import msgspec
 from hardpoint.errors import EngineDeadError
 from hardpoint.typed import Strict
 
-from .config import EngineConfig, ServerConfig
+from .config import EngineConfig
 from .manifest import Manifest
 from .params import SamplingParams
 from .request_options import ChatOptions, ChatRequestOptions, RequestOptions
 from .requests import Prompt, RequestOutput, ToolCall
 from .scheduling_policy import SchedulingPolicy
-from .server_config import ServerLimits
 from .stats import Health, PluginMeter, SchedulerStats
 from .step_record import LiveRequest
 from .tokenizer import Tokenizer
@@ -53,10 +52,8 @@ __all__ = [
     "Route",
     "Scope",
     "Send",
-    "ServerConfig",
     "ServerContext",
     "ServerExtension",
-    "ServerLimits",
     "ToolCall",
     "Transform",
 ]

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-__all__ = ["ArgumentsT_co", "CacheT", "PlanT", "StateT_co"]
-
 if TYPE_CHECKING:  # before Python 3.13 only the one that type checkers bring has a default
     import typing_extensions
 

@@ -7,7 +7,6 @@ from types import ModuleType
 from typing import Any
 
 from hardpoint.plugins.component import Component
-from hardpoint.plugins.kinds import Kind
 from hardpoint.plugins.manifest import Source
 from hardpoint.registry.adapters.base import Adapter, ExternalProcessor
 from hardpoint.registry.adapters.per_request import (
@@ -17,6 +16,7 @@ from hardpoint.registry.adapters.per_request import (
 )
 from hardpoint.registry.adapters.vllm import adapt_class
 
+from .kinds import Kind
 from .loading import check_component, import_object, inspecting, marks_hooks
 
 _VLLM_METHODS = {"update_state", "is_argmax_invariant", "validate_params"}

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 from hardpoint.errors import ConfigError, ModelError
 from hardpoint.plugins.component import Component
-from hardpoint.plugins.kinds import KINDS
 from hardpoint.plugins.manifest import PluginEntry
 
+from .kinds import KINDS
 from .selection import SelectedPlugin
 
 C = TypeVar("C", bound=Component)

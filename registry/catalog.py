@@ -12,14 +12,14 @@ from hardpoint.errors import HardpointError, PluginConflictError, PluginNotFound
 from hardpoint.plugins.commands import ComponentDetails, ComponentInfo
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.config import ConfigSources, EngineConfig
-from hardpoint.plugins.hooks import PROJECT
-from hardpoint.plugins.kinds import KINDS, Kind, Number
+from hardpoint.plugins.hooks import hookimpl
 from hardpoint.plugins.manifest import PluginEntry, Source
 from hardpoint.typed import convert, json_schema, suggest
 from hardpoint.typed.describing import FieldDoc, first_paragraph, struct_fields
 
 from .adapt import adapter_of, load_component
 from .discovery import InstalledPlugin, describe_unknown_kind
+from .kinds import KINDS, Kind, Number
 from .plugin_set import PluginSet, resolve_plugins
 
 
@@ -134,7 +134,7 @@ class Catalog:
             table["replace"][key] = info.value
         else:
             table[field] = [*table[field], info.value]
-        return convert(config, EngineConfig, path="")
+        return convert(config, type(self._config), path="")
 
     def _find(self, name: str) -> tuple[ComponentInfo, list[ComponentInfo]]:
         """Return the component of a name, and the others of its kind that have it, too."""
@@ -252,7 +252,7 @@ def _methods(kind: Kind, target: Any) -> list[str]:
 def _hooks(kind: Kind, target: Any) -> list[str]:
     if kind.interface is not None:
         return []
-    marker = f"{PROJECT}_impl"
+    marker = f"{hookimpl.project_name}_impl"
     return [name for name in dir(target) if hasattr(getattr(target, name), marker)]
 
 

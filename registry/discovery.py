@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import importlib_metadata
 
 from hardpoint.errors import PluginConflictError
-from hardpoint.plugins.kinds import KINDS, PLANNED
 from hardpoint.plugins.manifest import PluginEntry, Source
+
+from .kinds import KINDS, PLANNED
 
 DISTRIBUTION = "hardpoint"
 CORE_DISTRIBUTION = "hardpoint-core"

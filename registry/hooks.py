@@ -11,7 +11,7 @@ from typing import Any
 import pluggy
 
 from hardpoint.errors import PluginContractError, PluginFaultError, PluginLoadError
-from hardpoint.plugins.hooks import PROJECT, HookSpecs
+from hardpoint.plugins.hooks import HookSpecs, hookimpl
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.server import InstalledExtension, ServerContext
 
@@ -24,7 +24,7 @@ class HookSet:
 
     def __init__(self) -> None:
         """Create an empty set."""
-        self._manager = pluggy.PluginManager(PROJECT)
+        self._manager = pluggy.PluginManager(hookimpl.project_name)
         self._manager.add_hookspecs(HookSpecs)
         self._sources: dict[str, Source] = {}
 

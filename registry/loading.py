@@ -22,8 +22,7 @@ from hardpoint.errors import (
 )
 from hardpoint.plugins.arguments import ComponentWithArguments
 from hardpoint.plugins.component import Component
-from hardpoint.plugins.hooks import PROJECT
-from hardpoint.plugins.kinds import KINDS, Kind
+from hardpoint.plugins.hooks import hookimpl
 from hardpoint.plugins.logits import BatchLogitsProcessor, LogitsPlugin
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.output_parser import OutputParser, Role
@@ -32,6 +31,7 @@ from hardpoint.plugins.wrapper import Wrapper
 
 from .blame import faults_as
 from .discovery import advise, may_lack
+from .kinds import KINDS, Kind
 from .request_arguments import prepares
 
 _EXAMPLES = {
@@ -121,7 +121,7 @@ def check_component(target: Any, kind: Kind, source: Source) -> None:
 
 def marks_hooks(target: Any) -> bool:
     """Return whether an object has a function marked with `hookimpl`."""
-    marker = f"{PROJECT}_impl"
+    marker = f"{hookimpl.project_name}_impl"
     return any(hasattr(inspect.getattr_static(target, name, None), marker) for name in dir(target))
 
 

@@ -24,7 +24,6 @@ from hardpoint.errors import (
 from hardpoint.plugins.arguments import ComponentWithArguments, prepared_type
 from hardpoint.plugins.component import Component, Context
 from hardpoint.plugins.config import ConfigSources, EngineConfig
-from hardpoint.plugins.kinds import KINDS, Number
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.manifest import Manifest, PluginEntry
 
@@ -33,9 +32,17 @@ from .backends import check_devices, first_that_runs
 from .blame import faults_as
 from .discovery import InstalledPlugin, advice, discover, installed_version
 from .hooks import HookSet
+from .kinds import KINDS, Number
 from .loading import inspecting
 from .ordering import ordered, ordered_parts
-from .plugin_options import Key, checked_options, option_path, options_by_component, options_of
+from .plugin_options import (
+    Key,
+    checked_options,
+    declared_tables,
+    option_path,
+    options_by_component,
+    options_of,
+)
 from .request_arguments import takes_arguments
 from .selection import AUTO, BACKEND_KINDS, SelectedPlugin, Selection
 
@@ -289,6 +296,7 @@ def resolve_plugins(
     for item in chosen:
         if item.kind.number is not Number.BY_NAME or item.path:
             targets[item.key] = load_component(item.kind, item.source, item.target)
+    declared_tables((targets[i.key], i.source) for i in chosen if i.kind.interface is None)
     _check_on_error(config, config_sources, chosen)
     check_devices(chosen, targets)
     wraps = _find_wrapped(selection, config, config_sources, chosen, targets)

@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 
 from hardpoint.errors import ConfigError
-from hardpoint.plugins.kinds import KINDS
 from hardpoint.typed import join_path
+
+from .kinds import KINDS
 
 _PATHS = (
     "plugins.enable",

@@ -9,13 +9,14 @@ from itertools import count
 from typing import Any
 
 from hardpoint.errors import ConfigError, PluginConflictError, PluginNotFoundError
-from hardpoint.plugins.config import ConfigSources, EngineConfig, PluginUse
-from hardpoint.plugins.kinds import KINDS, PLANNED, Kind, Number
-from hardpoint.plugins.manifest import NO_DISTRIBUTION, UNVERSIONED, Source
+from hardpoint.plugins.config import ConfigSources, EngineConfig
+from hardpoint.plugins.config_tables import PluginUse
+from hardpoint.plugins.manifest import Source
 from hardpoint.typed import suggest
 
 from .adapt import adapt
 from .discovery import InstalledPlugin, advice, describe_unknown_kind
+from .kinds import KINDS, PLANNED, Kind, Number
 from .loading import import_object, inspecting, kinds_of, snake_case
 
 AUTO = "auto"
@@ -79,6 +80,19 @@ class Selection:
             PluginNotFoundError, PluginConflictError, PluginLoadError, PluginContractError,
             ConfigError: naming the reference and where it came from.
         """
+        self.enabled()
+        for kind in KINDS.values():
+            if kind.chosen_by is not None:
+                for chosen in self.chosen(kind, kind.chosen_by):
+                    self._add(chosen)
+        return list(self._on.values())
+
+    def enabled(self) -> list[SelectedPlugin]:
+        """Return the components that the table `plugins` enables, and the built-in defaults.
+
+        Raises:
+            As `run`.
+        """
         for found in self._found:
             if found.builtin and KINDS[found.kind].chosen_by is None:
                 self._add(self._chosen(found, ""))
@@ -86,10 +100,6 @@ class Selection:
         self._replace()
         for index, wanted in enumerate(self._config.plugins.enable):
             self._enable(wanted, f"plugins.enable[{index}]")
-        for kind in KINDS.values():
-            if kind.chosen_by is not None:
-                for chosen in self.chosen(kind, kind.chosen_by):
-                    self._add(chosen)
         return list(self._on.values())
 
     def chosen(self, kind: Kind, path: str) -> list[SelectedPlugin]:
@@ -307,12 +317,11 @@ class Selection:
             )
         known = next((f for f in self._found if f.value == value), None)
         name = known.name if known else snake_case(qualname.rsplit(".", 1)[-1])
-        source = Source(
-            name,
-            value,
-            known.distribution if known else NO_DISTRIBUTION,
-            known.version if known else UNVERSIONED,
-            self._asked_by(path, builtin=known is not None and known.builtin),
+        asked_by = self._asked_by(path, builtin=known is not None and known.builtin)
+        source = (
+            Source(name, value, known.distribution, known.version, asked_by)
+            if known
+            else Source.of_module(name, value, asked_by)
         )
         target = import_object(source)
         with inspecting(source):

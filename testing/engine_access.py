@@ -26,6 +26,7 @@ from hardpoint.boundary.checked_model import cut_weights as cut_weights
 from hardpoint.boundary.faults import FaultReporter
 from hardpoint.boundary.step_part_components import Components
 from hardpoint.boundary.step_part_components import describe_fault as describe_fault
+from hardpoint.core.config import default_config_type
 from hardpoint.core.engine.encoder_cache import EncoderCacheManager
 from hardpoint.core.engine.policy import PolicyArguments
 from hardpoint.core.engine.worker_launch import WorkerProcess
@@ -67,7 +68,6 @@ from hardpoint.plugins.commands import Generator, PluginCatalog
 from hardpoint.plugins.component import Component, Context
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.executor import WorkerLaunch
-from hardpoint.plugins.kinds import KINDS, Number
 from hardpoint.plugins.kv_cache import KVCacheGroup, KVCacheManager
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.manifest import PluginEntry, Source
@@ -76,7 +76,9 @@ from hardpoint.plugins.step_part import ComponentFactory
 from hardpoint.registry.catalog import Catalog
 from hardpoint.registry.discovery import installed_version
 from hardpoint.registry.hooks import HookSet as HookSet
+from hardpoint.registry.kinds import KINDS, Number
 from hardpoint.registry.loading import check_component, snake_case
+from hardpoint.registry.plugin_options import declared_tables
 from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 from hardpoint.registry.request_arguments import convert_arguments, prepare_arguments, prepares
 from hardpoint.registry.selection import BACKEND_KINDS
@@ -560,8 +562,10 @@ def interrupted_executor(method: str) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def open_hooks(target: Any, name: str) -> HookSet:
+def open_hooks(target: Any, name: str) -> tuple[HookSet, EngineConfig]:
     """Return the hooks of a module, class or object, checked as the loader does.
+
+    With them comes a configuration that has the table which they declare, if they do.
 
     Raises:
         PluginError: the loader rejects it.
@@ -571,7 +575,18 @@ def open_hooks(target: Any, name: str) -> HookSet:
     check_component(target, KINDS["hooks"], source)
     hooks = HookSet()
     hooks.add(target, source)
-    return hooks
+    return hooks, default_config(declared_tables([(target, source)]))
+
+
+def default_config(tables: Mapping[str, type[typed.Strict]], **fields: Any) -> EngineConfig:
+    """Return a configuration with tables in addition to those of the plugins enabled by default.
+
+    Args:
+        tables: by name.
+        fields: other fields of the configuration.
+    """
+    known = dict(default_config_type().tables)
+    return EngineConfig.with_tables({**known, **tables})(**fields)
 
 
 def builtin_commands() -> dict[str, Command]:
@@ -580,15 +595,22 @@ def builtin_commands() -> dict[str, Command]:
     return {command.name: command for found in hooks.call("cli_commands") for command in found}
 
 
-def command_context(generator: Generator) -> CommandContext:
-    """Return the context of a command under the default configuration and a model that is open."""
+def command_context(generator: Generator, **tables: type[typed.Strict]) -> CommandContext:
+    """Return the context of a command under the default configuration and a model that is open.
+
+    Args:
+        generator: the open model.
+        tables: tables of the configuration that the command's plugin declares, by name.
+    """
+    config = default_config(tables, model="scripted")
 
     def load_catalog(config: EngineConfig, config_sources: ConfigSources) -> PluginCatalog:
         return Catalog(resolve_plugins(config, config_sources), config, config_sources)
 
     return CommandContext(
-        load_config=lambda: (EngineConfig(model="scripted"), ConfigSources()),
+        load_config=lambda: (config, ConfigSources()),
         load_catalog=load_catalog,
         open_model=lambda _config, _config_sources: generator,
         version=installed_version(),
+        config_type=lambda: type(config),
     )

@@ -28,7 +28,7 @@ from hardpoint.plugins import (
     Model,
     ModelContext,
 )
-from hardpoint.plugins.config import TokenizerConfig
+from hardpoint.plugins.config_tables import TokenizerConfig
 from hardpoint.registry.discovery import is_left_out
 
 from .scripted_tokenizer import ByteTokens

@@ -16,7 +16,7 @@ import zipfile
 import pytest
 from support.processes import ROOT, run
 
-from hardpoint.plugins.kinds import KINDS, Stability
+from hardpoint.registry.kinds import KINDS, Stability
 
 FOLDER = ROOT / "tests" / "compatibility"
 WHEELS = sorted(FOLDER.glob("*/*.whl"))

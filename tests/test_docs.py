@@ -23,7 +23,6 @@ from support.source_tree import (
 )
 
 from hardpoint.plugins import EngineConfig, LogitsProcessor, OutputParserContext, ParserRequest
-from hardpoint.plugins.kinds import KINDS
 from hardpoint.plugins.output_parser import (
     ContentText,
     ReasoningText,
@@ -31,6 +30,7 @@ from hardpoint.plugins.output_parser import (
     ToolCallBegin,
     join_events,
 )
+from hardpoint.registry.kinds import KINDS
 from hardpoint.registry.plugin_set import resolve_plugins
 from hardpoint.testing.text.output_parser_suite import ByteTokenizer
 

@@ -15,7 +15,7 @@ from support.faults.driving import cases, outcome, read_entry_points_once, write
 from support.faults.record import EXECUTORS, FILE
 from support.faults.server import KIND, outcomes
 
-from hardpoint.plugins.kinds import KINDS
+from hardpoint.registry.kinds import KINDS
 
 RECORDED = tomllib.loads(FILE.read_text())
 LATER = {"step_parts"}

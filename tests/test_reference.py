@@ -13,7 +13,7 @@ from hardpoint import plugins
 from hardpoint.builtin_plugins.server.assembly import core_routes
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.hooks import HookSpecs
-from hardpoint.plugins.kinds import KINDS
+from hardpoint.registry.kinds import KINDS
 from hardpoint.typed.describing import struct_fields
 
 PAGES = ("kinds.md", "types.md", "hooks.md", "config.md", "server.md")

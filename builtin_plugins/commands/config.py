@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.plugins import Command, CommandContext, EngineConfig
+from hardpoint.plugins import Command, CommandContext
 from hardpoint.typed import json_schema
 
 from .shown import toml, without_userinfo
@@ -30,7 +30,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace, context: CommandContext) -> int:
     if options.action == "schema":
-        print(json.dumps(json_schema(EngineConfig), indent=2))
+        print(json.dumps(json_schema(context.config_type()), indent=2))
         return 0
     config, config_sources = context.load_config()
     values = _flat(msgspec.to_builtins(config), "")

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from hardpoint.plugins import Command, hookimpl
 
 from .command import COMMAND
+from .config import ServerConfig
 
 contract = 1
+config_table = ("server", ServerConfig)
 
 
 @hookimpl

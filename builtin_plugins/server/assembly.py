@@ -20,6 +20,7 @@ from hardpoint.plugins.server import (
 from .access.cross_origin import CrossOrigin
 from .access.guard import Guard
 from .application import AdminAuthentication, Application, Authentication
+from .config import ServerConfig
 from .dialects.chat import ChatDialect
 from .dialects.completions import CompletionDialect
 from .dialects.messages import MessagesDialect
@@ -104,7 +105,7 @@ def assemble(
         ConfigError, PluginError: an extension is wrong, or two are at odds; administrators have
             keys and no one to ask for them.
     """
-    settings = engine.config.server
+    settings = engine.config.table(ServerConfig)
     _check_root_path(settings.root_path)
     faults = ServerFaults(settings.extension_seconds)
     service = Service(engine, version, faults)
@@ -152,7 +153,7 @@ def _for_administrators(
     Raises:
         ConfigError: they have keys, and none can be checked.
     """
-    settings = service.engine.config.server
+    settings = service.engine.config.table(ServerConfig)
     if not administrators and (address.host is not None or settings.admin_keys_file is not None):
         raise ConfigError("server.admin_keys_file: expected keys that can be checked, got none")
     live = live_routes() if settings.page else []

@@ -11,9 +11,9 @@ import msgspec
 from msgspec import inspect as types
 
 from hardpoint.plugins import RequestError
-from hardpoint.plugins.server import ServerLimits
 from hardpoint.typed import convert, join_path, shown
 
+from .config import ServerLimits
 from .errors import AnswerError
 
 _log = logging.getLogger("hardpoint")

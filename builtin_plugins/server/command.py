@@ -13,8 +13,10 @@ import msgspec
 
 from hardpoint.plugins import Command, CommandContext, EngineConfig
 from hardpoint.plugins.commands import ConfigSources
-from hardpoint.plugins.server import AsyncGenerator, ServerConfig
+from hardpoint.plugins.server import AsyncGenerator
 from hardpoint.typed import convert
+
+from .config import ServerConfig
 
 if TYPE_CHECKING:
     from .access.keys import Stores
@@ -56,19 +58,20 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
     from .operations.addresses import bind, bind_admin  # noqa: PLC0415
 
     config, sources = _config(options, *context.load_config())
+    settings = config.table(ServerConfig)
     if context.quiet:
-        server = msgspec.structs.replace(config.server, access_log="off")
-        config = msgspec.structs.replace(config, server=server)
-    keys = stores_of(config.server, options.api_key)
-    check_tls(config.server)
+        settings = msgspec.structs.replace(settings, access_log="off")
+        config = msgspec.structs.replace(config, server=settings)
+    keys = stores_of(settings, options.api_key)
+    check_tls(settings)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_ended_by_sigterm())
         stack.enter_context(_reloaded_by_sighup(keys))
-        users = stack.enter_context(contextlib.closing(bind(config.server)))
-        admin = bind_admin(config.server)
+        users = stack.enter_context(contextlib.closing(bind(settings)))
+        admin = bind_admin(settings)
         if admin is not None:
             stack.enter_context(contextlib.closing(admin))
-        engine = context.open_async(config, sources, config.server.restart)
+        engine = context.open_async(config, sources, settings.restart)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(_serve(engine, context, users, admin, keys))
 
@@ -137,7 +140,7 @@ def _config(
     given = {
         name: getattr(options, name) for name in _OPTIONS if getattr(options, name) is not None
     }
-    table = msgspec.structs.replace(config.server, **given)
+    table = msgspec.structs.replace(config.table(ServerConfig), **given)
     by_path = {**sources.by_path, **{f"server.{name}": "the command line" for name in given}}
     model = options.served_model or config.model
     if options.served_model is not None:

@@ -8,8 +8,7 @@ from collections.abc import AsyncGenerator
 
 from starlette.requests import Request
 
-from hardpoint.plugins.server import ServerConfig
-
+from .config import ServerConfig
 from .errors import AnswerError, unavailable
 from .streaming import ClientGoneError
 

@@ -25,6 +25,7 @@ from hardpoint.plugins.server import Call, Client, Route
 from hardpoint.typed import shown
 
 from .bodies import check_lengths, convert_body, decode_object, without_ignored
+from .config import ServerConfig
 from .errors import (
     AnswerError,
     answer_error,
@@ -189,7 +190,7 @@ class Service:
         self.engine = engine
         self.faults = faults
         self.has_keys = False
-        self.settings = engine.config.server
+        self.settings = engine.config.table(ServerConfig)
         self.names = self.settings.served_names or [engine.config.model]
         self.version = version
         self.transforms = Transforms()

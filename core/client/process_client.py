@@ -26,8 +26,8 @@ from hardpoint.errors import EngineClosedError, EngineDeadError, EngineTimeoutEr
 from hardpoint.plugins import EngineConfig, EngineCoreOutputs, EngineCoreRequest
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.grammars import Vocabulary
-from hardpoint.plugins.kinds import KINDS, Process
 from hardpoint.plugins.manifest import Manifest, PluginEntry
+from hardpoint.registry.kinds import KINDS, Process
 from hardpoint.system.process.launch import Interpreter, main_objects
 from hardpoint.system.resources import check_descriptors
 
@@ -210,7 +210,7 @@ def _launch(start: EngineStart, sockets: EngineSockets) -> Launch:
     return Launch(
         address=msgspec.json.encode(sockets.addresses).decode(),
         manifest=start.manifest,
-        config=msgspec.to_builtins(start.config),
+        config=msgspec.to_builtins(start.config.without_tables()),
         config_sources=start.config_sources.by_path,
         main_objects=main_objects(entry.value for entry in entries),
         log_level=start.log_level,

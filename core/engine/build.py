@@ -41,7 +41,8 @@ from hardpoint.plugins import (
     StepRecord,
     WorkerInfo,
 )
-from hardpoint.plugins.config import ConfigSources, KVCacheConfig
+from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.config_tables import KVCacheConfig
 from hardpoint.plugins.executor import MAX_CONCURRENT_BATCHES
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.kv_cache import BlockNeeds

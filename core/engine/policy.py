@@ -25,10 +25,10 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.arguments import prepared_type
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.kinds import KINDS
 from hardpoint.plugins.manifest import PluginEntry, Source
 from hardpoint.plugins.request import RequestView
 from hardpoint.registry.blame import faults_as, raise_unless_fault
+from hardpoint.registry.kinds import KINDS
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.registry.references import with_references
 from hardpoint.registry.request_arguments import (

@@ -30,10 +30,10 @@ from hardpoint.plugins import ConfigError, EngineConfig, HardpointError
 from hardpoint.plugins.component import Progress
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.executor import Worker, WorkerLaunch
-from hardpoint.plugins.kinds import KINDS, Process
 from hardpoint.plugins.manifest import Manifest, PluginEntry
 from hardpoint.plugins.parallel import Placement
 from hardpoint.registry.discovery import discover, installed_version
+from hardpoint.registry.kinds import KINDS, Process
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.system.process.child import ParentWatch
 from hardpoint.system.process.launch import ChildLaunch, decode_launch, main_objects

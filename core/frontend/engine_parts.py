@@ -19,7 +19,8 @@ from hardpoint.plugins import (
     SchedulingPolicy,
 )
 from hardpoint.plugins.component import Component
-from hardpoint.plugins.config import ConfigSources, KVCacheConfig, SchedulerConfig
+from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.config_tables import KVCacheConfig, SchedulerConfig
 from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.plugin_set import PluginSet
 

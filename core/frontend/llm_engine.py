@@ -26,7 +26,7 @@ from hardpoint.plugins import (
     SchedulingPolicy,
     WaitReason,
 )
-from hardpoint.plugins.config_values import Seconds
+from hardpoint.plugins.config_tables import Seconds
 from hardpoint.plugins.manifest import Manifest
 from hardpoint.plugins.stats import Health, StepFault
 from hardpoint.registry.blame import is_fault, raise_unless_fault

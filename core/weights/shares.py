@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hardpoint.plugins import Model, ModelConfig, ModelContext, ModelError, Ops, OpsContext
-from hardpoint.plugins.config import ParallelConfig
+from hardpoint.plugins.config_tables import ParallelConfig
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.parallel import IndivisibleError, Parallel, SingleRank
 from hardpoint.registry.blame import raise_unless_fault

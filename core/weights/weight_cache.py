@@ -35,7 +35,7 @@ import numpy as np
 import torch
 
 from hardpoint.plugins import Model, Ops, WeightLoader
-from hardpoint.plugins.config import QuantizationConfig, WeightCacheConfig
+from hardpoint.plugins.config_tables import QuantizationConfig, WeightCacheConfig
 from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.system.memory import size_text
 

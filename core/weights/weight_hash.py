@@ -23,7 +23,7 @@ import msgspec
 
 from hardpoint.errors import PluginFaultError, shown
 from hardpoint.plugins import ConfigError, HardpointError, WeightLoader
-from hardpoint.plugins.config import WeightCacheConfig
+from hardpoint.plugins.config_tables import WeightCacheConfig
 from hardpoint.registry.blame import describe
 
 _log = logging.getLogger("hardpoint")

@@ -31,10 +31,10 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.arguments import prepared_type
 from hardpoint.plugins.device import to_device
-from hardpoint.plugins.kinds import KINDS, Process
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.stats import PluginMeter
 from hardpoint.registry.blame import describe, raise_unless_fault
+from hardpoint.registry.kinds import KINDS, Process
 from hardpoint.registry.request_arguments import argument_key
 from hardpoint.typed.read_only import ReadOnlyDict, ReadOnlyList, read_only
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from hardpoint.boundary.errors import close_all
-from hardpoint.plugins.config import ParallelConfig
+from hardpoint.plugins.config_tables import ParallelConfig
 from hardpoint.plugins.parallel import (
     Communicator,
     Parallel,

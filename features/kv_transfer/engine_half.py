@@ -23,7 +23,7 @@ from hardpoint.plugins import (
     SchedulerOutput,
     SchedulerStats,
 )
-from hardpoint.plugins.config import KVConnectorConfig
+from hardpoint.plugins.config_tables import KVConnectorConfig
 from hardpoint.plugins.kv_connector import KVConnectorScheduler
 from hardpoint.plugins.step_part import ComponentCalls, EngineHalfContext
 

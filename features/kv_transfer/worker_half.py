@@ -35,7 +35,7 @@ from .messages import Report, StepData
 if TYPE_CHECKING:
     import torch
 
-    from hardpoint.plugins.config import KVConnectorConfig
+    from hardpoint.plugins.config_tables import KVConnectorConfig
     from hardpoint.plugins.model import Attend
 
 _log = logging.getLogger("hardpoint")

@@ -27,7 +27,7 @@ from hardpoint.plugins import (
     WaitingFor,
     WaitReason,
 )
-from hardpoint.plugins.config import GrammarConfig
+from hardpoint.plugins.config_tables import GrammarConfig
 from hardpoint.plugins.grammars import GrammarState, Vocabulary
 from hardpoint.plugins.step_part import ComponentFactory, EngineHalfContext
 from hardpoint.plugins.structured import StructuredOutputs

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from hardpoint.plugins import (
     Command,
+    CommandContext,
     CompletionOutput,
     EngineConfig,
     HardpointError,
@@ -22,6 +23,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.commands import Prompt
 from hardpoint.testing.engine_access import builtin_commands, command_context
 from hardpoint.testing.suite import ConformanceSuite, Rule, reject_replaced_tests, short_repr
+from hardpoint.typed import Strict
 
 DEFINITION = Rule(
     "definition: a name that no built-in command has, and one line of help",
@@ -106,14 +108,19 @@ class CommandSuite(ConformanceSuite):
         command: the command under test.
         arguments: command lines that it accepts, each as a list of arguments after the name.
         wrong: command lines that it refuses, with a message.
+        tables: tables of the configuration that the command's plugin declares, by name.
     """
 
     command: ClassVar[Command]
     arguments: ClassVar[Sequence[Sequence[str]]] = ((),)
     wrong: ClassVar[Sequence[Sequence[str]]] = ()
+    tables: ClassVar[Mapping[str, type[Strict]]] = {}
 
     def _component(self) -> type[Any]:
         return type(self)
+
+    def _context(self) -> CommandContext:
+        return command_context(ScriptedGenerator(), **self.tables)
 
     def test_definition(self) -> None:
         """Name and help text."""
@@ -200,7 +207,9 @@ class CommandSuite(ConformanceSuite):
                 ) from None
             try:
                 with _quiet():
-                    code = self.command.run(options, command_context(ScriptedGenerator()))
+                    code = self.command.run(
+                        options, command_context(ScriptedGenerator(), **self.tables)
+                    )
             except HardpointError as error:
                 raise RUN.violation(f"`{line}` ended with an error: {error}") from error
             except BaseException as cause:
@@ -216,7 +225,9 @@ class CommandSuite(ConformanceSuite):
             try:
                 with _quiet(output):
                     options = self._parse(given)
-                    code = self.command.run(options, command_context(ScriptedGenerator()))
+                    code = self.command.run(
+                        options, command_context(ScriptedGenerator(), **self.tables)
+                    )
             except HardpointError:
                 continue
             except SystemExit as ended:

@@ -27,7 +27,7 @@ from hardpoint.plugins import (
     SchedulerOutput,
     WorkerInfo,
 )
-from hardpoint.plugins.config import ParallelConfig
+from hardpoint.plugins.config_tables import ParallelConfig
 from hardpoint.plugins.executor import WorkerLaunch
 from hardpoint.plugins.parallel import Placement
 from hardpoint.testing.engine_access import start_worker_process

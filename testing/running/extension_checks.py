@@ -79,7 +79,9 @@ _HEADERS: Sequence[dict[str, str]] = (
 class _Engine:
     """The parts of an engine that a hook may look at before there are requests."""
 
-    config = EngineConfig()
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+
     is_running = True
     dead_error = None
 
@@ -95,13 +97,17 @@ async def _no_request(*_: Any) -> Any:
     raise RuntimeError("there is no request")
 
 
-def check_extensions(hooks: HookSet) -> None:
+def check_extensions(hooks: HookSet, config: EngineConfig) -> None:
     """Check everything that a plugin adds.
+
+    Args:
+        hooks: hooks of the plugin.
+        config: configuration of the engine, with the plugin's table.
 
     Raises:
         Violation: something is wrong.
     """
-    first, second = _installed(hooks), _installed(hooks)
+    first, second = _installed(hooks, config), _installed(hooks, config)
     types = [[type(item.extension).__name__ for item in found] for found in (first, second)]
     if types[0] != types[1]:
         raise EXTENSIONS.violation(f"it returned {types[0]}, and then {types[1]}")
@@ -115,8 +121,8 @@ def check_extensions(hooks: HookSet) -> None:
                 _check_authenticator(item.extension)
 
 
-def _installed(hooks: HookSet) -> list[InstalledExtension]:
-    engine: Any = _Engine()
+def _installed(hooks: HookSet, config: EngineConfig) -> list[InstalledExtension]:
+    engine: Any = _Engine(config)
     neither: Any = _no_request
     context = ServerContext(engine=engine, version="0", reader=neither, runner=neither)
     try:

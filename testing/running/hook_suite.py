@@ -17,6 +17,7 @@ from hardpoint import typed
 from hardpoint.plugins import (
     Command,
     CompletionOutput,
+    EngineConfig,
     EngineCoreRequest,
     HardpointError,
     RequestOutput,
@@ -136,9 +137,12 @@ class HookSuite(ConformanceSuite):
     def test_server_extensions(self) -> None:
         """Its additions to a server keep the rules of routes, middleware and the like."""
         self._needs("server_extensions")
-        self._run_checks(EXTENSIONS.text, lambda: check_extensions(self._open()))
+        self._run_checks(EXTENSIONS.text, lambda: check_extensions(*self._opened()))
 
     def _open(self) -> HookSet:
+        return self._opened()[0]
+
+    def _opened(self) -> tuple[HookSet, EngineConfig]:
         try:
             return open_hooks(self._target(), self.name or "under_test")
         except HardpointError as error:
@@ -158,8 +162,8 @@ class HookSuite(ConformanceSuite):
                 )
 
     def _check_calls(self) -> None:
-        hooks = self._open()
-        for name, arguments in _calls():
+        hooks, config = self._opened()
+        for name, arguments in _calls(config):
             if hooks.has(name):
                 _call(hooks, name, arguments)
 
@@ -198,27 +202,27 @@ class HookSuite(ConformanceSuite):
                     )
 
     def _check_lifecycle(self) -> None:
-        hooks = self._open()
+        hooks, config = self._opened()
         order = ("started", "closing", "started", "closing", "closing", "started", "started")
         for index, event in enumerate(order):
             name = f"engine_{event}"
             if not hooks.has(name):
                 continue
             try:
-                _call(hooks, name, {"info": read_only(_INFO)} if event == "started" else {})
+                _call(hooks, name, _started(config) if event == "started" else {})
             except Violation as violation:
                 raise LIFECYCLE.violation(
                     f"{violation.observed}, after {', '.join(order[:index]) or 'nothing'}"
                 ) from violation
 
     def _check_blocking(self) -> None:
-        hooks = self._open()
-        for name, arguments in _calls():
+        hooks, config = self._opened()
+        for name, arguments in _calls(config):
             if hooks.has(name) and not _returns(lambda: _quietly(hooks, name, arguments)):  # noqa: B023 - called at once
                 raise PROMPT.violation(f"{name} had not returned after {_LIMIT_SECONDS:g} s")
 
     def _check_speed(self) -> None:
-        hooks = self._open()
+        hooks, config = self._opened()
         budgets = {
             "step_planned": self.budget_us_per_step,
             "request_received": self.budget_us_per_request,
@@ -229,7 +233,7 @@ class HookSuite(ConformanceSuite):
                 continue
             seconds = []
             for _ in range(5):
-                arguments = next(given for hook, given in _calls() if hook == name)
+                arguments = next(given for hook, given in _calls(config) if hook == name)
                 began = time.perf_counter()
                 _quietly(hooks, name, arguments)
                 seconds.append(time.perf_counter() - began)
@@ -302,8 +306,12 @@ def _close(_hooks: HookSet) -> None:
     """Drop hooks that were opened to see whether they can be."""
 
 
-def _calls() -> list[tuple[str, dict[str, Any]]]:
-    """Return valid calls of every hook but cli_commands."""
+def _started(config: EngineConfig) -> dict[str, Any]:
+    return {"info": read_only(_INFO), "config": config}
+
+
+def _calls(config: EngineConfig) -> list[tuple[str, dict[str, Any]]]:
+    """Return valid calls of every hook but cli_commands and server_extensions."""
     record = StepRecord(
         step=1,
         timestamp=0.5,
@@ -320,7 +328,7 @@ def _calls() -> list[tuple[str, dict[str, Any]]]:
         token_budget=16,
     )
     empty = msgspec.structs.replace(record, scheduled={}, new=[], preempted={}, num_running=0)
-    calls: list[tuple[str, dict[str, Any]]] = [("engine_started", {"info": read_only(_INFO)})]
+    calls: list[tuple[str, dict[str, Any]]] = [("engine_started", _started(config))]
     calls += [("step_planned", {"record": read_only(given)}) for given in (record, empty)]
     calls += [("request_received", {"request": request}) for request in _requests()]
     calls += [("request_finished", {"output": read_only(output)}) for output in _outputs()]

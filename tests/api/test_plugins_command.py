@@ -9,7 +9,7 @@ import pytest
 from support.strangers import open_site
 
 from hardpoint.cli import main
-from hardpoint.plugins.kinds import KINDS
+from hardpoint.registry.kinds import KINDS
 
 pytestmark = pytest.mark.usefixtures("folder")
 

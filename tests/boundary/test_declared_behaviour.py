@@ -32,8 +32,8 @@ from hardpoint.plugins import (
     Tokenizer,
 )
 from hardpoint.plugins.behaviour import behaviour_of
-from hardpoint.plugins.kinds import KINDS
 from hardpoint.plugins.manifest import Source
+from hardpoint.registry.kinds import KINDS
 
 A, B = request("a", arrival=1.0), request("b", arrival=2.0)
 SECONDS = 0.5

@@ -10,7 +10,7 @@ import pytest
 from support.processes import ROOT
 
 from hardpoint.builtin_plugins.kv_connectors.stores import StoresConnector
-from hardpoint.plugins.config import KVConnectorConfig
+from hardpoint.plugins.config_tables import KVConnectorConfig
 from hardpoint.registry.discovery import discover
 
 PAGE = (ROOT / "docs" / "kv-connectors.md").read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ from support.searching import examples
 
 from hardpoint.builtin_plugins.policies import FirstComeFirstServed, Priority, ShortestFirst
 from hardpoint.plugins import ConfigError, EngineConfig, PolicyContext, SchedulingPolicy
-from hardpoint.plugins.kinds import KINDS
+from hardpoint.registry.kinds import KINDS
 from hardpoint.registry.plugin_set import resolve_plugins
 from hardpoint.typed import convert
 

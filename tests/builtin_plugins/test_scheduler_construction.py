@@ -15,9 +15,9 @@ from hardpoint.plugins import (
     RequestError,
     SchedulerContext,
 )
-from hardpoint.plugins.kinds import KINDS
 from hardpoint.plugins.kv_cache import KVCacheGroup
 from hardpoint.plugins.scheduler import SchedulerLimits
+from hardpoint.registry.kinds import KINDS
 from hardpoint.registry.plugin_set import resolve_plugins
 from hardpoint.typed import convert
 

@@ -17,7 +17,7 @@ from hardpoint.builtin_plugins.kv_stores import p2p
 from hardpoint.builtin_plugins.kv_stores.p2p import PeerToPeerStore
 from hardpoint.builtin_plugins.kv_stores.p2p_pool import PeerBlocks
 from hardpoint.plugins import EngineCoreRequest, KVConnectorContext, Request, SchedulerOutput
-from hardpoint.plugins.config import KVConnectorConfig
+from hardpoint.plugins.config_tables import KVConnectorConfig
 from hardpoint.plugins.kv_connector import KVSchedulerContext
 from hardpoint.testing import scripted_config, write_scripted_model
 

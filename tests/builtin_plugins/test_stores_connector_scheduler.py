@@ -26,7 +26,7 @@ from hardpoint.plugins import (
     RequestError,
     SchedulerOutput,
 )
-from hardpoint.plugins.config import KVConnectorConfig
+from hardpoint.plugins.config_tables import KVConnectorConfig
 from hardpoint.plugins.executor import MAX_CONCURRENT_BATCHES
 from hardpoint.plugins.kv_connector import KVSchedulerContext
 from hardpoint.plugins.request import Request

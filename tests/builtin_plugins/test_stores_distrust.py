@@ -10,7 +10,7 @@ import torch
 from hardpoint.builtin_plugins.kv_connectors.jobs import Jobs, Load, Save
 from hardpoint.builtin_plugins.kv_connectors.stores import StoresConnector
 from hardpoint.plugins import KVConnectorContext, KVStore, KVStoreContext
-from hardpoint.plugins.config import KVConnectorConfig
+from hardpoint.plugins.config_tables import KVConnectorConfig
 from hardpoint.plugins.executor import MAX_CONCURRENT_BATCHES
 from hardpoint.plugins.kv_connector import BlockIdentity, KVWorkerContext
 

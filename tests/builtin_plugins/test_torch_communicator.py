@@ -21,7 +21,7 @@ from hardpoint.core.worker.rank_store import served_store
 from hardpoint.core.worker.ranks import Ranks
 from hardpoint.errors import CommunicationAbortedError, ModelError
 from hardpoint.plugins import HardpointError
-from hardpoint.plugins.config import ParallelConfig
+from hardpoint.plugins.config_tables import ParallelConfig
 from hardpoint.plugins.parallel import Placement
 
 

@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hardpoint.core.config import config_from, load_config
+from hardpoint.core.config import config_from, default_config_type, load_config
 from hardpoint.plugins import ConfigError, EngineConfig
-from hardpoint.plugins.config import PluginUse, SchedulerConfig
+from hardpoint.plugins.config_tables import PluginUse, SchedulerConfig
+
+LoadedConfig = default_config_type()
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +31,7 @@ def refused(*settings, environ=None, path=None):
 
 def test_nothing_given_is_the_defaults():
     config, config_sources = load()
-    assert config == EngineConfig()
+    assert config == LoadedConfig()
     assert config_sources.of("scheduler.policy") == "default"
 
 
@@ -102,7 +104,7 @@ def test_names_of_variables(name, path):
 
 def test_other_variables_are_left_alone():
     assert (
-        load(environ={"HARDPOINT_MODEL": "x", "HARDPOINT": "y", "PATH": "z"})[0] == EngineConfig()
+        load(environ={"HARDPOINT_MODEL": "x", "HARDPOINT": "y", "PATH": "z"})[0] == LoadedConfig()
     )
 
 
@@ -129,7 +131,7 @@ def test_the_model_argument_is_never_parsed():
 
 def test_a_value_may_contain_equals_signs_and_line_breaks():
     assert load(["model=a=b"])[0].model == "a=b"
-    assert load(["model=1\nseed = 5"])[0] == EngineConfig(model="1\nseed = 5")
+    assert load(["model=1\nseed = 5"])[0] == LoadedConfig(model="1\nseed = 5")
 
 
 def test_a_number_or_a_word():
@@ -256,7 +258,7 @@ def test_files_that_cannot_be_read(folder):
 def test_a_python_call_reads_neither_default_file_nor_environment(folder, monkeypatch):
     (folder / "hardpoint.toml").write_text("seed = 1")
     monkeypatch.setenv("HARDPOINT__DTYPE", "float32")
-    assert config_from()[0] == EngineConfig()
+    assert config_from()[0] == LoadedConfig()
 
 
 @pytest.mark.parametrize("as_text", [True, False])
@@ -282,7 +284,7 @@ def test_config_from_a_mapping_and_named_arguments():
 
 def test_a_ready_configuration_is_checked_again():
     config, config_sources = config_from(EngineConfig(seed=3), {"model": "m"})
-    assert config == EngineConfig(seed=3, model="m")
+    assert config == LoadedConfig(seed=3, model="m")
     assert config_sources.of("seed") == "argument LLM(config=...)"
     assert config_sources.of("dtype") == "default"
     with pytest.raises(ConfigError, match="model: expected a string, got 5"):

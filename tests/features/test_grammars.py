@@ -28,7 +28,7 @@ from hardpoint.plugins import (
     SamplingParams,
     SchedulerOutput,
 )
-from hardpoint.plugins.config import GrammarConfig
+from hardpoint.plugins.config_tables import GrammarConfig
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.plan import NO_DRAFT
 from hardpoint.plugins.structured import StructuredOutputs

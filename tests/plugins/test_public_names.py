@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hardpoint import plugins
-from hardpoint.plugins.kinds import KINDS
+from hardpoint.registry.kinds import KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = (

@@ -11,7 +11,7 @@ from hardpoint import LLM, ConfigError, SamplingParams
 from hardpoint.core.config import config_from
 from hardpoint.errors import PluginContractError
 from hardpoint.plugins import EngineConfig, LogitsProcessor, Phase, SchedulingPolicy
-from hardpoint.plugins.config import PluginsConfig, PluginUse, SchedulerConfig
+from hardpoint.plugins.config_tables import PluginsConfig, PluginUse, SchedulerConfig
 from hardpoint.registry.references import with_references
 from hardpoint.testing import scripted_config
 

@@ -6,6 +6,7 @@ import re
 
 import msgspec
 
+from hardpoint.core.config import default_config_type
 from hardpoint.plugins import (
     CompletionOutput,
     EngineConfig,
@@ -71,7 +72,7 @@ class FakeEngine:
     error: Exception | None = None
     fails_after: int = 0
     config: EngineConfig = dataclasses.field(
-        default_factory=lambda: EngineConfig(max_model_len=4096)
+        default_factory=lambda: default_config_type()(max_model_len=4096)
     )
     asked: list = dataclasses.field(default_factory=list)
     open: int = 0
@@ -269,5 +270,5 @@ def configured(tables=None, **server):
         tables: others.
     """
     server = {"port": 0, "access_log": "off", **server}
-    config = msgspec.convert({**(tables or {}), "server": server}, EngineConfig)
+    config = msgspec.convert({**(tables or {}), "server": server}, default_config_type())
     return msgspec.structs.replace(config, max_model_len=4096)

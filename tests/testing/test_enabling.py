@@ -14,7 +14,7 @@ from support.broken.processors import Bias, MixesRows
 from support.process.forked_python import forked_python
 
 import hardpoint.testing
-from hardpoint.plugins.kinds import KINDS
+from hardpoint.registry.kinds import KINDS
 from hardpoint.testing import LogitsProcessorSuite
 from hardpoint.testing import suite as kit_suite
 from hardpoint.testing.pytest_hooks import examples_scale, replay_line, search_seed

@@ -8,7 +8,7 @@ from msgspec import Meta
 from msgspec import inspect as types
 
 from hardpoint.plugins import EngineConfig, Options
-from hardpoint.plugins.config import PluginUse, SchedulerConfig
+from hardpoint.plugins.config_tables import PluginUse, SchedulerConfig
 from hardpoint.typed import convert, json_schema
 from hardpoint.typed.describing import (
     attribute_docs,

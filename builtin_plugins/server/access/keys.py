@@ -22,8 +22,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from hardpoint.builtin_plugins.server.config import ServerConfig
 from hardpoint.plugins import ConfigError
-from hardpoint.plugins.server import Authenticator, Client, InstalledExtension, ServerConfig
+from hardpoint.plugins.server import Authenticator, Client, InstalledExtension
 from hardpoint.typed import Strict, convert
 
 _log = logging.getLogger("hardpoint")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ssl
 
+from hardpoint.builtin_plugins.server.config import ServerConfig
 from hardpoint.plugins import ConfigError
-from hardpoint.plugins.server import ServerConfig
 
 _MAX_BYTES = 1 << 20
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
+from hardpoint.builtin_plugins.server.config import ServerLimits
 from hardpoint.builtin_plugins.server.routes.answers import (
     Usage,
     check_ended,
@@ -22,7 +23,7 @@ from hardpoint.builtin_plugins.server.routes.answers import (
 from hardpoint.builtin_plugins.server.routes.fields import REFUSED, SamplingFields, renamed
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput, Tokenizer
-from hardpoint.plugins.server import Call, ServerLimits
+from hardpoint.plugins.server import Call
 
 from .chat import ended
 from .chunks import ChunkAnswer, identity_of

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from hardpoint.builtin_plugins.server.config import ServerConfig
 from hardpoint.plugins import ConfigError
-from hardpoint.plugins.server import ServerConfig
 
 _log = logging.getLogger("hardpoint")
 

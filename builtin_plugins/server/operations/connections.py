@@ -18,8 +18,8 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
+from hardpoint.builtin_plugins.server.config import ServerConfig
 from hardpoint.builtin_plugins.server.errors import AnswerError, error_response, unavailable
-from hardpoint.plugins.server import ServerConfig
 
 from .traffic import Traffic
 

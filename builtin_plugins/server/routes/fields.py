@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from hardpoint.builtin_plugins.server.config import ServerLimits
 from hardpoint.builtin_plugins.server.field_names import is_of_grammar, own_names, with_own_path
 from hardpoint.plugins import (
     RepetitionDetection,
@@ -18,7 +19,6 @@ from hardpoint.plugins import (
     RequestOutputKind,
     SamplingParams,
 )
-from hardpoint.plugins.server import ServerLimits
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.typed import Strict, shown
 

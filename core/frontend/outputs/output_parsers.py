@@ -7,8 +7,12 @@ from typing import Any
 
 from hardpoint.boundary.text_guards import GuardedOutputParser
 from hardpoint.errors import shown
-from hardpoint.plugins import ParserRequest, ReasoningMarkers, Tokenizer
-from hardpoint.plugins.config import GrammarConfig
+from hardpoint.plugins import (
+    ParserRequest,
+    ReasoningMarkers,
+    Tokenizer,
+)
+from hardpoint.plugins.config_tables import GrammarConfig
 from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.plugins.output_parser import ContentText, OutputEvent, OutputState
 from hardpoint.plugins.structured import StructuredOutputs

@@ -11,7 +11,7 @@ from msgspec import Meta
 from hardpoint import typed
 from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
 from hardpoint.plugins import EngineCoreRequest, ReasoningMarkers, RequestError, SamplingParams
-from hardpoint.plugins.config import GrammarConfig
+from hardpoint.plugins.config_tables import GrammarConfig
 from hardpoint.plugins.structured import StructuralTag, StructuredOutputs
 from hardpoint.registry.plugin_set import PluginSet
 

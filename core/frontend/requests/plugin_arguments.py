@@ -18,7 +18,7 @@ from hardpoint.plugins import (
     SamplingParams,
     Tokenizer,
 )
-from hardpoint.plugins.config import GrammarConfig
+from hardpoint.plugins.config_tables import GrammarConfig
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.registry.request_arguments import prepare_arguments, prepares
 from hardpoint.typed.read_only import ReadOnlyList, read_only

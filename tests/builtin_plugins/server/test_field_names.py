@@ -10,6 +10,7 @@ from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 from support.scripted_server import WEATHER, scripted_server, user
 
+from hardpoint.builtin_plugins.server.config import ServerLimits
 from hardpoint.builtin_plugins.server.dialects.chat import ChatCompletionRequest
 from hardpoint.builtin_plugins.server.dialects.completions import CompletionRequest
 from hardpoint.builtin_plugins.server.dialects.messages import MessagesRequest
@@ -18,7 +19,6 @@ from hardpoint.builtin_plugins.server.errors import answer_error
 from hardpoint.builtin_plugins.server.routes.fields import renamed
 from hardpoint.errors import PromptTooLongError
 from hardpoint.plugins import CompletionOutput, RequestError, RequestOutput, SamplingParams
-from hardpoint.plugins.server import ServerLimits
 
 CHAT, TEXT, TOKENS = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
 NOT = {"type": "object", "properties": {"a": {"not": {}}}}

@@ -15,8 +15,8 @@ from hardpoint.builtin_plugins.server.access.keys import (
     single_key,
     stores_of,
 )
+from hardpoint.builtin_plugins.server.config import ServerConfig
 from hardpoint.plugins import ConfigError
-from hardpoint.plugins.server import ServerConfig
 
 ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdef"
 

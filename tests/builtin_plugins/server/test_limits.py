@@ -10,7 +10,7 @@ from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 
 from hardpoint.builtin_plugins.server import bodies, service
-from hardpoint.plugins.server import ServerLimits
+from hardpoint.builtin_plugins.server.config import ServerLimits
 
 LIMITS = {
     "body_bytes": 20_000,

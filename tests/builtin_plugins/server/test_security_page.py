@@ -5,7 +5,7 @@ import re
 from support.processes import ROOT
 
 from hardpoint.builtin_plugins.server.access.keys import KeyStore
-from hardpoint.plugins.server import ServerConfig, ServerLimits
+from hardpoint.builtin_plugins.server.config import ServerConfig, ServerLimits
 
 TEXT = (ROOT / "docs" / "server-security.md").read_text()
 

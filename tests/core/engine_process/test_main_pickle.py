@@ -20,9 +20,9 @@ from support.searching import examples
 
 from hardpoint import plugins
 from hardpoint.errors import PluginLoadError
-from hardpoint.plugins.kinds import KINDS
 from hardpoint.plugins.manifest import Source
 from hardpoint.registry.adapt import load_component
+from hardpoint.registry.kinds import KINDS
 from hardpoint.system.process.main_module.main_pickle import dumps, loads
 from hardpoint.system.process.main_module.struct_pickle import StructParts
 from hardpoint.typed import convert, json_schema

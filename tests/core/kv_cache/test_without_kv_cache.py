@@ -10,7 +10,7 @@ import torch
 from hardpoint import ConfigError, SamplingParams
 from hardpoint.core.kv_cache import CacheSize, size_cache
 from hardpoint.plugins import EngineConfig, WorkerInfo
-from hardpoint.plugins.config import KVCacheConfig, SchedulerConfig
+from hardpoint.plugins.config_tables import KVCacheConfig, SchedulerConfig
 from hardpoint.testing import ScriptedModel, scripted_engine, write_scripted_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)

@@ -22,7 +22,7 @@ from hardpoint.core.weights import weight_cache
 from hardpoint.core.weights.weight_cache import WeightCache
 from hardpoint.kernels import cpu
 from hardpoint.plugins import Ops, Wrapper
-from hardpoint.plugins.config import WeightCacheConfig
+from hardpoint.plugins.config_tables import WeightCacheConfig
 
 PROMPTS = [[1, 2, 3], list(range(40, 60))]
 KEY = "a key"

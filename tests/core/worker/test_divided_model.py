@@ -34,7 +34,7 @@ from hardpoint.plugins import (
     WeightLoader,
     Wrapper,
 )
-from hardpoint.plugins.config import QuantizationConfig, WeightCacheConfig
+from hardpoint.plugins.config_tables import QuantizationConfig, WeightCacheConfig
 from hardpoint.plugins.kv_cache import KVCacheGroup
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.parallel import Cut, Parallel, SingleRank

@@ -7,7 +7,7 @@ import torch
 
 from hardpoint.core.worker.ranks import Ranks
 from hardpoint.plugins import ModelError
-from hardpoint.plugins.config import ParallelConfig
+from hardpoint.plugins.config_tables import ParallelConfig
 from hardpoint.plugins.parallel import Cut, Parallel, Placement, SingleRank
 from hardpoint.testing import run_ranks
 

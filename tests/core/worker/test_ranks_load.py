@@ -11,7 +11,7 @@ from hardpoint.core.worker import worker
 from hardpoint.core.worker.ranks import Ranks
 from hardpoint.core.worker.worker import LocalWorker
 from hardpoint.plugins import ModelError
-from hardpoint.plugins.config import ParallelConfig
+from hardpoint.plugins.config_tables import ParallelConfig
 from hardpoint.plugins.parallel import Placement, SingleRank
 from hardpoint.system.memory import MemoryEstimate
 from hardpoint.testing import scripted_engine

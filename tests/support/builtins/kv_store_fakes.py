@@ -20,7 +20,7 @@ from hardpoint.builtin_plugins.kv_connectors.moving import StoresWorker
 from hardpoint.builtin_plugins.kv_connectors.stores import StoresOptions
 from hardpoint.builtin_plugins.kv_stores.memory import MemoryStore
 from hardpoint.plugins import KVConnectorContext, KVStoreContext
-from hardpoint.plugins.config import KVConnectorConfig
+from hardpoint.plugins.config_tables import KVConnectorConfig
 from hardpoint.plugins.kv_connector import BlockIdentity, KVWorkerContext
 from hardpoint.plugins.kv_store import BlockBuffer, PeerKVStore
 from hardpoint.plugins.stats import KVTierStats

@@ -27,7 +27,7 @@ from hardpoint.plugins import (
     Quantization,
     WeightLoader,
 )
-from hardpoint.plugins.config import QuantizationConfig
+from hardpoint.plugins.config_tables import QuantizationConfig
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.parallel import Parallel
 from hardpoint.plugins.quantization import QuantizationContext

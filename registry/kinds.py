@@ -5,32 +5,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from .arguments import ComponentWithArguments
-from .attention import AttentionBackend
-from .component import Component
-from .executor import Executor
-from .grammars import GrammarBackend
-from .kv_cache import EvictionPolicy, KVEventPublisher
-from .kv_connector import KVConnector
-from .kv_store import KVStore
-from .loader import WeightLoader
-from .logits import (
+from hardpoint.plugins.arguments import ComponentWithArguments
+from hardpoint.plugins.attention import AttentionBackend
+from hardpoint.plugins.component import Component
+from hardpoint.plugins.executor import Executor
+from hardpoint.plugins.grammars import GrammarBackend
+from hardpoint.plugins.kv_cache import EvictionPolicy, KVEventPublisher
+from hardpoint.plugins.kv_connector import KVConnector
+from hardpoint.plugins.kv_store import KVStore
+from hardpoint.plugins.loader import WeightLoader
+from hardpoint.plugins.logits import (
     BatchLogitsProcessor,
     LogitsPlugin,
     LogitsProcessor,
     SparseLogitsProcessor,
 )
-from .model import Model
-from .ops import Ops
-from .output_parser import OutputParser, Role
-from .parallel import Communicator
-from .quantization import Quantization
-from .sampler import Sampler
-from .scheduler import Scheduler
-from .scheduling_policy import SchedulingPolicy
-from .stats import StatSink
-from .step_part import StepPart
-from .tokenizer import Tokenizer
+from hardpoint.plugins.model import Model
+from hardpoint.plugins.ops import Ops
+from hardpoint.plugins.output_parser import OutputParser, Role
+from hardpoint.plugins.parallel import Communicator
+from hardpoint.plugins.quantization import Quantization
+from hardpoint.plugins.sampler import Sampler
+from hardpoint.plugins.scheduler import Scheduler
+from hardpoint.plugins.scheduling_policy import SchedulingPolicy
+from hardpoint.plugins.stats import StatSink
+from hardpoint.plugins.step_part import StepPart
+from hardpoint.plugins.tokenizer import Tokenizer
 
 __all__ = ["KINDS", "PLANNED", "FaultScope", "Kind", "Number", "Process", "Stability"]
 
@@ -55,7 +55,7 @@ class Process(Enum):
 
 
 class FaultScope(Enum):
-    """The scope that a fault of a component ends."""
+    """Scope of a fault: the work that a fault of a component ends."""
 
     REQUEST = "request"
     """The requests that use it."""

@@ -1,4 +1,4 @@
-"""The tables `[server]` and `[server.limits]` of the configuration."""
+"""The table `[server]` of the configuration, with `[server.limits]`."""
 
 from __future__ import annotations
 
@@ -8,37 +8,38 @@ from msgspec import Meta, field
 
 from hardpoint.typed import Strict
 
-from .config_values import Count, PositiveSeconds, Seconds
+__all__ = ["ServerConfig", "ServerLimits"]
 
-__all__ = [
-    "ServerConfig",
-    "ServerLimits",
-]
+Count = Annotated[int, Meta(ge=1)]
+# Timers of the system take no more.
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+PositiveSeconds = Annotated[float, Meta(gt=0, le=1e9)]
 
 
 class ServerLimits(Strict):
-    """Limits of a request to the HTTP server; one that exceeds them is answered with 400 or 413.
+    """Limits of a request to the HTTP server; a larger one is answered with 400 or 413.
 
     Attributes:
-        body_bytes: bytes of a request's body.
-        buffered_bytes: bytes of all bodies larger than 64 KiB that are not yet used; further
+        body_bytes: size of a request's body.
+        buffered_bytes: size of all bodies above 64 KiB that are not yet used, together; further
             ones are answered with 503. One alone may have `body_bytes` in any case.
-        items: items of a body: its commas, and 8 for each opening bracket, those in its texts too.
-        header_bytes: bytes of its request line and headers.
-        connections: connections open at once; further ones are answered with 503.
+        items: commas of a body, and 8 for each opening bracket, those in its texts too.
+        header_bytes: size of its request line and headers.
+        connections: connections that are open at once; further ones are answered with 503.
         depth: levels of arrays and objects in one another, in a body.
         requests: requests that are being answered at once; further ones are answered with 429.
-        prompts: in one request.
-        prompt_characters: characters of all its texts; None is 32 per token of `max_model_len`.
+        prompts: prompts in one request.
+        prompt_characters: length of all texts of a request; None is 32 for each token of
+            `max_model_len`.
         n: completions of a prompt.
         max_tokens: None is what fits into the context.
         logprobs: likeliest tokens per position, of prompts too.
         stop: stop strings, and stop token ids.
-        bad_words: texts that must not be produced.
+        bad_words: strings that must not be produced.
         logit_bias: tokens with a bias, and tokens that are allowed.
         messages: messages of a conversation.
         tools: tools that the model may call.
-        schema_bytes: bytes of a JSON schema or grammar, of all tools together too.
+        schema_bytes: size of a JSON schema or grammar, of all tools together too.
         timeout_seconds: for one request; None is no limit.
     """
 
@@ -77,7 +78,8 @@ class ServerConfig(Strict):
         open_routes: routes that need no key, even if there are keys.
         allowed_hosts: names that requests may address the server by; None is loopback names and
             the bound address. "*" is any.
-        allowed_origins: origins of web pages that browsers let use the server; none but its own.
+        allowed_origins: origins of web pages that browsers let use the server, in addition
+            to its own.
         tls_certificate, tls_key: PEM files; with them it speaks HTTPS.
         admin: address of the admin routes: "unix:PATH", or "HOST:PORT", which needs
             `admin_keys_file`; None serves no admin routes.
@@ -95,7 +97,7 @@ class ServerConfig(Strict):
         body_seconds: maximum time between two parts of a request's body, and for all of it, with
             a second more for each 10000 bytes that came.
         send_seconds: maximum time that a client may leave an answer unread.
-        keep_alive_seconds: time that an idle connection is kept.
+        keep_alive_seconds: time for which an idle connection is kept.
         drain_delay: time to serve on after SIGTERM while `/ready` answers 503.
         drain_seconds: time for requests to finish after that.
         restart: whether a dead engine is restarted; if not, the server ends.

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from hardpoint.boundary.text_guards import GuardedTokenizer
-from hardpoint.errors import shown
-from hardpoint.plugins import DecodeStream, RequestOutputKind, SamplingParams
-from hardpoint.registry.blame import raise_unless_fault
+from hardpoint.boundary.guard import boundary_of
+from hardpoint.plugins import DecodeStream, RequestOutputKind, SamplingParams, Tokenizer
+from hardpoint.plugins.behaviour import PIECE
 
 NO_TOKENS: Mapping[int, str] = MappingProxyType({})
 
@@ -36,7 +35,7 @@ class Detokenizer:
 
     def __init__(
         self,
-        tokenizer: GuardedTokenizer,
+        tokenizer: Tokenizer,
         stream: DecodeStream,
         params: SamplingParams,
     ) -> None:
@@ -81,13 +80,10 @@ class Detokenizer:
         for count, token in enumerate(token_ids, start=1):
             try:
                 piece = step(token)
+                if piece is not None and type(piece) is not str:
+                    PIECE.check(piece, (), ())
             except BaseException as cause:
-                raise_unless_fault(cause)
-                raise self._tokenizer.fault("step", cause) from cause
-            if piece is not None and not isinstance(piece, str):
-                raise self._tokenizer.fault(
-                    "step", f"returned {shown(piece)}, expected text or None"
-                )
+                boundary_of(self._tokenizer).end("step", cause)
             if token in self.special:
                 self._mark(token, piece or "")
             if piece:

@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hardpoint.boundary.text_guards import GuardedOutputParser
 from hardpoint.errors import shown
 from hardpoint.plugins import (
+    OutputParser,
     ParserRequest,
     ReasoningMarkers,
     Tokenizer,
@@ -48,8 +48,8 @@ class OutputParsers:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        by_kind: Mapping[str, GuardedOutputParser],
-        own: Collection[GuardedOutputParser] = (),
+        by_kind: Mapping[str, OutputParser],
+        own: Collection[OutputParser] = (),
     ) -> None:
         """Use a parser for each kind; one of both roles may be given twice.
 
@@ -72,7 +72,7 @@ class OutputParsers:
         texts = {token: text for text, token in tokenizer.special_tokens.items()} if ids else {}
         self.special: Mapping[int, str] = {token: texts.get(token, "") for token in ids}
 
-    def with_own(self, own: Mapping[str, GuardedOutputParser]) -> OutputParsers:
+    def with_own(self, own: Mapping[str, OutputParser]) -> OutputParsers:
         """Return the parsers of a request that has some of its own, by kind."""
         by_kind = {**self.by_kind, **own}
         if self.reasoning is self.tools and self.reasoning is not None:
@@ -81,7 +81,7 @@ class OutputParsers:
 
     def entries(self, plugins: PluginSet) -> list[PluginEntry]:
         """Return the entry of each parser; of one of both roles, that of reasoning."""
-        found: dict[GuardedOutputParser, PluginEntry] = {}
+        found: dict[OutputParser, PluginEntry] = {}
         for kind, parser in self.by_kind.items():
             found.setdefault(parser, plugins.get(kind, parser.name))
         return list(found.values())
@@ -90,7 +90,7 @@ class OutputParsers:
         return bool(self.by_kind)
 
     @property
-    def components(self) -> list[GuardedOutputParser]:
+    def components(self) -> list[OutputParser]:
         """Each parser once."""
         return list(dict.fromkeys(self.by_kind.values()))
 

@@ -34,6 +34,7 @@ FaultReporter = Callable[[str, BaseException | None], None]
 """Called with a message such as "victim() returned None", and the cause or None."""
 
 C = TypeVar("C", bound=Component)
+T = TypeVar("T")
 
 HandOver = Mapping[str, Callable[[Any], Any]]
 """By the name of a first parameter, what makes of an argument what the plugin gets."""
@@ -81,6 +82,11 @@ class Boundary:
         self.report = report
         self.calls = calls
         self.failing: set[str] = set()
+
+    @classmethod
+    def naming(cls, kind: str, source: Source) -> Boundary:
+        """Return that of a component of which no method has a default."""
+        return cls(_unreported, PluginCalls(UNWATCHED, kind, source))
 
     def method(
         self,
@@ -176,13 +182,16 @@ class Boundary:
 
         return functools.cache(call) if behaviour.once else call
 
-    def end(self, name: str, error: BaseException, behaviour: Behaviour = _NAMED) -> NoReturn:
+    def end(
+        self, name: str, error: BaseException, behaviour: Behaviour = _NAMED, of: str = ""
+    ) -> NoReturn:
         """End a call that failed.
 
         Args:
             name: of the method.
             error: what it raised, or an UnusableError.
             behaviour: what the contract says of it.
+            of: what it was called for, as a part of the message.
 
         Raises:
             PluginFaultError: names the plugin.
@@ -197,6 +206,8 @@ class Boundary:
         source = self.calls.source
         if cause is error:
             source, name = responsible(error, source, name)
+        if of:
+            problem += f" {of}" if cause is error else f", {of}"
         what = f"its {name} {problem}" + (f": {describe(cause)}" if cause is not None else "")
         if behaviour.refuses:
             raise RequestError(f"{behaviour.refuses} {source.name!r}: {what}") from cause
@@ -265,6 +276,30 @@ def guard(
         else:
             own[name] = boundary.method(name, behaviour, function, declared, hand_over or {})
     return cast(C, guarded)
+
+
+def checked(
+    value: T, interface: type, method: str, plugin: object, *, given: Sequence[Any] = ()
+) -> T:
+    """Return what a method returned, as it is declared; for calls that are written by hand.
+
+    Args:
+        value: what it returned.
+        interface: that declares it.
+        method: its name as messages have it, with or without "()".
+        plugin: names it.
+        given: its arguments, where the check needs them.
+
+    Raises:
+        PluginFaultError: it is something else.
+    """
+    behaviour = behaviour_of(interface, method.removesuffix("()"))
+    assert behaviour is not None
+    assert behaviour.returned is not None, f"nothing is declared of {method}"
+    try:
+        return cast(T, behaviour.returned.check(value, given, given))
+    except UnusableError as wrong:
+        raise PluginFaultError(f"{plugin}: its {method} {wrong}") from wrong.__cause__
 
 
 def boundary_of(component: Component) -> Boundary:

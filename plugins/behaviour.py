@@ -19,6 +19,8 @@ __all__ = [
     "Returned",
     "UnusableError",
     "behaviour_of",
+    "fitting",
+    "instance",
     "notifies",
     "returns",
     "unusable",
@@ -125,8 +127,9 @@ def notifies(method: F) -> F:
 
 
 def declared_of(method: Any) -> Behaviour | None:
-    """Return what is declared of a function or property; None for any other one."""
-    declared = getattr(getattr(method, "fget", method), _MARK, None)
+    """Return what is declared of a function, method of a class or property; None for others."""
+    function = getattr(method, "fget", None) or getattr(method, "__func__", method)
+    declared = getattr(function, _MARK, None)
     return declared if isinstance(declared, Behaviour) else None
 
 
@@ -134,6 +137,29 @@ def behaviour_of(cls: type, method: str) -> Behaviour | None:
     """Return what an interface declares of a method, also if a class derives from it."""
     declared = (declared_of(vars(base).get(method)) for base in cls.__mro__)
     return next(filter(None, declared), None)
+
+
+def fitting(text: str, fits: Callable[[Any], bool]) -> Returned:
+    """Return what holds for values for which a function is true; `text` is what they are."""
+
+    def check(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Any:  # noqa: ARG001
+        if not fits(value):
+            raise UnusableError(f"gave {shown(value)}, expected {text}")
+        return value
+
+    return Returned(text, check)
+
+
+def instance(expected: type[Any]) -> Returned:
+    """Return what holds for the instances of a class."""
+
+    def check(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Any:  # noqa: ARG001
+        if not isinstance(value, expected):
+            name = type(value).__name__
+            raise UnusableError(f"returned {name}, expected {expected.__name__}")
+        return value
+
+    return Returned(f"a `{expected.__name__}`", check)
 
 
 def equals_itself(value: Any) -> bool:

@@ -7,13 +7,14 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from support.plugins.policies import LOAD, request
 
 import hardpoint
 from hardpoint.boundary import activity
 from hardpoint.boundary import guard as guard_module
 from hardpoint.boundary.faults import Fanout, StepFaults
-from hardpoint.boundary.guard import boundary_of, guard
+from hardpoint.boundary.guard import boundary_of, checked, guard
 from hardpoint.boundary.text_guards import guarded_parser, guarded_tokenizer
 from hardpoint.builtin_plugins.kv_cache.events import NullPublisher
 from hardpoint.builtin_plugins.kv_cache.eviction import LeastRecentlyUsed
@@ -148,7 +149,7 @@ def test_the_table_has_every_declared_method():
     }
     # A parser of tools has the interface of one of reasoning.
     declared = {(k.replace("tool_", "reasoning_"), method) for k, method in declared}
-    assert declared == {(kind, method) for kind, method, *_ in [*CALLS, *RAISING]}
+    assert declared == {(kind, method) for kind, method, *_ in [*CALLS, *RAISING, *CHECKED]}
 
 
 @cases
@@ -339,6 +340,37 @@ def test_a_call_that_fails_is_timed(case, monkeypatch):
         with pytest.raises(HardpointError):
             use(guarded, case)
         assert boundary_of(guarded).calls.take_seconds() == 2 * SECONDS
+
+
+# kind, method, a wrong value, what is said of it. The calls are written by hand: models,
+# attention and samplers for their speed, the others since the consequence is that of their call.
+CHECKED = [
+    ("models", "weight_shapes", {"x": "y"}, "gave {'x': 'y'}, expected a shape per name"),
+    ("models", "weight_cuts", {"x": 1}, "gave {'x': 1}, expected a Cut inside of the shape of ea"),
+    ("models", "quantizable", "x", "gave 'x', expected names"),
+    ("models", "kv_specs", [1], "gave [1], expected a list of KVSpec of whole numbers >= 1, a f"),
+    ("models", "routed_experts", (1,), "gave (1,), expected layers and experts per token, or No"),
+    ("models", "kv_variant", None, "gave None, expected a string"),
+    ("attention_backends", "bytes_per_block", 0, "gave 0, expected an int >= 1"),
+    ("quantizations", "quantize", 1, "gave 1, expected a QuantizedMatrix"),
+    ("quantizations", "read", 1, "gave 1, expected a QuantizedMatrix"),
+    ("quantizations", "alignment", 0, "gave 0, expected a whole number >= 1"),
+    ("quantizations", "stored_bytes", -1, "gave -1, expected a number of bytes, or None"),
+    ("loaders", "formats", [], "gave [], expected a WeightFormat per name"),
+    ("samplers", "sample", None, "expected token ids int64 [2] on cpu, got None"),
+    ("schedulers", "schedule", None, "returned NoneType, expected SchedulerOutput"),
+    ("schedulers", "update", None, "returned NoneType, expected dict"),
+    ("executors", "execute_model", None, "returned NoneType, expected Future"),
+    ("grammars", "validate", 1, "returned 1, expected text or None"),
+]
+
+
+@pytest.mark.parametrize("case", CHECKED, ids=lambda case: f"{case[0]}-{case[1]}")
+def test_a_result_is_checked_where_the_call_is_written_by_hand(case):
+    kind, method, value, words = case
+    with pytest.raises(PluginFaultError) as error:
+        checked(value, KINDS[kind].interface, method, "plugin 'odd'", given=(torch.zeros(2, 3),))
+    assert str(error.value).startswith(f"plugin 'odd': its {method} {words}")
 
 
 class Late:

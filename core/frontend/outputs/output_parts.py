@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hardpoint.errors import shown
+from hardpoint.boundary.guard import checked
+from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import (
     OutputParser,
     ParserRequest,
@@ -16,6 +17,7 @@ from hardpoint.plugins import (
     Tokenizer,
 )
 from hardpoint.plugins.config import GrammarConfig
+from hardpoint.plugins.grammars import GrammarBackend
 from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.plugins.output_parser import (
     ContentText,
@@ -216,18 +218,16 @@ class AnswerValidator:
             if entry is None:
                 continue
             try:
-                found = self._plugins.target(entry).validate(structured, answer)
+                found: str | None = self._plugins.target(entry).validate(structured, answer)
             except NotImplementedError:
                 continue
             except BaseException as cause:
                 raise_unless_fault(cause)
                 return f"{_CANNOT}: {entry.source}: its validate failed: {describe(cause)}"
-            if found is not None and not isinstance(found, str):
-                return (
-                    f"{_CANNOT}: {entry.source}: its validate returned {shown(found)}, expected "
-                    f"text or None"
-                )
-            return found
+            try:
+                return checked(found, GrammarBackend, "validate", entry.source)
+            except PluginFaultError as wrong:
+                return f"{_CANNOT}: {wrong}"
         return f"{_CANNOT}: the grammar backend {own!r} has no `validate`"
 
 

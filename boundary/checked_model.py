@@ -13,7 +13,6 @@ import torch
 from hardpoint.errors import PluginFaultError, shown
 from hardpoint.plugins import (
     ForwardBatch,
-    HardpointError,
     KVSpec,
     Model,
     WeightLoader,
@@ -24,10 +23,9 @@ from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.model import CUTS, is_shape
 from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import QuantizedWeight
-from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.system.memory import is_out_of_memory
 
-from .guard import checked
+from .guard import PASSING, Boundary, checked
 
 
 class CheckedModel:
@@ -104,12 +102,10 @@ class CheckedModel:
         try:
             return function(argument)
         except BaseException as cause:
-            raise_unless_fault(cause)
-            if isinstance(cause, HardpointError) or is_out_of_memory(cause):
+            if is_out_of_memory(cause):
                 raise
-            raise PluginFaultError(
-                f"{self.source}: its {method}() failed in a trial step: {describe(cause)}"
-            ) from cause
+            boundary = Boundary.naming("models", self.source)
+            boundary.end(f"{method}()", cause, PASSING, "in a trial step")
 
     def empty_hidden(self, num_tokens: int) -> torch.Tensor:
         """Return room for what the stage before passes on, [tokens, hidden_size]."""

@@ -11,7 +11,7 @@ import torch
 
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import HardpointError, ModelError
-from hardpoint.plugins.behaviour import Behaviour, Returned
+from hardpoint.plugins.behaviour import Returned
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.quantization import (
     COLUMNS,
@@ -24,11 +24,9 @@ from hardpoint.registry.blame import raise_unless_fault
 from hardpoint.system.memory import is_out_of_memory
 
 from .checked_model import wrong_result
-from .guard import Boundary
+from .guard import PASSING, Boundary
 
 T = TypeVar("T")
-
-_PASSING = Behaviour(None, None, raises=(HardpointError,))
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ class SchemeCalls:
             if refuses and isinstance(cause, ValueError) and not isinstance(cause, HardpointError):
                 raise_unless_fault(cause)
                 raise self._wrong(str(cause)) from cause
-            self._boundary.end(f"{method}()", cause, _PASSING, f"for {self.name!r}")
+            self._boundary.end(f"{method}()", cause, PASSING, f"for {self.name!r}")
 
     def matrix(
         self, method: str, function: Callable[[], QuantizedMatrix], shape: tuple[int, ...]

@@ -14,7 +14,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import Any, NoReturn, TypeVar, cast
 
-from hardpoint.errors import PluginFaultError, RequestError, shown
+from hardpoint.errors import HardpointError, PluginFaultError, RequestError, shown
 from hardpoint.plugins.behaviour import (
     ORDERED,
     Behaviour,
@@ -42,7 +42,10 @@ HandOver = Mapping[str, Callable[[Any], Any]]
 Uses = Mapping[str, Callable[[Any], Any]]
 """By the name of a method, what makes of its checked result what the engine uses."""
 
+PASSING = Behaviour(None, None, raises=(HardpointError,))
+"""Of calls whose errors of Hardpoint's tree pass: they name what failed."""
 _NAMED = Behaviour(None, None)
+_declared = functools.cache(behaviour_of)
 UNWATCHED = Activity()
 """Records the calls of a frontend, which has no watchdog."""
 
@@ -293,7 +296,7 @@ def checked(
     Raises:
         PluginFaultError: it is something else.
     """
-    behaviour = behaviour_of(interface, method.removesuffix("()"))
+    behaviour = _declared(interface, method.removesuffix("()"))
     assert behaviour is not None
     assert behaviour.returned is not None, f"nothing is declared of {method}"
     try:

@@ -31,6 +31,7 @@ from hardpoint.plugins import (
     OutputParser,
     PolicyContext,
     PublisherContext,
+    Request,
     SchedulingPolicy,
     StatSink,
     StatSinkContext,
@@ -182,6 +183,26 @@ def test_it_returns_something_else(case):
     assert case[5] in message
     if case[1] not in ("key", "group_key"):
         assert result == case[6]
+
+
+def writing(self, first=None, *_):
+    """Write into what it was given: a request, several, or ids of blocks."""
+    if isinstance(first, Request):
+        first.request_id = "stolen"
+    for one in first if isinstance(first, tuple) else ():
+        if isinstance(one, Request):
+            one.request_id = "stolen"
+    first.clear()
+
+
+@cases
+def test_it_writes(case):
+    """Nothing that it gets can be changed; trying to is a fault like any other."""
+    result, message = answers(case, writing)
+    assert message.startswith(f"{case[3]} failed: AttributeError: ")
+    if case[1] not in ("key", "group_key"):
+        assert result == case[6]
+    assert (A.request_id, B.request_id) == ("a", "b")
 
 
 @cases

@@ -102,23 +102,6 @@ def test_token_ids_are_the_frontends_own_and_whole_numbers():
 
 
 @pytest.mark.parametrize(
-    ("method", "arguments", "value", "words"),
-    [
-        ("decode", ([1],), b"x", "returned b'x', expected text"),
-        ("decode_stream", ([1],), None, "returned None, which has no step()"),
-        ("apply_chat_template", ([],), [1], "returned [1], expected text"),
-    ],
-)
-def test_other_methods(method, arguments, value, words):
-    for call, said in ((returning(value), words), (failing, "failed: LookupError: lost")):
-        with pytest.raises(PluginFaultError) as error:
-            getattr(tokenizer(**{method: call}), method)(*arguments)
-        assert str(error.value) == f"plugin 'mine': its {method} {said}"
-    with pytest.raises(RequestError, match="^no template$"):
-        tokenizer(apply_chat_template=refusing).apply_chat_template([])
-
-
-@pytest.mark.parametrize(
     ("vocabulary", "words"),
     [
         (failing, "failed: LookupError: lost"),
@@ -153,10 +136,6 @@ def test_what_a_tokenizer_does_not_say_is_no_fault(member):
         getattr(guarded, member)()  # the property raises first
     with pytest.raises(PluginFaultError, match="its encode failed: NotImplementedError: never"):
         tokenizer(encode=raising(NotImplementedError("never"))).encode("x")
-
-
-def refusing(*_, **__):
-    raise RequestError("no template")
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,10 @@ class ProcessorRunner:
 
         Raises:
             PluginFaultError: instead, if the configuration says that faults end the engine.
+            BaseException: the cause, if it is no fault.
         """
+        if isinstance(cause, BaseException):
+            raise_unless_fault(cause)
         self.meter.faults += 1
         reason = cause if isinstance(cause, str) else f"{describe(cause)}"
         message = f"{self.source}: its {method} failed: {reason}"

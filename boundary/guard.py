@@ -194,7 +194,8 @@ class Boundary:
             name: of the method.
             error: what it raised, or an UnusableError.
             behaviour: what the contract says of it.
-            of: what it was called for, as a part of the message.
+            of: what it was called for, as a part of the message. The component itself is named
+                then, and none that it called.
 
         Raises:
             PluginFaultError: names the plugin.
@@ -207,7 +208,7 @@ class Boundary:
         if isinstance(error, (*naming, *behaviour.raises)):
             raise error
         source = self.calls.source
-        if cause is error:
+        if cause is error and not of:  # with it, the component itself is named
             source, name = responsible(error, source, name)
         if of:
             problem += f" {of}" if cause is error else f", {of}"

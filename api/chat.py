@@ -274,12 +274,15 @@ class Chat:
         """
         read = read_messages(messages)
         texts = UserText(tokenizer, read, self.tools, self._variables)
+        options = {
+            "tools": texts.marked(self.tools),
+            "continue_final_message": self._continues,
+            "variables": texts.marked(self._variables),
+        }
         rendered = tokenizer.apply_chat_template(
             texts.marked(read),
             add_generation_prompt=self._begins,
-            tools=texts.marked(self.tools) or None,
-            continue_final_message=self._continues,
-            variables=texts.marked(self._variables) or None,
+            **{name: value for name, value in options.items() if value},
         )
         text, ids = texts.encode(rendered)
         return {"type": "token", "prompt_token_ids": ids, "prompt": text}

@@ -19,7 +19,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hardpoint.boundary.text_guards import GuardedTokenizer, open_parser
+from hardpoint.boundary.text_guards import open_parser
+from hardpoint.builtin_plugins.tokenizer.transformers import TransformersTokenizer
 from hardpoint.core.weights.model_files import find_files
 from hardpoint.plugins import EngineConfig, ParserRequest, TokenizerContext
 from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
@@ -65,9 +66,10 @@ OUTPUTS = {
 }
 
 
-class WithMarkers(GuardedTokenizer):
+class WithMarkers(TransformersTokenizer):
     """The demo model's tokenizer, with the special tokens that a format needs."""
 
+    contract = 1
     markers: Mapping[str, int] = {}
 
     @property
@@ -85,7 +87,7 @@ def main() -> None:
     plugins = resolve_plugins(EngineConfig())
     entry = plugins.one("tokenizers")
     demo: Any = plugins.create(entry, TokenizerContext, files=find_files("smollm2"))
-    tokenizer = WithMarkers(demo, entry.source, 1 << 20)
+    tokenizer = WithMarkers(demo.context)
     found = {}
     for name, text in OUTPUTS.items():
         found[name] = measure(plugins, tokenizer, name, text, options.rounds)

@@ -14,6 +14,7 @@ from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.model import Attend
 
 from .checked_model import wrong_result
+from .guard import checked
 from .layer_groups import LayerGroups
 
 _CACHE_EXTRA = 1 << 20  # bytes that a cache may have besides its blocks
@@ -67,10 +68,10 @@ class CheckedAttention:
         self.groups = groups.groups
         self._group_of, self._cache_of = groups.group_of, groups.cache_of
         self.kv_layout = (backend.kv_layout, backend.kv_layout_version)
-        self._sizes = [backend.bytes_per_block(spec) for spec in specs]
-        for size in self._sizes:
-            if type(size) is not int or size < 1:
-                raise wrong_result(source, "bytes_per_block", size, "an int >= 1")
+        sizes = [backend.bytes_per_block(spec) for spec in specs]
+        for size in sizes:
+            checked(size, AttentionBackend, "bytes_per_block()", source)
+        self._sizes: list[int] = sizes
         self._layer_of = {cache: layer for layer, cache in enumerate(self._cache_of)}  # one of it
         for layer, cache in enumerate(self._cache_of):
             other = self._layer_of[cache]

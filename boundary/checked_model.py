@@ -5,7 +5,6 @@ A wrong one names its plugin.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +14,6 @@ import torch
 from hardpoint.errors import PluginFaultError, shown
 from hardpoint.plugins import (
     ForwardBatch,
-    HardpointError,
     KVSpec,
     Model,
     WeightLoader,
@@ -23,10 +21,12 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import is_replayable
 from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.model import CUTS, is_shape
 from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import QuantizedWeight
-from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.system.memory import is_out_of_memory
+
+from .guard import PASSING, Boundary, checked
 
 
 class CheckedModel:
@@ -56,40 +56,23 @@ class CheckedModel:
         self._vocab_size = model.context.config.vocab_size
         self.hooks = model.context.hooks
         self.called_hooks = frozenset[str]()
-        shapes, specs = model.weight_shapes(), model.kv_specs()
-        cuts = model.weight_cuts()
-        if not isinstance(shapes, Mapping) or not all(map(_is_shape, shapes.values())):
-            raise self._wrong("weight_shapes", shapes, "a shape per name")
-        if not isinstance(cuts, Mapping) or not all(
-            name in shapes and _is_cut(cut, shapes[name]) for name, cut in cuts.items()
-        ):
-            raise self._wrong("weight_cuts", cuts, "a Cut inside of the shape of each name")
-        names = model.quantizable()
-        if not isinstance(names, Iterable) or isinstance(names, str):
-            raise self._wrong("quantizable", names, "names")
-        for name in names:
+        shapes = self._stated("weight_shapes()", model.weight_shapes())
+        specs, cuts = model.kv_specs(), self._stated("weight_cuts()", model.weight_cuts())
+        if not all(name in shapes and cut.fits(shapes[name]) for name, cut in cuts.items()):
+            raise self._wrong("weight_cuts", cuts, CUTS.text)
+        for name in self._stated("quantizable()", model.quantizable()):
             if not isinstance(name, str) or len(shapes.get(name, ())) != 2:
                 raise self._wrong("quantizable", name, "names of matrices in weight_shapes()")
-        if not isinstance(specs, list) or not all(map(_is_spec, specs)):
-            expected = (
-                "a list of KVSpec of whole numbers >= 1, a finite scale and a softcap > 0, where "
-            )
-            expected += "num_kv_heads divides num_heads"
-            raise self._wrong("kv_specs", specs, expected)
         self.shapes: dict[str, tuple[int, ...]] = dict(shapes)
         self.cuts: dict[str, Cut] = dict(cuts)
         self.needed = {
             name: cuts[name].shape(shape) if name in cuts else tuple(shape)
             for name, shape in shapes.items()
         }
-        self.specs: list[KVSpec] = specs
+        self.specs: list[KVSpec] = self._stated("kv_specs()", specs)
         self.is_replayable = is_replayable(model)
-        routed = self.routed_experts = model.routed_experts
-        if routed is not None and not (_is_shape(routed) and len(routed) == 2):
-            raise self._wrong("routed_experts", routed, "layers and experts per token, or None")
-        self.kv_variant = model.kv_variant
-        if not isinstance(self.kv_variant, str):
-            raise self._wrong("kv_variant", self.kv_variant, "a string")
+        self.routed_experts = self._stated("routed_experts()", model.routed_experts)
+        self.kv_variant: str = self._stated("kv_variant()", model.kv_variant)
         self._is_last = model.context.parallel.is_last
         self._width: int | None = None  # of hidden states, once known
 
@@ -149,12 +132,10 @@ class CheckedModel:
         try:
             return function(argument)
         except BaseException as cause:
-            raise_unless_fault(cause)
-            if isinstance(cause, HardpointError) or is_out_of_memory(cause):
+            if is_out_of_memory(cause):
                 raise
-            raise PluginFaultError(
-                f"{self.source}: its {method}() failed in a trial step: {describe(cause)}"
-            ) from cause
+            boundary = Boundary.naming("models", self.source)
+            boundary.end(f"{method}()", cause, PASSING, "in a trial step")
 
     def empty_hidden(self, num_tokens: int) -> torch.Tensor:
         """Return room for what the stage before passes on, [tokens, hidden_size]."""
@@ -200,6 +181,9 @@ class CheckedModel:
             where = f"{list(expected)} on {hidden.device}"
             raise self._wrong("compute_logits", logits, f"floating logits {where}")
         return logits
+
+    def _stated(self, method: str, value: Any) -> Any:
+        return checked(value, Model, method, self.source)
 
     def _wrong(self, method: str, got: Any, expected: str) -> PluginFaultError:
         return wrong_result(self.source, method, got, expected)
@@ -359,7 +343,7 @@ def is_quantized_weight(weight: Any) -> bool:
     return (
         isinstance(weight, QuantizedWeight)
         and isinstance(weight.scheme, str)
-        and _is_shape(weight.shape)
+        and is_shape(weight.shape)
         and len(weight.shape) == 2
         and isinstance(weight.tensors, Mapping)
         and all(
@@ -375,32 +359,6 @@ def _is_dense(tensor: Any) -> bool:
         and tensor.device.type == "cpu"
         and tensor.layout is torch.strided
     )
-
-
-def _is_shape(shape: Any) -> bool:
-    return isinstance(shape, tuple | list) and all(isinstance(n, int) and n >= 0 for n in shape)
-
-
-def _is_cut(cut: Any, shape: Sequence[int]) -> bool:
-    return isinstance(cut, Cut) and cut.fits(shape)
-
-
-def _is_spec(spec: Any) -> bool:
-    if not isinstance(spec, KVSpec):
-        return False
-    numbers = (spec.num_heads, spec.num_kv_heads, spec.head_size, spec.window)
-    return (
-        all(type(number) is int and number >= 1 for number in numbers if number is not None)
-        and None not in numbers[:3]
-        and spec.num_heads % spec.num_kv_heads == 0
-        and isinstance(spec.scale, int | float)
-        and math.isfinite(spec.scale)
-        and (spec.softcap is None or _is_positive(spec.softcap))
-    )
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value) and value > 0
 
 
 def wrong_result(source: Source, method: str, got: Any, expected: str) -> PluginFaultError:

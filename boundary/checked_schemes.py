@@ -11,12 +11,20 @@ import torch
 
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import HardpointError, ModelError
+from hardpoint.plugins.behaviour import Returned
 from hardpoint.plugins.manifest import Source
-from hardpoint.plugins.quantization import AffineCodes, Quantization, QuantizedMatrix
-from hardpoint.registry.blame import describe, raise_unless_fault
+from hardpoint.plugins.quantization import (
+    COLUMNS,
+    MATRIX,
+    AffineCodes,
+    Quantization,
+    QuantizedMatrix,
+)
+from hardpoint.registry.blame import raise_unless_fault
 from hardpoint.system.memory import is_out_of_memory
 
 from .checked_model import wrong_result
+from .guard import PASSING, Boundary
 
 T = TypeVar("T")
 
@@ -37,37 +45,48 @@ class SchemeCalls:
     component: Quantization
     source: Source
 
-    def call(self, method: str, function: Callable[[], T], *, refuses: bool = True) -> T:
-        """Return the result of a method of the scheme or of its matrices.
+    @functools.cached_property
+    def _boundary(self) -> Boundary:
+        return Boundary.naming("quantizations", self.source)
+
+    def call(
+        self,
+        method: str,
+        function: Callable[[], T],
+        *,
+        returned: Returned | None = None,
+        refuses: bool = True,
+    ) -> T:
+        """Return what a method of the scheme or of its matrices gives.
 
         Args:
             method: its name.
             function: calls it.
-            refuses: whether a ValueError means that the weight is wrong.
+            returned: what it has to return.
+            refuses: whether a ValueError says that the weight is wrong.
 
         Raises:
             ModelError: the weight is wrong.
-            PluginFaultError: the method raised something else.
+            PluginFaultError: the method raised something else, or returned it.
         """
         try:
-            return function()
+            value = function()
+            if returned is not None:
+                returned.check(value, (), ())
+            return value
         except BaseException as cause:
-            raise_unless_fault(cause)
-            if is_out_of_memory(cause) or isinstance(cause, HardpointError):
+            if is_out_of_memory(cause):
                 raise
-            if refuses and isinstance(cause, ValueError):
+            if refuses and isinstance(cause, ValueError) and not isinstance(cause, HardpointError):
+                raise_unless_fault(cause)
                 raise self._wrong(str(cause)) from cause
-            raise PluginFaultError(
-                f"{self.source}: its {method}() failed for {self.name!r}: {describe(cause)}"
-            ) from cause
+            self._boundary.end(f"{method}()", cause, PASSING, f"for {self.name!r}")
 
     def matrix(
         self, method: str, function: Callable[[], QuantizedMatrix], shape: tuple[int, ...]
     ) -> QuantizedMatrix:
         """Return the matrix of a shape that a method gives."""
-        matrix = self.call(method, function)
-        if not isinstance(matrix, QuantizedMatrix):
-            raise self.fault(method, matrix, "a QuantizedMatrix")
+        matrix = self.call(method, function, returned=MATRIX)
         if self.call("shape", lambda: tuple(matrix.shape)) != shape:
             raise self.fault(method, matrix.shape, f"a matrix of shape {shape}")
         return matrix
@@ -83,13 +102,10 @@ class SchemeCalls:
             raise self._wrong("a scale or offset is not finite")
 
     def unit(self, matrix: QuantizedMatrix) -> int:
-        """Return the columns at which a matrix can be cut, as it reports them."""
-        return self.checked_unit(self.call("alignment", lambda: matrix.alignment))
-
-    def checked_unit(self, unit: object) -> int:
-        """Return the reported columns at which a matrix can be cut, if they are a number."""
-        if type(unit) is not int or unit < 1:
-            raise self.fault("alignment", unit, "a whole number >= 1")
+        """Return the columns at which a matrix says that it can be cut."""
+        unit = self.call("alignment", lambda: matrix.alignment, returned=COLUMNS)
+        if unit is None:
+            raise self.fault("alignment", unit, COLUMNS.text)
         return unit
 
     def numbers(self, matrix: QuantizedMatrix) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The guard around a plugin's component: made from what the contract declares with each method.
 
-Each call is recorded and timed, its result checked; what a plugin does wrong is reported with its
-cause, and the declared default decides in its place.
+Each call is recorded and timed, its result checked. What a plugin does wrong is reported with its
+cause, and the declared default decides in its place; without one, it is an error that names it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import islice
 from operator import attrgetter
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
-from hardpoint.errors import shown
+from hardpoint.errors import HardpointError, PluginFaultError, RequestError, shown
 from hardpoint.plugins.behaviour import (
     ORDERED,
     Behaviour,
@@ -25,7 +25,7 @@ from hardpoint.plugins.behaviour import (
 )
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.manifest import Source
-from hardpoint.registry.blame import raise_unless_fault
+from hardpoint.registry.blame import describe, raise_unless_fault, responsible
 from hardpoint.registry.kinds import KINDS
 
 from .activity import Activity, PluginCalls
@@ -34,9 +34,20 @@ FaultReporter = Callable[[str, BaseException | None], None]
 """Called with a message such as "victim() returned None", and the cause or None."""
 
 C = TypeVar("C", bound=Component)
+T = TypeVar("T")
 
 HandOver = Mapping[str, Callable[[Any], Any]]
 """By the name of a first parameter, what makes of an argument what the plugin gets."""
+
+Uses = Mapping[str, Callable[[Any], Any]]
+"""By the name of a method, what makes of its checked result what the engine uses."""
+
+PASSING = Behaviour(None, None, raises=(HardpointError,))
+"""Of calls whose errors of Hardpoint's tree pass: they name what failed."""
+_NAMED = Behaviour(None, None)
+_declared = functools.cache(behaviour_of)
+UNWATCHED = Activity()
+"""Records the calls of a frontend, which has no watchdog."""
 
 _short = functools.partial(shown, limit=60)
 
@@ -49,10 +60,12 @@ class Guarded:
     Attributes:
         wrapped: the component.
         boundary: what its calls pass.
+        reads: read its properties, by name.
     """
 
     wrapped: Any
     boundary: Boundary
+    reads: dict[str, Callable[[], Any]]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["wrapped"], name)
@@ -62,7 +75,7 @@ class Boundary:
     """The boundary that the calls of one component pass.
 
     Attributes:
-        report: the reporter of its faults.
+        report: the reporter of faults for which a default decides.
         calls: record and time its methods.
         failing: names of the methods that had a fault.
     """
@@ -72,6 +85,11 @@ class Boundary:
         self.report = report
         self.calls = calls
         self.failing: set[str] = set()
+
+    @classmethod
+    def naming(cls, kind: str, source: Source) -> Boundary:
+        """Return that of a component of which no method has a default."""
+        return cls(_unreported, PluginCalls(UNWATCHED, kind, source))
 
     def method(
         self,
@@ -96,7 +114,7 @@ class Boundary:
         if behaviour.returned is ORDERED:
             behaviour = _sortable(behaviour, SortKeys(name, first, self))
         check = None if behaviour.returned is None else behaviour.returned.check
-        assert behaviour.otherwise is not None, "kinds of scope request have guards of their own"
+        assert behaviour.otherwise is not None, "`named` is for methods without a default"
         otherwise = behaviour.otherwise.decide
         calls, cells, number = self.calls, self.calls.cells, self.calls.number(name)
 
@@ -134,35 +152,107 @@ class Boundary:
 
     def _failed(self, name: str, text: str, error: BaseException) -> None:
         """Report a fault."""
-        problem: str
-        cause: BaseException | None
-        raised: BaseException | None
-        problem, cause, raised = "failed", error, error
-        if isinstance(error, UnusableError):
-            problem, cause, raised = str(error), error.__cause__, error.__context__
-        if raised is not None:
-            raise_unless_fault(raised)
+        problem, cause = _problem(error)
         self.failing.add(name)
         self.report(f"{text} {problem}", cause)
+
+    def named(
+        self,
+        name: str,
+        behaviour: Behaviour,
+        function: Callable[..., Any],
+        use: Callable[[Any], Any] | None = None,
+    ) -> Callable[..., Any]:
+        """Return a method that raises errors that name the plugin, and what its caller is to get.
+
+        Args:
+            name: of the method.
+            behaviour: what the contract says of it.
+            function: the component's.
+            use: what makes of its checked result what the engine uses.
+        """
+        check = None if behaviour.returned is None else behaviour.returned.check
+        run = self.calls.run
+
+        def call(*given: Any, **more: Any) -> Any:
+            try:
+                value = run(name, function, *given, **more)
+                if check is not None:
+                    value = check(value, given, given)
+                return value if use is None else use(value)
+            except BaseException as cause:
+                self.end(name, cause, behaviour)
+
+        return functools.cache(call) if behaviour.once else call
+
+    def end(
+        self, name: str, error: BaseException, behaviour: Behaviour = _NAMED, of: str = ""
+    ) -> NoReturn:
+        """End a call that failed.
+
+        Args:
+            name: of the method.
+            error: what it raised, or an UnusableError.
+            behaviour: what the contract says of it.
+            of: what it was called for, as a part of the message. The component itself is named
+                then, and none that it called.
+
+        Raises:
+            PluginFaultError: names the plugin.
+            RequestError: the same, of a method whose faults refuse the request.
+            BaseException: the error itself, if it is meant for the caller or names a plugin.
+        """
+        problem, cause = _problem(error)
+        # A fault that names another plugin passes, as does what the contract allows.
+        naming = () if behaviour.refuses else (PluginFaultError,)
+        if isinstance(error, (*naming, *behaviour.raises)):
+            raise error
+        source = self.calls.source
+        if cause is error and not of:  # with it, the component itself is named
+            source, name = responsible(error, source, name)
+        if of:
+            problem += f" {of}" if cause is error else f", {of}"
+        what = f"its {name} {problem}" + (f": {describe(cause)}" if cause is not None else "")
+        if behaviour.refuses:
+            raise RequestError(f"{behaviour.refuses} {source.name!r}: {what}") from cause
+        fault = PluginFaultError(f"{source}: {what}")
+        fault.plugin = source.name
+        raise fault from cause
+
+
+def _problem(error: BaseException) -> tuple[str, BaseException | None]:
+    """Return what is wrong with a call, and the cause; raise what is no fault."""
+    unusable = isinstance(error, UnusableError)
+    raised = error.__context__ if unusable else error
+    if raised is not None:
+        raise_unless_fault(raised)
+    return (str(error), error.__cause__) if unusable else ("failed", error)
+
+
+def _unreported(message: str, cause: BaseException | None) -> None:
+    raise AssertionError(f"no default is declared that could decide: {message}") from cause
 
 
 def guard(
     component: C,
     kind: str,
-    report: FaultReporter,
+    report: FaultReporter | None = None,
     calls: PluginCalls | None = None,
     hand_over: HandOver | None = None,
+    uses: Uses | None = None,
 ) -> C:
-    """Return a component of the same kind around one, whose declared methods raise nothing.
+    """Return a component of the same kind around one, whose methods do what is declared of them.
 
-    The methods of which nothing is declared are recorded and timed, and raise what they raise.
+    Those with a default raise nothing, the others errors that name the plugin. The methods of which
+    nothing is declared are recorded and timed; with `report`, they raise what they raise.
 
     Args:
         component: to guard.
         kind: its kind.
-        report: is called with each fault.
+        report: is called with each fault for which a default decides; None if no method has one.
         calls: record and time its methods.
         hand_over: for the arguments of its methods.
+        uses: for the results of its methods without a default.
     """
     interface = KINDS[kind].interface
     assert interface is not None, "functions are guarded by HookSet"
@@ -170,17 +260,50 @@ def guard(
     guarded = cls.__new__(cls)
     context = component.context
     source = context.source or Source(context.name, "", "", "", "")
-    boundary = Boundary(report, calls or PluginCalls(Activity(), kind, source))
-    own = vars(guarded)
+    boundary = Boundary(report or _unreported, calls or PluginCalls(UNWATCHED, kind, source))
+    own, use = vars(guarded), (uses or {}).get
     own.update(wrapped=component, boundary=boundary, context=context)
     own.update(name=context.name, options=context.options)
+    own["reads"] = {
+        name: boundary.named(name, declared, functools.partial(getattr, component, name), use(name))
+        for name, declared in _declared_properties(interface)
+    }
     for name, declared in _methods(interface):
-        behaviour, function = behaviour_of(interface, name), getattr(component, name)
+        function = getattr(component, name)
+        behaviour = behaviour_of(interface, name) or (_NAMED if report is None else None)
         if behaviour is None:
             own[name] = boundary.calls.bound(name, function)
+        elif behaviour.otherwise is None:
+            # Looked up with each call, which costs little: a tokenizer may change its methods.
+            function = functools.partial(_call, component, name)
+            own[name] = boundary.named(name, behaviour, function, use(name))
         else:
             own[name] = boundary.method(name, behaviour, function, declared, hand_over or {})
     return cast(C, guarded)
+
+
+def checked(
+    value: T, interface: type, method: str, plugin: object, *, given: Sequence[Any] = ()
+) -> T:
+    """Return what a method returned, as it is declared; for calls that are written by hand.
+
+    Args:
+        value: what it returned.
+        interface: that declares it.
+        method: its name as messages have it, with or without "()".
+        plugin: names it.
+        given: its arguments, where the check needs them.
+
+    Raises:
+        PluginFaultError: it is something else.
+    """
+    behaviour = _declared(interface, method.removesuffix("()"))
+    assert behaviour is not None
+    assert behaviour.returned is not None, f"nothing is declared of {method}"
+    try:
+        return cast(T, behaviour.returned.check(value, given, given))
+    except UnusableError as wrong:
+        raise PluginFaultError(f"{plugin}: its {method} {wrong}") from wrong.__cause__
 
 
 def boundary_of(component: Component) -> Boundary:
@@ -198,6 +321,8 @@ def _guarded_type(interface: type[Component]) -> type[Component]:
         for name in dir(interface)
         if not name.startswith("_") and name not in methods and not hasattr(Component, name)
     }
+    for name, _ in _declared_properties(interface):
+        members[name] = property(functools.partial(_read, name))
     cls: Any = type(
         f"Guarded{interface.__name__}", (Guarded, interface), {"contract": 1, **members}
     )
@@ -205,6 +330,23 @@ def _guarded_type(interface: type[Component]) -> type[Component]:
     return cast(type[Component], cls)
 
 
+def _call(component: Component, method: str, /, *given: Any, **more: Any) -> Any:
+    return getattr(component, method)(*given, **more)
+
+
+def _read(name: str, guarded: Guarded) -> Any:
+    return guarded.reads[name]()
+
+
+@functools.cache
+def _declared_properties(interface: type[Component]) -> list[tuple[str, Behaviour]]:
+    """Return the properties of an interface of which something is declared."""
+    found = ((name, inspect.getattr_static(interface, name)) for name in dir(interface))
+    names = [name for name, member in found if isinstance(member, property)]
+    return [(name, declared) for name in names if (declared := behaviour_of(interface, name))]
+
+
+@functools.cache
 def _methods(interface: type[Component]) -> list[tuple[str, Callable[..., Any]]]:
     """Return the public methods of an interface."""
     found = ((name, inspect.getattr_static(interface, name)) for name in dir(interface))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import (
@@ -17,15 +17,6 @@ from hardpoint.plugins import (
 from hardpoint.registry.blame import describe, raise_unless_fault
 
 T = TypeVar("T")
-
-
-def checked(value: T, expected: type[Any], label: str, method: str) -> T:
-    """Return the value that a component's method returned, if it has the expected type."""
-    if not isinstance(value, expected):
-        raise PluginFaultError(
-            f"{label}: its {method} returned {type(value).__name__}, expected {expected.__name__}"
-        )
-    return value
 
 
 def result_of(future: Future[T], executor: str, method: str) -> T:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from hardpoint.boundary.errors import naming_plugin
-from hardpoint.boundary.text_guards import GuardedOutputParser, GuardedTokenizer, open_parser
+from hardpoint.boundary.text_guards import open_parser, open_tokenizer
 from hardpoint.core.client.base import EngineCoreClient, InprocClient
 from hardpoint.core.client.event_loop import EventLoopBridge
 from hardpoint.core.client.process_client import EngineStart, ProcessClient, Sink
@@ -30,10 +30,10 @@ from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
     ModelFiles,
+    OutputParser,
     RequestError,
     SamplingParams,
     Tokenizer,
-    TokenizerContext,
 )
 from hardpoint.plugins.component import Progress
 from hardpoint.plugins.config import ConfigSources
@@ -168,7 +168,7 @@ class _Prepared:
     config_sources: ConfigSources
     hooks: HookSet
     spec: WorkerSpec
-    tokenizer: GuardedTokenizer
+    tokenizer: Tokenizer
     parsers: OutputParsers
     clock: Callable[[], float]
     statistics: Statistics | None
@@ -331,14 +331,10 @@ def _announce(plugins: PluginSet) -> None:
 
 def _tokenizer(
     config: EngineConfig, plugins: PluginSet, model_files: ModelFiles, vocab_size: int
-) -> GuardedTokenizer:
+) -> Tokenizer:
     path = config.tokenizer.path
     files = find_files(path, "tokenizer.path") if path else model_files
-    entry = plugins.one("tokenizers")
-    tokenizer: Tokenizer = plugins.create(entry, TokenizerContext, files=files)
-    guarded = GuardedTokenizer(tokenizer, entry.source, vocab_size)
-    guarded.check()
-    return guarded
+    return open_tokenizer(plugins, plugins.one("tokenizers"), files, vocab_size)
 
 
 def _vocabulary(
@@ -361,7 +357,7 @@ def _vocabulary(
 def _output_parsers(
     config: EngineConfig, plugins: PluginSet, tokenizer: Tokenizer, vocab_size: int
 ) -> OutputParsers:
-    opened: dict[tuple[str, str], GuardedOutputParser] = {}
+    opened: dict[tuple[str, str], OutputParser] = {}
     by_kind = {}
     for kind, name in (
         ("reasoning_parsers", config.reasoning.parser),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
+from .behaviour import fitting, returns
 from .component import Component, Context
 from .type_variables import CacheT, PlanT
 
@@ -117,6 +118,9 @@ class AttentionContext(Context["AttentionBackend"]):
     block_size: int
 
 
+BYTES = fitting("an int >= 1", lambda found: type(found) is int and found >= 1)
+
+
 class AttentionBackend(Component, Generic[CacheT, PlanT]):
     """Stores keys and values in blocks and computes attention over them. One per device.
 
@@ -161,6 +165,7 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
         """
         return False
 
+    @returns(BYTES)
     @abstractmethod
     def bytes_per_block(self, spec: KVSpec) -> int:
         """Return the bytes of one block of one layer."""

@@ -5,7 +5,7 @@ The guard around plugins, the conformance suites and the reference read it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from operator import index
@@ -19,21 +19,26 @@ __all__ = [
     "Returned",
     "UnusableError",
     "behaviour_of",
+    "fitting",
+    "instance",
     "notifies",
     "returns",
+    "unusable",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
-_LONG = 500  # characters of a quoted value
+Ids = TypeVar("Ids", bound=Collection[int])
+LONG = 500  # characters of a quoted value
 _MARK = "__behaviour__"
 
 
 class UnusableError(Exception):
     """A method returned what cannot be used; the text is what follows its name in a message."""
 
-    def __init__(self, value: Any, problem: str, limit: int = 60) -> None:
-        """`value` is what it returned, cut to a limit, `problem` the rest of the sentence."""
-        super().__init__(f"returned {shown(value, limit)}{problem}")
+
+def unusable(value: Any, problem: str, limit: int = 60) -> UnusableError:
+    """Return the error of a value, cut to a limit; `problem` is the rest of the sentence."""
+    return UnusableError(f"returned {shown(value, limit)}{problem}")
 
 
 @dataclass(frozen=True)
@@ -71,20 +76,26 @@ class Behaviour:
         returned: None for a method whose result is not used.
         otherwise: decides in its place; None if the call fails with an error that names the plugin.
         raises: exceptions that are meant for the caller.
+        refuses: what messages call the component; a fault refuses the request then. Empty if the
+            error names the plugin as any other fault does.
+        once: whether each component is asked once, and the result kept.
     """
 
     returned: Returned | None
     otherwise: Default | None
     raises: tuple[type[Exception], ...] = ()
+    refuses: str = ""
+    once: bool = False
 
     def __str__(self) -> str:
         """Return both as sentences."""
         if self.returned is None:
             return "If it raises, the fault is counted, and nothing else follows."
         if self.otherwise is None:
+            what = "request is refused" if self.refuses else "call fails"
             return (
                 f"Must return {self.returned.text}. If it returns anything else, or raises what is "
-                f"not stated here, the call fails with an error that names the plugin."
+                f"not stated here, the {what} with an error that names the plugin."
             )
         return (
             f"Must return {self.returned.text}. If it raises or returns anything else, the fault "
@@ -97,11 +108,13 @@ def returns(
     *,
     otherwise: Default | None = None,
     raises: tuple[type[Exception], ...] = (),
+    refuses: str = "",
+    once: bool = False,
 ) -> Callable[[F], F]:
     """Declare what a method returns, and what decides where it fails; as `Behaviour` has them."""
 
     def declare(method: F) -> F:
-        setattr(method, _MARK, Behaviour(returned, otherwise, raises))
+        setattr(method, _MARK, Behaviour(returned, otherwise, raises, refuses, once))
         return method
 
     return declare
@@ -114,8 +127,9 @@ def notifies(method: F) -> F:
 
 
 def declared_of(method: Any) -> Behaviour | None:
-    """Return the declaration of a function or property; None for any other one."""
-    declared = getattr(getattr(method, "fget", method), _MARK, None)
+    """Return what is declared of a function, method of a class or property; None for others."""
+    function = getattr(method, "fget", None) or getattr(method, "__func__", method)
+    declared = getattr(function, _MARK, None)
     return declared if isinstance(declared, Behaviour) else None
 
 
@@ -123,6 +137,29 @@ def behaviour_of(cls: type, method: str) -> Behaviour | None:
     """Return an interface's declaration of a method, also if a class derives from it."""
     declared = (declared_of(vars(base).get(method)) for base in cls.__mro__)
     return next(filter(None, declared), None)
+
+
+def fitting(text: str, fits: Callable[[Any], bool]) -> Returned:
+    """Return what holds for values for which a function is true; `text` is what they are."""
+
+    def check(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Any:  # noqa: ARG001
+        if not fits(value):
+            raise UnusableError(f"gave {shown(value)}, expected {text}")
+        return value
+
+    return Returned(text, check)
+
+
+def instance(expected: type[Any]) -> Returned:
+    """Return what holds for the instances of a class."""
+
+    def check(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Any:  # noqa: ARG001
+        if not isinstance(value, expected):
+            name = type(value).__name__
+            raise UnusableError(f"returned {name}, expected {expected.__name__}")
+        return value
+
+    return Returned(f"a `{expected.__name__}`", check)
 
 
 def equals_itself(value: Any) -> bool:
@@ -137,9 +174,9 @@ def _ordered(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Any:  #
         bool(value < value)
         is_equal = equals_itself(value)
     except BaseException as error:
-        raise UnusableError(value, ", which has no order") from error
+        raise unusable(value, ", which has no order") from error
     if not is_equal:
-        raise UnusableError(value, ", which is not equal to itself")
+        raise unusable(value, ", which is not equal to itself")
     return value
 
 
@@ -149,9 +186,9 @@ def _hashable(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Hashab
         hash(value)
         is_equal = equals_itself(value)
     except BaseException:
-        raise UnusableError(value, problem) from None
+        raise unusable(value, problem) from None
     if not is_equal:
-        raise UnusableError(value, problem)
+        raise unusable(value, problem)
     return value  # type: ignore[no-any-return]
 
 
@@ -160,14 +197,14 @@ def _none_or_text(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> st
         return None
     if isinstance(value, str) and (text := str.__str__(value)):  # a subclass may do anything
         return text
-    raise UnusableError(value, ", expected None or the reason as a string that is not empty")
+    raise unusable(value, ", expected None or the reason as a string that is not empty")
 
 
 def _one_of_first(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Any:
     for one, original in zip(handed[0], given[0], strict=True):
         if value is one:
             return original
-    raise UnusableError(value, ", which is not running")
+    raise unusable(value, ", which is not running")
 
 
 def _text(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> str:  # noqa: ARG001
@@ -179,7 +216,7 @@ def _text(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> str:  # no
 
 def _some_text(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> str:  # noqa: ARG001
     if not isinstance(value, str):
-        raise UnusableError(value, ", expected text", _LONG)
+        raise unusable(value, ", expected text", LONG)
     return value
 
 
@@ -193,19 +230,37 @@ def _token_ids(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> list[
         if set(map(type, ids)) != {int}:
             ids = [int(index(token)) for token in ids]
     except BaseException as error:
-        raise UnusableError(value, ", expected token ids", _LONG) from error
+        raise unusable(value, ", expected token ids", LONG) from error
+    return ids
+
+
+def within(ids: Ids, limit: int) -> Ids:
+    """Return token ids, each of them under a limit.
+
+    Raises:
+        UnusableError: one is not.
+    """
+    if ids and not (min(ids) >= 0 and max(ids) < limit):
+        wrong = next(token for token in ids if not 0 <= token < limit)
+        raise unusable(wrong, f", expected token ids from 0 to {limit - 1}", LONG)
     return ids
 
 
 def _number(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> int:  # noqa: ARG001
     if type(value) is not int or value < 1:
-        raise UnusableError(value, ", expected a number of tokens", _LONG)
+        raise unusable(value, ", expected a number of tokens", LONG)
+    return value
+
+
+def _piece(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> str | None:  # noqa: ARG001
+    if value is not None and not isinstance(value, str):
+        raise unusable(value, ", expected text or None", LONG)
     return value
 
 
 def _stream(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Any:  # noqa: ARG001
     if not callable(getattr(value, "step", None)):
-        raise UnusableError(value, ", which has no step()", _LONG)
+        raise unusable(value, ", which has no step()", LONG)
     return value
 
 
@@ -222,6 +277,7 @@ TEXT = Returned("text", _text)
 SOME_TEXT = Returned("text", _some_text)
 NONE_OR_SOME_TEXT = Returned("text or None", _none_or_some_text)
 TOKEN_IDS = Returned("token ids of the model", _token_ids)
+PIECE = Returned("text or None", _piece)
 NUMBER_OF_TOKENS = Returned("a whole number >= 1", _number)
 DECODE_STREAM = Returned("an object with the method `step`", _stream)
 BLOCK_IDS = Returned("`count` different candidates", _block_ids)

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from .behaviour import instance, returns
 from .component import Component, Context, Progress
 from .config import EngineConfig
 from .config_tables import ParallelConfig
@@ -313,6 +314,7 @@ class Executor(Component):
     def initialize_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache in every worker."""
 
+    @returns(instance(Future))
     @abstractmethod
     def execute_model(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput | None]:
         """Start a step.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import msgspec
 
+from .behaviour import PIECE, returns
 from .component import Component, Context
 from .structured import StructuredFormat, StructuredOutputs
 
@@ -159,6 +160,7 @@ class GrammarBackend(Component):
         """
 
     @classmethod
+    @returns(PIECE, raises=(NotImplementedError,))
     def validate(cls, structured: StructuredOutputs, answer: str) -> str | None:
         """Return the flaw of a finished answer of a `lenient` request; None if there is no flaw.
 

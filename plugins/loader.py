@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .behaviour import fitting, returns
 from .component import Component, Context
 from .parallel import Cut, needed_part
 from .quantization import QuantizedWeight
@@ -90,6 +91,9 @@ class LoaderContext(Context["WeightLoader"]):
     files: ModelFiles
 
 
+FORMATS = fitting("a WeightFormat per name", lambda found: isinstance(found, Mapping))
+
+
 class WeightLoader(Component):
     """Reads one format: the model's configuration and its weights."""
 
@@ -158,6 +162,7 @@ class WeightLoader(Component):
             cut = needed_part(name, weight.shape, shapes, cuts)
             yield name, weight if cut is None else cut.of(weight)
 
+    @returns(FORMATS)
     def formats(self, shapes: Mapping[str, Sequence[int]]) -> Mapping[str, WeightFormat]:  # noqa: ARG002
         """Return how the files store the weights in `shapes`, by name, without reading them.
 

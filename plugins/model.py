@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from .behaviour import fitting, returns
 from .component import Component, Context
 from .ops import Ops
 from .parallel import Cut, Parallel
@@ -117,6 +119,52 @@ class ModelContext(Context["Model"]):
     hooks: LayerHooks = field(default_factory=LayerHooks)
 
 
+def is_shape(shape: Any) -> bool:
+    """Return whether a value is the shape of a tensor."""
+    return isinstance(shape, tuple | list) and all(isinstance(n, int) and n >= 0 for n in shape)
+
+
+def _is_spec(spec: Any) -> bool:
+    if not isinstance(spec, KVSpec):
+        return False
+    numbers = (spec.num_heads, spec.num_kv_heads, spec.head_size, spec.window)
+    return (
+        all(type(number) is int and number >= 1 for number in numbers if number is not None)
+        and None not in numbers[:3]
+        and spec.num_heads % spec.num_kv_heads == 0
+        and isinstance(spec.scale, int | float)
+        and math.isfinite(spec.scale)
+        and (spec.softcap is None or _is_positive(spec.softcap))
+    )
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value > 0
+
+
+SHAPES = fitting(
+    "a shape per name",
+    lambda found: isinstance(found, Mapping) and all(map(is_shape, found.values())),
+)
+CUTS = fitting(
+    "a Cut inside of the shape of each name",
+    lambda found: (
+        isinstance(found, Mapping) and all(isinstance(cut, Cut) for cut in found.values())
+    ),
+)
+NAMES = fitting("names", lambda found: isinstance(found, Iterable) and not isinstance(found, str))
+SPECS = fitting(
+    "a list of KVSpec of whole numbers >= 1, a finite scale and a softcap > 0, where num_kv_heads "
+    "divides num_heads",
+    lambda found: isinstance(found, list) and all(map(_is_spec, found)),
+)
+EXPERTS = fitting(
+    "layers and experts per token, or None",
+    lambda found: found is None or (is_shape(found) and len(found) == 2),
+)
+VARIANT = fitting("a string", lambda found: isinstance(found, str))
+
+
 class Model(Component):
     """One architecture. Its entry-point name is the name in a checkpoint's `architectures`."""
 
@@ -131,6 +179,7 @@ class Model(Component):
         return int(self.context.config.hf["hidden_size"])
 
     @property
+    @returns(EXPERTS)
     def routed_experts(self) -> tuple[int, int] | None:
         """Layers of the whole model, and experts that a token has in each.
 
@@ -139,6 +188,7 @@ class Model(Component):
         return None
 
     @property
+    @returns(VARIANT)
     def kv_variant(self) -> str:
         """The settings that the keys and values of a token depend on besides weights and config.
 
@@ -160,6 +210,7 @@ class Model(Component):
         """
         return False
 
+    @returns(SHAPES)
     @abstractmethod
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the needed checkpoint tensors, by Hugging Face name.
@@ -167,6 +218,7 @@ class Model(Component):
         They are those of the whole tensors, of which this rank may need a part: `weight_cuts`.
         """
 
+    @returns(CUTS)
     def weight_cuts(self) -> Mapping[str, Cut]:
         """Return the parts of the tensors of which this rank needs a part; the others are whole.
 
@@ -183,6 +235,7 @@ class Model(Component):
         They are CPU tensors of any floating dtype; fuse and convert them here.
         """
 
+    @returns(NAMES)
     def quantizable(self) -> Iterable[str]:
         """Return the names in `weight_shapes` of matrices that may have few bits.
 
@@ -219,6 +272,7 @@ class Model(Component):
         """
         raise NotImplementedError(f"{type(self).__name__} has no load_packed")
 
+    @returns(SPECS)
     @abstractmethod
     def kv_specs(self) -> list[KVSpec]:
         """Return one spec per attention layer of this stage, with the heads of this rank."""

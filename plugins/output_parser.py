@@ -7,10 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
+from hardpoint import typed
+from hardpoint.errors import ConfigError
+
 from .arguments import ComponentWithArguments, prepared_type
+from .behaviour import LONG, TOKEN_IDS, Returned, UnusableError, returns, unusable
 from .component import Context
 from .markers import ReasoningMarkers
-from .structured import Format
+from .structured import Format, StructuralTag
 from .tokenizer import Tokenizer
 
 __all__ = [
@@ -83,6 +87,20 @@ OutputEvent = (
 """What an output consists of, in order."""
 
 
+def _events(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Sequence[OutputEvent]:  # noqa: ARG001
+    if not isinstance(value, list | tuple):
+        raise unusable(value, ", expected a list of events", LONG)
+    return value
+
+
+def _flag(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> bool:  # noqa: ARG001
+    return bool(value)
+
+
+EVENTS = Returned("a list of events, in an order in which they may come", _events)
+FLAG = Returned("whether it is so", _flag)
+
+
 class OutputState(Protocol):
     """The parser of one request's output, fed piece by piece.
 
@@ -90,12 +108,15 @@ class OutputState(Protocol):
     """
 
     @property
+    @returns(FLAG)
     def in_reasoning(self) -> bool:
         """Whether the output is inside reasoning."""
 
+    @returns(EVENTS)
     def feed(self, text: str) -> Sequence[OutputEvent]:
         """Take a piece of text of any length."""
 
+    @returns(EVENTS)
     def feed_token(self, token_id: int, text: str) -> Sequence[OutputEvent]:
         """Take a special token: one of the parser's `token_ids`, or one of another parser.
 
@@ -105,6 +126,7 @@ class OutputState(Protocol):
                 as any other.
         """
 
+    @returns(EVENTS)
     def finish(self) -> Sequence[OutputEvent]:
         """End the output: what waited for more text is what it is."""
 
@@ -137,6 +159,54 @@ class OutputParserContext(Context["OutputParser"]):
     arguments: Any = None
 
 
+def _markers(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> ReasoningMarkers:
+    if not isinstance(value, ReasoningMarkers):
+        raise unusable(value, ", expected ReasoningMarkers", LONG)
+
+    def ids(of: Any) -> tuple[int, ...]:
+        return tuple(TOKEN_IDS.check(of, handed, given))
+
+    def sequences(of: Any) -> tuple[tuple[int, ...], ...]:
+        try:
+            found = list(of)
+        except TypeError:
+            raise unusable(of, ", expected sequences of token ids", LONG) from None
+        return tuple(map(ids, found))
+
+    return ReasoningMarkers(
+        start=sequences(value.start),
+        end=sequences(value.end),
+        begins_open=bool(value.begins_open),
+        message_prefix=ids(value.message_prefix),
+        content_prefix=ids(value.content_prefix),
+    )
+
+
+def _token_ids(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> frozenset[int]:
+    return frozenset(TOKEN_IDS.check(value, handed, given))
+
+
+def _format(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Format:  # noqa: ARG001
+    try:
+        return typed.convert(
+            StructuralTag(format=value), StructuralTag, path="StructuralTag"
+        ).format
+    except ConfigError as wrong:
+        raise UnusableError(f"returned no Format: {wrong}") from None
+
+
+def _state(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> OutputState:  # noqa: ARG001
+    _ = value.feed, value.feed_token, value.finish
+    return value  # type: ignore[no-any-return]
+
+
+_NOUN = "output parser"
+MARKERS = Returned("`ReasoningMarkers` of token ids", _markers)
+MARKED_IDS = Returned("token ids of the model", _token_ids)
+FORMAT = Returned("a `Format`", _format)
+STATE = Returned("an `OutputState`", _state)
+
+
 class OutputParser(ComponentWithArguments):
     """Finds reasoning, tool calls or both in outputs, in the frontend.
 
@@ -162,6 +232,7 @@ class OutputParser(ComponentWithArguments):
         given = context.arguments
         self.arguments: Any = prepared_type(type(self))() if given is None else given
 
+    @returns(MARKERS, refuses=_NOUN, once=True)
     def markers(self) -> ReasoningMarkers:
         """Return the token ids that enclose reasoning; none in a parser of tools only.
 
@@ -171,10 +242,12 @@ class OutputParser(ComponentWithArguments):
         return ReasoningMarkers()
 
     @property
+    @returns(MARKED_IDS, refuses=_NOUN, once=True)
     def token_ids(self) -> frozenset[int]:
         """Special tokens that states take as ids, so that no text can pass for them."""
         return frozenset()
 
+    @returns(FORMAT, raises=(NotImplementedError, ValueError), refuses=_NOUN)
     def call_format(
         self,
         tools: Mapping[str, Mapping[str, Any]],
@@ -195,9 +268,11 @@ class OutputParser(ComponentWithArguments):
 
         Raises:
             NotImplementedError: the parser gives no grammar.
+            ValueError: it gives none of these tools.
         """
         raise NotImplementedError(f"the tool parser {self.name!r} gives no grammar of its calls")
 
+    @returns(STATE)
     @abstractmethod
     def open(self, request: ParserRequest) -> OutputState:
         """Return the state of a new output."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from .behaviour import fitting, returns
 from .component import Component, Context
 
 if TYPE_CHECKING:
@@ -90,6 +91,17 @@ class QuantizationContext(Context["Quantization"]):
     config: Mapping[str, Any] = field(default_factory=dict)
 
 
+MATRIX = fitting("a QuantizedMatrix", lambda found: isinstance(found, QuantizedMatrix))
+COLUMNS = fitting(
+    "a whole number >= 1",
+    lambda found: found is None or (type(found) is int and found >= 1),
+)
+STORED = fitting(
+    "a number of bytes, or None",
+    lambda found: found is None or (type(found) is int and found >= 0),
+)
+
+
 class Quantization(Component):
     """A scheme: makes matrices of few bits from numbers, or reads those of checkpoints.
 
@@ -112,6 +124,7 @@ class Quantization(Component):
         """Whether it makes matrices from numbers: by default whether it overrides `quantize`."""
         return type(self).quantize is not Quantization.quantize
 
+    @returns(MATRIX, raises=(NotImplementedError, ValueError))
     def quantize(self, weight: torch.Tensor) -> QuantizedMatrix:
         """Return a matrix of few bits that is close to a weight.
 
@@ -140,6 +153,7 @@ class Quantization(Component):
             ValueError: a tensor is missing, or its dtype or shape is wrong.
         """
 
+    @returns(MATRIX, raises=(NotImplementedError, ValueError))
     def read(self, stored: QuantizedWeight) -> QuantizedMatrix:
         """Return the matrix that a checkpoint stores, of the shape `stored.shape`.
 
@@ -152,6 +166,7 @@ class Quantization(Component):
         """
         raise NotImplementedError(f"{self.name!r} reads no checkpoints, it quantises weights")
 
+    @returns(COLUMNS)
     def alignment(
         self,
         shape: tuple[int, int],  # noqa: ARG002
@@ -169,6 +184,7 @@ class Quantization(Component):
         """
         return None
 
+    @returns(STORED)
     def stored_bytes(self, shape: tuple[int, int]) -> int | None:  # noqa: ARG002
         """Return how many bytes a matrix of a shape takes in memory, for estimates.
 

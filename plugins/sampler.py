@@ -5,9 +5,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic
+from typing import TYPE_CHECKING, Any, Generic
+
+from hardpoint.errors import shown
 
 from .arguments import ComponentWithArguments, argument_column
+from .behaviour import Returned, UnusableError, returns
 from .component import Context
 from .logits_ops import LogitsOps
 from .type_variables import ArgumentsT_co
@@ -71,6 +74,25 @@ class SamplingRows(Generic[ArgumentsT_co]):
         return self.columns[name]
 
 
+def _tokens(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> torch.Tensor:  # noqa: ARG001
+    import torch  # noqa: PLC0415 - the contract itself loads without it
+
+    logits = handed[0]
+    if not (
+        isinstance(value, torch.Tensor)
+        and value.dtype == torch.int64
+        and value.shape == logits.shape[:1]
+        and value.device == logits.device
+    ):
+        raise UnusableError(
+            f"expected token ids int64 [{len(logits)}] on {logits.device}, got {shown(value)}"
+        )
+    return value
+
+
+TOKENS = Returned("int64 token ids, one for each row of logits, on their device", _tokens)
+
+
 class Sampler(ComponentWithArguments):
     """Chooses the next token of every row.
 
@@ -79,6 +101,7 @@ class Sampler(ComponentWithArguments):
 
     context: SamplerContext
 
+    @returns(TOKENS)
     @abstractmethod
     def sample(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         """Return the chosen token ids.

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from hardpoint.errors import ConfigError
 
+from .behaviour import instance, returns
 from .component import Component, Context
 from .kv_cache import BlockIds, KVCacheManager
 from .kv_connector import KVConnectorScheduler
@@ -258,10 +259,12 @@ class Scheduler(Component):
             OverloadedError: too many requests wait.
         """
 
+    @returns(instance(SchedulerOutput))
     @abstractmethod
     def schedule(self) -> SchedulerOutput:
         """Return the plan of the next step; it may be empty."""
 
+    @returns(instance(dict))
     @abstractmethod
     def update(
         self, plan: SchedulerOutput, result: ModelRunnerOutput

@@ -7,17 +7,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hardpoint.errors import RequestError
+from hardpoint.errors import RequestError, shown
 
 from .behaviour import (
     DECODE_STREAM,
+    LONG,
     NONE_OR_SOME_TEXT,
     NUMBER_OF_TOKENS,
+    PIECE,
     SOME_TEXT,
     TOKEN_IDS,
     Returned,
     UnusableError,
     returns,
+    unusable,
+    within,
 )
 from .component import Component, Context
 from .grammars import Vocabulary
@@ -40,17 +44,40 @@ class TokenizerContext(Context["Tokenizer"]):
 class DecodeStream(Protocol):
     """Decodes one token at a time."""
 
+    @returns(PIECE)
     def step(self, token_id: int) -> str | None:
         """Add a token of the model's vocabulary; return the text that is final now, or None."""
 
 
-def _vocabulary(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Vocabulary:  # noqa: ARG001
+def _special_tokens(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> dict[str, int]:  # noqa: ARG001
+    tokens = dict(value)
+    for text, token in tokens.items():
+        if not isinstance(text, str) or type(token) is not int:
+            raise unusable(text, f": {shown(token)}, expected a token id by its text", LONG)
+    return tokens
+
+
+def _end_tokens(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> list[int]:
+    # A tokenizer may know more special tokens than the model.
+    return within(TOKEN_IDS.check(value, handed, given), 1 << 31)
+
+
+def _vocabulary(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Vocabulary:
     if not isinstance(value, Vocabulary):
-        raise UnusableError(value, ", expected a Vocabulary", limit=500)
-    return value
+        raise unusable(value, ", expected a Vocabulary", LONG)
+    tokens, expected = value.tokens, "expected a tuple of bytes"
+    if not isinstance(tokens, tuple):
+        raise UnusableError(f"returned tokens in a {type(tokens).__name__}, {expected}")
+    for token in tokens:
+        if type(token) is not bytes:
+            raise UnusableError(f"returned the token {shown(token)}, {expected}")
+    special = within(TOKEN_IDS.check(value.special, handed, given), len(tokens))
+    return Vocabulary(tokens=tokens, special=tuple(sorted(set(special))))
 
 
-VOCABULARY = Returned("a `Vocabulary`", _vocabulary)
+END_TOKENS = Returned("token ids", _end_tokens)
+SPECIAL_TOKENS = Returned("token ids by their texts", _special_tokens)
+VOCABULARY = Returned("a `Vocabulary`: bytes, and ids of some of them", _vocabulary)
 
 
 class Tokenizer(Component):
@@ -74,6 +101,7 @@ class Tokenizer(Component):
         raise NotImplementedError(f"the tokenizer {self.name!r} does not say its vocab_size")
 
     @property
+    @returns(SPECIAL_TOKENS)
     def special_tokens(self) -> Mapping[str, int]:
         """The ids of tokens that ordinary text never becomes part of, by their texts.
 
@@ -100,7 +128,7 @@ class Tokenizer(Component):
         return None
 
     @property
-    @returns(TOKEN_IDS)
+    @returns(END_TOKENS)
     @abstractmethod
     def eos_token_ids(self) -> Sequence[int]:
         """End-of-sequence tokens of the tokenizer; may be empty."""

@@ -13,7 +13,7 @@ from hardpoint.plugins import PrepareContext, RequestError
 from hardpoint.plugins.arguments import ComponentWithArguments, prepared_type
 from hardpoint.plugins.manifest import Source
 
-from .blame import describe, raise_unless_fault, text_of
+from .blame import faults_as, text_of
 
 _UNPREPARED = ComponentWithArguments.prepare.__func__  # type: ignore[attr-defined]
 
@@ -50,13 +50,8 @@ def convert_arguments(
     Raises:
         RequestError: they do not fit, or the component's own check failed.
     """
-    try:
+    with faults_as(RequestError, f"{source}: its Arguments", passing=(RequestError,)):
         return typed.convert(given, type_, path=path, error=RequestError)
-    except RequestError:
-        raise
-    except BaseException as cause:
-        raise_unless_fault(cause)
-        raise RequestError(f"{source}: its Arguments failed: {describe(cause)}") from cause
 
 
 def prepare_arguments(
@@ -75,15 +70,14 @@ def prepare_arguments(
         RequestError: it refused the request, failed, or returned something else.
         PluginFaultError: a component that it called failed.
     """
-    try:
-        prepared: typed.Arguments = cls.prepare(arguments, context)
-    except (RequestError, PluginFaultError):  # of the tokenizer, for example
-        raise
-    except ValueError as error:
-        raise RequestError(f"{path}: {text_of(error)}") from error
-    except BaseException as cause:
-        raise_unless_fault(cause)
-        raise RequestError(f"{source}: its prepare failed: {describe(cause)}") from cause
+    passing = (RequestError, PluginFaultError)  # of the tokenizer, for example
+    with faults_as(RequestError, f"{source}: its prepare", passing=passing):
+        try:
+            prepared: typed.Arguments = cls.prepare(arguments, context)
+        except RequestError:
+            raise
+        except ValueError as error:
+            raise RequestError(f"{path}: {text_of(error)}") from error
     expected: type[typed.Arguments] = prepared_type(cls)
     if not isinstance(prepared, expected):
         raise RequestError(

@@ -11,7 +11,12 @@ from hardpoint.testing.suite import Rule, short_repr
 
 
 def declared_result(
-    rule: Rule, interface: type[Component], method: str, result: Any, given: Sequence[Any]
+    rule: Rule,
+    interface: type[Component],
+    method: str,
+    result: Any,
+    given: Sequence[Any],
+    fix: str | None = None,
 ) -> Any:
     """Return the value that the engine uses of a method's result; None if it uses nothing of it.
 
@@ -27,6 +32,6 @@ def declared_result(
     except UnusableError as error:
         cause = error.__cause__
         detail = "" if cause is None else f": {type(cause).__name__}: {cause}"
-        raise rule.violation(f"{call} {error}{detail}") from cause
+        raise rule.violation(f"{call} {error}{detail}", fix) from cause
     except Exception as cause:
         raise rule.violation(f"{call} returned {short_repr(result)}: {cause}") from cause

@@ -14,7 +14,7 @@ from hardpoint.plugins import (
     HardpointError,
     RequestError,
 )
-from hardpoint.registry.blame import describe, raise_unless_fault
+from hardpoint.registry.blame import describe, faults_as
 
 from .pause import PauseController, PauseDependencies
 from .step import EngineCoreParts, Outputs, StepRunner
@@ -139,19 +139,12 @@ class EngineCore(EngineUtilities):
             return False
         if self._recorded_at == self._pause.num_wake_ups:
             return False
-        try:
+        what = f"{self._parts.executor_label}: its collective_rpc"
+        with faults_as(PluginFaultError, what, passing=(HardpointError,)):
             answers = list(self._executor.collective_rpc("record_decode_step"))
             if all(answer is None for answer in answers):
                 self._recorded_at = self._pause.num_wake_ups
             return any(answers)
-        except HardpointError:
-            raise
-        except BaseException as cause:
-            raise_unless_fault(cause)
-            label = self._parts.executor_label
-            raise PluginFaultError(
-                f"{label}: its collective_rpc failed: {describe(cause)}"
-            ) from cause
 
     def flush(self) -> list[Outputs]:
         """Complete all steps that are under way; return the outputs that are not sent yet."""
@@ -177,11 +170,8 @@ class EngineCore(EngineUtilities):
             failed.__cause__ = cause if isinstance(cause, BaseException) else None
             callback(failed)
 
-        try:
+        with faults_as(PluginFaultError, f"{label}: its on_failure"):
             self._executor.on_failure(report)
-        except BaseException as cause:
-            raise_unless_fault(cause)
-            raise PluginFaultError(f"{label}: its on_failure failed: {describe(cause)}") from cause
 
     def close(self) -> None:
         """Release workers, model and cache."""

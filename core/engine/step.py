@@ -11,7 +11,8 @@ import msgspec
 
 from hardpoint.boundary.activity import Activity
 from hardpoint.boundary.faults import StepFaults
-from hardpoint.boundary.step_check import ResultCheck, checked, no_result, plan_defect, result_of
+from hardpoint.boundary.guard import checked
+from hardpoint.boundary.step_check import ResultCheck, no_result, plan_defect, result_of
 from hardpoint.boundary.step_parts import EngineParts
 from hardpoint.core.kv_cache import BlockManager
 from hardpoint.core.kv_cache.event_fanout import KVEventFanout
@@ -135,7 +136,7 @@ class StepRunner:
         plan = None
         try:
             plan = self._scheduler.schedule()  # kept at once: an interrupt must not lose it
-            checked(plan, SchedulerOutput, self._parts.scheduler_label, "schedule")
+            checked(plan, Scheduler, "schedule", self._parts.scheduler_label)
             forward = self._execute(plan)
             bitmask = self._step_parts.mask(plan)  # while the model runs
             result = result_of(forward, self._parts.executor_label, "execute_model")
@@ -176,7 +177,7 @@ class StepRunner:
         plan = None
         try:
             plan = self._scheduler.schedule()
-            checked(plan, SchedulerOutput, self._parts.scheduler_label, "schedule")
+            checked(plan, Scheduler, "schedule", self._parts.scheduler_label)
             sample = None if self._waits(plan) else self._sample
             self._batches.push(start_batch(plan, self._execute, sample))
         except BaseException:
@@ -233,7 +234,7 @@ class StepRunner:
         future = self._executor.execute_model(plan)
         if self._sampled:  # after an interrupt they are sent again, and workers pass them over
             self._sampled.clear()
-        return checked(future, Future, self._parts.executor_label, "execute_model")
+        return checked(future, Executor, "execute_model", self._parts.executor_label)
 
     def _sample(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
         return self._executor.sample_tokens(plan, self._step_parts.mask(plan))
@@ -261,7 +262,7 @@ class StepRunner:
             if request_id not in plan.num_scheduled_tokens:  # the scheduler looks at no others
                 self._end(request_id, fault)
         outputs = self._scheduler.update(plan, result)
-        checked(outputs, dict, self._parts.scheduler_label, "update")
+        checked(outputs, Scheduler, "update", self._parts.scheduler_label)
         self._step_parts.updated(plan)
         return outputs
 

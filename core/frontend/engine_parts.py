@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 
 from hardpoint.boundary.activity import PluginCall
-from hardpoint.boundary.text_guards import GuardedTokenizer
 from hardpoint.core.client.base import EngineCoreClient
 from hardpoint.core.engine.policy import change_policy
 from hardpoint.plugins import (
     EngineConfig,
     ModelConfig,
     SchedulingPolicy,
+    Tokenizer,
 )
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.config import ConfigSources
@@ -48,7 +48,7 @@ class EngineParts:
     plugins: PluginSet
     hooks: HookSet
     model_config: ModelConfig
-    tokenizer: GuardedTokenizer
+    tokenizer: Tokenizer
     parsers: OutputParsers
     client: EngineCoreClient
     supported_tasks: tuple[str, ...]

@@ -6,7 +6,8 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from hardpoint.boundary.checked_model import CheckedModel, is_quantized_weight, wrong_result
+from hardpoint.boundary.checked_model import CheckedModel, is_quantized_weight
+from hardpoint.boundary.guard import checked
 from hardpoint.errors import PluginFaultError, shown
 from hardpoint.plugins import HardpointError, Model, Ops, WeightLoader
 from hardpoint.plugins.loader import WeightFormat
@@ -110,8 +111,7 @@ def _formats(
     """
     with faults_as(PluginFaultError, f"{source}: its formats()", passing=(HardpointError,)):
         formats = loader.formats(dict(shapes))
-    if not isinstance(formats, Mapping):
-        raise wrong_result(source, "formats", formats, "a WeightFormat per name")
+    checked(formats, WeightLoader, "formats()", source)
     for name, found in formats.items():
         if not _is_format(found):
             raise PluginFaultError(

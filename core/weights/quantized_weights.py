@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from hardpoint.boundary.checked_model import wrong_result
 from hardpoint.boundary.checked_schemes import CheckedMatrix, SchemeCalls
 from hardpoint.boundary.errors import close_all
+from hardpoint.boundary.guard import checked
 from hardpoint.errors import PluginFaultError, PluginNotFoundError
 from hardpoint.plugins import (
     ConfigError,
@@ -23,6 +23,7 @@ from hardpoint.plugins.loader import WeightFormat
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import (
+    COLUMNS,
     AffineCodes,
     DenseMatrix,
     Quantization,
@@ -169,9 +170,7 @@ class QuantizedWeights:
         rows, columns = shape
         with faults_as(PluginFaultError, f"{source}: its stored_bytes()"):
             found = component.stored_bytes((rows, columns))
-        if found is not None and (type(found) is not int or found < 0):
-            raise wrong_result(source, "stored_bytes", found, "a number of bytes, or None")
-        return found
+        return checked(found, Quantization, "stored_bytes()", source)
 
     def describe(self) -> str | None:
         """Return how many matrices have few bits, and which were dequantised; None if none."""
@@ -231,11 +230,10 @@ class QuantizedWeights:
             rows, columns = self._shapes[name]
             calls = self._calls(name, self._scheme_of_weight(name, use))
             stored = found.stored if found is not None and use == of else None
-            alignment = functools.partial(calls.component.alignment, (rows, columns), stored)
-            unit = calls.call("alignment", alignment)
+            say = functools.partial(calls.component.alignment, (rows, columns), stored)
+            unit = calls.call("alignment", say, returned=COLUMNS)
             if unit is None:
                 continue
-            unit = calls.checked_unit(unit)
             if use != of:
                 self._check_groups(name, unit)
             elif not _divides(unit, cut, (rows, columns)):

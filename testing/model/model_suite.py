@@ -25,6 +25,7 @@ from hardpoint.plugins.component import Component
 from hardpoint.plugins.parallel import Communicator, Parallel
 from hardpoint.plugins.quantization import QuantizedMatrix
 from hardpoint.testing.component_suite import ComponentSuite
+from hardpoint.testing.declared import declared_result
 from hardpoint.testing.engine_access import load_ops
 from hardpoint.testing.snapshots import count_elements, snapshot
 from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
@@ -560,13 +561,8 @@ class ModelSuite(ComponentSuite):
 
     def _check_specs(self) -> None:
         model = self._make()
-        specs = model.kv_specs()
-        if not isinstance(specs, list) or not all(map(_is_spec, specs)):
-            raise SPECS.violation(
-                f"kv_specs returned {short_repr(specs)}",
-                "return a list of KVSpec with whole numbers >= 1, where num_kv_heads divides "
-                "num_heads, and softcap is None or > 0",
-            )
+        fix = "return such a list, with a softcap of None or > 0"
+        specs = declared_result(SPECS, Model, "kv_specs", model.kv_specs(), (), fix)
         for when in ("when it was called again", "after the weights were loaded"):
             if (again := model.kv_specs()) != specs:
                 raise SPECS.violation(
@@ -788,17 +784,6 @@ def _num_different(one: torch.Tensor, two: torch.Tensor) -> int:
 
 def _is_shape(shape: Any) -> bool:
     return isinstance(shape, tuple | list) and all(type(n) is int and n >= 0 for n in shape)
-
-
-def _is_spec(spec: Any) -> bool:
-    if not isinstance(spec, KVSpec):
-        return False
-    numbers = (spec.num_heads, spec.num_kv_heads, spec.head_size, spec.window or 1)
-    return (
-        all(type(n) is int and n >= 1 for n in numbers)
-        and not spec.num_heads % spec.num_kv_heads
-        and (spec.softcap is None or spec.softcap > 0)
-    )
 
 
 def _summary(value: Any) -> str:

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 from pathlib import Path
 
 import pytest
+import torch
 from support.plugins.policies import LOAD, request
 
 import hardpoint
+from hardpoint.boundary import activity
 from hardpoint.boundary import guard as guard_module
 from hardpoint.boundary.faults import Fanout, StepFaults
-from hardpoint.boundary.guard import guard
-from hardpoint.boundary.text_guards import GuardedTokenizer
+from hardpoint.boundary.guard import boundary_of, checked, guard
+from hardpoint.boundary.text_guards import guarded_parser, guarded_tokenizer
 from hardpoint.builtin_plugins.kv_cache.events import NullPublisher
 from hardpoint.builtin_plugins.kv_cache.eviction import LeastRecentlyUsed
+from hardpoint.builtin_plugins.parsers.think_tags import ThinkTags
 from hardpoint.builtin_plugins.policies import Fair
 from hardpoint.builtin_plugins.stats.log import LogSink
 from hardpoint.builtin_plugins.tokenizer.transformers import TransformersTokenizer
 from hardpoint.core.engine.policy import guarded_policy
-from hardpoint.errors import PluginFaultError, RequestError
+from hardpoint.errors import HardpointError, PluginFaultError, RequestError
 from hardpoint.plugins import (
     EvictionContext,
     EvictionPolicy,
     KVEventPublisher,
+    OutputParser,
     PolicyContext,
     PublisherContext,
+    Request,
     SchedulingPolicy,
     StatSink,
     StatSinkContext,
@@ -142,8 +148,9 @@ def test_the_table_has_every_declared_method():
         for name in dir(kind.interface)
         if behaviour_of(kind.interface, name) is not None
     }
-    tokenizers = {("tokenizers", method) for method, *_ in RAISING}
-    assert declared == {(kind, method) for kind, method, *_ in CALLS} | tokenizers
+    # A parser of tools has the interface of one of reasoning.
+    declared = {(k.replace("tool_", "reasoning_"), method) for k, method in declared}
+    assert declared == {(kind, method) for kind, method, *_ in [*CALLS, *RAISING, *CHECKED]}
 
 
 @cases
@@ -178,6 +185,26 @@ def test_it_returns_something_else(case):
         assert result == case[6]
 
 
+def writing(self, first=None, *_):
+    """Write into what it was given: a request, several, or ids of blocks."""
+    if isinstance(first, Request):
+        first.request_id = "stolen"
+    for one in first if isinstance(first, tuple) else ():
+        if isinstance(one, Request):
+            one.request_id = "stolen"
+    first.clear()
+
+
+@cases
+def test_it_writes(case):
+    """Nothing that it gets can be changed; trying to is a fault like any other."""
+    result, message = answers(case, writing)
+    assert message.startswith(f"{case[3]} failed: AttributeError: ")
+    if case[1] not in ("key", "group_key"):
+        assert result == case[6]
+    assert (A.request_id, B.request_id) == ("a", "b")
+
+
 @cases
 def test_it_is_slow(case, monkeypatch):
     now = [0.0]
@@ -200,66 +227,171 @@ def test_it_ends_the_engine_where_it_is_configured(case):
             guarded.call()
 
 
-# method, arguments, a wrong value and its message; the call fails
+# kind, method, arguments, a wrong value, what is said of it; the call fails
 RAISING = [
-    ("encode", ("x",), 1, "returned 1, expected token ids: TypeError: "),
-    ("decode", ([1],), b"x", "returned b'x', expected text"),
-    ("decode_stream", ([1],), None, "returned None, which has no step()"),
-    ("apply_chat_template", ([],), 1, "returned 1, expected text"),
-    ("vocabulary", (), [], "returned [], expected a Vocabulary"),
-    ("vocab_size", None, "9", "returned '9', expected a number of tokens"),
-    ("chat_template", None, 1, "returned 1, expected text"),
-    ("eos_token_ids", None, None, "returned None, expected token ids: TypeError: "),
+    ("tokenizers", "encode", ("x",), 1, "returned 1, expected token ids: TypeError: "),
+    ("tokenizers", "decode", ([1],), b"x", "returned b'x', expected text"),
+    ("tokenizers", "decode_stream", ([1],), None, "returned None, which has no step()"),
+    ("tokenizers", "apply_chat_template", ([],), 1, "returned 1, expected text"),
+    ("tokenizers", "vocabulary", (), [], "returned [], expected a Vocabulary"),
+    ("tokenizers", "vocab_size", None, "9", "returned '9', expected a number of tokens"),
+    ("tokenizers", "special_tokens", None, {"x": "y"}, "returned 'x': 'y', expected a token id"),
+    ("tokenizers", "chat_template", None, 1, "returned 1, expected text"),
+    ("tokenizers", "eos_token_ids", None, None, "returned None, expected token ids: TypeError: "),
+    ("reasoning_parsers", "markers", (), (), "returned (), expected ReasoningMarkers"),
+    ("reasoning_parsers", "token_ids", None, 1, "returned 1, expected token ids: TypeError: "),
+    ("reasoning_parsers", "call_format", ({},), "x", "returned no Format: StructuralTag.format: "),
+    ("reasoning_parsers", "open", (None,), "x", "failed: AttributeError: 'str' object has no att"),
 ]
+GUARDS = {
+    "tokenizers": (Tokenizer, TransformersTokenizer, guarded_tokenizer),
+    "reasoning_parsers": (
+        OutputParser,
+        ThinkTags,
+        functools.partial(guarded_parser, kind="reasoning_parsers"),
+    ),
+}
 
 
-def use(component, member, arguments):
-    value = getattr(component, member)
-    return value if arguments is None else value(*arguments)
+def named(case, does, *, built_in):
+    """Return the guarded component of which one member does something else."""
+    kind, member, arguments, *_ = case
+    interface, own, guarded = GUARDS[kind]
+    members = {"contract": 1, member: property(does) if arguments is None else does}
+    cls = type("Odd", (own if built_in else interface,), members)
+    cls.__abstractmethods__ = frozenset()
+    odd = cls.__new__(cls)
+    odd.context = PolicyContext(name="odd", options=None)
+    source = Source("odd", "acme:Odd", "hardpoint" if built_in else "acme", "1.0", "default")
+    return guarded(odd, source=source, vocab_size=9)
 
 
-def errors_of_tokenizer(case, does):
-    """Return the errors of a stranger's and of a built-in's method; both agree."""
-    method, arguments, *_ = case
-    member = property(does) if arguments is None else does
+def use(component, case, **options):
+    value = getattr(component, case[1])
+    if case[1] == "call_format":
+        options["required"] = True
+    return value if case[2] is None else value(*case[2], **options)
+
+
+def error_of(case, does):
+    """Return what comes of a stranger's and of a built-in's method; both agree."""
     found = []
-    for base, origin in ((Tokenizer, "acme"), (TransformersTokenizer, "hardpoint")):
-        cls = type("Odd", (base,), {"contract": 1, method: member})
-        cls.__abstractmethods__ = frozenset()
-        odd = cls.__new__(cls)
-        odd.context = PolicyContext(name="odd", options=None)
-        source = Source("odd", "acme:Odd", origin, "1.0", "default")
-        guarded = GuardedTokenizer(odd, source, vocab_size=9)
-        with pytest.raises((PluginFaultError, RequestError, NotImplementedError)) as error:
-            use(guarded, method, arguments)
-        found.append((type(error.value), str(error.value).removeprefix(f"{source}: ")))
+    for built_in in (False, True):
+        guarded = named(case, does, built_in=built_in)
+        with pytest.raises((HardpointError, NotImplementedError)) as error:
+            use(guarded, case)
+        source = boundary_of(guarded).calls.source
+        words = str(error.value).removeprefix(f"{source}: ")
+        found.append((type(error.value), words.removeprefix("output parser 'odd': ")))
+        if type(error.value) is PluginFaultError:
+            assert error.value.plugin == "odd"  # health counts it under this name
     assert found[0] == found[1]
     return found[0]
 
 
-tokenizer_cases = pytest.mark.parametrize("case", RAISING, ids=lambda case: case[0])
+def fault_class(case):
+    declared = behaviour_of(GUARDS[case[0]][0], case[1])
+    return RequestError if declared.refuses else PluginFaultError
 
 
-@tokenizer_cases
-@pytest.mark.parametrize("error", [ValueError("oh"), KeyboardInterrupt("oh"), SystemExit(3)])
-def test_a_tokenizer_raises(case, error):
-    expected = f"its {case[0]} failed: {type(error).__name__}: {error}"
-    assert errors_of_tokenizer(case, raising(error)) == (PluginFaultError, expected)
+named_cases = pytest.mark.parametrize("case", RAISING, ids=lambda case: f"{case[0]}-{case[1]}")
 
 
-@tokenizer_cases
-def test_a_tokenizer_raises_what_is_meant_for_the_caller(case):
+@named_cases
+@pytest.mark.parametrize("error", [KeyError("oh"), KeyboardInterrupt("oh"), SystemExit(3)])
+def test_it_raises_and_the_call_fails(case, error):
+    expected = f"its {case[1]} failed: {type(error).__name__}: {error}"
+    assert error_of(case, raising(error)) == (fault_class(case), expected)
+
+
+@named_cases
+def test_it_raises_what_is_meant_for_the_caller(case):
     for error in (RequestError("no"), NotImplementedError("no")):
-        cls, _ = errors_of_tokenizer(case, raising(error))
-        declared = behaviour_of(Tokenizer, case[0]).raises
-        assert cls is (type(error) if isinstance(error, declared) else PluginFaultError)
+        cls, words = error_of(case, raising(error))
+        passes = isinstance(error, behaviour_of(GUARDS[case[0]][0], case[1]).raises)
+        assert cls is (type(error) if passes else fault_class(case))
+        assert (words == "no") is passes
 
 
-@tokenizer_cases
-def test_a_tokenizer_returns_something_else(case):
-    cls, message = errors_of_tokenizer(case, lambda *_, **__: case[2])
-    assert cls is PluginFaultError
-    assert message.startswith(f"its {case[0]} {case[3]}")
+@named_cases
+def test_an_interrupt_of_the_user_passes_a_call_that_fails(case):
+    for built_in in (False, True):
+        interrupted = named(case, lambda *_, **__: signal.raise_signal(2), built_in=built_in)
+        with pytest.raises(KeyboardInterrupt):
+            use(interrupted, case)
+
+
+@named_cases
+def test_it_returns_something_else_and_the_call_fails(case):
+    cls, message = error_of(case, lambda *_, **__: case[3])
+    assert cls is fault_class(case)
+    assert message.startswith(f"its {case[1]} {case[4]}")
+
+
+@named_cases
+def test_what_fails_late_is_a_fault_of_the_method_that_gave_it(case):
+    """A value that fails when it is read: before anything of it reaches the engine."""
+
+    class Unreadable:
+        def __repr__(self):
+            return "odd"
+
+        def __getattr__(self, name):
+            raise OSError("late")
+
+        def __iter__(self):
+            raise OSError("late")
+
+    cls, message = error_of(case, lambda *_, **__: Unreadable())
+    assert cls is fault_class(case)
+    assert message.startswith(f"its {case[1]} ")
+
+
+@named_cases
+def test_a_call_that_fails_is_timed(case, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(activity.time, "perf_counter", lambda: now[0])
+
+    def wait(*_, **__):
+        now[0] += 2 * SECONDS
+        raise LookupError("oh")
+
+    for built_in in (False, True):
+        guarded = named(case, wait, built_in=built_in)
+        with pytest.raises(HardpointError):
+            use(guarded, case)
+        assert boundary_of(guarded).calls.take_seconds() == 2 * SECONDS
+
+
+# kind, method, a wrong value, what is said of it. The calls are written by hand: models,
+# attention and samplers for their speed, the others since the consequence is that of their call.
+CHECKED = [
+    ("models", "weight_shapes", {"x": "y"}, "gave {'x': 'y'}, expected a shape per name"),
+    ("models", "weight_cuts", {"x": 1}, "gave {'x': 1}, expected a Cut inside of the shape of ea"),
+    ("models", "quantizable", "x", "gave 'x', expected names"),
+    ("models", "kv_specs", [1], "gave [1], expected a list of KVSpec of whole numbers >= 1, a f"),
+    ("models", "routed_experts", (1,), "gave (1,), expected layers and experts per token, or No"),
+    ("models", "kv_variant", None, "gave None, expected a string"),
+    ("attention_backends", "bytes_per_block", 0, "gave 0, expected an int >= 1"),
+    ("quantizations", "quantize", 1, "gave 1, expected a QuantizedMatrix"),
+    ("quantizations", "read", 1, "gave 1, expected a QuantizedMatrix"),
+    ("quantizations", "alignment", 0, "gave 0, expected a whole number >= 1"),
+    ("quantizations", "stored_bytes", -1, "gave -1, expected a number of bytes, or None"),
+    ("loaders", "formats", [], "gave [], expected a WeightFormat per name"),
+    ("samplers", "sample", None, "expected token ids int64 [2] on cpu, got None"),
+    ("schedulers", "schedule", None, "returned NoneType, expected SchedulerOutput"),
+    ("schedulers", "update", None, "returned NoneType, expected dict"),
+    ("executors", "execute_model", None, "returned NoneType, expected Future"),
+    ("grammars", "validate", 1, "returned 1, expected text or None"),
+]
+
+
+@pytest.mark.parametrize("case", CHECKED, ids=lambda case: f"{case[0]}-{case[1]}")
+def test_a_result_is_checked_where_the_call_is_written_by_hand(case):
+    kind, method, value, words = case
+    with pytest.raises(PluginFaultError) as error:
+        checked(value, KINDS[kind].interface, method, "plugin 'odd'", given=(torch.zeros(2, 3),))
+    assert str(error.value).startswith(f"plugin 'odd': its {method} {words}")
 
 
 class Late:

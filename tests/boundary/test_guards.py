@@ -9,12 +9,20 @@ import numpy as np
 import pytest
 
 from hardpoint import RequestError, SamplingParams
-from hardpoint.boundary.text_guards import GuardedOutputParser, GuardedTokenizer
+from hardpoint.boundary.text_guards import guarded_parser, guarded_tokenizer, open_tokenizer
 from hardpoint.builtin_plugins.parsers.think_tags import ThinkTags
 from hardpoint.builtin_plugins.tokenizer.transformers import TransformersTokenizer
 from hardpoint.errors import PluginFaultError
-from hardpoint.plugins import OutputParserContext, ParserRequest, ReasoningMarkers
+from hardpoint.plugins import (
+    OutputParser,
+    OutputParserContext,
+    ParserRequest,
+    ReasoningMarkers,
+    Tokenizer,
+    TokenizerContext,
+)
 from hardpoint.plugins.grammars import Vocabulary
+from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.output_parser import (
     ContentText,
     MalformedText,
@@ -40,15 +48,30 @@ def returning(value):
     return lambda *_, **__: value
 
 
+class Mine(Source):
+    def __str__(self):
+        return "plugin 'mine'"
+
+
+SOURCE = Mine("mine", "acme:Mine", "acme", "1.0", "default")
+
+
+def component(interface, context, **members):
+    own = {n: staticmethod(m) if callable(m) else m for n, m in members.items()}
+    cls = type("Mine", (interface,), {"contract": 1, **own})
+    cls.__abstractmethods__ = frozenset()
+    return cls(context)
+
+
 def tokenizer(**methods):
-    mine = SimpleNamespace(context=SimpleNamespace(name="mine", options=None), **methods)
-    return GuardedTokenizer(mine, "plugin 'mine'", vocab_size=9)
+    context = TokenizerContext(name="mine", options=None, files=None)
+    return guarded_tokenizer(component(Tokenizer, context, **methods), SOURCE, vocab_size=9)
 
 
 def parser(markers, open=None):
     context = OutputParserContext(name="mine", options=None, tokenizer=None)
-    mine = SimpleNamespace(context=context, markers=markers, open=open)
-    return GuardedOutputParser(mine, "plugin 'mine'", vocab_size=9)
+    mine = component(OutputParser, context, markers=markers, open=open)
+    return guarded_parser(mine, "reasoning_parsers", SOURCE, vocab_size=9)
 
 
 @pytest.mark.parametrize(
@@ -79,23 +102,6 @@ def test_token_ids_are_the_frontends_own_and_whole_numbers():
 
 
 @pytest.mark.parametrize(
-    ("method", "arguments", "value", "words"),
-    [
-        ("decode", ([1],), b"x", "returned b'x', expected text"),
-        ("decode_stream", ([1],), None, "returned None, which has no step()"),
-        ("apply_chat_template", ([],), [1], "returned [1], expected text"),
-    ],
-)
-def test_other_methods(method, arguments, value, words):
-    for call, message in ((returning(value), words), (failing, "failed: LookupError: lost")):
-        with pytest.raises(PluginFaultError) as error:
-            getattr(tokenizer(**{method: call}), method)(*arguments)
-        assert str(error.value) == f"plugin 'mine': its {method} {message}"
-    with pytest.raises(RequestError, match="^no template$"):
-        tokenizer(apply_chat_template=refusing).apply_chat_template([])
-
-
-@pytest.mark.parametrize(
     ("vocabulary", "words"),
     [
         (failing, "failed: LookupError: lost"),
@@ -122,28 +128,14 @@ def test_a_vocabulary_has_the_models_tokens_alone():
 
 
 @pytest.mark.parametrize("member", ["vocabulary", "vocab_size"])
-def test_what_a_tokenizer_does_not_declare_is_no_fault(member):
-    class Silent:
-        context = SimpleNamespace(name="mine", options=None)
-        eos_token_ids = ()
-
-        @property
-        def vocab_size(self):
-            raise NotImplementedError("no size")
-
-        def vocabulary(self):
-            raise NotImplementedError("no bytes")
-
-    guarded = GuardedTokenizer(Silent(), "plugin 'mine'", vocab_size=9)
-    guarded.check()
-    with pytest.raises(NotImplementedError, match="^no (size|bytes)$"):  # the property raises first
-        getattr(guarded, member)()
+def test_what_a_tokenizer_does_not_say_is_no_fault(member):
+    mine = tokenizer(eos_token_ids=())
+    plugins = SimpleNamespace(create=lambda *_, **__: mine.wrapped)
+    guarded = open_tokenizer(plugins, SimpleNamespace(source=SOURCE), None, 9)
+    with pytest.raises(NotImplementedError, match="^the tokenizer 'mine' "):
+        getattr(guarded, member)()  # the property raises first
     with pytest.raises(PluginFaultError, match="its encode failed: NotImplementedError: never"):
         tokenizer(encode=raising(NotImplementedError("never"))).encode("x")
-
-
-def refusing(*_, **__):
-    raise RequestError("no template")
 
 
 @pytest.mark.parametrize(

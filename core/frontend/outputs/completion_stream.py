@@ -9,15 +9,16 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-from hardpoint.boundary.text_guards import GuardedTokenizer
-from hardpoint.errors import shown
+from hardpoint.boundary.guard import boundary_of
 from hardpoint.plugins import (
     CompletionOutput,
     DecodeStream,
     FinishReason,
     RequestOutputKind,
     SamplingParams,
+    Tokenizer,
 )
+from hardpoint.plugins.behaviour import PIECE
 from hardpoint.plugins.output_parser import (
     ContentText,
     MalformedText,
@@ -29,7 +30,6 @@ from hardpoint.plugins.output_parser import (
     ToolCallEnd,
 )
 from hardpoint.plugins.requests import ToolCall
-from hardpoint.registry.blame import raise_unless_fault
 
 _NO_TOKENS: Mapping[int, str] = MappingProxyType({})
 
@@ -64,7 +64,7 @@ class CompletionStream:
 
     def __init__(
         self,
-        tokenizer: GuardedTokenizer,
+        tokenizer: Tokenizer,
         decoder: DecodeStream | None,
         params: SamplingParams,
         *,
@@ -164,13 +164,10 @@ class CompletionStream:
         for count, token in enumerate(token_ids, start=1):
             try:
                 piece = step(token)
+                if piece is not None and type(piece) is not str:
+                    PIECE.check(piece, (), ())
             except BaseException as cause:
-                raise_unless_fault(cause)
-                raise self._tokenizer.fault("step", cause) from cause
-            if piece is not None and not isinstance(piece, str):
-                raise self._tokenizer.fault(
-                    "step", f"returned {shown(piece)}, expected text or None"
-                )
+                boundary_of(self._tokenizer).end("step", cause)
             if token in self._special:
                 self._mark(token, piece or "")
             if piece:

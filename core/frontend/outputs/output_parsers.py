@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from hardpoint.boundary.text_guards import GuardedOutputParser
-from hardpoint.errors import shown
+from hardpoint.boundary.guard import checked
+from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import (
+    OutputParser,
     ParserRequest,
     ReasoningMarkers,
     Tokenizer,
 )
 from hardpoint.plugins.config_tables import GrammarConfig
+from hardpoint.plugins.grammars import GrammarBackend
 from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.plugins.output_parser import ContentText, OutputEvent, OutputState
 from hardpoint.plugins.structured import StructuredOutputs
@@ -33,8 +35,8 @@ class OutputParsers:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        by_kind: Mapping[str, GuardedOutputParser],
-        own: Collection[GuardedOutputParser] = (),
+        by_kind: Mapping[str, OutputParser],
+        own: Collection[OutputParser] = (),
     ) -> None:
         """Use a parser for each kind; one of both roles may be given twice.
 
@@ -57,7 +59,7 @@ class OutputParsers:
         texts = {token: text for text, token in tokenizer.special_tokens.items()} if ids else {}
         self.special: Mapping[int, str] = {token: texts.get(token, "") for token in ids}
 
-    def with_own(self, own: Mapping[str, GuardedOutputParser]) -> OutputParsers:
+    def with_own(self, own: Mapping[str, OutputParser]) -> OutputParsers:
         """Return the parsers of a request that has some of its own, by kind."""
         by_kind = {**self.by_kind, **own}
         if self.reasoning is self.tools and self.reasoning is not None:
@@ -66,7 +68,7 @@ class OutputParsers:
 
     def entries(self, plugins: PluginSet) -> list[PluginEntry]:
         """Return the entry of each parser; of one of both roles, that of reasoning."""
-        found: dict[GuardedOutputParser, PluginEntry] = {}
+        found: dict[OutputParser, PluginEntry] = {}
         for kind, parser in self.by_kind.items():
             found.setdefault(parser, plugins.get(kind, parser.name))
         return list(found.values())
@@ -75,7 +77,7 @@ class OutputParsers:
         return bool(self.by_kind)
 
     @property
-    def components(self) -> list[GuardedOutputParser]:
+    def components(self) -> list[OutputParser]:
         """Each parser once."""
         return list(dict.fromkeys(self.by_kind.values()))
 
@@ -190,16 +192,14 @@ class AnswerValidator:
             if entry is None:
                 continue
             try:
-                found = self._plugins.target(entry).validate(structured, answer)
+                found: str | None = self._plugins.target(entry).validate(structured, answer)
             except NotImplementedError:
                 continue
             except BaseException as cause:
                 raise_unless_fault(cause)
                 return f"{_CANNOT}: {entry.source}: its validate failed: {describe(cause)}"
-            if found is not None and not isinstance(found, str):
-                return (
-                    f"{_CANNOT}: {entry.source}: its validate returned {shown(found)}, expected "
-                    f"text or None"
-                )
-            return found
+            try:
+                return checked(found, GrammarBackend, "validate", entry.source)
+            except PluginFaultError as wrong:
+                return f"{_CANNOT}: {wrong}"
         return f"{_CANNOT}: the grammar backend {own!r} has no `validate`"

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hardpoint.boundary.text_guards import GuardedTokenizer
 from hardpoint.core.frontend.statistics import RequestFigures, Statistics
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import (
@@ -14,6 +13,7 @@ from hardpoint.plugins import (
     EngineCoreRequest,
     FinishReason,
     RequestError,
+    Tokenizer,
 )
 from hardpoint.registry.plugin_set import PluginSet
 
@@ -49,7 +49,7 @@ class OutputProcessor:
 
     def __init__(
         self,
-        tokenizer: GuardedTokenizer,
+        tokenizer: Tokenizer,
         stream_interval: int = 1,
         statistics: Statistics | None = None,
         validator: AnswerValidator | None = None,

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from hardpoint.boundary.text_guards import GuardedTokenizer
 from hardpoint.core.frontend.statistics import RequestFigures
 from hardpoint.plugins import (
     CompletionOutput,
@@ -23,6 +22,7 @@ from hardpoint.plugins import (
     RequestError,
     RequestOutput,
     RequestOutputKind,
+    Tokenizer,
 )
 from hardpoint.plugins.requests import PoolingRequestOutput, TokenLogprobs
 from hardpoint.plugins.structured import StructuredOutputs
@@ -196,7 +196,7 @@ class RequestState:
         request: EngineCoreRequest,
         prompt: str | None,
         parent: ParentRequest,
-        tokenizer: GuardedTokenizer,
+        tokenizer: Tokenizer,
         stream_interval: int = 1,
         parsers: OutputParsers | None = None,
         tools: Mapping[str, Mapping[str, Any]] | None = None,

@@ -126,7 +126,12 @@ def constrain_calls(
         raise RequestError(f"calls: expected names of tools, got {unknown[0]!r}")
     schemas = {name: tools[name] for name in names}
     required = calls.required is not None
-    format = parser.call_format(schemas, required=required, parallel=calls.parallel)
+    try:
+        format = parser.call_format(schemas, required=required, parallel=calls.parallel)
+    except RequestError:
+        raise
+    except (NotImplementedError, ValueError) as cause:
+        raise RequestError(f"tools: output parser {parser.name!r}: {cause}") from cause
     structured = StructuredOutputs(
         # One keyword of a strict tool that is left out would be one too many.
         structural_tag=StructuralTag(format=format),

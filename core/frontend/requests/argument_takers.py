@@ -11,7 +11,7 @@ from hardpoint.plugins import RequestError, SamplingParams
 from hardpoint.plugins.arguments import ComponentWithArguments, prepared_type
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.manifest import PluginEntry
-from hardpoint.registry.blame import describe, raise_unless_fault
+from hardpoint.registry.blame import faults_as
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.registry.request_arguments import (
     argument_key,
@@ -60,12 +60,8 @@ class ArgumentTaker:
         Raises:
             RequestError: the class failed.
         """
-        try:
+        with faults_as(RequestError, f"{self.entry.source}: its uses"):
             return bool(self.cls.uses(params))
-        except BaseException as cause:
-            raise_unless_fault(cause)
-            message = f"{self.entry.source}: its uses failed: {describe(cause)}"
-            raise RequestError(message) from cause
 
     def arguments(self, params: SamplingParams, given: Given | None) -> tuple[typed.Arguments, str]:
         """Return the checked arguments of a request that uses it, and where they stand.

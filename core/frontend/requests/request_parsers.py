@@ -5,9 +5,15 @@ from __future__ import annotations
 import contextlib
 
 from hardpoint import typed
-from hardpoint.boundary.text_guards import GuardedOutputParser, open_parser
+from hardpoint.boundary.text_guards import open_parser
 from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
-from hardpoint.plugins import EngineCoreRequest, HardpointError, RequestError, Tokenizer
+from hardpoint.plugins import (
+    EngineCoreRequest,
+    HardpointError,
+    OutputParser,
+    RequestError,
+    Tokenizer,
+)
 from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.registry.request_arguments import prepares
@@ -27,7 +33,7 @@ class RequestParsers:
     ) -> None:
         """`shared` are of requests that choose no others and give them no arguments."""
         self._tokenizer, self._vocab_size, self._shared = tokenizer, vocab_size, shared
-        self._chosen: dict[tuple[str, str], GuardedOutputParser] = {}  # by name and FQCN
+        self._chosen: dict[tuple[str, str], OutputParser] = {}  # by name and FQCN
         self.use(plugins)
 
     def use(self, plugins: PluginSet) -> None:
@@ -46,7 +52,7 @@ class RequestParsers:
         takers = [taker for taker in self.takers if taker.key in request.plugin_args]
         if not takers:
             return self._shared.hold()
-        own: dict[str, GuardedOutputParser] = {}
+        own: dict[str, OutputParser] = {}
         with contextlib.ExitStack() as undo:
             for taker in takers:
                 arguments = taker.checked(request.plugin_args[taker.key])
@@ -80,8 +86,8 @@ class RequestParsers:
             RequestError: there is none of that name, it cannot be created, or the request gives
                 arguments for another one.
         """
-        params, by_kind = request.params, dict[str, GuardedOutputParser]()
-        opened: dict[str, GuardedOutputParser] = {}  # a class of both roles is one component
+        params, by_kind = request.params, dict[str, OutputParser]()
+        opened: dict[str, OutputParser] = {}  # a class of both roles is one component
         for kind, field, name in (
             ("reasoning_parsers", "reasoning_parser", params.reasoning_parser),
             ("tool_parsers", "tool_parser", params.tool_parser),
@@ -115,13 +121,13 @@ class RequestParsers:
             )
         return entry
 
-    def _chosen_one(self, entry: PluginEntry) -> GuardedOutputParser:
+    def _chosen_one(self, entry: PluginEntry) -> OutputParser:
         key = entry.name, entry.value
         if key not in self._chosen:
             self._chosen[key] = self._made(entry, None)
         return self._chosen[key]
 
-    def _made(self, entry: PluginEntry, arguments: typed.Arguments | None) -> GuardedOutputParser:
+    def _made(self, entry: PluginEntry, arguments: typed.Arguments | None) -> OutputParser:
         try:
             return open_parser(self._plugins, entry, self._tokenizer, self._vocab_size, arguments)
         except HardpointError as cause:

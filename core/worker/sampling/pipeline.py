@@ -94,7 +94,6 @@ class LogitsPipeline:
                     if runner.has_device_state:
                         runner.device_state.start(request)
             except BaseException as cause:
-                raise_unless_fault(cause)
                 return runner.fault("start", cause)
         return None
 
@@ -199,7 +198,6 @@ class LogitsPipeline:
                         self.observed_states.record(runner.processor, request, state)
                         _set_state(request.state, name, state)
                     except BaseException as cause:
-                        raise_unless_fault(cause)
                         faults[request.request_id] = runner.fault("observe", cause)
         return faults
 
@@ -285,7 +283,6 @@ class LogitsPipeline:
                     try:
                         _set_state(state, name, advance(state[name], token))
                     except BaseException as cause:
-                        raise_unless_fault(cause)
                         faults[request.request_id] = runner.fault("advance", cause)
 
     def _advance_device(

@@ -101,8 +101,11 @@ class ProcessorRunner:
             cause: what it raised, or what is wrong with its result.
 
         Raises:
-            PluginFaultError: instead, if faults of the processor are configured to end the engine.
+            PluginFaultError: instead, if the configuration says that faults end the engine.
+            BaseException: the cause, if it is no fault.
         """
+        if isinstance(cause, BaseException):
+            raise_unless_fault(cause)
         self.meter.faults += 1
         reason = cause if isinstance(cause, str) else f"{describe(cause)}"
         message = f"{self.source}: its {method} failed: {reason}"

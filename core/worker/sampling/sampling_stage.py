@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 import torch
 
 from hardpoint.boundary.activity import PluginCalls
-from hardpoint.errors import PluginFaultError, shown
+from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import LogitsRequest, Ops, Phase, RequestFault, Sampler, SamplingRows
+from hardpoint.plugins.behaviour import UnusableError
 from hardpoint.plugins.device import to_device
 from hardpoint.plugins.requests import TokenLogprobs
+from hardpoint.plugins.sampler import TOKENS
 
 from .fault_isolation import FaultIsolation, Recompute
 from .grammar_mask import GrammarMask
@@ -266,7 +268,7 @@ class SamplingStage:
 
         All that the host gets of a step travels together, so that it waits once for the device.
         """
-        chosen, picked = self._sampled(logits, len(requests))
+        chosen, picked = self._sampled(logits)
         rows, observing = self._rows, self.pipeline.observing_rows(requests)
         wanted = [chosen, picked]
         if observing:
@@ -291,19 +293,13 @@ class SamplingStage:
             choice.logprobs.update(zip(rows.with_logprobs, entries, strict=True))
         return choice
 
-    def _sampled(self, logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _sampled(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the token that the sampler chooses of each row, and its logit."""
         chosen = self._sample(logits, self._rows.for_sampler())
-        if not (
-            isinstance(chosen, torch.Tensor)
-            and chosen.dtype == torch.int64
-            and chosen.shape == (count,)
-            and chosen.device == logits.device
-        ):
-            raise PluginFaultError(
-                f"sampler {self.sampler.name!r}: expected token ids int64 [{count}] on "
-                f"{logits.device}, got {shown(chosen)}"
-            )
+        try:
+            TOKENS.check(chosen, (logits,), (logits,))
+        except UnusableError as wrong:
+            raise PluginFaultError(f"sampler {self.sampler.name!r}: {wrong}") from None
         # NaN and +inf win every maximum, and -inf is chosen only where no other token is left; so
         # the chosen logit shows whether its row is finite.
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import time
 import traceback
@@ -53,6 +54,24 @@ class Rule:
     def violation(self, observed: str, fix: str | None = None) -> Violation:
         """Return a violation of this rule, to be raised."""
         return Violation(observed, fix or self.fix, rule=self.text)
+
+
+def checks(rule: Rule | str) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
+    """Return a decorator that makes a test of a suite's method, which may raise a Violation.
+
+    Args:
+        rule: the rule that a Violation without one breaks.
+    """
+    text = rule if isinstance(rule, str) else rule.text
+
+    def decorate(check: Callable[[Any], None]) -> Callable[[Any], None]:
+        @functools.wraps(check)
+        def test(self: Any) -> None:
+            self._run_checks(text, functools.partial(check, self))
+
+        return test
+
+    return decorate
 
 
 EXCEPTIONS = Rule("exceptions: only those of the contract are raised", "handle this case")

@@ -18,7 +18,7 @@ from hardpoint.plugins import ConfigError, KVStore, KVStoreContext
 from hardpoint.plugins.component import Component
 from hardpoint.testing.component_suite import ComponentSuite, class_under_test
 from hardpoint.testing.reporting.calls import releasing_all
-from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests
+from hardpoint.testing.suite import Rule, Violation, checks, reject_replaced_tests
 
 from .storage import temporary_folder
 from .store_blocks import make_keys, unusual_keys
@@ -174,9 +174,21 @@ class KVStoreSuite(ComponentSuite):
             calls=st.lists(_CALLS, min_size=1, max_size=30),
         )
 
+    @checks(CONTENT)
     def test_keys(self) -> None:
         """Keys are any 32 bytes, and all of them count."""
-        self._run_checks(CONTENT.text, self._check_keys)
+        keys = unusual_keys()
+        with self._place(self.sizes[0], keys) as place:
+            session = place.session
+
+            def use() -> None:
+                for first in (0, 1):  # of those that are alike
+                    for index in range(first, len(keys), 2):
+                        session.store(index)
+                    for index in range(len(keys)):
+                        session.check_lookup([index])
+
+            place.run(use)
 
     def test_kept(self) -> None:
         """Blocks are kept at all, and all that `store` reported as kept."""
@@ -209,9 +221,24 @@ class KVStoreSuite(ComponentSuite):
             seed=st.integers(0, 2**16),
         )
 
+    @checks(CONTENT)
     def test_ranks(self) -> None:
         """Stores of several ranks, with buffers of other sizes, do not disturb each other."""
-        self._run_checks(CONTENT.text, self._check_ranks)
+        with self._place(self.sizes[0]) as place:
+            with place.other(self.sizes[1], make_keys(_KEYS), rank=1) as other:
+
+                def use(session: StoreSession) -> None:
+                    for index in range(_KEYS):
+                        session.store(index)
+                        session.check_lookup([index])
+                    for index in range(_KEYS):
+                        session.check_kept(index, " after another rank stored blocks, too")
+
+                place.run(lambda: use(place.session), lambda: use(other.session))
+            place.session.drain()
+            self._check_other_size(place)
+            for index in range(_KEYS):
+                place.session.check_kept(index, " after a store for other sizes was there")
 
     def test_limit(self) -> None:
         """A store that is full drops blocks or refuses new ones."""
@@ -235,9 +262,24 @@ class KVStoreSuite(ComponentSuite):
         """Drain returns, with nothing to wait for too, and while others call the store."""
         self._run_checks(DRAIN.text, *self._per_size(self._check_drain))
 
+    @checks(CLOSE)
     def test_close(self) -> None:
         """After close there are no more threads and open files than before."""
-        self._run_checks(CLOSE.text, self._check_close)
+
+        def use() -> None:
+            with self._place(self.sizes[0]) as place:
+                session = place.session
+                programs = [functools.partial(session.store, number) for number in range(3)]
+                place.run(*programs, lambda: [session.load(index) for index in range(3)])
+            with self._place(self.sizes[0]):
+                pass  # closed at once
+
+        use()  # what stays after the first use may stay
+        try:
+            with releasing_all():
+                use()
+        except Violation as found:
+            raise CLOSE.violation(found.observed) from None
 
     def test_speed(self) -> None:
         """Lookup keeps its budget."""
@@ -329,20 +371,6 @@ class KVStoreSuite(ComponentSuite):
         for index in range(_KEYS):
             place.session.check_kept(index)
 
-    def _check_keys(self) -> None:
-        keys = unusual_keys()
-        with self._place(self.sizes[0], keys) as place:
-            session = place.session
-
-            def use() -> None:
-                for first in (0, 1):  # of those that are alike
-                    for index in range(first, len(keys), 2):
-                        session.store(index)
-                    for index in range(len(keys)):
-                        session.check_lookup([index])
-
-            place.run(use)
-
     def _check_kept(self, place: Place) -> None:
         session = place.session
         kept = [session.store(index, version) for version in range(2) for index in range(_KEYS)]
@@ -415,24 +443,6 @@ class KVStoreSuite(ComponentSuite):
         place.run(*programs)
         place.run(lambda: session.check_lookup(range(_KEYS)))
         place.run(lambda: [session.check_kept(i, " after threads") for i in range(_KEYS)])
-
-    def _check_ranks(self) -> None:
-        """Use two ranks' stores at the same time; then one of them in a model of other sizes."""
-        with self._place(self.sizes[0]) as place:
-            with place.other(self.sizes[1], make_keys(_KEYS), rank=1) as other:
-
-                def use(session: StoreSession) -> None:
-                    for index in range(_KEYS):
-                        session.store(index)
-                        session.check_lookup([index])
-                    for index in range(_KEYS):
-                        session.check_kept(index, " after another rank stored blocks, too")
-
-                place.run(lambda: use(place.session), lambda: use(other.session))
-            place.session.drain()
-            self._check_other_size(place)
-            for index in range(_KEYS):
-                place.session.check_kept(index, " after a store for other sizes was there")
 
     def _check_other_size(self, place: Place) -> None:
         """Load what was stored with buffers of another size: a file may be cut, or a key wrong."""
@@ -525,22 +535,6 @@ class KVStoreSuite(ComponentSuite):
                 session.store(index)
 
         place.run(use, session.drain, session.drain)
-
-    def _check_close(self) -> None:
-        def use() -> None:
-            with self._place(self.sizes[0]) as place:
-                session = place.session
-                programs = [functools.partial(session.store, number) for number in range(3)]
-                place.run(*programs, lambda: [session.load(index) for index in range(3)])
-            with self._place(self.sizes[0]):
-                pass  # closed at once
-
-        use()  # what stays after the first use may stay
-        try:
-            with releasing_all():
-                use()
-        except Violation as found:
-            raise CLOSE.violation(found.observed) from None
 
     def _check_speed(self) -> None:
         budget = self.budget_us_per_key or 0.0

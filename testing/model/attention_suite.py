@@ -16,7 +16,7 @@ from hardpoint.plugins import AttentionBackend, AttentionContext, AttentionStep,
 from hardpoint.plugins.component import Component
 from hardpoint.testing.component_suite import ComponentSuite, first_device
 from hardpoint.testing.snapshots import count_elements, snapshot
-from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
+from hardpoint.testing.suite import Rule, Violation, checks, reject_replaced_tests, short_repr
 
 from .block_views import BLOCK_VIEWS, MOVED_BLOCKS, NUM_BLOCKS, check_views, move_blocks
 from .sequences import SequenceBlocks, WholeHistory, ordered, softmax_attention
@@ -314,15 +314,52 @@ class AttentionBackendSuite(ComponentSuite):
         ]
         self._run_checks(BLOCK_VIEWS.text, *checks)
 
+    @checks("reads only: plan and attend change nothing but the cache")
     def test_reads_only(self) -> None:
         """Queries, keys, values and the step stay as they are."""
-        self._run_checks(
-            "reads only: plan and attend change nothing but the cache", self._check_reads_only
-        )
+        backend = self._make(self.block_sizes[0])
+        blocks = SequenceBlocks(_NUM_BLOCKS, self.block_sizes[0], self._device(), shuffled=True)
+        spec = KVSpec(*self.heads[-1], self.head_sizes[0], 0.4, self.windows[-1])
+        cache, generator = backend.allocate(spec, _NUM_BLOCKS), torch.Generator().manual_seed(0)
+        for counts in ([("a", 5), ("b", 3)], [("b", 1), ("a", 4)]):
+            step = blocks.step(counts)
+            tensors = self._inputs(generator, spec, int(step.query_starts[-1]), self.dtypes[0])
+            parts = dict(zip(("q", "k", "v"), tensors, strict=True)) | _fields(step)
+            before = {name: snapshot(part) for name, part in parts.items()}
+            with torch.inference_mode():
+                backend.attend(spec, cache, backend.plan(step), *tensors)
+            after = {name: snapshot(part) for name, part in parts.items()}
+            if changed := [name for name in parts if before[name] != after[name]]:
+                raise Violation(
+                    f"after attend {', '.join(changed)} had changed",
+                    "work on copies: the model may use its queries, keys and values again, and "
+                    "all layers share the step",
+                )
 
+    @checks("memory: nothing grows with the number of steps")
     def test_memory(self) -> None:
         """Nothing grows with the number of steps."""
-        self._run_checks("memory: nothing grows with the number of steps", self._check_memory)
+        size, waves, sizes = self.block_sizes[0], 50, []
+        backend = self._make(size)
+        blocks = SequenceBlocks(_NUM_BLOCKS, size, self._device(), shuffled=False)
+        spec = KVSpec(*self.heads[0], self.head_sizes[0], 0.4)
+        cache, generator = backend.allocate(spec, _NUM_BLOCKS), torch.Generator().manual_seed(0)
+        for wave in range(2 * waves):
+            plan = backend.plan(blocks.step([("a", 1)]))
+            tensors = self._inputs(generator, spec, 1, self.dtypes[0])
+            with torch.inference_mode():
+                backend.attend(spec, cache, plan, *tensors)
+            if wave % 10 == 9:
+                blocks.release("a")
+            if wave in (waves - 1, 2 * waves - 1):
+                attributes = {n: value for n, value in vars(backend).items() if n != "context"}
+                sizes.append(count_elements(attributes))
+        if sizes[1] - sizes[0] >= waves:
+            raise Violation(
+                f"the backend's attributes grew from {sizes[0]} to {sizes[1]} elements in {waves} "
+                f"steps",
+                "keep what a step needs in its plan, and keys and values in the cache",
+            )
 
     @property
     def _equal_heads(self) -> Sequence[tuple[int, int]]:
@@ -542,49 +579,6 @@ class AttentionBackendSuite(ComponentSuite):
             if copy is not None:
                 tables = step.block_table[0].tolist(), copy.block_table[0].tolist()
                 cache = move_blocks(backend, spec, cache, tables)
-
-    def _check_reads_only(self) -> None:
-        backend = self._make(self.block_sizes[0])
-        blocks = SequenceBlocks(_NUM_BLOCKS, self.block_sizes[0], self._device(), shuffled=True)
-        spec = KVSpec(*self.heads[-1], self.head_sizes[0], 0.4, self.windows[-1])
-        cache, generator = backend.allocate(spec, _NUM_BLOCKS), torch.Generator().manual_seed(0)
-        for counts in ([("a", 5), ("b", 3)], [("b", 1), ("a", 4)]):
-            step = blocks.step(counts)
-            tensors = self._inputs(generator, spec, int(step.query_starts[-1]), self.dtypes[0])
-            parts = dict(zip(("q", "k", "v"), tensors, strict=True)) | _fields(step)
-            before = {name: snapshot(part) for name, part in parts.items()}
-            with torch.inference_mode():
-                backend.attend(spec, cache, backend.plan(step), *tensors)
-            after = {name: snapshot(part) for name, part in parts.items()}
-            if changed := [name for name in parts if before[name] != after[name]]:
-                raise Violation(
-                    f"after attend {', '.join(changed)} had changed",
-                    "work on copies: the model may use its queries, keys and values again, and "
-                    "all layers share the step",
-                )
-
-    def _check_memory(self) -> None:
-        size, waves, sizes = self.block_sizes[0], 50, []
-        backend = self._make(size)
-        blocks = SequenceBlocks(_NUM_BLOCKS, size, self._device(), shuffled=False)
-        spec = KVSpec(*self.heads[0], self.head_sizes[0], 0.4)
-        cache, generator = backend.allocate(spec, _NUM_BLOCKS), torch.Generator().manual_seed(0)
-        for wave in range(2 * waves):
-            plan = backend.plan(blocks.step([("a", 1)]))
-            tensors = self._inputs(generator, spec, 1, self.dtypes[0])
-            with torch.inference_mode():
-                backend.attend(spec, cache, plan, *tensors)
-            if wave % 10 == 9:
-                blocks.release("a")
-            if wave in (waves - 1, 2 * waves - 1):
-                attributes = {n: value for n, value in vars(backend).items() if n != "context"}
-                sizes.append(count_elements(attributes))
-        if sizes[1] - sizes[0] >= waves:
-            raise Violation(
-                f"the backend's attributes grew from {sizes[0]} to {sizes[1]} elements in {waves} "
-                f"steps",
-                "keep what a step needs in its plan, and keys and values in the cache",
-            )
 
 
 def _reraise(cause: BaseException) -> None:

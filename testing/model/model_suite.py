@@ -27,7 +27,7 @@ from hardpoint.plugins.quantization import QuantizedMatrix
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.engine_access import load_ops
 from hardpoint.testing.snapshots import count_elements, snapshot
-from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
+from hardpoint.testing.suite import Rule, Violation, checks, reject_replaced_tests, short_repr
 
 from .quantized_model import QUANTIZED, codes_of, quantizable_names, quantized_forms
 from .rank_threads import run_ranks
@@ -158,9 +158,29 @@ class ModelSuite(ComponentSuite):
             WEIGHTS.text, self._check_shapes_of_weights, self._check_order, self._check_effects
         )
 
+    @checks(PACKED)
     def test_packed(self) -> None:
         """The weights of `packed_weights` make the same model, if it returns some."""
-        self._run_checks(PACKED.text, self._check_packed)
+        model = self._load(self._make(), self._weights(self._make()))
+        packed = model.packed_weights()
+        if packed is None:
+            return
+        if not isinstance(packed, Mapping) or not all(
+            isinstance(tensor, torch.Tensor) for tensor in packed.values()
+        ):
+            raise PACKED.violation(f"packed_weights returned {short_repr(packed)}")
+        again = self._make()
+        again.load_packed(packed)
+        expected, found = (self._hidden(m, [self._example]) for m in (model, again))
+        logits = [m.compute_logits(expected) for m in (model, again)]
+        if not torch.equal(found, expected) or not torch.equal(*logits):
+            raise PACKED.violation("a model that load_packed has loaded gives other results")
+        for name in packed:
+            try:
+                self._make().load_packed({n: t for n, t in packed.items() if n != name})
+            except (KeyError, ValueError):
+                continue
+            raise PACKED.violation(f"load_packed raised nothing without {name!r}")
 
     def test_quantized(self) -> None:
         """Matrices of few bits are loaded in the place of tensors, if `quantizable` has some."""
@@ -168,9 +188,24 @@ class ModelSuite(ComponentSuite):
             pytest.skip("the model has no matrices that may have few bits")
         self._run_checks(QUANTIZED.text, self._check_quantized)
 
+    @checks(SPECS)
     def test_kv_specs(self) -> None:
         """There is one spec per attention layer, the same before and after loading."""
-        self._run_checks(SPECS.text, self._check_specs)
+        model = self._make()
+        specs = model.kv_specs()
+        if not isinstance(specs, list) or not all(map(_is_spec, specs)):
+            raise SPECS.violation(
+                f"kv_specs returned {short_repr(specs)}",
+                "return a list of KVSpec with whole numbers >= 1, where num_kv_heads divides "
+                "num_heads, and softcap is None or > 0",
+            )
+        for when in ("when it was called again", "after the weights were loaded"):
+            if (again := model.kv_specs()) != specs:
+                raise SPECS.violation(
+                    f"kv_specs returned {short_repr(specs)}, {when} {short_repr(again)}"
+                )
+            self._load(model, self._weights(model))
+        self._hidden(model, [{"a": self._tokens("a", 3)}])
 
     def test_shapes(self) -> None:
         """Hidden states are [tokens, hidden], logits [rows, vocab_size] and finite."""
@@ -184,9 +219,20 @@ class ModelSuite(ComponentSuite):
             check = functools.partial(self._check_shapes, self._loaded(dtype))
             self._run_checks(SHAPES.text, check)
 
+    @checks("logits: each row of logits is of its own hidden state")
     def test_logits(self) -> None:
         """A row's logits do not depend on the other rows."""
-        self._run_checks("logits: each row of logits is of its own hidden state", self._check_rows)
+        model = self._loaded()
+        hidden = self._hidden(model, [self._example])
+        whole = model.compute_logits(hidden).float()
+        for rows in ([5], [7, 2, 2], list(range(len(hidden) - 1, -1, -1))):
+            logits = model.compute_logits(hidden[rows]).float()
+            if (difference := _difference(logits, whole[rows])) > self.tolerance:
+                raise Violation(
+                    f"the logits of rows {rows} alone differ from those among all rows by "
+                    f"{difference:.3g} of the largest one",
+                    "compute each row of logits from its own hidden state",
+                )
 
     def test_batch(self) -> None:
         """A sequence has the same hidden states alone, in parts, and among others."""
@@ -222,13 +268,38 @@ class ModelSuite(ComponentSuite):
 
         self._run_checks("length: sequences may have max_model_len tokens", check)
 
+    @checks(STATE)
     def test_state(self) -> None:
         """A step gives the same after another one, and nothing grows."""
-        self._run_checks(STATE.text, self._check_state)
+        model = self._loaded()
+        first = self._hidden(model, [self._example])
+        before = count_elements(vars(model))
+        for count in range(1, 9):
+            self._hidden(model, [{"d": self._tokens("d", count)}])
+        again = self._hidden(model, [self._example])
+        if not torch.equal(first, again):
+            raise STATE.violation(
+                f"the same step, after other ones, gave other hidden states: "
+                f"{_num_different(first, again)} of {first.numel()} numbers differ"
+            )
+        if (grown := count_elements(vars(model)) - before) >= 9:
+            raise STATE.violation(f"the model's attributes grew by {grown} elements in 9 steps")
 
+    @checks("reads only: a step changes nothing that it is given")
     def test_reads_only(self) -> None:
         """The batch and the hidden states stay as they are."""
-        self._run_checks("reads only: a step changes nothing that it is given", self._check_inputs)
+        model = self._loaded()
+        sequences = _Sequences(self, model)
+        hidden = sequences.step(self._example)
+        before = snapshot(hidden)
+        model.compute_logits(hidden)
+        if sequences.changed or snapshot(hidden) != before:
+            changed = sequences.changed or ["hidden"]
+            raise Violation(
+                f"after the step {', '.join(changed)} had changed",
+                "work on copies: positions serve all layers, and hidden states are used again "
+                "where a plugin fails",
+            )
 
     def test_tensor_2(self) -> None:
         """Two ranks that divide each layer give what one does, if `parallelism` has "tensor"."""
@@ -366,28 +437,6 @@ class ModelSuite(ComponentSuite):
                     f"logits",
                     "load it, or leave it out of weight_shapes: a checkpoint without it is refused",
                 )
-
-    def _check_packed(self) -> None:
-        model = self._load(self._make(), self._weights(self._make()))
-        packed = model.packed_weights()
-        if packed is None:
-            return
-        if not isinstance(packed, Mapping) or not all(
-            isinstance(tensor, torch.Tensor) for tensor in packed.values()
-        ):
-            raise PACKED.violation(f"packed_weights returned {short_repr(packed)}")
-        again = self._make()
-        again.load_packed(packed)
-        expected, found = (self._hidden(m, [self._example]) for m in (model, again))
-        logits = [m.compute_logits(expected) for m in (model, again)]
-        if not torch.equal(found, expected) or not torch.equal(*logits):
-            raise PACKED.violation("a model that load_packed has loaded gives other results")
-        for name in packed:
-            try:
-                self._make().load_packed({n: t for n, t in packed.items() if n != name})
-            except (KeyError, ValueError):
-                continue
-            raise PACKED.violation(f"load_packed raised nothing without {name!r}")
 
     def _check_quantized(self) -> None:
         names = quantizable_names(self._make())
@@ -558,23 +607,6 @@ class ModelSuite(ComponentSuite):
         logits = model.compute_logits(sequences.step({"a": self._tokens("a", 16)}))
         return [logits, *sequences.keys]
 
-    def _check_specs(self) -> None:
-        model = self._make()
-        specs = model.kv_specs()
-        if not isinstance(specs, list) or not all(map(_is_spec, specs)):
-            raise SPECS.violation(
-                f"kv_specs returned {short_repr(specs)}",
-                "return a list of KVSpec with whole numbers >= 1, where num_kv_heads divides "
-                "num_heads, and softcap is None or > 0",
-            )
-        for when in ("when it was called again", "after the weights were loaded"):
-            if (again := model.kv_specs()) != specs:
-                raise SPECS.violation(
-                    f"kv_specs returned {short_repr(specs)}, {when} {short_repr(again)}"
-                )
-            self._load(model, self._weights(model))
-        self._hidden(model, [{"a": self._tokens("a", 3)}])
-
     def _check_shapes(self, model: Model) -> None:
         sequences = _Sequences(self, model)
         for step in ({"a": 1}, {"a": 1, "b": 3}, {"c": 2}):
@@ -594,19 +626,6 @@ class ModelSuite(ComponentSuite):
                 f"{int(logits.float().isfinite().logical_not().sum())} numbers that are not finite",
                 "return finite floating-point logits",
             )
-
-    def _check_rows(self) -> None:
-        model = self._loaded()
-        hidden = self._hidden(model, [self._example])
-        whole = model.compute_logits(hidden).float()
-        for rows in ([5], [7, 2, 2], list(range(len(hidden) - 1, -1, -1))):
-            logits = model.compute_logits(hidden[rows]).float()
-            if (difference := _difference(logits, whole[rows])) > self.tolerance:
-                raise Violation(
-                    f"the logits of rows {rows} alone differ from those among all rows by "
-                    f"{difference:.3g} of the largest one",
-                    "compute each row of logits from its own hidden state",
-                )
 
     def _check_schedule(self, model: Model, schedule: Schedule) -> None:
         sequences, lengths = _Sequences(self, model), dict.fromkeys("abc", 0)
@@ -637,35 +656,6 @@ class ModelSuite(ComponentSuite):
             raise POSITIONS.violation(
                 f"four tokens at positions {near} and at positions {far} have the same hidden "
                 f"states"
-            )
-
-    def _check_state(self) -> None:
-        model = self._loaded()
-        first = self._hidden(model, [self._example])
-        before = count_elements(vars(model))
-        for count in range(1, 9):
-            self._hidden(model, [{"d": self._tokens("d", count)}])
-        again = self._hidden(model, [self._example])
-        if not torch.equal(first, again):
-            raise STATE.violation(
-                f"the same step, after other ones, gave other hidden states: "
-                f"{_num_different(first, again)} of {first.numel()} numbers differ"
-            )
-        if (grown := count_elements(vars(model)) - before) >= 9:
-            raise STATE.violation(f"the model's attributes grew by {grown} elements in 9 steps")
-
-    def _check_inputs(self) -> None:
-        model = self._loaded()
-        sequences = _Sequences(self, model)
-        hidden = sequences.step(self._example)
-        before = snapshot(hidden)
-        model.compute_logits(hidden)
-        if sequences.changed or snapshot(hidden) != before:
-            changed = sequences.changed or ["hidden"]
-            raise Violation(
-                f"after the step {', '.join(changed)} had changed",
-                "work on copies: positions serve all layers, and hidden states are used again "
-                "where a plugin fails",
             )
 
 

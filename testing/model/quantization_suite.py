@@ -18,7 +18,7 @@ from hardpoint.plugins.quantization import AffineCodes, QuantizedMatrix, Quantiz
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.engine_access import load_ops
 from hardpoint.testing.snapshots import snapshot
-from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
+from hardpoint.testing.suite import Rule, Violation, checks, reject_replaced_tests, short_repr
 
 from .quantization_rules import (
     ALIGNMENT,
@@ -160,9 +160,25 @@ class QuantizationSuite(ComponentSuite):
         """The bytes of matrices, if the scheme reports them."""
         self._check_matrices(BYTES, self._check_bytes)
 
+    @checks(LAYERS)
     def test_layers(self) -> None:
         """Embeddings, fused and cut products and tied heads, in one rank and in two."""
-        self._run_checks(LAYERS.text, self._check_layers)
+        divided = 0
+        if self.max_error is not None:
+            for weight in self._weights():
+                if len(weight) < 2:  # one for each rank
+                    continue
+                numbers = self._quantized(weight).dequantize()
+                divided += self._compare_layers(weight, numbers)
+        for sample in self.samples():
+            stored = replace(sample.stored, scheme=self._name())
+            numbers = self._read(stored).dequantize()
+            divided += self._compare_layers(stored, numbers)
+        if not divided:
+            raise Violation(
+                "two ranks can divide the columns of no matrix of the suite",
+                "add a shape or a sample with twice the columns of `alignment`",
+            )
 
     def _check_made(self, rule: Rule, check: Callable[[Quantization, torch.Tensor], None]) -> None:
         """Run a check for a weight of each shape."""
@@ -407,24 +423,6 @@ class QuantizationSuite(ComponentSuite):
         if type(stored) is not int or abs(stored - found) > _ESTIMATE * found:
             raise BYTES.violation(
                 f"stored_bytes of {matrix.shape} is {stored}, codes and scales have {found} bytes"
-            )
-
-    def _check_layers(self) -> None:
-        divided = 0
-        if self.max_error is not None:
-            for weight in self._weights():
-                if len(weight) < 2:  # one for each rank
-                    continue
-                numbers = self._quantized(weight).dequantize()
-                divided += self._compare_layers(weight, numbers)
-        for sample in self.samples():
-            stored = replace(sample.stored, scheme=self._name())
-            numbers = self._read(stored).dequantize()
-            divided += self._compare_layers(stored, numbers)
-        if not divided:
-            raise Violation(
-                "two ranks can divide the columns of no matrix of the suite",
-                "add a shape or a sample with twice the columns of `alignment`",
             )
 
     def _compare_layers(self, weight: Weight, numbers: torch.Tensor) -> int:

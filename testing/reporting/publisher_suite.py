@@ -22,7 +22,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.kv_cache import KVEvent
 from hardpoint.testing.component_suite import ComponentSuite
-from hardpoint.testing.suite import Rule, reject_replaced_tests, short_repr
+from hardpoint.testing.suite import Rule, checks, reject_replaced_tests, short_repr
 from hardpoint.typed.read_only import read_only
 
 from .calls import (
@@ -135,9 +135,20 @@ class KVEventPublisherSuite(ComponentSuite):
         """The publisher changes nothing that it is given."""
         self._run_checks(READS_ONLY.text, lambda: self._use(self._make()))
 
+    @checks(MEMORY)
     def test_memory(self) -> None:
         """Nothing grows with the number of batches."""
-        self._run_checks(MEMORY.text, self._check_memory)
+        publisher = self._make()
+
+        def use(number: int) -> list[weakref.ref[Any]]:
+            batch = read_only(_batch(number))
+            publisher.publish(batch)
+            return [weakref.ref(batch)]
+
+        try:
+            check_growth(publisher, use, _CALLS)
+        finally:
+            publisher.close()
 
     def test_close(self) -> None:
         """Close releases everything; a second close does no harm."""
@@ -211,19 +222,6 @@ class KVEventPublisherSuite(ComponentSuite):
                 raise DELIVERY.violation(
                     f"the batch {short_repr(expected)} came as {short_repr(batch)}"
                 )
-
-    def _check_memory(self) -> None:
-        publisher = self._make()
-
-        def use(number: int) -> list[weakref.ref[Any]]:
-            batch = read_only(_batch(number))
-            publisher.publish(batch)
-            return [weakref.ref(batch)]
-
-        try:
-            check_growth(publisher, use, _CALLS)
-        finally:
-            publisher.close()
 
     def _check_close(self) -> None:
         with releasing_all():

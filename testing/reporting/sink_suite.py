@@ -31,7 +31,7 @@ from hardpoint.plugins.stats import (
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.declared import declared_result
 from hardpoint.testing.scripted import ScriptedClock
-from hardpoint.testing.suite import Rule, reject_replaced_tests
+from hardpoint.testing.suite import Rule, checks, reject_replaced_tests
 from hardpoint.typed.read_only import read_only
 
 from .calls import (
@@ -273,13 +273,34 @@ class StatSinkSuite(ComponentSuite):
         """The sink changes nothing that it is given."""
         self._run_checks(READS_ONLY.text, lambda: self._use(self._make()))
 
+    @checks(THREADS)
     def test_threads(self) -> None:
         """Calls may come from different threads, one after the other."""
-        self._run_checks(THREADS.text, self._check_threads)
+        sink = self._make()
+        for method, given in (
+            (sink.record, [read_only(_batch(0))]),
+            (sink.report, []),
+            (sink.exposition, [read_only(_report(0))]),
+            (sink.record, [read_only(_batch(1))]),
+            (sink.close, []),
+        ):
+            in_thread(partial(call, THREADS, method, *given))
 
+    @checks(MEMORY)
     def test_memory(self) -> None:
         """Nothing grows with the number of batches."""
-        self._run_checks(MEMORY.text, self._check_memory)
+        sink = self._make()
+
+        def use(number: int) -> list[weakref.ref[Any]]:
+            stats = read_only(_batch(number))
+            sink.record(stats)
+            if number % _REPORT_EVERY == _REPORT_EVERY - 1:
+                sink.report()
+                sink.exposition(read_only(_report(number)))
+            return [weakref.ref(stats)]
+
+        check_growth(sink, use, _CALLS)
+        sink.close()
 
     def test_close(self) -> None:
         """Close releases everything; a second close and a late call do no harm."""
@@ -303,31 +324,6 @@ class StatSinkSuite(ComponentSuite):
         call(STATISTICS, sink.report)
         call(EXPOSITION, sink.exposition, read_only(_report(0)))
         call(CLOSE, sink.close)
-
-    def _check_threads(self) -> None:
-        sink = self._make()
-        for method, given in (
-            (sink.record, [read_only(_batch(0))]),
-            (sink.report, []),
-            (sink.exposition, [read_only(_report(0))]),
-            (sink.record, [read_only(_batch(1))]),
-            (sink.close, []),
-        ):
-            in_thread(partial(call, THREADS, method, *given))
-
-    def _check_memory(self) -> None:
-        sink = self._make()
-
-        def use(number: int) -> list[weakref.ref[Any]]:
-            stats = read_only(_batch(number))
-            sink.record(stats)
-            if number % _REPORT_EVERY == _REPORT_EVERY - 1:
-                sink.report()
-                sink.exposition(read_only(_report(number)))
-            return [weakref.ref(stats)]
-
-        check_growth(sink, use, _CALLS)
-        sink.close()
 
     def _check_close(self) -> None:
         call(CLOSE, self._make().close)  # of one that got nothing

@@ -19,7 +19,7 @@ from hardpoint.plugins.component import Component
 from hardpoint.plugins.config import ParallelConfig
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.engine_access import executor_tokens
-from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
+from hardpoint.testing.suite import Rule, Violation, checks, reject_replaced_tests, short_repr
 
 from . import executor_session
 from .executor_session import FUTURES, REPORTS, RESULTS, START, Session, in_thread, until, wait
@@ -127,9 +127,10 @@ class ExecutorSuite(ComponentSuite):
             self._check_contract,
         )
 
+    @checks(SIZES)
     def test_sizes(self) -> None:
         """Numbers of ranks are served, or refused with a reason."""
-        self._run_checks(SIZES.text, self._check_sizes)
+        self._sizes()
 
     def test_start(self) -> None:
         """Models are loaded side by side; the error of one is raised, though others wait for it."""
@@ -140,29 +141,95 @@ class ExecutorSuite(ComponentSuite):
         self._search(RESULTS.text, 25, self._check_results, steps=_STEPS)
         self._run_checks(RESULTS.text, self._check_every_call)
 
+    @checks(REPORTS)
     def test_reports(self) -> None:
         """With `all_report`, results have what all ranks report."""
-        self._run_checks(REPORTS.text, self._check_reports)
+        with self._shared(self._size()) as session:
+            in_pipeline = _depth(session.executor) > 1
+            for counts in ({"a": 3}, {}, {"a": 1, "b": 2}):
+                plan = session.plan(counts)
+                result = session.begin(plan, in_pipeline=in_pipeline)
+                session.check_reports(plan, session.compare(plan, result))
 
+    @checks(CALLS)
     def test_calls(self) -> None:
         """A call reaches every worker, once and in rank order."""
-        self._run_checks(CALLS.text, self._check_calls)
+        with self._shared(self._size()) as session:
+            count = session.parallel.world_size
+            results = session.rpc("stop_profile")
+            if not isinstance(results, list):
+                raise CALLS.violation(f"it returned {short_repr(results)}, no list")
+            _check_levels(results, count, 0, CALLS, "stop_profile")
+            session.rpc("sleep", (2,))
+            _check_levels(
+                session.rpc("stop_profile"), count, 2, CALLS, "stop_profile after sleep(2)"
+            )
+            session.rpc("sleep", (0,))
+            session.check_calls()
 
+    @checks(TIMEOUT)
     def test_timeout(self) -> None:
         """A call that takes too long is given up."""
-        self._run_checks(TIMEOUT.text, self._check_timeout)
+        with self._shared(self._size()) as session:
+            ranks = tuple(range(session.parallel.world_size))
+            order = Order("start_kv_connector", Does.TAKE_LONG, ranks[-1:], seconds=_SLOW_SECONDS)
+            began, seconds = time.monotonic(), _SLOW_SECONDS / 4
+            with session.script.ordered(order):
+                try:
+                    session.rpc("start_kv_connector", ("weights",), timeout=seconds)
+                    error = False
+                except TimeoutError:
+                    error = True
+                passed = time.monotonic() - began
+                call = session.script.calls(ranks[-1])[-1]
+                is_mine = (call.process, call.thread) == (os.getpid(), threading.get_ident())
+                if not is_mine and (not error or passed > _SLOW_SECONDS):
+                    what = "raised TimeoutError" if error else "returned"
+                    raise TIMEOUT.violation(
+                        f"collective_rpc with timeout={seconds:g} {what} after {passed:.2g} s"
+                    )
+                if not is_mine:
+                    time.sleep(_SLOW_SECONDS)
+            results = session.rpc("stop_profile")
+            _check_levels(results, len(ranks), 0, TIMEOUT, "stop_profile after the late call")
 
     def test_errors(self) -> None:
         """The error of any rank is raised, of a step and of a call."""
         self._run_checks(ERRORS.text, self._check_call_error, *self._step_errors())
 
+    @checks(SLEEP)
     def test_sleep(self) -> None:
         """Workers sleep and wake up."""
-        self._run_checks(SLEEP.text, self._check_sleep)
+        with self._shared(self._size()) as session:
+            for method, args, level in (("sleep", (1,), 1), ("wake_up", (["kv_cache"],), 0)):
+                session.rpc(method, args)
+                results = session.rpc("stop_profile")
+                if not all(result.endswith(f" {level}") for result in results):
+                    raise SLEEP.violation(f"after {method}{args} a worker is not at level {level}")
 
+    @checks(PIPELINE)
     def test_pipeline(self) -> None:
         """Steps overlap if more than one may be in flight."""
-        self._run_checks(PIPELINE.text, self._check_pipeline)
+        for size in self._sizes():
+            with self._shared(size) as session:
+                if (depth := _depth(session.executor)) == 1:
+                    continue
+                ranks = tuple(range(session.parallel.world_size))
+                order = Order("execute_model", Does.TAKE_LONG, ranks, seconds=_STEP_SECONDS)
+                with session.script.ordered(order):
+                    steps = []
+                    for number in range(depth):
+                        plan = session.plan({"a": 1})
+                        forward = session.execute(plan)
+                        sampled = session.sample(plan)
+                        if number == 0 and forward.done():
+                            raise PIPELINE.violation(
+                                f"max_concurrent_batches is {depth}, but execute_model returned "
+                                f"only when its step was done"
+                            )
+                        steps.append((plan, sampled))
+                    for plan, sampled in steps:
+                        session.compare(plan, lambda s=sampled: wait(s, "sample_tokens"))  # type: ignore[misc]
 
     def test_failure(self) -> None:
         """The callback is called for the loss of a worker, not for a close."""
@@ -170,9 +237,22 @@ class ExecutorSuite(ComponentSuite):
         points = [self._check_no_failure, *self._chosen(points), self._check_out_of_step]
         self._run_checks(FAILURE.text, *points)
 
+    @checks(CLOSE)
     def test_close(self) -> None:
         """Nothing is left after close, and it may be called again."""
-        self._run_checks(CLOSE.text, self._check_close)
+        before = _holdings()
+        with self._fresh(self._size()) as session:
+            _depth(session.executor)
+            session.begin(session.plan({"a": 1}))()
+            session.executor.close()  # and then again
+            if not until(lambda: not session.open_workers(), _CLOSE_SECONDS):
+                raise CLOSE.violation(
+                    f"the workers of ranks {session.open_workers()} are not closed"
+                )
+        if not until(lambda: not _more(before, _holdings()), _CLOSE_SECONDS):
+            raise CLOSE.violation(
+                f"after close there are more {', '.join(_more(before, _holdings()))}"
+            )
 
     def test_tokens(self) -> None:
         """In an engine with the scripted model, tokens are those of uniproc."""
@@ -254,9 +334,6 @@ class ExecutorSuite(ComponentSuite):
 
     # Checks.
 
-    def _check_sizes(self) -> None:
-        self._sizes()
-
     def _check_start(self) -> None:
         session = self._new(self._size())
         ranks = range(session.parallel.world_size)
@@ -310,52 +387,6 @@ class ExecutorSuite(ComponentSuite):
                 session.rpc("start_profile")  # after all that was started
                 session.check_calls()
 
-    def _check_reports(self) -> None:
-        with self._shared(self._size()) as session:
-            in_pipeline = _depth(session.executor) > 1
-            for counts in ({"a": 3}, {}, {"a": 1, "b": 2}):
-                plan = session.plan(counts)
-                result = session.begin(plan, in_pipeline=in_pipeline)
-                session.check_reports(plan, session.compare(plan, result))
-
-    def _check_calls(self) -> None:
-        with self._shared(self._size()) as session:
-            count = session.parallel.world_size
-            results = session.rpc("stop_profile")
-            if not isinstance(results, list):
-                raise CALLS.violation(f"it returned {short_repr(results)}, no list")
-            _check_levels(results, count, 0, CALLS, "stop_profile")
-            session.rpc("sleep", (2,))
-            _check_levels(
-                session.rpc("stop_profile"), count, 2, CALLS, "stop_profile after sleep(2)"
-            )
-            session.rpc("sleep", (0,))
-            session.check_calls()
-
-    def _check_timeout(self) -> None:
-        with self._shared(self._size()) as session:
-            ranks = tuple(range(session.parallel.world_size))
-            order = Order("start_kv_connector", Does.TAKE_LONG, ranks[-1:], seconds=_SLOW_SECONDS)
-            began, seconds = time.monotonic(), _SLOW_SECONDS / 4
-            with session.script.ordered(order):
-                try:
-                    session.rpc("start_kv_connector", ("weights",), timeout=seconds)
-                    error = False
-                except TimeoutError:
-                    error = True
-                passed = time.monotonic() - began
-                call = session.script.calls(ranks[-1])[-1]
-                is_mine = (call.process, call.thread) == (os.getpid(), threading.get_ident())
-                if not is_mine and (not error or passed > _SLOW_SECONDS):
-                    what = "raised TimeoutError" if error else "returned"
-                    raise TIMEOUT.violation(
-                        f"collective_rpc with timeout={seconds:g} {what} after {passed:.2g} s"
-                    )
-                if not is_mine:
-                    time.sleep(_SLOW_SECONDS)
-            results = session.rpc("stop_profile")
-            _check_levels(results, len(ranks), 0, TIMEOUT, "stop_profile after the late call")
-
     def _check_call_error(self) -> None:
         with self._shared(self._size()) as session:
             for rank in range(session.parallel.world_size):
@@ -407,36 +438,6 @@ class ExecutorSuite(ComponentSuite):
                         raise reported[0]
 
                 _expect_error(call, order, rank, method)
-
-    def _check_sleep(self) -> None:
-        with self._shared(self._size()) as session:
-            for method, args, level in (("sleep", (1,), 1), ("wake_up", (["kv_cache"],), 0)):
-                session.rpc(method, args)
-                results = session.rpc("stop_profile")
-                if not all(result.endswith(f" {level}") for result in results):
-                    raise SLEEP.violation(f"after {method}{args} a worker is not at level {level}")
-
-    def _check_pipeline(self) -> None:
-        for size in self._sizes():
-            with self._shared(size) as session:
-                if (depth := _depth(session.executor)) == 1:
-                    continue
-                ranks = tuple(range(session.parallel.world_size))
-                order = Order("execute_model", Does.TAKE_LONG, ranks, seconds=_STEP_SECONDS)
-                with session.script.ordered(order):
-                    steps = []
-                    for number in range(depth):
-                        plan = session.plan({"a": 1})
-                        forward = session.execute(plan)
-                        sampled = session.sample(plan)
-                        if number == 0 and forward.done():
-                            raise PIPELINE.violation(
-                                f"max_concurrent_batches is {depth}, but execute_model returned "
-                                f"only when its step was done"
-                            )
-                        steps.append((plan, sampled))
-                    for plan, sampled in steps:
-                        session.compare(plan, lambda s=sampled: wait(s, "sample_tokens"))  # type: ignore[misc]
 
     def _check_no_failure(self) -> None:
         called: list[BaseException] = []
@@ -547,21 +548,6 @@ class ExecutorSuite(ComponentSuite):
             raise FAILURE.violation(f"{what} had not ended after {self.failure_seconds:g} s")
         if future.exception() is None:
             raise FAILURE.violation(f"{what} gave {short_repr(future.result())}, no error")
-
-    def _check_close(self) -> None:
-        before = _holdings()
-        with self._fresh(self._size()) as session:
-            _depth(session.executor)
-            session.begin(session.plan({"a": 1}))()
-            session.executor.close()  # and then again
-            if not until(lambda: not session.open_workers(), _CLOSE_SECONDS):
-                raise CLOSE.violation(
-                    f"the workers of ranks {session.open_workers()} are not closed"
-                )
-        if not until(lambda: not _more(before, _holdings()), _CLOSE_SECONDS):
-            raise CLOSE.violation(
-                f"after close there are more {', '.join(_more(before, _holdings()))}"
-            )
 
     def _check_tokens(self) -> None:
         cls, name = self.executor, self._name()

@@ -29,6 +29,7 @@ from hardpoint.testing.suite import (
     ConformanceSuite,
     Rule,
     Violation,
+    checks,
     reject_replaced_tests,
     short_repr,
 )
@@ -111,18 +112,34 @@ class HookSuite(ConformanceSuite):
             self._check_marks,
         )
 
+    @checks(VALID)
     def test_valid_calls(self) -> None:
         """Each hook takes every valid call, and changes nothing that it may only read."""
-        self._run_checks(VALID.text, self._check_calls)
+        hooks = self._open()
+        for name, arguments in _calls():
+            if hooks.has(name):
+                _call(hooks, name, arguments)
 
     def test_requests(self) -> None:
         """A changed request is valid, the same one, and alike for all completions."""
         self._needs("request_received")
         self._run_checks(REQUEST.text, self._check_requests, self._check_completions)
 
+    @checks(LIFECYCLE)
     def test_lifecycle(self) -> None:
         """Engines start and close, one after the other."""
-        self._run_checks(LIFECYCLE.text, self._check_lifecycle)
+        hooks = self._open()
+        order = ("started", "closing", "started", "closing", "closing", "started", "started")
+        for index, event in enumerate(order):
+            name = f"engine_{event}"
+            if not hooks.has(name):
+                continue
+            try:
+                _call(hooks, name, {"info": read_only(_INFO)} if event == "started" else {})
+            except Violation as violation:
+                raise LIFECYCLE.violation(
+                    f"{violation.observed}, after {', '.join(order[:index]) or 'nothing'}"
+                ) from violation
 
     def test_prompt(self) -> None:
         """No hook blocks, and those of steps and requests keep their budgets."""
@@ -157,12 +174,6 @@ class HookSuite(ConformanceSuite):
                     "mark it with @hookimpl",
                 )
 
-    def _check_calls(self) -> None:
-        hooks = self._open()
-        for name, arguments in _calls():
-            if hooks.has(name):
-                _call(hooks, name, arguments)
-
     def _check_requests(self) -> None:
         hooks = self._open()
         for request in _requests():
@@ -196,20 +207,6 @@ class HookSuite(ConformanceSuite):
                         f"of two completions of one request, the first got {field} "
                         f"{short_repr(one)} and the second {short_repr(other)}"
                     )
-
-    def _check_lifecycle(self) -> None:
-        hooks = self._open()
-        order = ("started", "closing", "started", "closing", "closing", "started", "started")
-        for index, event in enumerate(order):
-            name = f"engine_{event}"
-            if not hooks.has(name):
-                continue
-            try:
-                _call(hooks, name, {"info": read_only(_INFO)} if event == "started" else {})
-            except Violation as violation:
-                raise LIFECYCLE.violation(
-                    f"{violation.observed}, after {', '.join(order[:index]) or 'nothing'}"
-                ) from violation
 
     def _check_blocking(self) -> None:
         hooks = self._open()

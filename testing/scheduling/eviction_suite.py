@@ -15,7 +15,13 @@ from hardpoint.testing.declared import declared_result
 from hardpoint.testing.engine_access import load_default_scheduler
 from hardpoint.testing.scheduling.fakes.blocks import FakeBlocks
 from hardpoint.testing.snapshots import count_elements
-from hardpoint.testing.suite import Violation, best_cpu_time, reject_replaced_tests, short_repr
+from hardpoint.testing.suite import (
+    Violation,
+    best_cpu_time,
+    checks,
+    reject_replaced_tests,
+    short_repr,
+)
 
 from .features import UnsupportedFeatures
 from .rules import BLOCK_IDS, EVICTION
@@ -120,30 +126,9 @@ class EvictionPolicySuite(ComponentSuite):
             ),
         )
 
+    @checks("memory: nothing grows with the number of blocks that are no longer candidates")
     def test_memory(self) -> None:
         """A policy remembers a bounded number of blocks that are no longer candidates."""
-        self._run_checks(
-            "memory: nothing grows with the number of blocks that are no longer candidates",
-            self._check_memory,
-        )
-
-    def test_speed(self) -> None:
-        """The cost of a block stays within the budget among many candidates."""
-        if self.budget_us_per_block is None:
-            pytest.skip("budget_us_per_block is None")
-        self._run_checks("speed: a block costs no more than its budget", self._check_speed)
-
-    def _make(self, **fields: Any) -> EvictionPolicy:
-        fields = fields or FakeBlocks(_BLOCKS).context_fields()
-        policy: EvictionPolicy = self._build(EvictionContext, **fields)
-        return policy
-
-    def _driver(self, num_blocks: int = _BLOCKS, *, first_in: bool = True) -> _PolicyDriver:
-        blocks = FakeBlocks(num_blocks)
-        policy = self._make(**blocks.context_fields())
-        return _PolicyDriver(policy, blocks, first_in=first_in)
-
-    def _check_memory(self) -> None:
         driver, sizes, waves = self._driver(num_blocks=8), [], 100
         for wave in range(2 * waves):
             contents = list(range(8 * wave, 8 * wave + 8))
@@ -165,6 +150,22 @@ class EvictionPolicySuite(ComponentSuite):
                 "drop a block in taken(), dropped() and evict(); remember at most a few times "
                 "context.blocks.num_blocks hashes of evicted ones",
             )
+
+    def test_speed(self) -> None:
+        """The cost of a block stays within the budget among many candidates."""
+        if self.budget_us_per_block is None:
+            pytest.skip("budget_us_per_block is None")
+        self._run_checks("speed: a block costs no more than its budget", self._check_speed)
+
+    def _make(self, **fields: Any) -> EvictionPolicy:
+        fields = fields or FakeBlocks(_BLOCKS).context_fields()
+        policy: EvictionPolicy = self._build(EvictionContext, **fields)
+        return policy
+
+    def _driver(self, num_blocks: int = _BLOCKS, *, first_in: bool = True) -> _PolicyDriver:
+        blocks = FakeBlocks(num_blocks)
+        policy = self._make(**blocks.context_fields())
+        return _PolicyDriver(policy, blocks, first_in=first_in)
 
     def _check_speed(self) -> None:
         count = self.budget_blocks

@@ -24,7 +24,7 @@ from hardpoint.plugins.grammars import GrammarState, Vocabulary
 from hardpoint.plugins.structured import StructuredFormat, StructuredOutputs
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.snapshots import count_elements
-from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
+from hardpoint.testing.suite import Rule, Violation, checks, reject_replaced_tests, short_repr
 
 from .grammar_samples import HOSTILE, KEYWORDS, REFUSED, STANDARD, GrammarSample, described
 from .grammar_vocabulary import END, Mask, SampleTokens, build_vocabulary, large_vocabulary
@@ -150,9 +150,24 @@ class GrammarSuite(ComponentSuite):
             lambda: self._make().close(),
         )
 
+    @checks(FORMATS)
     def test_formats(self) -> None:
         """Every format that the class states compiles, and the others are refused."""
-        self._run_checks(FORMATS.text, self._check_formats)
+        known, stated = get_args(StructuredFormat), self.grammar.formats
+        if not stated or isinstance(stated, str) or set(stated) - {*known}:
+            raise FORMATS.violation(
+                f"its formats are {stated!r}", f"state a tuple of some of {', '.join(known)}"
+            )
+        for name in known:
+            for sample in STANDARD[name] if name not in stated else ():
+                self._check_raises(sample.checked, FORMATS, f"{name} is not in its formats")
+        for _, state in self._compiled:
+            for method in ("fill_bitmask", "advance", "rollback", "fork"):
+                if not callable(getattr(state, method, None)):
+                    raise FORMATS.violation(
+                        f"compile returned {short_repr(state)}, which has no {method}()",
+                        "return a GrammarState",
+                    )
 
     def test_mask(self) -> None:
         """Everywhere in a finite language, the mask is that of all its texts."""
@@ -199,9 +214,48 @@ class GrammarSuite(ComponentSuite):
             steps=st.lists(st.tuples(operations, st.integers(0, 9999)), max_size=20),
         )
 
+    @checks(THREADS)
     def test_threads(self) -> None:
         """Grammars are compiled in several threads at once, and used in others."""
-        self._run_checks(THREADS.text, self._check_threads)
+        paths = [next(self._paths(sample), []) for sample, _ in self._compiled]
+        alone = [
+            self._masks(path, root.fork(), described(sample.checked))
+            for path, (sample, root) in zip(paths, self._compiled, strict=True)
+        ]
+        shared = [[root.fork() for _ in range(_THREADS)] for _, root in self._compiled]
+        start = threading.Barrier(_THREADS)
+
+        def work(number: int) -> None:
+            start.wait()
+            for index in random.Random(number).sample(range(len(paths)), len(paths)):
+                structured = self._compiled[index][0].checked
+                for state, how in (
+                    (self._compile(self._subject, structured), "compiled there"),
+                    (shared[index][number], "compiled in another one"),
+                ):
+                    masks = self._masks(paths[index], state, described(structured))
+                    if masks != alone[index]:
+                        raise THREADS.violation(
+                            f"{described(structured)}: a state of one of {_THREADS} threads at "
+                            f"once, {how}, had other masks than alone"
+                        )
+
+        seconds = self.compile_seconds * len(paths)
+        threads = [_Thread(partial(work, number)) for number in range(_THREADS)]
+        for thread in threads:
+            try:
+                thread.result(seconds)
+            except TimeoutError:
+                raise THREADS.violation(f"a thread did not end within {seconds} s") from None
+            except Violation as found:
+                raise THREADS.violation(
+                    f"in one of {_THREADS} threads at once: {found.observed}"
+                ) from None
+            except BaseException as cause:
+                raise THREADS.violation(
+                    f"in one of {_THREADS} threads at once it raised {type(cause).__name__}: "
+                    f"{cause}"
+                ) from cause
 
     def test_refused(self) -> None:
         """A description that means nothing is refused by a ValueError that gives the reason."""
@@ -356,23 +410,6 @@ class GrammarSuite(ComponentSuite):
     def _where(self, sample: GrammarSample, ids: Sequence[int]) -> str:
         names = [self._tokens.name(token) for token in ids]
         return f"{described(sample.checked)}: after the tokens [{', '.join(names)}]"
-
-    def _check_formats(self) -> None:
-        known, stated = get_args(StructuredFormat), self.grammar.formats
-        if not stated or isinstance(stated, str) or set(stated) - {*known}:
-            raise FORMATS.violation(
-                f"its formats are {stated!r}", f"state a tuple of some of {', '.join(known)}"
-            )
-        for name in known:
-            for sample in STANDARD[name] if name not in stated else ():
-                self._check_raises(sample.checked, FORMATS, f"{name} is not in its formats")
-        for _, state in self._compiled:
-            for method in ("fill_bitmask", "advance", "rollback", "fork"):
-                if not callable(getattr(state, method, None)):
-                    raise FORMATS.violation(
-                        f"compile returned {short_repr(state)}, which has no {method}()",
-                        "return a GrammarState",
-                    )
 
     def _check_raises(self, structured: StructuredOutputs, rule: Rule, reason: str) -> None:
         """Check that a description is refused by a ValueError that gives the reason."""
@@ -637,47 +674,6 @@ class GrammarSuite(ComponentSuite):
                 own -= count
             elif operation == "fork":
                 state, own = state.fork(), 0
-
-    def _check_threads(self) -> None:
-        paths = [next(self._paths(sample), []) for sample, _ in self._compiled]
-        alone = [
-            self._masks(path, root.fork(), described(sample.checked))
-            for path, (sample, root) in zip(paths, self._compiled, strict=True)
-        ]
-        shared = [[root.fork() for _ in range(_THREADS)] for _, root in self._compiled]
-        start = threading.Barrier(_THREADS)
-
-        def work(number: int) -> None:
-            start.wait()
-            for index in random.Random(number).sample(range(len(paths)), len(paths)):
-                structured = self._compiled[index][0].checked
-                for state, how in (
-                    (self._compile(self._subject, structured), "compiled there"),
-                    (shared[index][number], "compiled in another one"),
-                ):
-                    masks = self._masks(paths[index], state, described(structured))
-                    if masks != alone[index]:
-                        raise THREADS.violation(
-                            f"{described(structured)}: a state of one of {_THREADS} threads at "
-                            f"once, {how}, had other masks than alone"
-                        )
-
-        seconds = self.compile_seconds * len(paths)
-        threads = [_Thread(partial(work, number)) for number in range(_THREADS)]
-        for thread in threads:
-            try:
-                thread.result(seconds)
-            except TimeoutError:
-                raise THREADS.violation(f"a thread did not end within {seconds} s") from None
-            except Violation as found:
-                raise THREADS.violation(
-                    f"in one of {_THREADS} threads at once: {found.observed}"
-                ) from None
-            except BaseException as cause:
-                raise THREADS.violation(
-                    f"in one of {_THREADS} threads at once it raised {type(cause).__name__}: "
-                    f"{cause}"
-                ) from cause
 
     def _check_hostile(self, given: Mapping[str, Any]) -> None:
         structured = StructuredOutputs.checked(given)

@@ -46,7 +46,7 @@ from hardpoint.plugins.structured import Format, TagFormat, TokenFormat, walk_fo
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.engine_access import load_tokenizer
 from hardpoint.testing.snapshots import count_elements
-from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
+from hardpoint.testing.suite import Rule, Violation, checks, reject_replaced_tests, short_repr
 
 __all__ = ["OutputParserSuite", "OutputSample"]
 
@@ -226,17 +226,39 @@ class OutputParserSuite(ComponentSuite):
         if "tools" in self.parser.roles:
             self._run_checks(CALL_FORMAT.text, self._check_call_formats)
 
+    @checks(INDEPENDENT)
     def test_independent(self) -> None:
         """Two outputs that come in turns are parsed as each alone."""
-        self._run_checks(INDEPENDENT.text, self._check_independent)
+        for first in self.samples:
+            for second in self.samples:
+                self._check_turns(first, second)
 
+    @checks(LINEAR)
     def test_linear(self) -> None:
         """Long texts of fragments take the same time per character."""
-        self._run_checks(LINEAR.text, self._check_linear)
+        texts = [piece for piece in self._fragments if isinstance(piece, str)]
+        for index, sample in enumerate(self.samples):
+            characters = self._pieces(sample.text, 1)
+            opened = characters[: len(characters) // 2]
+            for text in {texts[index % len(texts)], "x" if index == 0 else texts[-index]}:
+                self._check_time(sample.request, opened, text)
 
+    @checks("memory: nothing grows with the number of outputs")
     def test_memory(self) -> None:
         """Nothing grows with the number of outputs."""
-        self._run_checks("memory: nothing grows with the number of outputs", self._check_memory)
+        sizes, waves = [], 100
+        for _ in range(2):
+            for _ in range(waves):
+                for sample in self.samples:
+                    self._parsed(sample)
+            attributes = {n: v for n, v in vars(self._subject).items() if n != "context"}
+            sizes.append(count_elements(attributes))
+        if sizes[1] - sizes[0] >= waves:
+            raise Violation(
+                f"the parser's attributes grew from {sizes[0]} to {sizes[1]} elements while "
+                f"{waves * len(self.samples)} outputs were parsed",
+                "keep nothing of an output",
+            )
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -517,11 +539,6 @@ class OutputParserSuite(ComponentSuite):
                         f"its special tokens"
                     )
 
-    def _check_independent(self) -> None:
-        for first in self.samples:
-            for second in self.samples:
-                self._check_turns(first, second)
-
     def _check_turns(self, *samples: OutputSample) -> None:
         """Check that samples that come in turns are as each alone."""
         outputs = [(self._subject.open(s.request), self._pieces(s.text, 1)) for s in samples]
@@ -538,15 +555,6 @@ class OutputParserSuite(ComponentSuite):
                     f"{sample.text!r} in turns with another output became "
                     f"{short_repr(join_events(events))}, and alone {short_repr(alone)}"
                 )
-
-    def _check_linear(self) -> None:
-        """Repeat fragments inside of what each sample has open in its middle."""
-        texts = [piece for piece in self._fragments if isinstance(piece, str)]
-        for index, sample in enumerate(self.samples):
-            characters = self._pieces(sample.text, 1)
-            opened = characters[: len(characters) // 2]
-            for text in {texts[index % len(texts)], "x" if index == 0 else texts[-index]}:
-                self._check_time(sample.request, opened, text)
 
     def _check_time(self, request: ParserRequest, opened: Sequence[Piece], text: str) -> None:
         state = self._subject.open(request)
@@ -566,21 +574,6 @@ class OutputParserSuite(ComponentSuite):
                     f"{_MICROSECONDS:g} microseconds for each of all of them"
                 )
         state.finish()
-
-    def _check_memory(self) -> None:
-        sizes, waves = [], 100
-        for _ in range(2):
-            for _ in range(waves):
-                for sample in self.samples:
-                    self._parsed(sample)
-            attributes = {n: v for n, v in vars(self._subject).items() if n != "context"}
-            sizes.append(count_elements(attributes))
-        if sizes[1] - sizes[0] >= waves:
-            raise Violation(
-                f"the parser's attributes grew from {sizes[0]} to {sizes[1]} elements while "
-                f"{waves * len(self.samples)} outputs were parsed",
-                "keep nothing of an output",
-            )
 
 
 def _fed(state: OutputState, piece: Piece) -> Sequence[OutputEvent]:

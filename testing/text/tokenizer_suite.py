@@ -24,6 +24,7 @@ from hardpoint.testing.suite import (
     Rule,
     Violation,
     best_cpu_time,
+    checks,
     reject_replaced_tests,
     short_repr,
 )
@@ -284,9 +285,36 @@ class TokenizerSuite(ComponentSuite):
         texts = st.lists(self._texts, min_size=1, max_size=3)
         self._search(DETERMINISTIC.text, 20, check, texts=texts, skip=st.booleans())
 
+    @checks(THREADS)
     def test_threads(self) -> None:
         """Calls in several threads do not disturb each other."""
-        self._run_checks(THREADS.text, self._check_threads)
+        subject = self._subject
+        texts = [word * 20 + str(number) for number, word in enumerate(_WORDS[:4])]
+        expected = [self._results(subject, text, True) for text in texts]
+        wrong: list[str] = []
+        end = time.monotonic() + _THREADS_SECONDS
+
+        def work(number: int) -> None:
+            rounds = 0
+            sys.settrace(_sleep_at_lines)
+            while not wrong and (rounds < _THREADS_ROUNDS or time.monotonic() < end):
+                rounds += 1
+                if rounds == _THREADS_ROUNDS:
+                    sys.settrace(None)
+                try:
+                    result = self._results(subject, texts[number], True)
+                except Exception as cause:
+                    wrong.append(f"one raised {type(cause).__name__}: {cause}")
+                    return
+                if result != expected[number]:
+                    wrong.append(
+                        f"one got {short_repr(result)} for {texts[number][:20]!r}..., alone it "
+                        f"gets {short_repr(expected[number])}"
+                    )
+
+        _run_in_threads([partial(work, number) for number in range(len(texts))])
+        if wrong:
+            raise THREADS.violation(f"of {len(texts)} threads that use one tokenizer, {wrong[0]}")
 
     def test_chat(self) -> None:
         """A conversation becomes text, or a RequestError."""
@@ -312,9 +340,19 @@ class TokenizerSuite(ComponentSuite):
         if self._subject.eos_token_ids:
             self._search(EOS.text, 100, check, text=self._texts)
 
+    @checks(SPECIAL)
     def test_special_tokens(self) -> None:
         """Each special token has an id of its own, which its text and no other gives."""
-        self._run_checks(SPECIAL.text, self._check_special)
+        subject = self._subject
+        for text, token in subject.special_tokens.items():
+            self._check_token(token, "special_tokens")
+            ids = subject.encode(text, add_special_tokens=False)
+            shown = subject.decode([token], skip_special_tokens=False)
+            if list(ids) != [token] or shown.strip() != text.strip():
+                raise SPECIAL.violation(
+                    f"special_tokens has {text!r} as token {token}; it is encoded as "
+                    f"{short_repr(ids)}, and the token is decoded to {shown!r}"
+                )
 
     def test_reads_only(self) -> None:
         """Token ids and messages that a method gets stay as they are."""
@@ -340,9 +378,24 @@ class TokenizerSuite(ComponentSuite):
         texts = self._texts.filter(lambda text: bool(text and self._encoded(text)))
         self._search(READS_ONLY.text, 10, check, text=texts)
 
+    @checks("memory: nothing grows with the number of texts")
     def test_memory(self) -> None:
         """Nothing grows with the number of texts and streams."""
-        self._run_checks("memory: nothing grows with the number of texts", self._check_memory)
+        sizes, waves, subject = [], 100, self._subject
+        for wave in range(2 * waves):
+            ids = subject.encode(f"{wave} of {2 * waves}")
+            subject.decode(ids)
+            subject.decode_stream(ids).step(ids[0])
+            if wave in (waves - 1, 2 * waves - 1):
+                attributes = {n: v for n, v in vars(subject).items() if n != "context"}
+                sizes.append(count_elements(attributes))
+        if sizes[1] - sizes[0] >= waves:
+            raise Violation(
+                f"the tokenizer's attributes grew from {sizes[0]} to {sizes[1]} elements while "
+                f"{waves} texts were encoded and decoded",
+                "bound every cache, by functools.lru_cache(maxsize=...) for example, and drop "
+                "streams",
+            )
 
     def test_speed(self) -> None:
         """The cost of a token stays within the budget, and does not grow with the text."""
@@ -505,35 +558,6 @@ class TokenizerSuite(ComponentSuite):
                 f"{where} has the token id {short_repr(token)}, vocab_size is {size}"
             )
 
-    def _check_threads(self) -> None:
-        subject = self._subject
-        texts = [word * 20 + str(number) for number, word in enumerate(_WORDS[:4])]
-        expected = [self._results(subject, text, True) for text in texts]
-        wrong: list[str] = []
-        end = time.monotonic() + _THREADS_SECONDS
-
-        def work(number: int) -> None:
-            rounds = 0
-            sys.settrace(_sleep_at_lines)
-            while not wrong and (rounds < _THREADS_ROUNDS or time.monotonic() < end):
-                rounds += 1
-                if rounds == _THREADS_ROUNDS:
-                    sys.settrace(None)
-                try:
-                    result = self._results(subject, texts[number], True)
-                except Exception as cause:
-                    wrong.append(f"one raised {type(cause).__name__}: {cause}")
-                    return
-                if result != expected[number]:
-                    wrong.append(
-                        f"one got {short_repr(result)} for {texts[number][:20]!r}..., alone it "
-                        f"gets {short_repr(expected[number])}"
-                    )
-
-        _run_in_threads([partial(work, number) for number in range(len(texts))])
-        if wrong:
-            raise THREADS.violation(f"of {len(texts)} threads that use one tokenizer, {wrong[0]}")
-
     def _check_chat(self, messages: Any, template: str | None = None) -> None:
         chat = short_repr(messages)
         given = list(messages) if isinstance(messages, tuple) else messages
@@ -565,35 +589,6 @@ class TokenizerSuite(ComponentSuite):
                     f"eos_token_ids has token {token}, which is the text {text!r} even where "
                     f"special tokens are skipped"
                 )
-
-    def _check_special(self) -> None:
-        subject = self._subject
-        for text, token in subject.special_tokens.items():
-            self._check_token(token, "special_tokens")
-            ids = subject.encode(text, add_special_tokens=False)
-            shown = subject.decode([token], skip_special_tokens=False)
-            if list(ids) != [token] or shown.strip() != text.strip():
-                raise SPECIAL.violation(
-                    f"special_tokens has {text!r} as token {token}; it is encoded as "
-                    f"{short_repr(ids)}, and the token is decoded to {shown!r}"
-                )
-
-    def _check_memory(self) -> None:
-        sizes, waves, subject = [], 100, self._subject
-        for wave in range(2 * waves):
-            ids = subject.encode(f"{wave} of {2 * waves}")
-            subject.decode(ids)
-            subject.decode_stream(ids).step(ids[0])
-            if wave in (waves - 1, 2 * waves - 1):
-                attributes = {n: v for n, v in vars(subject).items() if n != "context"}
-                sizes.append(count_elements(attributes))
-        if sizes[1] - sizes[0] >= waves:
-            raise Violation(
-                f"the tokenizer's attributes grew from {sizes[0]} to {sizes[1]} elements while "
-                f"{waves} texts were encoded and decoded",
-                "bound every cache, by functools.lru_cache(maxsize=...) for example, and drop "
-                "streams",
-            )
 
     def _check_speed(self) -> None:
         ids = self._encoded(" and so on, as ever" * 200)[:_TOKENS]

@@ -18,7 +18,7 @@ from hardpoint.plugins.quantization import AffineCodes, QuantizedMatrix, Quantiz
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.engine_access import load_ops
 from hardpoint.testing.snapshots import snapshot
-from hardpoint.testing.suite import Rule, Violation, checks, reject_replaced_tests, short_repr
+from hardpoint.testing.suite import Rule, Violation, checks, short_repr
 
 from .quantization_rules import (
     ALIGNMENT,
@@ -88,23 +88,13 @@ class QuantizationSuite(ComponentSuite):
     def _component(self) -> type[Component]:
         return self.quantization
 
-    def test_contract(self) -> None:
-        """The class states its contract and can be built; the suite has something to check."""
-
-        def check_suite() -> None:
-            if self.max_error is None and not self.samples():
-                raise Violation(
-                    f"{type(self).__name__} has neither max_error nor samples",
-                    "set max_error if the scheme quantises; return samples if it reads",
-                )
-
-        self._run_checks(
-            "contract: the loader can check and build the class",
-            lambda: reject_replaced_tests(type(self), QuantizationSuite),
-            self._check_contract,
-            lambda: self._make().close(),
-            check_suite,
-        )
+    def _check_construction(self) -> None:
+        super()._check_construction()
+        if self.max_error is None and not self.samples():
+            raise Violation(
+                f"{type(self).__name__} has neither max_error nor samples",
+                "set max_error if the scheme quantises; return samples if it reads",
+            )
 
     def test_quantize(self) -> None:
         """Matrices of the right shape, close to the weight, and always the same."""

@@ -31,7 +31,7 @@ from hardpoint.plugins.stats import (
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.declared import declared_result
 from hardpoint.testing.scripted import ScriptedClock
-from hardpoint.testing.suite import Rule, checks, reject_replaced_tests
+from hardpoint.testing.suite import Rule, checks
 from hardpoint.typed.read_only import read_only
 
 from .calls import (
@@ -223,15 +223,6 @@ class StatSinkSuite(ComponentSuite):
 
     def _component(self) -> type[Component]:
         return self.sink
-
-    def test_contract(self) -> None:
-        """The class states its contract and can be built; its options survive pickling."""
-        self._run_checks(
-            "contract: the loader can check and build the class",
-            lambda: reject_replaced_tests(type(self), StatSinkSuite),
-            self._check_contract,
-            lambda: self._make().close(),
-        )
 
     def test_statistics(self) -> None:
         """Any statistics are taken, and a report works at any time."""

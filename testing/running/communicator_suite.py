@@ -16,7 +16,7 @@ from hardpoint.plugins import HardpointError
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.parallel import Communicator, CommunicatorContext, Placement
 from hardpoint.testing.component_suite import ComponentSuite, first_device
-from hardpoint.testing.suite import Rule, Violation, checks, reject_replaced_tests
+from hardpoint.testing.suite import Rule, Violation, checks
 
 from . import rank_programs as programs
 from .rank_programs import Outcome, Program, RankRun
@@ -117,14 +117,13 @@ class CommunicatorSuite(ComponentSuite):
     def _component(self) -> type[Component]:
         return self.communicator
 
-    def test_contract(self) -> None:
-        """The class states its contract and its devices, and can be built; it describes itself."""
-        self._run_checks(
-            "contract: the loader can check and build the class",
-            lambda: reject_replaced_tests(type(self), CommunicatorSuite),
-            self._check_contract,
-            *self._per_size(self._check_description),
-        )
+    def _check_construction(self) -> None:
+        for size in self.sizes:
+            for outcome in self._run(size, programs.describe, RESULTS):
+                if not isinstance(outcome.value, str) or not outcome.value.strip():
+                    raise RESULTS.violation(
+                        f"describe returned {outcome.value!r}", "return a line for the log"
+                    )
 
     def test_results(self) -> None:
         """Any sequences of operations, of all dtypes and many shapes, give the right tensors."""
@@ -226,13 +225,6 @@ class CommunicatorSuite(ComponentSuite):
                 )
         _check_ends(outcomes, rule)
         return outcomes
-
-    def _check_description(self, size: int) -> None:
-        for outcome in self._run(size, programs.describe, RESULTS):
-            if not isinstance(outcome.value, str) or not outcome.value.strip():
-                raise RESULTS.violation(
-                    f"describe returned {outcome.value!r}", "return a line for the log"
-                )
 
     def _check_results(self, size: int, operations: Sequence[programs.Operation]) -> None:
         program = functools.partial(programs.run_operations, operations)

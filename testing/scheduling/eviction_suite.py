@@ -19,7 +19,6 @@ from hardpoint.testing.suite import (
     Violation,
     best_cpu_time,
     checks,
-    reject_replaced_tests,
     short_repr,
 )
 
@@ -57,15 +56,6 @@ class EvictionPolicySuite(ComponentSuite):
 
     def _component(self) -> type[Component]:
         return self.eviction
-
-    def test_contract(self) -> None:
-        """The class states its contract and can be built; its options survive pickling."""
-        self._run_checks(
-            "contract: the loader can check and build the class",
-            lambda: reject_replaced_tests(type(self), EvictionPolicySuite),
-            self._check_contract,
-            lambda: self._make().close(),
-        )
 
     def test_candidates(self) -> None:
         """Evict returns the requested number of distinct candidates."""

@@ -12,7 +12,6 @@ from hardpoint.plugins import PolicyContext, SchedulingPolicy
 from hardpoint.plugins.component import Component
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.engine_access import load_default_scheduler, policy_arguments
-from hardpoint.testing.suite import reject_replaced_tests
 
 from .checks import policy as rules
 from .features import UnsupportedFeatures
@@ -42,15 +41,6 @@ class SchedulingPolicySuite(ComponentSuite):
 
     def _component(self) -> type[Component]:
         return self.policy
-
-    def test_contract(self) -> None:
-        """The class states its contract and can be built; its options survive pickling."""
-        self._run_checks(
-            "contract: the loader can check and build the class",
-            lambda: reject_replaced_tests(type(self), SchedulingPolicySuite),
-            self._check_contract,
-            lambda: self._make().close(),
-        )
 
     def test_keys(self) -> None:
         """Keys order requests, and do not change."""

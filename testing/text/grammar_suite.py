@@ -24,7 +24,7 @@ from hardpoint.plugins.grammars import GrammarState, Vocabulary
 from hardpoint.plugins.structured import StructuredFormat, StructuredOutputs
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.snapshots import count_elements
-from hardpoint.testing.suite import Rule, Violation, checks, reject_replaced_tests, short_repr
+from hardpoint.testing.suite import Rule, Violation, checks, short_repr
 
 from .grammar_samples import HOSTILE, KEYWORDS, REFUSED, STANDARD, GrammarSample, described
 from .grammar_vocabulary import END, Mask, SampleTokens, build_vocabulary, large_vocabulary
@@ -140,15 +140,6 @@ class GrammarSuite(ComponentSuite):
 
     def _component(self) -> type[Component]:
         return self.grammar
-
-    def test_contract(self) -> None:
-        """The class states its contract and can be built; its options survive pickling."""
-        self._run_checks(
-            "contract: the loader can check and build the class",
-            lambda: reject_replaced_tests(type(self), GrammarSuite),
-            self._check_contract,
-            lambda: self._make().close(),
-        )
 
     @checks(FORMATS)
     def test_formats(self) -> None:

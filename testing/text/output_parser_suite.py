@@ -46,7 +46,7 @@ from hardpoint.plugins.structured import Format, TagFormat, TokenFormat, walk_fo
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.engine_access import load_tokenizer
 from hardpoint.testing.snapshots import count_elements
-from hardpoint.testing.suite import Rule, Violation, checks, reject_replaced_tests, short_repr
+from hardpoint.testing.suite import Rule, Violation, checks, short_repr
 
 __all__ = ["OutputParserSuite", "OutputSample"]
 
@@ -168,15 +168,14 @@ class OutputParserSuite(ComponentSuite):
     def _component(self) -> type[Component]:
         return self.parser
 
-    def test_contract(self) -> None:
-        """The class states its contract and can be built; its options survive pickling."""
-        self._run_checks(
-            "contract: the loader can check and build the class",
-            lambda: reject_replaced_tests(type(self), OutputParserSuite),
-            self._check_has_samples,
-            self._check_contract,
-            lambda: self._make().close(),
-        )
+    def _check_construction(self) -> None:
+        if not self.samples:
+            raise Violation(
+                "samples is empty, so nothing would be checked",
+                "set `samples` of the test class to outputs as the model writes them: usual ones, "
+                "malformed ones and cut ones",
+            )
+        super()._check_construction()
 
     def test_samples(self) -> None:
         """Each sample has the reasoning, content and calls that it states."""
@@ -355,14 +354,6 @@ class OutputParserSuite(ComponentSuite):
 
     def _parsed(self, sample: OutputSample) -> list[OutputEvent]:
         return self._events(sample.request, self._pieces(sample.text))
-
-    def _check_has_samples(self) -> None:
-        if not self.samples:
-            raise Violation(
-                "samples is empty, so nothing would be checked",
-                "set `samples` of the test class to outputs as the model writes them: usual ones, "
-                "malformed ones and cut ones",
-            )
 
     def _check_sample(self, sample: OutputSample) -> None:
         events = self._parsed(sample)

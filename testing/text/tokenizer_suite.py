@@ -25,7 +25,6 @@ from hardpoint.testing.suite import (
     Violation,
     best_cpu_time,
     checks,
-    reject_replaced_tests,
     short_repr,
 )
 
@@ -137,15 +136,6 @@ class TokenizerSuite(ComponentSuite):
 
     def _component(self) -> type[Component]:
         return self.tokenizer
-
-    def test_contract(self) -> None:
-        """The class states its contract and can be built; its options survive pickling."""
-        self._run_checks(
-            "contract: the loader can check and build the class",
-            lambda: reject_replaced_tests(type(self), TokenizerSuite),
-            self._check_contract,
-            lambda: self._make().close(),
-        )
 
     def test_vocabulary(self) -> None:
         """Encode returns ids of the vocabulary, whose size is right."""

@@ -6,7 +6,7 @@ import functools
 import inspect
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
@@ -56,19 +56,27 @@ class Rule:
         return Violation(observed, fix or self.fix, rule=self.text)
 
 
-def checks(rule: Rule | str) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
+def checks(
+    rule: Rule | str, each: Callable[[Any], Iterable[tuple[Any, ...]]] = lambda _suite: ((),)
+) -> Callable[[Callable[..., None]], Callable[[Any], None]]:
     """Return a decorator that makes a test of a suite's method, which may raise a Violation.
 
     Args:
         rule: the rule that a Violation without one breaks.
+        each: returns the arguments of each call of the method, for a suite.
     """
     text = rule if isinstance(rule, str) else rule.text
 
-    def decorate(check: Callable[[Any], None]) -> Callable[[Any], None]:
-        @functools.wraps(check)
+    def decorate(check: Callable[..., None]) -> Callable[[Any], None]:
         def test(self: Any) -> None:
-            self._run_checks(text, functools.partial(check, self))
+            def run() -> None:
+                for arguments in each(self):
+                    check(self, *arguments)
 
+            self._run_checks(text, run)
+
+        functools.update_wrapper(test, check)
+        vars(test).pop("__wrapped__")  # pytest would take its arguments for fixtures
         return test
 
     return decorate

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -284,30 +282,6 @@ def wait(future: Future[Any], method: str) -> Any:
         raise FUTURES.violation(
             f"the future of {method} was not done after {seconds:g} s"
         ) from None
-
-
-def in_thread(function: Callable[[], T]) -> Future[T]:
-    """Call a function in a thread of its own."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="ExecutorSuite", daemon=True).start()
-    return future
-
-
-def until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait for a condition; return whether it holds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True
 
 
 def is_running(process: int) -> bool:

@@ -20,9 +20,10 @@ from hardpoint.plugins.config import ParallelConfig
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.engine_access import executor_tokens
 from hardpoint.testing.suite import Rule, Violation, checks, short_repr
+from hardpoint.testing.threads import in_thread, until
 
 from . import executor_session
-from .executor_session import FUTURES, REPORTS, RESULTS, START, Session, in_thread, until, wait
+from .executor_session import FUTURES, REPORTS, RESULTS, START, Session, wait
 from .scripted_worker import Does, Order
 
 SIZES = Rule(

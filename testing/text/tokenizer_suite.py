@@ -21,71 +21,18 @@ from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.snapshots import count_elements, snapshot
 from hardpoint.testing.suite import (
-    Rule,
     Violation,
     best_cpu_time,
     checks,
     short_repr,
 )
 
+from . import tokenizer_rules as rules
+
 _INCOMPLETE = "\ufffd"
 _THREADS_SECONDS, _THREADS_ROUNDS = 0.3, 3
 _TOKENS = 1000  # of the stream whose speed is measured
 _COMPARED_TOKENS = 3000
-
-VOCABULARY = Rule(
-    "vocabulary: token ids are whole numbers from 0 to vocab_size - 1",
-    "return ids of the vocabulary alone, and let vocab_size be one more than the largest id; "
-    "leave vocab_size out if the tokenizer does not know it",
-)
-TOKEN_BYTES = Rule(
-    "token bytes: vocabulary() has the bytes of each token",
-    "return what a token adds to the text, in UTF-8, of which it may be a part; grammars decide by "
-    "it which tokens may come next",
-)
-ROUND_TRIP = Rule(
-    "round trip: decoding what encode returned gives the text again",
-    "encode what is in no token as bytes; set lossless = False in the suite if the tokenizer "
-    "normalizes text on purpose",
-)
-STREAM = Rule(
-    "stream: what decode_stream gives in pieces is what decode gives at once",
-    "hold back the bytes of an incomplete character, start after the prompt's last token, and "
-    "skip special tokens exactly if skip_special_tokens is true",
-)
-STREAMS_APART = Rule(
-    "streams apart: a stream depends on its own tokens only",
-    "keep everything that a stream remembers in the object that decode_stream returns",
-)
-DETERMINISTIC = Rule(
-    "deterministic: the same call returns the same, in a new instance too",
-    "depend on the files, the options and the arguments alone",
-)
-THREADS = Rule(
-    "threads: encode, decode and streams may run in several threads at once",
-    "keep what a call needs in local variables, or take a lock",
-)
-CHAT = Rule(
-    "chat: apply_chat_template returns text, or raises RequestError",
-    "raise RequestError, whose message reaches the caller, for every conversation that the "
-    "template cannot render",
-)
-EOS = Rule(
-    "eos: an end-of-sequence token is a token of its own",
-    "name special tokens only, which stand for no text",
-)
-SPECIAL = Rule(
-    "special tokens: each is encoded as its id alone, and decoded to its text",
-    "name in special_tokens only what encode finds as one token in any text",
-)
-UNKNOWN = Rule(
-    "unknown tokens: ids that only the model has are decoded as no text",
-    "skip ids from vocab_size on: models often have more rows than the tokenizer has tokens",
-)
-READS_ONLY = Rule(
-    "reads only: token ids and messages stay as they are",
-    "work on a copy",
-)
 
 _WORDS = (
     *("Hello, world!", " and", " é", "日本語", "🙂", "👩‍👩‍👧", "naïve", "\n\n", "  ", "\t"),
@@ -139,14 +86,14 @@ class TokenizerSuite(ComponentSuite):
 
     def test_vocabulary(self) -> None:
         """Encode returns ids of the vocabulary, whose size is right."""
-        self._run_checks(VOCABULARY.text, self._check_size)
+        self._run_checks(rules.VOCABULARY.text, self._check_size)
 
         def check(text: str, special: bool) -> None:
             ids = self._encoded(text, add_special_tokens=special)
             for token in ids:
                 self._check_token(token, f"encode({text!r})")
 
-        self._search(VOCABULARY.text, 100, check, text=self._texts, special=st.booleans())
+        self._search(rules.VOCABULARY.text, 100, check, text=self._texts, special=st.booleans())
 
     def test_token_bytes(self) -> None:
         """The vocabulary's bytes are those of texts, and special tokens are named in it."""
@@ -154,7 +101,7 @@ class TokenizerSuite(ComponentSuite):
         if vocabulary is None:
             pytest.skip("vocabulary is left out: there are no grammars with this tokenizer")
         self._run_checks(
-            TOKEN_BYTES.text,
+            rules.TOKEN_BYTES.text,
             partial(self._check_tokens, vocabulary),
             partial(self._check_special_bytes, vocabulary),
             partial(self._check_texts_of_tokens, vocabulary),
@@ -166,13 +113,13 @@ class TokenizerSuite(ComponentSuite):
                 text = self._decoded(ids, False)
             joined = _bytes_of(vocabulary, ids)
             if not _is_same_but_for_a_space(joined.decode(errors="surrogateescape"), text):
-                raise TOKEN_BYTES.violation(
+                raise rules.TOKEN_BYTES.violation(
                     f"{text!r} has the tokens {short_repr(ids)}, whose bytes in vocabulary() are "
                     f"{joined!r}"
                 )
 
         texts = self._texts.filter(lambda text: _INCOMPLETE not in text)
-        self._search(TOKEN_BYTES.text, 100, check, text=texts)
+        self._search(rules.TOKEN_BYTES.text, 100, check, text=texts)
 
     def test_round_trip(self) -> None:
         """Encoding and decoding lose nothing."""
@@ -183,12 +130,12 @@ class TokenizerSuite(ComponentSuite):
                 if not self.lossless:
                     text, again = again, self._round_trip(again, special)
                 if again != text:
-                    raise ROUND_TRIP.violation(
+                    raise rules.ROUND_TRIP.violation(
                         f"{text!r} came back as {again!r} from its tokens "
                         f"{short_repr(self._encoded(text, add_special_tokens=special))}"
                     )
 
-        self._search(ROUND_TRIP.text, 150, check, text=self._texts)
+        self._search(rules.ROUND_TRIP.text, 150, check, text=self._texts)
 
     def test_stream(self) -> None:
         """A stream gives in pieces what decode gives at once, from any token of a text on."""
@@ -201,14 +148,14 @@ class TokenizerSuite(ComponentSuite):
                 before = self._decoded(ids[:split], skip).rstrip(_INCOMPLETE)
                 given = _streamed(self._subject, ids[:split], ids[split:], skip)
                 if before + given != whole:
-                    raise STREAM.violation(
+                    raise rules.STREAM.violation(
                         f"after the prompt {ids[:split]}, which is {before!r}, the tokens "
                         f"{ids[split:]} gave {given!r}; all of them are {whole!r} "
                         f"(skip_special_tokens={skip})"
                     )
 
         texts = self._texts.filter(lambda text: _INCOMPLETE not in text)
-        self._search(STREAM.text, 60, check, text=texts, more=texts, skip=st.booleans())
+        self._search(rules.STREAM.text, 60, check, text=texts, more=texts, skip=st.booleans())
 
     def test_streams_apart(self) -> None:
         """Streams that take turns give what each gives alone."""
@@ -224,13 +171,13 @@ class TokenizerSuite(ComponentSuite):
                         pieces.append(stream.step(tokens[turn]))
             for number, text in enumerate(texts):
                 if given[number] != alone[number]:
-                    raise STREAMS_APART.violation(
+                    raise rules.STREAMS_APART.violation(
                         f"of {len(ids)} streams that take turns, the one of {text!r} gave "
                         f"{given[number]}, alone it gives {alone[number]}"
                     )
 
         texts = st.lists(self._texts.filter(bool), min_size=2, max_size=3)
-        self._search(STREAMS_APART.text, 20, check, texts=texts, skip=st.booleans())
+        self._search(rules.STREAMS_APART.text, 20, check, texts=texts, skip=st.booleans())
 
     def test_unknown_tokens(self) -> None:
         """Ids that the model has and the tokenizer has not are decoded as no text."""
@@ -249,15 +196,17 @@ class TokenizerSuite(ComponentSuite):
                 except Violation:
                     raise
                 except Exception as cause:
-                    raise UNKNOWN.violation(
+                    raise rules.UNKNOWN.violation(
                         f"{what} raised {type(cause).__name__}: {cause}, for {ids}; "
                         f"vocab_size is {size}"
                     ) from cause
                 if text:
-                    raise UNKNOWN.violation(f"{what} made {text!r} of {ids}; vocab_size is {size}")
+                    raise rules.UNKNOWN.violation(
+                        f"{what} made {text!r} of {ids}; vocab_size is {size}"
+                    )
 
         ids = st.lists(st.integers(size, size + 300), min_size=1, max_size=4)
-        self._search(UNKNOWN.text, 20, check, ids=ids, skip=st.booleans())
+        self._search(rules.UNKNOWN.text, 20, check, ids=ids, skip=st.booleans())
 
     def test_deterministic(self) -> None:
         """Equal calls return equal results."""
@@ -268,14 +217,14 @@ class TokenizerSuite(ComponentSuite):
             for text, one in zip(texts[::-1], first[::-1], strict=True):
                 for what, instance in (("again", self._subject), ("a new instance", other)):
                     if (two := self._results(instance, text, skip)) != one:
-                        raise DETERMINISTIC.violation(
+                        raise rules.DETERMINISTIC.violation(
                             f"for {text!r} it gave {short_repr(one)}, {what} {short_repr(two)}"
                         )
 
         texts = st.lists(self._texts, min_size=1, max_size=3)
-        self._search(DETERMINISTIC.text, 20, check, texts=texts, skip=st.booleans())
+        self._search(rules.DETERMINISTIC.text, 20, check, texts=texts, skip=st.booleans())
 
-    @checks(THREADS)
+    @checks(rules.THREADS)
     def test_threads(self) -> None:
         """Calls in several threads do not disturb each other."""
         subject = self._subject
@@ -304,12 +253,14 @@ class TokenizerSuite(ComponentSuite):
 
         _run_in_threads([partial(work, number) for number in range(len(texts))])
         if wrong:
-            raise THREADS.violation(f"of {len(texts)} threads that use one tokenizer, {wrong[0]}")
+            raise rules.THREADS.violation(
+                f"of {len(texts)} threads that use one tokenizer, {wrong[0]}"
+            )
 
     def test_chat(self) -> None:
         """A conversation becomes text, or a RequestError."""
         self._run_checks(
-            CHAT.text,
+            rules.CHAT.text,
             lambda: self._check_chat(_CONVERSATION),
             lambda: self._check_chat(_CONVERSATION, template="{{ nothing.at.all }}"),
             *(partial(self._check_chat, wrong) for wrong in _WRONG_CONVERSATIONS),
@@ -317,20 +268,20 @@ class TokenizerSuite(ComponentSuite):
 
     def test_eos(self) -> None:
         """The end-of-sequence tokens are tokens of their own."""
-        self._run_checks(EOS.text, self._check_eos)
+        self._run_checks(rules.EOS.text, self._check_eos)
 
         def check(text: str) -> None:
             eos = set(self._subject.eos_token_ids)
             if found := eos.intersection(self._encoded(text)):
-                raise EOS.violation(
+                raise rules.EOS.violation(
                     f"{text!r} is encoded with token {min(found)}, which is one of "
                     f"eos_token_ids: a completion would end where this text occurs"
                 )
 
         if self._subject.eos_token_ids:
-            self._search(EOS.text, 100, check, text=self._texts)
+            self._search(rules.EOS.text, 100, check, text=self._texts)
 
-    @checks(SPECIAL)
+    @checks(rules.SPECIAL)
     def test_special_tokens(self) -> None:
         """Each special token has an id of its own, which its text and no other gives."""
         subject = self._subject
@@ -339,7 +290,7 @@ class TokenizerSuite(ComponentSuite):
             ids = subject.encode(text, add_special_tokens=False)
             shown = subject.decode([token], skip_special_tokens=False)
             if list(ids) != [token] or shown.strip() != text.strip():
-                raise SPECIAL.violation(
+                raise rules.SPECIAL.violation(
                     f"special_tokens has {text!r} as token {token}; it is encoded as "
                     f"{short_repr(ids)}, and the token is decoded to {shown!r}"
                 )
@@ -360,13 +311,13 @@ class TokenizerSuite(ComponentSuite):
                 with suppress(RequestError):
                     call()
                 if snapshot([ids, messages]) != before:
-                    raise READS_ONLY.violation(
+                    raise rules.READS_ONLY.violation(
                         f"{name} changed what it was given, for {text!r}: now it is "
                         f"{short_repr(messages if name == 'apply_chat_template' else ids)}"
                     )
 
         texts = self._texts.filter(lambda text: bool(text and self._encoded(text)))
-        self._search(READS_ONLY.text, 10, check, text=texts)
+        self._search(rules.READS_ONLY.text, 10, check, text=texts)
 
     @checks("memory: nothing grows with the number of texts")
     def test_memory(self) -> None:
@@ -433,7 +384,7 @@ class TokenizerSuite(ComponentSuite):
     def _encoded(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         ids = self._subject.encode(text, add_special_tokens=add_special_tokens)
         if not isinstance(ids, list) or any(type(token) is not int for token in ids):
-            raise VOCABULARY.violation(
+            raise rules.VOCABULARY.violation(
                 f"encode({text!r}) returned {short_repr(ids)}, no list of whole numbers"
             )
         return ids
@@ -441,7 +392,7 @@ class TokenizerSuite(ComponentSuite):
     def _decoded(self, ids: list[int], skip: bool) -> str:
         text = self._subject.decode(ids, skip_special_tokens=skip)
         if not isinstance(text, str):
-            raise ROUND_TRIP.violation(
+            raise rules.ROUND_TRIP.violation(
                 f"decode({ids}) returned {short_repr(text)}, no text", "return str"
             )
         return text
@@ -465,12 +416,14 @@ class TokenizerSuite(ComponentSuite):
         if size is None:
             return
         if type(size) is not int or size < 1:
-            raise VOCABULARY.violation(f"vocab_size is {short_repr(size)}, no number of tokens")
+            raise rules.VOCABULARY.violation(
+                f"vocab_size is {short_repr(size)}, no number of tokens"
+            )
         for token in subject.eos_token_ids:
             self._check_token(token, "eos_token_ids")
         is_special = size - 1 in subject.eos_token_ids  # which may have no text
         if not is_special and not subject.decode([size - 1], skip_special_tokens=False):
-            raise VOCABULARY.violation(
+            raise rules.VOCABULARY.violation(
                 f"vocab_size is {size}, but token {size - 1} has no text: it is too large"
             )
         text, again = "", []
@@ -478,7 +431,7 @@ class TokenizerSuite(ComponentSuite):
             text = subject.decode([size], skip_special_tokens=False)
             again = subject.encode(text, add_special_tokens=False)
         if text and again == [size]:
-            raise VOCABULARY.violation(
+            raise rules.VOCABULARY.violation(
                 f"vocab_size is {size}, but token {size} is the text {text!r}: it is too small"
             )
 
@@ -486,21 +439,21 @@ class TokenizerSuite(ComponentSuite):
         """Check types and numbers."""
         size = self._size
         if not isinstance(vocabulary, Vocabulary):
-            raise TOKEN_BYTES.violation(
+            raise rules.TOKEN_BYTES.violation(
                 f"vocabulary() returned {short_repr(vocabulary)}", "return a Vocabulary"
             )
         tokens, special = vocabulary.tokens, vocabulary.special
         if not isinstance(tokens, tuple) or {*map(type, tokens)} != {bytes}:
-            raise TOKEN_BYTES.violation(
+            raise rules.TOKEN_BYTES.violation(
                 f"the tokens of vocabulary() are {short_repr(tokens)}", "return a tuple of bytes"
             )
         if size is not None and len(tokens) > size:
-            raise TOKEN_BYTES.violation(
+            raise rules.TOKEN_BYTES.violation(
                 f"vocabulary() has {len(tokens)} tokens, vocab_size is {size}",
                 "let vocab_size be one more than the largest id",
             )
         if list(special) != sorted(set(special)) or not set(special) <= set(range(len(tokens))):
-            raise TOKEN_BYTES.violation(
+            raise rules.TOKEN_BYTES.violation(
                 f"the special tokens of vocabulary() are {short_repr(special)}",
                 "name ids that tokens has, in order and once",
             )
@@ -512,7 +465,7 @@ class TokenizerSuite(ComponentSuite):
             is_special = token in vocabulary.special
             shown, kept = self._decoded([token], False), self._decoded([token], True)
             if is_special == bool(kept) and (kept or shown):
-                raise TOKEN_BYTES.violation(
+                raise rules.TOKEN_BYTES.violation(
                     f"token {token}, which is {shown!r}, {'is one' if is_special else 'is none'} "
                     f"of the special tokens of vocabulary(), and decode "
                     f"{'shows' if kept else 'skips'} it with skip_special_tokens",
@@ -520,7 +473,7 @@ class TokenizerSuite(ComponentSuite):
                 )
             name, found = names.get(token), _bytes_of(vocabulary, [token])
             if is_special and name is not None and found != name.encode():
-                raise TOKEN_BYTES.violation(
+                raise rules.TOKEN_BYTES.violation(
                     f"token {token} is {name!r} in special_tokens and {found!r} in vocabulary()",
                     "return the text of a special token as its bytes",
                 )
@@ -536,7 +489,7 @@ class TokenizerSuite(ComponentSuite):
                 alone = self._decoded([token], False)
                 after = self._decoded([*first, token], False)
                 if not _is_same_but_for_a_space(text, alone) and before + text != after:
-                    raise TOKEN_BYTES.violation(
+                    raise rules.TOKEN_BYTES.violation(
                         f"token {token} is {text!r} in vocabulary(), and decode makes {alone!r} "
                         f"of it"
                     )
@@ -544,7 +497,7 @@ class TokenizerSuite(ComponentSuite):
     def _check_token(self, token: int, where: str) -> None:
         size = self._size
         if type(token) is not int or token < 0 or (size is not None and token >= size):
-            raise VOCABULARY.violation(
+            raise rules.VOCABULARY.violation(
                 f"{where} has the token id {short_repr(token)}, vocab_size is {size}"
             )
 
@@ -558,24 +511,24 @@ class TokenizerSuite(ComponentSuite):
             except RequestError:
                 continue
             except Exception as cause:
-                raise CHAT.violation(
+                raise rules.CHAT.violation(
                     f"for {chat} it raised {type(cause).__name__}: {cause}"
                 ) from cause
             if not isinstance(text, str):
-                raise CHAT.violation(f"for {chat} it returned {short_repr(text)}")
+                raise rules.CHAT.violation(f"for {chat} it returned {short_repr(text)}")
 
     def _check_eos(self) -> None:
         subject, ids = self._subject, self._subject.eos_token_ids
         try:
             listed = list(ids)
         except TypeError as cause:
-            raise EOS.violation(
+            raise rules.EOS.violation(
                 f"eos_token_ids is {short_repr(ids)}: {cause}", "return a list of token ids"
             ) from cause
         for token in listed:
             self._check_token(token, "eos_token_ids")
             if text := subject.decode([token]):
-                raise EOS.violation(
+                raise rules.EOS.violation(
                     f"eos_token_ids has token {token}, which is the text {text!r} even where "
                     f"special tokens are skipped"
                 )
@@ -617,7 +570,7 @@ def _streamed(tokenizer: Tokenizer, prompt: list[int], ids: Sequence[int], skip:
     for token in ids:
         piece = stream.step(token)
         if piece is not None and not isinstance(piece, str):
-            raise STREAM.violation(
+            raise rules.STREAM.violation(
                 f"step({token}) returned {short_repr(piece)}", "return text that is final, or None"
             )
         if piece:

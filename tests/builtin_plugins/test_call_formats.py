@@ -31,7 +31,7 @@ from hardpoint.plugins.structured import (
     TokenFormat,
     walk_formats,
 )
-from hardpoint.testing.text.output_parser_suite import ByteTokenizer
+from hardpoint.testing.scripted_tokenizer import ByteTokenizer
 
 # What texts are likely to get wrong, where a grammar lets them.
 TRICKS = (

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from typing import ClassVar
 
 import torch
 
@@ -14,51 +15,40 @@ from hardpoint.plugins import Op, Ops, OpsContext
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.quantization import AffineCodes
 from hardpoint.testing.component_suite import ComponentSuite, first_device
-from hardpoint.testing.suite import Rule
+from hardpoint.testing.suite import checks
 
+from . import ops_rules as rules
 from .code_matrices import FORMS
+from .logits_ops import KINDS, check_choice, check_in_place, check_mask, described, draw_logits
 
 _TOLERANCES = {torch.bfloat16: 0.01, torch.float16: 0.002}
 _EPS = 1e-5
 _CODE_COLUMNS = (50, 300)  # of which more than share an outer scale
 
-RESULT = Rule(
-    "result: an operation returns a tensor of the stated shape, dtype and device",
-    "return one row per row of x, in the context's dtype on its device",
-)
-VALUES = Rule(
-    "values: an operation computes what its docstring says",
-    "sum in float32 at least, and round the result once",
-)
-ROWS = Rule(
-    "rows: a row's result does not depend on the other rows",
-    "compute each row with the same sums in the same order, however many there are",
-)
-IN_PLACE = Rule(
-    "in place: add_rms_norm, rotate, scale, add and add_lora change their first argument, and "
-    "nothing else",
-    "add delta to x itself, rotate the heads of x itself, and write results to new memory",
-)
-KEPT = Rule(
-    "kept: with a layout, packed matrices of one process serve another",
-    "return a contiguous tensor that `linear` needs nothing else for, from the weight alone, or "
-    "state no layout",
-)
-TOKENS = Rule(
-    "tokens: an operation on logits keeps or returns the tokens that its docstring says",
-    "do as the method of Ops that is overridden, which is plain torch",
-)
-_KINDS = ("plain", "ties", "flat", "few", "one", "nothing but -inf", "NaN", "+inf", "subnormal")
 
-REPEATED = Rule(
-    "repeated: what record returns repeats every operation, on the same tensors",
-    "record all that the operations compute, or return None",
-)
+Case = tuple[Ops, torch.dtype, int, int]
+"""Operations under test, a dtype, a width, and a number of rows."""
 
-SIZES = Rule(
-    "sizes: record_sizes gives numbers of sequences in 1..max_num_seqs, ascending",
-    "return ints, each once, none larger than max_num_seqs, or an empty sequence",
-)
+
+def _tensors(suite: OpsSuite, sizes: Sequence[int] | None = None) -> Iterator[Case]:
+    """Yield new operations for each dtype, width and number of rows."""
+    for dtype, size, rows in itertools.product(suite.dtypes, sizes or suite.sizes, suite.rows):
+        torch.manual_seed(size * 100 + rows)
+        with closing(suite._make(dtype)) as ops:
+            yield ops, dtype, size, rows
+
+
+def _codes(suite: OpsSuite) -> Iterator[Case]:
+    return _tensors(suite, _CODE_COLUMNS)
+
+
+def _logits(suite: OpsSuite) -> Iterator[tuple[Ops, torch.Tensor]]:
+    """Yield new operations, and logits of each size and kind."""
+    device = first_device(suite.ops, suite.device)
+    for vocab_size, rows in itertools.product(suite.vocab_sizes, suite.rows):
+        with closing(suite._make(suite.dtypes[0])) as ops:
+            for shift in range(1 if rows >= len(KINDS) else len(KINDS)):
+                yield ops, draw_logits(rows, vocab_size, shift, device)
 
 
 class OpsSuite(ComponentSuite):
@@ -94,185 +84,9 @@ class OpsSuite(ComponentSuite):
     def _check_construction(self) -> None:
         self._make(self.dtypes[0]).close()
 
-    def test_linear(self) -> None:
+    @checks(rules.VALUES, each=_tensors)
+    def test_linear(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
         """Products, with and without a bias, in other dtypes, of a matrix packed elsewhere."""
-        self._check_all("linear", self._check_linear)
-
-    def test_codes(self) -> None:
-        """Products with matrices of few bits of every form, alone and stacked, and experts."""
-        self._check_all("linear of codes", self._check_codes, _CODE_COLUMNS)
-
-    def test_embedding(self) -> None:
-        """Rows of matrices of few bits, if they can be read."""
-        self._check_all("embedding", self._check_embedding, _CODE_COLUMNS)
-
-    def test_gather_rows(self) -> None:
-        """Rows of tables of any dtype."""
-        self._check_all("gather_rows", self._check_gather_rows)
-
-    def test_record(self) -> None:
-        """Operations that are repeated give what they give for the new inputs; sizes are some."""
-        self._check_all("record", self._check_record)
-        dtype, size, rows = self.dtypes[0], self.sizes[0], self.rows[0]
-        self._run_checks(
-            SIZES.text, functools.partial(self._on_new, self._check_sizes, dtype, size, rows)
-        )
-
-    def test_rms_norm(self) -> None:
-        """Norms of rows, and of heads."""
-        self._check_all("rms_norm", self._check_norm)
-
-    def test_add_rms_norm(self) -> None:
-        """A sum in place, and its norm."""
-        self._check_all("add_rms_norm", self._check_add_norm)
-
-    def test_rotate(self) -> None:
-        """Heads of a wider tensor, and parts of heads, are rotated in place."""
-        self._check_all("rotate", self._check_rotate)
-
-    def test_scale(self) -> None:
-        """A product with a number, in place."""
-        self._check_all("scale", self._check_scale)
-
-    def test_add(self) -> None:
-        """A sum, in place."""
-        self._check_all("add", self._check_add)
-
-    def test_gates(self) -> None:
-        """Gated activations."""
-        self._check_all("silu_and_mul", functools.partial(self._check_gate, "silu_and_mul", _silu))
-        self._check_all("gelu_and_mul", functools.partial(self._check_gate, "gelu_and_mul", _gelu))
-
-    def test_experts(self) -> None:
-        """Mixtures of experts, of which rows choose some, none, or some that are elsewhere."""
-        self._check_all("experts", self._check_experts)
-
-    def test_lora(self) -> None:
-        """The changes by adapters, for rows with one, none, or one that is not there."""
-        self._check_all("add_lora", self._check_lora)
-
-    def test_argmax(self) -> None:
-        """The most likely tokens, of equals the first, and NaN before all."""
-        self._check_logits(lambda ops, logits: self._check_choice(ops, logits, "argmax"))
-
-    def test_draw(self) -> None:
-        """Random tokens, and those of greedy rows among them."""
-
-        def check(ops: Ops, logits: torch.Tensor) -> None:
-            generator = torch.Generator().manual_seed(len(logits))
-            low, high = -(2**63), 2**63 - 1
-            seeds = torch.randint(low, high, (len(logits),), generator=generator)
-            positions = torch.randint(0, 5000, (len(logits),), generator=generator)
-            greedy = torch.arange(len(logits)) % 3 == 1
-            columns = (column.to(logits.device) for column in (seeds, positions, greedy))
-            self._check_choice(ops, logits, "draw", *columns)
-
-        self._check_logits(check)
-
-    def test_top_k(self) -> None:
-        """The k largest logits, with all that equal the smallest of them."""
-
-        def check(ops: Ops, logits: torch.Tensor) -> None:
-            size = logits.shape[1]
-            wanted = [(1, 2, 50, size - 1, 0, size)[row % 6] for row in range(len(logits))]
-            if largest := max((k for k in wanted if 0 < k < size), default=0):
-                k = torch.tensor(wanted, device=logits.device).unsqueeze(1)
-                self._check_mask(ops, logits, "keep_top_k", k, largest)
-
-        self._check_logits(check)
-
-    def test_top_p(self) -> None:
-        """The nuclei."""
-        self._check_logits(
-            functools.partial(self._check_share, "keep_top_p", (0.9, 0.5, 1e-9, 0.9999, 1.0))
-        )
-
-    def test_min_p(self) -> None:
-        """The tokens that are likely enough next to the most likely one."""
-        self._check_logits(
-            functools.partial(self._check_share, "keep_min_p", (0.1, 0.5, 1e-30, 0.0, 1.0))
-        )
-
-    def test_keep_tokens(self) -> None:
-        """The tokens of a bitmask, in some of the rows."""
-
-        def check(ops: Ops, logits: torch.Tensor) -> None:
-            generator = torch.Generator().manual_seed(len(logits))
-            columns = -(-logits.shape[1] // 32)
-            masks = torch.randint(-(2**31), 2**31, (len(logits), columns), generator=generator)
-            masks[::4, ::2], masks[1::4, 1::2] = 0, -1  # all of 32 tokens at once
-            rows = torch.randperm(len(logits), generator=generator)[: len(logits) // 2 + 1]
-            bitmask = masks.to(torch.int32)[: len(rows)]
-            what = f"in rows {rows.tolist()}"
-            self._check_in_place(ops, logits, "keep_tokens", what, rows, bitmask)
-
-        self._check_logits(check)
-
-    def test_edit(self) -> None:
-        """Edits of some tokens, in some of the rows and in all."""
-
-        def check(op: Op, every: int, ops: Ops, logits: torch.Tensor) -> None:
-            vocab = logits.shape[1]
-            generator = torch.Generator().manual_seed(vocab)
-            places = torch.randperm(logits.numel(), generator=generator)[: 3 * len(logits)]
-            places = places[places // vocab % every == 0]
-            values = torch.randn(len(places), generator=generator) * 9
-            values[::5] = -math.inf
-            rows = torch.unique(places // vocab)
-            given = (places, None, rows) if op is Op.KEEP_ONLY else (places, values)
-            what = f"with {op} of rows {rows.tolist()}"
-            self._check_in_place(ops, logits, "edit", what, op, *given)
-
-        for op, every in itertools.product(Op, (1, 2)):
-            self._check_logits(functools.partial(check, op, every))
-
-    def test_divide(self) -> None:
-        """Each row is divided by its own number."""
-
-        def check(ops: Ops, logits: torch.Tensor) -> None:
-            numbers = [(0.7, 1.0, 1e30, 1e-5, 3.0)[row % 5] for row in range(len(logits))]
-            what = f"by {numbers}"
-            self._check_in_place(ops, logits, "divide", what, torch.tensor(numbers).unsqueeze(1))
-
-        self._check_logits(check)
-
-    def _check_all(
-        self,
-        what: str,
-        check: Callable[[Ops, torch.dtype, int, int], None],
-        sizes: Sequence[int] | None = None,
-    ) -> None:
-        """Run a check for each dtype, width and number of rows."""
-        checks = [
-            functools.partial(self._on_new, check, dtype, size, rows)
-            for dtype in self.dtypes
-            for size in sizes or self.sizes
-            for rows in self.rows
-        ]
-        self._run_checks(f"{what}: {VALUES.text}", *checks)
-
-    def _on_new(
-        self,
-        check: Callable[[Ops, torch.dtype, int, int], None],
-        dtype: torch.dtype,
-        size: int,
-        rows: int,
-    ) -> None:
-        torch.manual_seed(size * 100 + rows)
-        ops = self._make(dtype)
-        try:
-            check(ops, dtype, size, rows)
-        finally:
-            ops.close()
-
-    def _make(self, dtype: torch.dtype) -> Ops:
-        ops: Ops = self._build(OpsContext, device=first_device(self.ops, self.device), dtype=dtype)
-        return ops
-
-    def _draw(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.randn(shape).to(first_device(self.ops, self.device), dtype)
-
-    def _check_linear(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
         for columns in (1, size + 1):
             weight, bias = self._draw(columns, size, dtype=dtype), self._draw(columns, dtype=dtype)
             x = self._draw(rows, size + 3, dtype=dtype)[:, :size]  # rows of a wider tensor
@@ -283,7 +97,9 @@ class OpsSuite(ComponentSuite):
                 wanted = expected if given is None else expected + given.double()
                 self._compare(multiply, x, wanted, out_dtype or dtype, "linear")
 
-    def _check_codes(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
+    @checks(rules.VALUES, each=_codes)
+    def test_codes(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
+        """Products with matrices of few bits of every form, alone and stacked, and experts."""
         generator = torch.Generator().manual_seed(size)
         forms = [form.draw(count, size, generator) for count, form in enumerate(FORMS, 17)]
         stacks = {form.name: [part] for form, part in zip(FORMS, forms, strict=True)}
@@ -305,16 +121,9 @@ class OpsSuite(ComponentSuite):
                 self._compare(multiply, x, wanted, out_dtype or dtype, what, scale=scale)
             self._check_recorded(ops, multiply, x)
 
-    def _check_recorded(
-        self, ops: Ops, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
-    ) -> None:
-        x = x.clone()
-        recorded = ops.record(functools.partial(function, x))
-        x += 1
-        if recorded is not None and not torch.equal(recorded(), function(x)):
-            raise REPEATED.violation("of codes, record's result gave another one than running")
-
-    def _check_embedding(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
+    @checks(rules.VALUES, each=_codes)
+    def test_embedding(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
+        """Rows of matrices of few bits, if they can be read."""
         generator = torch.Generator().manual_seed(size)
         for form in FORMS:
             matrix = form.draw(23, size, generator)
@@ -326,14 +135,18 @@ class OpsSuite(ComponentSuite):
             table = matrix.dequantize().double().to(packed.device)
             self._compare(read, ids, table[ids], dtype, f"embedding of codes ({form.name})", dtype)
 
-    def _check_gather_rows(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
+    @checks(rules.VALUES, each=_tensors)
+    def test_gather_rows(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
+        """Rows of tables of any dtype."""
         ids = torch.randint(7, (rows,)).to(first_device(self.ops, self.device))
         for table_dtype in (dtype, torch.float32):
             table = self._draw(7, size, dtype=table_dtype)
             gather = functools.partial(ops.gather_rows, table)
             self._compare(gather, ids, table.double()[ids], table_dtype, "gather_rows")
 
-    def _check_record(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
+    @checks(rules.REPEATED, each=_tensors)
+    def test_record(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
+        """Operations that are repeated give what they give for the new inputs; sizes are some."""
         table, weight = self._draw(7, size, dtype=dtype), self._draw(size, dtype=dtype)
         matrix = self._draw(2 * size, size, dtype=dtype)
         multiply = ops.linear(ops.pack(matrix), (2 * size, size))
@@ -365,11 +178,9 @@ class OpsSuite(ComponentSuite):
             for _ in range(2):
                 ids.copy_((ids + 3) % 7)
                 if not torch.equal(recorded(), function(ids.clone())):
-                    raise REPEATED.violation(
+                    raise rules.REPEATED.violation(
                         "what record returned gave another result than running"
                     )
-
-    def _check_sizes(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:  # noqa: ARG002
         for limit in (1, 2, 7, 256, 1000):
             sizes = ops.record_sizes(limit)
             if not (
@@ -377,32 +188,11 @@ class OpsSuite(ComponentSuite):
                 and all(type(size) is int and 1 <= size <= limit for size in sizes)
                 and all(size < following for size, following in itertools.pairwise(sizes))
             ):
-                raise SIZES.violation(f"record_sizes({limit}) gave {sizes!r}")
+                raise rules.SIZES.violation(f"record_sizes({limit}) gave {sizes!r}")
 
-    def _pack(self, ops: Ops, weight: torch.Tensor) -> torch.Tensor:
-        return self._packed(ops, "pack", lambda ops: ops.pack(weight.clone()))
-
-    def _packed(self, ops: Ops, name: str, pack: Callable[[Ops], torch.Tensor]) -> torch.Tensor:
-        """Return a packed matrix; one that may be kept was packed by another component."""
-        packed = pack(ops)
-        if not ops.layout:
-            return packed
-        other = self._make(ops.context.dtype)
-        try:
-            again, layout = pack(other), other.layout
-        finally:
-            other.close()
-        if layout != ops.layout:
-            raise KEPT.violation(f"two components name their layouts {ops.layout!r}, {layout!r}")
-        if packed.layout != torch.strided or not packed.is_contiguous():
-            raise KEPT.violation(
-                f"{name} returned a tensor that is not contiguous ({packed.layout})"
-            )
-        if not torch.equal(_bytes(packed), _bytes(again)):
-            raise KEPT.violation("two components packed one matrix into other bytes")
-        return again.cpu().clone().to(packed.device)
-
-    def _check_norm(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
+    @checks(rules.VALUES, each=_tensors)
+    def test_rms_norm(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
+        """Norms of rows, and of heads."""
         wide = self._draw(rows, size + 3, dtype=dtype)
         heads = self._draw(rows, 4, size, dtype=dtype)
         for x in (wide[:, :size], heads, heads[:, 1:3]):
@@ -410,7 +200,9 @@ class OpsSuite(ComponentSuite):
                 norm = functools.partial(ops.rms_norm, weight=weight, eps=_EPS)
                 self._compare(norm, x, _norm(x, weight), dtype, "rms_norm")
 
-    def _check_add_norm(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
+    @checks(rules.VALUES, each=_tensors)
+    def test_add_rms_norm(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
+        """A sum in place, and its norm."""
         delta = self._draw(rows, size, dtype=dtype)
         for weight in (self._draw(size, dtype=dtype), self._draw(size, dtype=torch.float32)):
             x = self._draw(rows, size, dtype=dtype)
@@ -420,7 +212,9 @@ class OpsSuite(ComponentSuite):
             self._check_close(result, _norm(x, weight), "add_rms_norm")
             self._check_kept(delta, kept, "add_rms_norm", "delta")
 
-    def _check_rotate(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
+    @checks(rules.VALUES, each=_tensors)
+    def test_rotate(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
+        """Heads of a wider tensor, and parts of heads, are rotated in place."""
         for more in (0, 6):  # elements of a head that are not rotated
             wide = self._draw(rows, 5, size + more, dtype=dtype)
             before = wide.clone()
@@ -435,14 +229,18 @@ class OpsSuite(ComponentSuite):
             self._check_kept(wide[:, others], before[:, others], "rotate", "other heads")
             self._check_kept(wide[..., size:], before[..., size:], "rotate", "the rest of a head")
 
-    def _check_scale(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
+    @checks(rules.VALUES, each=_tensors)
+    def test_scale(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
+        """A product with a number, in place."""
         wide = self._draw(rows, size + 3, dtype=dtype)
         before = wide.clone()
         ops.scale(wide[:, :size], 0.3)
         self._check_close(wide[:, :size], before[:, :size].double() * 0.3, "scale")
         self._check_kept(wide[:, size:], before[:, size:], "scale", "what is next to x")
 
-    def _check_add(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
+    @checks(rules.VALUES, each=_tensors)
+    def test_add(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
+        """A sum, in place."""
         wide, delta = (self._draw(rows, size + 3, dtype=dtype) for _ in range(2))
         before, kept = wide.clone(), delta.clone()
         ops.add(wide[:, :size], delta[:, 1 : 1 + size])
@@ -451,20 +249,17 @@ class OpsSuite(ComponentSuite):
         self._check_kept(wide[:, size:], before[:, size:], "add", "what is next to x")
         self._check_kept(delta, kept, "add", "delta")
 
-    def _check_gate(
-        self,
-        name: str,
-        activation: Callable[[torch.Tensor], torch.Tensor],
-        ops: Ops,
-        dtype: torch.dtype,
-        size: int,
-        rows: int,
-    ) -> None:
+    @checks(rules.VALUES, each=_tensors)
+    def test_gates(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
+        """Gated activations."""
         x = self._draw(rows, 2 * size, dtype=dtype) * 4
         gate, up = x.double().chunk(2, -1)
-        self._compare(getattr(ops, name), x, activation(gate) * up, dtype, name)
+        self._compare(ops.silu_and_mul, x, _silu(gate) * up, dtype, "silu_and_mul")
+        self._compare(ops.gelu_and_mul, x, _gelu(gate) * up, dtype, "gelu_and_mul")
 
-    def _check_experts(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
+    @checks(rules.VALUES, each=_tensors)
+    def test_experts(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
+        """Mixtures of experts, of which rows choose some, none, or some that are elsewhere."""
         width, count = size + 1, 4
         matrices = [
             [self._draw(*shape, dtype=dtype).abs() / size for _ in range(count)]
@@ -492,7 +287,9 @@ class OpsSuite(ComponentSuite):
 
             self._compare(run, joined, expected, dtype, "experts")
 
-    def _check_lora(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
+    @checks(rules.VALUES, each=_tensors)
+    def test_lora(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
+        """The changes by adapters, for rows with one, none, or one that is not there."""
         count, rank, columns = 3, 5, size + 1
         a, b = (self._draw(count, *shape, dtype=dtype) for shape in ((rank, size), (columns, rank)))
         x, wide = (self._draw(rows, width + 3, dtype=dtype) for width in (size, columns))
@@ -517,130 +314,123 @@ class OpsSuite(ComponentSuite):
                 result[:, columns:], wide[some, columns:], "add_lora", "what is next to y"
             )
 
-    def _check_logits(self, check: Callable[[Ops, torch.Tensor], None]) -> None:
-        """Run a check on logits of each size."""
+    @checks(rules.TOKENS, each=_logits)
+    def test_argmax(self, ops: Ops, logits: torch.Tensor) -> None:
+        """The most likely tokens, of equals the first, and NaN before all."""
+        check_choice(ops, logits, "argmax")
 
-        def run(vocab_size: int, rows: int) -> None:
-            ops = self._make(self.dtypes[0])
-            try:
-                for shift in range(1 if rows >= len(_KINDS) else len(_KINDS)):
-                    check(ops, self._logits(rows, vocab_size, shift))
-            finally:
-                ops.close()
+    @checks(rules.TOKENS, each=_logits)
+    def test_draw(self, ops: Ops, logits: torch.Tensor) -> None:
+        """Random tokens, and those of greedy rows among them."""
+        generator = torch.Generator().manual_seed(len(logits))
+        low, high = -(2**63), 2**63 - 1
+        seeds = torch.randint(low, high, (len(logits),), generator=generator)
+        positions = torch.randint(0, 5000, (len(logits),), generator=generator)
+        greedy = torch.arange(len(logits)) % 3 == 1
+        columns = (column.to(logits.device) for column in (seeds, positions, greedy))
+        check_choice(ops, logits, "draw", *columns)
 
-        sizes = itertools.product(self.vocab_sizes, self.rows)
-        self._run_checks(TOKENS.text, *(functools.partial(run, *size) for size in sizes))
+    @checks(rules.TOKENS, each=_logits)
+    def test_top_k(self, ops: Ops, logits: torch.Tensor) -> None:
+        """The k largest logits, with all that equal the smallest of them."""
+        size = logits.shape[1]
+        wanted = [(1, 2, 50, size - 1, 0, size)[row % 6] for row in range(len(logits))]
+        if largest := max((k for k in wanted if 0 < k < size), default=0):
+            k = torch.tensor(wanted, device=logits.device).unsqueeze(1)
+            check_mask(ops, logits, "keep_top_k", k, largest)
 
-    def _logits(self, rows: int, vocab_size: int, shift: int) -> torch.Tensor:
-        """Return logits of several kinds, from a number on; part of a wider tensor."""
-        generator = torch.Generator().manual_seed(shift)
-        logits = torch.randn(rows, vocab_size + 3, generator=generator) * 3
-        for row, logit in enumerate(logits):
-            order = torch.randperm(vocab_size, generator=generator)
-            kind = _KINDS[(row + shift) % len(_KINDS)]
-            if kind == "ties":
-                logit.round_()
-            elif kind == "flat":
-                logit.zero_()
-            elif kind in ("few", "one"):
-                logit[order[1 if kind == "one" else 5 :]] = -math.inf
-            elif kind == "nothing but -inf":
-                logit.fill_(-math.inf)
-            elif kind == "subnormal":
-                logit *= 1e-40
-            elif kind != "plain":
-                logit[order[:2]] = math.nan if kind == "NaN" else math.inf
-        return logits.to(first_device(self.ops, self.device))[:, :vocab_size]
+    @checks(rules.TOKENS, each=_logits)
+    def test_top_p(self, ops: Ops, logits: torch.Tensor) -> None:
+        """The nuclei."""
+        self._check_share("keep_top_p", (0.9, 0.5, 1e-9, 0.9999, 1.0), ops, logits)
+
+    @checks(rules.TOKENS, each=_logits)
+    def test_min_p(self, ops: Ops, logits: torch.Tensor) -> None:
+        """The tokens that are likely enough next to the most likely one."""
+        self._check_share("keep_min_p", (0.1, 0.5, 1e-30, 0.0, 1.0), ops, logits)
+
+    @checks(rules.TOKENS, each=_logits)
+    def test_keep_tokens(self, ops: Ops, logits: torch.Tensor) -> None:
+        """The tokens of a bitmask, in some of the rows."""
+        generator = torch.Generator().manual_seed(len(logits))
+        columns = -(-logits.shape[1] // 32)
+        masks = torch.randint(-(2**31), 2**31, (len(logits), columns), generator=generator)
+        masks[::4, ::2], masks[1::4, 1::2] = 0, -1  # all of 32 tokens at once
+        rows = torch.randperm(len(logits), generator=generator)[: len(logits) // 2 + 1]
+        bitmask = masks.to(torch.int32)[: len(rows)]
+        what = f"in rows {rows.tolist()}"
+        check_in_place(ops, logits, "keep_tokens", what, rows, bitmask)
+
+    @checks(rules.TOKENS, each=_logits)
+    def test_edit(self, ops: Ops, logits: torch.Tensor) -> None:
+        """Edits of some tokens, in some of the rows and in all."""
+        for op, every in itertools.product(Op, (1, 2)):
+            vocab = logits.shape[1]
+            generator = torch.Generator().manual_seed(vocab)
+            places = torch.randperm(logits.numel(), generator=generator)[: 3 * len(logits)]
+            places = places[places // vocab % every == 0]
+            values = torch.randn(len(places), generator=generator) * 9
+            values[::5] = -math.inf
+            rows = torch.unique(places // vocab)
+            given = (places, None, rows) if op is Op.KEEP_ONLY else (places, values)
+            what = f"with {op} of rows {rows.tolist()}"
+            check_in_place(ops, logits, "edit", what, op, *given)
+
+    @checks(rules.TOKENS, each=_logits)
+    def test_divide(self, ops: Ops, logits: torch.Tensor) -> None:
+        """Each row is divided by its own number."""
+        numbers = [(0.7, 1.0, 1e30, 1e-5, 3.0)[row % 5] for row in range(len(logits))]
+        what = f"by {numbers}"
+        check_in_place(ops, logits, "divide", what, torch.tensor(numbers).unsqueeze(1))
+
+    def _make(self, dtype: torch.dtype) -> Ops:
+        ops: Ops = self._build(OpsContext, device=first_device(self.ops, self.device), dtype=dtype)
+        return ops
+
+    def _draw(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn(shape).to(first_device(self.ops, self.device), dtype)
+
+    def _check_recorded(
+        self, ops: Ops, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
+    ) -> None:
+        x = x.clone()
+        recorded = ops.record(functools.partial(function, x))
+        x += 1
+        if recorded is not None and not torch.equal(recorded(), function(x)):
+            raise rules.REPEATED.violation(
+                "of codes, record's result gave another one than running"
+            )
+
+    def _pack(self, ops: Ops, weight: torch.Tensor) -> torch.Tensor:
+        return self._packed(ops, "pack", lambda ops: ops.pack(weight.clone()))
+
+    def _packed(self, ops: Ops, name: str, pack: Callable[[Ops], torch.Tensor]) -> torch.Tensor:
+        """Return a packed matrix; one that may be kept was packed by another component."""
+        packed = pack(ops)
+        if not ops.layout:
+            return packed
+        other = self._make(ops.context.dtype)
+        try:
+            again, layout = pack(other), other.layout
+        finally:
+            other.close()
+        if layout != ops.layout:
+            raise rules.KEPT.violation(
+                f"two components name their layouts {ops.layout!r}, {layout!r}"
+            )
+        if packed.layout != torch.strided or not packed.is_contiguous():
+            raise rules.KEPT.violation(
+                f"{name} returned a tensor that is not contiguous ({packed.layout})"
+            )
+        if not torch.equal(_bytes(packed), _bytes(again)):
+            raise rules.KEPT.violation("two components packed one matrix into other bytes")
+        return again.cpu().clone().to(packed.device)
 
     def _check_share(
         self, name: str, shares: Sequence[float], ops: Ops, logits: torch.Tensor
     ) -> None:
         p = [shares[row % len(shares)] for row in range(len(logits))]
-        self._check_mask(ops, logits, name, torch.tensor(p, device=logits.device).unsqueeze(1))
-
-    def _check_choice(
-        self, ops: Ops, logits: torch.Tensor, name: str, *columns: torch.Tensor
-    ) -> None:
-        """Check the tokens that a method returns, for all rows and for each alone."""
-        kept = logits.clone()
-        expected: torch.Tensor = getattr(Ops, name)(ops, logits, *columns)
-        for rows in (slice(None), *(slice(row, row + 1) for row in range(len(logits)))):
-            result = getattr(ops, name)(logits[rows], *(column[rows] for column in columns))
-            wanted = expected[rows]
-            if not (
-                isinstance(result, torch.Tensor)
-                and result.dtype == torch.int64
-                and result.shape == wanted.shape
-                and result.device == logits.device
-            ):
-                raise RESULT.violation(
-                    f"{name} returned {_described(result)} for logits {list(kept[rows].shape)}, "
-                    f"expected torch.int64 {list(wanted.shape)} on {logits.device}"
-                )
-            if not torch.equal(result, wanted):
-                row = int((result != wanted).nonzero()[0])
-                raise TOKENS.violation(
-                    f"{name} returned token {int(result[row])} for {_row_of(kept[rows], row)}, "
-                    f"expected {int(wanted[row])}"
-                )
-        if not torch.equal(logits.view(torch.int32), kept.view(torch.int32)):
-            raise IN_PLACE.violation(f"{name} changed logits")
-
-    def _check_mask(
-        self, ops: Ops, logits: torch.Tensor, name: str, column: torch.Tensor, *more: int
-    ) -> None:
-        """Check the logits that a method leaves, for all rows and for each alone."""
-        expected = logits.clone()
-        getattr(Ops, name)(ops, expected, column, *more)
-        for rows in (slice(None), *(slice(row, row + 1) for row in range(len(logits)))):
-            given, k = logits[rows], column[rows]
-            if name == "keep_top_k" and not 0 < int(k.amax()) < logits.shape[1] and len(k) == 1:
-                continue
-            wide = torch.nn.functional.pad(given, (0, 2))
-            result, wanted = wide[:, :-2], expected[rows]
-            getattr(ops, name)(result, k, *([int(k)] if more and len(k) == 1 else more))
-            wrong = (result.view(torch.int32) != wanted.view(torch.int32)).nonzero()
-            if len(wrong):
-                row, token = wrong[0].tolist()
-                raise TOKENS.violation(
-                    f"{name} of {k[row].item():.6g} left {result[row, token]:.6g} of token {token} "
-                    f"in {_row_of(given, row)}, expected {wanted[row, token]:.6g}"
-                )
-            if bool(wide[:, -2:].any()):
-                raise IN_PLACE.violation(f"{name} changed what is next to the logits")
-
-    def _check_in_place(
-        self, ops: Ops, logits: torch.Tensor, name: str, what: str, *arguments: Any
-    ) -> None:
-        """Check the logits that a method leaves, and that it leaves its other arguments alone.
-
-        Args:
-            ops: under test.
-            logits: to change.
-            name: name of the method.
-            what: it does, after its name in messages.
-            arguments: the other ones; tensors are moved to the device.
-        """
-        device = logits.device
-        given = [x.to(device, copy=True) if isinstance(x, torch.Tensor) else x for x in arguments]
-        expected = logits.clone()
-        getattr(Ops, name)(ops, expected, *given)
-        wide = torch.nn.functional.pad(logits, (0, 2))
-        result = wide[:, :-2]
-        getattr(ops, name)(result, *given)
-        differs = result.view(torch.int32) != expected.view(torch.int32)
-        wrong = (differs & ~(result.isnan() & expected.isnan())).nonzero()
-        if len(wrong):
-            row, token = wrong[0].tolist()
-            raise TOKENS.violation(
-                f"{name} {what} left {result[row, token]:.6g} of token {token} in "
-                f"{_row_of(logits, row)}, expected {expected[row, token]:.6g}"
-            )
-        if bool(wide[:, -2:].any()):
-            raise IN_PLACE.violation(f"{name} changed what is next to the logits")
-        for now, before in zip(given, arguments, strict=True):
-            if isinstance(before, torch.Tensor) and not torch.equal(now, before.to(device)):
-                raise IN_PLACE.violation(f"{name} changed another argument than the logits")
+        check_mask(ops, logits, name, torch.tensor(p, device=logits.device).unsqueeze(1))
 
     def _compare(
         self,
@@ -671,8 +461,8 @@ class OpsSuite(ComponentSuite):
             or result.dtype != dtype
             or result.device != x.device
         ):
-            raise RESULT.violation(
-                f"{what} returned {_described(result)} for x {list(x.shape)}, expected {dtype} "
+            raise rules.RESULT.violation(
+                f"{what} returned {described(result)} for x {list(x.shape)}, expected {dtype} "
                 f"{list(expected.shape)} on {x.device}"
             )
         rounded = rounded or x.dtype
@@ -681,7 +471,7 @@ class OpsSuite(ComponentSuite):
         for row in range(len(x)):
             alone = function(x[row : row + 1])[0]
             if self.batch_invariant and not torch.equal(alone, result[row]):
-                raise ROWS.violation(
+                raise rules.ROWS.violation(
                     f"{what}: row {row} of {len(x)} differs by "
                     f"{(alone.double() - result[row].double()).abs().max():.3g} from the same row "
                     f"alone"
@@ -703,7 +493,7 @@ class OpsSuite(ComponentSuite):
         difference = (got.double() - expected.double()).abs()
         if not float(difference.max()) <= limit * max(*largest, 1e-3):
             place = divmod(int(difference.nan_to_num(math.inf).argmax()), got.shape[-1])
-            raise VALUES.violation(
+            raise rules.VALUES.violation(
                 f"{what} differs by {float(difference.max()):.3g} at row {place[0]}, column "
                 f"{place[1]}: it gave {float(got.reshape(-1, got.shape[-1])[place]):.6g}, the "
                 f"formula {float(expected.reshape(-1, got.shape[-1])[place]):.6g}"
@@ -713,7 +503,7 @@ class OpsSuite(ComponentSuite):
         self, got: torch.Tensor, expected: torch.Tensor, what: str, argument: str
     ) -> None:
         if not torch.equal(got, expected):
-            raise IN_PLACE.violation(f"{what} changed {argument}")
+            raise rules.IN_PLACE.violation(f"{what} changed {argument}")
 
 
 def _pack_codes(parts: Sequence[AffineCodes], ops: Ops) -> torch.Tensor:
@@ -735,15 +525,3 @@ def _silu(x: torch.Tensor) -> torch.Tensor:
 
 def _gelu(x: torch.Tensor) -> torch.Tensor:
     return 0.5 * x * (1 + (math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)).tanh())
-
-
-def _row_of(logits: torch.Tensor, row: int) -> str:
-    """Return text for a row in a message."""
-    left = int((logits[row] > -math.inf).sum())
-    return f"row {row} of {len(logits)}, in which {left} of {logits.shape[1]} tokens are left"
-
-
-def _described(result: object) -> str:
-    if isinstance(result, torch.Tensor):
-        return f"{result.dtype} {list(result.shape)} on {result.device}"
-    return type(result).__name__

@@ -132,10 +132,10 @@ def events_of(parser, tokenizer, ids, tools):
     """Return the events of an output, and its text."""
     texts = {token: text for text, token in tokenizer.special_tokens.items()}
     state = parser.open(ParserRequest(tools=tools))
-    events, text = [], ""
+    events, text, tokens = [], "", tokenizer.vocabulary().tokens
     for is_byte, run in itertools.groupby(ids, lambda token: token < 256):
         if is_byte:
-            pieces = [bytes(run).decode()]
+            pieces = [b"".join(tokens[token] for token in run).decode()]
             events += state.feed(pieces[0])
         else:
             pieces = []

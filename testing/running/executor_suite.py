@@ -22,50 +22,10 @@ from hardpoint.testing.engine_access import executor_tokens
 from hardpoint.testing.suite import Rule, Violation, checks, short_repr
 from hardpoint.testing.threads import in_thread, until
 
+from . import executor_rules as rules
 from . import executor_session
-from .executor_session import FUTURES, REPORTS, RESULTS, START, Session, wait
+from .executor_session import Session, wait
 from .scripted_worker import Does, Order
-
-SIZES = Rule(
-    "sizes: it runs as many ranks as `parallel` asks for, or refuses them",
-    "let the constructor raise a ConfigError that names `parallel` and what would be right",
-)
-CALLS = Rule(
-    "collective_rpc: the method is called once on every worker; results are in rank order",
-    "return one result per worker, that of rank 0 first, and pass on every argument",
-)
-TIMEOUT = Rule(
-    "timeout: collective_rpc raises TimeoutError when workers do not answer in time",
-    "wait `timeout` seconds for all workers together, and keep late results from later calls",
-)
-ERRORS = Rule(
-    "errors: what a worker raises in any rank is raised, or is the exception of the future",
-    "pass on the first error of any rank, of the class that the worker raised, without waiting "
-    "for the others, which may wait for the rank that failed",
-)
-SLEEP = Rule(
-    "sleep: sleep and wake_up reach the workers",
-    "let collective_rpc call any method of Worker, sleep and wake_up too",
-)
-PIPELINE = Rule(
-    "pipeline: it serves as many steps at a time as max_concurrent_batches says",
-    "return a future before the step is done, or state 1",
-)
-FAILURE = Rule(
-    "failure: the loss of a worker ends what waits, and is reported once to the callback",
-    "when a worker ends, or are_out_of_step() says so of a call, set an error that names the rank "
-    "in all futures, call the callback that on_failure got, and let later calls raise the error; a "
-    "close is no loss",
-)
-CLOSE = Rule(
-    "close: it releases the workers, its threads, processes and files, and may be called twice",
-    "call abort and then close of each worker, join what was started, and return at once if it is "
-    "closed already",
-)
-TOKENS = Rule(
-    "tokens: requests get the tokens that they get with uniproc and one rank",
-    "pass plans and results on unchanged",
-)
 
 _CLOSE_SECONDS = 1.0
 _STEP_SECONDS = 0.1
@@ -123,21 +83,21 @@ class ExecutorSuite(ComponentSuite):
     def _check_construction(self) -> None:
         """Leave it to test_sizes and test_start."""
 
-    @checks(SIZES)
+    @checks(rules.SIZES)
     def test_sizes(self) -> None:
         """Numbers of ranks are served, or refused with a reason."""
         self._sizes()
 
     def test_start(self) -> None:
         """Models are loaded side by side; the error of one is raised, though others wait for it."""
-        self._run_checks(START.text, self._check_start, *self._start_errors())
+        self._run_checks(rules.START.text, self._check_start, *self._start_errors())
 
     def test_results(self) -> None:
         """The results of any steps are those of workers that are called directly."""
-        self._search(RESULTS.text, 25, self._check_results, steps=_STEPS)
-        self._run_checks(RESULTS.text, self._check_every_call)
+        self._search(rules.RESULTS.text, 25, self._check_results, steps=_STEPS)
+        self._run_checks(rules.RESULTS.text, self._check_every_call)
 
-    @checks(REPORTS)
+    @checks(rules.REPORTS)
     def test_reports(self) -> None:
         """With `all_report`, results have what all ranks report."""
         with self._shared(self._size()) as session:
@@ -147,23 +107,23 @@ class ExecutorSuite(ComponentSuite):
                 result = session.begin(plan, in_pipeline=in_pipeline)
                 session.check_reports(plan, session.compare(plan, result))
 
-    @checks(CALLS)
+    @checks(rules.CALLS)
     def test_calls(self) -> None:
         """A call reaches every worker, once and in rank order."""
         with self._shared(self._size()) as session:
             count = session.parallel.world_size
             results = session.rpc("stop_profile")
             if not isinstance(results, list):
-                raise CALLS.violation(f"it returned {short_repr(results)}, no list")
-            _check_levels(results, count, 0, CALLS, "stop_profile")
+                raise rules.CALLS.violation(f"it returned {short_repr(results)}, no list")
+            _check_levels(results, count, 0, rules.CALLS, "stop_profile")
             session.rpc("sleep", (2,))
             _check_levels(
-                session.rpc("stop_profile"), count, 2, CALLS, "stop_profile after sleep(2)"
+                session.rpc("stop_profile"), count, 2, rules.CALLS, "stop_profile after sleep(2)"
             )
             session.rpc("sleep", (0,))
             session.check_calls()
 
-    @checks(TIMEOUT)
+    @checks(rules.TIMEOUT)
     def test_timeout(self) -> None:
         """A call that takes too long is given up."""
         with self._shared(self._size()) as session:
@@ -181,19 +141,19 @@ class ExecutorSuite(ComponentSuite):
                 is_mine = (call.process, call.thread) == (os.getpid(), threading.get_ident())
                 if not is_mine and (not error or passed > _SLOW_SECONDS):
                     what = "raised TimeoutError" if error else "returned"
-                    raise TIMEOUT.violation(
+                    raise rules.TIMEOUT.violation(
                         f"collective_rpc with timeout={seconds:g} {what} after {passed:.2g} s"
                     )
                 if not is_mine:
                     time.sleep(_SLOW_SECONDS)
             results = session.rpc("stop_profile")
-            _check_levels(results, len(ranks), 0, TIMEOUT, "stop_profile after the late call")
+            _check_levels(results, len(ranks), 0, rules.TIMEOUT, "stop_profile after the late call")
 
     def test_errors(self) -> None:
         """The error of any rank is raised, of a step and of a call."""
-        self._run_checks(ERRORS.text, self._check_call_error, *self._step_errors())
+        self._run_checks(rules.ERRORS.text, self._check_call_error, *self._step_errors())
 
-    @checks(SLEEP)
+    @checks(rules.SLEEP)
     def test_sleep(self) -> None:
         """Workers sleep and wake up."""
         with self._shared(self._size()) as session:
@@ -201,9 +161,11 @@ class ExecutorSuite(ComponentSuite):
                 session.rpc(method, args)
                 results = session.rpc("stop_profile")
                 if not all(result.endswith(f" {level}") for result in results):
-                    raise SLEEP.violation(f"after {method}{args} a worker is not at level {level}")
+                    raise rules.SLEEP.violation(
+                        f"after {method}{args} a worker is not at level {level}"
+                    )
 
-    @checks(PIPELINE)
+    @checks(rules.PIPELINE)
     def test_pipeline(self) -> None:
         """Steps overlap if more than one may be in flight."""
         for size in self._sizes():
@@ -219,7 +181,7 @@ class ExecutorSuite(ComponentSuite):
                         forward = session.execute(plan)
                         sampled = session.sample(plan)
                         if number == 0 and forward.done():
-                            raise PIPELINE.violation(
+                            raise rules.PIPELINE.violation(
                                 f"max_concurrent_batches is {depth}, but execute_model returned "
                                 f"only when its step was done"
                             )
@@ -231,9 +193,9 @@ class ExecutorSuite(ComponentSuite):
         """The callback is called for the loss of a worker, not for a close."""
         points = [self._check_loss_idle, self._check_loss_in_call, self._check_loss_at_load]
         points = [self._check_no_failure, *self._chosen(points), self._check_out_of_step]
-        self._run_checks(FAILURE.text, *points)
+        self._run_checks(rules.FAILURE.text, *points)
 
-    @checks(CLOSE)
+    @checks(rules.CLOSE)
     def test_close(self) -> None:
         """Nothing is left after close, and it may be called again."""
         before = _holdings()
@@ -242,11 +204,11 @@ class ExecutorSuite(ComponentSuite):
             session.begin(session.plan({"a": 1}))()
             session.executor.close()  # and then again
             if not until(lambda: not session.open_workers(), _CLOSE_SECONDS):
-                raise CLOSE.violation(
+                raise rules.CLOSE.violation(
                     f"the workers of ranks {session.open_workers()} are not closed"
                 )
         if not until(lambda: not _more(before, _holdings()), _CLOSE_SECONDS):
-            raise CLOSE.violation(
+            raise rules.CLOSE.violation(
                 f"after close there are more {', '.join(_more(before, _holdings()))}"
             )
 
@@ -254,7 +216,7 @@ class ExecutorSuite(ComponentSuite):
         """In an engine with the scripted model, tokens are those of uniproc."""
         if not self.importable or "<locals>" in self.executor.__qualname__:
             pytest.skip("the engine cannot import the class")
-        self._run_checks(TOKENS.text, self._check_tokens)
+        self._run_checks(rules.TOKENS.text, self._check_tokens)
 
     # Sessions.
 
@@ -309,14 +271,14 @@ class ExecutorSuite(ComponentSuite):
             except ConfigError as error:
                 if "parallel" in str(error):
                     continue
-                raise SIZES.violation(
+                raise rules.SIZES.violation(
                     f"with parallel.tensor = {size[0]} and parallel.pipeline = {size[1]} its "
                     f"constructor raised ConfigError: {error}"
                 ) from error
             session.close()
             served.append(size)
         if not served:
-            raise SIZES.violation(f"it refuses all of {list(self.parallel)}")
+            raise rules.SIZES.violation(f"it refuses all of {list(self.parallel)}")
         return served
 
     def _size(self) -> tuple[int, int]:
@@ -336,7 +298,7 @@ class ExecutorSuite(ComponentSuite):
         loaded = [rank for rank in ranks if session.script.was_called(rank, "load_model")]
         session.close()
         if loaded:
-            raise START.violation(f"the constructor has loaded the models of ranks {loaded}")
+            raise rules.START.violation(f"the constructor has loaded the models of ranks {loaded}")
         with self._shared(self._size()) as session:
             session.check_calls()
 
@@ -396,7 +358,7 @@ class ExecutorSuite(ComponentSuite):
                     )
             results = session.rpc("stop_profile")
             count = session.parallel.world_size
-            _check_levels(results, count, 0, ERRORS, "stop_profile after calls that failed")
+            _check_levels(results, count, 0, rules.ERRORS, "stop_profile after calls that failed")
 
     def _step_errors(self) -> Sequence[Callable[[], None]]:
         """Return a check for each method, each rank, and of the other ranks waiting or not."""
@@ -440,7 +402,7 @@ class ExecutorSuite(ComponentSuite):
         with self._fresh(self._sizes()[0]) as session:
             session.executor.on_failure(called.append)
         if called:
-            raise FAILURE.violation(f"close called the callback with {short_repr(called[0])}")
+            raise rules.FAILURE.violation(f"close called the callback with {short_repr(called[0])}")
 
     def _check_out_of_step(self) -> None:
         """Check that a rank which fails a joint call alone ends all."""
@@ -460,7 +422,7 @@ class ExecutorSuite(ComponentSuite):
                 self._check_reported(called, what, rank)
                 self._check_later(session, called[0])
                 if not until(lambda: session.script.was_called(0, "abort"), self.failure_seconds):
-                    raise FAILURE.violation(f"{what}, and rank 0 was not aborted")
+                    raise rules.FAILURE.violation(f"{what}, and rank 0 was not aborted")
 
     def _check_loss_idle(self) -> None:
         called: list[BaseException] = []
@@ -499,7 +461,7 @@ class ExecutorSuite(ComponentSuite):
         if not until(
             lambda: session.script.was_called(rank, method), executor_session.START_SECONDS
         ):
-            raise RESULTS.violation(f"{method} was not called in rank {rank}")
+            raise rules.RESULTS.violation(f"{method} was not called in rank {rank}")
 
     def _lose(self, session: Session, rank: int) -> None:
         """End a worker as a crash would, or skip the test."""
@@ -516,14 +478,16 @@ class ExecutorSuite(ComponentSuite):
 
     def _check_reported(self, called: Sequence[BaseException], what: str, rank: int) -> None:
         if not until(lambda: bool(called), self.failure_seconds):
-            raise FAILURE.violation(
+            raise rules.FAILURE.violation(
                 f"{what}, and the callback was not called within {self.failure_seconds:g} s"
             )
         time.sleep(_STEP_SECONDS)
         if len(called) > 1:
-            raise FAILURE.violation(f"{what}, and the callback was called {len(called)} times")
+            raise rules.FAILURE.violation(
+                f"{what}, and the callback was called {len(called)} times"
+            )
         if not isinstance(called[0], BaseException) or f"rank {rank}" not in str(called[0]):
-            raise FAILURE.violation(
+            raise rules.FAILURE.violation(
                 f"{what}: the callback was called with {short_repr(called[0])}, which does not "
                 f"name 'rank {rank}'"
             )
@@ -534,16 +498,16 @@ class ExecutorSuite(ComponentSuite):
         what = "a collective_rpc after the loss of a worker"
         self._check_ended(later, what)
         if str(later.exception()) != str(lost):
-            raise FAILURE.violation(
+            raise rules.FAILURE.violation(
                 f"{what} raised {short_repr(later.exception())}, the loss was {short_repr(lost)}"
             )
 
     def _check_ended(self, future: Any, what: str) -> None:
         """Check that a call of this suite's thread ends with an error in time."""
         if not until(future.done, self.failure_seconds):
-            raise FAILURE.violation(f"{what} had not ended after {self.failure_seconds:g} s")
+            raise rules.FAILURE.violation(f"{what} had not ended after {self.failure_seconds:g} s")
         if future.exception() is None:
-            raise FAILURE.violation(f"{what} gave {short_repr(future.result())}, no error")
+            raise rules.FAILURE.violation(f"{what} gave {short_repr(future.result())}, no error")
 
     def _check_tokens(self) -> None:
         cls, name = self.executor, self._name()
@@ -564,7 +528,7 @@ class ExecutorSuite(ComponentSuite):
                 mine = got.get(request_id)
                 wanted = tokens if request_id != "r3" else tokens[: len(mine or ())]
                 if mine != wanted:
-                    raise TOKENS.violation(
+                    raise rules.TOKENS.violation(
                         f"with {tensor} x {pipeline} ranks request {request_id!r} got {mine}, with "
                         f"uniproc it gets {wanted}"
                     )
@@ -582,18 +546,18 @@ def _expect_error(
     future = in_thread(call)
     seconds = executor_session.CALL_SECONDS if seconds is None else seconds
     if not until(future.done, seconds):
-        raise ERRORS.violation(
+        raise rules.ERRORS.violation(
             f"{order.method} of rank {rank} raised ModelError, {method} had not ended after "
             f"{seconds:g} s"
         )
     error = future.exception()
-    if isinstance(error, Violation) and error.rule == FUTURES.text:
+    if isinstance(error, Violation) and error.rule == rules.FUTURES.text:
         raise error
     if error is None or isinstance(error, Violation):
         got = error.observed if error is not None else f"{method} gave no error"
-        raise ERRORS.violation(f"{order.method} of rank {rank} raised ModelError, but {got}")
+        raise rules.ERRORS.violation(f"{order.method} of rank {rank} raised ModelError, but {got}")
     if not isinstance(error, ModelError) or expected not in str(error):
-        raise ERRORS.violation(
+        raise rules.ERRORS.violation(
             f"a worker raised ModelError: {expected}; {method} raised "
             f"{type(error).__name__}: {error}"
         )
@@ -611,7 +575,7 @@ def _check_levels(results: Any, count: int, level: int, rule: Rule, what: str) -
 def _depth(executor: Executor) -> int:
     depth = executor.max_concurrent_batches
     if type(depth) is not int or depth < 1:
-        raise PIPELINE.violation(
+        raise rules.PIPELINE.violation(
             f"max_concurrent_batches is {short_repr(depth)}", "return a whole number from 1"
         )
     return depth

@@ -125,7 +125,7 @@ def walk(start, chosen, tokenizer, longest):
         for token in step:
             assert state.advance(token)
         ids += step
-    raise AssertionError(f"no end of {bytes(t for t in ids if t < 256)!r}")
+    raise AssertionError(f"no end of {tokenizer.decode(ids)!r}")
 
 
 def events_of(parser, tokenizer, ids, tools):

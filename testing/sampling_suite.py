@@ -131,7 +131,7 @@ class SamplerSuite(ComponentSuite):
         return self.sampler
 
     def test_result(self) -> None:
-        """Sample returns int64 token ids on the logits' device."""
+        """It returns token ids of the vocabulary: int64 [rows], on the logits' device."""
 
         def check(batch: Sequence[Row]) -> None:
             self._batch(batch)
@@ -200,7 +200,9 @@ class SamplerSuite(ComponentSuite):
         self._search(ROWS.text, 150, check, batch=self._batches(), turns=st.integers(0, 5))
 
     def test_seeds(self) -> None:
-        """The same seed and position draw the same token; other seeds and positions, others."""
+        """The same logits, seed and position give the same token, in a new instance too; other
+        seeds and positions give others.
+        """
 
         def check(batch: Sequence[Row]) -> None:
             sampler = self._make()
@@ -217,13 +219,17 @@ class SamplerSuite(ComponentSuite):
         self._run_checks(SEEDS.text, self._check_seeds_matter)
 
     def test_frequencies(self) -> None:
-        """Over many seeds, and over many positions, tokens come as often as they should."""
+        """Over thousands of seeds, and of positions, the tokens fit `probabilities` (chi-square
+        test). The seeds are always the same, so a sampler passes always or never.
+        """
         # The seeds are fixed, so a sampler that repeats its draws passes always or never.
         self._run_checks(FREQUENCIES.text, *self._frequency_checks())
 
     @checks(SEEDS)
     def test_independence(self) -> None:
-        """Draws of neighbouring seeds and positions do not depend on each other."""
+        """Pairs of draws of neighbouring seeds and positions are independent, so seed + 1 does not
+        repeat what the seed drew a token later.
+        """
         side = 64
         logits = torch.full((self.vocab_size,), -math.inf)
         logits[:4] = 0.0
@@ -248,7 +254,9 @@ class SamplerSuite(ComponentSuite):
                 )
 
     def test_unusable_rows(self) -> None:
-        """Rows of NaN, +inf or nothing but -inf raise nothing, and show what they are."""
+        """A row of NaN, +inf or nothing but -inf raises nothing and changes no other row; NaN and
+        +inf win, so that the engine finds the plugin that made them.
+        """
 
         def check(batch: Sequence[Row], broken: Row, at: int) -> None:
             sampler = self._make()
@@ -280,7 +288,7 @@ class SamplerSuite(ComponentSuite):
         )
 
     def test_reads_only(self) -> None:
-        """The logits, the rows and torch's global random state stay as they are."""
+        """It changes neither the logits and rows nor torch's global random state."""
 
         def check(batch: Sequence[Row]) -> None:
             logits, rows = self._logits(batch), self._settings(batch)

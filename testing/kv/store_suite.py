@@ -156,7 +156,10 @@ class KVStoreSuite(ComponentSuite):
                 pass
 
     def test_content(self) -> None:
-        """In any history of calls, all that is found is what was stored, and what is kept is."""
+        """In any history of calls, `load` returns `True` only with a whole block that was stored
+        under this key. Of a block that is kept, it does. `lookup` answers what `load` does, for
+        each key up to the first that is not there. Nothing raises; no fault is reported.
+        """
 
         def check(sizes: Sequence[int], calls: Sequence[Call]) -> None:
             with self._place(sizes) as place:
@@ -172,7 +175,9 @@ class KVStoreSuite(ComponentSuite):
 
     @checks(CONTENT)
     def test_keys(self) -> None:
-        """Keys are any 32 bytes, and all of them count."""
+        """Keys are any 32 bytes, and all of them count: some are no text, and some differ in their
+        last bytes, or by case, only.
+        """
         keys = unusual_keys()
         with self._place(self.sizes[0], keys) as place:
             session = place.session
@@ -191,7 +196,7 @@ class KVStoreSuite(ComponentSuite):
         self._run_checks(KEPT.text, *self._per_size(self._check_kept))
 
     def test_replaced(self) -> None:
-        """A block replaces the old one under its key, also after a new start."""
+        """A block that is stored replaces the old one under its key, also after a new start."""
         self._run_checks(REPLACED.text, *self._per_size(self._check_replaced))
 
     def test_lookup(self) -> None:
@@ -199,11 +204,15 @@ class KVStoreSuite(ComponentSuite):
         self._run_checks(LOOKUP.text, *self._per_size(self._check_lookup))
 
     def test_buffers(self) -> None:
-        """Neither `store` nor `load` touches a buffer after its time, or more than its parts."""
+        """A buffer is the store's only until the call returns or its future is done: what was
+        stored is copied, nothing is written later, or outside of it.
+        """
         self._run_checks(BORROWED.text, *self._per_size(self._check_buffers))
 
     def test_threads(self) -> None:
-        """Calls of several threads at once are right, and no reader sees half a block."""
+        """Calls of several threads end, and each load finds one whole block of those that were
+        stored under the key.
+        """
 
         def check(sizes: Sequence[int], seed: int) -> None:
             with self._place(sizes) as place, switching_often():
@@ -219,7 +228,9 @@ class KVStoreSuite(ComponentSuite):
 
     @checks(CONTENT)
     def test_ranks(self) -> None:
-        """Stores of several ranks, with buffers of other sizes, do not disturb each other."""
+        """Stores of two ranks with the same options, and buffers of other sizes, work at the same
+        time. A block of another size is a miss.
+        """
         with self._place(self.sizes[0]) as place:
             with place.other(self.sizes[1], make_keys(_KEYS), rank=1) as other:
 
@@ -237,19 +248,21 @@ class KVStoreSuite(ComponentSuite):
                 place.session.check_kept(index, " after a store for other sizes was there")
 
     def test_limit(self) -> None:
-        """A store that is full drops blocks or refuses new ones."""
+        """A store that is full keeps what it says it keeps, drops others, and stays below its
+        limit; one without room for a single block refuses it, or is refused by a `ConfigError`.
+        """
         if self.limit_options(1, 1) is None:
             pytest.skip("limit_options returns None: the store has no limit")
         self._run_checks(LIMIT.text, self._check_limit, self._check_no_room)
 
     def test_shared(self) -> None:
-        """Several stores of one place serve each other's blocks."""
+        """With `shared`: after `drain`, another engine's and another rank's store find a block."""
         if not self.shared:
             pytest.skip("shared is False")
         self._run_checks(SHARED.text, self._check_shared)
 
     def test_durable(self) -> None:
-        """Blocks are there when their place is opened again."""
+        """With `durable`: blocks are there after `drain`, `close` and a new start."""
         if not self.durable:
             pytest.skip("durable is False")
         self._run_checks(DURABLE.text, *self._per_size(self._check_durable))
@@ -260,7 +273,7 @@ class KVStoreSuite(ComponentSuite):
 
     @checks(CLOSE)
     def test_close(self) -> None:
-        """After close there are no more threads and open files than before."""
+        """After `close` there are no more threads and open files than before."""
 
         def use() -> None:
             with self._place(self.sizes[0]) as place:
@@ -278,7 +291,7 @@ class KVStoreSuite(ComponentSuite):
             raise CLOSE.violation(found.observed) from None
 
     def test_speed(self) -> None:
-        """Lookup keeps its budget."""
+        """`lookup` keeps its budget."""
         if self.budget_us_per_key is None:
             pytest.skip("budget_us_per_key is None")
         self._run_checks(SPEED.text, self._check_speed)

@@ -170,7 +170,9 @@ class AttentionBackendSuite(ComponentSuite):
         self._make(self.block_sizes[0]).close()
 
     def test_sizes(self) -> None:
-        """A block takes the memory that bytes_per_block returns, and a new cache is zero."""
+        """Each further block of `allocate` takes the bytes that `bytes_per_block` says (at least
+        half), and a new cache is zero.
+        """
         checks = [
             functools.partial(self._check_size, block_size, KVSpec(*heads, head_size, 0.4))
             for block_size in self.block_sizes
@@ -180,25 +182,29 @@ class AttentionBackendSuite(ComponentSuite):
         self._run_checks("sizes: a block takes bytes_per_block", *checks)
 
     def test_causal(self) -> None:
-        """A prompt in one step."""
+        """One prompt in one step: a token attends to itself and to earlier ones. The output has the
+        shape, dtype and device of q.
+        """
         self._compare(CAUSAL, heads=self._equal_heads, windows=[None], names="a", steps=1)
 
     def test_heads(self) -> None:
-        """Query heads share key heads."""
+        """Groups of query heads share key heads."""
         shared = [pair for pair in self.heads if pair[0] != pair[1]]
         if not shared:
             pytest.skip("no pair of `heads` has fewer key heads than query heads")
         self._compare(HEADS, heads=shared, windows=[None], names="a", steps=1)
 
     def test_window(self) -> None:
-        """Layers with a sliding window."""
+        """A token attends to at most `spec.window` tokens, itself included."""
         windows = [window for window in self.windows if window is not None]
         if not windows:
             pytest.skip("`windows` has None only")
         self._compare(WINDOW, heads=self._equal_heads, windows=windows, names="a", steps=1)
 
     def test_softcap(self) -> None:
-        """Layers with a soft cap, with and without windows, in any steps and dtype."""
+        """Scores are limited to `spec.softcap`. A backend whose class does not state `softcaps =
+        True` is not asked to, and refuses models that have it.
+        """
         if not self._make(self.block_sizes[0]).softcaps:
             pytest.skip("`softcaps` of the backend is False")
         for dtype in self.dtypes:
@@ -216,13 +222,13 @@ class AttentionBackendSuite(ComponentSuite):
         self._compare(CACHE, heads=self._equal_heads, windows=[None], names="a", steps=4)
 
     def test_blocks(self) -> None:
-        """Blocks in any order, also those of sequences that have ended."""
+        """Blocks come in any order, and may hold the content of sequences that have ended."""
         self._compare(
             BLOCKS, heads=self._equal_heads, windows=[None], names="a", steps=4, shuffled=True
         )
 
     def test_sequences(self) -> None:
-        """Several sequences in one step."""
+        """Several sequences in one step attend each to its own tokens."""
         self._compare(SEQUENCES, heads=self._equal_heads, windows=[None], names="abcd", steps=3)
 
     def test_layers(self) -> None:
@@ -238,7 +244,9 @@ class AttentionBackendSuite(ComponentSuite):
         )
 
     def test_rotates(self) -> None:
-        """Queries and keys that the backend rotates, all or some elements of a head."""
+        """A backend that says `rotates` rotates queries and keys, the first elements of a head or
+        all of it, before it attends.
+        """
         if not self._make(self.block_sizes[0]).rotates:
             pytest.skip("`rotates` of the backend is False")
         for dtype in self.dtypes:
@@ -252,7 +260,9 @@ class AttentionBackendSuite(ComponentSuite):
             )
 
     def test_pads(self) -> None:
-        """A step that is recorded once, with padding, and repeated with other numbers."""
+        """A backend that says `pads` runs a recorded step with the numbers that its tensors have
+        then, and writes nothing for padding.
+        """
         if not self._make(self.block_sizes[0]).pads:
             pytest.skip("`pads` of the backend is False")
         checks = [
@@ -264,7 +274,9 @@ class AttentionBackendSuite(ComponentSuite):
         self._run_checks(PADDING.text, *checks)
 
     def test_groups(self) -> None:
-        """Layers with blocks of their own, which are handed out again when a window passes them."""
+        """Layers of several windows share a cache, each with the blocks of its group; those that a
+        window has passed are handed out again.
+        """
         self._compare(
             GROUPS,
             heads=self.heads,

@@ -134,7 +134,9 @@ class WeightLoaderSuite(ComponentSuite):
 
     @checks(RECOGNISES)
     def test_recognises(self) -> None:
-        """The checkpoint is recognised, other files and folders are not."""
+        """It claims the checkpoint and no other file or folder, raises nothing for any path, and
+        says the same again.
+        """
         with self._checkpoint() as checkpoint, tempfile.TemporaryDirectory() as name:
             cases = {"the checkpoint": (checkpoint.path, self.recognised)}
             cases |= {what: (path, False) for what, path in _other_files(Path(name)).items()}
@@ -149,7 +151,7 @@ class WeightLoaderSuite(ComponentSuite):
 
     @checks(CONFIG)
     def test_config(self) -> None:
-        """The configuration is complete and plain, and the same each time."""
+        """Each field of the `ModelConfig` has a right value, and the next call gives the same."""
         with self._checkpoint() as checkpoint:
             loader = self._make(checkpoint)
             config = loader.config()
@@ -175,7 +177,7 @@ class WeightLoaderSuite(ComponentSuite):
 
     @checks(WEIGHTS)
     def test_weights(self) -> None:
-        """Every weight comes once, with its shape and values."""
+        """Each weight comes once, with its shape and values, in a tensor of its own."""
         with self._checkpoint() as checkpoint:
             found = self._read(checkpoint)
             if missing := sorted(checkpoint.tensors.keys() - found):
@@ -185,7 +187,10 @@ class WeightLoaderSuite(ComponentSuite):
             self._check_values(checkpoint, found)
 
     def test_cuts(self) -> None:
-        """Ranks that share a model get the parts that they need."""
+        """`cut_weights` gives the same parts of weights that `weights` gives whole, in any
+        dimension, also empty ones, and several parts of one weight; a weight of another shape than
+        the model's is a `ModelError`.
+        """
         self._run_checks(CUTS.text, self._check_cuts, self._check_cut_shapes)
 
     @checks(WEIGHTS)
@@ -205,7 +210,7 @@ class WeightLoaderSuite(ComponentSuite):
 
     @checks(FORMATS)
     def test_formats(self) -> None:
-        """Weights come as `formats` describes them, if it does."""
+        """What `formats` says of a weight, if it says something, is how `weights` yields it."""
         with self._checkpoint() as checkpoint:
             loader = self._make(checkpoint)
             formats = loader.formats({**checkpoint.shapes, "absent.weight": (2, 3)})
@@ -250,7 +255,9 @@ class WeightLoaderSuite(ComponentSuite):
 
     @checks(FINGERPRINT)
     def test_fingerprint(self) -> None:
-        """Another instance has the same fingerprint; changed files have another."""
+        """`fingerprint`, if there is one, is the same of another instance, and another one after
+        the files were written again.
+        """
         with self._checkpoint() as checkpoint:
             first = self._make(checkpoint).fingerprint()
             if first is None:
@@ -273,7 +280,9 @@ class WeightLoaderSuite(ComponentSuite):
             check_content_hash(checkpoint.path, self._make_at, self._read_at(checkpoint))
 
     def test_damage(self) -> None:
-        """Files that are empty, cut or missing are a ModelError."""
+        """Each file that is empty, cut in half or missing is a `ModelError`, or nothing that is
+        yielded is wrong.
+        """
         if self.tolerance is None:
             pytest.skip("tolerance is None: wrong weights would not be noticed")
         self._run_checks(DAMAGE.text, self._check_damage)

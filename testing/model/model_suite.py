@@ -98,7 +98,9 @@ class ModelSuite(ComponentSuite):
             yield
 
     def test_weights(self) -> None:
-        """The listed weights are loaded, in any order and dtype, and each has an effect."""
+        """`load_weights` needs exactly the tensors of `weight_shapes`, in any order and floating
+        dtype, and each has an effect.
+        """
         self._run_checks(
             rules.WEIGHTS.text,
             self._check_shapes_of_weights,
@@ -108,7 +110,9 @@ class ModelSuite(ComponentSuite):
 
     @checks(rules.PACKED)
     def test_packed(self) -> None:
-        """The weights of `packed_weights` make the same model, if it returns some."""
+        """What `packed_weights` returns, if it returns something, makes the same model through
+        `load_packed`, and a missing tensor is refused.
+        """
         model = self._load(self._make(), self._weights(self._make()))
         packed = model.packed_weights()
         if packed is None:
@@ -131,14 +135,19 @@ class ModelSuite(ComponentSuite):
             raise rules.PACKED.violation(f"load_packed raised nothing without {name!r}")
 
     def test_quantized(self) -> None:
-        """Matrices of few bits are loaded in the place of tensors, if `quantizable` has some."""
+        """`quantizable` names matrices of `weight_shapes`; with those that `load_quantized` gets,
+        some or all, the model computes what it does with their numbers as tensors. Skipped if there
+        are none.
+        """
         if not self._make().quantizable():
             pytest.skip("the model has no matrices that may have few bits")
         self._run_checks(QUANTIZED.text, self._check_quantized)
 
     @checks(rules.SPECS)
     def test_kv_specs(self) -> None:
-        """There is one spec per attention layer, the same before and after loading."""
+        """There is one `KVSpec` per attention layer, before and after loading; `forward` calls
+        `attend` once for each, with tensors of its shapes.
+        """
         model = self._make()
         specs = model.kv_specs()
         if not isinstance(specs, list) or not all(map(_is_spec, specs)):
@@ -156,7 +165,9 @@ class ModelSuite(ComponentSuite):
         self._hidden(model, [{"a": self._tokens("a", 3)}])
 
     def test_shapes(self) -> None:
-        """Hidden states are [tokens, hidden], logits [rows, vocab_size] and finite."""
+        """Hidden states are [tokens, hidden], logits [rows, `vocab_size`] and finite; q, k and v
+        have the context's dtype.
+        """
         self._run_checks(rules.SHAPES.text, lambda: self._check_shapes(self._loaded()))
 
     def test_dtypes(self) -> None:
@@ -201,7 +212,7 @@ class ModelSuite(ComponentSuite):
         self._run_checks(rules.POSITIONS.text, self._check_positions)
 
     def test_length(self) -> None:
-        """Positions up to max_model_len work."""
+        """Positions up to `max_model_len` work."""
 
         def check() -> None:
             sequences, last = self._sequences(self._loaded()), self.max_model_len - 1
@@ -218,7 +229,7 @@ class ModelSuite(ComponentSuite):
 
     @checks(rules.STATE)
     def test_state(self) -> None:
-        """A step gives the same after another one, and nothing grows."""
+        """A step gives the same after others, bit for bit, and nothing grows."""
         model = self._loaded()
         first = self._hidden(model, [self._example])
         before = count_elements(vars(model))
@@ -237,7 +248,7 @@ class ModelSuite(ComponentSuite):
 
     @checks("reads only: a step changes nothing that it is given")
     def test_reads_only(self) -> None:
-        """The batch and the hidden states stay as they are."""
+        """Token ids, positions and hidden states stay as they are."""
         model = self._loaded()
         sequences = self._sequences(model)
         hidden = sequences.step(self._example)
@@ -252,7 +263,11 @@ class ModelSuite(ComponentSuite):
             )
 
     def test_tensor_2(self) -> None:
-        """Two ranks that divide each layer give what one does, if `parallelism` has "tensor"."""
+        """Two ranks that divide each layer give what one does, if `parallelism` has "tensor".
+        Together they need all of every weight, each of them its part (`weight_cuts`) and its heads
+        (`kv_specs`). Sizes that the constructor refuses with a `ModelError` that names the setting
+        are skipped.
+        """
         self._check_divided(Division(tensor=2))
 
     def test_tensor_3(self) -> None:

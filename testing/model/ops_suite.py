@@ -86,7 +86,10 @@ class OpsSuite(ComponentSuite):
 
     @checks(rules.VALUES, each=_tensors)
     def test_linear(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
-        """Products, with and without a bias, in other dtypes, of a matrix packed elsewhere."""
+        """Products with and without a bias, in another dtype of results, of rows of a wider tensor.
+        With a `layout`, a matrix that another component has packed serves as well, and has the same
+        bytes.
+        """
         for columns in (1, size + 1):
             weight, bias = self._draw(columns, size, dtype=dtype), self._draw(columns, dtype=dtype)
             x = self._draw(rows, size + 3, dtype=dtype)[:, :size]  # rows of a wider tensor
@@ -99,7 +102,9 @@ class OpsSuite(ComponentSuite):
 
     @checks(rules.VALUES, each=_codes)
     def test_codes(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
-        """Products with matrices of few bits of every form, alone and stacked, and experts."""
+        """Products with matrices of few bits of every form, alone and stacked, are those of the
+        dequantised matrices.
+        """
         generator = torch.Generator().manual_seed(size)
         forms = [form.draw(count, size, generator) for count, form in enumerate(FORMS, 17)]
         stacks = {form.name: [part] for form, part in zip(FORMS, forms, strict=True)}
@@ -146,7 +151,9 @@ class OpsSuite(ComponentSuite):
 
     @checks(rules.REPEATED, each=_tensors)
     def test_record(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
-        """Operations that are repeated give what they give for the new inputs; sizes are some."""
+        """What `record` returns repeats the operations for new inputs; `record_sizes` gives numbers
+        of sequences in 1..`max_num_seqs`, ascending.
+        """
         table, weight = self._draw(7, size, dtype=dtype), self._draw(size, dtype=dtype)
         matrix = self._draw(2 * size, size, dtype=dtype)
         multiply = ops.linear(ops.pack(matrix), (2 * size, size))
@@ -202,7 +209,7 @@ class OpsSuite(ComponentSuite):
 
     @checks(rules.VALUES, each=_tensors)
     def test_add_rms_norm(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
-        """A sum in place, and its norm."""
+        """A sum, made in the first argument, and its norm; the second is left alone."""
         delta = self._draw(rows, size, dtype=dtype)
         for weight in (self._draw(size, dtype=dtype), self._draw(size, dtype=torch.float32)):
             x = self._draw(rows, size, dtype=dtype)
@@ -214,7 +221,9 @@ class OpsSuite(ComponentSuite):
 
     @checks(rules.VALUES, each=_tensors)
     def test_rotate(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
-        """Heads of a wider tensor, and parts of heads, are rotated in place."""
+        """The heads given, or the first elements of each, are rotated in place, the other ones are
+        not.
+        """
         for more in (0, 6):  # elements of a head that are not rotated
             wide = self._draw(rows, 5, size + more, dtype=dtype)
             before = wide.clone()
@@ -231,7 +240,7 @@ class OpsSuite(ComponentSuite):
 
     @checks(rules.VALUES, each=_tensors)
     def test_scale(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
-        """A product with a number, in place."""
+        """A product with a number, in place; nothing else is changed."""
         wide = self._draw(rows, size + 3, dtype=dtype)
         before = wide.clone()
         ops.scale(wide[:, :size], 0.3)
@@ -240,7 +249,7 @@ class OpsSuite(ComponentSuite):
 
     @checks(rules.VALUES, each=_tensors)
     def test_add(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
-        """A sum, in place."""
+        """A sum, in place; nothing else is changed."""
         wide, delta = (self._draw(rows, size + 3, dtype=dtype) for _ in range(2))
         before, kept = wide.clone(), delta.clone()
         ops.add(wide[:, :size], delta[:, 1 : 1 + size])
@@ -251,7 +260,7 @@ class OpsSuite(ComponentSuite):
 
     @checks(rules.VALUES, each=_tensors)
     def test_gates(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
-        """Gated activations."""
+        """SiLU and the tanh form of GELU, gate before up."""
         x = self._draw(rows, 2 * size, dtype=dtype) * 4
         gate, up = x.double().chunk(2, -1)
         self._compare(ops.silu_and_mul, x, _silu(gate) * up, dtype, "silu_and_mul")
@@ -289,7 +298,9 @@ class OpsSuite(ComponentSuite):
 
     @checks(rules.VALUES, each=_tensors)
     def test_lora(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
-        """The changes by adapters, for rows with one, none, or one that is not there."""
+        """What low-rank adapters change, in place, of rows with one, none, or one that is not
+        there.
+        """
         count, rank, columns = 3, 5, size + 1
         a, b = (self._draw(count, *shape, dtype=dtype) for shape in ((rank, size), (columns, rank)))
         x, wide = (self._draw(rows, width + 3, dtype=dtype) for width in (size, columns))
@@ -316,7 +327,9 @@ class OpsSuite(ComponentSuite):
 
     @checks(rules.TOKENS, each=_logits)
     def test_argmax(self, ops: Ops, logits: torch.Tensor) -> None:
-        """The most likely tokens, of equals the first, and NaN before all."""
+        """The most likely tokens, of equals the first, and NaN before all, as `Ops` itself returns
+        them, for each row alone and among others.
+        """
         check_choice(ops, logits, "argmax")
 
     @checks(rules.TOKENS, each=_logits)

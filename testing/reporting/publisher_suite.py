@@ -117,7 +117,9 @@ class KVEventPublisherSuite(ComponentSuite):
             publisher.close()
 
     def test_delivery(self) -> None:
-        """A subscriber gets every batch, unchanged, once and in order."""
+        """A subscriber that keeps up gets every batch, unchanged, once and in order. Skipped if
+        `subscribe` is not overridden.
+        """
         if type(self).subscribe is KVEventPublisherSuite.subscribe:
             pytest.skip("subscribe is not overridden: what arrives is not known")
         self._run_checks(DELIVERY.text, self._check_delivery)
@@ -142,11 +144,11 @@ class KVEventPublisherSuite(ComponentSuite):
             publisher.close()
 
     def test_close(self) -> None:
-        """Close releases everything; a second close does no harm."""
+        """`close` releases threads and sockets; a second one does no harm."""
         self._run_checks(CLOSE.text, lambda: self._use(self._make()), self._check_close)
 
     def test_speed(self) -> None:
-        """Publish takes no longer than the budget, with no subscriber and with a slow one."""
+        """`publish` stays within the budget, without a subscriber and with one that does not read."""
         if self.budget_us_per_call is None:
             pytest.skip("budget_us_per_call is None")
         self._run_checks("speed: publish takes no longer than its budget", self._check_speed)

@@ -225,7 +225,10 @@ class StatSinkSuite(ComponentSuite):
         return self.sink
 
     def test_statistics(self) -> None:
-        """Any statistics are taken, and a report works at any time."""
+        """Every batch is taken: without tokens, without the scheduler's state, with stages that a
+        request did not reach; and a report at any time, also before the first batch and twice at
+        once.
+        """
 
         def check(events: Sequence[Any]) -> None:
             clock = ScriptedClock()
@@ -243,7 +246,10 @@ class StatSinkSuite(ComponentSuite):
         self._search(STATISTICS.text, 100, check, events=_EVENTS)
 
     def test_exposition(self) -> None:
-        """Exported figures can be read at any time, and no counter falls."""
+        """What is exported is Prometheus's text, also before the first batch; the same report gives
+        the same text at once; no series is there twice, and no counter falls or vanishes, also if
+        the engine's totals start again.
+        """
 
         def check(events: Sequence[Any]) -> None:
             sink = self._make()
@@ -261,7 +267,7 @@ class StatSinkSuite(ComponentSuite):
         self._search(EXPOSITION.text, 100, check, events=_EXPORTS)
 
     def test_reads_only(self) -> None:
-        """The sink changes nothing that it is given."""
+        """The sink changes nothing that it is given, for all sinks share it."""
         self._run_checks(READS_ONLY.text, lambda: self._use(self._make()))
 
     @checks(THREADS)
@@ -279,7 +285,7 @@ class StatSinkSuite(ComponentSuite):
 
     @checks(MEMORY)
     def test_memory(self) -> None:
-        """Nothing grows with the number of batches."""
+        """Nothing grows with the number of batches, and no batch is kept."""
         sink = self._make()
 
         def use(number: int) -> list[weakref.ref[Any]]:
@@ -294,7 +300,7 @@ class StatSinkSuite(ComponentSuite):
         sink.close()
 
     def test_close(self) -> None:
-        """Close releases everything; a second close and a late call do no harm."""
+        """`close` releases threads and files; a second one, and a call after it, do no harm."""
         self._run_checks(CLOSE.text, lambda: self._use(self._make()), self._check_close)
 
     def test_speed(self) -> None:

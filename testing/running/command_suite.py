@@ -122,7 +122,7 @@ class CommandSuite(ConformanceSuite):
         return type(self)
 
     def test_definition(self) -> None:
-        """Name and help text."""
+        """Its name is well-formed and no built-in command's, and its summary one line."""
         self._run_checks(
             DEFINITION.text,
             lambda: reject_replaced_tests(type(self), CommandSuite),
@@ -150,7 +150,7 @@ class CommandSuite(ConformanceSuite):
 
     @checks(RUN)
     def test_run(self) -> None:
-        """Valid arguments give an exit code."""
+        """With `arguments` it returns an exit code from 0 to 255, and neither exits nor raises."""
         for given in self.arguments:
             line = " ".join([self.command.name, *given])
             try:
@@ -173,7 +173,9 @@ class CommandSuite(ConformanceSuite):
 
     @checks(WRONG)
     def test_wrong_arguments(self) -> None:
-        """Wrong arguments give a message."""
+        """Unknown options, unusual values of each option, and `wrong` end with a message, not with
+        a traceback; `wrong` ones not with the code 0.
+        """
         for given in [*self._garbage(), *self.wrong]:
             line = " ".join([self.command.name, *map(repr, given)])
             output = io.StringIO()

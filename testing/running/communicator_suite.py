@@ -126,17 +126,23 @@ class CommunicatorSuite(ComponentSuite):
                     )
 
     def test_results(self) -> None:
-        """Any sequences of operations, of all dtypes and many shapes, give the right tensors."""
+        """Any operations one after the other return the right tensors in every rank, for all
+        dtypes, empty, small and large ones.
+        """
         operations = st.lists(programs.operations(self.dtypes), min_size=1, max_size=6)
         sizes = st.sampled_from(list(self.sizes))
         self._search(RESULTS.text, 20, self._check_results, size=sizes, operations=operations)
 
     def test_sums(self) -> None:
-        """Sums depend neither on the rank nor on how the work is divided."""
+        """Floats are summed in float32 at least, in rank order, and rounded once: in all ranks the
+        same bits. On a GPU only the latter.
+        """
         self._run_checks(SUMS.text, *self._per_size(self._check_sums))
 
     def test_messages(self) -> None:
-        """Messages arrive in order, and ranks that all send first do not wait for ever."""
+        """Messages arrive once and in order, collectives in between. Ranks that all send first do
+        not wait for ever; x may be changed when `send` has returned.
+        """
         checks = [
             functools.partial(self._check_messages, program)
             for program in (
@@ -154,19 +160,21 @@ class CommunicatorSuite(ComponentSuite):
         self._run_checks(GROUPS.text, *self._per_size(self._check_groups))
 
     def test_abort(self) -> None:
-        """Waiting calls end, in the rank that aborts and in the others; later calls fail."""
+        """Calls that wait raise `CommunicationAbortedError` within a second, in the rank that
+        aborts and in the others; later calls at once.
+        """
         waits = programs.WAITS
         for call in waits:
             check = functools.partial(self._check_abort, call)
             self._run_checks(ABORT.text, *self._per_size(check))
 
     def test_refused(self) -> None:
-        """Wrong ranks and rows are refused, and nothing is lost by that."""
+        """Wrong ranks and rows are a ValueError, and nothing is lost by that."""
         self._run_checks(REFUSED.text, *self._per_size(self._check_refused))
 
     @checks(MISSING)
     def test_missing(self) -> None:
-        """A rank that does not come is named in time."""
+        """Where a rank does not come, the constructor raises a ModelError in time, which names it."""
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="hardpoint-suite-") as folder:
             try:

@@ -85,21 +85,27 @@ class ExecutorSuite(ComponentSuite):
 
     @checks(rules.SIZES)
     def test_sizes(self) -> None:
-        """Numbers of ranks are served, or refused with a reason."""
+        """Numbers of ranks are served, or refused by a `ConfigError` that names `parallel`."""
         self._sizes()
 
     def test_start(self) -> None:
-        """Models are loaded side by side; the error of one is raised, though others wait for it."""
+        """`start` opens a worker per rank, loads all models side by side and returns their infos in
+        rank order. The error of a worker that cannot be opened or loaded is raised at once, though
+        others wait for it.
+        """
         self._run_checks(rules.START.text, self._check_start, *self._start_errors())
 
     def test_results(self) -> None:
-        """The results of any steps are those of workers that are called directly."""
+        """Every call returns a future, which ends. The tokens of any steps, several under way too,
+        are those of a worker that runs each step once and in order: none is dropped, doubled or
+        changed. Every rank gets every call once, in order; the result is the output rank's.
+        """
         self._search(rules.RESULTS.text, 25, self._check_results, steps=_STEPS)
         self._run_checks(rules.RESULTS.text, self._check_every_call)
 
     @checks(rules.REPORTS)
     def test_reports(self) -> None:
-        """With `all_report`, results have what all ranks report."""
+        """With `context.all_report`, the result of a step has what every rank reports, once."""
         with self._shared(self._size()) as session:
             in_pipeline = _depth(session.executor) > 1
             for counts in ({"a": 3}, {}, {"a": 1, "b": 2}):
@@ -109,7 +115,9 @@ class ExecutorSuite(ComponentSuite):
 
     @checks(rules.CALLS)
     def test_calls(self) -> None:
-        """A call reaches every worker, once and in rank order."""
+        """`collective_rpc` calls the method once on every worker, with its arguments; results are
+        in rank order.
+        """
         with self._shared(self._size()) as session:
             count = session.parallel.world_size
             results = session.rpc("stop_profile")
@@ -125,7 +133,9 @@ class ExecutorSuite(ComponentSuite):
 
     @checks(rules.TIMEOUT)
     def test_timeout(self) -> None:
-        """A call that takes too long is given up."""
+        """`collective_rpc` raises `TimeoutError` in time, and a late result is not that of a later
+        call. Workers that are called in the caller's own thread are not interrupted.
+        """
         with self._shared(self._size()) as session:
             ranks = tuple(range(session.parallel.world_size))
             order = Order("start_kv_connector", Does.TAKE_LONG, ranks[-1:], seconds=_SLOW_SECONDS)
@@ -150,12 +160,14 @@ class ExecutorSuite(ComponentSuite):
             _check_levels(results, len(ranks), 0, rules.TIMEOUT, "stop_profile after the late call")
 
     def test_errors(self) -> None:
-        """The error of any rank is raised, of a step and of a call."""
+        """What any rank raises in `initialize_cache`, `execute_model`, `sample_tokens` or a call is
+        raised, of the same class, without waiting for ranks that wait for the failed one.
+        """
         self._run_checks(rules.ERRORS.text, self._check_call_error, *self._step_errors())
 
     @checks(rules.SLEEP)
     def test_sleep(self) -> None:
-        """Workers sleep and wake up."""
+        """`sleep` and `wake_up` reach every worker."""
         with self._shared(self._size()) as session:
             for method, args, level in (("sleep", (1,), 1), ("wake_up", (["kv_cache"],), 0)):
                 session.rpc(method, args)
@@ -167,7 +179,7 @@ class ExecutorSuite(ComponentSuite):
 
     @checks(rules.PIPELINE)
     def test_pipeline(self) -> None:
-        """Steps overlap if more than one may be in flight."""
+        """With `max_concurrent_batches` above 1, `execute_model` returns before its step is done."""
         for size in self._sizes():
             with self._shared(size) as session:
                 if (depth := _depth(session.executor)) == 1:
@@ -190,14 +202,20 @@ class ExecutorSuite(ComponentSuite):
                         session.compare(plan, lambda s=sampled: wait(s, "sample_tokens"))  # type: ignore[misc]
 
     def test_failure(self) -> None:
-        """The callback is called for the loss of a worker, not for a close."""
+        """A worker that is lost while idle, in a call or while it loads ends what waits, and is
+        reported to the callback of `on_failure` once, with an error that names the rank, which
+        later calls raise, too; a close is not. So are ranks that a `sleep` has left out of step, of
+        which one has failed: the others are aborted.
+        """
         points = [self._check_loss_idle, self._check_loss_in_call, self._check_loss_at_load]
         points = [self._check_no_failure, *self._chosen(points), self._check_out_of_step]
         self._run_checks(rules.FAILURE.text, *points)
 
     @checks(rules.CLOSE)
     def test_close(self) -> None:
-        """Nothing is left after close, and it may be called again."""
+        """After `close` no worker, thread, process, open file or shared memory is left; it may be
+        called twice.
+        """
         before = _holdings()
         with self._fresh(self._size()) as session:
             _depth(session.executor)
@@ -213,7 +231,9 @@ class ExecutorSuite(ComponentSuite):
             )
 
     def test_tokens(self) -> None:
-        """In an engine with the scripted model, tokens are those of uniproc."""
+        """In an engine with the scripted model, with chunked prompts, preemption and an abort,
+        requests get the tokens that they get with `uniproc` and one rank.
+        """
         if not self.importable or "<locals>" in self.executor.__qualname__:
             pytest.skip("the engine cannot import the class")
         self._run_checks(rules.TOKENS.text, self._check_tokens)

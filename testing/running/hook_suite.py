@@ -104,7 +104,9 @@ class HookSuite(ConformanceSuite):
         return inspect.getattr_static(type(self), "hooks")
 
     def test_contract(self) -> None:
-        """The loader accepts it; names and arguments are those of the specification."""
+        """The loader accepts it. Each hook has a name and arguments that are specified; a function
+        with the name of a hook is marked with `hookimpl`.
+        """
         self._run_checks(
             CONTRACT.text,
             lambda: reject_replaced_tests(type(self), HookSuite),
@@ -114,20 +116,24 @@ class HookSuite(ConformanceSuite):
 
     @checks(VALID)
     def test_valid_calls(self) -> None:
-        """Each hook takes every valid call, and changes nothing that it may only read."""
+        """No hook raises for a valid call, among them outputs without tokens and steps without
+        requests, nor changes what it may only read. `request_received` may refuse by a ValueError.
+        """
         hooks = self._open()
         for name, arguments in _calls():
             if hooks.has(name):
                 _call(hooks, name, arguments)
 
     def test_requests(self) -> None:
-        """A changed request is valid, the same one, and alike for all completions."""
+        """What `request_received` leaves is valid and still the same request, and alike for the `n`
+        completions of a request.
+        """
         self._needs("request_received")
         self._run_checks(REQUEST.text, self._check_requests, self._check_completions)
 
     @checks(LIFECYCLE)
     def test_lifecycle(self) -> None:
-        """Engines start and close, one after the other."""
+        """Engines start and close several times, in any order."""
         hooks = self._open()
         order = ("started", "closing", "started", "closing", "closing", "started", "started")
         for index, event in enumerate(order):
@@ -146,12 +152,15 @@ class HookSuite(ConformanceSuite):
         self._run_checks(PROMPT.text, self._check_blocking, self._check_speed)
 
     def test_commands(self) -> None:
-        """The commands are commands."""
+        """`cli_commands` returns a list of `Command` with distinct names, the same each time."""
         self._needs("cli_commands")
         self._run_checks(COMMANDS.text, self._check_commands)
 
     def test_server_extensions(self) -> None:
-        """Its additions to a server keep the rules of routes, middleware and the like."""
+        """`server_extensions` returns what a server takes. A middleware answers each request once
+        and whole; transforms return bodies; an authenticator returns a `Client` or None, also for
+        malformed headers.
+        """
         self._needs("server_extensions")
         self._run_checks(EXTENSIONS.text, lambda: check_extensions(self._open()))
 

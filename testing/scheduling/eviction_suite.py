@@ -58,7 +58,9 @@ class EvictionPolicySuite(ComponentSuite):
         return self.eviction
 
     def test_candidates(self) -> None:
-        """Evict returns the requested number of distinct candidates."""
+        """`evict` returns the requested number of distinct candidates, and drops them; taken and
+        dropped blocks are no candidates.
+        """
         self._search(
             EVICTION.text,
             200,
@@ -67,7 +69,10 @@ class EvictionPolicySuite(ComponentSuite):
         )
 
     def test_block_ids(self) -> None:
-        """Block ids do not matter: they are used again for other content."""
+        """The same calls for the same contents evict the same contents, whichever blocks they are
+        in. So what is remembered of content that is gone is remembered by hash, and equal
+        candidates go in the order of release.
+        """
 
         def check(calls: Sequence[tuple[str, int, int]]) -> None:
             one, other = self._driver(), self._driver(first_in=False)
@@ -101,7 +106,7 @@ class EvictionPolicySuite(ComponentSuite):
         )
 
     def test_in_cache(self) -> None:
-        """In the KV cache under a scheduler, no decision is a fault."""
+        """In the KV cache of the engine, under any load, no decision is a fault."""
         scheduler = load_default_scheduler()
 
         def check(scenario: Scenario) -> None:

@@ -43,7 +43,9 @@ class SchedulingPolicySuite(ComponentSuite):
         return self.policy
 
     def test_keys(self) -> None:
-        """Keys order requests, and do not change."""
+        """Keys order requests, NaN is none; every call, and every instance, returns the same. With
+        `uses_priority = False`, they do not depend on the priority.
+        """
         self._search(
             "keys: they are ordered, and every call returns the same key",
             150,
@@ -85,7 +87,7 @@ class SchedulingPolicySuite(ComponentSuite):
         )
 
     def test_reads_only(self) -> None:
-        """The policy changes no request."""
+        """The policy writes to no request."""
         self._search(
             "read-only: a policy writes to no request",
             50,
@@ -94,7 +96,9 @@ class SchedulingPolicySuite(ComponentSuite):
         )
 
     def test_progress(self) -> None:
-        """Under the default scheduler every request finishes, and no decision is a fault."""
+        """Under the default scheduler, with any cache, every request finishes within the bound, and
+        no decision is a fault.
+        """
         scheduler = load_default_scheduler()
 
         def check(scenario: Scenario) -> None:
@@ -138,7 +142,9 @@ class SchedulingPolicySuite(ComponentSuite):
         )
 
     def test_state(self) -> None:
-        """Exported state is plain data, from which another instance continues."""
+        """With a `state_format`, exported state is plain data, and an instance that imports it keeps
+        the order.
+        """
         if not self.policy.state_format:
             pytest.skip("state_format is empty: no state is exported")
         self._search(

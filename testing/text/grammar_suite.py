@@ -97,7 +97,10 @@ class GrammarSuite(ComponentSuite):
 
     @checks(rules.MASK, each=_samples)
     def test_mask(self, sample: GrammarSample, root: GrammarState) -> None:
-        """Everywhere in a finite language, the mask is that of all its texts."""
+        """At each beginning of a language's texts, exactly the tokens are allowed with which one
+        goes on, and the text may end exactly where it is whole. No special token, empty one or id
+        beyond the vocabulary is allowed.
+        """
         session = self._session
         valid = {*session.texts(sample, sample.language)}
         expected = session.tokens.next_by_prefix(valid)
@@ -131,7 +134,7 @@ class GrammarSuite(ComponentSuite):
 
     @checks(rules.BYTES, each=_samples)
     def test_bytes(self, sample: GrammarSample, root: GrammarState) -> None:
-        """A token is allowed exactly where its bytes are."""
+        """In any language: a token is allowed exactly where its bytes are, one after the other."""
         session = self._session
         singles = {text: token for token, text in enumerate(session.tokens.texts) if len(text) == 1}
         tree: dict[str, Any] = {}  # by character: the tokens that end there, and what goes on
@@ -167,7 +170,7 @@ class GrammarSuite(ComponentSuite):
 
     @checks(rules.ADVANCE, each=_samples)
     def test_advance(self, sample: GrammarSample, root: GrammarState) -> None:
-        """A token is accepted exactly if the mask allows it; a refused one changes nothing."""
+        """Every id is accepted exactly if the mask allows it; a refused one changes nothing."""
         session = self._session
         for path, state in session.positions(sample, root):
             where, mask = session.where(sample, path), session.mask(state)
@@ -194,7 +197,9 @@ class GrammarSuite(ComponentSuite):
 
     @checks(rules.TEXTS, each=_samples)
     def test_texts(self, sample: GrammarSample, root: GrammarState) -> None:
-        """Valid texts are accepted whole, however they are cut; invalid ones never end."""
+        """Valid texts are accepted however they are cut into tokens, and may end; invalid ones may
+        not.
+        """
         session = self._session
         for text in session.texts(sample, sample.texts):
             for path in session.tokens.tokenisations(text):
@@ -208,7 +213,9 @@ class GrammarSuite(ComponentSuite):
 
     @checks(rules.ROLLBACK, each=_samples)
     def test_rollback(self, sample: GrammarSample, root: GrammarState) -> None:
-        """Undone tokens leave no trace."""
+        """After 1 to 8 tokens are undone, the mask is that of before; the same tokens can come
+        again.
+        """
         session = self._session
         for path in session.paths(sample):
             where = described(sample.checked)
@@ -233,7 +240,7 @@ class GrammarSuite(ComponentSuite):
 
     @checks(rules.FORK, each=_samples)
     def test_fork(self, sample: GrammarSample, root: GrammarState) -> None:
-        """A fork and its original do not disturb each other."""
+        """A fork, its original and other forks do not disturb each other."""
         session = self._session
         paths = [path for path in session.paths(sample, 2) if path]
         where = described(sample.checked)
@@ -286,7 +293,9 @@ class GrammarSuite(ComponentSuite):
             )
 
     def test_walks(self) -> None:
-        """After any tokens, rollbacks and forks, a state is as one that got the same tokens."""
+        """After any tokens, rollbacks and forks, the mask is that of a new fork that got the same
+        tokens.
+        """
         session = self._session
 
         def check(index: int, steps: list[tuple[str, int]]) -> None:
@@ -305,7 +314,9 @@ class GrammarSuite(ComponentSuite):
 
     @checks(rules.THREADS)
     def test_threads(self) -> None:
-        """Grammars are compiled in several threads at once, and used in others."""
+        """Grammars compile in several threads at once, and forks of one are used in several at
+        once.
+        """
         session = self._session
         paths = [next(session.paths(sample), []) for sample, _ in session.compiled]
         alone = [
@@ -358,7 +369,9 @@ class GrammarSuite(ComponentSuite):
 
     @checks(rules.HOSTILE, each=_hostile)
     def test_hostile(self, given: Mapping[str, Any]) -> None:
-        """A description that is too large, too deep or endless does not stop the engine."""
+        """Large, deep, contradictory and endless descriptions compile, or are refused by a
+        ValueError, in time.
+        """
         session = self._session
         structured = StructuredOutputs.checked(given)
         thread = in_thread(lambda: session.mask(session.backend.compile(structured).fork()))
@@ -385,7 +398,9 @@ class GrammarSuite(ComponentSuite):
 
     @checks(rules.KEYWORD, each=lambda _suite: KEYWORDS)
     def test_keywords(self, schema: Mapping[str, Any], valid: str, invalid: str) -> None:
-        """Each keyword of a JSON schema is enforced, or refused."""
+        """Each keyword of a JSON schema is enforced, or its schema is refused; with `lenient` it
+        compiles.
+        """
         if "json" not in self.grammar.formats:
             pytest.skip("it does not compile JSON schemas")
         session = self._session
@@ -412,7 +427,9 @@ class GrammarSuite(ComponentSuite):
 
     @checks(rules.VALIDATE, each=lambda _suite: KEYWORDS)
     def test_validate(self, schema: Mapping[str, Any], valid: str, invalid: str) -> None:
-        """Errors of an answer are found, if the backend validates answers."""
+        """`validate`, where a backend has it, finds what is wrong with an answer, and nothing in a
+        right one.
+        """
         if self.grammar.validate.__func__ is GrammarBackend.validate.__func__:  # type: ignore[attr-defined]
             pytest.skip("it leaves the validation of answers to the default backend")
         lenient = StructuredOutputs(json=dict(schema), lenient=True)

@@ -151,7 +151,7 @@ class OutputParserSuite(ComponentSuite):
 
     @checks(rules.SPLITS, each=_samples)
     def test_splits(self, sample: OutputSample) -> None:
-        """However a sample is cut into pieces, its events joined are the same."""
+        """Cut at every character and token, and in pieces of every size, it gives the same events."""
         whole, text = self._parsed(sample), sample.text
         for size in range(1, len(text)):
             self._check_same(sample.request, [text], self._pieces(text, size), whole)
@@ -214,7 +214,9 @@ class OutputParserSuite(ComponentSuite):
 
     @checks(rules.MARKERS, each=_samples)
     def test_markers(self, sample: OutputSample) -> None:
-        """At every token of a sample, the markers and the state agree on what is reasoning."""
+        """At every token, `markers()` and `in_reasoning` agree, also with the start marker in the
+        prompt.
+        """
         markers = self._subject.markers()
         if not isinstance(markers, ReasoningMarkers):
             raise rules.MARKERS.violation(
@@ -245,7 +247,7 @@ class OutputParserSuite(ComponentSuite):
 
     @checks(rules.ROLES, each=_samples)
     def test_roles(self, sample: OutputSample) -> None:
-        """A parser of two roles finds with each alone what it finds with both."""
+        """A parser of two roles finds with each alone what it finds with both; the rest is content."""
         if len(self.parser.roles) == 1:
             return
         both = self._parsed(sample)
@@ -275,7 +277,9 @@ class OutputParserSuite(ComponentSuite):
                 )
 
     def test_call_format(self) -> None:
-        """A parser of tools gives a grammar of their calls, or reports that it has none."""
+        """`call_format` returns a grammar of the calls of any tools, whose special tokens the
+        tokenizer has. A class may leave it out: then calls cannot be required.
+        """
         if "tools" in self.parser.roles:
             self._run_checks(rules.CALL_FORMAT.text, self._check_call_formats)
 

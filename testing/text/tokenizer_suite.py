@@ -85,7 +85,9 @@ class TokenizerSuite(ComponentSuite):
         return self.tokenizer
 
     def test_vocabulary(self) -> None:
-        """Encode returns ids of the vocabulary, whose size is right."""
+        """Token ids are whole numbers from 0 to `vocab_size` - 1, which is the largest id. A class
+        may leave `vocab_size` out.
+        """
         self._run_checks(rules.VOCABULARY.text, self._check_size)
 
         def check(text: str, special: bool) -> None:
@@ -96,7 +98,10 @@ class TokenizerSuite(ComponentSuite):
         self._search(rules.VOCABULARY.text, 100, check, text=self._texts, special=st.booleans())
 
     def test_token_bytes(self) -> None:
-        """The vocabulary's bytes are those of texts, and special tokens are named in it."""
+        """The bytes that `vocabulary()` has for the tokens of a text are the text's in UTF-8, but
+        for a space at an end; its special tokens are those that `decode` skips. A class may leave
+        `vocabulary` out: then there are no grammars with it.
+        """
         vocabulary = self._vocabulary
         if vocabulary is None:
             pytest.skip("vocabulary is left out: there are no grammars with this tokenizer")
@@ -122,7 +127,7 @@ class TokenizerSuite(ComponentSuite):
         self._search(rules.TOKEN_BYTES.text, 100, check, text=texts)
 
     def test_round_trip(self) -> None:
-        """Encoding and decoding lose nothing."""
+        """Decoding what `encode` returned gives the text again."""
 
         def check(text: str) -> None:
             for special in (False, True):
@@ -138,7 +143,9 @@ class TokenizerSuite(ComponentSuite):
         self._search(rules.ROUND_TRIP.text, 150, check, text=self._texts)
 
     def test_stream(self) -> None:
-        """A stream gives in pieces what decode gives at once, from any token of a text on."""
+        """`decode_stream` gives in pieces what `decode` gives at once: after a prompt that ends at
+        any token, inside characters too, with special tokens skipped or shown.
+        """
 
         def check(text: str, more: str, skip: bool) -> None:
             eos = [*self._subject.eos_token_ids][:1]
@@ -180,7 +187,9 @@ class TokenizerSuite(ComponentSuite):
         self._search(rules.STREAMS_APART.text, 20, check, texts=texts, skip=st.booleans())
 
     def test_unknown_tokens(self) -> None:
-        """Ids that the model has and the tokenizer has not are decoded as no text."""
+        """Ids from `vocab_size` on are decoded as no text, because a model may have more rows than
+        the tokenizer has tokens.
+        """
         size = self._size
         if size is None:
             pytest.skip("vocab_size is left out: which ids are unknown is not known")
@@ -209,7 +218,7 @@ class TokenizerSuite(ComponentSuite):
         self._search(rules.UNKNOWN.text, 20, check, ids=ids, skip=st.booleans())
 
     def test_deterministic(self) -> None:
-        """Equal calls return equal results."""
+        """The same call returns the same, in a new instance too."""
         other = self._make()
 
         def check(texts: list[str], skip: bool) -> None:
@@ -258,7 +267,7 @@ class TokenizerSuite(ComponentSuite):
             )
 
     def test_chat(self) -> None:
-        """A conversation becomes text, or a RequestError."""
+        """A conversation, right or wrong, becomes text or a RequestError."""
         self._run_checks(
             rules.CHAT.text,
             lambda: self._check_chat(_CONVERSATION),
@@ -267,7 +276,9 @@ class TokenizerSuite(ComponentSuite):
         )
 
     def test_eos(self) -> None:
-        """The end-of-sequence tokens are tokens of their own."""
+        """The end-of-sequence tokens are special: no text is encoded with one, none is decoded to
+        text where special tokens are skipped.
+        """
         self._run_checks(rules.EOS.text, self._check_eos)
 
         def check(text: str) -> None:
@@ -283,7 +294,7 @@ class TokenizerSuite(ComponentSuite):
 
     @checks(rules.SPECIAL)
     def test_special_tokens(self) -> None:
-        """Each special token has an id of its own, which its text and no other gives."""
+        """Each of `special_tokens` is encoded as its id alone, and decoded to its text."""
         subject = self._subject
         for text, token in subject.special_tokens.items():
             self._check_token(token, "special_tokens")

@@ -148,7 +148,9 @@ class KVEventPublisherSuite(ComponentSuite):
         self._run_checks(CLOSE.text, lambda: self._use(self._make()), self._check_close)
 
     def test_speed(self) -> None:
-        """`publish` stays within the budget, without a subscriber and with one that does not read."""
+        """`publish` stays within the budget, without a subscriber and with one that does not
+        read.
+        """
         if self.budget_us_per_call is None:
             pytest.skip("budget_us_per_call is None")
         self._run_checks("speed: publish takes no longer than its budget", self._check_speed)

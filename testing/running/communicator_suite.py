@@ -174,7 +174,9 @@ class CommunicatorSuite(ComponentSuite):
 
     @checks(MISSING)
     def test_missing(self) -> None:
-        """Where a rank does not come, the constructor raises a ModelError in time, which names it."""
+        """Where a rank does not come, the constructor raises a ModelError in time, which names
+        it.
+        """
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="hardpoint-suite-") as folder:
             try:

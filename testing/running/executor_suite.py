@@ -179,7 +179,9 @@ class ExecutorSuite(ComponentSuite):
 
     @checks(rules.PIPELINE)
     def test_pipeline(self) -> None:
-        """With `max_concurrent_batches` above 1, `execute_model` returns before its step is done."""
+        """With `max_concurrent_batches` above 1, `execute_model` returns before its step is
+        done.
+        """
         for size in self._sizes():
             with self._shared(size) as session:
                 if (depth := _depth(session.executor)) == 1:

@@ -142,8 +142,8 @@ class SchedulingPolicySuite(ComponentSuite):
         )
 
     def test_state(self) -> None:
-        """With a `state_format`, exported state is plain data, and an instance that imports it keeps
-        the order.
+        """With a `state_format`, exported state is plain data, and an instance that imports it
+        keeps the order.
         """
         if not self.policy.state_format:
             pytest.skip("state_format is empty: no state is exported")

@@ -151,7 +151,9 @@ class OutputParserSuite(ComponentSuite):
 
     @checks(rules.SPLITS, each=_samples)
     def test_splits(self, sample: OutputSample) -> None:
-        """Cut at every character and token, and in pieces of every size, it gives the same events."""
+        """Cut at every character and token, and in pieces of every size, it gives the same
+        events.
+        """
         whole, text = self._parsed(sample), sample.text
         for size in range(1, len(text)):
             self._check_same(sample.request, [text], self._pieces(text, size), whole)
@@ -247,7 +249,9 @@ class OutputParserSuite(ComponentSuite):
 
     @checks(rules.ROLES, each=_samples)
     def test_roles(self, sample: OutputSample) -> None:
-        """A parser of two roles finds with each alone what it finds with both; the rest is content."""
+        """A parser of two roles finds with each alone what it finds with both; the rest is
+        content.
+        """
         if len(self.parser.roles) == 1:
             return
         both = self._parsed(sample)

@@ -301,7 +301,7 @@ def test_a_plan_may_be_given_up_in_the_middle_of_its_results():
     result.sampled_token_ids = Breaks(result.sampled_token_ids)
     with pytest.raises(KeyboardInterrupt):
         sim.scheduler.update(plan, result)
-    sim.scheduler.plan_lost(plan)
+    sim.lose(plan)
     sim.run()
     assert [len(sim.tokens[name]) for name in "ab"] == [2, 3]  # one output of "a" went with it
     assert {str(end.finish_reason) for end in sim.ends.values()} == {"length"}
@@ -311,7 +311,7 @@ def test_giving_up_a_plan_whose_results_were_taken_changes_nothing():
     sim = Simulator()
     sim.add("a", max_tokens=3)
     plan = sim.step()
-    sim.scheduler.plan_lost(plan)
+    sim.lose(plan)
     assert sim.step().num_scheduled_tokens == {"a": 1}
     assert len(sim.run()["a"]) == 3
     assert sim.scheduler.stats().num_preemptions == 0

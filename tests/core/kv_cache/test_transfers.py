@@ -7,18 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hardpoint.core.kv_cache.transfers import Loads, Saves
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
+from hardpoint.testing import ScriptedClock
 
 
 @pytest.fixture
 def clock():
-    return Clock()
+    return ScriptedClock()
 
 
 @pytest.fixture
@@ -151,7 +145,7 @@ class Model:
     """What each load may end as."""
 
     def __init__(self):
-        self.clock = Clock()
+        self.clock = ScriptedClock()
         self.loads = Loads(range(2), self.clock, seconds=10)
         self.open, self.said, self.bad = {}, {}, set()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hardpoint.plugins import GrammarBackend
 from hardpoint.plugins.grammars import GrammarState
-from hardpoint.testing.snapshots import count_elements
+from hardpoint.testing.snapshots import without_growth
 from hardpoint.testing.suite import Violation
 
 from .grammar_samples import GrammarSample, described
@@ -28,20 +28,12 @@ _STATM = Path("/proc/self/statm")
 
 def check_growth(session: GrammarSession) -> None:
     """Check that a backend keeps nothing of a grammar."""
-    sizes, waves = [], 20
-    for _ in range(2):
-        for _ in range(waves):
-            for sample in session.samples:
-                state = compiled_by(session.backend, sample.checked).fork()
-                session.mask(state)
-        attributes = {n: v for n, v in vars(session.backend).items() if n != "context"}
-        sizes.append(count_elements(attributes))
-    if sizes[1] - sizes[0] >= waves:
-        raise Violation(
-            f"the backend's attributes grew from {sizes[0]} to {sizes[1]} elements while "
-            f"{waves * len(session.samples)} grammars were compiled",
-            "keep nothing of a grammar: the engine has a cache of them",
-        )
+    what = f"the backend: while {20 * len(session.samples)} grammars were compiled"
+    fix = "keep nothing of a grammar: the engine has a cache of them"
+    for _ in without_growth(session.backend, 20, what, fix):
+        for sample in session.samples:
+            state = compiled_by(session.backend, sample.checked).fork()
+            session.mask(state)
 
 
 def check_forks(session: GrammarSession, budget: float | None) -> None:

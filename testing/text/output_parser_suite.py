@@ -39,7 +39,7 @@ from hardpoint.plugins.structured import Format, TagFormat, TokenFormat, walk_fo
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.engine_access import load_tokenizer
 from hardpoint.testing.scripted_tokenizer import ByteTokenizer
-from hardpoint.testing.snapshots import count_elements
+from hardpoint.testing.snapshots import without_growth
 from hardpoint.testing.suite import Violation, checks, short_repr
 
 from . import output_parser_rules as rules
@@ -307,19 +307,10 @@ class OutputParserSuite(ComponentSuite):
     @checks("memory: nothing grows with the number of outputs")
     def test_memory(self) -> None:
         """Nothing grows with the number of outputs."""
-        sizes, waves = [], 100
-        for _ in range(2):
-            for _ in range(waves):
-                for sample in self.samples:
-                    self._parsed(sample)
-            attributes = {n: v for n, v in vars(self._subject).items() if n != "context"}
-            sizes.append(count_elements(attributes))
-        if sizes[1] - sizes[0] >= waves:
-            raise Violation(
-                f"the parser's attributes grew from {sizes[0]} to {sizes[1]} elements while "
-                f"{waves * len(self.samples)} outputs were parsed",
-                "keep nothing of an output",
-            )
+        what = f"the parser: while {100 * len(self.samples)} outputs were parsed"
+        for _ in without_growth(self._subject, 100, what, "keep nothing of an output"):
+            for sample in self.samples:
+                self._parsed(sample)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:

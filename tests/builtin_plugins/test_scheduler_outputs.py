@@ -311,7 +311,7 @@ def test_giving_up_a_plan_whose_results_were_taken_changes_nothing():
     sim = Simulator()
     sim.add("a", max_tokens=3)
     plan = sim.step()
-    sim.lose(plan)
+    sim.scheduler.plan_lost(plan)
     assert sim.step().num_scheduled_tokens == {"a": 1}
     assert len(sim.run()["a"]) == 3
     assert sim.scheduler.stats().num_preemptions == 0

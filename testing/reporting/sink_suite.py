@@ -32,6 +32,7 @@ from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.declared import declared_result
 from hardpoint.testing.scripted import ScriptedClock
 from hardpoint.testing.suite import Rule, checks
+from hardpoint.testing.threads import in_thread
 from hardpoint.typed.read_only import read_only
 
 from .calls import (
@@ -40,7 +41,6 @@ from .calls import (
     READS_ONLY,
     call,
     check_growth,
-    in_thread,
     longest_call,
     releasing_all,
     too_slow,
@@ -281,7 +281,7 @@ class StatSinkSuite(ComponentSuite):
             (sink.record, [read_only(_batch(1))]),
             (sink.close, []),
         ):
-            in_thread(partial(call, THREADS, method, *given))
+            in_thread(partial(call, THREADS, method, *given)).result()
 
     @checks(MEMORY)
     def test_memory(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import threading
 import time
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -33,6 +32,7 @@ from hardpoint.testing.suite import (
     reject_replaced_tests,
     short_repr,
 )
+from hardpoint.testing.threads import in_thread, until
 from hardpoint.typed.read_only import read_only
 
 from .extension_checks import EXTENSIONS, check_extensions
@@ -298,10 +298,7 @@ def _quietly(hooks: HookSet, name: str, arguments: dict[str, Any]) -> None:
 
 def _returns(call: Callable[[], None]) -> bool:
     """Return whether a call returns in time; it goes on in a thread if not."""
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(_LIMIT_SECONDS)
-    return not thread.is_alive()
+    return until(in_thread(call).done, _LIMIT_SECONDS)
 
 
 def _close(_hooks: HookSet) -> None:

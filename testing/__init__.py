@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from hardpoint.testing.model.attention_suite import AttentionBackendSuite
     from hardpoint.testing.model.loader_suite import WeightLoaderSuite
     from hardpoint.testing.model.model_suite import ModelSuite
-    from hardpoint.testing.model.ops_suite import OpsSuite
     from hardpoint.testing.model.quantization_rules import QuantizedSample
     from hardpoint.testing.model.quantization_suite import QuantizationSuite
     from hardpoint.testing.model.rank_threads import run_ranks
+    from hardpoint.testing.ops.ops_suite import OpsSuite
     from hardpoint.testing.reporting.publisher_suite import KVEventPublisherSuite
     from hardpoint.testing.reporting.sink_suite import StatSinkSuite
     from hardpoint.testing.running.command_suite import CommandSuite
@@ -120,7 +120,7 @@ _LAZY = {
     "KVStoreSuite": "kv.store_suite",
     "LogitsProcessorSuite": "logits.suite",
     "ModelSuite": "model.model_suite",
-    "OpsSuite": "model.ops_suite",
+    "OpsSuite": "ops.ops_suite",
     "OutputParserSuite": "text.output_parser_suite",
     "OutputSample": "text.output_parser_suite",
     "PeerKVStoreSuite": "kv.peer_suite",

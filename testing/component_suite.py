@@ -20,7 +20,15 @@ from hardpoint.plugins import ConfigError, HardpointError, RequestError
 from hardpoint.plugins.component import Context
 
 from .engine_access import check_plugin_class, plugin_name, prepare_request_arguments, with_creator
-from .suite import ConformanceSuite, Rule, Violation, exceptions_as_violations, short_repr
+from .suite import (
+    ConformanceSuite,
+    Rule,
+    Violation,
+    checks,
+    exceptions_as_violations,
+    reject_replaced_tests,
+    short_repr,
+)
 
 ClassT = TypeVar("ClassT")
 
@@ -76,6 +84,14 @@ class ComponentSuite(ConformanceSuite):
                 fix = f"set {self.options_from} as an operator would"
                 raise OPTIONS.violation(str(error), fix) from error
 
+    @checks("contract: the loader can check and build the class")
+    def test_contract(self) -> None:
+        """The class states its contract and can be built; its options survive pickling."""
+        ours = (c for c in type(self).__mro__ if c.__module__.startswith("hardpoint.testing."))
+        reject_replaced_tests(type(self), next(ours))
+        self._check_contract()
+        self._check_construction()
+
     def _name(self) -> str:
         return self.name or plugin_name(self._component())
 
@@ -110,6 +126,14 @@ class ComponentSuite(ConformanceSuite):
         if getattr(component, "context", None) is not context:
             raise Violation("it has no context", "call super().__init__(context) in its __init__")
         return component
+
+    def _make(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a new instance, in a context of its kind."""
+        raise NotImplementedError
+
+    def _check_construction(self) -> None:
+        """Check that it can be built and closed."""
+        self._make().close()
 
     def _drawn_arguments(self, vocab_size: int) -> st.SearchStrategy[Any]:
         """Return a strategy for what the component gets as the arguments of a request."""

@@ -18,8 +18,8 @@ from hardpoint.plugins.component import Component
 
 from .component_suite import ComponentSuite
 from .engine_access import logits_ops
-from .snapshots import count_elements, snapshot
-from .suite import Rule, Violation, best_cpu_time, reject_replaced_tests, short_repr
+from .snapshots import snapshot, without_growth
+from .suite import Rule, Violation, best_cpu_time, checks, short_repr
 
 _KINDS = ("plain", "peaked", "flat", "ties", "few", "one")
 _BROKEN = {"NaN": math.nan, "+inf": math.inf, "nothing but -inf": -math.inf}
@@ -130,17 +130,8 @@ class SamplerSuite(ComponentSuite):
     def _component(self) -> type[Component]:
         return self.sampler
 
-    def test_contract(self) -> None:
-        """The class states its contract and can be built; its options survive pickling."""
-        self._run_checks(
-            "contract: the loader can check and build the class",
-            lambda: reject_replaced_tests(type(self), SamplerSuite),
-            self._check_contract,
-            lambda: self._make().close(),
-        )
-
     def test_result(self) -> None:
-        """Sample returns int64 token ids on the logits' device."""
+        """It returns token ids of the vocabulary: int64 [rows], on the logits' device."""
 
         def check(batch: Sequence[Row]) -> None:
             self._batch(batch)
@@ -209,7 +200,9 @@ class SamplerSuite(ComponentSuite):
         self._search(ROWS.text, 150, check, batch=self._batches(), turns=st.integers(0, 5))
 
     def test_seeds(self) -> None:
-        """The same seed and position draw the same token; other seeds and positions, others."""
+        """The same logits, seed and position give the same token, in a new instance too; other
+        seeds and positions give others.
+        """
 
         def check(batch: Sequence[Row]) -> None:
             sampler = self._make()
@@ -226,16 +219,44 @@ class SamplerSuite(ComponentSuite):
         self._run_checks(SEEDS.text, self._check_seeds_matter)
 
     def test_frequencies(self) -> None:
-        """Over many seeds, and over many positions, tokens come as often as they should."""
+        """Over thousands of seeds, and of positions, the tokens fit `probabilities` (chi-square
+        test). The seeds are always the same, so a sampler passes always or never.
+        """
         # The seeds are fixed, so a sampler that repeats its draws passes always or never.
         self._run_checks(FREQUENCIES.text, *self._frequency_checks())
 
+    @checks(SEEDS)
     def test_independence(self) -> None:
-        """Draws of neighbouring seeds and positions do not depend on each other."""
-        self._run_checks(SEEDS.text, self._check_independence)
+        """Pairs of draws of neighbouring seeds and positions are independent, so seed + 1 does not
+        repeat what the seed drew a token later.
+        """
+        side = 64
+        logits = torch.full((self.vocab_size,), -math.inf)
+        logits[:4] = 0.0
+        share = self.probabilities(logits.double())[:4]
+        grid = [(seed, position) for seed in range(side) for position in range(side)]
+        rows = self._draws([seed for seed, _ in grid], [position for _, position in grid])
+        given = logits.to(self.device).repeat(len(grid), 1)
+        table = torch.tensor(self._sample(self._make(), given, rows)).view(side, side)
+        for first, second, what in (
+            (table[:-1, 1:], table[1:, :-1], "seed s at p + 1 and seed s + 1 at p"),
+            (table[:, :-1], table[:, 1:], "seed s at positions p and p + 1"),
+            (table[:-1], table[1:], "seeds s and s + 1 at position p"),
+            (table[:-1, :-1], table[1:, 1:], "seed s at p and seed s + 1 at p + 1"),
+        ):
+            pairs = torch.bincount((first * 4 + second).flatten(), minlength=16).double()
+            expected = (share[:, None] * share[None, :]).flatten() * pairs.sum()
+            if (excess := _chi_square(pairs, expected)) is not None:
+                equal = float((first == second).double().mean())
+                raise SEEDS.violation(
+                    f"among four equally likely tokens, {what} drew the same one in {equal:.0%} of "
+                    f"{int(pairs.sum())} cases, {float((share**2).sum()):.0%} expected ({excess})"
+                )
 
     def test_unusable_rows(self) -> None:
-        """Rows of NaN, +inf or nothing but -inf raise nothing, and show what they are."""
+        """A row of NaN, +inf or nothing but -inf raises nothing and changes no other row; NaN and
+        +inf win, so that the engine finds the plugin that made them.
+        """
 
         def check(batch: Sequence[Row], broken: Row, at: int) -> None:
             sampler = self._make()
@@ -267,7 +288,7 @@ class SamplerSuite(ComponentSuite):
         )
 
     def test_reads_only(self) -> None:
-        """The logits, the rows and torch's global random state stay as they are."""
+        """It changes neither the logits and rows nor torch's global random state."""
 
         def check(batch: Sequence[Row]) -> None:
             logits, rows = self._logits(batch), self._settings(batch)
@@ -288,9 +309,15 @@ class SamplerSuite(ComponentSuite):
 
         self._search("reads only: sample changes nothing", 30, check, batch=self._batches())
 
+    @checks("memory: nothing grows with the number of steps")
     def test_memory(self) -> None:
         """Nothing grows with the number of calls."""
-        self._run_checks("memory: nothing grows with the number of steps", self._check_memory)
+        sampler = self._make()
+        logits = torch.zeros(4, self.vocab_size, device=self.device)
+        fix = "keep nothing per seed or per step: all that a draw needs is in the rows"
+        for wave in without_growth(sampler, 100, "the sampler: in 100 steps", fix):
+            seeds = list(range(4 * wave, 4 * wave + 4))
+            self._sample(sampler, logits, self._draws(seeds, seeds))
 
     def test_speed(self) -> None:
         """The cost of a row stays within the budget."""
@@ -402,47 +429,6 @@ class SamplerSuite(ComponentSuite):
             raise FREQUENCIES.violation(
                 f"{draws} draws with {what} 0 to {draws - 1} gave token {worst} "
                 f"{counts[worst]:.0f} times, {expected[worst]:.1f} times expected ({excess})"
-            )
-
-    def _check_independence(self) -> None:
-        """Compare pairs of draws among four equally likely tokens with independent ones."""
-        side = 64
-        logits = torch.full((self.vocab_size,), -math.inf)
-        logits[:4] = 0.0
-        share = self.probabilities(logits.double())[:4]
-        grid = [(seed, position) for seed in range(side) for position in range(side)]
-        rows = self._draws([seed for seed, _ in grid], [position for _, position in grid])
-        given = logits.to(self.device).repeat(len(grid), 1)
-        table = torch.tensor(self._sample(self._make(), given, rows)).view(side, side)
-        for first, second, what in (
-            (table[:-1, 1:], table[1:, :-1], "seed s at p + 1 and seed s + 1 at p"),
-            (table[:, :-1], table[:, 1:], "seed s at positions p and p + 1"),
-            (table[:-1], table[1:], "seeds s and s + 1 at position p"),
-            (table[:-1, :-1], table[1:, 1:], "seed s at p and seed s + 1 at p + 1"),
-        ):
-            pairs = torch.bincount((first * 4 + second).flatten(), minlength=16).double()
-            expected = (share[:, None] * share[None, :]).flatten() * pairs.sum()
-            if (excess := _chi_square(pairs, expected)) is not None:
-                equal = float((first == second).double().mean())
-                raise SEEDS.violation(
-                    f"among four equally likely tokens, {what} drew the same one in {equal:.0%} of "
-                    f"{int(pairs.sum())} cases, {float((share**2).sum()):.0%} expected ({excess})"
-                )
-
-    def _check_memory(self) -> None:
-        sampler, sizes, waves = self._make(), [], 100
-        logits = torch.zeros(4, self.vocab_size, device=self.device)
-        for wave in range(2 * waves):
-            seeds = list(range(4 * wave, 4 * wave + 4))
-            self._sample(sampler, logits, self._draws(seeds, seeds))
-            if wave in (waves - 1, 2 * waves - 1):
-                attributes = {n: value for n, value in vars(sampler).items() if n != "context"}
-                sizes.append(count_elements(attributes))
-        if sizes[1] - sizes[0] >= waves:
-            raise Violation(
-                f"the sampler's attributes grew from {sizes[0]} to {sizes[1]} elements in "
-                f"{waves} steps",
-                "keep nothing per seed or per step: all that a draw needs is in the rows",
             )
 
     def _check_speed(self) -> None:

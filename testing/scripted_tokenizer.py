@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hardpoint.plugins import DecodeStream, RequestError, Tokenizer, TokenizerContext
+from hardpoint.plugins import DecodeStream, ModelFiles, RequestError, Tokenizer, TokenizerContext
 from hardpoint.plugins.grammars import Vocabulary
 
-__all__ = ["ByteTokens", "ScriptedTokenizer"]
+__all__ = ["ByteTokenizer", "ByteTokens", "ScriptedTokenizer"]
 
 _EOS_TEXT = "<eos>"
 _LONGEST_CHARACTER = 4  # bytes
@@ -124,15 +124,20 @@ class ByteTokens:
         return cls(text for text in texts if text != _EOS_TEXT)
 
 
-class ScriptedTokenizer(Tokenizer):
-    """Reads the files of a scripted model; without its chat template, which needs a library."""
+class ByteTokenizer(Tokenizer):
+    """One token per byte, and one per special token; no chat template, which needs a library."""
 
     contract = 1
 
-    def __init__(self, context: TokenizerContext) -> None:
-        """Read the special tokens."""
-        super().__init__(context)
-        self._tokens = ByteTokens.read(context.files.path)
+    def __init__(
+        self, special_tokens: Iterable[str] = (), context: TokenizerContext | None = None
+    ) -> None:
+        """`special_tokens` are texts, besides EOS."""
+        files = ModelFiles(name="bytes", path=Path())
+        super().__init__(
+            context or TokenizerContext(name="bytes", options=self.Options(), files=files)
+        )
+        self._tokens = ByteTokens(special_tokens)
         self._special_ids = frozenset(self._tokens.special.values())
 
     @property
@@ -194,6 +199,16 @@ class ScriptedTokenizer(Tokenizer):
     def _kept(self, token_ids: Iterable[int], skip_special_tokens: bool) -> list[int]:
         skipped = self._special_ids if skip_special_tokens else frozenset[int]()
         return [token for token in token_ids if token not in skipped]
+
+
+class ScriptedTokenizer(ByteTokenizer):
+    """Reads the files of a scripted model."""
+
+    contract = 1
+
+    def __init__(self, context: TokenizerContext) -> None:
+        """Read the special tokens."""
+        super().__init__(ByteTokens.read(context.files.path).special, context)
 
 
 class _Stream:

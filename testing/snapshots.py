@@ -5,12 +5,14 @@ from __future__ import annotations
 import pickle
 import types
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
+
+from .suite import Violation
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 _CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
@@ -98,3 +100,31 @@ def _slots(cls: type) -> tuple[str, ...]:
         f"_{cls.__name__.lstrip('_')}{n}" if n.startswith("__") and not n.endswith("__") else n
         for n in names
     )
+
+
+def without_growth(
+    subject: object, waves: int, what: str, fix: str, *, most: int | None = None
+) -> Iterator[int]:
+    """Yield the numbers of waves, and check that the second half leaves nothing in attributes.
+
+    Args:
+        subject: a component, all of whose attributes but the context count.
+        waves: half of them.
+        what: the component, a colon, and what a half does, for messages.
+        fix: what its author should do.
+        most: how many elements may be left; by default fewer than there are waves.
+
+    Raises:
+        Violation: its attributes grew.
+    """
+    sizes = []
+    for wave in range(2 * waves):
+        yield wave
+        if wave in (waves - 1, 2 * waves - 1):
+            attributes = {name: v for name, v in vars(subject).items() if name != "context"}
+            sizes.append(count_elements(attributes))
+    if sizes[1] - sizes[0] > (waves - 1 if most is None else most):
+        name, _, doing = what.partition(": ")
+        raise Violation(
+            f"{name}'s attributes grew from {sizes[0]} to {sizes[1]} elements {doing}", fix
+        )

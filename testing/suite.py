@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
@@ -53,6 +54,32 @@ class Rule:
     def violation(self, observed: str, fix: str | None = None) -> Violation:
         """Return a violation of this rule, to be raised."""
         return Violation(observed, fix or self.fix, rule=self.text)
+
+
+def checks(
+    rule: Rule | str, each: Callable[[Any], Iterable[tuple[Any, ...]]] = lambda _suite: ((),)
+) -> Callable[[Callable[..., None]], Callable[[Any], None]]:
+    """Return a decorator that makes a test of a suite's method, which may raise a Violation.
+
+    Args:
+        rule: the rule that a Violation without one breaks.
+        each: returns the arguments of each call of the method, for a suite.
+    """
+    text = rule if isinstance(rule, str) else rule.text
+
+    def decorate(check: Callable[..., None]) -> Callable[[Any], None]:
+        def test(self: Any) -> None:
+            def run() -> None:
+                for arguments in each(self):
+                    check(self, *arguments)
+
+            self._run_checks(text, run)
+
+        functools.update_wrapper(test, check)
+        vars(test).pop("__wrapped__")  # pytest would take its arguments for fixtures
+        return test
+
+    return decorate
 
 
 EXCEPTIONS = Rule("exceptions: only those of the contract are raised", "handle this case")

@@ -48,9 +48,12 @@ SMALL_MODULES = {
     "hardpoint.core.worker.rank_store": "a server, which runs only while ranks of hosts meet",
     "hardpoint.core.worker.profiling": "torch's profiler, which nothing else of a worker needs",
     "hardpoint.core.worker.sampling.edits": "an algorithm with tests of its own",
+    "hardpoint.core.weights.weight_key": "what a key is made of; the cache knows its text alone",
     "hardpoint.registry.ordering": "an algorithm with tests of its own",
-    "hardpoint.testing.model.code_matrices": "samples of codes; the suite of operations is large",
     "hardpoint.testing.model.quantized_model": "a check of its own; the suite of models is large",
+    "hardpoint.testing.ops.code_matrices": "samples of codes; the suite of operations is large",
+    "hardpoint.testing.text.output_parser_rules": "rules; the suite of output parsers is large",
+    "hardpoint.testing.text.tokenizer_rules": "rules; the suite of tokenizers is large",
     "hardpoint.user_text": "an algorithm with tests of its own",
 }
 """Small modules with one importer that are a concept of their own, and why."""

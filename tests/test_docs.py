@@ -32,7 +32,7 @@ from hardpoint.plugins.output_parser import (
 )
 from hardpoint.registry.kinds import KINDS
 from hardpoint.registry.plugin_set import resolve_plugins
-from hardpoint.testing.text.output_parser_suite import ByteTokenizer
+from hardpoint.testing.scripted_tokenizer import ByteTokenizer
 
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"^# file: (\S+)\n")

@@ -22,7 +22,6 @@ import os
 import secrets
 import stat
 import struct
-import sys
 import threading
 import time
 import warnings
@@ -34,9 +33,8 @@ import msgspec
 import numpy as np
 import torch
 
-from hardpoint.plugins import Model, Ops, WeightLoader
-from hardpoint.plugins.config_tables import QuantizationConfig, WeightCacheConfig
-from hardpoint.plugins.manifest import PluginEntry
+from hardpoint.plugins import Model
+from hardpoint.plugins.config_tables import WeightCacheConfig
 from hardpoint.system.memory import size_text
 
 from .weight_hash import cache_folder
@@ -87,78 +85,6 @@ class _CancelledError(Exception):
 
 class _FolderError(_UnusableError):
     """The folder cannot be used."""
-
-
-def cache_key(
-    loader: WeightLoader,
-    model: Model,
-    ops: Ops,
-    quantization: QuantizationConfig,
-    components: Iterable[tuple[PluginEntry, type]],
-) -> str | None:
-    """Return a text that differs whenever packed weights may; None if they are not kept.
-
-    Args:
-        loader: loader of the weights.
-        model: what makes of them what is kept.
-        ops: its operations, which pack.
-        quantization: the configuration of weights of few bits.
-        components: entries and classes of all of these, and of what they wrap.
-    """
-    if not ops.layout or (fingerprint := loader.fingerprint()) is None:
-        return None
-    context, classes = model.context, set[type]()
-    plugins = []
-    for entry, cls in components:
-        plugins.append((entry.value, entry.distribution, entry.version, entry.options))
-        classes |= set(cls.__mro__)
-    code = _code(classes)
-    if code is None:
-        return None
-    key = {
-        "files": fingerprint,
-        "architecture": context.config.architecture,
-        "vocab_size": context.config.vocab_size,
-        "hf": context.config.hf,
-        "dtype": str(context.dtype),
-        "part": [
-            context.parallel.tensor.rank,
-            context.parallel.tensor.size,
-            context.parallel.stage,
-            context.parallel.num_stages,
-            context.parallel.expert,
-        ],
-        "operations": f"{ops.name} {ops.layout}",
-        "quantization": quantization,
-        "torch": torch.__version__,
-        "byte order": sys.byteorder,
-        "plugins": plugins,
-        "code": code,
-    }
-    return msgspec.json.encode(key, enc_hook=repr, order="deterministic").decode()
-
-
-def _code(classes: Iterable[type]) -> str | None:
-    """Return a digest of names, sizes and times of the source files of some classes' packages.
-
-    None if a class has no file, as in a notebook.
-    """
-    files: set[Path] = set()
-    for name in {cls.__module__ for cls in classes}:
-        module = sys.modules.get(name)
-        file = getattr(module, "__file__", None)
-        if file is None:
-            if name in sys.builtin_module_names:
-                continue
-            return None
-        path = Path(file)
-        files |= set(path.parent.glob("*.py")) if getattr(module, "__package__", "") else {path}
-    try:
-        stats = [(str(file), file.stat()) for file in sorted(files)]
-    except OSError:
-        return None
-    seen = [(name, found.st_size, found.st_mtime_ns) for name, found in stats]
-    return hashlib.sha256(repr(seen).encode()).hexdigest()
 
 
 class WeightCache:

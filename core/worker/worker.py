@@ -18,7 +18,8 @@ from hardpoint.boundary.step_part_components import Components, describe_fault
 from hardpoint.boundary.worker_parts import BoundWorkerHalf, WorkerParts, opened_half
 from hardpoint.core.weights.planned_model import PlannedModel, open_attention, open_ops, plan_model
 from hardpoint.core.weights.shares import check_parallelism
-from hardpoint.core.weights.weight_cache import WeightCache, cache_key
+from hardpoint.core.weights.weight_cache import WeightCache
+from hardpoint.core.weights.weight_key import cache_key
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.core.worker.sampling.observed_states import ObservedStates
 from hardpoint.core.worker.sampling.pipeline import LogitsPipeline

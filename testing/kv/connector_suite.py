@@ -19,7 +19,7 @@ from hardpoint.plugins import HardpointError, KVConnector
 from hardpoint.plugins.component import Component
 from hardpoint.testing.component_suite import ComponentSuite, class_under_test
 from hardpoint.testing.snapshots import count_elements
-from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests
+from hardpoint.testing.suite import Rule, Violation, checks
 
 from .connector_session import (
     BLOCK_SIZE,
@@ -118,18 +118,35 @@ class KVConnectorSuite(ComponentSuite):
     def _component(self) -> type[Component]:
         return class_under_test(self, "connector", KVConnector)
 
-    def test_contract(self) -> None:
-        """The class states its contract and can be built; its options survive pickling."""
-        self._run_checks(
-            "contract: the loader can check and build the class",
-            lambda: reject_replaced_tests(type(self), KVConnectorSuite),
-            self._check_contract,
-            self._check_importable,
-        )
+    def _check_construction(self) -> None:
+        with self._folder() as folder:
+            try:
+                with self._session(folder) as session:
+                    self._check_results(session, is_quiet=True)
+            except HardpointError as error:
+                raise Violation(
+                    f"no engine can be opened with it: {error}",
+                    "put the class into a module that can be imported, and set `options` and "
+                    "`config` as an operator would",
+                ) from error
 
+    @checks(LOADS)
     def test_loads(self) -> None:
         """Computed blocks are loaded after a reset of the prefix cache, and after a restart."""
-        self._run_checks(LOADS.text, self._check_loads)
+        whole = (_PROMPT - 1) // BLOCK_SIZE * BLOCK_SIZE
+        with self._folder() as folder:
+            with self._session(folder) as session:
+                session.play([Add(0, _PROMPT, MAX_TOKENS)])
+                self._expect_loaded(
+                    session, Add(0, _PROMPT, 2), whole, "the prefix cache was reset"
+                )
+                shorter = Add(0, _PROMPT - BLOCK_SIZE, MAX_TOKENS)
+                what = "a longer prompt was computed"
+                self._expect_loaded(session, shorter, whole - BLOCK_SIZE, what)
+            if self.keeps:
+                with self._session(folder) as session:
+                    again = Add(0, _PROMPT, MAX_TOKENS)
+                    self._expect_loaded(session, again, whole, "the engine was opened again")
 
     def test_tokens(self) -> None:
         """Any requests get the tokens that they get without a connector."""
@@ -144,13 +161,40 @@ class KVConnectorSuite(ComponentSuite):
         self._run_checks(TOKENS.text, self._check_disturb, *checks)
         self._search(TOKENS.text, 40, self._check_disturbed, history=DISTURBED)
 
+    @checks(FOREIGN)
     def test_foreign(self) -> None:
         """Blocks of other models stay where they are."""
-        self._run_checks(FOREIGN.text, self._check_foreign)
+        with self._folder() as folder:
+            with self._session(folder) as session:
+                session.play([Add(0, _PROMPT, MAX_TOKENS)])
+                self._check_results(session, is_quiet=True)
+            write_model(folder.parent / "other", seed=2)
+            others = {
+                "with another configuration": (None, "other"),
+                "with blocks of another size": ({"kv_cache": {"block_size": 8}}, "model"),
+            }
+            for what, (extra, model) in others.items():
+                with self._session(folder, extra, model) as session:
+                    session.play([Add(0, _PROMPT, MAX_TOKENS)])
+                    if WITNESS.mismatches:
+                        raise FOREIGN.violation(f"in an engine {what}, {WITNESS.mismatches[0]}")
+                    if count := session.requests["r0"].cached:
+                        raise FOREIGN.violation(f"an engine {what} loaded {count} tokens")
 
+    @checks(TIME)
     def test_time(self) -> None:
         """Calls return soon, though the storage does not."""
-        self._run_checks(TIME.text, self._check_time)
+        for fault in ("slow", "dead"):
+            for attempt in range(_ATTEMPTS):
+                slow = self._slow_calls(fault)
+                if not slow:
+                    break
+                if attempt == _ATTEMPTS - 1:  # else the machine may have been busy
+                    method, seconds = slow.popitem()
+                    raise TIME.violation(
+                        f"over storage that {_DOES[fault]}, a call of {method}() took "
+                        f"{seconds:.2f} s, at most {self.call_seconds:g} s is accepted"
+                    )
 
     def test_ranks(self) -> None:
         """The halves work in processes of their own."""
@@ -159,13 +203,45 @@ class KVConnectorSuite(ComponentSuite):
         checks = [functools.partial(self._check_ranks, size) for size in self.parallel]
         self._run_checks(RANKS.text, *checks)
 
+    @checks(RELEASE)
     def test_release(self) -> None:
         """A closed connector leaves no thread."""
-        self._run_checks(RELEASE.text, self._check_release)
+        for fault in (RELIABLE, "dead"):
+            with self._folder() as folder:
+                before = set(threading.enumerate())
+                with self._session(folder, is_quiet=False) as session:
+                    session.play([Add(0, _PROMPT, 1)])
+                    self.disturb(folder, fault)
+                    session.play([Do("reset"), Add(0, _PROMPT, 1)])
+                    began = time.monotonic()
+                if (seconds := time.monotonic() - began) > _CLOSE_SECONDS:
+                    raise RELEASE.violation(
+                        f"over storage that {_DOES[fault]}, close took {seconds:.1f} s"
+                    )
+                self.disturb(folder, RELIABLE)
+                if left := _left(before):
+                    names = ", ".join(sorted(thread.name for thread in left))
+                    raise RELEASE.violation(f"these threads are left: {names}")
 
+    @checks(MEMORY)
     def test_memory(self) -> None:
         """Halves forget requests."""
-        self._run_checks(MEMORY.text, self._check_memory)
+        sizes = []
+        with self._folder() as folder, self._session(folder) as session:
+            assert session.watch is not None
+            for wave in range(3):
+                for number in range(_WAVE):
+                    session.play([Add(number % 3, 13, 1), Add(1, 21, 2), Do("abort", number)])
+                    if number % 3 == 0:
+                        session.play([Do("reset"), Add(0, 17, 1), Do("step"), Do("abort", 0)])
+                if wave:
+                    sizes.append([count_elements(vars(half)) for half in session.watch.halves])
+        for half, before, after in zip(session.watch.halves, *sizes, strict=True):
+            if after - before >= _WAVE:
+                raise MEMORY.violation(
+                    f"what a {type(half).__name__} refers to grew from {before} to {after} "
+                    f"elements by {2 * _WAVE} requests of prompts that it knew"
+                )
 
     # Engines.
 
@@ -259,34 +335,6 @@ class KVConnectorSuite(ComponentSuite):
 
     # Checks.
 
-    def _check_importable(self) -> None:
-        with self._folder() as folder:
-            try:
-                with self._session(folder) as session:
-                    self._check_results(session, is_quiet=True)
-            except HardpointError as error:
-                raise Violation(
-                    f"no engine can be opened with it: {error}",
-                    "put the class into a module that can be imported, and set `options` and "
-                    "`config` as an operator would",
-                ) from error
-
-    def _check_loads(self) -> None:
-        whole = (_PROMPT - 1) // BLOCK_SIZE * BLOCK_SIZE
-        with self._folder() as folder:
-            with self._session(folder) as session:
-                session.play([Add(0, _PROMPT, MAX_TOKENS)])
-                self._expect_loaded(
-                    session, Add(0, _PROMPT, 2), whole, "the prefix cache was reset"
-                )
-                shorter = Add(0, _PROMPT - BLOCK_SIZE, MAX_TOKENS)
-                what = "a longer prompt was computed"
-                self._expect_loaded(session, shorter, whole - BLOCK_SIZE, what)
-            if self.keeps:
-                with self._session(folder) as session:
-                    again = Add(0, _PROMPT, MAX_TOKENS)
-                    self._expect_loaded(session, again, whole, "the engine was opened again")
-
     def _expect_loaded(self, session: Session, add: Add, expected: int, after: str) -> None:
         """Add a request until its blocks are loaded, which may be stored in the background."""
         limit = time.monotonic() + _STORE_SECONDS
@@ -353,37 +401,6 @@ class KVConnectorSuite(ComponentSuite):
                     violation.rule,
                 ) from violation
 
-    def _check_foreign(self) -> None:
-        with self._folder() as folder:
-            with self._session(folder) as session:
-                session.play([Add(0, _PROMPT, MAX_TOKENS)])
-                self._check_results(session, is_quiet=True)
-            write_model(folder.parent / "other", seed=2)
-            others = {
-                "with another configuration": (None, "other"),
-                "with blocks of another size": ({"kv_cache": {"block_size": 8}}, "model"),
-            }
-            for what, (extra, model) in others.items():
-                with self._session(folder, extra, model) as session:
-                    session.play([Add(0, _PROMPT, MAX_TOKENS)])
-                    if WITNESS.mismatches:
-                        raise FOREIGN.violation(f"in an engine {what}, {WITNESS.mismatches[0]}")
-                    if count := session.requests["r0"].cached:
-                        raise FOREIGN.violation(f"an engine {what} loaded {count} tokens")
-
-    def _check_time(self) -> None:
-        for fault in ("slow", "dead"):
-            for attempt in range(_ATTEMPTS):
-                slow = self._slow_calls(fault)
-                if not slow:
-                    break
-                if attempt == _ATTEMPTS - 1:  # else the machine may have been busy
-                    method, seconds = slow.popitem()
-                    raise TIME.violation(
-                        f"over storage that {_DOES[fault]}, a call of {method}() took "
-                        f"{seconds:.2f} s, at most {self.call_seconds:g} s is accepted"
-                    )
-
     def _slow_calls(self, fault: str) -> dict[str, float]:
         """Return the seconds of calls that took too long, by method."""
         adds = [Add(family, length, 2) for family in range(2) for length in (_PROMPT, 21)]
@@ -414,42 +431,6 @@ class KVConnectorSuite(ComponentSuite):
                     self._expect_loaded(session, add, whole, "the prefix cache was reset")
             except Violation as violation:
                 raise RANKS.violation(f"{what}, {violation.observed}") from violation
-
-    def _check_release(self) -> None:
-        for fault in (RELIABLE, "dead"):
-            with self._folder() as folder:
-                before = set(threading.enumerate())
-                with self._session(folder, is_quiet=False) as session:
-                    session.play([Add(0, _PROMPT, 1)])
-                    self.disturb(folder, fault)
-                    session.play([Do("reset"), Add(0, _PROMPT, 1)])
-                    began = time.monotonic()
-                if (seconds := time.monotonic() - began) > _CLOSE_SECONDS:
-                    raise RELEASE.violation(
-                        f"over storage that {_DOES[fault]}, close took {seconds:.1f} s"
-                    )
-                self.disturb(folder, RELIABLE)
-                if left := _left(before):
-                    names = ", ".join(sorted(thread.name for thread in left))
-                    raise RELEASE.violation(f"these threads are left: {names}")
-
-    def _check_memory(self) -> None:
-        sizes = []
-        with self._folder() as folder, self._session(folder) as session:
-            assert session.watch is not None
-            for wave in range(3):
-                for number in range(_WAVE):
-                    session.play([Add(number % 3, 13, 1), Add(1, 21, 2), Do("abort", number)])
-                    if number % 3 == 0:
-                        session.play([Do("reset"), Add(0, 17, 1), Do("step"), Do("abort", 0)])
-                if wave:
-                    sizes.append([count_elements(vars(half)) for half in session.watch.halves])
-        for half, before, after in zip(session.watch.halves, *sizes, strict=True):
-            if after - before >= _WAVE:
-                raise MEMORY.violation(
-                    f"what a {type(half).__name__} refers to grew from {before} to {after} "
-                    f"elements by {2 * _WAVE} requests of prompts that it knew"
-                )
 
 
 _QUICK = (

@@ -61,7 +61,9 @@ class PeerKVStoreSuite(KVStoreSuite):
         self._run_checks(OFFERS.text, self._in_pair(self._check_peers))
 
     def test_offers(self) -> None:
-        """A block that one engine offers reaches the other, once."""
+        """What one engine offers, the other fetches: once, whole, also when threads compete for it.
+        `lookup` and `load` do not find it.
+        """
         self._run_checks(
             OFFERS.text,
             self._in_pair(self._check_offers),
@@ -69,13 +71,17 @@ class PeerKVStoreSuite(KVStoreSuite):
         )
 
     def test_leases(self) -> None:
-        """A block is gone after its lease, and there while it is renewed, from both sides."""
+        """An offer that no one renews is gone after its time. Both sides can renew it; renewing
+        what is not there does nothing.
+        """
         self._run_checks(
             LEASES.text, self._in_pair(self._check_end), self._in_pair(self._check_renewal)
         )
 
     def test_waits(self) -> None:
-        """A fetch may come before the offer; without one, and without a peer, it ends in time."""
+        """A fetch may come before the offer. In vain, or from an engine that has ended, it returns
+        `False` in time, or raises.
+        """
         self._run_checks(
             WAITS.text, self._in_pair(self._check_early_fetch), self._in_pair(self._check_loss)
         )

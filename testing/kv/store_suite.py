@@ -18,7 +18,7 @@ from hardpoint.plugins import ConfigError, KVStore, KVStoreContext
 from hardpoint.plugins.component import Component
 from hardpoint.testing.component_suite import ComponentSuite, class_under_test
 from hardpoint.testing.reporting.calls import releasing_all
-from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests
+from hardpoint.testing.suite import Rule, Violation, checks
 
 from .storage import temporary_folder
 from .store_blocks import make_keys, unusual_keys
@@ -150,17 +150,16 @@ class KVStoreSuite(ComponentSuite):
     def _component(self) -> type[Component]:
         return class_under_test(self, "store", KVStore)
 
-    def test_contract(self) -> None:
-        """The class states its contract, and can be built for buffers of all sizes."""
-        self._run_checks(
-            "contract: the loader can check and build the class",
-            lambda: reject_replaced_tests(type(self), KVStoreSuite),
-            self._check_contract,
-            *self._per_size(lambda _place: None),
-        )
+    def _check_construction(self) -> None:
+        for sizes in self.sizes:
+            with self._place(sizes):
+                pass
 
     def test_content(self) -> None:
-        """In any history of calls, all that is found is what was stored, and what is kept is."""
+        """In any history of calls, `load` returns `True` only with a whole block that was stored
+        under this key. Of a block that is kept, it does. `lookup` answers what `load` does, for
+        each key up to the first that is not there. Nothing raises; no fault is reported.
+        """
 
         def check(sizes: Sequence[int], calls: Sequence[Call]) -> None:
             with self._place(sizes) as place:
@@ -174,16 +173,30 @@ class KVStoreSuite(ComponentSuite):
             calls=st.lists(_CALLS, min_size=1, max_size=30),
         )
 
+    @checks(CONTENT)
     def test_keys(self) -> None:
-        """Keys are any 32 bytes, and all of them count."""
-        self._run_checks(CONTENT.text, self._check_keys)
+        """Keys are any 32 bytes, and all of them count: some are no text, and some differ in their
+        last bytes, or by case, only.
+        """
+        keys = unusual_keys()
+        with self._place(self.sizes[0], keys) as place:
+            session = place.session
+
+            def use() -> None:
+                for first in (0, 1):  # of those that are alike
+                    for index in range(first, len(keys), 2):
+                        session.store(index)
+                    for index in range(len(keys)):
+                        session.check_lookup([index])
+
+            place.run(use)
 
     def test_kept(self) -> None:
         """Blocks are kept at all, and all that `store` reported as kept."""
         self._run_checks(KEPT.text, *self._per_size(self._check_kept))
 
     def test_replaced(self) -> None:
-        """A block replaces the old one under its key, also after a new start."""
+        """A block that is stored replaces the old one under its key, also after a new start."""
         self._run_checks(REPLACED.text, *self._per_size(self._check_replaced))
 
     def test_lookup(self) -> None:
@@ -191,11 +204,15 @@ class KVStoreSuite(ComponentSuite):
         self._run_checks(LOOKUP.text, *self._per_size(self._check_lookup))
 
     def test_buffers(self) -> None:
-        """Neither `store` nor `load` touches a buffer after its time, or more than its parts."""
+        """A buffer is the store's only until the call returns or its future is done: what was
+        stored is copied, nothing is written later, or outside of it.
+        """
         self._run_checks(BORROWED.text, *self._per_size(self._check_buffers))
 
     def test_threads(self) -> None:
-        """Calls of several threads at once are right, and no reader sees half a block."""
+        """Calls of several threads end, and each load finds one whole block of those that were
+        stored under the key.
+        """
 
         def check(sizes: Sequence[int], seed: int) -> None:
             with self._place(sizes) as place, switching_often():
@@ -209,24 +226,43 @@ class KVStoreSuite(ComponentSuite):
             seed=st.integers(0, 2**16),
         )
 
+    @checks(CONTENT)
     def test_ranks(self) -> None:
-        """Stores of several ranks, with buffers of other sizes, do not disturb each other."""
-        self._run_checks(CONTENT.text, self._check_ranks)
+        """Stores of two ranks with the same options, and buffers of other sizes, work at the same
+        time. A block of another size is a miss.
+        """
+        with self._place(self.sizes[0]) as place:
+            with place.other(self.sizes[1], make_keys(_KEYS), rank=1) as other:
+
+                def use(session: StoreSession) -> None:
+                    for index in range(_KEYS):
+                        session.store(index)
+                        session.check_lookup([index])
+                    for index in range(_KEYS):
+                        session.check_kept(index, " after another rank stored blocks, too")
+
+                place.run(lambda: use(place.session), lambda: use(other.session))
+            place.session.drain()
+            self._check_other_size(place)
+            for index in range(_KEYS):
+                place.session.check_kept(index, " after a store for other sizes was there")
 
     def test_limit(self) -> None:
-        """A store that is full drops blocks or refuses new ones."""
+        """A store that is full keeps what it says it keeps, drops others, and stays below its
+        limit; one without room for a single block refuses it, or is refused by a `ConfigError`.
+        """
         if self.limit_options(1, 1) is None:
             pytest.skip("limit_options returns None: the store has no limit")
         self._run_checks(LIMIT.text, self._check_limit, self._check_no_room)
 
     def test_shared(self) -> None:
-        """Several stores of one place serve each other's blocks."""
+        """With `shared`: after `drain`, another engine's and another rank's store find a block."""
         if not self.shared:
             pytest.skip("shared is False")
         self._run_checks(SHARED.text, self._check_shared)
 
     def test_durable(self) -> None:
-        """Blocks are there when their place is opened again."""
+        """With `durable`: blocks are there after `drain`, `close` and a new start."""
         if not self.durable:
             pytest.skip("durable is False")
         self._run_checks(DURABLE.text, *self._per_size(self._check_durable))
@@ -235,12 +271,27 @@ class KVStoreSuite(ComponentSuite):
         """Drain returns, with nothing to wait for too, and while others call the store."""
         self._run_checks(DRAIN.text, *self._per_size(self._check_drain))
 
+    @checks(CLOSE)
     def test_close(self) -> None:
-        """After close there are no more threads and open files than before."""
-        self._run_checks(CLOSE.text, self._check_close)
+        """After `close` there are no more threads and open files than before."""
+
+        def use() -> None:
+            with self._place(self.sizes[0]) as place:
+                session = place.session
+                programs = [functools.partial(session.store, number) for number in range(3)]
+                place.run(*programs, lambda: [session.load(index) for index in range(3)])
+            with self._place(self.sizes[0]):
+                pass  # closed at once
+
+        use()  # what stays after the first use may stay
+        try:
+            with releasing_all():
+                use()
+        except Violation as found:
+            raise CLOSE.violation(found.observed) from None
 
     def test_speed(self) -> None:
-        """Lookup keeps its budget."""
+        """`lookup` keeps its budget."""
         if self.budget_us_per_key is None:
             pytest.skip("budget_us_per_key is None")
         self._run_checks(SPEED.text, self._check_speed)
@@ -329,20 +380,6 @@ class KVStoreSuite(ComponentSuite):
         for index in range(_KEYS):
             place.session.check_kept(index)
 
-    def _check_keys(self) -> None:
-        keys = unusual_keys()
-        with self._place(self.sizes[0], keys) as place:
-            session = place.session
-
-            def use() -> None:
-                for first in (0, 1):  # of those that are alike
-                    for index in range(first, len(keys), 2):
-                        session.store(index)
-                    for index in range(len(keys)):
-                        session.check_lookup([index])
-
-            place.run(use)
-
     def _check_kept(self, place: Place) -> None:
         session = place.session
         kept = [session.store(index, version) for version in range(2) for index in range(_KEYS)]
@@ -415,24 +452,6 @@ class KVStoreSuite(ComponentSuite):
         place.run(*programs)
         place.run(lambda: session.check_lookup(range(_KEYS)))
         place.run(lambda: [session.check_kept(i, " after threads") for i in range(_KEYS)])
-
-    def _check_ranks(self) -> None:
-        """Use two ranks' stores at the same time; then one of them in a model of other sizes."""
-        with self._place(self.sizes[0]) as place:
-            with place.other(self.sizes[1], make_keys(_KEYS), rank=1) as other:
-
-                def use(session: StoreSession) -> None:
-                    for index in range(_KEYS):
-                        session.store(index)
-                        session.check_lookup([index])
-                    for index in range(_KEYS):
-                        session.check_kept(index, " after another rank stored blocks, too")
-
-                place.run(lambda: use(place.session), lambda: use(other.session))
-            place.session.drain()
-            self._check_other_size(place)
-            for index in range(_KEYS):
-                place.session.check_kept(index, " after a store for other sizes was there")
 
     def _check_other_size(self, place: Place) -> None:
         """Load what was stored with buffers of another size: a file may be cut, or a key wrong."""
@@ -525,22 +544,6 @@ class KVStoreSuite(ComponentSuite):
                 session.store(index)
 
         place.run(use, session.drain, session.drain)
-
-    def _check_close(self) -> None:
-        def use() -> None:
-            with self._place(self.sizes[0]) as place:
-                session = place.session
-                programs = [functools.partial(session.store, number) for number in range(3)]
-                place.run(*programs, lambda: [session.load(index) for index in range(3)])
-            with self._place(self.sizes[0]):
-                pass  # closed at once
-
-        use()  # what stays after the first use may stay
-        try:
-            with releasing_all():
-                use()
-        except Violation as found:
-            raise CLOSE.violation(found.observed) from None
 
     def _check_speed(self) -> None:
         budget = self.budget_us_per_key or 0.0

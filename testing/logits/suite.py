@@ -59,7 +59,9 @@ class LogitsProcessorSuite(ConformanceSuite):
     budget_vocab_size: ClassVar[int] = 32_000
 
     def test_contract(self) -> None:
-        """The class states contract, phase and types; options and arguments survive pickling."""
+        """The class states `contract` and `phase`, has the right types and can be built. Options
+        and arguments survive the transport to another process: as plain data, and pickled.
+        """
         rule = "contract: the loader can check and build the class"
         self._run_checks(
             rule,
@@ -69,7 +71,9 @@ class LogitsProcessorSuite(ConformanceSuite):
         self._search_cases(rule, 30, claims.check_round_trip, case=self._users())
 
     def test_effect(self) -> None:
-        """The processor runs, changes logits and uses its state: else nothing is tested."""
+        """In some of the cases it runs, changes a logit, and reads the state that it declares:
+        otherwise the other rules would test nothing.
+        """
         seen = results.Effects(self._subject)
         # It ends as soon as all was seen, so a short run tries as many cases: few may not show it.
         scale = min(self.examples * examples_scale(), 1.0)
@@ -84,7 +88,12 @@ class LogitsProcessorSuite(ConformanceSuite):
         self._run_checks(results.EFFECT, seen.check)
 
     def test_history(self) -> None:
-        """In any history of a batch a row equals its request run alone."""
+        """Requests are added, finish, are preempted and resumed, skip steps, and move between rows,
+        among others that do not use the processor. After each step each row equals, bit for bit,
+        the result of a new instance for that request alone, started on its whole history. With
+        `observe`: of an instance in which the request ran alone from its start and was never
+        preempted. A state is as `State` and `max_state_bytes` declare.
+        """
         self._search_cases(
             "history: a row's result depends on its own request only",
             50,
@@ -94,7 +103,7 @@ class LogitsProcessorSuite(ConformanceSuite):
         )
 
     def test_swaps(self) -> None:
-        """Requests may exchange their rows."""
+        """The same when two requests exchange their rows."""
         rows = st.integers(0, MAX_ROWS - 1)
         self._search_cases(
             "swaps: requests that exchange rows keep their state",
@@ -106,7 +115,9 @@ class LogitsProcessorSuite(ConformanceSuite):
         )
 
     def test_bystanders(self) -> None:
-        """Requests that do not use the processor are not affected."""
+        """Rows of requests that do not use it keep their bits. If no request uses it, it is not
+        called and the same tensor is returned.
+        """
         if self._subject.used_by_default(SamplingParams()):
             pytest.skip("every request uses this processor: there are no bystanders")
         self._search_cases(
@@ -118,7 +129,9 @@ class LogitsProcessorSuite(ConformanceSuite):
         )
 
     def test_argmax_claim(self) -> None:
-        """The most likely token does not change, if the class declares it."""
+        """If it declares `argmax_invariant = True`: the most likely token (the lowest id of equals)
+        never changes, with ties, masks, huge values, equal values and a single survivor.
+        """
         if not self.processor.argmax_invariant:
             pytest.skip("argmax_invariant is False: nothing is declared")
         self._search_cases(
@@ -131,7 +144,9 @@ class LogitsProcessorSuite(ConformanceSuite):
         )
 
     def test_pure(self) -> None:
-        """`apply` and `edits` change no state and may be called twice."""
+        """`apply` or `edits` called twice, in another order of rows, or row by row gives the same.
+        It changes no state, no list of ids and no arguments.
+        """
         self._search_cases(
             "pure: apply and edits change nothing but their result",
             60,
@@ -141,7 +156,9 @@ class LogitsProcessorSuite(ConformanceSuite):
         )
 
     def test_advance(self) -> None:
-        """An advanced state equals one started on the whole history."""
+        """A state advanced token by token equals a state started on all the tokens; likewise state
+        on the device.
+        """
         if self._subject.observes:
             pytest.skip("it observes: a state is never started on a history")
         tokens = drawn_tokens(self.vocab_size)
@@ -155,7 +172,7 @@ class LogitsProcessorSuite(ConformanceSuite):
         )
 
     def test_fork(self) -> None:
-        """Drafts do not change the request's own state."""
+        """Advancing a forked state over draft tokens does not change the original."""
         self._skip_without_drafts()
         if self._subject.observes:
             pytest.skip("it observes: test_drafts checks the forks, too")
@@ -169,7 +186,9 @@ class LogitsProcessorSuite(ConformanceSuite):
         )
 
     def test_drafts(self) -> None:
-        """The row of a draft equals that of the real token."""
+        """The row of a draft token equals that of a request which generated it; with `observe` row
+        after row, on forks.
+        """
         self._skip_without_drafts()
         if self._subject.observes:
             self._search_cases(
@@ -192,7 +211,7 @@ class LogitsProcessorSuite(ConformanceSuite):
         )
 
     def test_deterministic(self) -> None:
-        """Equal inputs give equal results."""
+        """Two new instances give equal results for equal inputs."""
         self._search_cases(
             "deterministic: equal inputs give equal logits",
             60,
@@ -202,7 +221,9 @@ class LogitsProcessorSuite(ConformanceSuite):
         )
 
     def test_valid_logits(self) -> None:
-        """Every row has a token to choose."""
+        """Right shape, type and device; no NaN, no +inf, and a token left to choose, for all
+        accepted arguments.
+        """
         self._search_cases(
             "valid logits: no NaN, no +inf, and a token left, for every accepted argument",
             120,
@@ -213,7 +234,7 @@ class LogitsProcessorSuite(ConformanceSuite):
         )
 
     def test_masks_stay(self) -> None:
-        """A masked token stays masked."""
+        """A token at -inf stays there: masks and grammars ran before. (Not for `Phase.FORCE`.)"""
         if self.processor.phase is Phase.FORCE:
             pytest.skip("a processor of Phase.FORCE may unmask tokens")
         self._search_cases(
@@ -225,7 +246,7 @@ class LogitsProcessorSuite(ConformanceSuite):
         )
 
     def test_reads(self) -> None:
-        """The processor reads no ids on the host, if the class declares it."""
+        """If it declares `Reads.LOGITS` or `DEVICE_IDS`: it does not read ids on the host."""
         if self.processor.reads is Reads.HOST_IDS:
             pytest.skip("reads = Reads.HOST_IDS: it may read everything")
         self._search_cases(
@@ -237,7 +258,9 @@ class LogitsProcessorSuite(ConformanceSuite):
         )
 
     def test_no_sync(self) -> None:
-        """The processor reads no device value on the host, if the class declares it."""
+        """In the same case: it never reads a device value on the host (`.item()`, `if tensor`,
+        `nonzero()`, `.cpu()`). No device is needed: it runs on tensors without values.
+        """
         if self.processor.reads is Reads.HOST_IDS:
             pytest.skip("reads = Reads.HOST_IDS: it may make the host wait")
         try:
@@ -251,7 +274,7 @@ class LogitsProcessorSuite(ConformanceSuite):
             pytest.skip(f"undecidable without a device: {reason}")
 
     def test_memory(self) -> None:
-        """Finished requests leave nothing behind."""
+        """Finished requests are not referenced any more, and nothing grows with their number."""
         self._search_cases(
             "memory: nothing grows with the number of finished requests",
             2,
@@ -260,7 +283,7 @@ class LogitsProcessorSuite(ConformanceSuite):
         )
 
     def test_speed(self) -> None:
-        """The cost of a row stays within the budget."""
+        """A row costs no more than the budget: the median of the best round."""
         if self.budget_us_per_row is None:
             pytest.skip("budget_us_per_row is None")
         subject = self._make_subject(self.budget_vocab_size)

@@ -33,7 +33,7 @@ from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import QuantizedWeight
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.engine_access import cut_weights, load_quantization
-from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
+from hardpoint.testing.suite import Rule, Violation, checks, short_repr
 
 from .content_hash import CONTENT_HASH, Tensors, check_content_hash
 
@@ -128,79 +128,15 @@ class WeightLoaderSuite(ComponentSuite):
     def _component(self) -> type[Component]:
         return self.loader
 
-    def test_contract(self) -> None:
-        """The class states its contract and can be built; its options survive pickling."""
+    def _check_construction(self) -> None:
+        with self._checkpoint() as checkpoint:
+            self._make(checkpoint).close()
 
-        def build() -> None:
-            with self._checkpoint() as checkpoint:
-                self._make(checkpoint).close()
-
-        self._run_checks(
-            "contract: the loader can check and build the class",
-            lambda: reject_replaced_tests(type(self), WeightLoaderSuite),
-            self._check_contract,
-            build,
-        )
-
+    @checks(RECOGNISES)
     def test_recognises(self) -> None:
-        """The checkpoint is recognised, other files and folders are not."""
-        self._run_checks(RECOGNISES.text, self._check_recognises)
-
-    def test_config(self) -> None:
-        """The configuration is complete and plain, and the same each time."""
-        self._run_checks(CONFIG.text, self._check_config)
-
-    def test_weights(self) -> None:
-        """Every weight comes once, with its shape and values."""
-        self._run_checks(WEIGHTS.text, self._check_weights)
-
-    def test_cuts(self) -> None:
-        """Ranks that share a model get the parts that they need."""
-        self._run_checks(CUTS.text, self._check_cuts, self._check_cut_shapes)
-
-    def test_parts(self) -> None:
-        """Fewer names, and names that the files lack, raise nothing."""
-        self._run_checks(WEIGHTS.text, self._check_parts)
-
-    def test_formats(self) -> None:
-        """Weights come as `formats` describes them, if it does."""
-        self._run_checks(FORMATS.text, self._check_formats)
-
-    def test_repeated(self) -> None:
-        """A second call, and a second instance, give the same weights."""
-        self._run_checks("repeated: each call of weights gives the same", self._check_repeated)
-
-    def test_fingerprint(self) -> None:
-        """Another instance has the same fingerprint; changed files have another."""
-        self._run_checks(FINGERPRINT.text, self._check_fingerprint)
-
-    def test_content_hash(self) -> None:
-        """Copies of the files have the same hash; other weights have another."""
-        self._run_checks(CONTENT_HASH.text, self._check_content_hash)
-
-    def test_damage(self) -> None:
-        """Files that are empty, cut or missing are a ModelError."""
-        if self.tolerance is None:
-            pytest.skip("tolerance is None: wrong weights would not be noticed")
-        self._run_checks(DAMAGE.text, self._check_damage)
-
-    def test_reads_only(self) -> None:
-        """The files stay as they are."""
-        self._run_checks("reads only: a loader writes to no file", self._check_reads_only)
-
-    @contextmanager
-    def _checkpoint(self) -> Iterator[Checkpoint]:
-        """Write the checkpoint into a folder that is deleted afterwards."""
-        with tempfile.TemporaryDirectory() as name:
-            path, tensors = self.write(Path(name))
-            yield Checkpoint(path, tensors)
-
-    def _make(self, checkpoint: Checkpoint) -> WeightLoader:
-        files = ModelFiles(checkpoint.path.name, checkpoint.path)
-        loader: WeightLoader = self._build(LoaderContext, files=files)
-        return loader
-
-    def _check_recognises(self) -> None:
+        """It claims the checkpoint and no other file or folder, raises nothing for any path, and
+        says the same again.
+        """
         with self._checkpoint() as checkpoint, tempfile.TemporaryDirectory() as name:
             cases = {"the checkpoint": (checkpoint.path, self.recognised)}
             cases |= {what: (path, False) for what, path in _other_files(Path(name)).items()}
@@ -213,15 +149,9 @@ class WeightLoaderSuite(ComponentSuite):
                             f"{expected}"
                         )
 
-    def _recognises(self, what: str, path: Path) -> Any:
-        try:
-            return self.loader.recognises(ModelFiles(path.name, path))
-        except Exception as cause:
-            raise RECOGNISES.violation(
-                f"recognises raised {type(cause).__name__} for {what}: {cause}"
-            ) from cause
-
-    def _check_config(self) -> None:
+    @checks(CONFIG)
+    def test_config(self) -> None:
+        """Each field of the `ModelConfig` has a right value, and the next call gives the same."""
         with self._checkpoint() as checkpoint:
             loader = self._make(checkpoint)
             config = loader.config()
@@ -245,7 +175,9 @@ class WeightLoaderSuite(ComponentSuite):
                         f"config() was {short_repr(config)}, {what} {short_repr(other)}"
                     )
 
-    def _check_weights(self) -> None:
+    @checks(WEIGHTS)
+    def test_weights(self) -> None:
+        """Each weight comes once, with its shape and values, in a tensor of its own."""
         with self._checkpoint() as checkpoint:
             found = self._read(checkpoint)
             if missing := sorted(checkpoint.tensors.keys() - found):
@@ -253,6 +185,145 @@ class WeightLoaderSuite(ComponentSuite):
                     f"weights yielded {len(found)} weights, but not {', '.join(missing[:5])}"
                 )
             self._check_values(checkpoint, found)
+
+    def test_cuts(self) -> None:
+        """`cut_weights` gives the same parts of weights that `weights` gives whole, in any
+        dimension, also empty ones, and several parts of one weight; a weight of another shape than
+        the model's is a `ModelError`.
+        """
+        self._run_checks(CUTS.text, self._check_cuts, self._check_cut_shapes)
+
+    @checks(WEIGHTS)
+    def test_parts(self) -> None:
+        """Fewer names, and names that the files lack, raise nothing."""
+        with self._checkpoint() as checkpoint:
+            name = sorted(checkpoint.tensors)[-1]
+            asked = {name: checkpoint.shapes[name], "absent.weight": (2, 3)}
+            found = self._read(checkpoint, asked)
+            if name not in found:
+                raise WEIGHTS.violation(
+                    f"weights, asked for {name!r} and for a name that the files lack, did not "
+                    f"yield {name!r}",
+                    "leave out what the files lack: the engine names it",
+                )
+            self._check_values(checkpoint, found)
+
+    @checks(FORMATS)
+    def test_formats(self) -> None:
+        """What `formats` says of a weight, if it says something, is how `weights` yields it."""
+        with self._checkpoint() as checkpoint:
+            loader = self._make(checkpoint)
+            formats = loader.formats({**checkpoint.shapes, "absent.weight": (2, 3)})
+            if not isinstance(formats, Mapping):
+                raise FORMATS.violation(f"formats returned {short_repr(formats)}")
+            weights = dict(loader.weights(checkpoint.shapes)) if formats else {}
+            for name, stored in formats.items():
+                if name not in checkpoint.shapes or not isinstance(stored, WeightFormat):
+                    raise FORMATS.violation(f"formats has {short_repr(stored)} for {name!r}")
+                weight = weights.get(name)
+                is_quantized = isinstance(weight, QuantizedWeight)
+                scheme = getattr(weight, "scheme", stored.name)
+                if stored.is_quantized is not is_quantized or stored.name != scheme:
+                    how = f"in {scheme!r}" if is_quantized else "as a tensor"
+                    raise FORMATS.violation(
+                        f"formats has {short_repr(stored)} for {name!r}, which comes {how}"
+                    )
+                if type(stored.num_bytes) is not int or stored.num_bytes < 0:
+                    raise FORMATS.violation(f"formats has {stored.num_bytes} bytes for {name!r}")
+
+    @checks("repeated: each call of weights gives the same")
+    def test_repeated(self) -> None:
+        """A second call, and a second instance, give the same weights."""
+        with self._checkpoint() as checkpoint:
+            loader = self._make(checkpoint)
+            first = self._read(checkpoint, loader=loader)
+            for what, again in (("a second call", loader), ("a new instance", None)):
+                other = self._read(checkpoint, loader=again)
+                differing = [
+                    name
+                    for name in first.keys() | other.keys()
+                    if name not in first
+                    or name not in other
+                    or not torch.equal(first[name], other[name])
+                ]
+                if differing:
+                    raise Violation(
+                        f"{what} of weights gave {sorted(differing)[0]!r} otherwise, and "
+                        f"{len(differing) - 1} more",
+                        "open the files in each call; an engine that wakes up loads again",
+                    )
+
+    @checks(FINGERPRINT)
+    def test_fingerprint(self) -> None:
+        """`fingerprint`, if there is one, is the same of another instance, and another one after
+        the files were written again.
+        """
+        with self._checkpoint() as checkpoint:
+            first = self._make(checkpoint).fingerprint()
+            if first is None:
+                return
+            if not isinstance(first, str):
+                raise FINGERPRINT.violation(f"fingerprint returned {short_repr(first)}")
+            if (again := self._make(checkpoint).fingerprint()) != first:
+                raise FINGERPRINT.violation(f"it was {first!r}, of a new instance {again!r}")
+            for path, content in checkpoint.files().items():
+                path.write_bytes(content)
+                found = path.stat()
+                os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns + 10**9))
+            if self._make(checkpoint).fingerprint() == first:
+                raise FINGERPRINT.violation(f"all files were written again, it is still {first!r}")
+
+    @checks(CONTENT_HASH)
+    def test_content_hash(self) -> None:
+        """Copies of the files have the same hash; other weights have another."""
+        with self._checkpoint() as checkpoint:
+            check_content_hash(checkpoint.path, self._make_at, self._read_at(checkpoint))
+
+    def test_damage(self) -> None:
+        """Each file that is empty, cut in half or missing is a `ModelError`, or nothing that is
+        yielded is wrong.
+        """
+        if self.tolerance is None:
+            pytest.skip("tolerance is None: wrong weights would not be noticed")
+        self._run_checks(DAMAGE.text, self._check_damage)
+
+    @checks("reads only: a loader writes to no file")
+    def test_reads_only(self) -> None:
+        """The files stay as they are."""
+        with self._checkpoint() as checkpoint:
+            before = checkpoint.files()
+            loader = self._make(checkpoint)
+            loader.config()
+            self._read(checkpoint, loader=loader)
+            loader.close()
+            after = checkpoint.files()
+            differing = {p for p in before.keys() | after.keys() if before.get(p) != after.get(p)}
+            if differing:
+                names = ", ".join(sorted(path.name for path in differing))
+                raise Violation(
+                    f"after loading, these files had changed: {names}",
+                    "leave a model's folder as it is: others load from it too",
+                )
+
+    @contextmanager
+    def _checkpoint(self) -> Iterator[Checkpoint]:
+        """Write the checkpoint into a folder that is deleted afterwards."""
+        with tempfile.TemporaryDirectory() as name:
+            path, tensors = self.write(Path(name))
+            yield Checkpoint(path, tensors)
+
+    def _make(self, checkpoint: Checkpoint) -> WeightLoader:
+        files = ModelFiles(checkpoint.path.name, checkpoint.path)
+        loader: WeightLoader = self._build(LoaderContext, files=files)
+        return loader
+
+    def _recognises(self, what: str, path: Path) -> Any:
+        try:
+            return self.loader.recognises(ModelFiles(path.name, path))
+        except Exception as cause:
+            raise RECOGNISES.violation(
+                f"recognises raised {type(cause).__name__} for {what}: {cause}"
+            ) from cause
 
     def _check_cuts(self) -> None:
         with self._checkpoint() as checkpoint:
@@ -296,80 +367,6 @@ class WeightLoaderSuite(ComponentSuite):
                     f"checkpoint has {list(shape)}, and cut_weights raised nothing"
                 )
 
-    def _check_parts(self) -> None:
-        with self._checkpoint() as checkpoint:
-            name = sorted(checkpoint.tensors)[-1]
-            asked = {name: checkpoint.shapes[name], "absent.weight": (2, 3)}
-            found = self._read(checkpoint, asked)
-            if name not in found:
-                raise WEIGHTS.violation(
-                    f"weights, asked for {name!r} and for a name that the files lack, did not "
-                    f"yield {name!r}",
-                    "leave out what the files lack: the engine names it",
-                )
-            self._check_values(checkpoint, found)
-
-    def _check_formats(self) -> None:
-        with self._checkpoint() as checkpoint:
-            loader = self._make(checkpoint)
-            formats = loader.formats({**checkpoint.shapes, "absent.weight": (2, 3)})
-            if not isinstance(formats, Mapping):
-                raise FORMATS.violation(f"formats returned {short_repr(formats)}")
-            weights = dict(loader.weights(checkpoint.shapes)) if formats else {}
-            for name, stored in formats.items():
-                if name not in checkpoint.shapes or not isinstance(stored, WeightFormat):
-                    raise FORMATS.violation(f"formats has {short_repr(stored)} for {name!r}")
-                weight = weights.get(name)
-                is_quantized = isinstance(weight, QuantizedWeight)
-                scheme = getattr(weight, "scheme", stored.name)
-                if stored.is_quantized is not is_quantized or stored.name != scheme:
-                    how = f"in {scheme!r}" if is_quantized else "as a tensor"
-                    raise FORMATS.violation(
-                        f"formats has {short_repr(stored)} for {name!r}, which comes {how}"
-                    )
-                if type(stored.num_bytes) is not int or stored.num_bytes < 0:
-                    raise FORMATS.violation(f"formats has {stored.num_bytes} bytes for {name!r}")
-
-    def _check_repeated(self) -> None:
-        with self._checkpoint() as checkpoint:
-            loader = self._make(checkpoint)
-            first = self._read(checkpoint, loader=loader)
-            for what, again in (("a second call", loader), ("a new instance", None)):
-                other = self._read(checkpoint, loader=again)
-                differing = [
-                    name
-                    for name in first.keys() | other.keys()
-                    if name not in first
-                    or name not in other
-                    or not torch.equal(first[name], other[name])
-                ]
-                if differing:
-                    raise Violation(
-                        f"{what} of weights gave {sorted(differing)[0]!r} otherwise, and "
-                        f"{len(differing) - 1} more",
-                        "open the files in each call; an engine that wakes up loads again",
-                    )
-
-    def _check_fingerprint(self) -> None:
-        with self._checkpoint() as checkpoint:
-            first = self._make(checkpoint).fingerprint()
-            if first is None:
-                return
-            if not isinstance(first, str):
-                raise FINGERPRINT.violation(f"fingerprint returned {short_repr(first)}")
-            if (again := self._make(checkpoint).fingerprint()) != first:
-                raise FINGERPRINT.violation(f"it was {first!r}, of a new instance {again!r}")
-            for path, content in checkpoint.files().items():
-                path.write_bytes(content)
-                found = path.stat()
-                os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns + 10**9))
-            if self._make(checkpoint).fingerprint() == first:
-                raise FINGERPRINT.violation(f"all files were written again, it is still {first!r}")
-
-    def _check_content_hash(self) -> None:
-        with self._checkpoint() as checkpoint:
-            check_content_hash(checkpoint.path, self._make_at, self._read_at(checkpoint))
-
     def _make_at(self, path: Path) -> WeightLoader:
         return self._make(Checkpoint(path, {}))
 
@@ -411,22 +408,6 @@ class WeightLoaderSuite(ComponentSuite):
             self._check_values(checkpoint, found)
         except Violation as violation:
             raise DAMAGE.violation(f"with {what}, {violation.observed}") from violation
-
-    def _check_reads_only(self) -> None:
-        with self._checkpoint() as checkpoint:
-            before = checkpoint.files()
-            loader = self._make(checkpoint)
-            loader.config()
-            self._read(checkpoint, loader=loader)
-            loader.close()
-            after = checkpoint.files()
-            differing = {p for p in before.keys() | after.keys() if before.get(p) != after.get(p)}
-            if differing:
-                names = ", ".join(sorted(path.name for path in differing))
-                raise Violation(
-                    f"after loading, these files had changed: {names}",
-                    "leave a model's folder as it is: others load from it too",
-                )
 
     def _read(
         self,

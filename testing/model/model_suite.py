@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,77 +13,32 @@ import torch
 from hypothesis import strategies as st
 
 from hardpoint.plugins import (
-    ForwardBatch,
     KVSpec,
     Model,
     ModelConfig,
     ModelContext,
-    ModelError,
 )
 from hardpoint.plugins.component import Component
-from hardpoint.plugins.parallel import Communicator, Parallel
+from hardpoint.plugins.parallel import Parallel
 from hardpoint.plugins.quantization import QuantizedMatrix
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.declared import declared_result
 from hardpoint.testing.engine_access import load_ops
 from hardpoint.testing.snapshots import count_elements, snapshot
-from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
+from hardpoint.testing.suite import Violation, checks, short_repr
 
+from . import model_rules as rules
+from .divided_model import DividedModel
+from .model_sequences import ModelSequences, relative_difference, summary
 from .quantized_model import QUANTIZED, codes_of, quantizable_names, quantized_forms
-from .rank_threads import run_ranks
-from .sequences import WholeHistory, ordered, softmax_attention
+from .sequences import ordered, softmax_attention
 from .shared_model import (
-    HIDDEN_SIZE,
-    REFUSED,
     SHARED,
     Division,
-    RankResult,
     RefusedError,
-    check_coverage,
-    check_cut_weights,
-    check_sizes,
-    check_specs,
 )
 
 _MAX_TOKENS = 8  # of a sequence in a drawn step
-
-WEIGHTS = Rule(
-    "weights: load_weights needs the tensors of weight_shapes, all of them and no others",
-    "list the name and the shape of each tensor of the checkpoint that load_weights uses; it gets "
-    "them one by one, in any order and in any floating dtype",
-)
-PACKED = Rule(
-    "packed: load_packed makes, of what packed_weights returned, the same model as load_weights",
-    "return every tensor that load_weights has made, by name; raise KeyError or ValueError for one "
-    "that is missing",
-)
-SPECS = Rule(
-    "specs: kv_specs has one KVSpec per attention layer, always the same",
-    "return a list of KVSpec, known from the configuration before the weights are loaded",
-)
-ATTEND = Rule(
-    "attend: forward calls attend once per layer of kv_specs, with tensors as its spec says",
-    "pass q [tokens, num_heads, head_size], and k and v [tokens, num_kv_heads, head_size], in the "
-    "context's dtype; let kv_specs say the same",
-)
-SHAPES = Rule(
-    "shapes: hidden states [tokens, hidden], logits [rows, vocab_size]",
-    "return one row of a constant width per token, and one logit per token id of config.vocab_size",
-)
-BATCH = Rule(
-    "batch: a sequence's hidden states depend on its own tokens alone",
-    "compute each token from its id, its position and what attend returns; batches mix sequences, "
-    "and a prompt may come in parts",
-)
-POSITIONS = Rule(
-    "positions: a token's position is the one in batch.positions",
-    "use batch.positions for the rotary or learned embedding of positions; set uses_positions = "
-    "False of the suite for a model without any",
-)
-STATE = Rule(
-    "state: forward keeps nothing for the next step",
-    "keep keys and values in the cache, through attend, and nothing of a step in the model",
-)
 
 
 @dataclass(frozen=True)
@@ -144,38 +98,73 @@ class ModelSuite(ComponentSuite):
         with torch.inference_mode(), super()._exception_guard():
             yield
 
-    def test_contract(self) -> None:
-        """The class states its contract and can be built; its options survive pickling."""
-        self._run_checks(
-            "contract: the loader can check and build the class",
-            lambda: reject_replaced_tests(type(self), ModelSuite),
-            self._check_contract,
-            lambda: self._make().close(),
-        )
-
     def test_weights(self) -> None:
-        """The listed weights are loaded, in any order and dtype, and each has an effect."""
+        """`load_weights` needs exactly the tensors of `weight_shapes`, in any order and floating
+        dtype, and each has an effect.
+        """
         self._run_checks(
-            WEIGHTS.text, self._check_shapes_of_weights, self._check_order, self._check_effects
+            rules.WEIGHTS.text,
+            self._check_shapes_of_weights,
+            self._check_order,
+            self._check_effects,
         )
 
+    @checks(rules.PACKED)
     def test_packed(self) -> None:
-        """The weights of `packed_weights` make the same model, if it returns some."""
-        self._run_checks(PACKED.text, self._check_packed)
+        """What `packed_weights` returns, if it returns something, makes the same model through
+        `load_packed`, and a missing tensor is refused.
+        """
+        model = self._load(self._make(), self._weights(self._make()))
+        packed = model.packed_weights()
+        if packed is None:
+            return
+        if not isinstance(packed, Mapping) or not all(
+            isinstance(tensor, torch.Tensor) for tensor in packed.values()
+        ):
+            raise rules.PACKED.violation(f"packed_weights returned {short_repr(packed)}")
+        again = self._make()
+        again.load_packed(packed)
+        expected, found = (self._hidden(m, [self._example]) for m in (model, again))
+        logits = [m.compute_logits(expected) for m in (model, again)]
+        if not torch.equal(found, expected) or not torch.equal(*logits):
+            raise rules.PACKED.violation("a model that load_packed has loaded gives other results")
+        for name in packed:
+            try:
+                self._make().load_packed({n: t for n, t in packed.items() if n != name})
+            except (KeyError, ValueError):
+                continue
+            raise rules.PACKED.violation(f"load_packed raised nothing without {name!r}")
 
     def test_quantized(self) -> None:
-        """Matrices of few bits are loaded in the place of tensors, if `quantizable` has some."""
+        """`quantizable` names matrices of `weight_shapes`; with those that `load_quantized` gets,
+        some or all, the model computes what it does with their numbers as tensors. Skipped if there
+        are none.
+        """
         if not self._make().quantizable():
             pytest.skip("the model has no matrices that may have few bits")
         self._run_checks(QUANTIZED.text, self._check_quantized)
 
+    @checks(rules.SPECS)
     def test_kv_specs(self) -> None:
-        """There is one spec per attention layer, the same before and after loading."""
-        self._run_checks(SPECS.text, self._check_specs)
+        """There is one `KVSpec` per attention layer, before and after loading; `forward` calls
+        `attend` once for each, with tensors of its shapes.
+        """
+        model = self._make()
+        fix = "return such a list, with a softcap of None or > 0"
+        specs = declared_result(rules.SPECS, Model, "kv_specs", model.kv_specs(), (), fix)
+        for when in ("when it was called again", "after the weights were loaded"):
+            if (again := model.kv_specs()) != specs:
+                raise rules.SPECS.violation(
+                    f"kv_specs returned {short_repr(specs)}, {when} {short_repr(again)}"
+                )
+            self._load(model, self._weights(model))
+        self._hidden(model, [{"a": self._tokens("a", 3)}])
 
     def test_shapes(self) -> None:
-        """Hidden states are [tokens, hidden], logits [rows, vocab_size] and finite."""
-        self._run_checks(SHAPES.text, lambda: self._check_shapes(self._loaded()))
+        """Hidden states are [tokens, hidden], logits [rows, `vocab_size`] and finite; q, k and v
+        have the context's dtype.
+        """
+        self._run_checks(rules.SHAPES.text, lambda: self._check_shapes(self._loaded()))
 
     def test_dtypes(self) -> None:
         """The same in the other dtypes."""
@@ -183,11 +172,22 @@ class ModelSuite(ComponentSuite):
             pytest.skip("`dtypes` has one only")
         for dtype in self.dtypes[1:]:
             check = functools.partial(self._check_shapes, self._loaded(dtype))
-            self._run_checks(SHAPES.text, check)
+            self._run_checks(rules.SHAPES.text, check)
 
+    @checks("logits: each row of logits is of its own hidden state")
     def test_logits(self) -> None:
         """A row's logits do not depend on the other rows."""
-        self._run_checks("logits: each row of logits is of its own hidden state", self._check_rows)
+        model = self._loaded()
+        hidden = self._hidden(model, [self._example])
+        whole = model.compute_logits(hidden).float()
+        for rows in ([5], [7, 2, 2], list(range(len(hidden) - 1, -1, -1))):
+            logits = model.compute_logits(hidden[rows]).float()
+            if (difference := relative_difference(logits, whole[rows])) > self.tolerance:
+                raise Violation(
+                    f"the logits of rows {rows} alone differ from those among all rows by "
+                    f"{difference:.3g} of the largest one",
+                    "compute each row of logits from its own hidden state",
+                )
 
     def test_batch(self) -> None:
         """A sequence has the same hidden states alone, in parts, and among others."""
@@ -195,7 +195,7 @@ class ModelSuite(ComponentSuite):
         counts = st.dictionaries(st.sampled_from("abc"), st.integers(1, _MAX_TOKENS), min_size=1)
         schedules = st.lists(counts, min_size=1, max_size=3).map(tuple)
         self._search(
-            BATCH.text,
+            rules.BATCH.text,
             30,
             lambda schedule: self._check_schedule(model, schedule),
             schedule=st.builds(Schedule, steps=schedules),
@@ -205,13 +205,13 @@ class ModelSuite(ComponentSuite):
         """Other positions of the same tokens give other hidden states."""
         if not self.uses_positions:
             pytest.skip("uses_positions is False")
-        self._run_checks(POSITIONS.text, self._check_positions)
+        self._run_checks(rules.POSITIONS.text, self._check_positions)
 
     def test_length(self) -> None:
-        """Positions up to max_model_len work."""
+        """Positions up to `max_model_len` work."""
 
         def check() -> None:
-            sequences, last = _Sequences(self, self._loaded()), self.max_model_len - 1
+            sequences, last = self._sequences(self._loaded()), self.max_model_len - 1
             try:
                 sequences.step({"a": [0]}, [last])
             except (IndexError, RuntimeError) as cause:
@@ -223,16 +223,47 @@ class ModelSuite(ComponentSuite):
 
         self._run_checks("length: sequences may have max_model_len tokens", check)
 
+    @checks(rules.STATE)
     def test_state(self) -> None:
-        """A step gives the same after another one, and nothing grows."""
-        self._run_checks(STATE.text, self._check_state)
+        """A step gives the same after others, bit for bit, and nothing grows."""
+        model = self._loaded()
+        first = self._hidden(model, [self._example])
+        before = count_elements(vars(model))
+        for count in range(1, 9):
+            self._hidden(model, [{"d": self._tokens("d", count)}])
+        again = self._hidden(model, [self._example])
+        if not torch.equal(first, again):
+            raise rules.STATE.violation(
+                f"the same step, after other ones, gave other hidden states: "
+                f"{_num_different(first, again)} of {first.numel()} numbers differ"
+            )
+        if (grown := count_elements(vars(model)) - before) >= 9:
+            raise rules.STATE.violation(
+                f"the model's attributes grew by {grown} elements in 9 steps"
+            )
 
+    @checks("reads only: a step changes nothing that it is given")
     def test_reads_only(self) -> None:
-        """The batch and the hidden states stay as they are."""
-        self._run_checks("reads only: a step changes nothing that it is given", self._check_inputs)
+        """Token ids, positions and hidden states stay as they are."""
+        model = self._loaded()
+        sequences = self._sequences(model)
+        hidden = sequences.step(self._example)
+        before = snapshot(hidden)
+        model.compute_logits(hidden)
+        if sequences.changed or snapshot(hidden) != before:
+            changed = sequences.changed or ["hidden"]
+            raise Violation(
+                f"after the step {', '.join(changed)} had changed",
+                "work on copies: positions serve all layers, and hidden states are used again "
+                "where a plugin fails",
+            )
 
     def test_tensor_2(self) -> None:
-        """Two ranks that divide each layer give what one does, if `parallelism` has "tensor"."""
+        """Two ranks that divide each layer give what one does, if `parallelism` has "tensor".
+        Together they need all of every weight, each of them its part (`weight_cuts`) and its heads
+        (`kv_specs`). Sizes that the constructor refuses with a `ModelError` that names the setting
+        are skipped.
+        """
         self._check_divided(Division(tensor=2))
 
     def test_tensor_3(self) -> None:
@@ -296,12 +327,12 @@ class ModelSuite(ComponentSuite):
         try:
             model.load_weights(given())
         except Exception as cause:
-            raise WEIGHTS.violation(
+            raise rules.WEIGHTS.violation(
                 f"load_weights, which got each weight of weight_shapes once, raised "
                 f"{type(cause).__name__}: {cause}"
             ) from cause
         if len(taken) < len(weights):
-            raise WEIGHTS.violation(
+            raise rules.WEIGHTS.violation(
                 f"load_weights took {len(taken)} of {len(weights)} weights of weight_shapes"
             )
         return model
@@ -315,13 +346,16 @@ class ModelSuite(ComponentSuite):
             model = self._make(dtype)
             loaded.append(self._load(model, self._weights(model)))
 
-        self._run_checks(WEIGHTS.text, load)
+        self._run_checks(rules.WEIGHTS.text, load)
         return loaded[0]
 
     def _hidden(self, model: Model, steps: Iterable[Mapping[str, Sequence[int]]]) -> torch.Tensor:
         """Return the hidden states of all steps, one after the other."""
-        sequences = _Sequences(self, model)
+        sequences = self._sequences(model)
         return torch.cat([sequences.step(step) for step in steps])
+
+    def _sequences(self, model: Model) -> ModelSequences:
+        return ModelSequences(model, self.attention)
 
     def _tokens(self, name: str, count: int) -> list[int]:
         """Return the first tokens of a sequence."""
@@ -337,7 +371,7 @@ class ModelSuite(ComponentSuite):
     def _check_shapes_of_weights(self) -> None:
         shapes = self._make().weight_shapes()
         if not isinstance(shapes, Mapping) or not all(map(_is_shape, shapes.values())):
-            raise WEIGHTS.violation(
+            raise rules.WEIGHTS.violation(
                 f"weight_shapes returned {short_repr(shapes)}", "return a tuple of sizes per name"
             )
 
@@ -349,7 +383,7 @@ class ModelSuite(ComponentSuite):
         for what, given in (("in reverse order", backwards), ("in bfloat16", halves)):
             found = self._hidden(self._load(self._make(), given), [self._example])
             if not torch.equal(found, expected):
-                raise WEIGHTS.violation(
+                raise rules.WEIGHTS.violation(
                     f"the same weights, given {what}, make other hidden states: "
                     f"{_num_different(found, expected)} of {expected.numel()} numbers differ"
                 )
@@ -362,33 +396,11 @@ class ModelSuite(ComponentSuite):
         for name, tensor in weights.items():
             found = self._effects(weights | {name: tensor.flip(0) * 2 + 0.5})
             if all(map(torch.equal, found, expected)):
-                raise WEIGHTS.violation(
+                raise rules.WEIGHTS.violation(
                     f"weight_shapes lists {name!r}, but another tensor of that name gives the same "
                     f"logits",
                     "load it, or leave it out of weight_shapes: a checkpoint without it is refused",
                 )
-
-    def _check_packed(self) -> None:
-        model = self._load(self._make(), self._weights(self._make()))
-        packed = model.packed_weights()
-        if packed is None:
-            return
-        if not isinstance(packed, Mapping) or not all(
-            isinstance(tensor, torch.Tensor) for tensor in packed.values()
-        ):
-            raise PACKED.violation(f"packed_weights returned {short_repr(packed)}")
-        again = self._make()
-        again.load_packed(packed)
-        expected, found = (self._hidden(m, [self._example]) for m in (model, again))
-        logits = [m.compute_logits(expected) for m in (model, again)]
-        if not torch.equal(found, expected) or not torch.equal(*logits):
-            raise PACKED.violation("a model that load_packed has loaded gives other results")
-        for name in packed:
-            try:
-                self._make().load_packed({n: t for n, t in packed.items() if n != name})
-            except (KeyError, ValueError):
-                continue
-            raise PACKED.violation(f"load_packed raised nothing without {name!r}")
 
     def _check_quantized(self) -> None:
         names = quantizable_names(self._make())
@@ -399,7 +411,7 @@ class ModelSuite(ComponentSuite):
         for what, matrices in quantized_forms(codes).items():
             found = self._results(self._load(self._make(), weights, matrices))
             for results, wanted in zip(found, expected, strict=True):
-                if (difference := _difference(results, wanted)) > self.tolerance:
+                if (difference := relative_difference(results, wanted)) > self.tolerance:
                     raise QUANTIZED.violation(
                         f"with {what}, hidden states or logits differ from those of the same "
                         f"numbers as tensors by {difference:.3g} of the largest one"
@@ -420,11 +432,23 @@ class ModelSuite(ComponentSuite):
         for name, is_asked in asked.items():
             if is_asked and name not in self.model.parallelism:
                 pytest.skip(f"`parallelism` does not have {name!r}")
+        first = {name: tokens[:9] for name, tokens in self._example.items()}
+        rest = {name: tokens[9:15] for name, tokens in self._example.items()}
+        last = {name: tokens[15:] for name, tokens in self._example.items()}
+        model = DividedModel(
+            division,
+            steps=[first, rest, last],  # prompts in parts, and single tokens
+            tolerance=self.tolerance,
+            make=self._make,
+            weights=self._weights,
+            load=self._load,
+            sequences=self._sequences,
+        )
         refusals: list[str] = []
 
         def check() -> None:
             try:
-                self._compare_divided(division)
+                model.compare()
             except RefusedError as refused:
                 refusals.append(str(refused))
 
@@ -432,147 +456,15 @@ class ModelSuite(ComponentSuite):
         if refusals:
             pytest.skip(f"the model refuses {division}: {refusals[0]}")
 
-    def _compare_divided(self, division: Division) -> None:
-        """Compare ranks that share the model with the whole.
-
-        Raises:
-            RefusedError: the model refuses it.
-        """
-        whole = self._make()
-        weights = self._weights(whole)
-        self._load(whole, weights)
-        sequences = _Sequences(self, whole)
-        expected = [sequences.step(step) for step in self._steps]
-        logits = whole.compute_logits(expected[-1])
-        shapes, ranks = whole.weight_shapes(), list[RankResult]()
-        before: list[RankResult] = []
-        for stage in range(division.stages):
-            before = self._run_stage(division, stage, weights, before)
-            ranks += before
-        check_coverage(shapes, ranks)
-        check_sizes(shapes, ranks, division)
-        check_specs(whole.kv_specs(), ranks, division)
-        self._check_results(division, ranks, torch.cat(expected), logits)
-
-    def _check_results(
-        self,
-        division: Division,
-        ranks: Sequence[RankResult],
-        hidden: torch.Tensor,
-        logits: torch.Tensor,
-    ) -> None:
-        """Check that ranks of the last stage compute what the whole does, those of others the same.
-
-        Args:
-            division: how the model is divided.
-            ranks: results of the ranks of all stages.
-            hidden: hidden states of the whole model.
-            logits: logits of the whole model's last step.
-        """
-        first: dict[int, RankResult] = {}
-        for rank in ranks:
-            found, other_rank = torch.cat(list(rank.hidden)), first.setdefault(rank.stage, rank)
-            if rank.logits is None:
-                reference, expected = str(other_rank), torch.cat(list(other_rank.hidden))
-                results = [("hidden states", found, expected)]
-            else:
-                reference = "the whole model"
-                results = [("hidden states", found, hidden), ("logits", rank.logits, logits)]
-            for what, mine, other in results:
-                if mine.shape != other.shape:
-                    raise SHARED.violation(
-                        f"with {division}, the {what} of {rank} are {_summary(mine)}, those of "
-                        f"{reference} {list(other.shape)}"
-                    )
-                if (difference := _difference(mine, other)) > self.tolerance:
-                    raise SHARED.violation(
-                        f"with {division}, the {what} of {rank} differ from those of {reference} "
-                        f"by {difference:.3g} of the largest one"
-                    )
-
-    @property
-    def _steps(self) -> list[dict[str, list[int]]]:
-        """Return steps of prompts in parts, and of single tokens."""
-        first = {name: tokens[:9] for name, tokens in self._example.items()}
-        rest = {name: tokens[9:15] for name, tokens in self._example.items()}
-        return [first, rest, {name: tokens[15:] for name, tokens in self._example.items()}]
-
-    def _run_stage(
-        self,
-        division: Division,
-        stage: int,
-        weights: Mapping[str, torch.Tensor],
-        before: Sequence[RankResult],
-    ) -> list[RankResult]:
-        """Return the results of the ranks of a stage; `before` are those of the stage before."""
-
-        def run(tensor: Communicator | None) -> RankResult:
-            share = Parallel(stage=stage, num_stages=division.stages, expert=division.expert)
-            share = share if tensor is None else dataclasses.replace(share, tensor=tensor)
-            with torch.inference_mode():
-                return self._run_rank(share, weights, before)
-
-        try:
-            return [run(None)] if division.tensor == 1 else run_ranks(division.tensor, run)
-        except (Violation, RefusedError):
-            raise
-        except Exception as cause:
-            raise SHARED.violation(
-                f"with {division}, a rank of stage {stage} raised {type(cause).__name__}: {cause}"
-            ) from cause
-
-    def _run_rank(
-        self,
-        parallel: Parallel,
-        weights: Mapping[str, torch.Tensor],
-        before: Sequence[RankResult],
-    ) -> RankResult:
-        """Load and run one rank's share; its hidden states come from the rank of equal number."""
-        try:
-            model = self._make(parallel=parallel)
-        except ModelError as cause:
-            if "parallel." not in str(cause):
-                raise REFUSED.violation(f"the constructor raised a ModelError: {cause}") from cause
-            raise RefusedError(str(cause)) from cause
-        whole = {name: tuple(weight.shape) for name, weight in weights.items()}
-        shapes, cuts = model.weight_shapes(), model.weight_cuts()
-        result = RankResult(parallel.stage, parallel.tensor.rank, shapes, cuts, (), (), None)
-        check_cut_weights(str(result), whole, shapes, cuts)
-        parts = {n: cuts[n].of(weights[n]) if n in cuts else weights[n] for n in shapes}
-        self._load(model, parts)
-        sequences, hidden = _Sequences(self, model), list[torch.Tensor]()
-        for index, step in enumerate(self._steps):
-            given = before[parallel.tensor.rank].hidden[index].clone() if before else None
-            hidden.append(sequences.step(step, hidden=given))
-        if not parallel.is_last and hidden[0].shape[1] != model.hidden_size:
-            raise HIDDEN_SIZE.violation(
-                f"{result} returned hidden states {list(hidden[0].shape)}, hidden_size is "
-                f"{model.hidden_size}"
-            )
-        logits = model.compute_logits(hidden[-1]) if parallel.is_last else None
-        return dataclasses.replace(result, specs=model.kv_specs(), hidden=hidden, logits=logits)
-
     def _effects(self, weights: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return the logits of a step, and the keys of its layers."""
         model = self._load(self._make(), weights)
-        sequences = _Sequences(self, model)
+        sequences = self._sequences(model)
         logits = model.compute_logits(sequences.step({"a": self._tokens("a", 16)}))
         return [logits, *sequences.keys]
 
-    def _check_specs(self) -> None:
-        model = self._make()
-        fix = "return such a list, with a softcap of None or > 0"
-        specs = declared_result(SPECS, Model, "kv_specs", model.kv_specs(), (), fix)
-        for when in ("when it was called again", "after the weights were loaded"):
-            if (again := model.kv_specs()) != specs:
-                raise SPECS.violation(
-                    f"kv_specs returned {short_repr(specs)}, {when} {short_repr(again)}"
-                )
-            self._load(model, self._weights(model))
-        self._hidden(model, [{"a": self._tokens("a", 3)}])
-
     def _check_shapes(self, model: Model) -> None:
-        sequences = _Sequences(self, model)
+        sequences = self._sequences(model)
         for step in ({"a": 1}, {"a": 1, "b": 3}, {"c": 2}):
             hidden = sequences.step({n: self._tokens(n, count) for n, count in step.items()})
             for rows in {1, len(hidden)}:
@@ -581,31 +473,18 @@ class ModelSuite(ComponentSuite):
     def _check_logits(self, logits: Any, rows: int) -> None:
         expected = (rows, self.config.vocab_size)
         if not isinstance(logits, torch.Tensor) or tuple(logits.shape) != expected:
-            raise SHAPES.violation(
-                f"compute_logits returned {_summary(logits)}, expected {list(expected)}"
+            raise rules.SHAPES.violation(
+                f"compute_logits returned {summary(logits)}, expected {list(expected)}"
             )
         if not logits.is_floating_point() or not logits.isfinite().all():
-            raise SHAPES.violation(
-                f"compute_logits returned {_summary(logits)} with "
+            raise rules.SHAPES.violation(
+                f"compute_logits returned {summary(logits)} with "
                 f"{int(logits.float().isfinite().logical_not().sum())} numbers that are not finite",
                 "return finite floating-point logits",
             )
 
-    def _check_rows(self) -> None:
-        model = self._loaded()
-        hidden = self._hidden(model, [self._example])
-        whole = model.compute_logits(hidden).float()
-        for rows in ([5], [7, 2, 2], list(range(len(hidden) - 1, -1, -1))):
-            logits = model.compute_logits(hidden[rows]).float()
-            if (difference := _difference(logits, whole[rows])) > self.tolerance:
-                raise Violation(
-                    f"the logits of rows {rows} alone differ from those among all rows by "
-                    f"{difference:.3g} of the largest one",
-                    "compute each row of logits from its own hidden state",
-                )
-
     def _check_schedule(self, model: Model, schedule: Schedule) -> None:
-        sequences, lengths = _Sequences(self, model), dict.fromkeys("abc", 0)
+        sequences, lengths = self._sequences(model), dict.fromkeys("abc", 0)
         found: dict[str, torch.Tensor] = {}
         for counts in schedule.steps:
             step = {}
@@ -618,9 +497,9 @@ class ModelSuite(ComponentSuite):
                 found[name] = torch.cat((found[name], part)) if name in found else part
         for name, states in found.items():
             alone = self._hidden(model, [{name: self._tokens(name, lengths[name])}])
-            if (difference := _difference(states, alone)) > self.tolerance:
+            if (difference := relative_difference(states, alone)) > self.tolerance:
                 token = int((states - alone).abs().amax(-1).argmax())
-                raise BATCH.violation(
+                raise rules.BATCH.violation(
                     f"the hidden states of sequence {name!r} differ from those that it has alone "
                     f"in one step by {difference:.3g} of the largest one, most at token {token}"
                 )
@@ -628,154 +507,12 @@ class ModelSuite(ComponentSuite):
     def _check_positions(self) -> None:
         model, tokens = self._loaded(), self._tokens("a", 4)
         near, far = [0, 1, 2, 3], [0, 3, 11, 20]
-        hidden = [_Sequences(self, model).step({"a": tokens}, p) for p in (near, far)]
+        hidden = [self._sequences(model).step({"a": tokens}, p) for p in (near, far)]
         if torch.equal(*hidden):
-            raise POSITIONS.violation(
+            raise rules.POSITIONS.violation(
                 f"four tokens at positions {near} and at positions {far} have the same hidden "
                 f"states"
             )
-
-    def _check_state(self) -> None:
-        model = self._loaded()
-        first = self._hidden(model, [self._example])
-        before = count_elements(vars(model))
-        for count in range(1, 9):
-            self._hidden(model, [{"d": self._tokens("d", count)}])
-        again = self._hidden(model, [self._example])
-        if not torch.equal(first, again):
-            raise STATE.violation(
-                f"the same step, after other ones, gave other hidden states: "
-                f"{_num_different(first, again)} of {first.numel()} numbers differ"
-            )
-        if (grown := count_elements(vars(model)) - before) >= 9:
-            raise STATE.violation(f"the model's attributes grew by {grown} elements in 9 steps")
-
-    def _check_inputs(self) -> None:
-        model = self._loaded()
-        sequences = _Sequences(self, model)
-        hidden = sequences.step(self._example)
-        before = snapshot(hidden)
-        model.compute_logits(hidden)
-        if sequences.changed or snapshot(hidden) != before:
-            changed = sequences.changed or ["hidden"]
-            raise Violation(
-                f"after the step {', '.join(changed)} had changed",
-                "work on copies: positions serve all layers, and hidden states are used again "
-                "where a plugin fails",
-            )
-
-
-class _Sequences:
-    """Runs a model step by step, with plain attention.
-
-    Attributes:
-        changed: fields of batches that the model changed.
-        keys: keys of each call of attend.
-    """
-
-    def __init__(self, suite: ModelSuite, model: Model) -> None:
-        self._suite = suite
-        self._model = model
-        self._histories = [WholeHistory(spec, suite.attention) for spec in model.kv_specs()]
-        self._lengths: dict[str, int] = {}
-        self._width: int | None = None
-        self.changed: list[str] = []
-        self.keys: list[torch.Tensor] = []
-
-    def step(
-        self,
-        tokens: Mapping[str, Sequence[int]],
-        positions: Sequence[int] | None = None,
-        hidden: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the hidden states of one step, those of sequence after sequence.
-
-        Args:
-            tokens: further tokens by sequence.
-            positions: positions of all tokens; None gives the right ones.
-            hidden: what the stage before returned, if there is one.
-        """
-        counts = [(name, len(part)) for name, part in tokens.items()]
-        flat: list[int] = []
-        for name, count in counts:
-            start = self._lengths.get(name, 0)
-            self._lengths[name] = start + count
-            flat += range(start, start + count)
-        called: set[int] = set()
-
-        def attend(
-            layer: int,
-            q: torch.Tensor,
-            k: torch.Tensor,
-            v: torch.Tensor,
-            angles: torch.Tensor | None = None,
-        ) -> torch.Tensor:
-            self._check_call(called, layer, {"q": q, "k": k, "v": v}, len(flat))
-            if angles is not None:
-                for x in (q, k):
-                    self._model.context.ops.rotate(x[..., : angles.shape[1]], angles)
-            history = self._histories[layer]
-            history.append(counts, k, v)
-            self.keys.append(k.clone())
-            return history.attend(counts, q).to(q.device, q.dtype)
-
-        device = self._model.context.device
-        ids = torch.tensor([token for part in tokens.values() for token in part], device=device)
-        where = torch.tensor(list(positions or flat), device=device)
-        before = {"token_ids": snapshot(ids), "positions": snapshot(where)}
-        hidden = self._model.forward(ForwardBatch(ids, where, attend, hidden))
-        after = {"token_ids": snapshot(ids), "positions": snapshot(where)}
-        self.changed += [name for name in before if before[name] != after[name]]
-        if missing := sorted(set(range(len(self._histories))) - called):
-            raise ATTEND.violation(
-                f"forward called attend for no layer {', '.join(map(str, missing))}, kv_specs has "
-                f"{len(self._histories)} layers"
-            )
-        self._check_hidden(hidden, len(flat))
-        return hidden
-
-    def _check_call(
-        self, called: set[int], layer: Any, given: Mapping[str, Any], tokens: int
-    ) -> None:
-        if not isinstance(layer, int) or not 0 <= layer < len(self._histories):
-            raise ATTEND.violation(
-                f"forward called attend for layer {short_repr(layer)}, kv_specs has "
-                f"{len(self._histories)} layers"
-            )
-        if layer in called:
-            raise ATTEND.violation(f"forward called attend for layer {layer} twice")
-        called.add(layer)
-        spec, context = self._histories[layer].spec, self._model.context
-        for name, tensor in given.items():
-            heads = spec.num_heads if name == "q" else spec.num_kv_heads
-            shape = (tokens, heads, spec.head_size)
-            if (
-                not isinstance(tensor, torch.Tensor)
-                or tuple(tensor.shape) != shape
-                or tensor.dtype != context.dtype
-                or tensor.device != context.device
-            ):
-                raise ATTEND.violation(
-                    f"forward called attend for layer {layer} with {name} = {_summary(tensor)}, "
-                    f"expected {context.dtype} {list(shape)} on {context.device}, as kv_specs says"
-                )
-
-    def _check_hidden(self, hidden: Any, tokens: int) -> None:
-        if (
-            not isinstance(hidden, torch.Tensor)
-            or hidden.dim() != 2
-            or hidden.shape[0] != tokens
-            or self._width not in (None, hidden.shape[1])
-        ):
-            expected = f"[{tokens}, {self._width or 'hidden'}]"
-            raise SHAPES.violation(f"forward returned {_summary(hidden)}, expected {expected}")
-        self._width = hidden.shape[1]
-
-
-def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the maximum difference, relative to the largest number; inf where one is NaN."""
-    difference = (found.double() - expected.double()).abs().nan_to_num(torch.inf)
-    return float(difference.max() / expected.double().abs().max().clamp(min=1e-9))
 
 
 def _num_different(one: torch.Tensor, two: torch.Tensor) -> int:
@@ -784,9 +521,3 @@ def _num_different(one: torch.Tensor, two: torch.Tensor) -> int:
 
 def _is_shape(shape: Any) -> bool:
     return isinstance(shape, tuple | list) and all(type(n) is int and n >= 0 for n in shape)
-
-
-def _summary(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype} {list(value.shape)} on {value.device}"
-    return short_repr(value)

@@ -18,7 +18,7 @@ from hardpoint.plugins.quantization import AffineCodes, QuantizedMatrix, Quantiz
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.engine_access import load_ops
 from hardpoint.testing.snapshots import snapshot
-from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
+from hardpoint.testing.suite import Rule, Violation, checks, short_repr
 
 from .quantization_rules import (
     ALIGNMENT,
@@ -88,30 +88,24 @@ class QuantizationSuite(ComponentSuite):
     def _component(self) -> type[Component]:
         return self.quantization
 
-    def test_contract(self) -> None:
-        """The class states its contract and can be built; the suite has something to check."""
-
-        def check_suite() -> None:
-            if self.max_error is None and not self.samples():
-                raise Violation(
-                    f"{type(self).__name__} has neither max_error nor samples",
-                    "set max_error if the scheme quantises; return samples if it reads",
-                )
-
-        self._run_checks(
-            "contract: the loader can check and build the class",
-            lambda: reject_replaced_tests(type(self), QuantizationSuite),
-            self._check_contract,
-            lambda: self._make().close(),
-            check_suite,
-        )
+    def _check_construction(self) -> None:
+        super()._check_construction()
+        if self.max_error is None and not self.samples():
+            raise Violation(
+                f"{type(self).__name__} has neither max_error nor samples",
+                "set max_error if the scheme quantises; return samples if it reads",
+            )
 
     def test_quantize(self) -> None:
-        """Matrices of the right shape, close to the weight, and always the same."""
+        """A matrix of the weight's shape, within `max_error`, and the same each time; the weight
+        stays as it is.
+        """
         self._check_made(RESULT, self._check_quantize)
 
     def test_extremes(self) -> None:
-        """Zeros, huge and tiny numbers, and single large ones."""
+        """Zeros, huge, tiny and single large numbers give finite ones, or a `ValueError` that
+        reports why.
+        """
         self._check_made(FINITE, self._check_extremes)
 
     def test_read(self) -> None:
@@ -119,15 +113,21 @@ class QuantizationSuite(ComponentSuite):
         self._check_samples(READ, self._check_read)
 
     def test_damage(self) -> None:
-        """Samples that lack something, or have other shapes or dtypes, are refused."""
+        """Samples that lack a tensor, a row or a column of it, or have it in another dtype, are a
+        `ValueError` that names the tensor; so are the variants of the sample.
+        """
         self._check_samples(DAMAGE, self._check_damage)
 
     def test_parts(self) -> None:
-        """Rows and columns of matrices, and matrices of rows and columns."""
+        """`rows`, `columns` and `joined` are those of the whole; cuts off `alignment` are a
+        `ValueError`.
+        """
         self._check_matrices(PARTS, self._check_parts)
 
     def test_alignment(self) -> None:
-        """The columns at which matrices can be cut, if the scheme knows them beforehand."""
+        """What the scheme's `alignment` says of a matrix before it is made or read is true of the
+        matrix.
+        """
 
         def check_made(weight: torch.Tensor) -> None:
             scheme, (rows, columns) = self._make(), weight.shape
@@ -145,24 +145,46 @@ class QuantizationSuite(ComponentSuite):
         self._run_checks(ALIGNMENT.text, *checks)
 
     def test_parts_of_weights(self) -> None:
-        """Matrices of rows and columns of a weight."""
+        """What is made of a part of a weight is that part of the whole's matrix."""
         self._check_made(PART_OF_WEIGHT, self._check_parts_of_weight)
 
     def test_dequantize(self) -> None:
-        """Numbers in new memory, finite where `is_finite` is true."""
+        """float32, in memory of its own; `is_finite` is right, and codes have no more bits than
+        stated.
+        """
         self._check_matrices(DEQUANTIZE, self._check_dequantize)
 
     def test_linear(self) -> None:
-        """Products by matrices that multiply themselves."""
+        """The matrix's own product, if it has one, is that of the dequantised one, with bias, other
+        dtypes of results, and rows of wider tensors; its rows are contiguous.
+        """
         self._check_matrices(LINEAR, self._check_linear)
 
     def test_stored_bytes(self) -> None:
         """The bytes of matrices, if the scheme reports them."""
         self._check_matrices(BYTES, self._check_bytes)
 
+    @checks(LAYERS)
     def test_layers(self) -> None:
-        """Embeddings, fused and cut products and tied heads, in one rank and in two."""
-        self._run_checks(LAYERS.text, self._check_layers)
+        """Embeddings, fused products, products cut by columns and tied heads, with each dtype, in
+        one rank and in two, and from packed weights.
+        """
+        divided = 0
+        if self.max_error is not None:
+            for weight in self._weights():
+                if len(weight) < 2:  # one for each rank
+                    continue
+                numbers = self._quantized(weight).dequantize()
+                divided += self._compare_layers(weight, numbers)
+        for sample in self.samples():
+            stored = replace(sample.stored, scheme=self._name())
+            numbers = self._read(stored).dequantize()
+            divided += self._compare_layers(stored, numbers)
+        if not divided:
+            raise Violation(
+                "two ranks can divide the columns of no matrix of the suite",
+                "add a shape or a sample with twice the columns of `alignment`",
+            )
 
     def _check_made(self, rule: Rule, check: Callable[[Quantization, torch.Tensor], None]) -> None:
         """Run a check for a weight of each shape."""
@@ -407,24 +429,6 @@ class QuantizationSuite(ComponentSuite):
         if type(stored) is not int or abs(stored - found) > _ESTIMATE * found:
             raise BYTES.violation(
                 f"stored_bytes of {matrix.shape} is {stored}, codes and scales have {found} bytes"
-            )
-
-    def _check_layers(self) -> None:
-        divided = 0
-        if self.max_error is not None:
-            for weight in self._weights():
-                if len(weight) < 2:  # one for each rank
-                    continue
-                numbers = self._quantized(weight).dequantize()
-                divided += self._compare_layers(weight, numbers)
-        for sample in self.samples():
-            stored = replace(sample.stored, scheme=self._name())
-            numbers = self._read(stored).dequantize()
-            divided += self._compare_layers(stored, numbers)
-        if not divided:
-            raise Violation(
-                "two ranks can divide the columns of no matrix of the suite",
-                "add a shape or a sample with twice the columns of `alignment`",
             )
 
     def _compare_layers(self, weight: Weight, numbers: torch.Tensor) -> int:

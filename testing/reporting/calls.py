@@ -74,23 +74,6 @@ def longest_call(method: Callable[[], None], limit: float) -> float:
     return best
 
 
-def in_thread(method: Callable[[], object]) -> None:
-    """Call a method in a thread of its own; raise what it raised."""
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            method()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if raised:
-        raise raised[0]
-
-
 def check_growth(
     component: Component | SimpleNamespace, use: Callable[[int], list[weakref.ref[Any]]], calls: int
 ) -> None:

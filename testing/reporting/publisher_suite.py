@@ -22,7 +22,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.kv_cache import KVEvent
 from hardpoint.testing.component_suite import ComponentSuite
-from hardpoint.testing.suite import Rule, reject_replaced_tests, short_repr
+from hardpoint.testing.suite import Rule, checks, short_repr
 from hardpoint.typed.read_only import read_only
 
 from .calls import (
@@ -104,15 +104,6 @@ class KVEventPublisherSuite(ComponentSuite):
     def _component(self) -> type[Component]:
         return self.publisher
 
-    def test_contract(self) -> None:
-        """The class states its contract and can be built; its options survive pickling."""
-        self._run_checks(
-            "contract: the loader can check and build the class",
-            lambda: reject_replaced_tests(type(self), KVEventPublisherSuite),
-            self._check_contract,
-            lambda: self._make().close(),
-        )
-
     def test_events(self) -> None:
         """Events of every type can be published."""
         publisher = self._make()
@@ -126,7 +117,9 @@ class KVEventPublisherSuite(ComponentSuite):
             publisher.close()
 
     def test_delivery(self) -> None:
-        """A subscriber gets every batch, unchanged, once and in order."""
+        """A subscriber that keeps up gets every batch, unchanged, once and in order. Skipped if
+        `subscribe` is not overridden.
+        """
         if type(self).subscribe is KVEventPublisherSuite.subscribe:
             pytest.skip("subscribe is not overridden: what arrives is not known")
         self._run_checks(DELIVERY.text, self._check_delivery)
@@ -135,16 +128,29 @@ class KVEventPublisherSuite(ComponentSuite):
         """The publisher changes nothing that it is given."""
         self._run_checks(READS_ONLY.text, lambda: self._use(self._make()))
 
+    @checks(MEMORY)
     def test_memory(self) -> None:
         """Nothing grows with the number of batches."""
-        self._run_checks(MEMORY.text, self._check_memory)
+        publisher = self._make()
+
+        def use(number: int) -> list[weakref.ref[Any]]:
+            batch = read_only(_batch(number))
+            publisher.publish(batch)
+            return [weakref.ref(batch)]
+
+        try:
+            check_growth(publisher, use, _CALLS)
+        finally:
+            publisher.close()
 
     def test_close(self) -> None:
-        """Close releases everything; a second close does no harm."""
+        """`close` releases threads and sockets; a second one does no harm."""
         self._run_checks(CLOSE.text, lambda: self._use(self._make()), self._check_close)
 
     def test_speed(self) -> None:
-        """Publish takes no longer than the budget, with no subscriber and with a slow one."""
+        """`publish` stays within the budget, without a subscriber and with one that does not
+        read.
+        """
         if self.budget_us_per_call is None:
             pytest.skip("budget_us_per_call is None")
         self._run_checks("speed: publish takes no longer than its budget", self._check_speed)
@@ -211,19 +217,6 @@ class KVEventPublisherSuite(ComponentSuite):
                 raise DELIVERY.violation(
                     f"the batch {short_repr(expected)} came as {short_repr(batch)}"
                 )
-
-    def _check_memory(self) -> None:
-        publisher = self._make()
-
-        def use(number: int) -> list[weakref.ref[Any]]:
-            batch = read_only(_batch(number))
-            publisher.publish(batch)
-            return [weakref.ref(batch)]
-
-        try:
-            check_growth(publisher, use, _CALLS)
-        finally:
-            publisher.close()
 
     def _check_close(self) -> None:
         with releasing_all():

@@ -31,7 +31,8 @@ from hardpoint.plugins.stats import (
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.declared import declared_result
 from hardpoint.testing.scripted import ScriptedClock
-from hardpoint.testing.suite import Rule, reject_replaced_tests
+from hardpoint.testing.suite import Rule, checks
+from hardpoint.testing.threads import in_thread
 from hardpoint.typed.read_only import read_only
 
 from .calls import (
@@ -40,7 +41,6 @@ from .calls import (
     READS_ONLY,
     call,
     check_growth,
-    in_thread,
     longest_call,
     releasing_all,
     too_slow,
@@ -224,17 +224,11 @@ class StatSinkSuite(ComponentSuite):
     def _component(self) -> type[Component]:
         return self.sink
 
-    def test_contract(self) -> None:
-        """The class states its contract and can be built; its options survive pickling."""
-        self._run_checks(
-            "contract: the loader can check and build the class",
-            lambda: reject_replaced_tests(type(self), StatSinkSuite),
-            self._check_contract,
-            lambda: self._make().close(),
-        )
-
     def test_statistics(self) -> None:
-        """Any statistics are taken, and a report works at any time."""
+        """Every batch is taken: without tokens, without the scheduler's state, with stages that a
+        request did not reach; and a report at any time, also before the first batch and twice at
+        once.
+        """
 
         def check(events: Sequence[Any]) -> None:
             clock = ScriptedClock()
@@ -252,7 +246,10 @@ class StatSinkSuite(ComponentSuite):
         self._search(STATISTICS.text, 100, check, events=_EVENTS)
 
     def test_exposition(self) -> None:
-        """Exported figures can be read at any time, and no counter falls."""
+        """What is exported is Prometheus's text, also before the first batch; the same report gives
+        the same text at once; no series is there twice, and no counter falls or vanishes, also if
+        the engine's totals start again.
+        """
 
         def check(events: Sequence[Any]) -> None:
             sink = self._make()
@@ -270,19 +267,40 @@ class StatSinkSuite(ComponentSuite):
         self._search(EXPOSITION.text, 100, check, events=_EXPORTS)
 
     def test_reads_only(self) -> None:
-        """The sink changes nothing that it is given."""
+        """The sink changes nothing that it is given, for all sinks share it."""
         self._run_checks(READS_ONLY.text, lambda: self._use(self._make()))
 
+    @checks(THREADS)
     def test_threads(self) -> None:
         """Calls may come from different threads, one after the other."""
-        self._run_checks(THREADS.text, self._check_threads)
+        sink = self._make()
+        for method, given in (
+            (sink.record, [read_only(_batch(0))]),
+            (sink.report, []),
+            (sink.exposition, [read_only(_report(0))]),
+            (sink.record, [read_only(_batch(1))]),
+            (sink.close, []),
+        ):
+            in_thread(partial(call, THREADS, method, *given)).result()
 
+    @checks(MEMORY)
     def test_memory(self) -> None:
-        """Nothing grows with the number of batches."""
-        self._run_checks(MEMORY.text, self._check_memory)
+        """Nothing grows with the number of batches, and no batch is kept."""
+        sink = self._make()
+
+        def use(number: int) -> list[weakref.ref[Any]]:
+            stats = read_only(_batch(number))
+            sink.record(stats)
+            if number % _REPORT_EVERY == _REPORT_EVERY - 1:
+                sink.report()
+                sink.exposition(read_only(_report(number)))
+            return [weakref.ref(stats)]
+
+        check_growth(sink, use, _CALLS)
+        sink.close()
 
     def test_close(self) -> None:
-        """Close releases everything; a second close and a late call do no harm."""
+        """`close` releases threads and files; a second one, and a call after it, do no harm."""
         self._run_checks(CLOSE.text, lambda: self._use(self._make()), self._check_close)
 
     def test_speed(self) -> None:
@@ -303,31 +321,6 @@ class StatSinkSuite(ComponentSuite):
         call(STATISTICS, sink.report)
         call(EXPOSITION, sink.exposition, read_only(_report(0)))
         call(CLOSE, sink.close)
-
-    def _check_threads(self) -> None:
-        sink = self._make()
-        for method, given in (
-            (sink.record, [read_only(_batch(0))]),
-            (sink.report, []),
-            (sink.exposition, [read_only(_report(0))]),
-            (sink.record, [read_only(_batch(1))]),
-            (sink.close, []),
-        ):
-            in_thread(partial(call, THREADS, method, *given))
-
-    def _check_memory(self) -> None:
-        sink = self._make()
-
-        def use(number: int) -> list[weakref.ref[Any]]:
-            stats = read_only(_batch(number))
-            sink.record(stats)
-            if number % _REPORT_EVERY == _REPORT_EVERY - 1:
-                sink.report()
-                sink.exposition(read_only(_report(number)))
-            return [weakref.ref(stats)]
-
-        check_growth(sink, use, _CALLS)
-        sink.close()
 
     def _check_close(self) -> None:
         call(CLOSE, self._make().close)  # of one that got nothing

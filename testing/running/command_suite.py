@@ -22,7 +22,13 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.commands import Prompt
 from hardpoint.testing.engine_access import builtin_commands, command_context
-from hardpoint.testing.suite import ConformanceSuite, Rule, reject_replaced_tests, short_repr
+from hardpoint.testing.suite import (
+    ConformanceSuite,
+    Rule,
+    checks,
+    reject_replaced_tests,
+    short_repr,
+)
 from hardpoint.typed import Strict
 
 DEFINITION = Rule(
@@ -123,24 +129,79 @@ class CommandSuite(ConformanceSuite):
         return command_context(ScriptedGenerator(), **self.tables)
 
     def test_definition(self) -> None:
-        """Name and help text."""
+        """Its name is well-formed and no built-in command's, and its summary one line."""
         self._run_checks(
             DEFINITION.text,
             lambda: reject_replaced_tests(type(self), CommandSuite),
             self._check_definition,
         )
 
+    @checks(HELP)
     def test_help(self) -> None:
         """The help can be shown, and explains every argument."""
-        self._run_checks(HELP.text, self._check_help)
+        output = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+                self._parse(["--help"])
+        except SystemExit as ended:
+            if ended.code not in (0, None):
+                raise HELP.violation(f"--help ended with code {ended.code}") from None
+        except Exception as cause:
+            raise HELP.violation(f"--help raised {type(cause).__name__}: {cause}") from cause
+        if "usage:" not in output.getvalue():
+            raise HELP.violation(f"--help printed {short_repr(output.getvalue())}")
+        for action in _actions(self._parser()):
+            if not action.help and not isinstance(action, argparse._SubParsersAction):
+                named = "/".join(action.option_strings) or action.dest
+                raise HELP.violation(f"its argument {named} has no help text")
 
+    @checks(RUN)
     def test_run(self) -> None:
-        """Valid arguments give an exit code."""
-        self._run_checks(RUN.text, self._check_run)
+        """With `arguments` it returns an exit code from 0 to 255, and neither exits nor raises."""
+        for given in self.arguments:
+            line = " ".join([self.command.name, *given])
+            try:
+                with _quiet():
+                    options = self._parse(given)
+            except SystemExit:
+                raise RUN.violation(
+                    f"`{line}` is refused", "let the suite's `arguments` be valid ones"
+                ) from None
+            try:
+                with _quiet():
+                    code = self.command.run(options, self._context())
+            except HardpointError as error:
+                raise RUN.violation(f"`{line}` ended with an error: {error}") from error
+            except BaseException as cause:
+                what = "exited by" if isinstance(cause, SystemExit) else "raised"
+                raise RUN.violation(f"`{line}` {what} {type(cause).__name__}: {cause}") from cause
+            if type(code) is not int or not 0 <= code <= _HIGHEST_CODE:
+                raise RUN.violation(f"`{line}` returned {short_repr(code)}")
 
+    @checks(WRONG)
     def test_wrong_arguments(self) -> None:
-        """Wrong arguments give a message."""
-        self._run_checks(WRONG.text, self._check_wrong)
+        """Unknown options, unusual values of each option, and `wrong` end with a message, not with
+        a traceback; `wrong` ones not with the code 0.
+        """
+        for given in [*self._garbage(), *self.wrong]:
+            line = " ".join([self.command.name, *map(repr, given)])
+            output = io.StringIO()
+            try:
+                with _quiet(output):
+                    options = self._parse(given)
+                    code = self.command.run(options, self._context())
+            except HardpointError:
+                continue
+            except SystemExit as ended:
+                if not output.getvalue().strip() and not isinstance(ended.code, str):
+                    raise WRONG.violation(f"`{line}` ended without a message") from None
+                continue
+            except BaseException as cause:
+                raise WRONG.violation(f"`{line}` raised {type(cause).__name__}: {cause}") from cause
+            if "Traceback (most recent call last)" in output.getvalue():
+                raise WRONG.violation(f"`{line}` printed a traceback")
+            if given in self.wrong and code == 0:
+                raise WRONG.violation(f"`{line}` returned 0, as if it were right")
 
     def _check_definition(self) -> None:
         command = self.command
@@ -177,69 +238,6 @@ class CommandSuite(ConformanceSuite):
 
     def _parse(self, line: Sequence[str]) -> argparse.Namespace:
         return self._parser().parse_args([self.command.name, *line])
-
-    def _check_help(self) -> None:
-        output = io.StringIO()
-        try:
-            with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-                self._parse(["--help"])
-        except SystemExit as ended:
-            if ended.code not in (0, None):
-                raise HELP.violation(f"--help ended with code {ended.code}") from None
-        except Exception as cause:
-            raise HELP.violation(f"--help raised {type(cause).__name__}: {cause}") from cause
-        if "usage:" not in output.getvalue():
-            raise HELP.violation(f"--help printed {short_repr(output.getvalue())}")
-        for action in _actions(self._parser()):
-            if not action.help and not isinstance(action, argparse._SubParsersAction):
-                named = "/".join(action.option_strings) or action.dest
-                raise HELP.violation(f"its argument {named} has no help text")
-
-    def _check_run(self) -> None:
-        for given in self.arguments:
-            line = " ".join([self.command.name, *given])
-            try:
-                with _quiet():
-                    options = self._parse(given)
-            except SystemExit:
-                raise RUN.violation(
-                    f"`{line}` is refused", "let the suite's `arguments` be valid ones"
-                ) from None
-            try:
-                with _quiet():
-                    code = self.command.run(
-                        options, command_context(ScriptedGenerator(), **self.tables)
-                    )
-            except HardpointError as error:
-                raise RUN.violation(f"`{line}` ended with an error: {error}") from error
-            except BaseException as cause:
-                what = "exited by" if isinstance(cause, SystemExit) else "raised"
-                raise RUN.violation(f"`{line}` {what} {type(cause).__name__}: {cause}") from cause
-            if type(code) is not int or not 0 <= code <= _HIGHEST_CODE:
-                raise RUN.violation(f"`{line}` returned {short_repr(code)}")
-
-    def _check_wrong(self) -> None:
-        for given in [*self._garbage(), *self.wrong]:
-            line = " ".join([self.command.name, *map(repr, given)])
-            output = io.StringIO()
-            try:
-                with _quiet(output):
-                    options = self._parse(given)
-                    code = self.command.run(
-                        options, command_context(ScriptedGenerator(), **self.tables)
-                    )
-            except HardpointError:
-                continue
-            except SystemExit as ended:
-                if not output.getvalue().strip() and not isinstance(ended.code, str):
-                    raise WRONG.violation(f"`{line}` ended without a message") from None
-                continue
-            except BaseException as cause:
-                raise WRONG.violation(f"`{line}` raised {type(cause).__name__}: {cause}") from cause
-            if "Traceback (most recent call last)" in output.getvalue():
-                raise WRONG.violation(f"`{line}` printed a traceback")
-            if given in self.wrong and code == 0:
-                raise WRONG.violation(f"`{line}` returned 0, as if it were right")
 
     def _garbage(self) -> Iterator[list[str]]:
         """Yield command lines with an unknown option, and with unusual values of each option."""

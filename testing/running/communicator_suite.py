@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import tempfile
 import threading
 import time
@@ -16,7 +17,7 @@ from hardpoint.plugins import HardpointError
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.parallel import Communicator, CommunicatorContext, Placement
 from hardpoint.testing.component_suite import ComponentSuite, first_device
-from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests
+from hardpoint.testing.suite import Rule, Violation, checks
 
 from . import rank_programs as programs
 from .rank_programs import Outcome, Program, RankRun
@@ -59,6 +60,19 @@ _ABORT_SECONDS = 1.0
 _MISSING_SECONDS = 0.3
 _SLACK_SECONDS = 2.0
 _CLOSE_SECONDS = 1.0
+
+
+def _sizes(suite: CommunicatorSuite) -> Iterator[tuple[int]]:
+    return ((size,) for size in suite.sizes)
+
+
+def _messages(suite: CommunicatorSuite) -> Iterator[tuple[Program, int]]:
+    long = functools.partial(programs.ring, width=suite.buffered_bytes // 4)
+    return itertools.product((programs.ring, long, programs.in_order, programs.apart), suite.sizes)
+
+
+def _aborts(suite: CommunicatorSuite) -> Iterator[tuple[str, int]]:
+    return itertools.product(programs.WAITS, suite.sizes)
 
 
 class CommunicatorSuite(ComponentSuite):
@@ -117,61 +131,106 @@ class CommunicatorSuite(ComponentSuite):
     def _component(self) -> type[Component]:
         return self.communicator
 
-    def test_contract(self) -> None:
-        """The class states its contract and its devices, and can be built; it describes itself."""
-        self._run_checks(
-            "contract: the loader can check and build the class",
-            lambda: reject_replaced_tests(type(self), CommunicatorSuite),
-            self._check_contract,
-            *self._per_size(self._check_description),
-        )
+    def _check_construction(self) -> None:
+        for size in self.sizes:
+            for outcome in self._run(size, programs.describe, RESULTS):
+                if not isinstance(outcome.value, str) or not outcome.value.strip():
+                    raise RESULTS.violation(
+                        f"describe returned {outcome.value!r}", "return a line for the log"
+                    )
 
     def test_results(self) -> None:
-        """Any sequences of operations, of all dtypes and many shapes, give the right tensors."""
+        """Any operations one after the other return the right tensors in every rank, for all
+        dtypes, empty, small and large ones.
+        """
         operations = st.lists(programs.operations(self.dtypes), min_size=1, max_size=6)
         sizes = st.sampled_from(list(self.sizes))
         self._search(RESULTS.text, 20, self._check_results, size=sizes, operations=operations)
 
-    def test_sums(self) -> None:
-        """Sums depend neither on the rank nor on how the work is divided."""
-        self._run_checks(SUMS.text, *self._per_size(self._check_sums))
+    @checks(SUMS, each=_sizes)
+    def test_sums(self, size: int) -> None:
+        """Floats are summed in float32 at least, in rank order, and rounded once: in all ranks the
+        same bits. On a GPU only the latter.
+        """
+        for dtype in self.dtypes:
+            if dtype.is_floating_point:
+                self._check_results(size, programs.sums(dtype))
 
-    def test_messages(self) -> None:
-        """Messages arrive in order, and ranks that all send first do not wait for ever."""
-        checks = [
-            functools.partial(self._check_messages, program)
-            for program in (
-                programs.ring,
-                functools.partial(programs.ring, width=self.buffered_bytes // 4),
-                programs.in_order,
-                programs.apart,
-            )
-        ]
-        for check in checks:
-            self._run_checks(MESSAGES.text, *self._per_size(check))
+    @checks(MESSAGES, each=_messages)
+    def test_messages(self, program: Program, size: int) -> None:
+        """Messages arrive once and in order, collectives in between. Ranks that all send first do
+        not wait for ever; x may be changed when `send` has returned.
+        """
+        for outcome in self._run(size, program, MESSAGES):
+            if outcome.value:
+                raise MESSAGES.violation(f"with {size} ranks, {outcome.value}")
 
-    def test_groups(self) -> None:
+    @checks(GROUPS, each=_sizes)
+    def test_groups(self, size: int) -> None:
         """Two groups of the same ranks do not get each other's tensors."""
-        self._run_checks(GROUPS.text, *self._per_size(self._check_groups))
+        for outcome in self._run(size, programs.two_groups, GROUPS, ("one", "two")):
+            if outcome.value:
+                raise GROUPS.violation(
+                    f"with {size} ranks and the groups one and two, {outcome.value}"
+                )
 
-    def test_abort(self) -> None:
-        """Waiting calls end, in the rank that aborts and in the others; later calls fail."""
-        waits = programs.WAITS
-        for call in waits:
-            check = functools.partial(self._check_abort, call)
-            self._run_checks(ABORT.text, *self._per_size(check))
+    @checks(ABORT, each=_aborts)
+    def test_abort(self, call: str, size: int) -> None:
+        """Calls that wait raise `CommunicationAbortedError` within a second, in the rank that
+        aborts and in the others; later calls at once.
+        """
+        outcomes = self._run(size, functools.partial(programs.abort, call), ABORT)
+        began = outcomes[0].value.ended
+        for rank, outcome in enumerate(outcomes):
+            end = outcome.value
+            if end.wrong:
+                raise ABORT.violation(f"after an abort, in rank {rank}, {end.wrong}")
+            if end.ended - began > _ABORT_SECONDS:
+                raise ABORT.violation(
+                    f"of {size} ranks, {call} of rank {rank} ended {end.ended - began:.1f} s after "
+                    f"rank 0 called abort"
+                )
+            if end.later > _ABORT_SECONDS:
+                raise ABORT.violation(
+                    f"a call of rank {rank} after the abort took {end.later:.1f} s to fail"
+                )
 
-    def test_refused(self) -> None:
-        """Wrong ranks and rows are refused, and nothing is lost by that."""
-        self._run_checks(REFUSED.text, *self._per_size(self._check_refused))
+    @checks(REFUSED, each=_sizes)
+    def test_refused(self, size: int) -> None:
+        """Wrong ranks and rows are a ValueError, and nothing is lost by that."""
+        for rank, outcome in enumerate(self._run(size, programs.refusals, REFUSED)):
+            if outcome.value:
+                raise REFUSED.violation(f"rank {rank} of {size}: {outcome.value}")
 
+    @checks(MISSING)
     def test_missing(self) -> None:
-        """A rank that does not come is named in time."""
-        self._run_checks(MISSING.text, self._check_missing)
+        """Where a rank does not come, the constructor raises a ModelError in time, which names
+        it.
+        """
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="hardpoint-suite-") as folder:
+            try:
+                communicator = self.make(0, 2, folder, seconds=_MISSING_SECONDS)
+            except HardpointError as error:
+                if "1" not in str(error):
+                    raise MISSING.violation(f"it raised {error}, which names no rank") from error
+            else:
+                communicator.close()
+                raise MISSING.violation("rank 0 of 2 was built although there was no rank 1")
+        if (seconds := time.monotonic() - began) > _MISSING_SECONDS + _SLACK_SECONDS:
+            raise MISSING.violation(f"{_MISSING_SECONDS} s were given, it took {seconds:.1f} s")
 
-    def test_close(self) -> None:
+    @checks(CLOSE, each=_sizes)
+    def test_close(self, size: int) -> None:
         """After close there are no more threads, files and segments than before."""
-        self._run_checks(CLOSE.text, *self._per_size(self._check_close))
+        self._run(size, programs.one_of_each, CLOSE)  # what stays after the first use may stay
+        before = programs.holdings()
+        self._run(size, programs.one_of_each, CLOSE)
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        while (more := _more(before, programs.holdings())) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if more:
+            raise CLOSE.violation(f"after close of {size} ranks there are more {', '.join(more)}")
 
     def make(
         self, rank: int, size: int, folder: str, group: str = "group", seconds: float = _SECONDS
@@ -191,9 +250,6 @@ class CommunicatorSuite(ComponentSuite):
             timeout_seconds=seconds,
         )
         return communicator
-
-    def _per_size(self, check: Callable[[int], None]) -> Iterator[Callable[[], None]]:
-        return (functools.partial(check, size) for size in self.sizes)
 
     def _run(
         self, size: int, program: Program, rule: Rule, groups: Sequence[str] = ("group",)
@@ -215,13 +271,6 @@ class CommunicatorSuite(ComponentSuite):
         _check_ends(outcomes, rule)
         return outcomes
 
-    def _check_description(self, size: int) -> None:
-        for outcome in self._run(size, programs.describe, RESULTS):
-            if not isinstance(outcome.value, str) or not outcome.value.strip():
-                raise RESULTS.violation(
-                    f"describe returned {outcome.value!r}", "return a line for the log"
-                )
-
     def _check_results(self, size: int, operations: Sequence[programs.Operation]) -> None:
         program = functools.partial(programs.run_operations, operations)
         outcomes = self._run(size, program, RESULTS)
@@ -233,69 +282,6 @@ class CommunicatorSuite(ComponentSuite):
             if found := programs.wrong_values(operation, results, exact_sums=exact_sums):
                 rule = SUMS if operation.name == "all_reduce" else RESULTS
                 raise rule.violation(f"with {size} ranks, {operation}: {found}")
-
-    def _check_sums(self, size: int) -> None:
-        for dtype in self.dtypes:
-            if dtype.is_floating_point:
-                self._check_results(size, programs.sums(dtype))
-
-    def _check_messages(self, program: Program, size: int) -> None:
-        for outcome in self._run(size, program, MESSAGES):
-            if outcome.value:
-                raise MESSAGES.violation(f"with {size} ranks, {outcome.value}")
-
-    def _check_groups(self, size: int) -> None:
-        for outcome in self._run(size, programs.two_groups, GROUPS, ("one", "two")):
-            if outcome.value:
-                raise GROUPS.violation(
-                    f"with {size} ranks and the groups one and two, {outcome.value}"
-                )
-
-    def _check_abort(self, call: str, size: int) -> None:
-        outcomes = self._run(size, functools.partial(programs.abort, call), ABORT)
-        began = outcomes[0].value.ended
-        for rank, outcome in enumerate(outcomes):
-            end = outcome.value
-            if end.wrong:
-                raise ABORT.violation(f"after an abort, in rank {rank}, {end.wrong}")
-            if end.ended - began > _ABORT_SECONDS:
-                raise ABORT.violation(
-                    f"of {size} ranks, {call} of rank {rank} ended {end.ended - began:.1f} s after "
-                    f"rank 0 called abort"
-                )
-            if end.later > _ABORT_SECONDS:
-                raise ABORT.violation(
-                    f"a call of rank {rank} after the abort took {end.later:.1f} s to fail"
-                )
-
-    def _check_refused(self, size: int) -> None:
-        for rank, outcome in enumerate(self._run(size, programs.refusals, REFUSED)):
-            if outcome.value:
-                raise REFUSED.violation(f"rank {rank} of {size}: {outcome.value}")
-
-    def _check_missing(self) -> None:
-        began = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="hardpoint-suite-") as folder:
-            try:
-                communicator = self.make(0, 2, folder, seconds=_MISSING_SECONDS)
-            except HardpointError as error:
-                if "1" not in str(error):
-                    raise MISSING.violation(f"it raised {error}, which names no rank") from error
-            else:
-                communicator.close()
-                raise MISSING.violation("rank 0 of 2 was built although there was no rank 1")
-        if (seconds := time.monotonic() - began) > _MISSING_SECONDS + _SLACK_SECONDS:
-            raise MISSING.violation(f"{_MISSING_SECONDS} s were given, it took {seconds:.1f} s")
-
-    def _check_close(self, size: int) -> None:
-        self._run(size, programs.one_of_each, CLOSE)  # what stays after the first use may stay
-        before = programs.holdings()
-        self._run(size, programs.one_of_each, CLOSE)
-        deadline = time.monotonic() + _CLOSE_SECONDS
-        while (more := _more(before, programs.holdings())) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        if more:
-            raise CLOSE.violation(f"after close of {size} ranks there are more {', '.join(more)}")
 
 
 def _check_ends(outcomes: Sequence[Outcome], rule: Rule) -> None:

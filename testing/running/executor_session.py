@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -31,8 +29,9 @@ from hardpoint.plugins.config_tables import ParallelConfig
 from hardpoint.plugins.executor import WorkerLaunch
 from hardpoint.plugins.parallel import Placement
 from hardpoint.testing.engine_access import start_worker_process
-from hardpoint.testing.suite import Rule, short_repr
+from hardpoint.testing.suite import short_repr
 
+from . import executor_rules as rules
 from .scripted_worker import (
     REPORTING_PART,
     Order,
@@ -43,25 +42,6 @@ from .scripted_worker import (
 )
 
 T = TypeVar("T")
-
-START = Rule(
-    "start: it opens a worker per rank, loads all models side by side, and returns their infos",
-    "open the workers of launch(0) to launch(world_size - 1), call load_model on all of them at "
-    "the same time, and return the list of what they return, in rank order",
-)
-RESULTS = Rule(
-    "results: each step is run once in every rank, in order; its result is the output rank's own",
-    "pass each plan to all ranks, one after the other, and return what the worker of "
-    "parallel.output_rank returns, unchanged",
-)
-REPORTS = Rule(
-    "reports: with context.all_report, a result has what each rank reports of the step",
-    "wait for the results of all ranks and join them by join_outputs, as first_error_or does",
-)
-FUTURES = Rule(
-    "futures: every call returns a future, which ends",
-    "return a concurrent.futures.Future, and set its result or its exception in every case",
-)
 
 CALL_SECONDS = 5.0
 """Maximum time of a call."""
@@ -127,10 +107,12 @@ class Session:
         size = self.parallel.world_size
         infos = self.executor.start()
         if not isinstance(infos, Sequence) or not all(isinstance(i, WorkerInfo) for i in infos):
-            raise START.violation(f"start returned {short_repr(infos)}")
+            raise rules.START.violation(f"start returned {short_repr(infos)}")
         ranks = [(1 << 20) - info.available_bytes for info in infos]
         if ranks != list(range(size)):
-            raise START.violation(f"start returned the infos of ranks {ranks}, there are {size}")
+            raise rules.START.violation(
+                f"start returned the infos of ranks {ranks}, there are {size}"
+            )
         self._expected += [("open", ""), ("load_model", "")]
         self.executor.initialize_cache(_CACHE_BLOCKS)
         self._history.initialize(_CACHE_BLOCKS)
@@ -160,7 +142,7 @@ class Session:
             if output is None and plan.total_num_scheduled_tokens:
                 output = wait(sampling or self.sample(plan), "sample_tokens")
             if not isinstance(output, ModelRunnerOutput):
-                raise RESULTS.violation(
+                raise rules.RESULTS.violation(
                     f"the result of step {plan.step} is {short_repr(output)}, no ModelRunnerOutput"
                 )
             return output
@@ -184,7 +166,7 @@ class Session:
         expected = self._history.run(plan) or self._history.sample(plan, _bitmask(plan))
         output = result()
         if output.num_nans_in_logits:
-            raise RESULTS.violation(
+            raise rules.RESULTS.violation(
                 f"the result of step {plan.step}, which has no tokens, is not that of rank "
                 f"{self.parallel.output_rank}: {short_repr(output)}"
             )
@@ -192,12 +174,12 @@ class Session:
         for request_id in expected.sampled_token_ids.keys() | tokens.keys():
             wanted, got = expected.sampled_token_ids.get(request_id, []), tokens.get(request_id, [])
             if len(wanted) != len(got):
-                raise RESULTS.violation(
+                raise rules.RESULTS.violation(
                     f"in step {plan.step} request {request_id!r} got {len(got)} tokens, the worker "
                     f"sampled {len(wanted)}"
                 )
             if list(wanted) != list(got):
-                raise RESULTS.violation(
+                raise rules.RESULTS.violation(
                     f"in step {plan.step} request {request_id!r} got token {got[0]}; a worker that "
                     f"ran each step once and in order samples {wanted[0]}"
                 )
@@ -213,7 +195,7 @@ class Session:
         reports = output.part_reports.get(REPORTING_PART, {})
         if reports != wanted:
             ranks = sorted(reports)
-            raise REPORTS.violation(
+            raise rules.REPORTS.violation(
                 f"the result of step {plan.step} has reports of ranks {ranks}, each of "
                 f"{len(wanted)} ranks made one of this step"
             )
@@ -230,11 +212,13 @@ class Session:
             for index, expected in enumerate(self._expected):
                 if index >= len(got) or got[index] != expected:
                     current = got[index] if index < len(got) else "nothing"
-                    raise RESULTS.violation(
+                    raise rules.RESULTS.violation(
                         f"call {index} of rank {rank} was {current}, the executor got {expected}"
                     )
             if more := got[len(self._expected) :]:
-                raise RESULTS.violation(f"rank {rank} was called more often: {short_repr(more)}")
+                raise rules.RESULTS.violation(
+                    f"rank {rank} was called more often: {short_repr(more)}"
+                )
 
     def check_workers(self) -> None:
         """Check that no worker saw what may not be.
@@ -244,8 +228,10 @@ class Session:
         """
         if defects := self.script.defects():
             if not self._expected:
-                raise START.violation(defects[0])
-            raise RESULTS.violation(defects[0], "call a worker in one thread at a time, in order")
+                raise rules.START.violation(defects[0])
+            raise rules.RESULTS.violation(
+                defects[0], "call a worker in one thread at a time, in order"
+            )
 
     def process_of(self, rank: int) -> int:
         """Return the process of a worker."""
@@ -289,33 +275,9 @@ def wait(future: Future[Any], method: str) -> Any:
     except FutureTimeoutError:
         if future.done():
             raise
-        raise FUTURES.violation(
+        raise rules.FUTURES.violation(
             f"the future of {method} was not done after {seconds:g} s"
         ) from None
-
-
-def in_thread(function: Callable[[], T]) -> Future[T]:
-    """Call a function in a thread of its own."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="ExecutorSuite", daemon=True).start()
-    return future
-
-
-def until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait for a condition; return whether it holds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True
 
 
 def is_running(process: int) -> bool:
@@ -357,7 +319,7 @@ def _bitmask(plan: SchedulerOutput) -> GrammarBitmask | None:
 
 def _future(value: Any, method: str) -> Future[Any]:
     if not isinstance(value, Future):
-        raise FUTURES.violation(f"{method} returned {short_repr(value)}")
+        raise rules.FUTURES.violation(f"{method} returned {short_repr(value)}")
     return value
 
 

@@ -19,52 +19,13 @@ from hardpoint.plugins.component import Component
 from hardpoint.plugins.config_tables import ParallelConfig
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.engine_access import executor_tokens
-from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
+from hardpoint.testing.suite import Rule, Violation, checks, short_repr
+from hardpoint.testing.threads import in_thread, until
 
+from . import executor_rules as rules
 from . import executor_session
-from .executor_session import FUTURES, REPORTS, RESULTS, START, Session, in_thread, until, wait
+from .executor_session import Session, wait
 from .scripted_worker import Does, Order
-
-SIZES = Rule(
-    "sizes: it runs as many ranks as `parallel` asks for, or refuses them",
-    "let the constructor raise a ConfigError that names `parallel` and what would be right",
-)
-CALLS = Rule(
-    "collective_rpc: the method is called once on every worker; results are in rank order",
-    "return one result per worker, that of rank 0 first, and pass on every argument",
-)
-TIMEOUT = Rule(
-    "timeout: collective_rpc raises TimeoutError when workers do not answer in time",
-    "wait `timeout` seconds for all workers together, and keep late results from later calls",
-)
-ERRORS = Rule(
-    "errors: what a worker raises in any rank is raised, or is the exception of the future",
-    "pass on the first error of any rank, of the class that the worker raised, without waiting "
-    "for the others, which may wait for the rank that failed",
-)
-SLEEP = Rule(
-    "sleep: sleep and wake_up reach the workers",
-    "let collective_rpc call any method of Worker, sleep and wake_up too",
-)
-PIPELINE = Rule(
-    "pipeline: it serves as many steps at a time as max_concurrent_batches says",
-    "return a future before the step is done, or state 1",
-)
-FAILURE = Rule(
-    "failure: the loss of a worker ends what waits, and is reported once to the callback",
-    "when a worker ends, or are_out_of_step() says so of a call, set an error that names the rank "
-    "in all futures, call the callback that on_failure got, and let later calls raise the error; a "
-    "close is no loss",
-)
-CLOSE = Rule(
-    "close: it releases the workers, its threads, processes and files, and may be called twice",
-    "call abort and then close of each worker, join what was started, and return at once if it is "
-    "closed already",
-)
-TOKENS = Rule(
-    "tokens: requests get the tokens that they get with uniproc and one rank",
-    "pass plans and results on unchanged",
-)
 
 _CLOSE_SECONDS = 1.0
 _STEP_SECONDS = 0.1
@@ -119,66 +80,165 @@ class ExecutorSuite(ComponentSuite):
     def _component(self) -> type[Component]:
         return self.executor
 
-    def test_contract(self) -> None:
-        """The class states its contract and can be built; its options survive pickling."""
-        self._run_checks(
-            "contract: the loader can check and build the class",
-            lambda: reject_replaced_tests(type(self), ExecutorSuite),
-            self._check_contract,
-        )
+    def _check_construction(self) -> None:
+        """Leave it to test_sizes and test_start."""
 
+    @checks(rules.SIZES)
     def test_sizes(self) -> None:
-        """Numbers of ranks are served, or refused with a reason."""
-        self._run_checks(SIZES.text, self._check_sizes)
+        """Numbers of ranks are served, or refused by a `ConfigError` that names `parallel`."""
+        self._sizes()
 
     def test_start(self) -> None:
-        """Models are loaded side by side; the error of one is raised, though others wait for it."""
-        self._run_checks(START.text, self._check_start, *self._start_errors())
+        """`start` opens a worker per rank, loads all models side by side and returns their infos in
+        rank order. The error of a worker that cannot be opened or loaded is raised at once, though
+        others wait for it.
+        """
+        self._run_checks(rules.START.text, self._check_start, *self._start_errors())
 
     def test_results(self) -> None:
-        """The results of any steps are those of workers that are called directly."""
-        self._search(RESULTS.text, 25, self._check_results, steps=_STEPS)
-        self._run_checks(RESULTS.text, self._check_every_call)
+        """Every call returns a future, which ends. The tokens of any steps, several under way too,
+        are those of a worker that runs each step once and in order: none is dropped, doubled or
+        changed. Every rank gets every call once, in order; the result is the output rank's.
+        """
+        self._search(rules.RESULTS.text, 25, self._check_results, steps=_STEPS)
+        self._run_checks(rules.RESULTS.text, self._check_every_call)
 
+    @checks(rules.REPORTS)
     def test_reports(self) -> None:
-        """With `all_report`, results have what all ranks report."""
-        self._run_checks(REPORTS.text, self._check_reports)
+        """With `context.all_report`, the result of a step has what every rank reports, once."""
+        with self._shared(self._size()) as session:
+            in_pipeline = _depth(session.executor) > 1
+            for counts in ({"a": 3}, {}, {"a": 1, "b": 2}):
+                plan = session.plan(counts)
+                result = session.begin(plan, in_pipeline=in_pipeline)
+                session.check_reports(plan, session.compare(plan, result))
 
+    @checks(rules.CALLS)
     def test_calls(self) -> None:
-        """A call reaches every worker, once and in rank order."""
-        self._run_checks(CALLS.text, self._check_calls)
+        """`collective_rpc` calls the method once on every worker, with its arguments; results are
+        in rank order.
+        """
+        with self._shared(self._size()) as session:
+            count = session.parallel.world_size
+            results = session.rpc("stop_profile")
+            if not isinstance(results, list):
+                raise rules.CALLS.violation(f"it returned {short_repr(results)}, no list")
+            _check_levels(results, count, 0, rules.CALLS, "stop_profile")
+            session.rpc("sleep", (2,))
+            _check_levels(
+                session.rpc("stop_profile"), count, 2, rules.CALLS, "stop_profile after sleep(2)"
+            )
+            session.rpc("sleep", (0,))
+            session.check_calls()
 
+    @checks(rules.TIMEOUT)
     def test_timeout(self) -> None:
-        """A call that takes too long is given up."""
-        self._run_checks(TIMEOUT.text, self._check_timeout)
+        """`collective_rpc` raises `TimeoutError` in time, and a late result is not that of a later
+        call. Workers that are called in the caller's own thread are not interrupted.
+        """
+        with self._shared(self._size()) as session:
+            ranks = tuple(range(session.parallel.world_size))
+            order = Order("start_parts", Does.TAKE_LONG, ranks[-1:], seconds=_SLOW_SECONDS)
+            began, seconds = time.monotonic(), _SLOW_SECONDS / 4
+            with session.script.ordered(order):
+                try:
+                    session.rpc("start_parts", ("weights",), timeout=seconds)
+                    error = False
+                except TimeoutError:
+                    error = True
+                passed = time.monotonic() - began
+                call = session.script.calls(ranks[-1])[-1]
+                is_mine = (call.process, call.thread) == (os.getpid(), threading.get_ident())
+                if not is_mine and (not error or passed > _SLOW_SECONDS):
+                    what = "raised TimeoutError" if error else "returned"
+                    raise rules.TIMEOUT.violation(
+                        f"collective_rpc with timeout={seconds:g} {what} after {passed:.2g} s"
+                    )
+                if not is_mine:
+                    time.sleep(_SLOW_SECONDS)
+            results = session.rpc("stop_profile")
+            _check_levels(results, len(ranks), 0, rules.TIMEOUT, "stop_profile after the late call")
 
     def test_errors(self) -> None:
-        """The error of any rank is raised, of a step and of a call."""
-        self._run_checks(ERRORS.text, self._check_call_error, *self._step_errors())
+        """What any rank raises in `initialize_cache`, `execute_model`, `sample_tokens` or a call is
+        raised, of the same class, without waiting for ranks that wait for the failed one.
+        """
+        self._run_checks(rules.ERRORS.text, self._check_call_error, *self._step_errors())
 
+    @checks(rules.SLEEP)
     def test_sleep(self) -> None:
-        """Workers sleep and wake up."""
-        self._run_checks(SLEEP.text, self._check_sleep)
+        """`sleep` and `wake_up` reach every worker."""
+        with self._shared(self._size()) as session:
+            for method, args, level in (("sleep", (1,), 1), ("wake_up", (["kv_cache"],), 0)):
+                session.rpc(method, args)
+                results = session.rpc("stop_profile")
+                if not all(result.endswith(f" {level}") for result in results):
+                    raise rules.SLEEP.violation(
+                        f"after {method}{args} a worker is not at level {level}"
+                    )
 
+    @checks(rules.PIPELINE)
     def test_pipeline(self) -> None:
-        """Steps overlap if more than one may be in flight."""
-        self._run_checks(PIPELINE.text, self._check_pipeline)
+        """With `max_concurrent_batches` above 1, `execute_model` returns before its step is
+        done.
+        """
+        for size in self._sizes():
+            with self._shared(size) as session:
+                if (depth := _depth(session.executor)) == 1:
+                    continue
+                ranks = tuple(range(session.parallel.world_size))
+                order = Order("execute_model", Does.TAKE_LONG, ranks, seconds=_STEP_SECONDS)
+                with session.script.ordered(order):
+                    steps = []
+                    for number in range(depth):
+                        plan = session.plan({"a": 1})
+                        forward = session.execute(plan)
+                        sampled = session.sample(plan)
+                        if number == 0 and forward.done():
+                            raise rules.PIPELINE.violation(
+                                f"max_concurrent_batches is {depth}, but execute_model returned "
+                                f"only when its step was done"
+                            )
+                        steps.append((plan, sampled))
+                    for plan, sampled in steps:
+                        session.compare(plan, lambda s=sampled: wait(s, "sample_tokens"))  # type: ignore[misc]
 
     def test_failure(self) -> None:
-        """The callback is called for the loss of a worker, not for a close."""
+        """A worker that is lost while idle, in a call or while it loads ends what waits, and is
+        reported to the callback of `on_failure` once, with an error that names the rank, which
+        later calls raise, too; a close is not. So are ranks that a `sleep` has left out of step, of
+        which one has failed: the others are aborted.
+        """
         points = [self._check_loss_idle, self._check_loss_in_call, self._check_loss_at_load]
         points = [self._check_no_failure, *self._chosen(points), self._check_out_of_step]
-        self._run_checks(FAILURE.text, *points)
+        self._run_checks(rules.FAILURE.text, *points)
 
+    @checks(rules.CLOSE)
     def test_close(self) -> None:
-        """Nothing is left after close, and it may be called again."""
-        self._run_checks(CLOSE.text, self._check_close)
+        """After `close` no worker, thread, process, open file or shared memory is left; it may be
+        called twice.
+        """
+        before = _holdings()
+        with self._fresh(self._size()) as session:
+            _depth(session.executor)
+            session.begin(session.plan({"a": 1}))()
+            session.executor.close()  # and then again
+            if not until(lambda: not session.open_workers(), _CLOSE_SECONDS):
+                raise rules.CLOSE.violation(
+                    f"the workers of ranks {session.open_workers()} are not closed"
+                )
+        if not until(lambda: not _more(before, _holdings()), _CLOSE_SECONDS):
+            raise rules.CLOSE.violation(
+                f"after close there are more {', '.join(_more(before, _holdings()))}"
+            )
 
     def test_tokens(self) -> None:
-        """In an engine with the scripted model, tokens are those of uniproc."""
+        """In an engine with the scripted model, with chunked prompts, preemption and an abort,
+        requests get the tokens that they get with `uniproc` and one rank.
+        """
         if not self.importable or "<locals>" in self.executor.__qualname__:
             pytest.skip("the engine cannot import the class")
-        self._run_checks(TOKENS.text, self._check_tokens)
+        self._run_checks(rules.TOKENS.text, self._check_tokens)
 
     # Sessions.
 
@@ -233,14 +293,14 @@ class ExecutorSuite(ComponentSuite):
             except ConfigError as error:
                 if "parallel" in str(error):
                     continue
-                raise SIZES.violation(
+                raise rules.SIZES.violation(
                     f"with parallel.tensor = {size[0]} and parallel.pipeline = {size[1]} its "
                     f"constructor raised ConfigError: {error}"
                 ) from error
             session.close()
             served.append(size)
         if not served:
-            raise SIZES.violation(f"it refuses all of {list(self.parallel)}")
+            raise rules.SIZES.violation(f"it refuses all of {list(self.parallel)}")
         return served
 
     def _size(self) -> tuple[int, int]:
@@ -254,16 +314,13 @@ class ExecutorSuite(ComponentSuite):
 
     # Checks.
 
-    def _check_sizes(self) -> None:
-        self._sizes()
-
     def _check_start(self) -> None:
         session = self._new(self._size())
         ranks = range(session.parallel.world_size)
         loaded = [rank for rank in ranks if session.script.was_called(rank, "load_model")]
         session.close()
         if loaded:
-            raise START.violation(f"the constructor has loaded the models of ranks {loaded}")
+            raise rules.START.violation(f"the constructor has loaded the models of ranks {loaded}")
         with self._shared(self._size()) as session:
             session.check_calls()
 
@@ -310,52 +367,6 @@ class ExecutorSuite(ComponentSuite):
                 session.rpc("start_profile")  # after all that was started
                 session.check_calls()
 
-    def _check_reports(self) -> None:
-        with self._shared(self._size()) as session:
-            in_pipeline = _depth(session.executor) > 1
-            for counts in ({"a": 3}, {}, {"a": 1, "b": 2}):
-                plan = session.plan(counts)
-                result = session.begin(plan, in_pipeline=in_pipeline)
-                session.check_reports(plan, session.compare(plan, result))
-
-    def _check_calls(self) -> None:
-        with self._shared(self._size()) as session:
-            count = session.parallel.world_size
-            results = session.rpc("stop_profile")
-            if not isinstance(results, list):
-                raise CALLS.violation(f"it returned {short_repr(results)}, no list")
-            _check_levels(results, count, 0, CALLS, "stop_profile")
-            session.rpc("sleep", (2,))
-            _check_levels(
-                session.rpc("stop_profile"), count, 2, CALLS, "stop_profile after sleep(2)"
-            )
-            session.rpc("sleep", (0,))
-            session.check_calls()
-
-    def _check_timeout(self) -> None:
-        with self._shared(self._size()) as session:
-            ranks = tuple(range(session.parallel.world_size))
-            order = Order("start_parts", Does.TAKE_LONG, ranks[-1:], seconds=_SLOW_SECONDS)
-            began, seconds = time.monotonic(), _SLOW_SECONDS / 4
-            with session.script.ordered(order):
-                try:
-                    session.rpc("start_parts", ("weights",), timeout=seconds)
-                    error = False
-                except TimeoutError:
-                    error = True
-                passed = time.monotonic() - began
-                call = session.script.calls(ranks[-1])[-1]
-                is_mine = (call.process, call.thread) == (os.getpid(), threading.get_ident())
-                if not is_mine and (not error or passed > _SLOW_SECONDS):
-                    what = "raised TimeoutError" if error else "returned"
-                    raise TIMEOUT.violation(
-                        f"collective_rpc with timeout={seconds:g} {what} after {passed:.2g} s"
-                    )
-                if not is_mine:
-                    time.sleep(_SLOW_SECONDS)
-            results = session.rpc("stop_profile")
-            _check_levels(results, len(ranks), 0, TIMEOUT, "stop_profile after the late call")
-
     def _check_call_error(self) -> None:
         with self._shared(self._size()) as session:
             for rank in range(session.parallel.world_size):
@@ -369,7 +380,7 @@ class ExecutorSuite(ComponentSuite):
                     )
             results = session.rpc("stop_profile")
             count = session.parallel.world_size
-            _check_levels(results, count, 0, ERRORS, "stop_profile after calls that failed")
+            _check_levels(results, count, 0, rules.ERRORS, "stop_profile after calls that failed")
 
     def _step_errors(self) -> Sequence[Callable[[], None]]:
         """Return a check for each method, each rank, and of the other ranks waiting or not."""
@@ -408,42 +419,12 @@ class ExecutorSuite(ComponentSuite):
 
                 _expect_error(call, order, rank, method)
 
-    def _check_sleep(self) -> None:
-        with self._shared(self._size()) as session:
-            for method, args, level in (("sleep", (1,), 1), ("wake_up", (["kv_cache"],), 0)):
-                session.rpc(method, args)
-                results = session.rpc("stop_profile")
-                if not all(result.endswith(f" {level}") for result in results):
-                    raise SLEEP.violation(f"after {method}{args} a worker is not at level {level}")
-
-    def _check_pipeline(self) -> None:
-        for size in self._sizes():
-            with self._shared(size) as session:
-                if (depth := _depth(session.executor)) == 1:
-                    continue
-                ranks = tuple(range(session.parallel.world_size))
-                order = Order("execute_model", Does.TAKE_LONG, ranks, seconds=_STEP_SECONDS)
-                with session.script.ordered(order):
-                    steps = []
-                    for number in range(depth):
-                        plan = session.plan({"a": 1})
-                        forward = session.execute(plan)
-                        sampled = session.sample(plan)
-                        if number == 0 and forward.done():
-                            raise PIPELINE.violation(
-                                f"max_concurrent_batches is {depth}, but execute_model returned "
-                                f"only when its step was done"
-                            )
-                        steps.append((plan, sampled))
-                    for plan, sampled in steps:
-                        session.compare(plan, lambda s=sampled: wait(s, "sample_tokens"))  # type: ignore[misc]
-
     def _check_no_failure(self) -> None:
         called: list[BaseException] = []
         with self._fresh(self._sizes()[0]) as session:
             session.executor.on_failure(called.append)
         if called:
-            raise FAILURE.violation(f"close called the callback with {short_repr(called[0])}")
+            raise rules.FAILURE.violation(f"close called the callback with {short_repr(called[0])}")
 
     def _check_out_of_step(self) -> None:
         """Check that a rank which fails a joint call alone ends all."""
@@ -463,7 +444,7 @@ class ExecutorSuite(ComponentSuite):
                 self._check_reported(called, what, rank)
                 self._check_later(session, called[0])
                 if not until(lambda: session.script.was_called(0, "abort"), self.failure_seconds):
-                    raise FAILURE.violation(f"{what}, and rank 0 was not aborted")
+                    raise rules.FAILURE.violation(f"{what}, and rank 0 was not aborted")
 
     def _check_loss_idle(self) -> None:
         called: list[BaseException] = []
@@ -502,7 +483,7 @@ class ExecutorSuite(ComponentSuite):
         if not until(
             lambda: session.script.was_called(rank, method), executor_session.START_SECONDS
         ):
-            raise RESULTS.violation(f"{method} was not called in rank {rank}")
+            raise rules.RESULTS.violation(f"{method} was not called in rank {rank}")
 
     def _lose(self, session: Session, rank: int) -> None:
         """End a worker as a crash would, or skip the test."""
@@ -519,14 +500,16 @@ class ExecutorSuite(ComponentSuite):
 
     def _check_reported(self, called: Sequence[BaseException], what: str, rank: int) -> None:
         if not until(lambda: bool(called), self.failure_seconds):
-            raise FAILURE.violation(
+            raise rules.FAILURE.violation(
                 f"{what}, and the callback was not called within {self.failure_seconds:g} s"
             )
         time.sleep(_STEP_SECONDS)
         if len(called) > 1:
-            raise FAILURE.violation(f"{what}, and the callback was called {len(called)} times")
+            raise rules.FAILURE.violation(
+                f"{what}, and the callback was called {len(called)} times"
+            )
         if not isinstance(called[0], BaseException) or f"rank {rank}" not in str(called[0]):
-            raise FAILURE.violation(
+            raise rules.FAILURE.violation(
                 f"{what}: the callback was called with {short_repr(called[0])}, which does not "
                 f"name 'rank {rank}'"
             )
@@ -537,31 +520,16 @@ class ExecutorSuite(ComponentSuite):
         what = "a collective_rpc after the loss of a worker"
         self._check_ended(later, what)
         if str(later.exception()) != str(lost):
-            raise FAILURE.violation(
+            raise rules.FAILURE.violation(
                 f"{what} raised {short_repr(later.exception())}, the loss was {short_repr(lost)}"
             )
 
     def _check_ended(self, future: Any, what: str) -> None:
         """Check that a call of this suite's thread ends with an error in time."""
         if not until(future.done, self.failure_seconds):
-            raise FAILURE.violation(f"{what} had not ended after {self.failure_seconds:g} s")
+            raise rules.FAILURE.violation(f"{what} had not ended after {self.failure_seconds:g} s")
         if future.exception() is None:
-            raise FAILURE.violation(f"{what} gave {short_repr(future.result())}, no error")
-
-    def _check_close(self) -> None:
-        before = _holdings()
-        with self._fresh(self._size()) as session:
-            _depth(session.executor)
-            session.begin(session.plan({"a": 1}))()
-            session.executor.close()  # and then again
-            if not until(lambda: not session.open_workers(), _CLOSE_SECONDS):
-                raise CLOSE.violation(
-                    f"the workers of ranks {session.open_workers()} are not closed"
-                )
-        if not until(lambda: not _more(before, _holdings()), _CLOSE_SECONDS):
-            raise CLOSE.violation(
-                f"after close there are more {', '.join(_more(before, _holdings()))}"
-            )
+            raise rules.FAILURE.violation(f"{what} gave {short_repr(future.result())}, no error")
 
     def _check_tokens(self) -> None:
         cls, name = self.executor, self._name()
@@ -582,7 +550,7 @@ class ExecutorSuite(ComponentSuite):
                 mine = got.get(request_id)
                 wanted = tokens if request_id != "r3" else tokens[: len(mine or ())]
                 if mine != wanted:
-                    raise TOKENS.violation(
+                    raise rules.TOKENS.violation(
                         f"with {tensor} x {pipeline} ranks request {request_id!r} got {mine}, with "
                         f"uniproc it gets {wanted}"
                     )
@@ -600,18 +568,18 @@ def _expect_error(
     future = in_thread(call)
     seconds = executor_session.CALL_SECONDS if seconds is None else seconds
     if not until(future.done, seconds):
-        raise ERRORS.violation(
+        raise rules.ERRORS.violation(
             f"{order.method} of rank {rank} raised ModelError, {method} had not ended after "
             f"{seconds:g} s"
         )
     error = future.exception()
-    if isinstance(error, Violation) and error.rule == FUTURES.text:
+    if isinstance(error, Violation) and error.rule == rules.FUTURES.text:
         raise error
     if error is None or isinstance(error, Violation):
         got = error.observed if error is not None else f"{method} gave no error"
-        raise ERRORS.violation(f"{order.method} of rank {rank} raised ModelError, but {got}")
+        raise rules.ERRORS.violation(f"{order.method} of rank {rank} raised ModelError, but {got}")
     if not isinstance(error, ModelError) or expected not in str(error):
-        raise ERRORS.violation(
+        raise rules.ERRORS.violation(
             f"a worker raised ModelError: {expected}; {method} raised "
             f"{type(error).__name__}: {error}"
         )
@@ -629,7 +597,7 @@ def _check_levels(results: Any, count: int, level: int, rule: Rule, what: str) -
 def _depth(executor: Executor) -> int:
     depth = executor.max_concurrent_batches
     if type(depth) is not int or depth < 1:
-        raise PIPELINE.violation(
+        raise rules.PIPELINE.violation(
             f"max_concurrent_batches is {short_repr(depth)}", "return a whole number from 1"
         )
     return depth

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import threading
 import time
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -30,9 +29,11 @@ from hardpoint.testing.suite import (
     ConformanceSuite,
     Rule,
     Violation,
+    checks,
     reject_replaced_tests,
     short_repr,
 )
+from hardpoint.testing.threads import in_thread, until
 from hardpoint.typed.read_only import read_only
 
 from .extension_checks import EXTENSIONS, check_extensions
@@ -104,7 +105,9 @@ class HookSuite(ConformanceSuite):
         return inspect.getattr_static(type(self), "hooks")
 
     def test_contract(self) -> None:
-        """The loader accepts it; names and arguments are those of the specification."""
+        """The loader accepts it. Each hook has a name and arguments that are specified; a function
+        with the name of a hook is marked with `hookimpl`.
+        """
         self._run_checks(
             CONTRACT.text,
             lambda: reject_replaced_tests(type(self), HookSuite),
@@ -112,30 +115,53 @@ class HookSuite(ConformanceSuite):
             self._check_marks,
         )
 
+    @checks(VALID)
     def test_valid_calls(self) -> None:
-        """Each hook takes every valid call, and changes nothing that it may only read."""
-        self._run_checks(VALID.text, self._check_calls)
+        """No hook raises for a valid call, among them outputs without tokens and steps without
+        requests, nor changes what it may only read. `request_received` may refuse by a ValueError.
+        """
+        hooks, config = self._opened()
+        for name, arguments in _calls(config):
+            if hooks.has(name):
+                _call(hooks, name, arguments)
 
     def test_requests(self) -> None:
-        """A changed request is valid, the same one, and alike for all completions."""
+        """What `request_received` leaves is valid and still the same request, and alike for the `n`
+        completions of a request.
+        """
         self._needs("request_received")
         self._run_checks(REQUEST.text, self._check_requests, self._check_completions)
 
+    @checks(LIFECYCLE)
     def test_lifecycle(self) -> None:
-        """Engines start and close, one after the other."""
-        self._run_checks(LIFECYCLE.text, self._check_lifecycle)
+        """Engines start and close several times, in any order."""
+        hooks, config = self._opened()
+        order = ("started", "closing", "started", "closing", "closing", "started", "started")
+        for index, event in enumerate(order):
+            name = f"engine_{event}"
+            if not hooks.has(name):
+                continue
+            try:
+                _call(hooks, name, _started(config) if event == "started" else {})
+            except Violation as violation:
+                raise LIFECYCLE.violation(
+                    f"{violation.observed}, after {', '.join(order[:index]) or 'nothing'}"
+                ) from violation
 
     def test_prompt(self) -> None:
         """No hook blocks, and those of steps and requests keep their budgets."""
         self._run_checks(PROMPT.text, self._check_blocking, self._check_speed)
 
     def test_commands(self) -> None:
-        """The commands are commands."""
+        """`cli_commands` returns a list of `Command` with distinct names, the same each time."""
         self._needs("cli_commands")
         self._run_checks(COMMANDS.text, self._check_commands)
 
     def test_server_extensions(self) -> None:
-        """Its additions to a server keep the rules of routes, middleware and the like."""
+        """`server_extensions` returns what a server takes. A middleware answers each request once
+        and whole; transforms return bodies; an authenticator returns a `Client` or None, also for
+        malformed headers.
+        """
         self._needs("server_extensions")
         self._run_checks(EXTENSIONS.text, lambda: check_extensions(*self._opened()))
 
@@ -160,12 +186,6 @@ class HookSuite(ConformanceSuite):
                     f"{name} is not marked with hookimpl, so nothing calls it",
                     "mark it with @hookimpl",
                 )
-
-    def _check_calls(self) -> None:
-        hooks, config = self._opened()
-        for name, arguments in _calls(config):
-            if hooks.has(name):
-                _call(hooks, name, arguments)
 
     def _check_requests(self) -> None:
         hooks = self._open()
@@ -200,20 +220,6 @@ class HookSuite(ConformanceSuite):
                         f"of two completions of one request, the first got {field} "
                         f"{short_repr(one)} and the second {short_repr(other)}"
                     )
-
-    def _check_lifecycle(self) -> None:
-        hooks, config = self._opened()
-        order = ("started", "closing", "started", "closing", "closing", "started", "started")
-        for index, event in enumerate(order):
-            name = f"engine_{event}"
-            if not hooks.has(name):
-                continue
-            try:
-                _call(hooks, name, _started(config) if event == "started" else {})
-            except Violation as violation:
-                raise LIFECYCLE.violation(
-                    f"{violation.observed}, after {', '.join(order[:index]) or 'nothing'}"
-                ) from violation
 
     def _check_blocking(self) -> None:
         hooks, config = self._opened()
@@ -296,10 +302,7 @@ def _quietly(hooks: HookSet, name: str, arguments: dict[str, Any]) -> None:
 
 def _returns(call: Callable[[], None]) -> bool:
     """Return whether a call returns in time; it goes on in a thread if not."""
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(_LIMIT_SECONDS)
-    return not thread.is_alive()
+    return until(in_thread(call).done, _LIMIT_SECONDS)
 
 
 def _close(_hooks: HookSet) -> None:

@@ -12,7 +12,6 @@ from hardpoint.plugins import PolicyContext, SchedulingPolicy
 from hardpoint.plugins.component import Component
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.engine_access import load_default_scheduler, policy_arguments
-from hardpoint.testing.suite import reject_replaced_tests
 
 from .checks import policy as rules
 from .features import UnsupportedFeatures
@@ -43,17 +42,10 @@ class SchedulingPolicySuite(ComponentSuite):
     def _component(self) -> type[Component]:
         return self.policy
 
-    def test_contract(self) -> None:
-        """The class states its contract and can be built; its options survive pickling."""
-        self._run_checks(
-            "contract: the loader can check and build the class",
-            lambda: reject_replaced_tests(type(self), SchedulingPolicySuite),
-            self._check_contract,
-            lambda: self._make().close(),
-        )
-
     def test_keys(self) -> None:
-        """Keys order requests, and do not change."""
+        """Keys order requests, NaN is none; every call, and every instance, returns the same. With
+        `uses_priority = False`, they do not depend on the priority.
+        """
         self._search(
             "keys: they are ordered, and every call returns the same key",
             150,
@@ -95,7 +87,7 @@ class SchedulingPolicySuite(ComponentSuite):
         )
 
     def test_reads_only(self) -> None:
-        """The policy changes no request."""
+        """The policy writes to no request."""
         self._search(
             "read-only: a policy writes to no request",
             50,
@@ -104,7 +96,9 @@ class SchedulingPolicySuite(ComponentSuite):
         )
 
     def test_progress(self) -> None:
-        """Under the default scheduler every request finishes, and no decision is a fault."""
+        """Under the default scheduler, with any cache, every request finishes within the bound, and
+        no decision is a fault.
+        """
         scheduler = load_default_scheduler()
 
         def check(scenario: Scenario) -> None:
@@ -148,7 +142,9 @@ class SchedulingPolicySuite(ComponentSuite):
         )
 
     def test_state(self) -> None:
-        """Exported state is plain data, from which another instance continues."""
+        """With a `state_format`, exported state is plain data, and an instance that imports it
+        keeps the order.
+        """
         if not self.policy.state_format:
             pytest.skip("state_format is empty: no state is exported")
         self._search(

@@ -21,7 +21,7 @@ from hardpoint.testing.scheduling.fakes.connector import ScriptedConnector, Scri
 from hardpoint.testing.scheduling.fakes.kv_cache import MonitoredKVCacheManager
 from hardpoint.testing.scheduling.fakes.policy import monitor_policy
 from hardpoint.testing.scheduling.fakes.requests import ExpectedRequest, RequestLedger
-from hardpoint.testing.scheduling.fakes.worker import ScriptedWorker
+from hardpoint.testing.scheduling.fakes.worker import SimulatedWorker
 from hardpoint.testing.scripted import ScriptedClock, history_hash
 
 from .settings import SimulatorSettings, make_policy
@@ -66,7 +66,7 @@ class SimulatorState:
         self.grammars = ScriptedGrammars() if settings.grammars else None
         size = settings.encoder_cache_tokens
         self.encoder_cache = create_encoder_cache(size) if size else None
-        self.worker = ScriptedWorker(settings.windows, settings.block_size, self.next_token)
+        self.worker = SimulatedWorker(settings.windows, settings.block_size, self.next_token)
         self.policy, self.policy_monitor = monitor_policy(make_policy(settings.policy))
         self.policy_faults: list[str] = []
         self.paused = PauseState.UNPAUSED

@@ -38,6 +38,12 @@ class GrammarSample:
         return StructuredOutputs.checked(self.structured)
 
     @property
+    def has_special(self) -> bool:
+        """Whether special tokens in the texts are tokens."""
+        stated = self.special_tokens
+        return self.checked.format == "structural_tag" if stated is None else stated
+
+    @property
     def texts(self) -> list[str]:
         """All the texts that are known to be allowed."""
         return [*self.language, *self.valid]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import codecs
 import itertools
 import json
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,20 +14,15 @@ from typing import Any, ClassVar
 from hypothesis import strategies as st
 
 from hardpoint.plugins import (
-    DecodeStream,
-    ModelFiles,
     OutputParser,
     OutputParserContext,
     ParserRequest,
     ReasoningMarkers,
     ReasoningTracker,
-    RequestError,
     Tokenizer,
-    TokenizerContext,
 )
 from hardpoint.plugins.arguments import prepared_type
 from hardpoint.plugins.component import Component
-from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.output_parser import (
     ContentText,
     MalformedText,
@@ -45,61 +38,16 @@ from hardpoint.plugins.output_parser import (
 from hardpoint.plugins.structured import Format, TagFormat, TokenFormat, walk_formats
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.engine_access import load_tokenizer
-from hardpoint.testing.snapshots import count_elements
-from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
+from hardpoint.testing.scripted_tokenizer import ByteTokenizer
+from hardpoint.testing.snapshots import without_growth
+from hardpoint.testing.suite import Violation, checks, short_repr
+
+from . import output_parser_rules as rules
 
 __all__ = ["OutputParserSuite", "OutputSample"]
 
 Piece = str | int
 """A part of an output as a state is fed: text, or one of the parser's `token_ids`."""
-
-SPLITS = Rule(
-    "splits: the events of an output do not depend on how its text is cut",
-    "hold back the end of a piece that may begin a marker, and nothing else",
-)
-SAMPLES = Rule(
-    "samples: each sample has the reasoning, content and calls that it states",
-    "compare the result with what the sample states: is it the parser or the sample?",
-)
-ANY_TEXT = Rule(
-    "any text: a parser takes every text, and gives events only",
-    "what is malformed is MalformedText; nothing may raise",
-)
-INDEPENDENT = Rule(
-    "independent: two outputs share nothing",
-    "keep what belongs to an output in its state, and nothing in the parser",
-)
-CALLS = Rule(
-    "calls: a call begins, has arguments, and ends; complete arguments are a JSON object",
-    "give ToolCallEnd only after ToolCallBegin and the whole arguments, and MalformedText where "
-    "a call cannot go on",
-)
-CUTS = Rule(
-    "cuts: an output that is cut off gives the beginning of what the whole one gives",
-    "give only what no further text can change; what is open at the end is text, or malformed",
-)
-TOKENS = Rule(
-    "tokens: only a special token is its marker, and never a text like it",
-    "look for a marker that is in the tokenizer's special_tokens by its id, in feed_token",
-)
-MARKERS = Rule(
-    "markers: reasoning begins and ends at the token ids that markers() returns",
-    "return every sequence that leads to reasoning and from it; grammars and thinking budgets go "
-    "by them",
-)
-ROLES = Rule(
-    "roles: where one role is on, what the other would find is content",
-    "give events of the roles in ParserRequest.roles alone",
-)
-CALL_FORMAT = Rule(
-    "call format: call_format returns a grammar of the calls of any tools, or the parser has none",
-    "return a Format of hardpoint.plugins.structured, with markers as `FormatParser.sequence` has "
-    "them; a parser without one leaves call_format out",
-)
-LINEAR = Rule(
-    "linear: a character takes the same time, however long the output is",
-    "look at every character once: no search from the beginning, no growing string that is copied",
-)
 
 _BOTH = (True, False)
 _TOOLS: Mapping[str, Mapping[str, Any]] = {
@@ -112,7 +60,6 @@ _TOOLS: Mapping[str, Mapping[str, Any]] = {
 }
 _MICROSECONDS = 5.0  # per character; a usual format takes 0.1 to 1
 _LENGTH = 1 << 18  # of an adversarial text; what copies it all for a token takes far too long
-_NUM_BYTES = 256  # token ids of ByteTokenizer that are bytes
 
 
 @dataclass(frozen=True)
@@ -143,6 +90,10 @@ class OutputSample:
         return ParserRequest(reasoning_open=self.reasoning_open, tools=self.tools)
 
 
+def _samples(suite: OutputParserSuite) -> Iterator[tuple[OutputSample]]:
+    return ((sample,) for sample in suite.samples)
+
+
 class OutputParserSuite(ComponentSuite):
     """Base class of a test class, which sets `parser` and `samples`; `options` if it has some.
 
@@ -168,23 +119,52 @@ class OutputParserSuite(ComponentSuite):
     def _component(self) -> type[Component]:
         return self.parser
 
-    def test_contract(self) -> None:
-        """The class states its contract and can be built; its options survive pickling."""
-        self._run_checks(
-            "contract: the loader can check and build the class",
-            lambda: reject_replaced_tests(type(self), OutputParserSuite),
-            self._check_has_samples,
-            self._check_contract,
-            lambda: self._make().close(),
-        )
+    def _check_construction(self) -> None:
+        if not self.samples:
+            raise Violation(
+                "samples is empty, so nothing would be checked",
+                "set `samples` of the test class to outputs as the model writes them: usual ones, "
+                "malformed ones and cut ones",
+            )
+        super()._check_construction()
 
-    def test_samples(self) -> None:
+    @checks(rules.SAMPLES, each=_samples)
+    def test_samples(self, sample: OutputSample) -> None:
         """Each sample has the reasoning, content and calls that it states."""
-        self._run_checks(SAMPLES.text, *(lambda s=s: self._check_sample(s) for s in self.samples))
+        events = self._parsed(sample)
+        self._check_calls(repr(sample.text), events)
+        reasoning = "".join(e.text for e in events if isinstance(e, ReasoningText))
+        content = "".join(e.text for e in events if isinstance(e, ContentText | MalformedText))
+        malformed = any(isinstance(e, MalformedText) for e in events)
+        calls = [(name, dict(arguments)) for name, arguments in sample.calls]
+        for part, found, stated in (
+            ("reasoning", reasoning, sample.reasoning),
+            ("content", content, sample.content),
+            ("calls", _calls(events), calls),
+            ("malformed", malformed, sample.malformed),
+        ):
+            if found != stated:
+                raise rules.SAMPLES.violation(
+                    f"{sample.text!r}: its {part} became {short_repr(found)}, stated is "
+                    f"{short_repr(stated)}"
+                )
 
-    def test_splits(self) -> None:
-        """However a sample is cut into pieces, its events joined are the same."""
-        self._run_checks(SPLITS.text, *(lambda s=s: self._check_splits(s) for s in self.samples))
+    @checks(rules.SPLITS, each=_samples)
+    def test_splits(self, sample: OutputSample) -> None:
+        """Cut at every character and token, and in pieces of every size, it gives the same
+        events.
+        """
+        whole, text = self._parsed(sample), sample.text
+        for size in range(1, len(text)):
+            self._check_same(sample.request, [text], self._pieces(text, size), whole)
+        pieces = self._pieces(text)
+        for index, piece in enumerate(pieces):
+            before, after = pieces[:index], pieces[index + 1 :]
+            for at in range(1, len(piece) if isinstance(piece, str) else 0):
+                assert isinstance(piece, str)
+                cut = [*before, piece[:at], piece[at:], *after]
+                self._check_same(sample.request, [text], cut, whole)
+        self._check_same(sample.request, [text], self._by_token(text), whole)
 
     def test_any_text(self) -> None:
         """Every text and token is taken, in any order; the calls in it are well formed."""
@@ -198,45 +178,139 @@ class OutputParserSuite(ComponentSuite):
 
         pieces = st.sampled_from(self._fragments) | st.text(max_size=4)
         self._search(
-            ANY_TEXT.text,
+            rules.ANY_TEXT.text,
             200,
             check,
             pieces=st.lists(pieces, max_size=12),
             reasoning_open=st.booleans(),
         )
 
-    def test_cuts(self) -> None:
+    @checks(rules.CUTS, each=_samples)
+    def test_cuts(self, sample: OutputSample) -> None:
         """An output that ends anywhere gives the beginning of what the whole one gives."""
-        self._run_checks(CUTS.text, *(lambda s=s: self._check_cuts(s) for s in self.samples))
+        whole = self._parsed(sample)
+        pieces = self._pieces(sample.text, 1)
+        for count in range(len(pieces)):
+            cut = pieces[:count]
+            text = f"{sample.text!r}, cut after {count} pieces,"
+            self._check_calls(text, self._events(sample.request, cut))
+            events = self._events(sample.request, cut, finish=False)
+            if not _is_beginning(events, whole):
+                raise rules.CUTS.violation(
+                    f"{text} gave {short_repr(events)} before its end, and the whole one "
+                    f"{short_repr(whole)}"
+                )
 
-    def test_tokens(self) -> None:
+    @checks(rules.TOKENS, each=_samples)
+    def test_tokens(self, sample: OutputSample) -> None:
         """The text of a special token is no marker."""
-        self._run_checks(TOKENS.text, *(lambda s=s: self._check_typed(s) for s in self.samples))
+        if not any(isinstance(piece, int) for piece in self._pieces(sample.text)):
+            return
+        events = self._events(sample.request, [sample.text])
+        for event in events:
+            is_reasoning = isinstance(event, ReasoningText) and not sample.reasoning_open
+            if is_reasoning or isinstance(event, ToolCallBegin):
+                raise rules.TOKENS.violation(
+                    f"{sample.text!r} as a text without special tokens became {short_repr(events)}"
+                )
 
-    def test_markers(self) -> None:
-        """At every token of a sample, the markers and the state agree on what is reasoning."""
-        self._run_checks(MARKERS.text, *(lambda s=s: self._check_markers(s) for s in self.samples))
+    @checks(rules.MARKERS, each=_samples)
+    def test_markers(self, sample: OutputSample) -> None:
+        """At every token, `markers()` and `in_reasoning` agree, also with the start marker in the
+        prompt.
+        """
+        markers = self._subject.markers()
+        if not isinstance(markers, ReasoningMarkers):
+            raise rules.MARKERS.violation(
+                f"markers returned {short_repr(markers)}, no ReasoningMarkers"
+            )
+        tracker = ReasoningTracker(markers)
+        opening = markers.start[0] if sample.reasoning_open and markers.start else ()
+        position = tracker.after(opening)
+        request = ParserRequest(reasoning_open=position.inside, tools=sample.tools)
+        state = self._subject.open(request)
+        stream = self._tokenizer.decode_stream([], skip_special_tokens=False)
+        text = ""
+        for token in (None, *self._tokenizer.encode(sample.text, add_special_tokens=False)):
+            if token is not None:
+                position = tracker.advance(position, token)
+                piece = stream.step(token) or ""
+                text += piece
+                if token in self._subject.token_ids:
+                    state.feed_token(token, piece)
+                else:
+                    state.feed(piece)
+            if position.inside != state.in_reasoning:
+                raise rules.MARKERS.violation(
+                    f"{opening} is the prompt, and the output so far {text!r}: by the markers "
+                    f"{short_repr(markers)} it is {_inside(position.inside)} reasoning, by "
+                    f"in_reasoning {_inside(state.in_reasoning)}"
+                )
 
-    def test_roles(self) -> None:
-        """A parser of two roles finds with each alone what it finds with both."""
-        self._run_checks(ROLES.text, *(lambda s=s: self._check_roles(s) for s in self.samples))
+    @checks(rules.ROLES, each=_samples)
+    def test_roles(self, sample: OutputSample) -> None:
+        """A parser of two roles finds with each alone what it finds with both; the rest is
+        content.
+        """
+        if len(self.parser.roles) == 1:
+            return
+        both = self._parsed(sample)
+        finds: tuple[tuple[Role, tuple[type, ...]], ...] = (
+            ("reasoning", (ReasoningText,)),
+            ("tools", (ToolCallBegin, ToolCallArguments, ToolCallEnd, MalformedText)),
+        )
+        for role, types in finds:
+            if role == "tools" and sample.reasoning_open:
+                continue  # without reasoning, the output begins elsewhere
+            request = ParserRequest(
+                roles=(role,), reasoning_open=sample.reasoning_open, tools=sample.tools
+            )
+            found = self._events(request, self._pieces(sample.text))
+            wanted = [event for event in both if isinstance(event, types)]
+            if [event for event in found if not isinstance(event, ContentText)] != wanted:
+                raise rules.ROLES.violation(
+                    f"{sample.text!r} with the role {role!r} alone became {short_repr(found)}, and "
+                    f"with both {short_repr(both)}"
+                )
+            content = "".join(e.text for e in found if isinstance(e, ContentText | MalformedText))
+            lost = [name for name, _ in sample.calls if role == "reasoning" and name not in content]
+            if lost or (role == "tools" and sample.reasoning not in content):
+                raise rules.ROLES.violation(
+                    f"{sample.text!r} with the role {role!r} alone has the content {content!r}, "
+                    f"which lacks {lost or sample.reasoning!r}"
+                )
 
     def test_call_format(self) -> None:
-        """A parser of tools gives a grammar of their calls, or reports that it has none."""
+        """`call_format` returns a grammar of the calls of any tools, whose special tokens the
+        tokenizer has. A class may leave it out: then calls cannot be required.
+        """
         if "tools" in self.parser.roles:
-            self._run_checks(CALL_FORMAT.text, self._check_call_formats)
+            self._run_checks(rules.CALL_FORMAT.text, self._check_call_formats)
 
+    @checks(rules.INDEPENDENT)
     def test_independent(self) -> None:
         """Two outputs that come in turns are parsed as each alone."""
-        self._run_checks(INDEPENDENT.text, self._check_independent)
+        for first in self.samples:
+            for second in self.samples:
+                self._check_turns(first, second)
 
+    @checks(rules.LINEAR)
     def test_linear(self) -> None:
         """Long texts of fragments take the same time per character."""
-        self._run_checks(LINEAR.text, self._check_linear)
+        texts = [piece for piece in self._fragments if isinstance(piece, str)]
+        for index, sample in enumerate(self.samples):
+            characters = self._pieces(sample.text, 1)
+            opened = characters[: len(characters) // 2]
+            for text in {texts[index % len(texts)], "x" if index == 0 else texts[-index]}:
+                self._check_time(sample.request, opened, text)
 
+    @checks("memory: nothing grows with the number of outputs")
     def test_memory(self) -> None:
         """Nothing grows with the number of outputs."""
-        self._run_checks("memory: nothing grows with the number of outputs", self._check_memory)
+        what = f"the parser: while {100 * len(self.samples)} outputs were parsed"
+        for _ in without_growth(self._subject, 100, what, "keep nothing of an output"):
+            for sample in self.samples:
+                self._parsed(sample)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -323,56 +397,18 @@ class OutputParserSuite(ComponentSuite):
             if finish:
                 events += state.finish()
         except Exception as cause:
-            raise ANY_TEXT.violation(
+            raise rules.ANY_TEXT.violation(
                 f"{short_repr(pieces)} raised {type(cause).__name__}: {cause}"
             ) from cause
         for event in events:
             if not isinstance(event, OutputEvent):
-                raise ANY_TEXT.violation(f"{short_repr(pieces)} gave {event!r}, which is no event")
+                raise rules.ANY_TEXT.violation(
+                    f"{short_repr(pieces)} gave {event!r}, which is no event"
+                )
         return join_events(events)
 
     def _parsed(self, sample: OutputSample) -> list[OutputEvent]:
         return self._events(sample.request, self._pieces(sample.text))
-
-    def _check_has_samples(self) -> None:
-        if not self.samples:
-            raise Violation(
-                "samples is empty, so nothing would be checked",
-                "set `samples` of the test class to outputs as the model writes them: usual ones, "
-                "malformed ones and cut ones",
-            )
-
-    def _check_sample(self, sample: OutputSample) -> None:
-        events = self._parsed(sample)
-        self._check_calls(repr(sample.text), events)
-        reasoning = "".join(e.text for e in events if isinstance(e, ReasoningText))
-        content = "".join(e.text for e in events if isinstance(e, ContentText | MalformedText))
-        malformed = any(isinstance(e, MalformedText) for e in events)
-        calls = [(name, dict(arguments)) for name, arguments in sample.calls]
-        for part, found, stated in (
-            ("reasoning", reasoning, sample.reasoning),
-            ("content", content, sample.content),
-            ("calls", _calls(events), calls),
-            ("malformed", malformed, sample.malformed),
-        ):
-            if found != stated:
-                raise SAMPLES.violation(
-                    f"{sample.text!r}: its {part} became {short_repr(found)}, stated is "
-                    f"{short_repr(stated)}"
-                )
-
-    def _check_splits(self, sample: OutputSample) -> None:
-        whole, text = self._parsed(sample), sample.text
-        for size in range(1, len(text)):
-            self._check_same(sample.request, [text], self._pieces(text, size), whole)
-        pieces = self._pieces(text)
-        for index, piece in enumerate(pieces):
-            before, after = pieces[:index], pieces[index + 1 :]
-            for at in range(1, len(piece) if isinstance(piece, str) else 0):
-                assert isinstance(piece, str)
-                cut = [*before, piece[:at], piece[at:], *after]
-                self._check_same(sample.request, [text], cut, whole)
-        self._check_same(sample.request, [text], self._by_token(text), whole)
 
     def _check_same(
         self,
@@ -383,91 +419,10 @@ class OutputParserSuite(ComponentSuite):
     ) -> None:
         events = self._events(request, pieces)
         if events != whole:
-            raise SPLITS.violation(
+            raise rules.SPLITS.violation(
                 f"{short_repr(given)} in the pieces {short_repr(pieces)} became "
                 f"{short_repr(events)}, and whole {short_repr(whole)}"
             )
-
-    def _check_cuts(self, sample: OutputSample) -> None:
-        whole = self._parsed(sample)
-        pieces = self._pieces(sample.text, 1)
-        for count in range(len(pieces)):
-            cut = pieces[:count]
-            text = f"{sample.text!r}, cut after {count} pieces,"
-            self._check_calls(text, self._events(sample.request, cut))
-            events = self._events(sample.request, cut, finish=False)
-            if not _is_beginning(events, whole):
-                raise CUTS.violation(
-                    f"{text} gave {short_repr(events)} before its end, and the whole one "
-                    f"{short_repr(whole)}"
-                )
-
-    def _check_typed(self, sample: OutputSample) -> None:
-        if not any(isinstance(piece, int) for piece in self._pieces(sample.text)):
-            return
-        events = self._events(sample.request, [sample.text])
-        for event in events:
-            is_reasoning = isinstance(event, ReasoningText) and not sample.reasoning_open
-            if is_reasoning or isinstance(event, ToolCallBegin):
-                raise TOKENS.violation(
-                    f"{sample.text!r} as a text without special tokens became {short_repr(events)}"
-                )
-
-    def _check_markers(self, sample: OutputSample) -> None:
-        markers = self._subject.markers()
-        if not isinstance(markers, ReasoningMarkers):
-            raise MARKERS.violation(f"markers returned {short_repr(markers)}, no ReasoningMarkers")
-        tracker = ReasoningTracker(markers)
-        opening = markers.start[0] if sample.reasoning_open and markers.start else ()
-        position = tracker.after(opening)
-        request = ParserRequest(reasoning_open=position.inside, tools=sample.tools)
-        state = self._subject.open(request)
-        stream = self._tokenizer.decode_stream([], skip_special_tokens=False)
-        text = ""
-        for token in (None, *self._tokenizer.encode(sample.text, add_special_tokens=False)):
-            if token is not None:
-                position = tracker.advance(position, token)
-                piece = stream.step(token) or ""
-                text += piece
-                if token in self._subject.token_ids:
-                    state.feed_token(token, piece)
-                else:
-                    state.feed(piece)
-            if position.inside != state.in_reasoning:
-                raise MARKERS.violation(
-                    f"{opening} is the prompt, and the output so far {text!r}: by the markers "
-                    f"{short_repr(markers)} it is {_inside(position.inside)} reasoning, by "
-                    f"in_reasoning {_inside(state.in_reasoning)}"
-                )
-
-    def _check_roles(self, sample: OutputSample) -> None:
-        if len(self.parser.roles) == 1:
-            return
-        both = self._parsed(sample)
-        finds: tuple[tuple[Role, tuple[type, ...]], ...] = (
-            ("reasoning", (ReasoningText,)),
-            ("tools", (ToolCallBegin, ToolCallArguments, ToolCallEnd, MalformedText)),
-        )
-        for role, types in finds:
-            if role == "tools" and sample.reasoning_open:
-                continue  # without reasoning, the output begins elsewhere
-            request = ParserRequest(
-                roles=(role,), reasoning_open=sample.reasoning_open, tools=sample.tools
-            )
-            found = self._events(request, self._pieces(sample.text))
-            wanted = [event for event in both if isinstance(event, types)]
-            if [event for event in found if not isinstance(event, ContentText)] != wanted:
-                raise ROLES.violation(
-                    f"{sample.text!r} with the role {role!r} alone became {short_repr(found)}, and "
-                    f"with both {short_repr(both)}"
-                )
-            content = "".join(e.text for e in found if isinstance(e, ContentText | MalformedText))
-            lost = [name for name, _ in sample.calls if role == "reasoning" and name not in content]
-            if lost or (role == "tools" and sample.reasoning not in content):
-                raise ROLES.violation(
-                    f"{sample.text!r} with the role {role!r} alone has the content {content!r}, "
-                    f"which lacks {lost or sample.reasoning!r}"
-                )
 
     def _check_calls(self, text: str, events: Sequence[OutputEvent]) -> None:
         arguments: str | None = None
@@ -475,15 +430,17 @@ class OutputParserSuite(ComponentSuite):
             match event:
                 case ToolCallBegin(name, _):
                     if arguments is not None or not name:
-                        raise CALLS.violation(f"{text}: {event} inside a call, or without a name")
+                        raise rules.CALLS.violation(
+                            f"{text}: {event} inside a call, or without a name"
+                        )
                     arguments = ""
                 case ToolCallArguments(part):
                     if arguments is None:
-                        raise CALLS.violation(f"{text}: {event} outside of a call")
+                        raise rules.CALLS.violation(f"{text}: {event} outside of a call")
                     arguments += part
                 case ToolCallEnd():
                     if arguments is None or not _is_object(arguments):
-                        raise CALLS.violation(
+                        raise rules.CALLS.violation(
                             f"{text}: a call ended with the arguments {arguments!r}"
                         )
                     arguments = None
@@ -499,11 +456,13 @@ class OutputParserSuite(ComponentSuite):
             except NotImplementedError:
                 return
             except Exception as cause:
-                raise CALL_FORMAT.violation(
+                raise rules.CALL_FORMAT.violation(
                     f"{given} raised {type(cause).__name__}: {cause}"
                 ) from cause
             if not isinstance(found, Format):
-                raise CALL_FORMAT.violation(f"{given} returned {short_repr(found)}, no Format")
+                raise rules.CALL_FORMAT.violation(
+                    f"{given} returned {short_repr(found)}, no Format"
+                )
             self._check_special_tokens(given, found)
 
     def _check_special_tokens(self, given: str, format: Format) -> None:
@@ -512,15 +471,10 @@ class OutputParserSuite(ComponentSuite):
             ends = (part.begin, part.end) if isinstance(part, TagFormat) else (part,)
             for token in (end.token for end in ends if isinstance(end, TokenFormat)):
                 if token not in special and token not in special.values():
-                    raise CALL_FORMAT.violation(
+                    raise rules.CALL_FORMAT.violation(
                         f"{given} has TokenFormat({token!r}), which the tokenizer has not among "
                         f"its special tokens"
                     )
-
-    def _check_independent(self) -> None:
-        for first in self.samples:
-            for second in self.samples:
-                self._check_turns(first, second)
 
     def _check_turns(self, *samples: OutputSample) -> None:
         """Check that samples that come in turns are as each alone."""
@@ -534,19 +488,10 @@ class OutputParserSuite(ComponentSuite):
             events += state.finish()
             alone = self._parsed(sample)
             if join_events(events) != alone:
-                raise INDEPENDENT.violation(
+                raise rules.INDEPENDENT.violation(
                     f"{sample.text!r} in turns with another output became "
                     f"{short_repr(join_events(events))}, and alone {short_repr(alone)}"
                 )
-
-    def _check_linear(self) -> None:
-        """Repeat fragments inside of what each sample has open in its middle."""
-        texts = [piece for piece in self._fragments if isinstance(piece, str)]
-        for index, sample in enumerate(self.samples):
-            characters = self._pieces(sample.text, 1)
-            opened = characters[: len(characters) // 2]
-            for text in {texts[index % len(texts)], "x" if index == 0 else texts[-index]}:
-                self._check_time(sample.request, opened, text)
 
     def _check_time(self, request: ParserRequest, opened: Sequence[Piece], text: str) -> None:
         state = self._subject.open(request)
@@ -560,27 +505,12 @@ class OutputParserSuite(ComponentSuite):
             if at % 4096 == 0:
                 spent = (time.process_time() - start) / _LENGTH * 1e6
             if spent > _MICROSECONDS:
-                raise LINEAR.violation(
+                raise rules.LINEAR.violation(
                     f"{text!r} again and again, token by token, behind {short_repr(opened)}: "
                     f"after {at} of {_LENGTH} characters it had taken more than "
                     f"{_MICROSECONDS:g} microseconds for each of all of them"
                 )
         state.finish()
-
-    def _check_memory(self) -> None:
-        sizes, waves = [], 100
-        for _ in range(2):
-            for _ in range(waves):
-                for sample in self.samples:
-                    self._parsed(sample)
-            attributes = {n: v for n, v in vars(self._subject).items() if n != "context"}
-            sizes.append(count_elements(attributes))
-        if sizes[1] - sizes[0] >= waves:
-            raise Violation(
-                f"the parser's attributes grew from {sizes[0]} to {sizes[1]} elements while "
-                f"{waves * len(self.samples)} outputs were parsed",
-                "keep nothing of an output",
-            )
 
 
 def _fed(state: OutputState, piece: Piece) -> Sequence[OutputEvent]:
@@ -624,87 +554,3 @@ def _is_object(text: str) -> bool:
         return isinstance(json.loads(text), dict)
     except ValueError:
         return False
-
-
-class ByteTokenizer(Tokenizer):
-    """One token per byte, and one per special token."""
-
-    contract = 1
-
-    def __init__(self, special_tokens: Sequence[str]) -> None:
-        """Give the special tokens the ids after the bytes."""
-        files = ModelFiles(name="bytes", path=Path())
-        super().__init__(TokenizerContext(name="bytes", options=self.Options(), files=files))
-        self._special = {text: _NUM_BYTES + i for i, text in enumerate(special_tokens)}
-        ordered = sorted(special_tokens, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
-        self._texts = {token_id: text for text, token_id in self._special.items()}
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of bytes and special tokens."""
-        return _NUM_BYTES + len(self._special)
-
-    @property
-    def special_tokens(self) -> Mapping[str, int]:
-        """The ids of the special tokens."""
-        return self._special
-
-    def vocabulary(self) -> Vocabulary:
-        """Return the bytes, and the texts of the special tokens."""
-        texts = (text.encode() for text in self._special)
-        return Vocabulary(
-            tokens=(*(bytes([byte]) for byte in range(_NUM_BYTES)), *texts),
-            special=tuple(self._special.values()),
-        )
-
-    @property
-    def eos_token_ids(self) -> Sequence[int]:
-        """None."""
-        return ()
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:  # noqa: ARG002
-        """Return the ids of special tokens and of the bytes between."""
-        ids: list[int] = []
-        at = 0
-        for found in self._pattern.finditer(text):
-            ids += [*text[at : found.start()].encode(), self._special[found.group()]]
-            at = found.end()
-        return [*ids, *text[at:].encode()]
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text."""
-        stream = _ByteStream({} if skip_special_tokens else self._texts)
-        return "".join(stream.step(token) or "" for token in token_ids)
-
-    def decode_stream(
-        self,
-        prompt_token_ids: Sequence[int],  # noqa: ARG002
-        *,
-        skip_special_tokens: bool = True,
-    ) -> DecodeStream:
-        """Return a decoder."""
-        return _ByteStream({} if skip_special_tokens else self._texts)
-
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],  # noqa: ARG002
-        *,
-        add_generation_prompt: bool = True,  # noqa: ARG002
-        template: str | None = None,  # noqa: ARG002
-        **options: Any,  # noqa: ARG002
-    ) -> str:
-        """Raise RequestError: there is no template."""
-        raise RequestError("the tokenizer has no chat template")
-
-
-class _ByteStream:
-    def __init__(self, texts: Mapping[int, str]) -> None:
-        self._texts = texts
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def step(self, token_id: int) -> str | None:
-        """Return the text that the token completes."""
-        if token_id >= _NUM_BYTES:
-            return self._texts.get(token_id)
-        return self._decoder.decode(bytes([token_id])) or None

@@ -19,73 +19,20 @@ from hardpoint.plugins import ModelFiles, RequestError, Tokenizer, TokenizerCont
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.testing.component_suite import ComponentSuite
-from hardpoint.testing.snapshots import count_elements, snapshot
+from hardpoint.testing.snapshots import snapshot, without_growth
 from hardpoint.testing.suite import (
-    Rule,
     Violation,
     best_cpu_time,
-    reject_replaced_tests,
+    checks,
     short_repr,
 )
+
+from . import tokenizer_rules as rules
 
 _INCOMPLETE = "\ufffd"
 _THREADS_SECONDS, _THREADS_ROUNDS = 0.3, 3
 _TOKENS = 1000  # of the stream whose speed is measured
 _COMPARED_TOKENS = 3000
-
-VOCABULARY = Rule(
-    "vocabulary: token ids are whole numbers from 0 to vocab_size - 1",
-    "return ids of the vocabulary alone, and let vocab_size be one more than the largest id; "
-    "leave vocab_size out if the tokenizer does not know it",
-)
-TOKEN_BYTES = Rule(
-    "token bytes: vocabulary() has the bytes of each token",
-    "return what a token adds to the text, in UTF-8, of which it may be a part; grammars decide by "
-    "it which tokens may come next",
-)
-ROUND_TRIP = Rule(
-    "round trip: decoding what encode returned gives the text again",
-    "encode what is in no token as bytes; set lossless = False in the suite if the tokenizer "
-    "normalizes text on purpose",
-)
-STREAM = Rule(
-    "stream: what decode_stream gives in pieces is what decode gives at once",
-    "hold back the bytes of an incomplete character, start after the prompt's last token, and "
-    "skip special tokens exactly if skip_special_tokens is true",
-)
-STREAMS_APART = Rule(
-    "streams apart: a stream depends on its own tokens only",
-    "keep everything that a stream remembers in the object that decode_stream returns",
-)
-DETERMINISTIC = Rule(
-    "deterministic: the same call returns the same, in a new instance too",
-    "depend on the files, the options and the arguments alone",
-)
-THREADS = Rule(
-    "threads: encode, decode and streams may run in several threads at once",
-    "keep what a call needs in local variables, or take a lock",
-)
-CHAT = Rule(
-    "chat: apply_chat_template returns text, or raises RequestError",
-    "raise RequestError, whose message reaches the caller, for every conversation that the "
-    "template cannot render",
-)
-EOS = Rule(
-    "eos: an end-of-sequence token is a token of its own",
-    "name special tokens only, which stand for no text",
-)
-SPECIAL = Rule(
-    "special tokens: each is encoded as its id alone, and decoded to its text",
-    "name in special_tokens only what encode finds as one token in any text",
-)
-UNKNOWN = Rule(
-    "unknown tokens: ids that only the model has are decoded as no text",
-    "skip ids from vocab_size on: models often have more rows than the tokenizer has tokens",
-)
-READS_ONLY = Rule(
-    "reads only: token ids and messages stay as they are",
-    "work on a copy",
-)
 
 _WORDS = (
     *("Hello, world!", " and", " é", "日本語", "🙂", "👩‍👩‍👧", "naïve", "\n\n", "  ", "\t"),
@@ -137,33 +84,29 @@ class TokenizerSuite(ComponentSuite):
     def _component(self) -> type[Component]:
         return self.tokenizer
 
-    def test_contract(self) -> None:
-        """The class states its contract and can be built; its options survive pickling."""
-        self._run_checks(
-            "contract: the loader can check and build the class",
-            lambda: reject_replaced_tests(type(self), TokenizerSuite),
-            self._check_contract,
-            lambda: self._make().close(),
-        )
-
     def test_vocabulary(self) -> None:
-        """Encode returns ids of the vocabulary, whose size is right."""
-        self._run_checks(VOCABULARY.text, self._check_size)
+        """Token ids are whole numbers from 0 to `vocab_size` - 1, which is the largest id. A class
+        may leave `vocab_size` out.
+        """
+        self._run_checks(rules.VOCABULARY.text, self._check_size)
 
         def check(text: str, special: bool) -> None:
             ids = self._encoded(text, add_special_tokens=special)
             for token in ids:
                 self._check_token(token, f"encode({text!r})")
 
-        self._search(VOCABULARY.text, 100, check, text=self._texts, special=st.booleans())
+        self._search(rules.VOCABULARY.text, 100, check, text=self._texts, special=st.booleans())
 
     def test_token_bytes(self) -> None:
-        """The vocabulary's bytes are those of texts, and special tokens are named in it."""
+        """The bytes that `vocabulary()` has for the tokens of a text are the text's in UTF-8, but
+        for a space at an end; its special tokens are those that `decode` skips. A class may leave
+        `vocabulary` out: then there are no grammars with it.
+        """
         vocabulary = self._vocabulary
         if vocabulary is None:
             pytest.skip("vocabulary is left out: there are no grammars with this tokenizer")
         self._run_checks(
-            TOKEN_BYTES.text,
+            rules.TOKEN_BYTES.text,
             partial(self._check_tokens, vocabulary),
             partial(self._check_special_bytes, vocabulary),
             partial(self._check_texts_of_tokens, vocabulary),
@@ -175,16 +118,16 @@ class TokenizerSuite(ComponentSuite):
                 text = self._decoded(ids, False)
             joined = _bytes_of(vocabulary, ids)
             if not _is_same_but_for_a_space(joined.decode(errors="surrogateescape"), text):
-                raise TOKEN_BYTES.violation(
+                raise rules.TOKEN_BYTES.violation(
                     f"{text!r} has the tokens {short_repr(ids)}, whose bytes in vocabulary() are "
                     f"{joined!r}"
                 )
 
         texts = self._texts.filter(lambda text: _INCOMPLETE not in text)
-        self._search(TOKEN_BYTES.text, 100, check, text=texts)
+        self._search(rules.TOKEN_BYTES.text, 100, check, text=texts)
 
     def test_round_trip(self) -> None:
-        """Encoding and decoding lose nothing."""
+        """Decoding what `encode` returned gives the text again."""
 
         def check(text: str) -> None:
             for special in (False, True):
@@ -192,15 +135,17 @@ class TokenizerSuite(ComponentSuite):
                 if not self.lossless:
                     text, again = again, self._round_trip(again, special)
                 if again != text:
-                    raise ROUND_TRIP.violation(
+                    raise rules.ROUND_TRIP.violation(
                         f"{text!r} came back as {again!r} from its tokens "
                         f"{short_repr(self._encoded(text, add_special_tokens=special))}"
                     )
 
-        self._search(ROUND_TRIP.text, 150, check, text=self._texts)
+        self._search(rules.ROUND_TRIP.text, 150, check, text=self._texts)
 
     def test_stream(self) -> None:
-        """A stream gives in pieces what decode gives at once, from any token of a text on."""
+        """`decode_stream` gives in pieces what `decode` gives at once: after a prompt that ends at
+        any token, inside characters too, with special tokens skipped or shown.
+        """
 
         def check(text: str, more: str, skip: bool) -> None:
             eos = [*self._subject.eos_token_ids][:1]
@@ -210,14 +155,14 @@ class TokenizerSuite(ComponentSuite):
                 before = self._decoded(ids[:split], skip).rstrip(_INCOMPLETE)
                 given = _streamed(self._subject, ids[:split], ids[split:], skip)
                 if before + given != whole:
-                    raise STREAM.violation(
+                    raise rules.STREAM.violation(
                         f"after the prompt {ids[:split]}, which is {before!r}, the tokens "
                         f"{ids[split:]} gave {given!r}; all of them are {whole!r} "
                         f"(skip_special_tokens={skip})"
                     )
 
         texts = self._texts.filter(lambda text: _INCOMPLETE not in text)
-        self._search(STREAM.text, 60, check, text=texts, more=texts, skip=st.booleans())
+        self._search(rules.STREAM.text, 60, check, text=texts, more=texts, skip=st.booleans())
 
     def test_streams_apart(self) -> None:
         """Streams that take turns give what each gives alone."""
@@ -233,16 +178,18 @@ class TokenizerSuite(ComponentSuite):
                         pieces.append(stream.step(tokens[turn]))
             for number, text in enumerate(texts):
                 if given[number] != alone[number]:
-                    raise STREAMS_APART.violation(
+                    raise rules.STREAMS_APART.violation(
                         f"of {len(ids)} streams that take turns, the one of {text!r} gave "
                         f"{given[number]}, alone it gives {alone[number]}"
                     )
 
         texts = st.lists(self._texts.filter(bool), min_size=2, max_size=3)
-        self._search(STREAMS_APART.text, 20, check, texts=texts, skip=st.booleans())
+        self._search(rules.STREAMS_APART.text, 20, check, texts=texts, skip=st.booleans())
 
     def test_unknown_tokens(self) -> None:
-        """Ids that the model has and the tokenizer has not are decoded as no text."""
+        """Ids from `vocab_size` on are decoded as no text, because a model may have more rows than
+        the tokenizer has tokens.
+        """
         size = self._size
         if size is None:
             pytest.skip("vocab_size is left out: which ids are unknown is not known")
@@ -258,18 +205,20 @@ class TokenizerSuite(ComponentSuite):
                 except Violation:
                     raise
                 except Exception as cause:
-                    raise UNKNOWN.violation(
+                    raise rules.UNKNOWN.violation(
                         f"{what} raised {type(cause).__name__}: {cause}, for {ids}; "
                         f"vocab_size is {size}"
                     ) from cause
                 if text:
-                    raise UNKNOWN.violation(f"{what} made {text!r} of {ids}; vocab_size is {size}")
+                    raise rules.UNKNOWN.violation(
+                        f"{what} made {text!r} of {ids}; vocab_size is {size}"
+                    )
 
         ids = st.lists(st.integers(size, size + 300), min_size=1, max_size=4)
-        self._search(UNKNOWN.text, 20, check, ids=ids, skip=st.booleans())
+        self._search(rules.UNKNOWN.text, 20, check, ids=ids, skip=st.booleans())
 
     def test_deterministic(self) -> None:
-        """Equal calls return equal results."""
+        """The same call returns the same, in a new instance too."""
         other = self._make()
 
         def check(texts: list[str], skip: bool) -> None:
@@ -277,44 +226,85 @@ class TokenizerSuite(ComponentSuite):
             for text, one in zip(texts[::-1], first[::-1], strict=True):
                 for what, instance in (("again", self._subject), ("a new instance", other)):
                     if (two := self._results(instance, text, skip)) != one:
-                        raise DETERMINISTIC.violation(
+                        raise rules.DETERMINISTIC.violation(
                             f"for {text!r} it gave {short_repr(one)}, {what} {short_repr(two)}"
                         )
 
         texts = st.lists(self._texts, min_size=1, max_size=3)
-        self._search(DETERMINISTIC.text, 20, check, texts=texts, skip=st.booleans())
+        self._search(rules.DETERMINISTIC.text, 20, check, texts=texts, skip=st.booleans())
 
+    @checks(rules.THREADS)
     def test_threads(self) -> None:
         """Calls in several threads do not disturb each other."""
-        self._run_checks(THREADS.text, self._check_threads)
+        subject = self._subject
+        texts = [word * 20 + str(number) for number, word in enumerate(_WORDS[:4])]
+        expected = [self._results(subject, text, True) for text in texts]
+        wrong: list[str] = []
+        end = time.monotonic() + _THREADS_SECONDS
+
+        def work(number: int) -> None:
+            rounds = 0
+            sys.settrace(_sleep_at_lines)
+            while not wrong and (rounds < _THREADS_ROUNDS or time.monotonic() < end):
+                rounds += 1
+                if rounds == _THREADS_ROUNDS:
+                    sys.settrace(None)
+                try:
+                    result = self._results(subject, texts[number], True)
+                except Exception as cause:
+                    wrong.append(f"one raised {type(cause).__name__}: {cause}")
+                    return
+                if result != expected[number]:
+                    wrong.append(
+                        f"one got {short_repr(result)} for {texts[number][:20]!r}..., alone it "
+                        f"gets {short_repr(expected[number])}"
+                    )
+
+        _run_in_threads([partial(work, number) for number in range(len(texts))])
+        if wrong:
+            raise rules.THREADS.violation(
+                f"of {len(texts)} threads that use one tokenizer, {wrong[0]}"
+            )
 
     def test_chat(self) -> None:
-        """A conversation becomes text, or a RequestError."""
+        """A conversation, right or wrong, becomes text or a RequestError."""
         self._run_checks(
-            CHAT.text,
+            rules.CHAT.text,
             lambda: self._check_chat(_CONVERSATION),
             lambda: self._check_chat(_CONVERSATION, template="{{ nothing.at.all }}"),
             *(partial(self._check_chat, wrong) for wrong in _WRONG_CONVERSATIONS),
         )
 
     def test_eos(self) -> None:
-        """The end-of-sequence tokens are tokens of their own."""
-        self._run_checks(EOS.text, self._check_eos)
+        """The end-of-sequence tokens are special: no text is encoded with one, none is decoded to
+        text where special tokens are skipped.
+        """
+        self._run_checks(rules.EOS.text, self._check_eos)
 
         def check(text: str) -> None:
             eos = set(self._subject.eos_token_ids)
             if found := eos.intersection(self._encoded(text)):
-                raise EOS.violation(
+                raise rules.EOS.violation(
                     f"{text!r} is encoded with token {min(found)}, which is one of "
                     f"eos_token_ids: a completion would end where this text occurs"
                 )
 
         if self._subject.eos_token_ids:
-            self._search(EOS.text, 100, check, text=self._texts)
+            self._search(rules.EOS.text, 100, check, text=self._texts)
 
+    @checks(rules.SPECIAL)
     def test_special_tokens(self) -> None:
-        """Each special token has an id of its own, which its text and no other gives."""
-        self._run_checks(SPECIAL.text, self._check_special)
+        """Each of `special_tokens` is encoded as its id alone, and decoded to its text."""
+        subject = self._subject
+        for text, token in subject.special_tokens.items():
+            self._check_token(token, "special_tokens")
+            ids = subject.encode(text, add_special_tokens=False)
+            shown = subject.decode([token], skip_special_tokens=False)
+            if list(ids) != [token] or shown.strip() != text.strip():
+                raise rules.SPECIAL.violation(
+                    f"special_tokens has {text!r} as token {token}; it is encoded as "
+                    f"{short_repr(ids)}, and the token is decoded to {shown!r}"
+                )
 
     def test_reads_only(self) -> None:
         """Token ids and messages that a method gets stay as they are."""
@@ -332,17 +322,24 @@ class TokenizerSuite(ComponentSuite):
                 with suppress(RequestError):
                     call()
                 if snapshot([ids, messages]) != before:
-                    raise READS_ONLY.violation(
+                    raise rules.READS_ONLY.violation(
                         f"{name} changed what it was given, for {text!r}: now it is "
                         f"{short_repr(messages if name == 'apply_chat_template' else ids)}"
                     )
 
         texts = self._texts.filter(lambda text: bool(text and self._encoded(text)))
-        self._search(READS_ONLY.text, 10, check, text=texts)
+        self._search(rules.READS_ONLY.text, 10, check, text=texts)
 
+    @checks("memory: nothing grows with the number of texts")
     def test_memory(self) -> None:
         """Nothing grows with the number of texts and streams."""
-        self._run_checks("memory: nothing grows with the number of texts", self._check_memory)
+        subject = self._subject
+        what = "the tokenizer: while 100 texts were encoded and decoded"
+        fix = "bound every cache, by functools.lru_cache(maxsize=...) for example, and drop streams"
+        for wave in without_growth(subject, 100, what, fix):
+            ids = subject.encode(f"{wave} of 200")
+            subject.decode(ids)
+            subject.decode_stream(ids).step(ids[0])
 
     def test_speed(self) -> None:
         """The cost of a token stays within the budget, and does not grow with the text."""
@@ -390,7 +387,7 @@ class TokenizerSuite(ComponentSuite):
     def _encoded(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         ids = self._subject.encode(text, add_special_tokens=add_special_tokens)
         if not isinstance(ids, list) or any(type(token) is not int for token in ids):
-            raise VOCABULARY.violation(
+            raise rules.VOCABULARY.violation(
                 f"encode({text!r}) returned {short_repr(ids)}, no list of whole numbers"
             )
         return ids
@@ -398,7 +395,7 @@ class TokenizerSuite(ComponentSuite):
     def _decoded(self, ids: list[int], skip: bool) -> str:
         text = self._subject.decode(ids, skip_special_tokens=skip)
         if not isinstance(text, str):
-            raise ROUND_TRIP.violation(
+            raise rules.ROUND_TRIP.violation(
                 f"decode({ids}) returned {short_repr(text)}, no text", "return str"
             )
         return text
@@ -422,12 +419,14 @@ class TokenizerSuite(ComponentSuite):
         if size is None:
             return
         if type(size) is not int or size < 1:
-            raise VOCABULARY.violation(f"vocab_size is {short_repr(size)}, no number of tokens")
+            raise rules.VOCABULARY.violation(
+                f"vocab_size is {short_repr(size)}, no number of tokens"
+            )
         for token in subject.eos_token_ids:
             self._check_token(token, "eos_token_ids")
         is_special = size - 1 in subject.eos_token_ids  # which may have no text
         if not is_special and not subject.decode([size - 1], skip_special_tokens=False):
-            raise VOCABULARY.violation(
+            raise rules.VOCABULARY.violation(
                 f"vocab_size is {size}, but token {size - 1} has no text: it is too large"
             )
         text, again = "", []
@@ -435,7 +434,7 @@ class TokenizerSuite(ComponentSuite):
             text = subject.decode([size], skip_special_tokens=False)
             again = subject.encode(text, add_special_tokens=False)
         if text and again == [size]:
-            raise VOCABULARY.violation(
+            raise rules.VOCABULARY.violation(
                 f"vocab_size is {size}, but token {size} is the text {text!r}: it is too small"
             )
 
@@ -443,21 +442,21 @@ class TokenizerSuite(ComponentSuite):
         """Check types and numbers."""
         size = self._size
         if not isinstance(vocabulary, Vocabulary):
-            raise TOKEN_BYTES.violation(
+            raise rules.TOKEN_BYTES.violation(
                 f"vocabulary() returned {short_repr(vocabulary)}", "return a Vocabulary"
             )
         tokens, special = vocabulary.tokens, vocabulary.special
         if not isinstance(tokens, tuple) or {*map(type, tokens)} != {bytes}:
-            raise TOKEN_BYTES.violation(
+            raise rules.TOKEN_BYTES.violation(
                 f"the tokens of vocabulary() are {short_repr(tokens)}", "return a tuple of bytes"
             )
         if size is not None and len(tokens) > size:
-            raise TOKEN_BYTES.violation(
+            raise rules.TOKEN_BYTES.violation(
                 f"vocabulary() has {len(tokens)} tokens, vocab_size is {size}",
                 "let vocab_size be one more than the largest id",
             )
         if list(special) != sorted(set(special)) or not set(special) <= set(range(len(tokens))):
-            raise TOKEN_BYTES.violation(
+            raise rules.TOKEN_BYTES.violation(
                 f"the special tokens of vocabulary() are {short_repr(special)}",
                 "name ids that tokens has, in order and once",
             )
@@ -469,7 +468,7 @@ class TokenizerSuite(ComponentSuite):
             is_special = token in vocabulary.special
             shown, kept = self._decoded([token], False), self._decoded([token], True)
             if is_special == bool(kept) and (kept or shown):
-                raise TOKEN_BYTES.violation(
+                raise rules.TOKEN_BYTES.violation(
                     f"token {token}, which is {shown!r}, {'is one' if is_special else 'is none'} "
                     f"of the special tokens of vocabulary(), and decode "
                     f"{'shows' if kept else 'skips'} it with skip_special_tokens",
@@ -477,7 +476,7 @@ class TokenizerSuite(ComponentSuite):
                 )
             name, found = names.get(token), _bytes_of(vocabulary, [token])
             if is_special and name is not None and found != name.encode():
-                raise TOKEN_BYTES.violation(
+                raise rules.TOKEN_BYTES.violation(
                     f"token {token} is {name!r} in special_tokens and {found!r} in vocabulary()",
                     "return the text of a special token as its bytes",
                 )
@@ -493,7 +492,7 @@ class TokenizerSuite(ComponentSuite):
                 alone = self._decoded([token], False)
                 after = self._decoded([*first, token], False)
                 if not _is_same_but_for_a_space(text, alone) and before + text != after:
-                    raise TOKEN_BYTES.violation(
+                    raise rules.TOKEN_BYTES.violation(
                         f"token {token} is {text!r} in vocabulary(), and decode makes {alone!r} "
                         f"of it"
                     )
@@ -501,38 +500,9 @@ class TokenizerSuite(ComponentSuite):
     def _check_token(self, token: int, where: str) -> None:
         size = self._size
         if type(token) is not int or token < 0 or (size is not None and token >= size):
-            raise VOCABULARY.violation(
+            raise rules.VOCABULARY.violation(
                 f"{where} has the token id {short_repr(token)}, vocab_size is {size}"
             )
-
-    def _check_threads(self) -> None:
-        subject = self._subject
-        texts = [word * 20 + str(number) for number, word in enumerate(_WORDS[:4])]
-        expected = [self._results(subject, text, True) for text in texts]
-        wrong: list[str] = []
-        end = time.monotonic() + _THREADS_SECONDS
-
-        def work(number: int) -> None:
-            rounds = 0
-            sys.settrace(_sleep_at_lines)
-            while not wrong and (rounds < _THREADS_ROUNDS or time.monotonic() < end):
-                rounds += 1
-                if rounds == _THREADS_ROUNDS:
-                    sys.settrace(None)
-                try:
-                    result = self._results(subject, texts[number], True)
-                except Exception as cause:
-                    wrong.append(f"one raised {type(cause).__name__}: {cause}")
-                    return
-                if result != expected[number]:
-                    wrong.append(
-                        f"one got {short_repr(result)} for {texts[number][:20]!r}..., alone it "
-                        f"gets {short_repr(expected[number])}"
-                    )
-
-        _run_in_threads([partial(work, number) for number in range(len(texts))])
-        if wrong:
-            raise THREADS.violation(f"of {len(texts)} threads that use one tokenizer, {wrong[0]}")
 
     def _check_chat(self, messages: Any, template: str | None = None) -> None:
         chat = short_repr(messages)
@@ -544,56 +514,27 @@ class TokenizerSuite(ComponentSuite):
             except RequestError:
                 continue
             except Exception as cause:
-                raise CHAT.violation(
+                raise rules.CHAT.violation(
                     f"for {chat} it raised {type(cause).__name__}: {cause}"
                 ) from cause
             if not isinstance(text, str):
-                raise CHAT.violation(f"for {chat} it returned {short_repr(text)}")
+                raise rules.CHAT.violation(f"for {chat} it returned {short_repr(text)}")
 
     def _check_eos(self) -> None:
         subject, ids = self._subject, self._subject.eos_token_ids
         try:
             listed = list(ids)
         except TypeError as cause:
-            raise EOS.violation(
+            raise rules.EOS.violation(
                 f"eos_token_ids is {short_repr(ids)}: {cause}", "return a list of token ids"
             ) from cause
         for token in listed:
             self._check_token(token, "eos_token_ids")
             if text := subject.decode([token]):
-                raise EOS.violation(
+                raise rules.EOS.violation(
                     f"eos_token_ids has token {token}, which is the text {text!r} even where "
                     f"special tokens are skipped"
                 )
-
-    def _check_special(self) -> None:
-        subject = self._subject
-        for text, token in subject.special_tokens.items():
-            self._check_token(token, "special_tokens")
-            ids = subject.encode(text, add_special_tokens=False)
-            shown = subject.decode([token], skip_special_tokens=False)
-            if list(ids) != [token] or shown.strip() != text.strip():
-                raise SPECIAL.violation(
-                    f"special_tokens has {text!r} as token {token}; it is encoded as "
-                    f"{short_repr(ids)}, and the token is decoded to {shown!r}"
-                )
-
-    def _check_memory(self) -> None:
-        sizes, waves, subject = [], 100, self._subject
-        for wave in range(2 * waves):
-            ids = subject.encode(f"{wave} of {2 * waves}")
-            subject.decode(ids)
-            subject.decode_stream(ids).step(ids[0])
-            if wave in (waves - 1, 2 * waves - 1):
-                attributes = {n: v for n, v in vars(subject).items() if n != "context"}
-                sizes.append(count_elements(attributes))
-        if sizes[1] - sizes[0] >= waves:
-            raise Violation(
-                f"the tokenizer's attributes grew from {sizes[0]} to {sizes[1]} elements while "
-                f"{waves} texts were encoded and decoded",
-                "bound every cache, by functools.lru_cache(maxsize=...) for example, and drop "
-                "streams",
-            )
 
     def _check_speed(self) -> None:
         ids = self._encoded(" and so on, as ever" * 200)[:_TOKENS]
@@ -632,7 +573,7 @@ def _streamed(tokenizer: Tokenizer, prompt: list[int], ids: Sequence[int], skip:
     for token in ids:
         piece = stream.step(token)
         if piece is not None and not isinstance(piece, str):
-            raise STREAM.violation(
+            raise rules.STREAM.violation(
                 f"step({token}) returned {short_repr(piece)}", "return text that is final, or None"
             )
         if piece:

@@ -31,7 +31,7 @@ from hardpoint.plugins.structured import (
     TokenFormat,
     walk_formats,
 )
-from hardpoint.testing.text.output_parser_suite import ByteTokenizer
+from hardpoint.testing.scripted_tokenizer import ByteTokenizer
 
 # What texts are likely to get wrong, where a grammar lets them.
 TRICKS = (
@@ -125,17 +125,17 @@ def walk(start, chosen, tokenizer, longest):
         for token in step:
             assert state.advance(token)
         ids += step
-    raise AssertionError(f"no end of {bytes(t for t in ids if t < 256)!r}")
+    raise AssertionError(f"no end of {tokenizer.decode(ids)!r}")
 
 
 def events_of(parser, tokenizer, ids, tools):
     """Return the events of an output, and its text."""
     texts = {token: text for text, token in tokenizer.special_tokens.items()}
     state = parser.open(ParserRequest(tools=tools))
-    events, text = [], ""
+    events, text, tokens = [], "", tokenizer.vocabulary().tokens
     for is_byte, run in itertools.groupby(ids, lambda token: token < 256):
         if is_byte:
-            pieces = [bytes(run).decode()]
+            pieces = [b"".join(tokens[token] for token in run).decode()]
             events += state.feed(pieces[0])
         else:
             pieces = []

@@ -161,7 +161,7 @@ def test_cached_tokens_are_counted_at_the_first_admission_only():
     assert outputs["a"].num_cached_tokens == 0
     for _ in range(4):
         sim.step()
-    sim.scheduler.plan_lost(sim.plan())
+    sim.lose(sim.plan())
     plan = sim.plan()
     assert plan.new_requests[0].num_computed_tokens == 8
     assert sim.live("a").num_cached_tokens == 0

@@ -146,7 +146,8 @@ def test_a_lost_plan_takes_later_ones_with_it():
     sim.add("c", prompt=[3] * 9, max_tokens=6)  # finds what b should have computed
     later = sim.plan()
     assert later.new_requests[0].num_computed_tokens == 8
-    sim.scheduler.plan_lost(lost)
+    sim.lose(lost)
+    sim.executor.record_lost_plan(later)
     assert sim.live("c").status is RequestStatus.PREEMPTED
     assert sim.update(later, ModelRunnerOutput(sampled_token_ids={"a": [1], "c": [1]})) == {}
     plan = sim.plan()
@@ -161,7 +162,7 @@ def test_what_a_lost_plan_should_have_computed_is_not_found():
     sim.add("a", prompt=[3] * 9)
     lost = sim.plan()
     sim.abort("a", reason=FinishReason.ABORT)
-    sim.scheduler.plan_lost(lost)
+    sim.lose(lost)
     sim.add("b", prompt=[3] * 9)
     assert sim.plan().new_requests[0].num_computed_tokens == 0
 

@@ -166,7 +166,7 @@ def test_freed_embeddings_of_a_lost_plan_are_reported_again():
     sim.add("a", prompt=6, features=[feature("x", 0, 4)])
     sim.step()
     sim.add("b", prompt=6, features=[feature("y", 0, 4)])
-    sim.scheduler.plan_lost(sim.plan())
+    sim.lose(sim.plan())
     plan = sim.step()
     assert "x" in plan.freed_encoder_inputs
     assert plan.encoder_inputs["b"] == [0]  # and what it should have encoded is encoded

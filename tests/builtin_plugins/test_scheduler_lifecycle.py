@@ -151,7 +151,7 @@ def test_a_deadline_is_reported_also_when_the_plan_was_lost():
     sim = Simulator()
     sim.add("a", arrival_time=0.0, timeout=1.0)
     sim.clock.advance(2)
-    sim.scheduler.plan_lost(sim.plan())
+    sim.lose(sim.plan())
     plan = sim.plan()
     assert plan.finished_request_ids == {"a"}
     assert sim.update(plan)["a"].finish_reason is FinishReason.TIMEOUT
@@ -177,7 +177,7 @@ def test_a_lost_plan_is_made_again():
     lost = sim.plan()
     assert lost.finished_request_ids == {"x"}
     assert lost.new_requests[1].num_computed_tokens == 8
-    sim.scheduler.plan_lost(lost)
+    sim.lose(lost)
     plan = sim.plan()
     assert plan.finished_request_ids == {"x"}
     assert plan.preempted_request_ids == {"a", "b"}
@@ -196,7 +196,7 @@ def test_a_request_that_lost_its_blocks_in_a_lost_plan_is_reported_again():
     lost = sim.plan()
     assert lost.preempted_request_ids == {"b"}
     assert list(lost.num_scheduled_tokens) == ["a"]
-    sim.scheduler.plan_lost(lost)
+    sim.lose(lost)
     assert sim.plan().preempted_request_ids == {"a", "b"}
 
 
@@ -205,7 +205,7 @@ def test_what_was_computed_before_a_lost_plan_is_found_again():
     sim.add("a", prompt=11)
     sim.step()
     sim.step()
-    sim.scheduler.plan_lost(sim.plan())
+    sim.lose(sim.plan())
     assert sim.plan().new_requests[0].num_computed_tokens == 12
 
 
@@ -217,7 +217,7 @@ def test_plans_may_be_lost_over_and_over():
         if not sim.scheduler.has_requests():
             break
         if i % 3 == 2:
-            sim.scheduler.plan_lost(sim.plan())
+            sim.lose(sim.plan())
         else:
             sim.step()
     alone = [("a", {"prompt": list(range(1000, 1007)), "max_tokens": 6})]

@@ -301,7 +301,7 @@ def test_a_plan_may_be_given_up_in_the_middle_of_its_results():
     result.sampled_token_ids = Breaks(result.sampled_token_ids)
     with pytest.raises(KeyboardInterrupt):
         sim.scheduler.update(plan, result)
-    sim.scheduler.plan_lost(plan)
+    sim.lose(plan)
     sim.run()
     assert [len(sim.tokens[name]) for name in "ab"] == [2, 3]  # one output of "a" went with it
     assert {str(end.finish_reason) for end in sim.ends.values()} == {"length"}

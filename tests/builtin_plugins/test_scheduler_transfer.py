@@ -23,8 +23,7 @@ def fill(sim, name, num_tokens):
 
 def forget(sim, blocks):
     """Make what these blocks hold rubbish."""
-    memory = sim.executor.memory
-    sim.executor.memory = {slot: held for slot, held in memory.items() if slot[0] not in blocks}
+    sim.executor.memory.forget(blocks)
 
 
 def loading(found=(8, True), max_tokens=3, **settings):

@@ -32,6 +32,7 @@ from hardpoint.plugins.config_tables import GrammarConfig
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.plan import NO_DRAFT
 from hardpoint.plugins.structured import StructuredOutputs
+from hardpoint.testing import ScriptedClock
 
 VOCAB_SIZE = 70
 END = 69
@@ -436,16 +437,9 @@ class Components:
         return Backend.__new__(Backend)
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    return ScriptedClock()
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from hardpoint.kernels.triton import code_experts, code_tiles, launch, packed_co
 from hardpoint.kernels.triton import codes as kernels
 from hardpoint.kernels.twins import AffineCodes, dequantize, linear_codes
 from hardpoint.plugins import OpsContext, quantization
-from hardpoint.testing.model.code_matrices import FORMS
+from hardpoint.testing.ops.code_matrices import FORMS
 
 DEVICE = torch.device("cpu" if launch.is_interpreted() else "cuda")
 BF16, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32

@@ -15,7 +15,7 @@ from hardpoint.core.worker.sampling.sampling_stage import warm_up
 from hardpoint.kernels.triton import code_tiles, layers
 from hardpoint.kernels.triton import logits as logits_kernels
 from hardpoint.plugins import Op, OpsContext
-from hardpoint.testing.model.code_matrices import FORMS
+from hardpoint.testing.ops.code_matrices import FORMS
 
 DEVICE = torch.device(kernel_device())
 ROWS = (3, 16, 32)

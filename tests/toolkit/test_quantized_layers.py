@@ -10,7 +10,7 @@ from hardpoint.plugins import ModelConfig, ModelContext
 from hardpoint.plugins.parallel import Parallel
 from hardpoint.plugins.quantization import AffineCodes, DenseMatrix
 from hardpoint.testing import load_ops, run_ranks
-from hardpoint.testing.model.code_matrices import FORMS
+from hardpoint.testing.ops.code_matrices import FORMS
 from hardpoint.toolkit.layers import Embedding, Linear, LMHead
 
 COLUMNS = 64

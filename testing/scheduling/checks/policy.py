@@ -20,7 +20,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.testing.engine_access import policy_arguments
 from hardpoint.testing.scheduling.fakes.policy import RETURN_VALUES, monitor_policy
-from hardpoint.testing.snapshots import count_elements, snapshot
+from hardpoint.testing.snapshots import snapshot, without_growth
 from hardpoint.testing.suite import Violation, best_cpu_time, short_repr
 
 Make = Callable[[], SchedulingPolicy]
@@ -224,8 +224,10 @@ def check_state(make: Make, sources: Sequence[EngineCoreRequest], tokens: Sequen
 
 def check_memory(make: Make, sources: Sequence[EngineCoreRequest], waves: int = 40) -> None:
     """Check that a policy's attributes do not grow with the number of finished requests."""
-    policy, sizes = make(), []
-    for wave in range(2 * waves):
+    policy, finished = make(), waves * len(sources)
+    what = f"the policy: while {finished} requests finished"
+    fix = "in finished(), drop the notes on the request"
+    for wave in without_growth(policy, waves, what, fix, most=finished // 2 - 1):
         requests = _make_requests(policy, sources, wave)
         for request in requests:
             _add(policy, request)
@@ -234,17 +236,7 @@ def check_memory(make: Make, sources: Sequence[EngineCoreRequest], waves: int = 
         policy.preempted(policy.victim(list(requests), _load(len(requests))))
         for request in requests:
             policy.finished(request)
-        if wave in (waves - 1, 2 * waves - 1):
-            attributes = {name: value for name, value in vars(policy).items() if name != "context"}
-            sizes.append(count_elements(attributes))
         del requests
-    finished = waves * len(sources)
-    if sizes[1] - sizes[0] >= finished // 2:
-        raise Violation(
-            f"the policy's attributes grew from {sizes[0]} to {sizes[1]} elements while {finished} "
-            "requests finished",
-            "in finished(), drop the notes on the request",
-        )
 
 
 def check_speed(make: Make, sources: Sequence[EngineCoreRequest], budget: float) -> None:

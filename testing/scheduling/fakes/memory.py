@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -104,6 +104,10 @@ class KVMemory:
         if slot.content != content:
             raise KV_CONTENT.violation(f"{where} {_difference(slot, content)}")
         return 0
+
+    def forget(self, blocks: Collection[int]) -> None:
+        """Empty the slots of some blocks."""
+        self._slots = {at: slot for at, slot in self._slots.items() if at[0] not in blocks}
 
     def clear(self) -> None:
         """Empty all slots."""

@@ -76,7 +76,7 @@ class _Span:
     invalid_since: int = 0
 
 
-class ScriptedWorker:
+class SimulatedWorker:
     """Plays executor and workers; raises Violation where a plan cannot be executed.
 
     Attributes:

@@ -17,6 +17,7 @@ from hardpoint.builtin_plugins.server.access.keys import (
 )
 from hardpoint.builtin_plugins.server.config import ServerConfig
 from hardpoint.plugins import ConfigError
+from hardpoint.testing import ScriptedClock
 
 ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdef"
 
@@ -39,13 +40,6 @@ def file(tmp_path):
 def write(path, text, mode=0o600):
     path.write_text(text)
     path.chmod(mode)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 def client_of(store, **headers):
@@ -210,7 +204,7 @@ def test_wrong_files_are_refused_without_quoting_a_key(file, text, message):
 
 
 def test_a_changed_file_is_read_once_a_second_at_most(file):
-    clock = Clock()
+    clock = ScriptedClock()
     store = KeyStore(str(file), clock=clock)
     write(file, table("carol", BOB))
     clock.now = 0.9
@@ -230,7 +224,7 @@ def test_a_changed_file_is_read_once_a_second_at_most(file):
     ids=["broken", "readable", "gone"],
 )
 def test_a_malformed_file_leaves_the_keys_and_is_logged_once(file, caplog, spoil):
-    clock = Clock()
+    clock = ScriptedClock()
     store = KeyStore(str(file), clock=clock)
     spoil(file)
     for seconds in (1.0, 2.0, 3.0):

@@ -23,6 +23,7 @@ from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import ConfigError, OverloadedError
 from hardpoint.plugins.server import Authenticator, Client
 from hardpoint.plugins.stats import Health
+from hardpoint.testing import ScriptedClock
 
 ASK = {"messages": [{"role": "user", "content": "Hi"}]}
 
@@ -349,14 +350,6 @@ def test_figures_of_requests():
 # Load
 
 
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
 def in_loop(function):
     async def run():
         return function()
@@ -365,7 +358,7 @@ def in_loop(function):
 
 
 def test_retry_after_follows_the_rate_at_which_requests_end():
-    clock = Clock()
+    clock = ScriptedClock(100.0)
 
     def run():
         load = Load(100, 4, clock)
@@ -382,7 +375,7 @@ def test_retry_after_follows_the_rate_at_which_requests_end():
 
 
 def test_retry_after_forgets_idle_times():
-    clock = Clock()
+    clock = ScriptedClock(100.0)
 
     def run():
         load = Load(100, 2, clock)
@@ -405,7 +398,7 @@ def test_retry_after_forgets_idle_times():
 
 
 def test_refused_requests_do_not_count_as_quick_ones():
-    clock = Clock()
+    clock = ScriptedClock(100.0)
 
     def run():
         load = Load(100, 1, clock)
@@ -420,7 +413,7 @@ def test_refused_requests_do_not_count_as_quick_ones():
 
 
 def test_retry_after_is_bounded():
-    clock = Clock()
+    clock = ScriptedClock(100.0)
 
     def run():
         load = Load(100, 1, clock)

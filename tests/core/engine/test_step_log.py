@@ -10,17 +10,7 @@ from support.core.engine_harness import Rig, ScriptedExecutor, interrupt_of_user
 
 from hardpoint import SamplingParams
 from hardpoint.core.engine.step_log import StepLog
-from hardpoint.testing import scripted_engine
-
-
-class Clock:
-    """Moves on by 2 ms at every reading."""
-
-    now = 0.0
-
-    def __call__(self):
-        self.now += 0.002
-        return self.now
+from hardpoint.testing import ScriptedClock, scripted_engine
 
 
 def lines(caplog):
@@ -28,7 +18,7 @@ def lines(caplog):
 
 
 def test_context_and_generation_are_told_apart(caplog):
-    rig = Rig(step_log=StepLog(Clock()), max_num_batched_tokens=8)
+    rig = Rig(step_log=StepLog(ScriptedClock(tick=0.002)), max_num_batched_tokens=8)
     rig.add("a", prompt=[1, 2, 3], max_tokens=3)
     with caplog.at_level(logging.INFO, "hardpoint"):
         rig.step()
@@ -46,7 +36,7 @@ def test_context_and_generation_are_told_apart(caplog):
 
 
 def test_what_was_lost_and_is_computed_anew_is_context(caplog):
-    rig = Rig(step_log=StepLog(Clock()))
+    rig = Rig(step_log=StepLog(ScriptedClock(tick=0.002)))
     rig.add("a", prompt=[1, 2, 3], max_tokens=4)
     with caplog.at_level(logging.INFO, "hardpoint"):
         rig.step()
@@ -65,7 +55,7 @@ def test_what_was_lost_and_is_computed_anew_is_context(caplog):
 def test_of_a_pipeline_it_is_the_time_from_start_to_result(caplog):
     executor = ScriptedExecutor(2, late=True)
     executor.patient = True
-    rig = Rig(executor, step_log=StepLog(Clock()))
+    rig = Rig(executor, step_log=StepLog(ScriptedClock(tick=0.002)))
     rig.add("a", max_tokens=3)
     with caplog.at_level(logging.INFO, "hardpoint"):
         rig.run()
@@ -74,7 +64,7 @@ def test_of_a_pipeline_it_is_the_time_from_start_to_result(caplog):
 
 
 def test_a_step_that_fails_has_no_line(caplog):
-    rig = Rig(step_log=StepLog(Clock()))
+    rig = Rig(step_log=StepLog(ScriptedClock(tick=0.002)))
     rig.executor.fail_at[1] = interrupt_of_user()
     rig.add("a", max_tokens=1)
     with caplog.at_level(logging.INFO, "hardpoint"):

@@ -23,7 +23,8 @@ from hardpoint.core.weights import shares
 from hardpoint.core.weights.held_weights import hold_weights
 from hardpoint.core.weights.quantized_weights import QuantizedWeights
 from hardpoint.core.weights.shares import build_share
-from hardpoint.core.weights.weight_cache import WeightCache, cache_key
+from hardpoint.core.weights.weight_cache import WeightCache
+from hardpoint.core.weights.weight_key import cache_key
 from hardpoint.plugins import (
     EngineConfig,
     LoaderContext,

@@ -9,18 +9,9 @@ from support.core.connector_driver import OTHER, Driver
 from support.core.scripted_connector import Script
 
 from hardpoint import RequestError
+from hardpoint.testing import ScriptedClock
 
 FAILED = "kv_connector: the keys and values of its prompt could not be loaded"
-
-
-class Clock:
-    """Is advanced by tests."""
-
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
 
 
 @pytest.fixture
@@ -29,7 +20,7 @@ def open_driver(scripted):
     opened = []
 
     def start(**settings):
-        clock = Clock()
+        clock = ScriptedClock(100.0)
         settings = {"load_seconds": 5, "lease_seconds": 30, **settings}
         driver = Driver(scripted, Script(), clock=clock, **settings)
         driver.clock = clock

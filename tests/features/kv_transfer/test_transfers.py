@@ -7,18 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hardpoint.features.kv_transfer.transfers import Loads, Saves
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
+from hardpoint.testing import ScriptedClock
 
 
 @pytest.fixture
 def clock():
-    return Clock()
+    return ScriptedClock()
 
 
 @pytest.fixture
@@ -151,7 +145,7 @@ class Model:
     """Records each load's possible ends."""
 
     def __init__(self):
-        self.clock = Clock()
+        self.clock = ScriptedClock()
         self.loads = Loads(range(2), self.clock, seconds=10)
         self.open, self.finished_ranks, self.bad = {}, {}, set()
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from hardpoint import EngineConfig
@@ -17,7 +15,6 @@ from hardpoint.core.weights.quantized_weights import QuantizedWeights
 from hardpoint.plugins import (
     AttentionBackend,
     AttentionContext,
-    AttentionStep,
     ForwardBatch,
     LoaderContext,
     Model,
@@ -32,6 +29,7 @@ from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.parallel import Parallel
 from hardpoint.plugins.quantization import QuantizationContext
 from hardpoint.testing import load_ops
+from hardpoint.testing.model.sequences import SequenceBlocks
 
 
 def open_loader(kind: type[WeightLoader], path: Path, **options: object) -> WeightLoader:
@@ -110,48 +108,6 @@ def build_backend(
     )
 
 
-class Blocks:
-    """Hands out blocks of sequences in shuffled order and builds steps."""
-
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.block_size = block_size
-        self._free = random.Random(0).sample(range(num_blocks), num_blocks)
-        self._tables: dict[str, list[int]] = {}
-        self._lengths: dict[str, int] = {}
-
-    def step(self, counts: Sequence[tuple[str, int]]) -> tuple[AttentionStep, torch.Tensor]:
-        """Return the step in which each named sequence gets so many tokens, and all positions.
-
-        Sequences with one token have to come first.
-        """
-        starts, lengths, slots, positions = [0], [], [], []
-        for name, count in counts:
-            old = self._lengths.get(name, 0)
-            self._lengths[name] = old + count
-            table = self._tables.setdefault(name, [])
-            while len(table) * self.block_size < old + count:
-                table.append(self._free.pop())
-            for position in range(old, old + count):
-                block, offset = divmod(position, self.block_size)
-                slots.append(table[block] * self.block_size + offset)
-                positions.append(position)
-            starts.append(starts[-1] + count)
-            lengths.append(old + count)
-        tables = [self._tables[name] for name, _ in counts]
-        block_table = torch.zeros(len(counts), max(map(len, tables)), dtype=torch.int64)
-        for row, table in enumerate(tables):
-            block_table[row, : len(table)] = torch.tensor(table)
-        step = AttentionStep(
-            query_starts=np.array(starts),
-            seq_lens=np.array(lengths),
-            num_single=sum(count == 1 for _, count in counts),
-            block_table=block_table,
-            slots=torch.tensor(slots),
-            block_size=self.block_size,
-        )
-        return step, torch.tensor(positions)
-
-
 class Runner:
     """Runs a model with an attention backend."""
 
@@ -168,7 +124,7 @@ class Runner:
         self.backend = build_backend(dtype, block_size, attention)
         self.specs = model.kv_specs()
         self.caches = [self.backend.allocate(spec, num_blocks) for spec in self.specs]
-        self.blocks = Blocks(num_blocks, block_size)
+        self.blocks = SequenceBlocks(num_blocks, block_size, torch.device("cpu"), shuffled=True)
 
     def hidden(
         self,
@@ -178,7 +134,10 @@ class Runner:
         routed_experts: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run one step of (sequence, tokens) and return the hidden states of all tokens."""
-        step, positions = self.blocks.step([(name, len(tokens)) for name, tokens in batch])
+        counts = [(name, len(tokens)) for name, tokens in batch]
+        step = self.blocks.step(counts)
+        ends = zip(counts, step.seq_lens.tolist(), strict=True)
+        positions = torch.cat([torch.arange(end - count, end) for (_, count), end in ends])
         plan = self.backend.plan(step)
         tokens = torch.tensor([token for _, part in batch for token in part])
         return self.model.forward(

@@ -1,12 +1,11 @@
 """The default scheduler with a scripted context, and an executor without a model.
 
-The executor's next token is a function of the whole history. It writes into each cache slot what a
-model would, and checks whatever it reads.
+The executor is the kit's worker. Its next token is a function of the whole history; it writes into
+each cache slot what a model would, and checks whatever it reads.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -16,7 +15,6 @@ from hardpoint.core.engine.encoder_cache import EncoderCacheManager
 from hardpoint.core.kv_cache import BlockManager
 from hardpoint.plugins import (
     EngineCoreRequest,
-    ModelRunnerOutput,
     PolicyContext,
     RequestError,
     SamplingParams,
@@ -24,10 +22,14 @@ from hardpoint.plugins import (
     WaitingFor,
     WaitReason,
 )
+from hardpoint.plugins.kv_cache import KVCacheGroup
 from hardpoint.plugins.requests import LoRARequest, MultiModalFeature
 from hardpoint.plugins.scheduler import SchedulerLimits
 from hardpoint.testing import ScriptedClock
+from hardpoint.testing.scheduling.checks.plan import check_record
+from hardpoint.testing.scheduling.fakes.worker import Row, SimulatedWorker
 from hardpoint.typed import convert
+from support.core.engine_harness import next_token
 
 __all__ = [
     "Connector",
@@ -60,11 +62,6 @@ def adapter(number):
 
 def feature(identifier, offset, length):
     return MultiModalFeature(identifier=identifier, offset=offset, length=length)
-
-
-def next_token(history):
-    digest = hashlib.blake2b(repr(tuple(history)).encode(), digest_size=2).digest()
-    return int.from_bytes(digest, "big")
 
 
 class HoldsBack(FirstComeFirstServed):
@@ -127,75 +124,18 @@ class Grammars:
     release = acquire
 
 
-@dataclass
-class _Row:
-    tokens: list
-    table: list
-    computed: int
+class Executor(SimulatedWorker):
+    """Carries out plans without a model, and whatever transfers they ask for."""
 
-
-class Executor:
-    """Carries out plans without a model."""
-
-    def __init__(self, block_size):
-        self.block_size = block_size
-        self.rows = {}
-        self.memory = {}
-
-    def execute(self, plan):
-        self._follow(plan)
-        spans = {name: self._write(plan, name) for name in plan.num_scheduled_tokens}
-        sampled = {name: self._sample(plan, name, end) for name, end in spans.items()}
-        return ModelRunnerOutput(sampled_token_ids={n: s for n, s in sampled.items() if s})
+    def __init__(self, windows, block_size):
+        super().__init__(windows, block_size, next_token)
 
     def fill(self, request, block_ids, num_tokens):
         """Write what a connector would load."""
-        for position in range(num_tokens):
-            self._put(block_ids[0], position, request.token_ids(0, position + 1))
-
-    def _follow(self, plan):
-        for name in plan.preempted_request_ids | plan.finished_request_ids:
-            self.rows.pop(name, None)
-        cached = plan.cached_requests
-        for name, computed in zip(cached.request_ids, cached.num_computed_tokens, strict=True):
-            self.rows[name].computed = computed
-            for new in cached.new_block_ids.get(name, ()):
-                self.rows[name].table += new
-        for new in plan.new_requests:
-            known = [*new.source.prompt_token_ids, *new.output_token_ids]
-            row = _Row(known, list(new.block_ids[0]), new.num_computed_tokens)
-            self.rows[new.source.request_id] = row
-
-    def _write(self, plan, name):
-        row = self.rows[name]
-        end = row.computed + plan.num_scheduled_tokens[name]
-        tokens = [*row.tokens, *plan.draft_token_ids.get(name, ())]
-        assert end <= len(tokens), f"{name} has no token at position {end - 1}"
-        for position in range(row.computed, end):
-            self._put(row.table, position, tokens[: position + 1])
-        return end
-
-    def _sample(self, plan, name, end):
-        row = self.rows[name]
-        drafts = plan.draft_token_ids.get(name, ())
-        for position in range(min(end, len(row.tokens))):
-            found = self.memory.get(self._slot(row.table, position))
-            assert found == tuple(row.tokens[: position + 1]), f"{name} reads rubbish"
-        if end < len(row.tokens):
-            return []
-        sampled = [next_token(row.tokens)]
-        for draft in drafts:
-            if draft != sampled[-1]:
-                break
-            sampled.append(next_token([*row.tokens, *sampled]))
-        row.tokens += sampled
-        return sampled
-
-    def _slot(self, table, position):
-        return table[position // self.block_size], position % self.block_size
-
-    def _put(self, table, position, history):
-        self.memory[self._slot(table, position)] = tuple(history)
+        row = Row(request.source, request.token_ids(0, num_tokens), block_ids, num_tokens)
+        for table, contents in zip(block_ids, row.contents(row.token_ids), strict=True):
+            for content in contents:
+                self.memory.write(table, content, row.request_id)
 
 
 class Simulator:
@@ -241,7 +181,8 @@ class Simulator:
                 **fields,
             )
         )
-        self.executor = Executor(block_size)
+        windows = [group.window for group in groups or [KVCacheGroup()]]
+        self.executor = Executor(windows, block_size)
         self.tokens = {}
         self.ends = {}
         self._arrived = 0
@@ -278,6 +219,10 @@ class Simulator:
         for name, value in changes.items():
             setattr(result, name, value)
         return self.record_outputs(self.scheduler.update(plan, result))
+
+    def lose(self, plan):
+        self.executor.record_lost_plan(plan)
+        self.scheduler.plan_lost(plan)
 
     def record_outputs(self, by_client):
         outputs = {}
@@ -350,19 +295,11 @@ class Simulator:
         assert self.cache.num_free_blocks == self.cache.num_usable_blocks
 
     def _check_record(self, plan, record):
+        check_record(record, plan, self.limits.max_num_batched_tokens)
         stats = self.scheduler.stats()
-        assert record.step == plan.step
-        assert record.scheduled == plan.num_scheduled_tokens
-        assert set(record.new) | set(record.resumed) == {
-            entry.source.request_id for entry in plan.new_requests
-        }
-        assert set(record.preempted) <= plan.preempted_request_ids
-        assert set(record.finished) == plan.finished_request_ids
-        assert not set(record.waiting) & set(record.scheduled)
         assert all(self.live(name) is not None for name in record.waiting)
         assert (record.num_running, record.num_waiting) == (stats.num_running, stats.num_waiting)
         assert record.num_free_blocks == self.cache.num_free_blocks
-        assert record.token_budget == self.limits.max_num_batched_tokens
         assert record.timestamp == self.clock.now
 
 

@@ -1,0 +1,137 @@
+"""A model under test, run step by step with plain attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hardpoint.plugins import ForwardBatch, Model
+from hardpoint.testing.snapshots import snapshot
+from hardpoint.testing.suite import short_repr
+
+from . import model_rules as rules
+from .sequences import QueryAttention, WholeHistory
+
+__all__ = ["ModelSequences", "relative_difference", "summary"]
+
+
+class ModelSequences:
+    """Runs a model step by step, with plain attention.
+
+    Attributes:
+        changed: fields of batches that the model changed.
+        keys: keys of each call of attend.
+    """
+
+    def __init__(self, model: Model, attention: QueryAttention) -> None:
+        """Begin without sequences; `attention` is that of one query."""
+        self._model = model
+        self._histories = [WholeHistory(spec, attention) for spec in model.kv_specs()]
+        self._lengths: dict[str, int] = {}
+        self._width: int | None = None
+        self.changed: list[str] = []
+        self.keys: list[torch.Tensor] = []
+
+    def step(
+        self,
+        tokens: Mapping[str, Sequence[int]],
+        positions: Sequence[int] | None = None,
+        hidden: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the hidden states of one step, those of sequence after sequence.
+
+        Args:
+            tokens: further tokens by sequence.
+            positions: positions of all tokens; None gives the right ones.
+            hidden: what the stage before returned, if there is one.
+        """
+        counts = [(name, len(part)) for name, part in tokens.items()]
+        flat: list[int] = []
+        for name, count in counts:
+            start = self._lengths.get(name, 0)
+            self._lengths[name] = start + count
+            flat += range(start, start + count)
+        called: set[int] = set()
+
+        def attend(
+            layer: int,
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            angles: torch.Tensor | None = None,
+        ) -> torch.Tensor:
+            self._check_call(called, layer, {"q": q, "k": k, "v": v}, len(flat))
+            if angles is not None:
+                for x in (q, k):
+                    self._model.context.ops.rotate(x[..., : angles.shape[1]], angles)
+            history = self._histories[layer]
+            history.append(counts, k, v)
+            self.keys.append(k.clone())
+            return history.attend(counts, q).to(q.device, q.dtype)
+
+        device = self._model.context.device
+        ids = torch.tensor([token for part in tokens.values() for token in part], device=device)
+        where = torch.tensor(list(positions or flat), device=device)
+        before = {"token_ids": snapshot(ids), "positions": snapshot(where)}
+        hidden = self._model.forward(ForwardBatch(ids, where, attend, hidden))
+        after = {"token_ids": snapshot(ids), "positions": snapshot(where)}
+        self.changed += [name for name in before if before[name] != after[name]]
+        if missing := sorted(set(range(len(self._histories))) - called):
+            raise rules.ATTEND.violation(
+                f"forward called attend for no layer {', '.join(map(str, missing))}, kv_specs has "
+                f"{len(self._histories)} layers"
+            )
+        self._check_hidden(hidden, len(flat))
+        return hidden
+
+    def _check_call(
+        self, called: set[int], layer: Any, given: Mapping[str, Any], tokens: int
+    ) -> None:
+        if not isinstance(layer, int) or not 0 <= layer < len(self._histories):
+            raise rules.ATTEND.violation(
+                f"forward called attend for layer {short_repr(layer)}, kv_specs has "
+                f"{len(self._histories)} layers"
+            )
+        if layer in called:
+            raise rules.ATTEND.violation(f"forward called attend for layer {layer} twice")
+        called.add(layer)
+        spec, context = self._histories[layer].spec, self._model.context
+        for name, tensor in given.items():
+            heads = spec.num_heads if name == "q" else spec.num_kv_heads
+            shape = (tokens, heads, spec.head_size)
+            if (
+                not isinstance(tensor, torch.Tensor)
+                or tuple(tensor.shape) != shape
+                or tensor.dtype != context.dtype
+                or tensor.device != context.device
+            ):
+                raise rules.ATTEND.violation(
+                    f"forward called attend for layer {layer} with {name} = {summary(tensor)}, "
+                    f"expected {context.dtype} {list(shape)} on {context.device}, as kv_specs says"
+                )
+
+    def _check_hidden(self, hidden: Any, tokens: int) -> None:
+        if (
+            not isinstance(hidden, torch.Tensor)
+            or hidden.dim() != 2
+            or hidden.shape[0] != tokens
+            or self._width not in (None, hidden.shape[1])
+        ):
+            expected = f"[{tokens}, {self._width or 'hidden'}]"
+            raise rules.SHAPES.violation(f"forward returned {summary(hidden)}, expected {expected}")
+        self._width = hidden.shape[1]
+
+
+def relative_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the maximum difference, relative to the largest number; inf where one is NaN."""
+    difference = (found.double() - expected.double()).abs().nan_to_num(torch.inf)
+    return float(difference.max() / expected.double().abs().max().clamp(min=1e-9))
+
+
+def summary(value: Any) -> str:
+    """Return a tensor's dtype, shape and device, or what else it is."""
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {list(value.shape)} on {value.device}"
+    return short_repr(value)

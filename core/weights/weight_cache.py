@@ -34,10 +34,10 @@ import msgspec
 import numpy as np
 import torch
 
+from hardpoint.errors import size_text
 from hardpoint.plugins import Model, Ops, WeightLoader
 from hardpoint.plugins.config import QuantizationConfig, WeightCacheConfig
 from hardpoint.plugins.manifest import PluginEntry
-from hardpoint.system.memory import size_text
 
 from .weight_hash import cache_folder
 

@@ -35,6 +35,7 @@ from hardpoint.plugins.kinds import KINDS, Process
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.model import Attend
 from hardpoint.plugins.stats import PluginMeter
+from hardpoint.plugins.step_part import AllocatedCache, Forward, ForwardStep
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.request_arguments import argument_key
 from hardpoint.typed.read_only import ReadOnlyDict, ReadOnlyList, read_only
@@ -42,7 +43,6 @@ from hardpoint.typed.read_only import ReadOnlyDict, ReadOnlyList, read_only
 from .input_batch import InputBatch, StepInput
 from .kv_connector import WorkerConnector
 from .ranks import Ranks
-from .recording.choice import Recording
 
 _ELSEWHERE = {
     kind.name
@@ -81,10 +81,9 @@ class ModelRunner:
         attention: backend of the model's layers.
         connector: the KV connector of this rank; None if there is none.
         parts: the worker halves of step parts.
-        graphs: decode steps that are recorded in few sizes; None if none are.
     """
 
-    def __init__(  # noqa: PLR0913 - it owns them all
+    def __init__(
         self,
         model: CheckedModel,
         calls: PluginCalls,
@@ -94,7 +93,6 @@ class ModelRunner:
         ranks: Ranks,
         processors: dict[str, type[LogitsPlugin]],
         device: torch.device,
-        recording: Recording,
     ) -> None:
         """Create a runner that has no cache yet.
 
@@ -107,7 +105,6 @@ class ModelRunner:
             ranks: that share the model.
             processors: the logits processors' classes by name, for their arguments.
             device: of the model.
-            recording: repeats steps of the model.
         """
         self._model = model
         self._calls = calls
@@ -119,7 +116,6 @@ class ModelRunner:
         self._divides_logits = ranks.parallel.tensor.size > 1
         self._has_experts = model.routed_experts is not None
         self._ops = ops
-        self._repeats, self.graphs = recording.repeats, recording.graphs
         self._allocated: InputBatch | None = None
         self._argument_types = {name: prepared_type(cls) for name, cls in processors.items()}
         self._sampler_key, self._no_arguments = "", None
@@ -132,9 +128,15 @@ class ModelRunner:
         self._caches: list[Any] = []
         self.connector: WorkerConnector | None = None
         self.parts = WorkerParts()
+        self._around_model: Forward | None = None
         self._kept_logits = torch.empty(0)
         self._pending: _Pending | None = None
         self._broken: dict[str, RequestFault] = {}  # could not start; not reported yet
+
+    def use_parts(self, parts: WorkerParts) -> None:
+        """Call the worker halves of step parts from now on."""
+        self.parts = parts
+        self._around_model = parts.around_model(self._model.forward)
 
     def connect(self, connector: WorkerConnector) -> None:
         """Let a KV connector load and save the blocks of the cache, which is allocated."""
@@ -154,33 +156,20 @@ class ModelRunner:
 
     def drop_cache(self) -> None:
         """Release the KV cache, of which the connector knows."""
-        self._forget_steps()
+        self.parts.cache_released()
         self._caches, self._kept_logits = [], torch.empty(0)
 
     def restore_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache of every layer, without content."""
-        self._forget_steps()
+        self.parts.cache_released()
         self._caches = self.attention.allocate(num_blocks)
-        if self.graphs is not None:
-            batch = self._batch
-            attend = functools.partial(self.attention.of_step, self._caches)
-            self.graphs.start(attend, batch.max_model_len, batch.block_size, batch.num_groups)
+        batch, attend = self._batch, functools.partial(self.attention.of_step, self._caches)
+        self.parts.cache_allocated(
+            AllocatedCache(attend, batch.max_model_len, batch.block_size, batch.num_groups)
+        )
         if self.connector is not None:
             views = self.attention.block_views(self._caches, self.connector.name)
             self.connector.register_again(views)
-
-    def _forget_steps(self) -> None:
-        """Forget recorded steps, which refer to caches that are no longer there."""
-        for steps in (self._repeats, self.graphs):
-            if steps is not None:
-                steps.clear()
-
-    @torch.inference_mode()
-    def record_decode_step(self) -> bool | None:
-        """Record a decode step, of the next size; return as `DecodeGraphs.record_ahead`."""
-        if self.graphs is None:
-            return None
-        return self._calls.run("forward", self.graphs.record_ahead)
 
     @property
     def has_batch(self) -> bool:
@@ -197,8 +186,8 @@ class ModelRunner:
         """Run the model; return None if `sample` has to follow."""
         batch, connector = self._batch, self.connector
         self._apply(plan, batch)
-        if plan.finished_request_ids and self.graphs is not None:
-            self.graphs.request_finished()
+        if plan.finished_request_ids:
+            self.parts.finished(plan.finished_request_ids)
         wants_layers = False
         if connector is not None:
             connector.begin(plan)
@@ -242,26 +231,23 @@ class ModelRunner:
             routed: gets the experts of the tokens.
             wants_layers: whether the KV connector or a step part is called for each layer.
         """
-        can_repeat = routed is None and not wants_layers
-        if can_repeat and self.graphs is not None and step.packed is not None:
-            eager = functools.partial(self._run_eagerly, step)
-            hidden = self._calls.run("forward", self.graphs.forward, step.packed, eager)
-            if hidden is not None:
-                return hidden
+        inputs = functools.partial(self._inputs, step, before, routed)
+        if self._around_model is None:
+            return self._calls.run("forward", self._model.forward, inputs())
+        needs_model = wants_layers or routed is not None
+        run = ForwardStep(inputs, step.packed, needs_model=needs_model)
+        return self._calls.run("forward", self._around_model, run)
+
+    def _inputs(
+        self, step: StepInput, before: torch.Tensor | None, routed: torch.Tensor | None
+    ) -> ForwardBatch:
+        """Return the inputs of the model; the attention of the step is planned."""
         attend = self.attention.of_step(self._caches, step.attention)
         if self.connector is not None and self.connector.wants_layers:
             attend = _around_layers(attend, self.connector)
         if self.parts:
             attend = self.parts.around_layers(attend)
-        inputs = ForwardBatch(step.token_ids, step.positions, attend, before, routed)
-        repeats = self._repeats if can_repeat else None
-        forward = self._model.forward if repeats is None else repeats.forward
-        return self._calls.run("forward", forward, inputs)
-
-    def _run_eagerly(self, step: StepInput) -> torch.Tensor:
-        """Return the hidden states of a step of the first stage, planned again."""
-        attend = self.attention.of_step(self._caches, step.attention)
-        return self._model.forward(ForwardBatch(step.token_ids, step.positions, attend))
+        return ForwardBatch(step.token_ids, step.positions, attend, before, routed)
 
     def _with_reports(self, output: ModelRunnerOutput, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Add the reports of the KV connector and of step parts to the result of a plan."""

@@ -161,7 +161,6 @@ class ModelRunner:
 
     def restore_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache of every layer, without content."""
-        self.parts.cache_released()
         self._caches = self.attention.allocate(num_blocks)
         batch, attend = self._batch, functools.partial(self.attention.of_step, self._caches)
         self.parts.cache_allocated(

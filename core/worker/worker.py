@@ -744,6 +744,7 @@ def _checked(
         raise ModelError(f"model: {spec.config.model!r} lacks {len(missing)} weights: {names}")
 
 
+@torch.inference_mode()
 def _measured(
     model: CheckedModel,
     spec: WorkerSpec,

@@ -232,7 +232,8 @@ class StepPartSuite(ComponentSuite):
         )
         if not isinstance(half, EngineHalf):
             raise _CONTRACT_RULE.violation(
-                f"engine_half() returned {short_repr(half)}, expected an EngineHalf"
+                f"engine_half() returned {short_repr(half)}, expected an EngineHalf: "
+                f"this suite tests parts that have one"
             )
         return part, half
 

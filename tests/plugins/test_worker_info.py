@@ -1,4 +1,4 @@
-"""What workers of earlier contracts state of themselves is understood."""
+"""Infos of workers of earlier contracts are accepted."""
 
 import dataclasses
 

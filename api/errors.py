@@ -150,6 +150,13 @@ class EngineFaultError(EngineDeadError, PluginFaultError):
     """A plugin's failure ended the engine; the plugin's exception is the cause."""
 
 
+def size_text(count: int) -> str:
+    """Return a number of bytes in KiB, MiB or GiB."""
+    if count >= 2**30:
+        return f"{count / 2**30:.1f} GiB"
+    return f"{count / 2**20:.0f} MiB" if count >= 2**20 else f"{count / 2**10:.0f} KiB"
+
+
 def shown(value: object, limit: int = _MAX_VALUE) -> str:
     """Return a value as a message quotes it: its repr, or its type if it has none; cut if long.
 

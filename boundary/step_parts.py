@@ -615,14 +615,14 @@ class GatesAsGrammars:
 def open_parts(
     plugins: PluginSet,
     faults: StepFaults,
-    make: Callable[[Any], tuple[StepPart, EngineHalf]],
+    make: Callable[[Any], tuple[StepPart, EngineHalf | None]],
 ) -> EngineParts:
     """Build the engine's halves of all enabled parts, in their order.
 
     Args:
         plugins: the enabled plugins.
         faults: counts the faults of scope *step*.
-        make: builds the part of an entry and its half.
+        make: builds the part of an entry and its half; None is a part without one.
 
     Raises:
         PluginError: one cannot be built; the others are closed.
@@ -633,6 +633,9 @@ def open_parts(
             name = f"{entry.source}: its engine_half()"
             with faults_as(PluginFaultError, name, passing=(HardpointError,)):
                 part, half = make(entry)
+            if half is None:
+                close_named(entry.source, part.close)
+                continue
             if not isinstance(half, EngineHalf):
                 part.close()
                 raise PluginFaultError(

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
 from hardpoint.errors import HardpointError, PluginContractError, PluginFaultError, shown
-from hardpoint.plugins import ModelRunnerOutput, SchedulerOutput
+from hardpoint.plugins import ForwardBatch, ModelRunnerOutput, SchedulerOutput
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.model import Attend, LayerHooks
 from hardpoint.plugins.parallel import Parallel
 from hardpoint.plugins.step_part import (
+    AllocatedCache,
+    Forward,
+    ForwardStep,
     KVBlocks,
     StepPart,
     StepRows,
@@ -22,6 +27,7 @@ from hardpoint.plugins.step_part import (
     WorkerHalfContext,
 )
 from hardpoint.registry.blame import describe, faults_as, raise_unless_fault
+from hardpoint.system.memory import is_out_of_memory
 
 from .activity import PluginCalls
 from .checked_model import CheckedModel
@@ -29,6 +35,9 @@ from .errors import close_named
 
 _HOOKS = {"embedded": "embedded tokens", "linear": "linear layers"}
 """What each hook of a model changes."""
+
+_IN_LAYERS = ("around_layers", "embedded", "linear")
+_IN_STEPS = ("begin", *_IN_LAYERS, "after_layers", "hidden", "logits", "report")
 
 
 class BoundWorkerHalf:
@@ -47,11 +56,31 @@ class BoundWorkerHalf:
     @property
     def is_in_layers(self) -> bool:
         """Whether the half is called in the layers of a step."""
-        return any(map(self.overrides, ("around_layers", "embedded", "linear")))
+        return any(map(self.overrides, _IN_LAYERS))
 
     def run(self, method: str, *args: Any, function: Callable[..., Any] | None = None) -> Any:
         """Call a method of the half, or `function` in its place."""
         return self._calls.run(method, function or getattr(self.half, method), *args)
+
+    def checked(self, method: str, *args: Any) -> Any:
+        """Call a method of the half outside of a step.
+
+        Raises:
+            PluginFaultError: it failed.
+        """
+        try:
+            return self.run(method, *args)
+        except BaseException as cause:
+            raise_unless_fault(cause)
+            if isinstance(cause, HardpointError) or is_out_of_memory(cause):
+                raise
+            raise PluginFaultError(
+                f"{self.source}: its {method}() failed: {describe(cause)}"
+            ) from cause
+
+    def wrong(self, method: str, got: Any, expected: str) -> PluginFaultError:
+        """Return the fault of a half whose method returned something else than it should."""
+        return PluginFaultError(f"{self.source}: its {method}() gave {_form(got)}, {expected}")
 
     def close(self) -> None:
         """Close the half and the part."""
@@ -65,6 +94,10 @@ class WorkerParts:
 
     A half that fails is left out of the rest of the step. In the rank that samples, the engine gets
     its fault with the result and decides by the part's scope; in another rank the step fails.
+
+    Attributes:
+        packs: whether a half needs packed inputs.
+        work_when_idle: whether a half has `idle`.
     """
 
     def __init__(
@@ -80,14 +113,98 @@ class WorkerParts:
         self._halves = tuple(halves)
         self._moving = [half for half in halves if half.moves_blocks]
         self._rank, self._samples = rank, samples
+        self._in_steps = tuple(half for half in halves if any(map(half.overrides, _IN_STEPS)))
+        self._follow = [half for half in halves if half.overrides("finished")]
+        self._idle = [half for half in halves if half.overrides("idle")]
+        self.packs = any(half.half.packs for half in halves)
+        self.work_when_idle = bool(self._idle)
         self._active: list[BoundWorkerHalf] = []
         self._around: list[BoundWorkerHalf] = []  # of the active ones, those called for layers
         self._users: dict[str, frozenset[str] | None] = {}  # by part; None is all
         self._faults: dict[str, str] = {}
 
     def __bool__(self) -> bool:
-        """Return whether there are any halves."""
-        return bool(self._halves)
+        """Return whether there are any halves that take part in steps with data for them."""
+        return bool(self._in_steps)
+
+    def memory(self) -> Mapping[str, int]:
+        """Return the bytes that the halves are going to allocate, by what they are for.
+
+        Raises:
+            PluginFaultError: a half failed, or returned something else.
+        """
+        total: Counter[str] = Counter()
+        for half in self._halves:
+            sizes = half.checked("memory")
+            if not isinstance(sizes, Mapping) or not all(
+                isinstance(what, str) and type(size) is int and size >= 0
+                for what, size in sizes.items()
+            ):
+                raise half.wrong("memory", sizes, "expected bytes by name")
+            total.update(sizes)
+        return total
+
+    def around_model(self, forward: Callable[[ForwardBatch], torch.Tensor]) -> Forward | None:
+        """Return what is called in each step instead of a model's `forward`; None if that itself.
+
+        Raises:
+            PluginFaultError: a half failed, or returned no function.
+        """
+        model = around = functools.partial(_run_model, forward)
+        for half in self._halves:
+            if half.overrides("around_model"):
+                inner, around = around, half.checked("around_model", around)
+                if not callable(around):
+                    raise half.wrong("around_model", around, "expected a function")
+                if around is not inner:
+                    around = functools.partial(_run_around, half, around)
+        return None if around is model else around
+
+    def cache_allocated(self, cache: AllocatedCache) -> None:
+        """Notify all halves of the KV cache.
+
+        Raises:
+            PluginFaultError: one of them failed.
+        """
+        for half in self._halves:
+            if half.overrides("cache_allocated"):
+                half.checked("cache_allocated", cache)
+
+    def cache_released(self) -> None:
+        """Let all halves forget the KV cache.
+
+        Raises:
+            PluginFaultError: one of them failed.
+        """
+        with ExitStack() as stack:
+            for half in self._halves:
+                if half.overrides("cache_released"):
+                    stack.callback(half.checked, "cache_released")
+
+    def finished(self, request_ids: Collection[str]) -> None:
+        """Notify the halves of requests that have ended.
+
+        Raises:
+            PluginFaultError: one of them failed.
+        """
+        for half in self._follow:
+            half.checked("finished", request_ids)
+
+    def idle(self) -> bool | None:
+        """Let the halves do work ahead, until one of them has more to do.
+
+        Returns:
+            Whether one has more; None if none will have anything until a KV cache is allocated.
+
+        Raises:
+            PluginFaultError: a half failed.
+        """
+        answers = []
+        for half in self._idle:
+            answers.append(half.checked("idle"))
+            if answers[-1]:
+                return True
+        return None if all(answer is None for answer in answers) else False
 
     @property
     def moves_blocks(self) -> str | None:
@@ -142,7 +259,7 @@ class WorkerParts:
     def begin(self, plan: SchedulerOutput) -> None:
         """Begin a step: the halves for which a plan has data take it."""
         self._active, self._around, self._faults = [], [], {}
-        for half in self._halves:
+        for half in self._in_steps:
             part = plan.part_data.get(half.name)
             if part is not None:
                 self._active.append(half)
@@ -364,6 +481,22 @@ def opened_half(part: StepPart, context: WorkerHalfContext, source: Source) -> W
         part.close()
         raise
     return half
+
+
+def _run_model(forward: Callable[[ForwardBatch], torch.Tensor], step: ForwardStep) -> torch.Tensor:
+    return forward(step.batch)
+
+
+def _run_around(half: BoundWorkerHalf, forward: Forward, step: ForwardStep) -> torch.Tensor:
+    """Return the hidden states that a half's function gives.
+
+    Raises:
+        PluginFaultError: it gave something else.
+    """
+    hidden = forward(step)
+    if not isinstance(hidden, torch.Tensor) or hidden.dim() != 2:
+        raise half.wrong("around_model", hidden, "in a step, expected hidden states")
+    return hidden
 
 
 def _form(value: object) -> str:

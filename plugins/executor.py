@@ -60,8 +60,10 @@ class WorkerInfo:
         sleep_levels: levels of `Worker.sleep` that the worker supports.
         windows: sliding window in tokens of each KV cache group, None is unlimited; plans have a
             block table for each. All ranks have the same.
-        records_decode_steps: whether `Worker.record_decode_step` is to be called while the engine
-            has nothing to do.
+        records_decode_steps: the same as `idle_method="record_decode_step"`, of workers that were
+            written before there was `Worker.idle`.
+        idle_method: name of the worker's method that is to be called while the engine has nothing
+            to do: "idle"; None if there is none.
     """
 
     bytes_per_block: int
@@ -70,6 +72,13 @@ class WorkerInfo:
     sleep_levels: tuple[int, ...] = (1, 2)
     windows: tuple[int | None, ...] = (None,)
     records_decode_steps: bool = False
+    idle_method: str | None = None
+
+    def __post_init__(self) -> None:
+        """Give earlier workers a name of the method that they have."""
+        if self.records_decode_steps:
+            object.__setattr__(self, "records_decode_steps", False)
+            object.__setattr__(self, "idle_method", self.idle_method or "record_decode_step")
 
 
 class Worker(Protocol):
@@ -125,15 +134,15 @@ class Worker(Protocol):
     def execute_dummy_batch(self) -> None:
         """Run a step of one token that no request has, so that no other rank waits for this one."""
 
-    def record_decode_step(self) -> bool | None:
-        """Record one decode step ahead, so that later ones take less time.
+    def idle(self) -> bool | None:
+        """Let a step part do one piece of work ahead, so that later steps take less time.
 
-        Called between steps if `WorkerInfo.records_decode_steps` is set, while the engine has
-        nothing to do; a request that comes waits until it returns.
+        Called between steps if it is the `WorkerInfo.idle_method`, while the engine has nothing to
+        do; a request that comes waits until it returns.
 
         Returns:
-            Whether it can be called again at once, because more are left; False if none can be
-            recorded now. None: none will be until the next `wake_up`; it need not be called.
+            Whether it can be called again at once, since more is left; False if nothing can be done
+            now. None: nothing will be until the next `wake_up`, and it need not be called.
         """
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:

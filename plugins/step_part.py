@@ -1,14 +1,13 @@
 """Step parts: features that take part in the step of the engine and of its workers.
 
 A part gates requests, counts resources, puts data on the plan, masks logits, reads results, and is
-notified of plans that are lost. The engine binds the methods that a half overrides to lists when it
-starts; a method that no half overrides is never called, and none is called in a step without a
-request that uses the part.
+notified of plans that are lost; in a worker it may run the model in another way. The engine binds
+the methods that a half overrides to lists when it starts; a method that no half overrides is never
+called, and none of the engine's half is called in a step without a request that uses the part.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 from .component import Component, Context
 from .config import EngineConfig
 from .grammars import Vocabulary
-from .kv_cache import BlockIds, KVEvent
+from .kv_cache import BlockIds, KVCacheGroup, KVEvent
 from .kv_connector import BlockIdentity
 from .manifest import Source
 from .plan import GrammarBitmask, ModelRunnerOutput, RequestFault, SchedulerOutput
@@ -28,15 +27,24 @@ from .step_record import WaitReason
 if TYPE_CHECKING:
     import torch
 
-    from .model import Attend
+    from .attention import AttentionStep
+    from .model import Attend, ForwardBatch
+    from .ops import Ops
 
 __all__ = [
+    "AllocatedCache",
     "ComponentCalls",
     "ComponentFactory",
     "EngineHalf",
     "EngineHalfContext",
     "FaultCounter",
+    "Forward",
+    "ForwardStep",
     "KVBlocks",
+    "LoadedModel",
+    "PackedInputs",
+    "StepAttention",
+    "StepModel",
     "StepPart",
     "StepPartContext",
     "StepRows",
@@ -167,6 +175,63 @@ class EngineHalfContext:
     publish: Callable[[Sequence[KVEvent]], None]
 
 
+class StepModel(Protocol):
+    """A worker's model, whose results are checked.
+
+    Attributes:
+        source: names it in messages.
+        is_replayable: whether its operations may be recorded, see `Model.replayable`.
+    """
+
+    source: Source
+    is_replayable: bool
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Return hidden states, as `Model.forward`.
+
+        Raises:
+            PluginFaultError: the model returned something else.
+        """
+
+
+class StepAttention(Protocol):
+    """A worker's attention backend, whose results are checked.
+
+    Attributes:
+        source: names it in messages.
+        is_replayable: whether its operations may be recorded, see `AttentionBackend.replayable`.
+        pads: see `AttentionBackend.pads`.
+        groups: KV cache groups of the model's layers.
+    """
+
+    source: Source
+    is_replayable: bool
+    pads: bool
+    groups: tuple[KVCacheGroup, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """The model of a worker, with what computes it.
+
+    Attributes:
+        model: whose weights are loaded.
+        ops: operations of its layers.
+        ops_source: names them in messages.
+        attention: of its layers.
+        max_model_len: tokens of a request, at most.
+        decode_bytes: returns the bytes that a step of so many sequences with one token each needs
+            at once, of the maximum length; measured on a GPU, 0 elsewhere.
+    """
+
+    model: StepModel
+    ops: Ops
+    ops_source: Source
+    attention: StepAttention
+    max_model_len: int
+    decode_bytes: Callable[[int], int]
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkerHalfContext:
     """Context of the half in a worker.
@@ -180,6 +245,7 @@ class WorkerHalfContext:
         components: builds components of other kinds.
         describe_fault: as in `EngineHalfContext`.
         host_memory: returns the bytes that the process may still allocate in CPU memory.
+        loaded: the model itself; None if the context was made by hand.
     """
 
     device: Any
@@ -190,6 +256,7 @@ class WorkerHalfContext:
     components: ComponentFactory
     describe_fault: Callable[[BaseException], str]
     host_memory: Callable[[], int]
+    loaded: LoadedModel | None = None
 
 
 @dataclass(frozen=True)
@@ -204,6 +271,85 @@ class KVBlocks:
 
     identity: BlockIdentity
     layers: Sequence[Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class AllocatedCache:
+    """The KV cache of a worker.
+
+    Attributes:
+        attend: plans a step over this cache, whose layouts it gets by group; returns its attention.
+        max_model_len: tokens of a sequence, at most.
+        block_size: tokens per block.
+        num_groups: KV cache groups.
+    """
+
+    attend: Callable[[Sequence[AttentionStep]], Attend]
+    max_model_len: int
+    block_size: int
+    num_groups: int
+
+
+class PackedInputs(Protocol):
+    """The integers of a step on the device, int64, as views of one tensor.
+
+    Attributes:
+        token_ids: [tokens].
+        positions: [tokens].
+        slots: of each group, [tokens].
+        lens: length of each sequence, the tokens of the step included, [seqs].
+        starts: first token of each sequence, and the number of all tokens, [seqs + 1].
+        tables: block tables of each group, [seqs, blocks].
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: list[torch.Tensor]
+    lens: torch.Tensor
+    starts: torch.Tensor
+    tables: list[torch.Tensor]
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """Token ids, positions, slots of each group, and lens: [3 + groups, tokens].
+
+        For a step with one token per sequence.
+        """
+
+
+class ForwardStep:
+    """What the model computes in a step.
+
+    Attributes:
+        packed: the inputs in one tensor; None unless a half packs, or on a GPU.
+        needs_model: whether the model itself has to run: its layers are followed, or the experts of
+            tokens are reported.
+    """
+
+    __slots__ = ("_batch", "_plan", "needs_model", "packed")
+
+    def __init__(
+        self,
+        plan: Callable[[], ForwardBatch],
+        packed: PackedInputs | None = None,
+        *,
+        needs_model: bool = False,
+    ) -> None:
+        """Plan nothing yet; `plan` plans the attention of the step and returns its inputs."""
+        self._plan = plan
+        self._batch: ForwardBatch | None = None
+        self.packed, self.needs_model = packed, needs_model
+
+    @property
+    def batch(self) -> ForwardBatch:
+        """The inputs of the model; the attention is planned by the first access."""
+        if self._batch is None:
+            self._batch = self._plan()
+        return self._batch
+
+
+Forward = Callable[[ForwardStep], "torch.Tensor"]
+"""Returns the hidden states of a step, [tokens, hidden]; they may be overwritten by the next."""
 
 
 @dataclass(frozen=True)
@@ -412,16 +558,20 @@ class EngineHalf:
 
 
 class WorkerHalf:
-    """The half of a step part in a worker; called in steps for which `begin` gave data.
+    """The half of a step part in a worker.
 
-    Every method is optional. `embedded`, `linear`, `hidden` and `logits` get the rows of the
-    requests that use the part, and no others.
+    Every method is optional. `begin`, `around_layers`, `embedded`, `linear`, `after_layers`,
+    `hidden`, `logits` and `report` are called in steps for which the engine's half gave data;
+    `embedded`, `linear`, `hidden` and `logits` get the rows of the requests that use the part, and
+    no others. The other methods need no half in the engine.
 
     Attributes:
+        packs: whether `ForwardStep.packed` is needed.
         wants_layers: whether `around_layers`, `embedded` and `linear` are called in this step; read
             after `begin`. If not, a step of few tokens may be repeated without running Python.
     """
 
+    packs: ClassVar[bool] = False
     wants_layers: bool = True
 
     def start(self, blocks: KVBlocks | None) -> bytes | None:  # noqa: ARG002
@@ -441,6 +591,42 @@ class WorkerHalf:
 
     def take_blocks(self, blocks: KVBlocks) -> None:
         """Take the KV cache, which was allocated again after `release_blocks`."""
+
+    def memory(self) -> Mapping[str, int]:
+        """Return the bytes that the half is going to allocate, by what they are for.
+
+        Called once, before the KV cache is sized, which leaves them free.
+        """
+        return {}
+
+    def around_model(self, forward: Forward) -> Forward:
+        """Return a function that is called instead of `forward` in each step; by default itself.
+
+        Called once, when the model is loaded. `forward` has the functions of the parts before this
+        one in it; a function that gives hidden states without it leaves those out. An exception
+        of the function ends the step as one of the model does.
+        """
+        return forward
+
+    def cache_allocated(self, cache: AllocatedCache) -> None:
+        """Notify the half of the KV cache, which is allocated, also again after a sleep."""
+
+    def cache_released(self) -> None:
+        """Forget the KV cache, whose memory is to be released."""
+
+    def finished(self, request_ids: Collection[str]) -> None:
+        """Notify the half of requests that have ended, of all that the worker had."""
+
+    def idle(self) -> bool | None:
+        """Do one piece of work ahead, while the engine has nothing to do.
+
+        A request that comes waits until it returns. Never called if no half overrides it.
+
+        Returns:
+            Whether there is more to do now; None if there will be nothing until the KV cache is
+            allocated again.
+        """
+        return None
 
     def begin(self, plan: SchedulerOutput, data: bytes) -> None:
         """Take the data of the engine's half, before the model runs."""
@@ -519,7 +705,7 @@ class WorkerHalf:
 
 
 class StepPart(Component):
-    """A feature of the engine's step, with a half in the engine and one in each worker.
+    """A feature of the engine's step, with a half in the engine, one in each worker, or both.
 
     Attributes:
         fault_scope: what a fault of a half ends: the requests of the plan that use the part, its
@@ -541,9 +727,9 @@ class StepPart(Component):
         """
         return None
 
-    @abstractmethod
-    def engine_half(self, context: EngineHalfContext) -> EngineHalf:
-        """Return the half in the engine; called once."""
+    def engine_half(self, context: EngineHalfContext) -> EngineHalf | None:  # noqa: ARG002
+        """Return the half in the engine; None, the default, if there is none. Called once."""
+        return None
 
     def worker_half(self, context: WorkerHalfContext) -> WorkerHalf | None:  # noqa: ARG002
         """Return the half in a worker; None if there is none. Called once per worker."""

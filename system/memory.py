@@ -6,12 +6,13 @@ import contextlib
 import ctypes
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import torch
 
+from hardpoint.errors import size_text
 from hardpoint.plugins import EngineConfig, Model, ModelError, WorkerInfo
 from hardpoint.plugins.executor import max_step_tokens
 from hardpoint.plugins.kv_cache import BlockNeeds, KVCacheGroup
@@ -172,7 +173,7 @@ class MemoryEstimate:
         share: maximum share that the cache takes of what weights and step leave.
         request: what requests need of the cache.
         is_configured: whether the size of the cache is.
-        graphs: what is kept free for recorded decode steps, once that is known.
+        parts: what is kept free for step parts, by what it is for, once that is known.
     """
 
     weights: int
@@ -183,7 +184,7 @@ class MemoryEstimate:
     share: float
     request: RequestMemory
     is_configured: bool = False
-    graphs: int = 0
+    parts: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def room(self) -> int:
@@ -202,19 +203,19 @@ class MemoryEstimate:
     def __str__(self) -> str:
         """Return the figures for a message."""
         working = max(self.loading, self.step)
-        graphs = f", decode graphs {size_text(self.graphs)}" if self.graphs else ""
+        parts = "".join(f", {what} {size_text(size)}" for what, size in self.parts.items() if size)
         return (
             f"weights {size_text(self.weights)}, KV cache {size_text(self.cache)}, working memory "
-            f"{size_text(working)}{graphs}; this process may use {self.limit}"
+            f"{size_text(working)}{parts}; this process may use {self.limit}"
         )
 
     def with_cache(self, cache: int) -> MemoryEstimate:
         """Return the estimate for a KV cache whose size is known."""
         return dataclasses.replace(self, cache=cache)
 
-    def with_graphs(self, graphs: int) -> MemoryEstimate:
-        """Return the estimate for recorded decode steps whose memory is known."""
-        return dataclasses.replace(self, graphs=graphs)
+    def with_parts(self, parts: Mapping[str, int]) -> MemoryEstimate:
+        """Return the estimate for step parts whose memory is known."""
+        return dataclasses.replace(self, parts=parts)
 
     def check(self, model: str) -> None:
         """Raise unless the model fits.
@@ -318,13 +319,6 @@ def out_of_memory(error: BaseException, figures: object) -> str:
     """Return the message about memory that could not be allocated."""
     cause = (str(error) or type(error).__name__).splitlines()[0][:200]
     return f"not enough memory ({cause}): {figures}"
-
-
-def size_text(count: int) -> str:
-    """Return a number of bytes in KiB, MiB or GiB."""
-    if count >= 2**30:
-        return f"{count / 2**30:.1f} GiB"
-    return f"{count / 2**20:.0f} MiB" if count >= 2**20 else f"{count / 2**10:.0f} KiB"
 
 
 class MovedWeights:

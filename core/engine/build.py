@@ -172,7 +172,7 @@ class _EnginePlugins:
             "config": config,
             "log_stats": config.stats.on,
             "sleep_levels": info.sleep_levels,
-            "records_decode_steps": info.records_decode_steps,
+            "idle_method": info.idle_method,
             "step_log": StepLog() if config.engine.log_steps else None,
         }
 
@@ -232,7 +232,7 @@ def _step_parts(spec: WorkerSpec, context: EngineHalfContext, faults: StepFaults
     """Build the engine's halves of the step parts."""
     plugins = spec.plugins
 
-    def make(entry: PluginEntry) -> tuple[StepPart, EngineHalf]:
+    def make(entry: PluginEntry) -> tuple[StepPart, EngineHalf | None]:
         part = plugins.create(entry, StepPartContext, config=spec.config)
         return part, part.engine_half(context)
 
@@ -362,10 +362,11 @@ def _tightest(infos: Sequence[WorkerInfo], spec: WorkerSpec) -> WorkerInfo:
         infos, key=lambda info: (limit or info.available_bytes) / max(info.bytes_per_block, 1)
     )
     levels = set.intersection(*(set(info.sleep_levels) for info in infos))
+    idle_methods = {info.idle_method for info in infos}
     return dataclasses.replace(
         tightest,
         sleep_levels=tuple(sorted(levels)),
-        records_decode_steps=all(info.records_decode_steps for info in infos),
+        idle_method=idle_methods.pop() if len(idle_methods) == 1 else None,
     )
 
 

@@ -40,7 +40,7 @@ class EngineCore(EngineUtilities):
         self._steps = steps = StepRunner(parts)
         self.step = steps.step_fn
         self.activity = parts.activity
-        self._recorded_at: int | None = None  # wake-ups when workers had no more to record
+        self._idle_since: int | None = None  # wake-ups when workers had nothing more to do
         self._pause = PauseController(
             PauseDependencies(
                 parts.scheduler,
@@ -127,23 +127,24 @@ class EngineCore(EngineUtilities):
         """Complete the pauses that wait for the engine to be idle."""
         self._pause.went_idle()
 
-    def record_ahead(self) -> bool:
-        """Let workers record one decode step ahead; return whether they have more to record.
+    def work_when_idle(self) -> bool:
+        """Let workers do one piece of work ahead; return whether they have more.
 
         Called while no work is left.
 
         Raises:
             PluginFaultError: the executor failed.
         """
-        if not self._parts.records_decode_steps or self._pause.is_paused:
+        method = self._parts.idle_method
+        if method is None or self._pause.is_paused:
             return False
-        if self._recorded_at == self._pause.num_wake_ups:
+        if self._idle_since == self._pause.num_wake_ups:
             return False
         what = f"{self._parts.executor_label}: its collective_rpc"
         with faults_as(PluginFaultError, what, passing=(HardpointError,)):
-            answers = list(self._executor.collective_rpc("record_decode_step"))
+            answers = list(self._executor.collective_rpc(method))
             if all(answer is None for answer in answers):
-                self._recorded_at = self._pause.num_wake_ups
+                self._idle_since = self._pause.num_wake_ups
             return any(answers)
 
     def flush(self) -> list[Outputs]:

@@ -61,7 +61,8 @@ class EngineCoreParts:
         step_parts: the engine halves of step parts, whose gates the scheduler has.
         step_log: logs every step.
         sleep_levels: levels that the workers support, in addition to 0.
-        records_decode_steps: whether workers record decode steps while nothing else is to do.
+        idle_method: method of workers that is called while nothing else is to do; None if there
+            is none.
         activity: records the requests of each step.
     """
 
@@ -80,7 +81,7 @@ class EngineCoreParts:
     parts_start: PartsStart | None = None
     step_log: StepLog | None = None
     sleep_levels: tuple[int, ...] = (1, 2)
-    records_decode_steps: bool = False
+    idle_method: str | None = None
     activity: Activity = field(default_factory=Activity)
 
     def scheduler_stats(self) -> SchedulerStats:

@@ -252,7 +252,7 @@ class EngineLoop:
     def _wait_for_input(self) -> None:
         """Wait for a message, or until a paused request may have timed out."""
         self._late_aborts()  # drops them; the input queue has them too
-        while self._queues.input.empty() and self._core.record_ahead():
+        while self._queues.input.empty() and self._core.work_when_idle():
             pass  # one at a time, so that a request waits for one at most
         timeout_s = _PAUSE_POLL_INTERVAL_S if self._core.num_unfinished_requests() else None
         with contextlib.suppress(queue.Empty):

@@ -33,9 +33,9 @@ import msgspec
 import numpy as np
 import torch
 
+from hardpoint.errors import size_text
 from hardpoint.plugins import Model
 from hardpoint.plugins.config_tables import WeightCacheConfig
-from hardpoint.system.memory import size_text
 
 from .weight_hash import cache_folder
 

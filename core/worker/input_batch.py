@@ -24,7 +24,7 @@ from hardpoint.plugins.kv_cache import BlockIds
 from hardpoint.plugins.plan import SampledTokens
 from hardpoint.typed.read_only import ReadOnlyDict
 
-from .recording.packed_step import PackedStep
+from .packed_step import PackedStep
 
 
 class BatchUpdateBuilder:

@@ -33,6 +33,7 @@ from hardpoint.plugins.arguments import prepared_type
 from hardpoint.plugins.device import to_device
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.stats import PluginMeter
+from hardpoint.plugins.step_part import AllocatedCache, Forward, ForwardStep
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.kinds import KINDS, Process
 from hardpoint.registry.request_arguments import argument_key
@@ -40,7 +41,6 @@ from hardpoint.typed.read_only import ReadOnlyDict, ReadOnlyList, read_only
 
 from .input_batch import InputBatch, StepInput
 from .ranks import Ranks
-from .recording.choice import Recording
 
 _ELSEWHERE = {
     kind.name
@@ -60,10 +60,9 @@ class ModelRunner:
     Attributes:
         attention: backend of the model's layers.
         parts: the worker halves of step parts.
-        graphs: decode steps that are recorded in few sizes; None if none are.
     """
 
-    def __init__(  # noqa: PLR0913 - it owns them all
+    def __init__(
         self,
         model: CheckedModel,
         calls: PluginCalls,
@@ -73,7 +72,6 @@ class ModelRunner:
         ranks: Ranks,
         processors: dict[str, type[LogitsPlugin]],
         device: torch.device,
-        recording: Recording,
     ) -> None:
         """Create a runner that has no cache yet.
 
@@ -86,7 +84,6 @@ class ModelRunner:
             ranks: that share the model.
             processors: the logits processors' classes by name, for their arguments.
             device: of the model.
-            recording: repeats steps of the model.
         """
         self._model = model
         self._calls = calls
@@ -99,7 +96,6 @@ class ModelRunner:
         self._has_experts = model.routed_experts is not None
         self._hooks = model.hooks
         self._ops = ops
-        self._repeats, self.graphs = recording.repeats, recording.graphs
         self._allocated: InputBatch | None = None
         self._argument_types = {name: prepared_type(cls) for name, cls in processors.items()}
         self._sampler_key, self._no_arguments = "", None
@@ -111,9 +107,15 @@ class ModelRunner:
         self._device = device
         self._caches: list[Any] = []
         self.parts = WorkerParts()
+        self._around_model: Forward | None = None
         self._kept_logits = torch.empty(0)
         self._pending: _Pending | None = None
         self._broken: dict[str, RequestFault] = {}  # could not start; not reported yet
+
+    def use_parts(self, parts: WorkerParts) -> None:
+        """Call the worker halves of step parts from now on."""
+        self.parts = parts
+        self._around_model = parts.around_model(self._model.forward)
 
     def block_views(self, user: str) -> list[list[torch.Tensor]]:
         """Return the views of each layer's cache, see `KVBlocks`; `user` needs them."""
@@ -126,30 +128,20 @@ class ModelRunner:
 
     def drop_cache(self) -> None:
         """Release the KV cache. No step can run until `restore_cache`."""
-        self._forget_steps()
+        self.parts.cache_released()
+        self.forget_cache()
+
+    def forget_cache(self) -> None:
+        """Forget the KV cache, of which no worker half of a step part has anything any more."""
         self._caches, self._kept_logits = [], torch.empty(0)
 
     def restore_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache of every layer, without content."""
-        self._forget_steps()
         self._caches = self.attention.allocate(num_blocks)
-        if self.graphs is not None:
-            batch = self._batch
-            attend = functools.partial(self.attention.of_step, self._caches)
-            self.graphs.start(attend, batch.max_model_len, batch.block_size, batch.num_groups)
-
-    def _forget_steps(self) -> None:
-        """Forget recorded steps, which refer to caches that are no longer there."""
-        for steps in (self._repeats, self.graphs):
-            if steps is not None:
-                steps.clear()
-
-    @torch.inference_mode()
-    def record_decode_step(self) -> bool | None:
-        """Record a decode step, of the next size; return as `DecodeGraphs.record_ahead`."""
-        if self.graphs is None:
-            return None
-        return self._calls.run("forward", self.graphs.record_ahead)
+        batch, attend = self._batch, functools.partial(self.attention.of_step, self._caches)
+        self.parts.cache_allocated(
+            AllocatedCache(attend, batch.max_model_len, batch.block_size, batch.num_groups)
+        )
 
     @property
     def has_batch(self) -> bool:
@@ -166,8 +158,8 @@ class ModelRunner:
         """Run the model; return None if `sample` has to follow."""
         batch = self._batch
         self._apply(plan, batch)
-        if plan.finished_request_ids and self.graphs is not None:
-            self.graphs.request_finished()
+        if plan.finished_request_ids:
+            self.parts.finished(plan.finished_request_ids)
         if has_parts := bool(self.parts):
             self.parts.begin(plan)
         if plan.total_num_scheduled_tokens == 0:
@@ -203,28 +195,29 @@ class ModelRunner:
             routed: gets the experts of the tokens.
         """
         wants_layers = self.parts.wants_layers
-        can_repeat = routed is None and not wants_layers
-        if can_repeat and self.graphs is not None and step.packed is not None:
-            eager = functools.partial(self._run_eagerly, step)
-            hidden = self._calls.run("forward", self.graphs.forward, step.packed, eager)
-            if hidden is not None:
-                return hidden
-        attend = self.attention.of_step(self._caches, step.attention)
-        if wants_layers:
-            attend = self.parts.around_layers(attend)
-        inputs = ForwardBatch(step.token_ids, step.positions, attend, before, routed)
-        if wants_layers:
-            names = [request.request_id for request in step.requests]
-            with self.parts.in_layers(self._hooks, names, step.query_starts.tolist()):
-                return self._calls.run("forward", self._model.forward, inputs)
-        repeats = self._repeats if can_repeat else None
-        forward = self._model.forward if repeats is None else repeats.forward
-        return self._calls.run("forward", forward, inputs)
+        inputs = functools.partial(self._inputs, step, before, routed)
+        if self._around_model is None and not wants_layers:
+            return self._calls.run("forward", self._model.forward, inputs())
+        needs_model = wants_layers or routed is not None
+        run = ForwardStep(inputs, step.packed, needs_model=needs_model)
+        around = self._around_model or self._run_model
+        if not wants_layers:
+            return self._calls.run("forward", around, run)
+        names = [request.request_id for request in step.requests]
+        with self.parts.in_layers(self._hooks, names, step.query_starts.tolist()):
+            return self._calls.run("forward", around, run)
 
-    def _run_eagerly(self, step: StepInput) -> torch.Tensor:
-        """Return the hidden states of a step of the first stage, planned again."""
+    def _run_model(self, step: ForwardStep) -> torch.Tensor:
+        return self._model.forward(step.batch)
+
+    def _inputs(
+        self, step: StepInput, before: torch.Tensor | None, routed: torch.Tensor | None
+    ) -> ForwardBatch:
+        """Return the inputs of the model; the attention of the step is planned."""
         attend = self.attention.of_step(self._caches, step.attention)
-        return self._model.forward(ForwardBatch(step.token_ids, step.positions, attend))
+        if self.parts.wants_layers:
+            attend = self.parts.around_layers(attend)
+        return ForwardBatch(step.token_ids, step.positions, attend, before, routed)
 
     def _with_reports(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
         """Add the reports of step parts to the result of a plan."""

@@ -43,7 +43,12 @@ from hardpoint.plugins.parallel import Communicator, CommunicatorContext
 from hardpoint.plugins.plan import DraftTokenIds
 from hardpoint.plugins.quantization import QuantizedWeight
 from hardpoint.plugins.stats import PluginMeter
-from hardpoint.plugins.step_part import KVBlocks, StepPartContext, WorkerHalfContext
+from hardpoint.plugins.step_part import (
+    KVBlocks,
+    LoadedModel,
+    StepPartContext,
+    WorkerHalfContext,
+)
 from hardpoint.registry.blame import describe
 from hardpoint.system.memory import (
     MemoryEstimate,
@@ -61,13 +66,10 @@ from hardpoint.system.threads import ComputeThreads, crowding
 from .block_identity import block_identity
 from .input_batch import InputBatch
 from .model_runner import ModelRunner
+from .padded_trial import PaddedTrial, decode_bytes, trial_bytes
 from .profiling import Profiling
 from .rank_store import served_store
 from .ranks import Ranks
-from .recording.choice import Recording, choose_recording
-from .recording.decode_graphs import graph_reserve
-from .recording.decode_inputs import DecodeShape
-from .recording.padded_trial import PaddedTrial
 
 _log = logging.getLogger("hardpoint")
 
@@ -171,26 +173,23 @@ class LocalWorker:
             ranks,
             {entry.name: cls for entry, cls in spec.plugins.logits_processors()},
             spec.device,
-            self._recording(spec, checked, ops, attention),
         )
-        self._runner.parts = self._step_parts(spec, model.hidden_size, samples=ranks.is_output)
-        self._runner.parts.check_hooks(checked, ranks.parallel)
+        loaded = _loaded_model(spec, checked, ops, attention)
+        parts = self._step_parts(spec, model.hidden_size, loaded, samples=ranks.is_output)
+        parts.check_hooks(checked, ranks.parallel)
+        self._runner.use_parts(parts)
         ranks.wait_for_all()
-        if (graphs := self._runner.graphs) is not None:
-            block_size = spec.config.kv_cache.block_size
-            shape = DecodeShape(
-                graphs.sizes[-1], spec.max_model_len, block_size, len(attention.groups)
-            )
-            graphs.reserve = graph_reserve(checked, attention, graphs.sizes, shape, spec.device)
-            self._estimate = self._estimate.with_graphs(graphs.reserve)
+        self._estimate = self._estimate.with_parts(parts.memory())
         info = _measured(checked, spec, ranks, attention, self._estimate)
         if (
             spec.device.type == "cuda" and self.movable_weights is None
         ):  # level 1 could not move them
             info = dataclasses.replace(info, sleep_levels=(2,))
-        return dataclasses.replace(info, records_decode_steps=graphs is not None)
+        return dataclasses.replace(info, idle_method="idle" if parts.work_when_idle else None)
 
-    def _step_parts(self, spec: WorkerSpec, hidden_size: int, *, samples: bool) -> WorkerParts:
+    def _step_parts(
+        self, spec: WorkerSpec, hidden_size: int, loaded: LoadedModel, *, samples: bool
+    ) -> WorkerParts:
         """Build the worker halves of the step parts.
 
         Raises:
@@ -205,6 +204,7 @@ class LocalWorker:
             components=Components(spec.plugins, functools.partial(PluginCalls, self._activity)),
             describe_fault=describe_fault,
             host_memory=lambda: memory_limit(torch.device("cpu")).available,
+            loaded=loaded,
         )
         bound: list[BoundWorkerHalf] = []
         with contextlib.ExitStack() as undo:
@@ -218,24 +218,6 @@ class LocalWorker:
                 undo.callback(bound[-1].close)
             undo.pop_all()
         return WorkerParts(bound, rank=spec.rank, samples=samples)
-
-    def _recording(
-        self, spec: WorkerSpec, model: CheckedModel, ops: Ops, attention: CheckedAttention
-    ) -> Recording:
-        """Return what repeats the steps of the model, and log what is recorded."""
-        recording = choose_recording(
-            model,
-            ops,
-            spec.plugins.one("ops").source,
-            attention,
-            spec.device,
-            are_many=self._ranks.are_many,
-            max_num_seqs=spec.config.scheduler.max_num_seqs,
-            enforce_eager=spec.config.executor.enforce_eager,
-        )
-        if spec.rank == 0 and recording.description is not None:
-            _log.info("%s", recording.description)
-        return recording
 
     def _meet(self, spec: WorkerSpec) -> None:
         """Meet the other ranks."""
@@ -298,7 +280,7 @@ class LocalWorker:
                 self._max_model_len,
                 config.kv_cache.block_size,
                 len(self.runner.attention.groups),
-                packs=self.runner.graphs is not None,
+                packs=self.runner.parts.packs,
             )
             self.runner.allocate(num_blocks, batch)
         self._num_blocks = num_blocks
@@ -383,12 +365,13 @@ class LocalWorker:
         self._use_device()
         self.runner.run_dummy()
 
-    def record_decode_step(self) -> bool | None:
-        """Record a decode step ahead, of the next size; return as `DecodeGraphs.record_ahead`."""
+    @torch.inference_mode()
+    def idle(self) -> bool | None:
+        """Let a step part do one piece of work ahead; return as `WorkerHalf.idle`."""
         if self._runner is None:
             return None
         self._use_device()
-        return self._runner.record_decode_step()
+        return self._runner.parts.idle()
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """Refuse: this worker has no speculator."""
@@ -507,11 +490,12 @@ class LocalWorker:
             release_pinned_memory()
         components, self._components = self._components, []
         runner, self._runner = self._runner, None
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:  # from the last to the first
             stack.callback(close_all, components)
             if runner is not None:
-                stack.callback(runner.drop_cache)  # others may still refer to the runner
+                stack.callback(runner.forget_cache)  # others may still refer to the runner
                 stack.callback(runner.parts.close)
+                stack.callback(runner.parts.cache_released)
 
     @property
     def runner(self) -> ModelRunner:
@@ -557,6 +541,28 @@ class LocalWorker:
             processed_logprobs=spec.config.sampler.logprobs == "processed",
             calls=PluginCalls(self._activity, "samplers", entry.source),
         )
+
+
+def _loaded_model(
+    spec: WorkerSpec, model: CheckedModel, ops: Ops, attention: CheckedAttention
+) -> LoadedModel:
+    """Return the model as step parts get it."""
+    measure = functools.partial(
+        decode_bytes,
+        model,
+        attention,
+        spec.device,
+        spec.max_model_len,
+        spec.config.kv_cache.block_size,
+    )
+    return LoadedModel(
+        model=model,
+        ops=ops,
+        ops_source=spec.plugins.one("ops").source,
+        attention=attention,
+        max_model_len=spec.max_model_len,
+        decode_bytes=measure,
+    )
 
 
 def _share_of_memory(spec: WorkerSpec, ranks: Ranks) -> MemoryLimit:
@@ -625,6 +631,7 @@ def _checked(
         raise ModelError(f"model: {spec.config.model!r} lacks {len(missing)} weights: {names}")
 
 
+@torch.inference_mode()
 def _measured(
     model: CheckedModel,
     spec: WorkerSpec,
@@ -640,25 +647,25 @@ def _measured(
     """
     bytes_per_block = attention.bytes_per_block
     windows = tuple(group.window for group in attention.groups)
+    reserved = sum(estimate.parts.values())
     if spec.device.type != "cuda":
-        available = _share_of_memory(spec, ranks).available - estimate.step - estimate.graphs
+        available = _share_of_memory(spec, ranks).available - estimate.step - reserved
         return WorkerInfo(bytes_per_block, max(available, 0), windows=windows)
-    max_num_seqs, trial = spec.config.scheduler.max_num_seqs, None
+    max_num_seqs, padded = spec.config.scheduler.max_num_seqs, None
     tokens = min(spec.config.scheduler.max_num_batched_tokens, spec.max_model_len)
-    with torch.inference_mode():
-        if attention.pads and not ranks.are_many:  # where one fails, others would wait for it
-            block_size = spec.config.kv_cache.block_size
-            shape = DecodeShape(max_num_seqs, spec.max_model_len, block_size, len(windows))
-            trial = PaddedTrial(model, attention, shape, spec.device)
-        before = torch.cuda.memory_allocated(spec.device)
-        torch.cuda.reset_peak_memory_stats(spec.device)
-        model.run_trial(tokens, max_num_seqs)
-        if trial is not None:
-            trial.run()
-            del trial
-    peak = torch.cuda.max_memory_allocated(spec.device) - before
+    if attention.pads and not ranks.are_many:  # where one fails, others would wait for it
+        padded = PaddedTrial(
+            model,
+            attention,
+            spec.device,
+            num_seqs=max_num_seqs,
+            max_model_len=spec.max_model_len,
+            block_size=spec.config.kv_cache.block_size,
+        )
+    peak = trial_bytes(model, spec.device, tokens, max_num_seqs, padded)
+    del padded
     torch.cuda.empty_cache()
     free = int(torch.cuda.mem_get_info(spec.device)[0])
     share = cache_share(spec.device)
-    available = max(free - peak - estimate.graphs, 0)
+    available = max(free - peak - reserved, 0)
     return WorkerInfo(bytes_per_block, available, share, windows=windows)

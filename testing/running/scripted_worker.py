@@ -252,9 +252,9 @@ class ScriptedWorker:
         with self._called("execute_dummy_batch"):
             pass
 
-    def record_decode_step(self) -> bool | None:
-        """Note it; no more are left."""
-        with self._called("record_decode_step"):
+    def idle(self) -> bool | None:
+        """Note it; there is nothing to do."""
+        with self._called("idle"):
             return None
 
     def take_draft_token_ids(self) -> None:

@@ -9,6 +9,7 @@ from support.kit_suites import assert_tests_builtins
 from support.searching import kit_examples
 
 from hardpoint.features.kv_transfer import KVTransfer
+from hardpoint.features.recording import RecordedSteps
 from hardpoint.features.structured import StructuredOutput
 from hardpoint.plugins import EngineCoreRequest, GrammarBackend, ReasoningMarkers, SamplingParams
 from hardpoint.plugins.structured import StructuredOutputs
@@ -75,6 +76,11 @@ class TestStructuredOutput(StepPartSuite):
             st.lists(st.integers(1, 20), min_size=1, max_size=4),
             st.sampled_from([None, markers]),
         )
+
+
+class TestRecordedSteps(StepPartSuite):
+    examples = kit_examples()
+    part = RecordedSteps
 
 
 def test_all_builtins_are_tested():

@@ -1,4 +1,4 @@
-"""While an engine has nothing to do, its loop lets workers record decode steps."""
+"""While an engine has nothing to do, its loop lets workers work ahead: record decode steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hardpoint.core.protocol import UtilityCall
 from hardpoint.errors import PluginFaultError
 from hardpoint.testing import scripted_config
 
-RECORD = ("record_decode_step",)
+RECORD = ("idle",)
 
 
 class Recording(ScriptedExecutor):
@@ -40,7 +40,7 @@ class Recording(ScriptedExecutor):
 
 def test_all_steps_are_recorded_one_after_the_other():
     executor = Recording(3)
-    with LoopRig(executor, records_decode_steps=True) as rig:
+    with LoopRig(executor, idle_method="idle") as rig:
         rig.until(lambda: executor.calls.count(RECORD) == 3)
         time.sleep(0.05)
         assert executor.calls.count(RECORD) == 3
@@ -52,7 +52,7 @@ def test_all_steps_are_recorded_one_after_the_other():
 def test_workers_that_have_no_more_are_not_asked_until_they_wake_up():
     executor = ScriptedExecutor()
     executor.rpc[RECORD[0]] = None
-    with LoopRig(executor, records_decode_steps=True) as rig:
+    with LoopRig(executor, idle_method="idle") as rig:
         rig.until(lambda: executor.calls.count(RECORD) == 1)
         rig.send(request("a"))
         rig.until(lambda: rig.ends == {"a": "length"})
@@ -69,7 +69,7 @@ def test_workers_that_have_no_more_are_not_asked_until_they_wake_up():
 def test_a_request_waits_for_one_recording_at_most():
     executor = Recording(10_000)
     executor.go_on.clear()
-    with LoopRig(executor, records_decode_steps=True) as rig:
+    with LoopRig(executor, idle_method="idle") as rig:
         assert executor.begun.wait(PATIENCE_S)
         rig.send(request("a"))
         executor.go_on.set()
@@ -91,7 +91,7 @@ def test_nothing_is_recorded_unless_workers_ask_for_it():
 def test_nothing_is_recorded_while_paused(call):
     executor = Recording(0)
     args = ["wait", False] if call == "pause" else [1, "wait"]
-    with LoopRig(executor, records_decode_steps=True) as rig:
+    with LoopRig(executor, idle_method="idle") as rig:
         rig.send(UtilityCall(0, 1, call, args))
         rig.until(lambda: 1 in rig.answers)
         before = executor.calls.count(RECORD)
@@ -105,7 +105,7 @@ def test_nothing_is_recorded_while_paused(call):
 def test_an_executor_that_fails_ends_the_engine(error):
     executor = ScriptedExecutor()
     executor.rpc[RECORD[0]] = error
-    rig = LoopRig(executor, records_decode_steps=True)
+    rig = LoopRig(executor, idle_method="idle")
     with rig:
         rig.join()
     if isinstance(error, ModelError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 from support.plugins import step_parts
 from support.plugins.step_parts import CHOSEN, Shift, Worker
@@ -84,3 +86,23 @@ def test_a_part_of_scope_engine_ends_the_engine(folder):
 def test_a_half_of_a_wrong_type_is_an_error_at_the_start(folder):
     with pytest.raises(PluginFaultError, match="gave 'a half', expected a WorkerHalf or None"):
         open_llm(folder, "NoHalf", in_process=True)
+
+
+def test_a_part_without_a_half_in_the_engine_goes_around_the_model(folder, caplog):
+    with caplog.at_level(logging.INFO, "hardpoint"), open_llm(folder, "Shift") as llm:
+        expected = ends(llm, {})
+    step_parts.Around.calls.clear()
+    with caplog.at_level(logging.INFO, "hardpoint"), open_llm(folder, "Around") as llm:
+        assert [end.token_ids for end in ends(llm, {})] == [end.token_ids for end in expected]
+        llm.sleep(1)
+        llm.wake_up()
+        ends(llm, {})
+    calls = step_parts.Around.calls
+    assert calls[:3] == ["memory", "1 groups", "forward"]
+    assert calls.count("forward") == 6
+    assert "finished" in calls
+    again = calls.index("released")
+    assert calls[again + 1] == "1 groups"
+    assert calls[-1] == "released"
+    assert "working memory" in caplog.text
+    assert ", notes 3 MiB; this process may use" in caplog.text

@@ -237,7 +237,7 @@ class Rig:
         step_log=None,
         log_stats=False,
         sleep_levels=(1, 2),
-        records_decode_steps=False,
+        idle_method=None,
         config=None,
         **limits,
     ):
@@ -277,7 +277,7 @@ class Rig:
                 config=config,
                 log_stats=log_stats,
                 sleep_levels=sleep_levels,
-                records_decode_steps=records_decode_steps,
+                idle_method=idle_method,
             )
         )
         self.tokens = {}

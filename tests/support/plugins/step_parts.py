@@ -105,3 +105,37 @@ class NoHalf(Shift):
 
     def worker_half(self, context):
         return "a half"
+
+
+class Around(StepPart):
+    """Has a half in the worker alone, which notes its calls."""
+
+    contract = 1
+    calls = []
+
+    def worker_half(self, context):
+        assert context.loaded.max_model_len > 0
+        return Noting()
+
+
+class Noting(WorkerHalf):
+    def memory(self):
+        Around.calls.append("memory")
+        return {"notes": 3 << 20}
+
+    def around_model(self, forward):
+        def run(step):
+            Around.calls.append("forward")
+            assert not step.needs_model
+            return forward(step)
+
+        return run
+
+    def cache_allocated(self, cache):
+        Around.calls.append(f"{cache.num_groups} groups")
+
+    def cache_released(self):
+        Around.calls.append("released")
+
+    def finished(self, request_ids):
+        Around.calls.append("finished")

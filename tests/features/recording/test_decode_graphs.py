@@ -20,8 +20,8 @@ from support.internals import core_of, engine_of
 from hardpoint import LLM, SamplingParams
 from hardpoint.builtin_plugins.ops.cuda_graphs import RepeatedRun
 from hardpoint.builtin_plugins.ops.native_cpu import NativeOps
-from hardpoint.core.worker.recording.decode_graphs import relative_difference
 from hardpoint.errors import PluginFaultError
+from hardpoint.features.recording.decode_graphs import relative_difference
 from hardpoint.testing import scripted_engine, write_scripted_model
 
 LLAMA = {
@@ -206,7 +206,7 @@ def test_inputs_are_read_when_a_step_is_repeated(generate, caplog):
 def test_a_sleep_forgets_what_was_recorded(generate):
     def sleep(llm):
         llm.sleep(1)
-        assert not core_of(engine_of(llm)).record_ahead()
+        assert not core_of(engine_of(llm)).work_when_idle()
         llm.wake_up()
         replays.append(GraphedOps.replays)
         ahead(llm)
@@ -359,7 +359,7 @@ class TestWhen:
 def ahead(llm):
     """Record all that is missing, as an idle engine does; return how often it was asked."""
     calls = 1
-    while core_of(engine_of(llm)).record_ahead():
+    while core_of(engine_of(llm)).work_when_idle():
         calls += 1
     return calls
 

@@ -16,7 +16,7 @@ from hardpoint.builtin_plugins.models.llama import Llama
 from hardpoint.builtin_plugins.models.olmo2 import Olmo2
 from hardpoint.builtin_plugins.models.phi3 import Phi3
 from hardpoint.builtin_plugins.models.smollm3 import SmolLM3
-from hardpoint.core.worker.recording import repeated_steps
+from hardpoint.features.recording import repeated_steps
 from hardpoint.kernels import cpu
 from hardpoint.testing import write_scripted_model
 

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from hardpoint.boundary.checked_attention import CheckedAttention
-from hardpoint.boundary.checked_model import CheckedModel
-from hardpoint.plugins import AttentionStep, ForwardBatch, Ops, Recorded
-from hardpoint.plugins.model import Attend
-from hardpoint.registry.blame import describe
-from hardpoint.system.memory import size_text
+from hardpoint.errors import size_text
+from hardpoint.plugins import ForwardBatch, Recorded, WorkerHalf
+from hardpoint.plugins.step_part import (
+    AllocatedCache,
+    Forward,
+    ForwardStep,
+    LoadedModel,
+    PackedInputs,
+    WorkerHalfContext,
+)
 
 from .decode_inputs import DecodeInputs, DecodeShape
-from .packed_step import PackedStep
-from .padded_trial import PaddedTrial
 
 _log = logging.getLogger("hardpoint")
-
-StepAttention = Callable[[Sequence[AttentionStep]], Attend]
-"""Returns the attention of a step, of its layouts by group."""
 
 _EAGER_STEPS = 4  # that need a size before it is recorded in a step
 _CHECKED_GRAPHS = 4  # whose first steps are compared with what the model computes
@@ -52,143 +52,135 @@ class _Graph:
     is_checked: bool = False
 
 
-class DecodeGraphs:
+class DecodeGraphs(WorkerHalf):
     """Repeats decode steps without running Python, padded to the next size (`Ops.record_sizes`).
 
     Nothing is recorded until a request has ended, so that the first answer waits for no recording.
-    Then each call of `record_ahead` records the largest size that is missing, so that smaller ones
+    Then each call of `idle` records the largest size that is missing, so that smaller ones
     find memory in the pool; and a step records its own size, if others before needed it as well.
-
-    Attributes:
-        sizes: numbers of sequences, ascending.
-        reserve: bytes that inputs and recorded steps may take.
     """
+
+    packs = True
 
     def __init__(
         self,
-        model: CheckedModel,
-        ops: Ops,
+        context: WorkerHalfContext,
+        loaded: LoadedModel,
         sizes: Sequence[int],
-        device: torch.device,
-        names: str,
+        block_size: int,
     ) -> None:
         """Record nothing yet.
 
         Args:
-            model: whose weights are loaded.
-            ops: operations of its layers, which can be recorded.
+            context: of the worker.
+            loaded: the model, whose operations can be recorded.
             sizes: numbers of sequences, ascending.
-            device: of the model.
-            names: of model, operations and attention, for messages.
+            block_size: tokens per block.
         """
-        self._names = names
-        self._model = model
-        self._ops = ops
-        self.sizes = tuple(sizes)
-        self._device = device
-        self.reserve = 0
+        self._names = f"{loaded.model.source}, {loaded.ops_source}, {loaded.attention.source}"
+        self._model, self._ops = loaded.model, loaded.ops
+        self._sizes = tuple(sizes)
+        self._device: torch.device = context.device
+        self._describe = context.describe_fault
+        groups = len(loaded.attention.groups)
+        shape = DecodeShape(sizes[-1], loaded.max_model_len, block_size, groups)
+        self._memory = functools.partial(_reserve, shape, len(sizes), loaded, self._device)
+        self._reserve = 0
         self._checks = _CHECKED_GRAPHS
         self._has_failed = False
         self._has_answered = False
-        self.clear()
+        self.cache_released()
 
-    def clear(self) -> None:
+    def memory(self) -> Mapping[str, int]:
+        """Return the bytes that inputs and recorded steps may take."""
+        self._reserve = self._memory()
+        return {"decode graphs": self._reserve}
+
+    def cache_released(self) -> None:
         """Forget what was recorded, the inputs and the caches, which are to be released."""
-        self._shape: DecodeShape | None = None
-        self._attend: StepAttention | None = None
+        self._cache: AllocatedCache | None = None
         self._inputs: DecodeInputs | None = None
         self._graphs: dict[int, _Graph] = {}
         self._seen: Counter[int] = Counter()  # eager steps by size
         self._num_bytes, self._is_full = 0, False
 
-    def start(
-        self, attend: StepAttention, max_model_len: int, block_size: int, num_groups: int
-    ) -> None:
-        """Allow to record, for caches are there.
+    def cache_allocated(self, cache: AllocatedCache) -> None:
+        """Allow to record, for caches are there."""
+        self.cache_released()
+        self._cache = cache
 
-        Args:
-            attend: returns the attention of a step over these caches.
-            max_model_len: as for `DecodeShape`, like those that follow.
-            block_size: tokens per block.
-            num_groups: KV cache groups.
-        """
-        self.clear()
-        self._attend = attend
-        self._shape = DecodeShape(self.sizes[-1], max_model_len, block_size, num_groups)
-
-    def request_finished(self) -> None:
+    def finished(self, request_ids: Collection[str]) -> None:  # noqa: ARG002
         """Allow to record, for a request has got its answer."""
         self._has_answered = True
 
     @property
-    def can_record(self) -> bool:
+    def _can_record(self) -> bool:
         """Whether a step may be recorded now."""
-        may = self._has_answered and self._shape is not None
+        may = self._has_answered and self._cache is not None
         return may and not (self._has_failed or self._is_full)
 
-    def forward(
-        self, step: PackedStep, run_eagerly: Callable[[], torch.Tensor]
-    ) -> torch.Tensor | None:
-        """Return the hidden states of a step; None if no recorded one can repeat it.
+    def around_model(self, forward: Forward) -> Forward:
+        """Return what repeats a step if it can, and calls `forward` if not."""
+        return functools.partial(self._forward, forward)
 
-        The next step overwrites them.
-
-        Args:
-            step: to compute.
-            run_eagerly: computes it without what was recorded, to compare the first ones.
-        """
-        count = len(step.lens)
-        if len(step.token_ids) > count or count > self.sizes[-1]:
-            return None
-        size = self.sizes[bisect.bisect_left(self.sizes, count)]
-        graph = self._graphs.get(size)
-        if graph is None:
-            if not self.can_record:
-                return None
-            self._seen[size] += 1
-            if self._seen[size] <= _EAGER_STEPS or (graph := self._record(size)) is None:
-                return None
+    def _forward(self, forward: Forward, step: ForwardStep) -> torch.Tensor:
+        packed = None if step.needs_model else step.packed
+        graph = None if packed is None else self._graph_of(packed)
+        if packed is None or graph is None:
+            return forward(step)
         assert self._inputs is not None
-        self._inputs.fill(step)
-        hidden = graph.recorded()[:count]
+        self._inputs.fill(packed)
+        hidden = graph.recorded()[: len(packed.lens)]
         if graph.is_checked or not self._checks:
             return hidden
-        return self._checked(graph, hidden, run_eagerly)
+        return self._checked(graph, hidden, functools.partial(forward, step))
 
-    def record_ahead(self) -> bool | None:
-        """Record the largest size that is missing.
+    def _graph_of(self, step: PackedInputs) -> _Graph | None:
+        """Return what repeats a step, which may be recorded now; None if nothing does."""
+        count = len(step.lens)
+        if len(step.token_ids) > count or count > self._sizes[-1]:
+            return None
+        size = self._sizes[bisect.bisect_left(self._sizes, count)]
+        if (graph := self._graphs.get(size)) is not None:
+            return graph
+        if not self._can_record:
+            return None
+        self._seen[size] += 1
+        return None if self._seen[size] <= _EAGER_STEPS else self._record(size)
 
-        Returns:
-            Whether more can be recorded now; None if none will be until `start`.
-        """
-        if self.can_record and (missing := self._missing()):
+    def idle(self) -> bool | None:
+        """Record the largest size that is missing."""
+        if self._can_record and (missing := self._missing()):
             self._record(missing[-1])
         if self._has_failed or self._is_full or not self._missing():
             return None
-        return self.can_record
+        return self._can_record
 
     def _missing(self) -> list[int]:
-        return [size for size in self.sizes if size not in self._graphs]
+        return [size for size in self._sizes if size not in self._graphs]
 
     def _record(self, size: int) -> _Graph | None:
         """Record a size, of padding alone; return None if that is not possible."""
-        assert self._shape is not None
-        assert self._attend is not None
+        cache = self._cache
+        assert cache is not None
+        shape = DecodeShape(
+            self._sizes[-1], cache.max_model_len, cache.block_size, cache.num_groups
+        )
         if self._inputs is None:
-            self._num_bytes += self._shape.num_bytes
-        if self._num_bytes >= self.reserve:
+            self._num_bytes += shape.num_bytes
+        if self._num_bytes >= self._reserve:
             self._is_full = True
             _log.info(
                 "decode graphs: the memory reserved for them, %s, is used; sizes %s are recorded",
-                size_text(self.reserve),
+                size_text(self._reserve),
                 sorted(self._graphs) or "none",
             )
             return None
         try:
-            inputs = self._inputs = self._inputs or DecodeInputs(self._shape, self._device)
+            inputs = self._inputs = self._inputs or DecodeInputs(shape, self._device)
             inputs.clear()
             token_ids, positions = inputs.tokens(size)
-            batch = ForwardBatch(token_ids, positions, self._attend(inputs.attention(size)))
+            batch = ForwardBatch(token_ids, positions, cache.attend(inputs.attention(size)))
             model = self._model  # a recording that kept this object would never be released
             recorded = self._ops.record(lambda: model.forward(batch))
         except Exception as error:  # without recorded steps, all goes on
@@ -197,7 +189,7 @@ class DecodeGraphs:
                 "decode steps of %d sequences cannot be recorded, nor will others be: %s; with "
                 "executor.enforce_eager = true, a restarted engine does not try",
                 size,
-                describe(error),
+                self._describe(error),
             )
             return None
         if recorded is None:
@@ -210,11 +202,11 @@ class DecodeGraphs:
             return None
         self._num_bytes += recorded.num_bytes
         graph = self._graphs[size] = _Graph(recorded, batch)
-        if len(self._graphs) == len(self.sizes):
+        if len(self._graphs) == len(self._sizes):
             _log.info(
                 "decode graphs: recorded for up to %d sequences, in %d sizes, %s",
-                self.sizes[-1],
-                len(self.sizes),
+                self._sizes[-1],
+                len(self._sizes),
                 size_text(self._num_bytes),
             )
         return graph
@@ -258,33 +250,20 @@ def relative_difference(rows: torch.Tensor, expected: torch.Tensor) -> torch.Ten
     return distances.max()
 
 
-def graph_reserve(
-    model: CheckedModel,
-    attention: CheckedAttention,
-    sizes: Sequence[int],
-    shape: DecodeShape,
-    device: torch.device,
-) -> int:
+def _reserve(shape: DecodeShape, num_sizes: int, loaded: LoadedModel, device: torch.device) -> int:
     """Return the bytes to keep free for the decode steps that are to be recorded.
 
     On a GPU, a step of padding of the largest size is measured, with the attention backend, which
     may need memory for the longest sequences. Steps of all sizes share that memory.
 
     Args:
-        model: whose weights are loaded.
-        attention: of its layers.
-        sizes: of the steps.
         shape: of their inputs.
+        num_sizes: sizes of the steps.
+        loaded: the model.
         device: of the model.
     """
-    reserve = shape.num_bytes + len(sizes) * _GRAPH_BYTES
+    reserve = shape.num_bytes + num_sizes * _GRAPH_BYTES
     if device.type != "cuda":
         return reserve
-    with torch.inference_mode():
-        trial = PaddedTrial(model, attention, shape, device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        model.run_trial(sizes[-1], 1)
-        trial.run()
-    peak = torch.cuda.max_memory_allocated(device) - before
+    peak = loaded.decode_bytes(shape.max_num_seqs)
     return reserve + _LIBRARY_BYTES + _POOL_SHARE * peak

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from hardpoint.plugins import AttentionStep
-
-from .packed_step import PackedStep, even
+from hardpoint.plugins.step_part import PackedInputs
 
 _OTHER_ROWS = 3  # token ids, positions and lengths, besides the slots of each group
 _PADDED_SLOT = -1
@@ -40,7 +39,7 @@ class DecodeShape:
     def num_bytes(self) -> int:
         """Of the inputs."""
         rows = _OTHER_ROWS + self.num_groups * (1 + self.num_columns)
-        return (rows + 1) * even(self.max_num_seqs + 1) * torch.int64.itemsize
+        return (rows + 1) * _even(self.max_num_seqs + 1) * torch.int64.itemsize
 
 
 class DecodeInputs:
@@ -53,8 +52,10 @@ class DecodeInputs:
         """Allocate them; all is padding."""
         size, groups = shape.max_num_seqs, shape.num_groups
         self._shape = shape
-        # As in PackedStep.rows.
-        self._rows = torch.zeros(_OTHER_ROWS + groups, even(size), dtype=torch.int64, device=device)
+        # As in PackedInputs.rows.
+        self._rows = torch.zeros(
+            _OTHER_ROWS + groups, _even(size), dtype=torch.int64, device=device
+        )
         self._rows[2 : 2 + groups].fill_(_PADDED_SLOT)
         self._padding = self._rows[:, :1].clone()
         shape_of_table = size, shape.num_columns
@@ -85,7 +86,7 @@ class DecodeInputs:
             for group in range(shape.num_groups)
         ]
 
-    def fill(self, packed: PackedStep) -> None:
+    def fill(self, packed: PackedInputs) -> None:
         """Set them to those of a step; the rest is padding."""
         rows = packed.rows
         count = rows.shape[1]
@@ -103,3 +104,8 @@ class DecodeInputs:
         if count < self._filled:
             self._rows[:, count : self._filled] = self._padding
         self._filled = count
+
+
+def _even(count: int) -> int:
+    """Return the next even number: kernels are compiled for pointers divisible by 16."""
+    return count + (count & 1)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 
 import torch
 
-from hardpoint.boundary.checked_model import CheckedModel
-from hardpoint.plugins import ForwardBatch, Ops, Recorded
+from hardpoint.plugins import ForwardBatch, Ops, Recorded, WorkerHalf
+from hardpoint.plugins.step_part import AllocatedCache, Forward, ForwardStep, StepModel
 
 _log = logging.getLogger("hardpoint")
 
@@ -20,13 +21,13 @@ _UNRECORDED_STEPS = 3  # of each number of tokens: what it costs to record comes
 _CHECKED_STEPS = 4  # that are compared with what the model computes, of different numbers of tokens
 
 
-class RepeatedSteps:
+class RepeatedSteps(WorkerHalf):
     """Runs the model; steps of few tokens are recorded, and repeated without running Python.
 
     They differ in their number of tokens alone (`Ops.record` without sizes).
     """
 
-    def __init__(self, model: CheckedModel, ops: Ops) -> None:
+    def __init__(self, model: StepModel, ops: Ops) -> None:
         """Record nothing yet.
 
         Args:
@@ -37,24 +38,37 @@ class RepeatedSteps:
         self._ops = ops
         self._longest = _RECORDED_TOKENS  # of the steps to record, in tokens
         self._checks = _CHECKED_STEPS
-        self.clear()
+        self._clear()
 
-    def clear(self) -> None:
+    def cache_allocated(self, cache: AllocatedCache) -> None:  # noqa: ARG002
         """Forget what was recorded, for the caches are others."""
+        self._clear()
+
+    def cache_released(self) -> None:
+        """Forget what was recorded, which refers to caches that are to be released."""
+        self._clear()
+
+    def _clear(self) -> None:
         self._seen: Counter[int] = Counter()  # steps by number of tokens
         self._recorded: dict[int, _Replay] = {}
         self._num_bytes = 0
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Return hidden states; those of a repeated step are overwritten by the next one."""
+    def around_model(self, forward: Forward) -> Forward:
+        """Return what repeats a step if it can, and calls `forward` if not."""
+        return functools.partial(self._forward, forward)
+
+    def _forward(self, forward: Forward, step: ForwardStep) -> torch.Tensor:
+        if step.needs_model:
+            return forward(step)
+        batch = step.batch  # planned in each step: what is repeated reads the plan
         count = len(batch.token_ids)
         if count > self._longest:
-            return self._model.forward(batch)
+            return forward(step)
         replay = self._recorded.pop(count, None)
         if replay is None:
             self._seen[count] += 1
             if self._seen[count] <= _UNRECORDED_STEPS + count // 2:
-                return self._model.forward(batch)
+                return forward(step)
             return self._record(batch)
         self._recorded[count] = replay  # the one that was used last is the last
         hidden = replay.run(batch)
@@ -63,10 +77,10 @@ class RepeatedSteps:
         # Should a plugin have promised what does not hold, no request gets wrong tokens.
         self._checks -= 1
         replay.is_checked = True
-        expected = self._model.forward(batch)
+        expected = forward(step)
         if not torch.equal(hidden, expected):
             self._longest = 0
-            self.clear()
+            self._clear()
             _log.warning(
                 "steps are not repeated without running Python: a repeated step gave other hidden "
                 "states than forward(), though the model says that it is replayable"

@@ -1,1 +1,0 @@
-"""Steps whose operations are recorded, and repeated without running Python."""

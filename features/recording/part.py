@@ -1,0 +1,78 @@
+"""Which steps of a model are recorded, and why none are."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from hardpoint.errors import PluginFaultError, shown
+from hardpoint.plugins import StepPart, WorkerHalf
+from hardpoint.plugins.component import is_replayable
+from hardpoint.plugins.step_part import LoadedModel, WorkerHalfContext
+
+from .decode_graphs import DecodeGraphs
+from .repeated_steps import RepeatedSteps
+
+_log = logging.getLogger("hardpoint")
+
+
+class RecordedSteps(StepPart):
+    """Repeats steps of the model without running Python, as far as its classes allow it."""
+
+    contract = 1
+    fault_scope = "engine"
+
+    def worker_half(self, context: WorkerHalfContext) -> WorkerHalf | None:
+        """Return what repeats the steps of the model, and log why none are repeated.
+
+        Raises:
+            PluginFaultError: the sizes of recorded steps are none.
+        """
+        if (loaded := context.loaded) is None:
+            return None
+        config, max_num_seqs = self.context.config, self.context.config.scheduler.max_num_seqs
+        sizes = loaded.ops.record_sizes(max_num_seqs)
+        if not _are_sizes(sizes, max_num_seqs):
+            raise PluginFaultError(
+                f"{loaded.ops_source}: its record_sizes() gave {shown(sizes)}, expected numbers of "
+                f"sequences in 1..{max_num_seqs}, ascending"
+            )
+        reason = None
+        if config.executor.enforce_eager:
+            reason = "executor.enforce_eager is set"
+        elif context.world_size > 1:
+            reason = "ranks share the model"
+        else:
+            reason = _lack(loaded, has_sizes=bool(sizes))
+        if sizes and context.rank == 0:
+            text = f"up to {sizes[-1]} sequences, recorded when idle or needed"
+            _log.info("decode graphs: %s", text if reason is None else f"off, since {reason}")
+        if reason is not None:
+            return None
+        if sizes:
+            return DecodeGraphs(context, loaded, sizes, config.kv_cache.block_size)
+        return None if loaded.attention.pads else RepeatedSteps(loaded.model, loaded.ops)
+
+
+def _lack(loaded: LoadedModel, *, has_sizes: bool) -> str | None:
+    """Return what keeps steps from being recorded; None if nothing does."""
+    for source, states in (
+        (loaded.ops_source, is_replayable(loaded.ops)),
+        (loaded.model.source, loaded.model.is_replayable),
+        (loaded.attention.source, loaded.attention.is_replayable),
+    ):
+        if not states:
+            return f"{source} does not state replayable = True"
+    if has_sizes and not loaded.attention.pads:
+        return f"{loaded.attention.source} does not state pads = True"
+    return None
+
+
+def _are_sizes(sizes: Any, limit: int) -> bool:
+    return (
+        isinstance(sizes, Sequence)
+        and all(type(size) is int and 1 <= size <= limit for size in sizes)
+        and all(size < following for size, following in pairwise(sizes))
+    )

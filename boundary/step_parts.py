@@ -35,6 +35,8 @@ from .faults import StepFaults
 from .step_part_returns import (
     combined_masks,
     cost_defect,
+    drafts_defect,
+    half_defect,
     mask_defect,
     names_defect,
     reason_defect,
@@ -68,6 +70,7 @@ class BoundPart:
         self._scope, self._faults = part.fault_scope, faults
         self._calls: PluginCalls = faults.calls("step_parts", source)
         self.capacity = dict(half.capacity)
+        self.num_draft_tokens = half.num_draft_tokens
 
     def overrides(self, method: str) -> bool:
         """Return whether the half has a method of its own."""
@@ -102,11 +105,16 @@ class BoundPart:
 
 
 class EngineParts:
-    """The engine's halves of all step parts."""
+    """The engine's halves of all step parts.
 
-    def __init__(self, parts: Sequence[BoundPart] = ()) -> None:
-        """Bind the parts, in the order of their calls."""
-        self._parts = tuple(parts)
+    Attributes:
+        num_draft_tokens: most drafts of a request and a step.
+    """
+
+    def __init__(self, parts: Sequence[BoundPart] = (), vocab_size: int = 0) -> None:
+        """Bind the parts, in the order of their calls; drafts are tokens of the vocabulary."""
+        self._parts, self._vocab_size = tuple(parts), vocab_size
+        self.num_draft_tokens = max((part.num_draft_tokens for part in self._parts), default=0)
         self._active: list[BoundPart] = []  # with users
         self._by_request: dict[str, list[BoundPart]] = {}
         self._again: set[str] = set()  # ids of ended requests that others have now
@@ -246,6 +254,28 @@ class EngineParts:
             return {}
         found = self._faults.keys() & plan.num_scheduled_tokens.keys()
         return {name: self._faults.pop(name) for name in found}
+
+    @property
+    def drafting(self) -> str:
+        """Names of the parts that draft tokens, for messages."""
+        return " and ".join(str(part.source) for part in self._parts if part.num_draft_tokens)
+
+    def drafts(self, plan: SchedulerOutput) -> dict[str, list[int]]:
+        """Return the drafts for the next step, after the result of a plan was processed."""
+        found: dict[str, list[int]] = {}
+        for part in self._active:
+            if (most := part.num_draft_tokens) == 0:
+                continue
+            try:
+                made = part.run("drafts")
+            except BaseException as cause:
+                self._blame(part, plan, "its drafts() failed", cause)
+                continue
+            if (defect := drafts_defect(made, part.users, most, self._vocab_size)) is not None:
+                self._blame(part, plan, f"its drafts() {defect}")
+                continue
+            found = {name: list(tokens) for name, tokens in made.items() if tokens} | found
+        return found
 
     def lost(self, plan: SchedulerOutput) -> None:
         """Notify the parts of a plan that was not executed, or not to its end."""
@@ -438,30 +468,11 @@ def _as_reason(part: BoundPart, reason: Any) -> WaitReason | None:
     return None
 
 
-class GatesAsGrammars:
-    """The gates as `Grammars` of contract 1: a request waits while any part holds it back."""
-
-    def __init__(self, parts: EngineParts) -> None:
-        """Show the gates of `parts`."""
-        self._parts = parts
-
-    def uses(self, request: Request) -> bool:
-        """Return whether a part gates a request."""
-        return self._parts.gates.holds(request)
-
-    def ready(self, request: Request) -> bool:
-        """Return whether no part holds a request back.
-
-        Raises:
-            RequestError: it can never run.
-        """
-        return self._parts.gates.wait_reason(request) is None
-
-
 def open_parts(
     plugins: PluginSet,
     faults: StepFaults,
     make: Callable[[Any], tuple[StepPart, EngineHalf]],
+    vocab_size: int,
 ) -> EngineParts:
     """Build the engine's halves of all enabled parts, in their order.
 
@@ -469,6 +480,7 @@ def open_parts(
         plugins: the enabled plugins.
         faults: counts the faults of scope *step*.
         make: builds the part of an entry and its half.
+        vocab_size: of the model.
 
     Raises:
         PluginError: one cannot be built; the others are closed.
@@ -479,12 +491,10 @@ def open_parts(
             name = f"{entry.source}: its engine_half()"
             with faults_as(PluginFaultError, name, passing=(HardpointError,)):
                 part, half = make(entry)
-            if not isinstance(half, EngineHalf):
+            if (defect := half_defect(half)) is not None:
                 part.close()
-                raise PluginFaultError(
-                    f"{entry.source}: its engine_half() gave {shown(half)}, expected an EngineHalf"
-                )
+                raise PluginFaultError(f"{entry.source}: its {defect}")
             bound.append(BoundPart(part, half, entry.source, faults))
             undo.callback(bound[-1].close)
         undo.pop_all()
-    return EngineParts(bound)
+    return EngineParts(bound, vocab_size)

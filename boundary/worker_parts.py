@@ -150,6 +150,10 @@ class WorkerParts:
     def report(self, output: ModelRunnerOutput) -> None:
         """Add the reports and the faults of the halves to the result of the step."""
         for half in list(self._active):
+            if half.overrides("sampled"):
+                users, tokens = self._users[half.name], output.sampled_token_ids
+                self._run(half, "sampled", {name: tokens[name] for name in users & tokens.keys()})
+        for half in list(self._active):
             if half.overrides("report"):
                 report = self._run(half, "report")
                 if report is not None and not isinstance(report, bytes):

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from hardpoint.testing.running.communicator_suite import CommunicatorSuite
     from hardpoint.testing.running.executor_suite import ExecutorSuite
     from hardpoint.testing.running.hook_suite import HookSuite
+    from hardpoint.testing.running.scripted_drafts import ScriptedDrafts
     from hardpoint.testing.running.serving import ServerAnswer, TestServer, serve
     from hardpoint.testing.running.step_part_suite import StepPartSuite
     from hardpoint.testing.sampling_suite import SamplerSuite
@@ -83,6 +84,7 @@ __all__ = [
     "SchedulerSuite",
     "SchedulingPolicySuite",
     "ScriptedClock",
+    "ScriptedDrafts",
     "ScriptedModel",
     "ServerAnswer",
     "StatSinkSuite",
@@ -127,6 +129,7 @@ _LAZY = {
     "SchedulerSimulator": "scheduling.simulator",
     "SchedulerSuite": "scheduling.scheduler_suite",
     "SchedulingPolicySuite": "scheduling.policy_suite",
+    "ScriptedDrafts": "running.scripted_drafts",
     "ServerAnswer": "running.serving",
     "StatSinkSuite": "reporting.sink_suite",
     "StepPartSuite": "running.step_part_suite",

@@ -15,8 +15,8 @@ import msgspec
 
 from hardpoint.boundary.activity import Activity
 from hardpoint.boundary.faults import CALL_LOST, StepFaults, create_all
-from hardpoint.boundary.step_part_components import Components, describe_fault
-from hardpoint.boundary.step_parts import EngineParts, GatesAsGrammars, open_parts
+from hardpoint.boundary.step_part_components import Components, GatesAsGrammars, describe_fault
+from hardpoint.boundary.step_parts import EngineParts, open_parts
 from hardpoint.core.kv_cache import (
     BlockManager,
     BlockMetadata,
@@ -40,6 +40,7 @@ from hardpoint.plugins import (
     HardpointError,
     KVConnectorContext,
     PublisherContext,
+    Scheduler,
     SchedulerContext,
     StepRecord,
     WorkerInfo,
@@ -104,9 +105,11 @@ def build_core(
     faults = StepFaults.under(spec.config.plugins, activity)
     with contextlib.ExitStack() as undo:
         opened = _open_plugins(spec, vocabulary, clock, faults, undo)
+        spec = dataclasses.replace(spec, num_draft_tokens=opened.step_parts.num_draft_tokens)
         launcher = WorkerLauncher(spec, config_sources, activity)
         undo.callback(launcher.close)
         executor = _executor(spec, launcher, undo)
+        _check_drafts(spec, opened.step_parts, executor)
         start = _connector_start(spec, executor, undo)
         info, size, config = _start(executor, spec, config_sources)
         launcher.close()
@@ -119,7 +122,7 @@ def build_core(
         scheduler = spec.plugins.create(
             spec.plugins.one("schedulers"),
             SchedulerContext,
-            limits=_limits(config, size, executor),
+            limits=_limits(config, size, executor, spec.num_draft_tokens),
             kv_cache=kv_cache,
             clock=clock,
             connector=connector,
@@ -159,7 +162,7 @@ class _EnginePlugins:
             "policy": self.policy.policy,
             "policy_fault": self.policy.report_fault,
             "gates": parts.gates if parts else None,
-            "grammars": GatesAsGrammars(parts) if parts else None,
+            "grammars": GatesAsGrammars(parts.gates) if parts else None,
         }
 
     def for_core(
@@ -221,7 +224,7 @@ def _step_parts(
         part = plugins.create(entry, StepPartContext, config=spec.config)
         return part, part.engine_half(context)
 
-    return open_parts(plugins, faults, make)
+    return open_parts(plugins, faults, make, spec.model_config.vocab_size)
 
 
 def _eviction_policy(plugins: PluginSet, blocks: BlockMetadata, clock: _Clock) -> EvictionPolicy:
@@ -434,12 +437,42 @@ def _check_depth(executor: Executor) -> None:
         )
 
 
-def _limits(config: EngineConfig, size: CacheSize, executor: Executor) -> SchedulerLimits:
-    depth = executor.max_concurrent_batches
+def _plans_ahead(config: EngineConfig, executor: Executor) -> bool:
     # A stage gets the tokens of the last one with the next plan, so that none is made without them.
-    ahead = depth > 1 and config.parallel.world_size == 1
+    return executor.max_concurrent_batches > 1 and config.parallel.world_size == 1
+
+
+def _check_drafts(spec: WorkerSpec, parts: EngineParts, executor: Executor) -> None:
+    """Check that scheduler and executor can work with the parts that draft tokens.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if not spec.num_draft_tokens:
+        return
+    if _plans_ahead(spec.config, executor):
+        raise ConfigError(
+            f"{spec.plugins.one('executors').source}: it runs steps before the results of earlier "
+            f"ones are known, from which {parts.drafting} drafts tokens: enable one of the two"
+        )
+    entry = spec.plugins.one("schedulers")
+    if spec.plugins.target(entry).update_drafts is Scheduler.update_drafts:
+        raise ConfigError(
+            f"{entry.source}: it takes no drafts, which {parts.drafting} makes: enable one of the "
+            f"two"
+        )
+
+
+def _limits(
+    config: EngineConfig, size: CacheSize, executor: Executor, num_draft_tokens: int
+) -> SchedulerLimits:
+    ahead = _plans_ahead(config, executor)
     return limits_of(
-        config, size.max_model_len, asynchronous=ahead, num_batches=1 if ahead else depth
+        config,
+        size.max_model_len,
+        num_draft_tokens=num_draft_tokens,
+        asynchronous=ahead,
+        num_batches=1 if ahead else executor.max_concurrent_batches,
     )
 
 

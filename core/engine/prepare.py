@@ -44,6 +44,7 @@ def limits_of(
     config: EngineConfig,
     max_model_len: int,
     *,
+    num_draft_tokens: int = 0,
     asynchronous: bool = False,
     num_batches: int = 1,
 ) -> SchedulerLimits:
@@ -52,6 +53,7 @@ def limits_of(
     Args:
         config: the engine's configuration.
         max_model_len: resolved.
+        num_draft_tokens: most drafts of a request and a step.
         asynchronous: whether steps are scheduled before the results of earlier ones are known.
         num_batches: that are under way at once, if they share no requests.
 
@@ -66,6 +68,8 @@ def limits_of(
         chunked_prefill=scheduler.chunked_prefill,
         long_prefill_token_threshold=scheduler.long_prefill_token_threshold,
         max_waiting=scheduler.max_waiting,
+        num_draft_tokens=num_draft_tokens,
+        num_lookahead_tokens=num_draft_tokens,
         asynchronous=asynchronous,
         num_batches=num_batches,
     )

@@ -19,12 +19,31 @@ from hardpoint.plugins import HardpointError, KVConnector, SchedulerOutput
 from hardpoint.plugins.kv_cache import KVEvent
 from hardpoint.plugins.kv_connector import KVConnectorWorker, KVWorkerContext
 from hardpoint.plugins.loader import ModelConfig
+from hardpoint.plugins.model import Attend
 from hardpoint.plugins.plan import KVReport
 from hardpoint.plugins.stats import KVTierStats
 from hardpoint.registry.blame import describe, raise_unless_fault
 
 _MOST_FAULTS = 64  # of one report; a component that fails in each call says the same each time
 _MOST_EVENTS = 1 << 16
+
+
+def around_layers(attend: Attend, connector: WorkerConnector) -> Attend:
+    """Return `attend` with the connector's calls before and after each layer."""
+
+    def call(
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        angles: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        connector.wait_for_layer(layer)
+        out = attend(layer, q, k, v, angles)
+        connector.save_layer(layer)
+        return out
+
+    return call
 
 
 class WorkerConnector:

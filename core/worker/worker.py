@@ -431,8 +431,8 @@ class LocalWorker:
         """Run a step; None means that sampling waits for `sample_tokens`.
 
         Raises:
-            NotImplementedError: the plan has drafts or encoder inputs, or KV connector metadata and
-                there is no connector.
+            NotImplementedError: the plan has encoder inputs, or drafts and no step part makes any,
+                or KV connector metadata and there is no connector.
         """
         if plan.draft_token_ids or plan.encoder_inputs or plan.kv_connector_metadata is not None:
             self._check_supported(plan)
@@ -457,7 +457,8 @@ class LocalWorker:
         return output
 
     def _check_supported(self, plan: SchedulerOutput) -> None:
-        if messages := _unsupported(plan, has_connector=self._has_connector):
+        drafts = self._spec is not None and self._spec.num_draft_tokens > 0
+        if messages := _unsupported(plan, drafts=drafts, has_connector=self._has_connector):
             raise NotImplementedError(f"step {plan.step}: the worker {'; it '.join(messages)}")
 
     def sample_tokens(
@@ -658,8 +659,11 @@ class LocalWorker:
         sampler = spec.plugins.create(
             entry, SamplerContext, device=spec.device, vocab_size=vocab_size, ops=ops
         )
+        pipeline = LogitsPipeline(runners, spec.device, self.observed_states)
+        if spec.num_draft_tokens:
+            pipeline.check_drafts()
         return SamplingStage(
-            LogitsPipeline(runners, spec.device, self.observed_states),
+            pipeline,
             sampler,
             spec.device,
             processed_logprobs=spec.config.sampler.logprobs == "processed",
@@ -676,10 +680,10 @@ def _share_of_memory(spec: WorkerSpec, ranks: Ranks) -> MemoryLimit:
     return MemoryLimit(limit.available // ranks.num_local, share)
 
 
-def _unsupported(plan: SchedulerOutput, *, has_connector: bool) -> list[str]:
+def _unsupported(plan: SchedulerOutput, *, drafts: bool, has_connector: bool) -> list[str]:
     """Return what a plan has and this worker cannot serve, and for whom."""
     parts = {
-        "verifies no drafts": plan.draft_token_ids,
+        "verifies no drafts": {} if drafts else plan.draft_token_ids,
         "encodes no features": plan.encoder_inputs,
     }
     messages = [
@@ -770,7 +774,7 @@ def _measured(
             trial = PaddedTrial(model, attention, shape, spec.device)
         before = torch.cuda.memory_allocated(spec.device)
         torch.cuda.reset_peak_memory_stats(spec.device)
-        model.run_trial(tokens, max_num_seqs)
+        model.run_trial(tokens, max_num_seqs * (1 + spec.num_draft_tokens))
         if trial is not None:
             trial.run()
             del trial

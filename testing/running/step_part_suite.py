@@ -273,6 +273,11 @@ class StepPartSuite(ComponentSuite):
         for closed in (half, worker, part):
             if closed is not None:
                 call(CLOSE, closed.close)
+        most = half.num_draft_tokens
+        if type(most) is not int or most < 0:
+            raise _CONTRACT_RULE.violation(
+                f"num_draft_tokens is {short_repr(most)}, expected a number of tokens"
+            )
 
     def _ready(self, scripts: Sequence[RequestScript]) -> list[RequestScript]:
         """Return the scripts that run in the part; another case is drawn if there are none."""

@@ -24,9 +24,9 @@ def half_defect(half: Any) -> str | None:
     """Return what is wrong with a part's half, after "its "; None if nothing is."""
     if not isinstance(half, EngineHalf):
         return f"engine_half() gave {shown(half)}, expected an EngineHalf"
-    most = half.num_draft_tokens
-    if not isinstance(most, int) or most < 0:
-        return f"num_draft_tokens is {shown(most)}, expected a number of tokens"
+    limit = half.num_draft_tokens
+    if not isinstance(limit, int) or limit < 0:
+        return f"num_draft_tokens is {shown(limit)}, expected a number of tokens"
     return None
 
 
@@ -74,13 +74,13 @@ def names_defect(names: Any) -> str | None:
     return f"gave {shown(names)}, expected request ids"
 
 
-def drafts_defect(drafts: Any, users: Collection[str], most: int, vocab_size: int) -> str | None:
+def drafts_defect(drafts: Any, users: Collection[str], limit: int, vocab_size: int) -> str | None:
     """Return what is wrong with drafts, as the end of a sentence; None if nothing is.
 
     Args:
         drafts: what drafts() returned.
         users: requests that use the part.
-        most: the part's num_draft_tokens.
+        limit: the part's num_draft_tokens.
         vocab_size: vocabulary size of the model.
     """
     if not isinstance(drafts, Mapping):
@@ -90,8 +90,8 @@ def drafts_defect(drafts: Any, users: Collection[str], most: int, vocab_size: in
             return f"gave drafts of {shown(name)}, which does not use it"
         if not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes):
             return f"gave {shown(tokens)} for {name!r}, expected token ids"
-        if len(tokens) > most:
-            return f"gave {len(tokens)} drafts of {name!r}, expected at most {most}"
+        if len(tokens) > limit:
+            return f"gave {len(tokens)} drafts of {name!r}, expected at most {limit}"
         for token in tokens:
             if not isinstance(token, int) or not 0 <= token < vocab_size:
                 expected = f"token ids in 0..{vocab_size - 1}"

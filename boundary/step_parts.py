@@ -264,14 +264,14 @@ class EngineParts:
         """Return the drafts for the next step, after the result of a plan was processed."""
         found: dict[str, list[int]] = {}
         for part in self._active:
-            if (most := part.num_draft_tokens) == 0:
+            if (limit := part.num_draft_tokens) == 0:
                 continue
             try:
                 made = part.run("drafts")
             except BaseException as cause:
                 self._blame(part, plan, "its drafts() failed", cause)
                 continue
-            if (defect := drafts_defect(made, part.users, most, self._vocab_size)) is not None:
+            if (defect := drafts_defect(made, part.users, limit, self._vocab_size)) is not None:
                 self._blame(part, plan, f"its drafts() {defect}")
                 continue
             found = {name: list(tokens) for name, tokens in made.items() if tokens} | found

@@ -40,7 +40,6 @@ from hardpoint.plugins import (
     HardpointError,
     KVConnectorContext,
     PublisherContext,
-    Scheduler,
     SchedulerContext,
     StepRecord,
     WorkerInfo,
@@ -61,7 +60,7 @@ from hardpoint.typed.read_only import read_only
 from .connector_start import ConnectorStart
 from .core import EngineCore
 from .policy import PolicySlot
-from .prepare import limits_of
+from .prepare import check_drafts, limits_of, plans_ahead
 from .step import EngineCoreParts
 from .step_log import StepLog
 from .worker_launch import WorkerLauncher
@@ -104,12 +103,10 @@ def build_core(
     activity = activity or Activity()
     faults = StepFaults.under(spec.config.plugins, activity)
     with contextlib.ExitStack() as undo:
-        opened = _open_plugins(spec, vocabulary, clock, faults, undo)
-        spec = dataclasses.replace(spec, num_draft_tokens=opened.step_parts.num_draft_tokens)
+        opened, spec = _open_plugins(spec, vocabulary, clock, faults, undo)
         launcher = WorkerLauncher(spec, config_sources, activity)
         undo.callback(launcher.close)
-        executor = _executor(spec, launcher, undo)
-        _check_drafts(spec, opened.step_parts, executor)
+        executor = _executor(spec, launcher, opened.step_parts, undo)
         start = _connector_start(spec, executor, undo)
         info, size, config = _start(executor, spec, config_sources)
         launcher.close()
@@ -190,8 +187,12 @@ def _open_plugins(
     clock: _Clock,
     faults: StepFaults,
     undo: contextlib.ExitStack,
-) -> _EnginePlugins:
-    """Build the plugins of the engine: one that cannot start fails before a model loads."""
+) -> tuple[_EnginePlugins, WorkerSpec]:
+    """Build the plugins of the engine: one that cannot start fails before a model loads.
+
+    Returns:
+        The plugins, and the spec with what follows from them.
+    """
     policy = PolicySlot(spec.plugins, faults, spec.model_config.vocab_size)
     undo.callback(policy.close)
     publishers = create_all(spec.plugins, "kv_event_publishers", faults, PublisherContext)
@@ -202,7 +203,8 @@ def _open_plugins(
     undo.callback(eviction.close)
     step_parts = _step_parts(spec, vocabulary, faults, clock)
     undo.callback(step_parts.close)
-    return _EnginePlugins(policy, kv_events, blocks, eviction, step_parts)
+    spec = dataclasses.replace(spec, num_draft_tokens=step_parts.num_draft_tokens)
+    return _EnginePlugins(policy, kv_events, blocks, eviction, step_parts), spec
 
 
 def _step_parts(
@@ -233,11 +235,14 @@ def _eviction_policy(plugins: PluginSet, blocks: BlockMetadata, clock: _Clock) -
     return plugins.create(entry, EvictionContext, blocks=blocks, history=history, clock=clock)
 
 
-def _executor(spec: WorkerSpec, launcher: WorkerLauncher, undo: contextlib.ExitStack) -> Executor:
+def _executor(
+    spec: WorkerSpec, launcher: WorkerLauncher, parts: EngineParts, undo: contextlib.ExitStack
+) -> Executor:
     """Build the executor.
 
     Raises:
         PluginError: it cannot be built, or its depth is out of range.
+        ConfigError: the parts draft tokens, and it or the scheduler cannot work with drafts.
     """
     if spec.config.parallel.world_size > 1:  # here, too, since it takes time to start workers
         check_shares(spec.plugins, spec.model_config, spec.dtype, spec.config.parallel)
@@ -253,6 +258,8 @@ def _executor(spec: WorkerSpec, launcher: WorkerLauncher, undo: contextlib.ExitS
     )
     undo.callback(executor.close)
     _check_depth(executor)
+    if spec.num_draft_tokens:
+        check_drafts(spec, parts.drafting, executor)
     return executor
 
 
@@ -437,36 +444,10 @@ def _check_depth(executor: Executor) -> None:
         )
 
 
-def _plans_ahead(config: EngineConfig, executor: Executor) -> bool:
-    # A stage gets the tokens of the last one with the next plan, so that none is made without them.
-    return executor.max_concurrent_batches > 1 and config.parallel.world_size == 1
-
-
-def _check_drafts(spec: WorkerSpec, parts: EngineParts, executor: Executor) -> None:
-    """Check that scheduler and executor can work with the parts that draft tokens.
-
-    Raises:
-        ConfigError: they cannot.
-    """
-    if not spec.num_draft_tokens:
-        return
-    if _plans_ahead(spec.config, executor):
-        raise ConfigError(
-            f"{spec.plugins.one('executors').source}: it runs steps before the results of earlier "
-            f"ones are known, from which {parts.drafting} drafts tokens: enable one of the two"
-        )
-    entry = spec.plugins.one("schedulers")
-    if spec.plugins.target(entry).update_drafts is Scheduler.update_drafts:
-        raise ConfigError(
-            f"{entry.source}: it takes no drafts, which {parts.drafting} makes: enable one of the "
-            f"two"
-        )
-
-
 def _limits(
     config: EngineConfig, size: CacheSize, executor: Executor, num_draft_tokens: int
 ) -> SchedulerLimits:
-    ahead = _plans_ahead(config, executor)
+    ahead = plans_ahead(config, executor)
     return limits_of(
         config,
         size.max_model_len,

@@ -13,11 +13,13 @@ from hardpoint.errors import PluginFaultError, shown
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
+    Executor,
     LoaderContext,
     ModelConfig,
     ModelError,
     ModelFiles,
     Quantization,
+    Scheduler,
     WeightLoader,
 )
 from hardpoint.plugins.component import Progress
@@ -73,6 +75,35 @@ def limits_of(
         asynchronous=asynchronous,
         num_batches=num_batches,
     )
+
+
+def plans_ahead(config: EngineConfig, executor: Executor) -> bool:
+    """Return whether steps are scheduled before the results of earlier ones are known."""
+    # A stage gets the tokens of the last one with the next plan, so that none is made without them.
+    return executor.max_concurrent_batches > 1 and config.parallel.world_size == 1
+
+
+def check_drafts(spec: WorkerSpec, drafting: str, executor: Executor) -> None:
+    """Check that executor and scheduler can work with step parts that draft tokens.
+
+    Args:
+        spec: of the workers.
+        drafting: names the parts.
+        executor: that was built.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if plans_ahead(spec.config, executor):
+        raise ConfigError(
+            f"{spec.plugins.one('executors').source}: it runs steps before the results of earlier "
+            f"ones are known, from which {drafting} drafts tokens: enable one of the two"
+        )
+    entry = spec.plugins.one("schedulers")
+    if spec.plugins.target(entry).update_drafts is Scheduler.update_drafts:
+        raise ConfigError(
+            f"{entry.source}: it takes no drafts, which {drafting} makes: enable one of the two"
+        )
 
 
 def open_loader(config: EngineConfig, plugins: PluginSet, files: ModelFiles) -> WeightLoader:

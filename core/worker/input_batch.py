@@ -110,6 +110,9 @@ class BatchUpdateBuilder:
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
+Drafts = Mapping[str, Sequence[int]]
+"""Draft tokens by request id, as in a plan."""
+
 _FREE_ROW = LogitsRequest("", (), [], SamplingParams(), ())
 """The request of a row that has none."""
 
@@ -320,37 +323,28 @@ class InputBatch:
                 self._drafted.remove(request_id)
                 self._num_computed[self._row_of[request_id]] = computed
 
-    def _add_drafts(self, drafts: Mapping[str, Sequence[int]]) -> IntArray:
-        """Write drafts after the known tokens of their requests; return their number by row."""
-        counts = np.zeros(len(self._num_tokens), dtype=np.int64)
+    def _with_drafts(self, drafts: Drafts) -> IntArray:
+        """Write drafts after their requests' tokens; return the number of both by row."""
+        if not drafts:
+            return self._num_tokens
+        ends = self._num_tokens.copy()
         for request_id, tokens in drafts.items():
             row = self._row_of[request_id]
-            known, counts[row] = self._num_tokens[row], len(tokens)
-            self._token_ids[row, known : known + len(tokens)] = np.maximum(tokens, 0)
+            known = ends[row]
+            ends[row] += len(tokens)
+            self._token_ids[row, known : ends[row]] = np.maximum(tokens, 0)  # NO_DRAFT is no token
         self._drafted |= drafts.keys()
-        return counts
+        return ends
 
     def prepare(
-        self,
-        scheduled: dict[str, int],
-        device: torch.device,
-        drafts: Mapping[str, Sequence[int]] = MappingProxyType({}),
+        self, scheduled: dict[str, int], device: torch.device, drafts: Drafts = MappingProxyType({})
     ) -> StepInput:
-        """Return the step's input, and count its tokens as computed.
-
-        Args:
-            scheduled: number of tokens by request.
-            device: of the tensors.
-            drafts: by request, the last ones of its tokens; of a NO_DRAFT the result is without
-                meaning.
-        """
+        """Return the input of a step, its drafts included; count its tokens as computed."""
         rows = np.fromiter((self._row_of[r] for r in scheduled), np.int64, len(scheduled))
         counts = np.fromiter(scheduled.values(), np.int64, len(scheduled))
         order = np.argsort(counts > 1, kind="stable")
         rows, counts = rows[order], counts[order]
-        known = self._num_tokens[rows]
-        if drafts:
-            known = known + self._add_drafts(drafts)[rows]
+        ends = self._with_drafts(drafts)[rows]
         starts = self._num_computed[rows]
         query_starts = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum(counts, out=query_starts[1:])
@@ -396,7 +390,7 @@ class InputBatch:
             attention=attention,
             query_starts=query_starts,
             starts=starts,
-            samples=seq_lens == known,
+            samples=seq_lens == ends,
             packed=packed,
         )
 

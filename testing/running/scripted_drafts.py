@@ -111,7 +111,7 @@ class _EngineDrafts(EngineHalf):
         self._requests[request.request_id] = request
 
     def drafts(self) -> Mapping[str, Sequence[int]]:
-        """Return what follows the output of each request."""
+        """Return the drafts after the output of each request."""
         return {
             name: self._script.after(request.source.prompt_token_ids, request.output_token_ids)
             for name, request in self._requests.items()

@@ -198,7 +198,7 @@ def check_faults(faults: Any, users: Collection[str]) -> None:
             raise RESULTS.violation(f"result() returned {short_repr(fault)} for {name!r}")
 
 
-def check_drafts(drafts: Any, users: Collection[str], most: int, vocab_size: int) -> None:
+def check_drafts(drafts: Any, users: Collection[str], limit: int, vocab_size: int) -> None:
     """Check what drafts() returned while `users` are live.
 
     Raises:
@@ -211,9 +211,9 @@ def check_drafts(drafts: Any, users: Collection[str], most: int, vocab_size: int
             raise DRAFTS.violation(
                 f"drafts() names {name!r}, of the live requests only {sorted(users)} use the part"
             )
-        if not isinstance(tokens, Sequence) or len(tokens) > most:
+        if not isinstance(tokens, Sequence) or len(tokens) > limit:
             raise DRAFTS.violation(
-                f"drafts() returned {short_repr(tokens)} for {name!r}, expected at most {most} "
+                f"drafts() returned {short_repr(tokens)} for {name!r}, expected at most {limit} "
                 f"tokens, its num_draft_tokens"
             )
         if wrong := [t for t in tokens if type(t) is not int or not 0 <= t < vocab_size]:

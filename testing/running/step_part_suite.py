@@ -273,10 +273,10 @@ class StepPartSuite(ComponentSuite):
         for closed in (half, worker, part):
             if closed is not None:
                 call(CLOSE, closed.close)
-        most = half.num_draft_tokens
-        if type(most) is not int or most < 0:
+        limit = half.num_draft_tokens
+        if type(limit) is not int or limit < 0:
             raise _CONTRACT_RULE.violation(
-                f"num_draft_tokens is {short_repr(most)}, expected a number of tokens"
+                f"num_draft_tokens is {short_repr(limit)}, expected a number of tokens"
             )
 
     def _ready(self, scripts: Sequence[RequestScript]) -> list[RequestScript]:

@@ -245,8 +245,7 @@ def verify_in_turn(
         at = [starts[index] + depth for index in views]
         rows = to_device(at, logits.device)
         again = functools.partial(_some_rows, recompute, rows)
-        part = None if mask is None else mask.rows(at)
-        sampled = stage.run(logits[rows], list(views.values()), again, part)
+        sampled = stage.run(logits[rows], list(views.values()), again, mask and mask.rows(at))
         forks: list[tuple[LogitsRequest, LogitsRequest, int]] = []
         following: dict[int, LogitsRequest] = {}
         for row, (index, view) in enumerate(views.items()):
@@ -258,11 +257,9 @@ def verify_in_turn(
             token = sampled.tokens[row]
             result.add(token, row, sampled)
             if list(drafts[index][depth : depth + 1]) == [token]:
-                scratch = scratch_row + starts[index] + depth
+                scratch, observed = scratch_row + starts[index] + depth, sampled.observed.get(row)
                 try:
-                    following[index] = pipeline.fork(
-                        view, token, scratch, sampled.observed.get(row)
-                    )
+                    following[index] = pipeline.fork(view, token, scratch, observed)
                 except BaseException as cause:  # it fails again when the token is kept
                     raise_unless_fault(cause)
                     continue

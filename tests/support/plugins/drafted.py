@@ -1,4 +1,4 @@
-"""What cannot work with drafts, and what fails at tokens that only wrong drafts have."""
+"""A scheduler without drafts, and a processor that fails at tokens of wrong drafts alone."""
 
 from __future__ import annotations
 

@@ -1,12 +1,14 @@
-"""The components of other kinds that step parts drive, and the text of their faults."""
+"""What stands between step parts and other components: those that they drive, old schedulers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hardpoint.plugins import Request
 from hardpoint.plugins.component import Context
 from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.scheduler import Gates
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.plugin_set import PluginSet
 
@@ -35,6 +37,26 @@ class Components:
     def source(self, kind: str, name: str) -> str:
         """Return how messages name a component."""
         return str(self._plugins.get(kind, name).source)
+
+
+class GatesAsGrammars:
+    """The gates as `Grammars` of contract 1: a request waits while any part holds it back."""
+
+    def __init__(self, gates: Gates) -> None:
+        """Show the gates of the parts."""
+        self._gates = gates
+
+    def uses(self, request: Request) -> bool:
+        """Return whether a part gates a request."""
+        return self._gates.holds(request)
+
+    def ready(self, request: Request) -> bool:
+        """Return whether no part holds a request back.
+
+        Raises:
+            RequestError: it can never run.
+        """
+        return self._gates.wait_reason(request) is None
 
 
 def describe_fault(error: BaseException) -> str:

@@ -9,9 +9,25 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hardpoint.errors import shown
-from hardpoint.plugins import GrammarBitmask, SchedulerOutput, WaitingFor, WaitReason
+from hardpoint.plugins import (
+    EngineHalf,
+    GrammarBitmask,
+    SchedulerOutput,
+    WaitingFor,
+    WaitReason,
+)
 
 MakerT = TypeVar("MakerT")
+
+
+def half_defect(half: Any) -> str | None:
+    """Return what is wrong with a part's half, after "its "; None if nothing is."""
+    if not isinstance(half, EngineHalf):
+        return f"engine_half() gave {shown(half)}, expected an EngineHalf"
+    limit = half.num_draft_tokens
+    if not isinstance(limit, int) or limit < 0:
+        return f"num_draft_tokens is {shown(limit)}, expected a number of tokens"
+    return None
 
 
 def mask_defect(mask: Any, users: Collection[str], plan: SchedulerOutput) -> str | None:
@@ -69,6 +85,31 @@ def names_defect(names: Any) -> str | None:
     if isinstance(names, Collection) and not isinstance(names, str):
         return None
     return f"gave {shown(names)}, expected request ids"
+
+
+def drafts_defect(drafts: Any, users: Collection[str], limit: int, vocab_size: int) -> str | None:
+    """Return what is wrong with drafts, as the end of a sentence; None if nothing is.
+
+    Args:
+        drafts: what drafts() returned.
+        users: requests that use the part.
+        limit: the part's num_draft_tokens.
+        vocab_size: vocabulary size of the model.
+    """
+    if not isinstance(drafts, Mapping):
+        return f"gave {shown(drafts)}, expected token ids by request id"
+    for name, tokens in drafts.items():
+        if name not in users:
+            return f"gave drafts of {shown(name)}, which does not use it"
+        if not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes):
+            return f"gave {shown(tokens)} for {name!r}, expected token ids"
+        if len(tokens) > limit:
+            return f"gave {len(tokens)} drafts of {name!r}, expected at most {limit}"
+        for token in tokens:
+            if not isinstance(token, int) or not 0 <= token < vocab_size:
+                expected = f"token ids in 0..{vocab_size - 1}"
+                return f"gave the draft {shown(token)} of {name!r}, expected {expected}"
+    return None
 
 
 def reason_defect(reason: Any) -> str | None:

@@ -47,6 +47,8 @@ from .faults import StepFaults
 from .step_part_returns import (
     combined_masks,
     cost_defect,
+    drafts_defect,
+    half_defect,
     mask_defect,
     matched_defect,
     names_defect,
@@ -83,6 +85,7 @@ class BoundPart:
         self.capacity = dict(half.capacity)
         self.every_plan = half.every_plan
         self.moves_blocks = part.moves_blocks
+        self.num_draft_tokens = half.num_draft_tokens
 
     def overrides(self, method: str) -> bool:
         """Return whether the half has a method of its own."""
@@ -123,15 +126,20 @@ class BoundPart:
 
 
 class EngineParts:
-    """The engine's halves of all step parts."""
+    """The engine's halves of all step parts.
 
-    def __init__(self, parts: Sequence[BoundPart] = ()) -> None:
-        """Bind the parts, in the order of their calls.
+    Attributes:
+        num_draft_tokens: most drafts of a request and a step.
+    """
+
+    def __init__(self, parts: Sequence[BoundPart] = (), vocab_size: int = 0) -> None:
+        """Bind the parts, in the order of their calls; drafts are tokens of the vocabulary.
 
         Raises:
             PluginConflictError: several parts load blocks.
         """
-        self._parts = tuple(parts)
+        self._parts, self._vocab_size = tuple(parts), vocab_size
+        self.num_draft_tokens = max((part.num_draft_tokens for part in self._parts), default=0)
         self._active: list[BoundPart] = []  # with users
         self._by_request: dict[str, list[BoundPart]] = {}
         self._again: set[str] = set()  # ids of ended requests that others have now
@@ -345,6 +353,28 @@ class EngineParts:
                     part.run("add_stats", stats)
                 except BaseException as cause:
                     part.fault("its add_stats() failed", cause)  # counted: no request is planned
+
+    @property
+    def drafting(self) -> str:
+        """Names of the parts that draft tokens, for messages."""
+        return " and ".join(str(part.source) for part in self._parts if part.num_draft_tokens)
+
+    def drafts(self, plan: SchedulerOutput) -> dict[str, list[int]]:
+        """Return the drafts for the next step, after the result of a plan was processed."""
+        found: dict[str, list[int]] = {}
+        for part in self._active:
+            if (limit := part.num_draft_tokens) == 0:
+                continue
+            try:
+                made = part.run("drafts")
+            except BaseException as cause:
+                self._blame(part, plan, "its drafts() failed", cause)
+                continue
+            if (defect := drafts_defect(made, part.users, limit, self._vocab_size)) is not None:
+                self._blame(part, plan, f"its drafts() {defect}")
+                continue
+            found = {name: list(tokens) for name, tokens in made.items() if tokens} | found
+        return found
 
     def lost(self, plan: SchedulerOutput) -> None:
         """Notify the parts of a plan that was not executed, or not to its end."""
@@ -592,30 +622,11 @@ def _as_reason(part: BoundPart, reason: Any) -> WaitReason | None:
     return None
 
 
-class GatesAsGrammars:
-    """The gates as `Grammars` of contract 1: a request waits while any part holds it back."""
-
-    def __init__(self, parts: EngineParts) -> None:
-        """Show the gates of `parts`."""
-        self._parts = parts
-
-    def uses(self, request: Request) -> bool:
-        """Return whether a part gates a request."""
-        return self._parts.gates.holds(request)
-
-    def ready(self, request: Request) -> bool:
-        """Return whether no part holds a request back.
-
-        Raises:
-            RequestError: it can never run.
-        """
-        return self._parts.gates.wait_reason(request) is None
-
-
 def open_parts(
     plugins: PluginSet,
     faults: StepFaults,
     make: Callable[[Any], tuple[StepPart, EngineHalf | None]],
+    vocab_size: int,
 ) -> EngineParts:
     """Build the engine's halves of all enabled parts, in their order.
 
@@ -623,6 +634,7 @@ def open_parts(
         plugins: the enabled plugins.
         faults: counts the faults of scope *step*.
         make: builds the part of an entry and its half; None is a part without one.
+        vocab_size: size of the model's vocabulary.
 
     Raises:
         PluginError: one cannot be built; the others are closed.
@@ -636,12 +648,10 @@ def open_parts(
             if half is None:
                 close_named(entry.source, part.close)
                 continue
-            if not isinstance(half, EngineHalf):
+            if (defect := half_defect(half)) is not None:
                 part.close()
-                raise PluginFaultError(
-                    f"{entry.source}: its engine_half() gave {shown(half)}, expected an EngineHalf"
-                )
+                raise PluginFaultError(f"{entry.source}: its {defect}")
             bound.append(BoundPart(part, half, entry.source, faults))
             undo.callback(bound[-1].close)
         undo.pop_all()
-    return EngineParts(bound)
+    return EngineParts(bound, vocab_size)

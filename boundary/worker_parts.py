@@ -37,7 +37,7 @@ _HOOKS = {"embedded": "embedded tokens", "linear": "linear layers"}
 """What each hook of a model changes."""
 
 _IN_LAYERS = ("around_layers", "embedded", "linear")
-_IN_STEPS = ("begin", *_IN_LAYERS, "after_layers", "hidden", "logits", "report")
+_IN_STEPS = ("begin", *_IN_LAYERS, "after_layers", "hidden", "logits", "sampled", "report")
 
 
 class BoundWorkerHalf:
@@ -413,6 +413,11 @@ class WorkerParts:
 
     def report(self, output: ModelRunnerOutput) -> None:
         """Add the reports and the faults of the halves to the result of the step."""
+        tokens = output.sampled_token_ids
+        for half in list(self._active) if self._samples else ():
+            if half.overrides("sampled"):
+                own = {name: tokens[name] for name in tokens if self._is_user(half, name)}
+                self._run(half, "sampled", own)
         for half in list(self._active):
             if half.overrides("report"):
                 report = self._run(half, "report")

@@ -376,10 +376,13 @@ class EngineHalf:
             starts. There is nothing of a resource that is not named here.
         every_plan: whether methods are called for every plan, also without a request that uses the
             part; read once. The worker halves of such a part get the rows of all requests.
+        num_draft_tokens: most drafts of a request and a step; read once, when the engine starts.
+            0: `drafts` is never called.
     """
 
     capacity: Mapping[str, int] = {}
     every_plan: bool = False
+    num_draft_tokens: int = 0
 
     def started(self, handshakes: Sequence[bytes | None]) -> None:
         """Take what `WorkerHalf.start` returned in each rank, before the first step.
@@ -530,6 +533,16 @@ class EngineHalf:
 
     def updated(self, plan: SchedulerOutput) -> None:
         """Notify the part that the scheduler has taken the result of a plan."""
+
+    def drafts(self) -> Mapping[str, Sequence[int]]:
+        """Return token ids that may follow the output of requests, by request id.
+
+        Called after each step that computed tokens, when the requests have those of its result. The
+        next step verifies drafts of requests that decode; others are dropped. A draft is accepted
+        if it is the token that is sampled at its position, so that drafts change no output. Of
+        several parts that draft for a request, the first one's drafts are used.
+        """
+        return {}
 
     def lost(self, plan: SchedulerOutput) -> None:
         """Notify the part of a plan that was not executed, or not to its end."""
@@ -682,9 +695,15 @@ class WorkerHalf:
 
         Args:
             logits: float32 [rows, vocab_size].
-            request_ids: of each row.
+            request_ids: of each row; a request with drafts has one more row for each.
         """
         return None
+
+    def sampled(self, token_ids: Mapping[str, Sequence[int]]) -> None:
+        """Read the tokens of the step by request, before `report`, in the rank that samples.
+
+        Those of requests that use the part: accepted drafts, then one more token.
+        """
 
     def report(self) -> bytes | None:
         """Return a report of the step for the engine's half.

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from hardpoint.testing.running.communicator_suite import CommunicatorSuite
     from hardpoint.testing.running.executor_suite import ExecutorSuite
     from hardpoint.testing.running.hook_suite import HookSuite
+    from hardpoint.testing.running.scripted_drafts import ScriptedDrafts
     from hardpoint.testing.running.scripted_parts import ScriptedAdapters, ScriptedEmbeddings
     from hardpoint.testing.running.serving import ServerAnswer, TestServer, serve
     from hardpoint.testing.running.step_part_suite import StepPartSuite
@@ -85,6 +86,7 @@ __all__ = [
     "SchedulingPolicySuite",
     "ScriptedAdapters",
     "ScriptedClock",
+    "ScriptedDrafts",
     "ScriptedEmbeddings",
     "ScriptedModel",
     "ServerAnswer",
@@ -132,6 +134,7 @@ _LAZY = {
     "SchedulingPolicySuite": "scheduling.policy_suite",
     "ScriptedAdapters": "running.scripted_parts",
     "ScriptedEmbeddings": "running.scripted_parts",
+    "ScriptedDrafts": "running.scripted_drafts",
     "ServerAnswer": "running.serving",
     "StatSinkSuite": "reporting.sink_suite",
     "StepPartSuite": "running.step_part_suite",

@@ -69,6 +69,21 @@ def test_fp32_tokens_are_those_of_transformers(fp32, a_few, per_step):
     compare(fp32, a_few if per_step == 0 else GREEDY, per_step)
 
 
+@pytest.mark.parametrize("per_step", [0, None], ids=["alone", "in one batch"])
+def test_drafts_change_no_fp32_token(a_few, per_step):
+    replies = [[each.prompt_ids, each.tokens] for each in a_few]
+    options = {"right": 0.7, "count": 4, "replies": replies}
+    config = {
+        "device": "cpu",
+        "plugins": {"enable": ["hardpoint.testing:ScriptedDrafts"]},
+        "plugin": {"scripted_drafts": options},
+    }
+    with LLM("smollm2", dtype="float32", max_model_len=512, config=config) as llm:
+        compare(llm, a_few, per_step)
+        stats = llm.scheduler_stats()
+    assert stats.num_accepted_drafts > 0.4 * stats.num_drafts > 20
+
+
 SMALL_POOL = {"num_blocks": 17, "watermark": 0.0}
 STACKS = {
     "chunks of 16": {"scheduler": {"max_num_batched_tokens": 16}},

@@ -14,8 +14,8 @@ import msgspec
 
 from hardpoint.boundary.activity import Activity
 from hardpoint.boundary.faults import CALL_LOST, StepFaults, create_all
-from hardpoint.boundary.step_part_components import Components, describe_fault
-from hardpoint.boundary.step_parts import EngineParts, GatesAsGrammars, open_parts
+from hardpoint.boundary.step_part_components import Components, GatesAsGrammars, describe_fault
+from hardpoint.boundary.step_parts import EngineParts, open_parts
 from hardpoint.core.kv_cache import (
     BlockManager,
     BlockMetadata,
@@ -56,7 +56,7 @@ from hardpoint.typed.read_only import read_only
 from .core import EngineCore
 from .parts_start import PartsStart
 from .policy import PolicySlot
-from .prepare import limits_of
+from .prepare import check_drafts, limits_of, plans_ahead
 from .step import EngineCoreParts
 from .step_log import StepLog
 from .worker_launch import WorkerLauncher
@@ -99,11 +99,11 @@ def build_core(
     activity = activity or Activity()
     faults = StepFaults.under(spec.config.plugins, activity)
     with contextlib.ExitStack() as undo:
-        opened = _open_plugins(spec, vocabulary, clock, faults, undo)
+        opened, spec = _open_plugins(spec, vocabulary, clock, faults, undo)
         launcher = WorkerLauncher(spec, config_sources, activity)
         undo.callback(launcher.close)
         step_parts = opened.step_parts
-        executor = _executor(spec, launcher, undo, all_report=step_parts.moves_blocks is not None)
+        executor = _executor(spec, launcher, step_parts, undo)
         start = _parts_start(spec, executor, step_parts, undo)
         info, size, config = _start(executor, spec, config_sources, step_parts.moves_blocks)
         launcher.close()
@@ -114,7 +114,7 @@ def build_core(
         scheduler = spec.plugins.create(
             spec.plugins.one("schedulers"),
             SchedulerContext,
-            limits=_limits(config, size, executor),
+            limits=_limits(config, size, executor, spec.num_draft_tokens),
             kv_cache=kv_cache,
             clock=clock,
             record=_recorder(hooks, faults),
@@ -155,7 +155,7 @@ class _EnginePlugins:
             "transfers": parts.transfers,
             "connector": parts.transfers,
             "gates": parts.gates if parts else None,
-            "grammars": GatesAsGrammars(parts) if parts else None,
+            "grammars": GatesAsGrammars(parts.gates) if parts else None,
         }
 
     def for_core(
@@ -183,8 +183,12 @@ def _open_plugins(
     clock: _Clock,
     faults: StepFaults,
     undo: contextlib.ExitStack,
-) -> _EnginePlugins:
-    """Build the plugins of the engine: one that cannot start fails before a model loads."""
+) -> tuple[_EnginePlugins, WorkerSpec]:
+    """Build the plugins of the engine: one that cannot start fails before a model loads.
+
+    Returns:
+        The plugins, and the spec with what follows from them.
+    """
     policy = PolicySlot(spec.plugins, faults, spec.model_config.vocab_size)
     undo.callback(policy.close)
     publishers = create_all(spec.plugins, "kv_event_publishers", faults, PublisherContext)
@@ -209,7 +213,8 @@ def _open_plugins(
     )
     step_parts = _step_parts(spec, context, faults)
     undo.callback(step_parts.close)
-    return _EnginePlugins(policy, kv_events, blocks, eviction, step_parts, block_hashes)
+    opened = _EnginePlugins(policy, kv_events, blocks, eviction, step_parts, block_hashes)
+    return opened, dataclasses.replace(spec, num_draft_tokens=step_parts.num_draft_tokens)
 
 
 class _BlockHashes:
@@ -236,7 +241,7 @@ def _step_parts(spec: WorkerSpec, context: EngineHalfContext, faults: StepFaults
         part = plugins.create(entry, StepPartContext, config=spec.config)
         return part, part.engine_half(context)
 
-    return open_parts(plugins, faults, make)
+    return open_parts(plugins, faults, make, spec.model_config.vocab_size)
 
 
 def _eviction_policy(plugins: PluginSet, blocks: BlockMetadata, clock: _Clock) -> EvictionPolicy:
@@ -246,12 +251,13 @@ def _eviction_policy(plugins: PluginSet, blocks: BlockMetadata, clock: _Clock) -
 
 
 def _executor(
-    spec: WorkerSpec, launcher: WorkerLauncher, undo: contextlib.ExitStack, *, all_report: bool
+    spec: WorkerSpec, launcher: WorkerLauncher, parts: EngineParts, undo: contextlib.ExitStack
 ) -> Executor:
     """Build the executor.
 
     Raises:
         PluginError: it cannot be built, or its depth is out of range.
+        ConfigError: the parts draft tokens, and it or the scheduler cannot work with drafts.
     """
     if spec.config.parallel.world_size > 1:  # here, too, since it takes time to start workers
         check_shares(spec.plugins, spec.model_config, spec.dtype, spec.config.parallel)
@@ -263,10 +269,12 @@ def _executor(
         start_process=launcher.start_process,
         progress=spec.progress,
         watchdog_seconds=spec.config.engine.watchdog_seconds,
-        all_report=all_report,
+        all_report=parts.moves_blocks is not None,
     )
     undo.callback(executor.close)
     _check_depth(executor)
+    if spec.num_draft_tokens:
+        check_drafts(spec, parts.drafting, executor)
     return executor
 
 
@@ -403,12 +411,16 @@ def _check_depth(executor: Executor) -> None:
         )
 
 
-def _limits(config: EngineConfig, size: CacheSize, executor: Executor) -> SchedulerLimits:
-    depth = executor.max_concurrent_batches
-    # A stage gets the tokens of the last one with the next plan, so that none is made without them.
-    ahead = depth > 1 and config.parallel.world_size == 1
+def _limits(
+    config: EngineConfig, size: CacheSize, executor: Executor, num_draft_tokens: int
+) -> SchedulerLimits:
+    ahead = plans_ahead(config, executor)
     return limits_of(
-        config, size.max_model_len, asynchronous=ahead, num_batches=1 if ahead else depth
+        config,
+        size.max_model_len,
+        num_draft_tokens=num_draft_tokens,
+        asynchronous=ahead,
+        num_batches=1 if ahead else executor.max_concurrent_batches,
     )
 
 

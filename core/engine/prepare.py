@@ -13,11 +13,13 @@ from hardpoint.errors import PluginFaultError, shown
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
+    Executor,
     LoaderContext,
     ModelConfig,
     ModelError,
     ModelFiles,
     Quantization,
+    Scheduler,
     WeightLoader,
 )
 from hardpoint.plugins.component import Progress
@@ -44,6 +46,7 @@ def limits_of(
     config: EngineConfig,
     max_model_len: int,
     *,
+    num_draft_tokens: int = 0,
     asynchronous: bool = False,
     num_batches: int = 1,
 ) -> SchedulerLimits:
@@ -52,6 +55,7 @@ def limits_of(
     Args:
         config: the engine's configuration.
         max_model_len: resolved.
+        num_draft_tokens: most drafts of a request and a step.
         asynchronous: whether steps are scheduled before the results of earlier ones are known.
         num_batches: number of batches under way at once, if they share no requests.
 
@@ -66,9 +70,40 @@ def limits_of(
         chunked_prefill=scheduler.chunked_prefill,
         long_prefill_token_threshold=scheduler.long_prefill_token_threshold,
         max_waiting=scheduler.max_waiting,
+        num_draft_tokens=num_draft_tokens,
+        num_lookahead_tokens=num_draft_tokens,
         asynchronous=asynchronous,
         num_batches=num_batches,
     )
+
+
+def plans_ahead(config: EngineConfig, executor: Executor) -> bool:
+    """Return whether steps are scheduled before the results of earlier ones are known."""
+    # A stage gets the tokens of the last one with the next plan, so that none is made without them.
+    return executor.max_concurrent_batches > 1 and config.parallel.world_size == 1
+
+
+def check_drafts(spec: WorkerSpec, drafting: str, executor: Executor) -> None:
+    """Check that executor and scheduler can work with step parts that draft tokens.
+
+    Args:
+        spec: of the workers.
+        drafting: names the parts.
+        executor: that was built.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if plans_ahead(spec.config, executor):
+        raise ConfigError(
+            f"{spec.plugins.one('executors').source}: it runs steps before the results of earlier "
+            f"ones are known, from which {drafting} drafts tokens: enable one of the two"
+        )
+    entry = spec.plugins.one("schedulers")
+    if spec.plugins.target(entry).update_drafts is Scheduler.update_drafts:
+        raise ConfigError(
+            f"{entry.source}: it takes no drafts, which {drafting} makes: enable one of the two"
+        )
 
 
 def open_loader(config: EngineConfig, plugins: PluginSet, files: ModelFiles) -> WeightLoader:

@@ -29,7 +29,7 @@ from hardpoint.plugins import (
     SchedulerOutput,
 )
 from hardpoint.plugins.component import Component
-from hardpoint.plugins.plan import SampledTokens
+from hardpoint.plugins.plan import NO_DRAFT, SampledTokens
 from hardpoint.plugins.stats import SchedulerStats
 from hardpoint.registry.blame import is_fault, raise_unless_fault
 
@@ -210,7 +210,7 @@ class StepRunner:
         if batch is None or self._waits(batch.plan):
             return
         try:
-            if batch.plan.draft_token_ids:
+            if any(NO_DRAFT in drafts for drafts in batch.plan.draft_token_ids.values()):
                 batch.plan = with_drafts(
                     batch.plan, self._executor.take_draft_token_ids(), self._parts.executor_label
                 )
@@ -277,7 +277,7 @@ class StepRunner:
             self._unsent.append(self._with_stats(ended))
 
     def _complete_step(self, plan: SchedulerOutput, outputs: Outputs) -> tuple[Outputs, bool]:
-        """Log a step and fetch its drafts; return its outputs and whether it computed any token."""
+        """Log a step and hand on drafts; return its outputs and whether it computed any token."""
         executed = plan.total_num_scheduled_tokens > 0
         if not executed:
             self._step_parts.wait()
@@ -286,10 +286,15 @@ class StepRunner:
         if self._parts.step_log is not None:
             self._parts.step_log.ends(plan)
         if executed and self._takes_drafts:
-            drafts = self._executor.take_draft_token_ids()
-            if drafts is not None:
-                self._scheduler.update_drafts(drafts.by_request())
+            self._hand_on_drafts(plan)
         return self._with_stats(outputs), executed
+
+    def _hand_on_drafts(self, plan: SchedulerOutput) -> None:
+        """Pass the drafts of the step parts to the scheduler, or those of the executor."""
+        if self._step_parts.num_draft_tokens:
+            self._scheduler.update_drafts(self._step_parts.drafts(plan))
+        elif (drafts := self._executor.take_draft_token_ids()) is not None:
+            self._scheduler.update_drafts(drafts.by_request())
 
     def _step_failed(self, plan: SchedulerOutput | None, error: BaseException) -> None:
         """Log a failed step, and return its plan to the scheduler as lost.

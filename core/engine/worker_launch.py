@@ -55,12 +55,14 @@ class _Data(msgspec.Struct, frozen=True, kw_only=True):
         config: an EngineConfig as plain data.
         config_sources: by dotted path, where configuration values came from.
         placement: placement of all ranks.
+        num_draft_tokens: as in WorkerSpec.
     """
 
     manifest: Manifest
     config: dict[str, Any]
     config_sources: dict[str, str]
     placement: Placement
+    num_draft_tokens: int
 
 
 class _Versioned(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,6 +122,7 @@ class WorkerLauncher:
             config=msgspec.to_builtins(spec.config),
             config_sources=self._config_sources.by_path,
             placement=placement or self._on_this_host(),
+            num_draft_tokens=spec.num_draft_tokens,
         )
         versioned = _Versioned(
             hardpoint=installed_version(),
@@ -301,6 +304,7 @@ def build_worker(launch: WorkerLaunch, progress: Progress | None) -> Worker:
         rank=launch.rank,
         placement=data.placement,
         device=_device_of(launch.rank, data.placement, spec.device),
+        num_draft_tokens=data.num_draft_tokens,
     )
     return _NamingWorker(LocalWorker(spec), plugins)
 

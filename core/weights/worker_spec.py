@@ -24,6 +24,7 @@ class WorkerSpec:
         max_model_len: resolved.
         rank: among those that share the model.
         placement: placement of all ranks; None if there is one.
+        num_draft_tokens: most drafts of a request that a step verifies.
     """
 
     config: EngineConfig
@@ -36,6 +37,7 @@ class WorkerSpec:
     progress: Progress
     rank: int = 0
     placement: Placement | None = None
+    num_draft_tokens: int = 0
 
     def entry_for_device(self, kind: str) -> PluginEntry:
         """Return the entry of a kind of which there is one per device.

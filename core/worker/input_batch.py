@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -21,7 +22,7 @@ from hardpoint.plugins import (
     SamplingParams,
 )
 from hardpoint.plugins.kv_cache import BlockIds
-from hardpoint.plugins.plan import SampledTokens
+from hardpoint.plugins.plan import CachedRequests, SampledTokens
 from hardpoint.typed.read_only import ReadOnlyDict
 
 from .packed_step import PackedStep
@@ -109,6 +110,9 @@ class BatchUpdateBuilder:
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
+Drafts = Mapping[str, Sequence[int]]
+"""Draft tokens by request id, as in a plan."""
+
 _FREE_ROW = LogitsRequest("", (), [], SamplingParams(), ())
 """The request of a row that has none."""
 
@@ -124,7 +128,7 @@ class StepInput:
         attention: the layout of the sequences for the attention backend, one per KV cache group.
         query_starts: as in each of `attention`.
         starts: int [seqs]; tokens of each sequence that were computed before.
-        samples: bool [seqs]; whether the step reaches the sequence's last known token.
+        samples: bool [seqs]; whether the step reaches the sequence's last known token or draft.
         packed: the tensors in one; None if the batch does not pack them.
     """
 
@@ -136,6 +140,15 @@ class StepInput:
     starts: IntArray
     samples: np.ndarray[Any, np.dtype[np.bool_]]
     packed: PackedStep | None = None
+
+    def experts_by_request(self, routed: torch.Tensor) -> dict[str, Any]:
+        """Return the experts of the tokens of each request that asks for them."""
+        rows, starts = routed.cpu().numpy(), self.query_starts
+        return {
+            request.request_id: rows[starts[index] : starts[index + 1]].copy()
+            for index, request in enumerate(self.requests)
+            if request.params.routed_experts
+        }
 
 
 class InputBatch:
@@ -178,6 +191,7 @@ class InputBatch:
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self._added_in: dict[str, int] = {}
         self._last_sampled = 0  # step of another rank whose tokens came last
+        self._drafted: set[str] = set()  # requests with drafts in their last step
         self._requests: list[LogitsRequest] = []
         self._outputs: list[list[int]] = []
         self._row_of: dict[str, int] = {}
@@ -239,6 +253,7 @@ class InputBatch:
         for request_id in [name for name in fewer if name in request_ids and name in known]:
             row = known.pop(request_id)
             del self._added_in[request_id]
+            self._drafted.discard(request_id)
             self._requests[row] = _FREE_ROW
             self._updates.remove(row)
 
@@ -297,12 +312,39 @@ class InputBatch:
                 for token in tokens:
                     self.append(request_id, token)
 
-    def prepare(self, scheduled: dict[str, int], device: torch.device) -> StepInput:
-        """Return the step's input, and count its tokens as computed."""
+    def drop_rejected(self, cached: CachedRequests) -> None:
+        """Count rejected drafts of the last step of a plan's requests as not computed."""
+        if not self._drafted:
+            return
+        for request_id, computed in zip(
+            cached.request_ids, cached.num_computed_tokens, strict=True
+        ):
+            if request_id in self._drafted:
+                self._drafted.remove(request_id)
+                self._num_computed[self._row_of[request_id]] = computed
+
+    def _with_drafts(self, drafts: Drafts) -> IntArray:
+        """Write drafts after their requests' tokens; return the number of both by row."""
+        if not drafts:
+            return self._num_tokens
+        ends = self._num_tokens.copy()
+        for request_id, tokens in drafts.items():
+            row = self._row_of[request_id]
+            known = ends[row]
+            ends[row] += len(tokens)
+            self._token_ids[row, known : ends[row]] = np.maximum(tokens, 0)  # NO_DRAFT is no token
+        self._drafted |= drafts.keys()
+        return ends
+
+    def prepare(
+        self, scheduled: dict[str, int], device: torch.device, drafts: Drafts = MappingProxyType({})
+    ) -> StepInput:
+        """Return the input of a step, its drafts included; count its tokens as computed."""
         rows = np.fromiter((self._row_of[r] for r in scheduled), np.int64, len(scheduled))
         counts = np.fromiter(scheduled.values(), np.int64, len(scheduled))
         order = np.argsort(counts > 1, kind="stable")
         rows, counts = rows[order], counts[order]
+        ends = self._with_drafts(drafts)[rows]
         starts = self._num_computed[rows]
         query_starts = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum(counts, out=query_starts[1:])
@@ -348,7 +390,7 @@ class InputBatch:
             attention=attention,
             query_starts=query_starts,
             starts=starts,
-            samples=seq_lens == self._num_tokens[rows],
+            samples=seq_lens == ends,
             packed=packed,
         )
 

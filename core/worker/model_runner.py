@@ -13,6 +13,7 @@ from hardpoint.boundary.activity import PluginCalls
 from hardpoint.boundary.checked_attention import CheckedAttention
 from hardpoint.boundary.checked_model import CheckedModel
 from hardpoint.boundary.worker_parts import WorkerParts
+from hardpoint.core.worker.sampling.drafts import DraftStep
 from hardpoint.core.worker.sampling.grammar_mask import GrammarMask
 from hardpoint.core.worker.sampling.logprobs import prompt_logprobs
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
@@ -50,8 +51,8 @@ _ELSEWHERE = {
 """Kinds whose components take arguments in other processes."""
 
 
-_Pending = tuple[StepInput, torch.Tensor, torch.Tensor | None]
-"""Tokens, hidden states and experts of a step whose tokens are not sampled yet."""
+_Pending = tuple[SchedulerOutput, StepInput, torch.Tensor, torch.Tensor | None]
+"""Plan, tokens, hidden states and experts of a step whose tokens are not sampled yet."""
 
 
 class ModelRunner:
@@ -164,7 +165,7 @@ class ModelRunner:
             self.parts.begin(plan)
         if plan.total_num_scheduled_tokens == 0:
             return self._with_reports(ModelRunnerOutput())
-        step = batch.prepare(plan.num_scheduled_tokens, self._device)
+        step = batch.prepare(plan.num_scheduled_tokens, self._device, plan.draft_token_ids)
         before = None
         if self._are_many:
             before = self._ranks.receive_hidden(self._model.empty_hidden(len(step.token_ids)))
@@ -178,7 +179,7 @@ class ModelRunner:
             self._ranks.send_hidden(hidden)
             if routed is not None:
                 self._ranks.send_hidden(routed)
-        self._pending = (step, hidden, routed)
+        self._pending = (plan, step, hidden, routed)
         return None
 
     def _forward(
@@ -246,7 +247,7 @@ class ModelRunner:
             The result; in a rank that does not sample, None or the reports of its step parts.
         """
         assert self._pending is not None, "sample() without an execute() that returned None"
-        (step, hidden, routed), self._pending = self._pending, None
+        (plan, step, hidden, routed), self._pending = self._pending, None
         if self._sampling is None:
             self._help_to_sample(hidden)
             if not self.parts.report_anyway:
@@ -259,16 +260,19 @@ class ModelRunner:
         )
         output.faults, self._broken = self._broken, {}
         if routed is not None:
-            output.routed_experts = _experts_by_request(step, routed)
+            output.routed_experts = step.experts_by_request(routed)
         indices = [
             index
             for index, request in enumerate(step.requests)
             if step.samples[index] and request.request_id not in output.faults
         ]
         if indices:
-            last = to_device(step.query_starts[1:][indices] - 1, self._device)
+            last = step.query_starts[1:][indices] - 1
             requests = [step.requests[index] for index in indices]
-            self._choose(hidden, last, requests, output, bitmask)
+            if plan.draft_token_ids:
+                self._verify(hidden, last.tolist(), requests, plan, output, bitmask)
+            else:
+                self._choose(hidden, to_device(last, self._device), requests, output, bitmask)
         if self._divides_logits:
             self._ranks.ask_for_logits(torch.empty(0, dtype=torch.int64, device=self._device))
         return self._with_reports(output)
@@ -310,9 +314,7 @@ class ModelRunner:
         sampled = self._sampling.run(
             self._with_parts(self._logits(hidden, last), requests),
             requests,
-            lambda: self._with_parts(
-                self._compute_logits(hidden, last).to(torch.float32, copy=True), requests
-            ),
+            lambda: self._new_logits(hidden, last, requests),
             None if bitmask is None else GrammarMask(bitmask, requests, self._ops),
         )
         output.faults |= sampled.faults
@@ -339,6 +341,32 @@ class ModelRunner:
                 [sampled.observed[row] for row in seen],
             )
 
+    def _verify(
+        self,
+        hidden: torch.Tensor,
+        last: Sequence[int],
+        requests: list[LogitsRequest],
+        plan: SchedulerOutput,
+        output: ModelRunnerOutput,
+        bitmask: GrammarBitmask | None,
+    ) -> None:
+        """Sample a token per draft, too, and append the accepted ones as `_choose` does."""
+        assert self._sampling is not None
+        step = DraftStep(plan, requests, last, self._device)
+        verified = step.verify(
+            self._sampling,
+            lambda: self._new_logits(hidden, step.rows, step.views),
+            None if bitmask is None else GrammarMask(bitmask, step.views, self._ops),
+        )
+        step.keep(verified, self._sampling.pipeline, self._batch.append, output)
+
+    def _new_logits(
+        self, hidden: torch.Tensor, chosen: torch.Tensor, requests: Sequence[LogitsRequest]
+    ) -> torch.Tensor:
+        """Return float32 logits of chosen rows in memory of their own."""
+        logits = self._compute_logits(hidden, chosen).to(torch.float32, copy=True)
+        return self._with_parts(logits, requests)
+
     def _with_parts(self, logits: torch.Tensor, requests: Sequence[LogitsRequest]) -> torch.Tensor:
         """Return logits as step parts change them."""
         if not self.parts:
@@ -349,6 +377,7 @@ class ModelRunner:
         """Apply the plan's additions and removals to the batch."""
         batch.remove(plan.finished_request_ids)
         batch.remove(plan.preempted_request_ids)
+        batch.drop_rejected(plan.cached_requests)
         for sampled in plan.sampled:
             if self._sampling is None:  # else it sampled them itself
                 batch.append_sampled(sampled)
@@ -440,13 +469,3 @@ class ModelRunner:
         if len(chosen) < len(hidden):
             hidden = hidden[chosen]
         return self._calls.run("compute_logits", self._model.compute_logits, hidden)
-
-
-def _experts_by_request(step: StepInput, routed: torch.Tensor) -> dict[str, Any]:
-    """Return the experts of the tokens of each request that asks for them."""
-    rows, starts = routed.cpu().numpy(), step.query_starts
-    return {
-        request.request_id: rows[starts[index] : starts[index + 1]].copy()
-        for index, request in enumerate(step.requests)
-        if request.params.routed_experts
-    }

@@ -326,8 +326,7 @@ class LocalWorker:
         """Run a step; None means that sampling waits for `sample_tokens`.
 
         Raises:
-            NotImplementedError: the plan has drafts or encoder inputs, or data for a step part that
-                has no half here.
+            NotImplementedError: the plan has encoder inputs, or drafts and no step part makes any.
         """
         if plan.draft_token_ids or plan.encoder_inputs:
             self._check_supported(plan)
@@ -344,7 +343,8 @@ class LocalWorker:
             raise
 
     def _check_supported(self, plan: SchedulerOutput) -> None:
-        if messages := _unsupported(plan):
+        drafts = self._spec is not None and self._spec.num_draft_tokens > 0
+        if messages := _unsupported(plan, drafts=drafts):
             raise NotImplementedError(f"step {plan.step}: the worker {'; it '.join(messages)}")
 
     def sample_tokens(
@@ -534,8 +534,11 @@ class LocalWorker:
         sampler = spec.plugins.create(
             entry, SamplerContext, device=spec.device, vocab_size=vocab_size, ops=ops
         )
+        pipeline = LogitsPipeline(runners, spec.device, self.observed_states)
+        if spec.num_draft_tokens:
+            pipeline.check_drafts()
         return SamplingStage(
-            LogitsPipeline(runners, spec.device, self.observed_states),
+            pipeline,
             sampler,
             spec.device,
             processed_logprobs=spec.config.sampler.logprobs == "processed",
@@ -574,10 +577,10 @@ def _share_of_memory(spec: WorkerSpec, ranks: Ranks) -> MemoryLimit:
     return MemoryLimit(limit.available // ranks.num_local, share)
 
 
-def _unsupported(plan: SchedulerOutput) -> list[str]:
+def _unsupported(plan: SchedulerOutput, *, drafts: bool) -> list[str]:
     """Return what a plan has and this worker cannot serve, and for whom."""
     parts = {
-        "verifies no drafts": plan.draft_token_ids,
+        "verifies no drafts": {} if drafts else plan.draft_token_ids,
         "encodes no features": plan.encoder_inputs,
     }
     messages = [
@@ -662,7 +665,8 @@ def _measured(
             max_model_len=spec.max_model_len,
             block_size=spec.config.kv_cache.block_size,
         )
-    peak = trial_bytes(model, spec.device, tokens, max_num_seqs, padded)
+    num_rows = max_num_seqs * (1 + spec.num_draft_tokens)
+    peak = trial_bytes(model, spec.device, tokens, num_rows, padded)
     del padded
     torch.cuda.empty_cache()
     free = int(torch.cuda.mem_get_info(spec.device)[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,11 @@ MASKS = Rule(
 RESULTS = Rule(
     "results: result ends requests of the plan that use the part, each by a RequestFault",
     "return a mapping of their ids to RequestFault, empty if all go on",
+)
+DRAFTS = Rule(
+    "drafts: drafts gives tokens of live requests that use the part, num_draft_tokens at most",
+    "return a mapping of request ids to lists of token ids of the model's vocabulary, and forget "
+    "requests in ended()",
 )
 LOST = Rule(
     "lost plans: a plan that is lost and planned again has the same masks",
@@ -191,6 +196,31 @@ def check_faults(faults: Any, users: Collection[str]) -> None:
             )
         if not isinstance(fault, RequestFault):
             raise RESULTS.violation(f"result() returned {short_repr(fault)} for {name!r}")
+
+
+def check_drafts(drafts: Any, users: Collection[str], limit: int, vocab_size: int) -> None:
+    """Check what drafts() returned while `users` are live.
+
+    Raises:
+        Violation: it drafts for others, too many, or what is no token.
+    """
+    if not isinstance(drafts, Mapping):
+        raise DRAFTS.violation(f"drafts() returned {short_repr(drafts)}, expected a mapping")
+    for name, tokens in drafts.items():
+        if name not in users:
+            raise DRAFTS.violation(
+                f"drafts() names {name!r}, of the live requests only {sorted(users)} use the part"
+            )
+        if not isinstance(tokens, Sequence) or len(tokens) > limit:
+            raise DRAFTS.violation(
+                f"drafts() returned {short_repr(tokens)} for {name!r}, expected at most {limit} "
+                f"tokens, its num_draft_tokens"
+            )
+        if wrong := [t for t in tokens if type(t) is not int or not 0 <= t < vocab_size]:
+            raise DRAFTS.violation(
+                f"drafts() returned the token {short_repr(wrong[0])} for {name!r}, expected token "
+                f"ids in 0..{vocab_size - 1}"
+            )
 
 
 def allowed_tokens(rows: np.ndarray | None, index: int, vocab_size: int) -> list[int]:

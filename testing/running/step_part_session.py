@@ -88,6 +88,7 @@ class _Live:
     lost_rows: bytes | None = None
     was_lost: bool = False
     drafts: list[int] = field(default_factory=list)
+    proposed: list[int] = field(default_factory=list)  # by the part
 
     @property
     def request_id(self) -> str:
@@ -272,6 +273,8 @@ class StepPartSession:
             self._call(rules.LOST, "lost", plan)
             return True
         self._process(plan, batch, rows)
+        if batch and self.half.num_draft_tokens:
+            self._take_drafts()
         if batch:
             self.call_seconds.append(self._seconds)
         return bool(batch)
@@ -300,7 +303,18 @@ class StepPartSession:
             finished_request_ids=frozenset(self._finished),
         )
 
+    def _take_drafts(self) -> None:
+        """Ask the part for the drafts of the next step."""
+        drafts = self._call(rules.DRAFTS, "drafts")
+        users = {live.request_id for live in (*self._waiting, *self._running.values())}
+        users.update(self._finished)
+        rules.check_drafts(drafts, users, self.half.num_draft_tokens, self._vocab_size)
+        for name, live in self._running.items():
+            live.proposed = list(drafts.get(name, ()))
+
     def _draw_drafts(self, live: _Live) -> list[int]:
+        if live.proposed:
+            return live.proposed
         drawn = random.Random(f"{live.script.seed} {live.num_steps} drafts")
         count = drawn.choice([0, 0, 1, 2])
         tokens = [drawn.randrange(self._vocab_size) for _ in range(count)]
@@ -333,7 +347,7 @@ class StepPartSession:
             own = rows.get(live.request_id)
             live.trace.masks.append(None if own is None else own.tobytes())
             live.num_steps += 1
-            live.sent = True
+            live.sent, live.proposed = True, []
             if live.request_id in (faults or {}):
                 self._end(live, "fault")
                 continue

@@ -288,6 +288,11 @@ class StepPartSuite(ComponentSuite):
         for closed in (half, worker, part):
             if closed is not None:
                 call(CLOSE, closed.close)
+        limit = 0 if half is None else half.num_draft_tokens
+        if type(limit) is not int or limit < 0:
+            raise _CONTRACT_RULE.violation(
+                f"num_draft_tokens is {short_repr(limit)}, expected a number of tokens"
+            )
 
     def _ready(self, scripts: Sequence[RequestScript]) -> list[RequestScript]:
         """Return the scripts that run in the part; another case is drawn if there are none."""

@@ -41,19 +41,21 @@ class Scripted(EngineHalf):
         return found(*given) if callable(found) else found
 
 
-_DATA = ("capacity", "every_plan")
-METHODS = [name for name in vars(EngineHalf) if not name.startswith("_") and name not in _DATA]
+METHODS = [
+    name for name, value in vars(EngineHalf).items() if not name.startswith("_") and callable(value)
+]
+VOCAB_SIZE = 9
 
 
-def half_of(capacity=None, **answers):
+def half_of(capacity=None, num_draft_tokens=0, **answers):
     """Return a half that overrides the methods of `answers`, and notes their calls."""
 
     def method(name):
         return lambda self, *given: self._answer(name, *given)
 
     own = {name: method(name) for name in METHODS if name in answers}
-    half = type("Half", (Scripted,), {**own, "capacity": capacity or {}})(**answers)
-    return half
+    read = {"capacity": capacity or {}, "num_draft_tokens": num_draft_tokens}
+    return type("Half", (Scripted,), own | read)(**answers)
 
 
 def parts_of(*halves, scope="request", faults=None):
@@ -64,7 +66,7 @@ def parts_of(*halves, scope="request", faults=None):
         part = SimpleNamespace(name=name, fault_scope=scope, moves_blocks=None, close=lambda: None)
         source = Source(name, f"acme:{name}", "acme", "1.0", "plugins.enable")
         bound.append(BoundPart(part, half, source, faults))
-    return EngineParts(bound)
+    return EngineParts(bound, VOCAB_SIZE)
 
 
 def new(request_id="r"):
@@ -193,6 +195,69 @@ def test_a_mask_that_does_not_fit_the_plan_is_a_fault_of_its_part(mask, message)
     parts.add(new("a"))
     assert parts.mask(plan_of("a")) is None
     assert message in faults_of(parts, "a")["a"].message
+
+
+# Drafts
+
+
+def drafting(answer, most=2, **answers):
+    return half_of(num_draft_tokens=most, drafts=answer, **answers)
+
+
+def test_drafts_are_those_of_the_first_part_that_has_some():
+    first = drafting({"a": [1, 2], "b": []})
+    parts = parts_of(
+        first, half_of(drafts=KeyError("never called")), drafting({"a": [3], "b": [4]})
+    )
+    assert parts.num_draft_tokens == 2
+    assert parts.drafts(plan_of()) == {}
+    assert first.calls == []
+    parts.add(new("a"))
+    parts.add(new("b"))
+    assert parts.drafts(plan_of("a")) == {"a": [1, 2], "b": [4]}
+    assert parts.drafting.startswith("plugin 'part0'")
+    assert "'part1'" not in parts.drafting
+
+
+def test_parts_may_change_the_lists_that_they_gave():
+    given = [1]
+    parts = parts_of(drafting({"r": given}))
+    parts.add(new())
+    found = parts.drafts(plan_of("r"))
+    given.append(2)
+    assert found == {"r": [1]}
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({"foreign": [1]}, "its drafts() gave drafts of 'foreign', which does not use it"),
+        ({"r": [1, 2, 3]}, "its drafts() gave 3 drafts of 'r', expected at most 2"),
+        ({"r": [9]}, "its drafts() gave the draft 9 of 'r', expected token ids in 0..8"),
+        ({"r": [-1]}, "its drafts() gave the draft -1 of 'r', expected token ids in 0..8"),
+        ({"r": [1.0]}, "its drafts() gave the draft 1.0 of 'r', expected token ids in 0..8"),
+        ({"r": "12"}, "its drafts() gave '12' for 'r', expected token ids"),
+        ({"r": 1}, "its drafts() gave 1 for 'r', expected token ids"),
+        (None, "its drafts() gave None, expected token ids by request id"),
+        (KeyError("x"), "its drafts() failed: KeyError: 'x'"),
+    ],
+)
+def test_wrong_drafts_are_a_fault_of_their_part(answer, message):
+    parts = parts_of(drafting(answer), drafting({"r": [4]}))
+    parts.add(new())
+    assert parts.drafts(plan_of("r")) == {"r": [4]}
+    (fault,) = faults_of(parts, "r").values()
+    assert fault.plugin == "part0"
+    assert message in fault.message
+
+
+def test_wrong_drafts_of_scope_step_are_left_out():
+    faults = StepFaults()
+    parts = parts_of(drafting({"r": [9]}), scope="step", faults=faults)
+    parts.add(new())
+    assert parts.drafts(plan_of("r")) == {}
+    assert faults_of(parts, "r") == {}
+    assert faults.report()["part0"].count == 1
 
 
 # Faults

@@ -7,7 +7,7 @@ import contextlib
 
 import msgspec
 import pytest
-from support.driving import Job, alone, run, summary, varied_jobs
+from support.driving import Job, alone, drafting, run, summary, varied_jobs
 from support.process.harness import open_engine, process_config
 
 from hardpoint import LLM, AsyncLLM, RequestOutputKind, SamplingParams
@@ -21,6 +21,7 @@ TIGHT = {  # requests are preempted, and prompts computed in pieces
     "scheduler": {"max_num_batched_tokens": 48, "policy": "priority"},
 }
 ONE_RANK: dict = {}
+NIGHTLY = pytest.mark.nightly
 TENSOR, PIPELINE, BOTH = (
     {"executor": {"use": "multiproc"}, "parallel": {"tensor": tensor, "pipeline": pipeline}}
     for tensor, pipeline in ((2, 1), (1, 2), (2, 2))
@@ -102,6 +103,32 @@ def test_llm_with_stores(scripted, expected):
             llm.reset_prefix_cache()
         tiers = llm.scheduler_stats().kv_tiers
         assert sum(tier.loaded_blocks for tier in tiers.values()) > 30
+
+
+DRAFTED = [
+    pytest.param(0.8, "engine", {}, id="most right"),
+    pytest.param(1.0, "worker", {}, id="all right, of the worker"),
+    pytest.param(0.0, "engine", {"kv_cache": {"prefix_caching": False}}, id="all wrong"),
+    pytest.param(0.8, "worker", {"engine": {"in_process": False}}, id="an engine process"),
+    pytest.param(0.8, "engine", PIPELINE, id="pipeline 2"),
+    pytest.param(0.8, "worker", PIPELINE, id="pipeline 2, of the worker", marks=NIGHTLY),
+    pytest.param(0.8, "worker", BOTH, id="2 x 2", marks=NIGHTLY),
+]
+
+
+@pytest.mark.parametrize(("right", "made_in", "settings"), DRAFTED)
+def test_drafts_change_nothing(scripted, expected, right, made_in, settings):
+    drafts = drafting(with_stop_strings(), expected, right=right, made_in=made_in)
+    config = {"engine": {"in_process": True}} | TIGHT | drafts
+    config |= {k: {**config.get(k, {}), **v} for k, v in settings.items()}
+    with LLM(config=scripted_config(scripted, config)) as llm:
+        assert of_prompts(llm.generate(*prompts_and_params())) == expected
+        stats = llm.scheduler_stats()
+    assert stats.num_drafts > 500
+    assert stats.num_preemptions > 0
+    accepted = stats.num_accepted_drafts / stats.num_drafts
+    assert right / 3 <= accepted <= right + 0.1
+    assert stats.num_accepted_drafts == sum(stats.num_accepted_by_position)
 
 
 def test_llm_with_an_engine_process(scripted, expected):

@@ -43,6 +43,21 @@ def varied_jobs(count: int = 40) -> list[Job]:
     return jobs
 
 
+def drafting(
+    jobs: Sequence[Job], expected: dict[str, list], enable: Sequence[str] = (), **options: object
+) -> dict[str, dict]:
+    """Settings with a step part that drafts what each job came to before, some of it wrong."""
+    replies = [
+        [prompt, tokens]
+        for request_id, prompt, _ in jobs
+        for _, tokens, *_ in expected[request_id][0]
+    ]
+    return {
+        "plugins": {"enable": [*enable, "hardpoint.testing:ScriptedDrafts"]},
+        "plugin": {"scripted_drafts": {"right": 0.8, "count": 4, "replies": replies} | options},
+    }
+
+
 def run(engine: LLMEngine, jobs: Sequence[Job], per_step: int | None = None) -> dict[str, list]:
     """Run jobs and return what each completion came to.
 

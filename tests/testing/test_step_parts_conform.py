@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from hypothesis import strategies as st
-from support.broken.step_parts import Good
+from support.broken.step_parts import Drafts, Good
 from support.kit_suites import assert_tests_builtins
 from support.searching import kit_examples
 
@@ -13,7 +13,7 @@ from hardpoint.features.recording import RecordedSteps
 from hardpoint.features.structured import StructuredOutput
 from hardpoint.plugins import EngineCoreRequest, GrammarBackend, ReasoningMarkers, SamplingParams
 from hardpoint.plugins.structured import StructuredOutputs
-from hardpoint.testing import StepPartSuite
+from hardpoint.testing import ScriptedDrafts, StepPartSuite
 
 pytest_plugins = ["hardpoint.testing"]
 
@@ -55,6 +55,21 @@ class RisingLetters(GrammarBackend):
 class TestGood(StepPartSuite):
     examples = kit_examples()
     part = Good
+
+
+class TestDrafts(StepPartSuite):
+    examples = kit_examples()
+    part = Drafts
+
+
+class TestScriptedDrafts(StepPartSuite):
+    examples = kit_examples()
+    part = ScriptedDrafts
+    options = {"replies": [[[1, 2], [5, 6, 7, 8]]]}
+
+
+class TestReportedDrafts(TestScriptedDrafts):
+    options = {"made_in": "worker"}
 
 
 class TestStructuredOutput(StepPartSuite):

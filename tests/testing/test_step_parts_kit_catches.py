@@ -28,6 +28,10 @@ STEP_PARTS = [
     (broken.TextAsData, "steps", "data", "expected bytes or None"),
     (broken.EndsOthers, "steps", "result", "result.. ends 'other'"),
     (broken.FaultAsText, "steps", "result", "returned 'it is over' for 'r.'"),
+    (broken.DraftsForOthers, "steps", "drafts", "names 'other', of the live requests only"),
+    (broken.TooManyDrafts, "steps", "drafts", r"\[1, 2, 3\] for 'r.', expected at most 2 tokens"),
+    (broken.NoSuchToken, "steps", "drafts", r"the token 300 for 'r.', .* in 0..299"),
+    (broken.NoNumberOfDrafts, "contract", "contract", "num_draft_tokens is None, expected a num"),
     (broken.RaisesInLost, "lost_plans", "lost plans", "lost.. raised KeyError"),
     (
         broken.CountsPlans,

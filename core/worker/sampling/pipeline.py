@@ -214,6 +214,11 @@ class LogitsPipeline:
                     f"together with speculation"
                 )
 
+    def observes(self, requests: Sequence[LogitsRequest]) -> bool:
+        """Return whether a processor of one of the requests observes."""
+        names = {runner.name for runner in self.runners if runner.observes}
+        return any(not names.isdisjoint(request.arguments) for request in requests)
+
     def fork(
         self, source: LogitsRequest, draft: int, row: int, logprob: float | None = None
     ) -> LogitsRequest:

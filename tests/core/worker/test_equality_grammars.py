@@ -7,7 +7,7 @@ import re
 
 import jsonschema
 import pytest
-from support.driving import FINAL, alone, run, varied_jobs
+from support.driving import FINAL, alone, drafting, run, varied_jobs
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.testing import scripted_config, scripted_engine
@@ -96,6 +96,17 @@ STACKS = {
 def test_batched_equals_alone(scripted, expected, extra, per_step):
     engine = scripted_engine(scripted, {**COMPACT, **extra})
     assert run(engine, jobs(), per_step) == expected
+    engine.close()
+
+
+@pytest.mark.parametrize("stack", ["defaults", "preempting"])
+def test_drafts_change_nothing(scripted, expected, stack):
+    config = {**COMPACT, **STACKS[stack]}
+    drafts = drafting(jobs(), expected)
+    config |= drafts | {"plugin": COMPACT["plugin"] | drafts["plugin"]}
+    engine = scripted_engine(scripted, config)
+    assert run(engine, jobs(), 2) == expected
+    assert engine.call_utility("scheduler_stats").num_accepted_drafts > 200
     engine.close()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.driving import FINAL, alone, run, varied_jobs
+from support.driving import FINAL, alone, drafting, run, summary, varied_jobs
 from support.internals import core_of
 
 from hardpoint import SamplingParams
@@ -47,6 +47,50 @@ def test_batched_equals_alone(scripted, expected, extra, per_step):
     engine = scripted_engine(scripted, extra)
     assert run(engine, varied_jobs(), per_step) == expected
     engine.close()
+
+
+@pytest.mark.parametrize(
+    "stack",
+    ["defaults", "chunks-of-16", "whole-prompts", "long-prefill-threshold", "three-at-once"],
+)
+def test_drafts_change_nothing(scripted, expected, stack):
+    jobs = varied_jobs()
+    engine = scripted_engine(scripted, {**STACKS[stack], **drafting(jobs, expected)})
+    assert run(engine, jobs, 2) == expected
+    stats = engine.call_utility("scheduler_stats")
+    assert stats.num_accepted_drafts > 0.4 * stats.num_drafts > 200
+    assert stats.kv_cache_usage == 0
+    engine.close()
+
+
+def test_alone_with_drafts(scripted, expected):
+    jobs = varied_jobs()
+    engine = scripted_engine(scripted, drafting(jobs, expected, made_in="worker", right=0.5))
+    assert alone(engine, jobs) == expected
+    engine.close()
+
+
+def test_drafts_change_no_log_probability_of_a_prompt(scripted):
+    params = SamplingParams(max_tokens=9, seed=3, prompt_logprobs=2, **FINAL)
+    jobs = [(f"r{size}", list(range(size)), params) for size in (1, 2, 15, 40)]
+
+    def outputs(extra):
+        engine = scripted_engine(scripted, extra)
+        for job in jobs:
+            engine.add_request(*job)
+        found = {}
+        while engine.has_unfinished_requests():
+            found |= {output.request_id: output for output in engine.step() if output.finished}
+        engine.close()
+        return found
+
+    plain = outputs({"scheduler": {"max_num_batched_tokens": 7}})
+    expected = {name: [summary(output)] for name, output in plain.items()}
+    drafts = drafting(jobs, expected)
+    for size in (7, 64):
+        drafted = outputs({**drafts, "scheduler": {"max_num_batched_tokens": size}})
+        assert {name: [summary(output)] for name, output in drafted.items()} == expected
+        assert all(drafted[n].prompt_logprobs == plain[n].prompt_logprobs for n in plain)
 
 
 def test_prompts_that_begin_alike_share_blocks_and_tokens_stay(scripted, expected):

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from support.driving import FINAL, run, summary
+from support.driving import FINAL, alone, drafting, run, summary
 from support.fault_cases import run_all
 from support.internals import core_of, worker_of
 from support.plugins.observing import Follows, TwoBatches
@@ -67,6 +67,19 @@ def test_a_batch_equals_requests_alone(scripted, expected, extra, pool):
     engine = scripted_engine(scripted, ENABLE | extra | pool)
     assert run(engine, JOBS, 1) == expected
     assert num_kept(engine) == 0
+    engine.close()
+
+
+@pytest.mark.parametrize("pool", [{}, SMALL_POOL], ids=["room", "small pool"])
+def test_drafts_change_nothing(scripted, pool):
+    follows = [f"{HERE}:Follows"]  # the other one supports no drafts
+    jobs = [job for job in JOBS if job[0] != "both"]
+    engine = scripted_engine(scripted, {"plugins": {"enable": follows}})
+    expected = alone(engine, jobs)
+    engine.close()
+    engine = scripted_engine(scripted, pool | drafting(jobs, expected, follows))
+    assert run(engine, jobs, 1) == expected
+    assert engine.call_utility("scheduler_stats").num_accepted_drafts > 20
     engine.close()
 
 

@@ -270,6 +270,34 @@ class _SharedPositionHalf(GoodHalf):
         return (super().rest(request, index) + len(self.requests)) % 7
 
 
+class _DraftsHalf(GoodHalf):
+    """Drafts two tokens of each live request that uses it."""
+
+    num_draft_tokens = 2
+
+    def drafts(self):
+        return {name: [1, 2] for name in self.requests}
+
+
+class _DraftsForOthersHalf(_DraftsHalf):
+    def drafts(self):
+        return super().drafts() | {"other": [1]}
+
+
+class _TooManyDraftsHalf(_DraftsHalf):
+    def drafts(self):
+        return {name: [1, 2, 3] for name in self.requests}
+
+
+class _NoSuchTokenHalf(_DraftsHalf):
+    def drafts(self):
+        return {name: [1, self.vocab_size] for name in self.requests}
+
+
+class _NoNumberOfDraftsHalf(_DraftsHalf):
+    num_draft_tokens = None
+
+
 class _WritesPlanHalf(GoodHalf):
     def begin(self, plan):
         data = super().begin(plan)
@@ -332,6 +360,11 @@ WrongType = part_of(_WrongTypeHalf)
 OneRowEach = part_of(_OneRowEachHalf)
 AllowsNothing = part_of(_AllowsNothingHalf)
 SharedPosition = part_of(_SharedPositionHalf)
+Drafts = part_of(_DraftsHalf)
+DraftsForOthers = part_of(_DraftsForOthersHalf)
+TooManyDrafts = part_of(_TooManyDraftsHalf)
+NoSuchToken = part_of(_NoSuchTokenHalf)
+NoNumberOfDrafts = part_of(_NoNumberOfDraftsHalf)
 WritesPlan = part_of(_WritesPlanHalf)
 WritesResult = part_of(_WritesResultHalf)
 Grows = part_of(_GrowsHalf)

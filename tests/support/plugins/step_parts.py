@@ -19,7 +19,7 @@ class Engine(EngineHalf):
         return b"%d" % len(plan.num_scheduled_tokens)
 
     def result(self, plan, result):
-        self.reports.append(result.part_reports.get("shift"))
+        self.reports.append(result.part_reports.get("shift", {}).get(0))
         return {}
 
 

@@ -1,0 +1,191 @@
+"""A step part whose drafts are known before: for tests of engines that verify drafts."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
+
+import msgspec
+
+from hardpoint import plugins
+from hardpoint.plugins import (
+    EngineHalf,
+    Meta,
+    ModelRunnerOutput,
+    Request,
+    RequestFault,
+    SchedulerOutput,
+    StepPart,
+    WorkerHalf,
+)
+from hardpoint.plugins.step_part import EngineHalfContext, WorkerHalfContext
+
+
+class ScriptedDrafts(StepPart):
+    """Drafts what given replies go on with, some of it wrong, and else what is most likely wrong.
+
+    The drafts of a request depend on its prompt, its output and the options alone.
+    """
+
+    contract = 1
+
+    class Options(plugins.Options):
+        """Options.
+
+        Attributes:
+            count: drafts of a request and a step.
+            right: share of the tokens of replies that are drafted as they are.
+            replies: token ids of prompts, and of the output that follows each; several may follow
+                one prompt.
+            seed: chooses which drafts are wrong.
+            made_in: the half that makes the drafts. Those of the worker are in its reports.
+        """
+
+        count: Annotated[int, Meta(ge=1)] = 3
+        right: Annotated[float, Meta(ge=0.0, le=1.0)] = 1.0
+        replies: list[tuple[list[int], list[int]]] = []
+        seed: int = 0
+        made_in: Literal["engine", "worker"] = "engine"
+
+    options: Options
+
+    def engine_half(self, context: EngineHalfContext) -> EngineHalf:
+        """Return the half that drafts, or hands on what workers have drafted."""
+        if self.options.made_in == "worker":
+            return _ReportedDrafts(self.name, self.options)
+        return _EngineDrafts(_Script(self.options, context.vocab_size))
+
+    def worker_half(self, context: WorkerHalfContext) -> WorkerHalf | None:
+        """Return the half that drafts, if it is the worker's."""
+        if self.options.made_in == "engine":
+            return None
+        return _WorkerDrafts(_Script(self.options, context.vocab_size))
+
+
+class _Script:
+    """The drafts that follow an output.
+
+    Attributes:
+        count: drafts of a request and a step.
+    """
+
+    def __init__(self, options: ScriptedDrafts.Options, vocab_size: int) -> None:
+        self.count = options.count
+        self._right, self._seed, self._vocab_size = options.right, options.seed, vocab_size
+        self._replies: dict[tuple[int, ...], list[list[int]]] = defaultdict(list)
+        for prompt, reply in options.replies:
+            self._replies[tuple(prompt)].append(reply)
+
+    def after(self, prompt: Sequence[int], output: Sequence[int]) -> list[int]:
+        """Return the drafts of one request."""
+        done, known = list(output), list[int]()
+        for reply in self._replies.get(tuple(prompt), ()):
+            if reply[: len(done)] == done:
+                known = reply
+                break
+        return [
+            self._draft(known, place, f"{self._seed} {len(prompt)} {prompt[-1]} {place}")
+            for place in range(len(done), len(done) + self.count)
+        ]
+
+    def _draft(self, known: Sequence[int], place: int, seed: str) -> int:
+        drawn = random.Random(seed)
+        if place >= len(known):
+            return drawn.randrange(self._vocab_size)
+        token = known[place]
+        return token if drawn.random() < self._right else (token + 1) % self._vocab_size
+
+
+class _EngineDrafts(EngineHalf):
+    """Drafts in the engine's process."""
+
+    def __init__(self, script: _Script) -> None:
+        self.num_draft_tokens = script.count
+        self._script = script
+        self._requests: dict[str, Request] = {}
+
+    def gate(self, request: Request) -> None:
+        """Keep the request, whose output grows."""
+        self._requests[request.request_id] = request
+
+    def drafts(self) -> Mapping[str, Sequence[int]]:
+        """Return the drafts after the output of each request."""
+        return {
+            name: self._script.after(request.source.prompt_token_ids, request.output_token_ids)
+            for name, request in self._requests.items()
+        }
+
+    def ended(self, request_id: str) -> None:
+        """Forget a request."""
+        self._requests.pop(request_id, None)
+
+
+class _ReportedDrafts(EngineHalf):
+    """Hands on the drafts in the reports of the worker half."""
+
+    def __init__(self, name: str, options: ScriptedDrafts.Options) -> None:
+        self.num_draft_tokens = options.count
+        self._name = name
+        self._live: set[str] = set()
+        self._reported: dict[str, list[int]] = {}
+
+    def gate(self, request: Request) -> None:
+        """Let workers know the request from its first plan on."""
+        self._live.add(request.request_id)
+
+    def begin(self, plan: SchedulerOutput) -> bytes | None:
+        """Return which requests are live, so that workers forget the others."""
+        planned = self._live & plan.num_scheduled_tokens.keys()
+        return msgspec.msgpack.encode(sorted(self._live)) if planned else None
+
+    def result(
+        self,
+        plan: SchedulerOutput,  # noqa: ARG002
+        result: ModelRunnerOutput,
+    ) -> Mapping[str, RequestFault]:
+        """Read the drafts of the worker."""
+        for report in result.part_reports.get(self._name, {}).values():  # of the rank that samples
+            self._reported = msgspec.msgpack.decode(report, type=dict[str, list[int]])
+        return {}
+
+    def drafts(self) -> Mapping[str, Sequence[int]]:
+        """Return the reported drafts once, of requests that have not ended since."""
+        reported, self._reported = self._reported, {}
+        return {name: tokens for name, tokens in reported.items() if name in self._live}
+
+    def ended(self, request_id: str) -> None:
+        """Forget a request."""
+        self._live.discard(request_id)
+        self._reported.pop(request_id, None)
+
+
+class _WorkerDrafts(WorkerHalf):
+    """Drafts in the worker, from the plans and from what it has sampled."""
+
+    def __init__(self, script: _Script) -> None:
+        self._script = script
+        self._known: dict[str, tuple[Sequence[int], list[int]]] = {}  # prompt and output
+        self._drafts: dict[str, list[int]] = {}
+
+    def begin(self, plan: SchedulerOutput, data: bytes) -> None:
+        """Follow new requests, and those that run again after a preemption."""
+        live = set(msgspec.msgpack.decode(data, type=list[str]))
+        self._known = {name: known for name, known in self._known.items() if name in live}
+        for new in plan.new_requests:
+            if (name := new.source.request_id) in live:
+                self._known[name] = new.source.prompt_token_ids, list(new.output_token_ids)
+
+    def sampled(self, token_ids: Mapping[str, Sequence[int]]) -> None:
+        """Draft what follows the new tokens."""
+        self._drafts = {}
+        for name, tokens in token_ids.items():
+            prompt, output = self._known[name]
+            output += tokens
+            self._drafts[name] = self._script.after(prompt, output)
+
+    def report(self) -> bytes:
+        """Return the drafts."""
+        drafts, self._drafts = self._drafts, {}
+        return msgspec.msgpack.encode(drafts)

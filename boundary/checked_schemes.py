@@ -57,13 +57,13 @@ class SchemeCalls:
         returned: Returned | None = None,
         refuses: bool = True,
     ) -> T:
-        """Return what a method of the scheme or of its matrices gives.
+        """Return the checked result of a method of the scheme or of its matrices.
 
         Args:
             method: its name.
             function: calls it.
             returned: what it has to return.
-            refuses: whether a ValueError says that the weight is wrong.
+            refuses: whether a ValueError means that the weight is wrong.
 
         Raises:
             ModelError: the weight is wrong.
@@ -102,7 +102,7 @@ class SchemeCalls:
             raise self._wrong("a scale or offset is not finite")
 
     def unit(self, matrix: QuantizedMatrix) -> int:
-        """Return the columns at which a matrix says that it can be cut."""
+        """Return the multiple of columns at which a matrix can be cut."""
         unit = self.call("alignment", lambda: matrix.alignment, returned=COLUMNS)
         if unit is None:
             raise self.fault("alignment", unit, COLUMNS.text)

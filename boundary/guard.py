@@ -166,9 +166,9 @@ class Boundary:
         """Return a method that raises errors that name the plugin, and what its caller is to get.
 
         Args:
-            name: of the method.
-            behaviour: what the contract says of it.
-            function: the component's.
+            name: name of the method.
+            behaviour: what the contract declares of it.
+            function: the component's method.
             use: what makes of its checked result what the engine uses.
         """
         check = None if behaviour.returned is None else behaviour.returned.check
@@ -191,9 +191,9 @@ class Boundary:
         """End a call that failed.
 
         Args:
-            name: of the method.
+            name: name of the method.
             error: what it raised, or an UnusableError.
-            behaviour: what the contract says of it.
+            behaviour: what the contract declares of it.
             of: what it was called for, as a part of the message. The component itself is named
                 then, and none that it called.
 
@@ -221,7 +221,7 @@ class Boundary:
 
 
 def _problem(error: BaseException) -> tuple[str, BaseException | None]:
-    """Return what is wrong with a call, and the cause; raise what is no fault."""
+    """Return the problem of a failed call and its cause; raise an error that is no fault."""
     unusable = isinstance(error, UnusableError)
     raised = error.__context__ if unusable else error
     if raised is not None:
@@ -285,11 +285,11 @@ def guard(
 def checked(
     value: T, interface: type, method: str, plugin: object, *, given: Sequence[Any] = ()
 ) -> T:
-    """Return what a method returned, as it is declared; for calls that are written by hand.
+    """Return a method's result, checked as declared; for calls that are written by hand.
 
     Args:
         value: what it returned.
-        interface: that declares it.
+        interface: class that declares the method.
         method: its name as messages have it, with or without "()".
         plugin: names it.
         given: its arguments, where the check needs them.

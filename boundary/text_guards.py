@@ -37,14 +37,14 @@ def open_tokenizer(
     """Return a new tokenizer, whose properties are checked.
 
     Args:
-        plugins: of the engine.
-        entry: of the tokenizer.
-        files: of its context.
-        vocab_size: of the model.
+        plugins: plugins of the engine.
+        entry: entry of the tokenizer.
+        files: files of its context.
+        vocab_size: vocabulary size of the model.
 
     Raises:
         PluginLoadError: its constructor failed.
-        PluginFaultError: a property failed, or is not what the interface says.
+        PluginFaultError: a property failed, or is not what the interface declares.
     """
     tokenizer: Tokenizer = plugins.create(entry, TokenizerContext, files=files)
     guarded = guarded_tokenizer(tokenizer, entry.source, vocab_size)

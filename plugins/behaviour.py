@@ -127,7 +127,7 @@ def notifies(method: F) -> F:
 
 
 def declared_of(method: Any) -> Behaviour | None:
-    """Return what is declared of a function, method of a class or property; None for others."""
+    """Return the declaration of a function, method or property; None if it has no declaration."""
     function = getattr(method, "fget", None) or getattr(method, "__func__", method)
     declared = getattr(function, _MARK, None)
     return declared if isinstance(declared, Behaviour) else None
@@ -140,7 +140,7 @@ def behaviour_of(cls: type, method: str) -> Behaviour | None:
 
 
 def fitting(text: str, fits: Callable[[Any], bool]) -> Returned:
-    """Return what holds for values for which a function is true; `text` is what they are."""
+    """Return the declaration of values for which a function is true, described by `text`."""
 
     def check(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Any:  # noqa: ARG001
         if not fits(value):
@@ -151,7 +151,7 @@ def fitting(text: str, fits: Callable[[Any], bool]) -> Returned:
 
 
 def instance(expected: type[Any]) -> Returned:
-    """Return what holds for the instances of a class."""
+    """Return the declaration of instances of a class."""
 
     def check(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Any:  # noqa: ARG001
         if not isinstance(value, expected):

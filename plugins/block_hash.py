@@ -78,8 +78,8 @@ def with_part_keys(extra: bytes, keys: bytes) -> bytes:
     """Return the extra keys of a block of which step parts have keys, too.
 
     Args:
-        extra: of `extra_keys`; empty if the block has none.
-        keys: of the parts, msgpack.
+        extra: the block's entry of `extra_keys`; empty if it has none.
+        keys: keys of the parts, msgpack.
     """
     return msgspec.msgpack.encode((extra, keys))
 

@@ -1,11 +1,11 @@
 """KV connectors: load and save blocks of the KV cache outside of it.
 
-A connector has two halves. The scheduler half, in the engine, says how much of a request can be
-loaded and which blocks to load and save; the worker half, in each worker, moves the bytes. What the
-scheduler half says to the worker half goes with the plan of a step, and what the worker half says
-comes back with the step's result, both as plain data.
+A connector has two halves. The scheduler half, in the engine, decides how much of a request can be
+loaded and which blocks to load and save; the worker half, in each worker, moves the bytes. Messages
+to the worker half go with the plan of a step, and messages to the scheduler half come back with the
+step's result, both as plain data.
 
-Most who want to keep blocks somewhere write a `KVStore`, which is much less.
+To keep blocks in a further place, a `KVStore` suffices in most cases, and is much less code.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ __all__ = [
 
 
 class BlockIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """What the bytes of all blocks of one rank depend on, besides the tokens.
+    """All that the bytes of the blocks of one rank depend on, besides the tokens.
 
     Attributes:
         weights: hash of the weights' content.
         config: hash of the model's configuration, its RoPE parameters for example.
-        quantization: of the weights; "none".
-        architecture: of the model.
-        dtype: of keys and values.
-        kv_layout, kv_layout_version: of the attention backend.
+        quantization: quantisation of the weights; "none".
+        architecture: architecture of the model.
+        dtype: dtype of keys and values.
+        kv_layout, kv_layout_version: layout of a block in the attention backend.
         block_size: tokens per block.
-        layer_bytes: bytes of a block of each layer of this rank, whose stage says which they are.
+        layer_bytes: bytes of a block of each layer of this rank; its stage determines the layers.
         tensor_rank, tensor_size: which part of the heads it has.
         stage, num_stages: which part of the layers.
-        hash_algorithm: of the chain of token hashes.
+        hash_algorithm: algorithm of the chain of token hashes.
     """
 
     weights: str
@@ -132,14 +132,14 @@ class KVConnectorScheduler(ABC):
         """Record the blocks allocated for a request, also if nothing is to be loaded.
 
         Args:
-            request: that was admitted, or is about to wait for its load.
+            request: request that was admitted, or is about to wait for its load.
             block_ids: its whole block table.
-            num_external_tokens: of those that were matched, how many are to be loaded.
+            num_external_tokens: number of matched tokens that are to be loaded.
         """
 
     @abstractmethod
     def build_connector_meta(self, plan: SchedulerOutput) -> Any:
-        """Return what the worker halves have to do in a step, and clear it; None is nothing.
+        """Return the work of the worker halves in a step, and clear it; None is nothing.
 
         It is converted to msgpack and, in the worker, to `KVConnector.Metadata`.
         """
@@ -151,8 +151,8 @@ class KVConnectorScheduler(ABC):
         """Record the end of a request.
 
         Returns:
-            Whether its blocks must be kept until `KVConnectorWorker.get_finished` says that they
-            are saved, at most `kv_connector.lease_seconds`, and the `kv_transfer_params` of its
+            Whether its blocks must be kept until `KVConnectorWorker.get_finished` reports them
+            as saved, at most `kv_connector.lease_seconds`, and the `kv_transfer_params` of its
             last output.
         """
 
@@ -289,13 +289,13 @@ class KVConnectorWorker(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class KVSchedulerContext:
-    """What the scheduler half is made of.
+    """Inputs of the scheduler half.
 
     Attributes:
         block_size: tokens per block.
         block_hashes: `block_hashes(request, n)` returns the hashes of at least the first n blocks
             of a request, which its known tokens must fill. They are chained, and include its salt.
-        clock: of the engine, in seconds.
+        clock: returns the engine's time, in seconds.
         world_size: number of ranks, each with a worker half.
         report_fault: counts a fault in `LLM.health()`; called with what failed.
     """
@@ -313,13 +313,13 @@ OpenStores = Callable[[Sequence[int], float], Sequence[KVStore]]
 
 @dataclass(frozen=True, kw_only=True)
 class KVWorkerContext:
-    """What the worker half of a rank is made of.
+    """Inputs of the worker half of a rank.
 
     Attributes:
         identity: what the bytes of its blocks depend on, besides tokens.
-        rank: of the worker.
+        rank: rank of the worker.
         world_size: number of ranks.
-        device: of the KV cache.
+        device: device of the KV cache.
         open_stores: `open_stores(sizes, timeout_seconds)` builds the stores of
             `kv_connector.stores`, for buffers with these sizes, which the worker half closes. It
             gives up their calls after this time.
@@ -353,9 +353,9 @@ class KVConnector(Component):
     """Loads and saves KV blocks; built in the engine and in each worker, for one half each."""
 
     Metadata: ClassVar[Any] = Any
-    """Type of what the scheduler half says to worker halves, as msgspec knows types."""
+    """Type of the metadata for worker halves, as msgspec knows types."""
     Message: ClassVar[Any] = Any
-    """Type of what a worker half says to the scheduler half."""
+    """Type of the messages from a worker half to the scheduler half."""
 
     context: KVConnectorContext
 

@@ -76,7 +76,7 @@ class ForwardBatch:
 
 @dataclass(eq=False)
 class LayerHooks:
-    """What step parts change in the layers of a model, set while a step that they change runs.
+    """Changes by step parts in the layers of a model, set while a step that they change runs.
 
     `Embedding.changed` and `Linear` of `hardpoint.toolkit.layers` call them. A model that embeds or
     multiplies on its own calls them, or is refused together with a part that needs them.

@@ -99,14 +99,14 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
         encoder_inputs: per request id, indices of the features to encode in this step.
         freed_encoder_inputs: identifiers whose embeddings a worker drops, before it encodes;
             each is sent once, also to workers that never had it.
-        structured_request_ids: of schedulers of contract 1: requests with a grammar, with their
-            index among the scheduled ones. Step parts know their requests.
+        structured_request_ids: requests with a grammar, with their index among the scheduled ones;
+            set by schedulers of contract 1 only. Step parts know their requests.
         preempted_request_ids: requests that leave the batch and may resume.
         finished_request_ids: requests that ended since the last plan; each is sent once.
         sampled: results that came in since the last plan, in the order of their plans; the engine
-            fills them in where there are several workers, for only one of them samples.
-        kv_connector_metadata: of schedulers of contract 1, which ask `connector` for it; None. The
-            data of a KV connector is that of a step part.
+            fills them in where there are several workers, because only one of them samples.
+        kv_connector_metadata: metadata that schedulers of contract 1 get from `connector`; None
+            otherwise. The data of a KV connector is that of a step part.
         part_data: from the engine's half of each step part to its worker halves, by the part's
             name; the engine fills it in.
     """
@@ -158,8 +158,8 @@ class GrammarBitmask(msgspec.Struct, frozen=True):
     """Tokens that the grammars of a step allow.
 
     Attributes:
-        request_ids: of each row. A request with drafts has consecutive rows, one per draft and one
-            more; a request without a grammar has none.
+        request_ids: request of each row. A request with drafts has consecutive rows, one per draft
+            and one more; a request without a grammar has none.
         bitmask: int32 array [rows, ceil(vocab_size / 32)]; token t is allowed if bit t % 32 of
             column t // 32 is set.
     """
@@ -199,7 +199,7 @@ class ModelRunnerOutput:
         pooler_output: result per completed pooling request; no token is sampled for it.
         routed_experts: per request that asked for them, the experts of the step's tokens, int32
             array [tokens, layers, experts per token]; -1 stands for none.
-        part_reports: of the worker halves of step parts, by the part's name and the rank.
+        part_reports: reports of the worker halves of step parts, by the part's name and the rank.
         part_faults: why the worker half of a step part failed, by the part's name.
     """
 

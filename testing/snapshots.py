@@ -103,7 +103,7 @@ def _slots(cls: type) -> tuple[str, ...]:
 
 
 def without_growth(
-    subject: object, waves: int, what: str, fix: str, *, most: int | None = None
+    subject: object, waves: int, what: str, fix: str, *, limit: int | None = None
 ) -> Iterator[int]:
     """Yield the numbers of waves, and check that the second half leaves nothing in attributes.
 
@@ -112,7 +112,7 @@ def without_growth(
         waves: half of them.
         what: the component, a colon, and what a half does, for messages.
         fix: what its author should do.
-        most: how many elements may be left; by default fewer than there are waves.
+        limit: most elements that may be left; by default fewer than there are waves.
 
     Raises:
         Violation: its attributes grew.
@@ -123,7 +123,7 @@ def without_growth(
         if wave in (waves - 1, 2 * waves - 1):
             attributes = {name: v for name, v in vars(subject).items() if name != "context"}
             sizes.append(count_elements(attributes))
-    if sizes[1] - sizes[0] > (waves - 1 if most is None else most):
+    if sizes[1] - sizes[0] > (waves - 1 if limit is None else limit):
         name, _, doing = what.partition(": ")
         raise Violation(
             f"{name}'s attributes grew from {sizes[0]} to {sizes[1]} elements {doing}", fix

@@ -57,20 +57,20 @@ class Rule:
 
 
 def checks(
-    rule: Rule | str, each: Callable[[Any], Iterable[tuple[Any, ...]]] = lambda _suite: ((),)
+    rule: Rule | str, cases: Callable[[Any], Iterable[tuple[Any, ...]]] = lambda _suite: ((),)
 ) -> Callable[[Callable[..., None]], Callable[[Any], None]]:
     """Return a decorator that makes a test of a suite's method, which may raise a Violation.
 
     Args:
         rule: the rule that a Violation without one breaks.
-        each: returns the arguments of each call of the method, for a suite.
+        cases: returns the arguments of each call of the method, for a suite.
     """
     text = rule if isinstance(rule, str) else rule.text
 
     def decorate(check: Callable[..., None]) -> Callable[[Any], None]:
         def test(self: Any) -> None:
             def run() -> None:
-                for arguments in each(self):
+                for arguments in cases(self):
                     check(self, *arguments)
 
             self._run_checks(text, run)

@@ -85,15 +85,15 @@ def build_core(
     """Load the model and build the engine core. If a part fails, the others are closed.
 
     Args:
-        spec: of its workers.
+        spec: specification of its workers.
         hooks: those that are called in the engine.
         config_sources: for messages.
         clock: seconds.
         activity: records what the engine does; None is in memory of this process.
-        vocabulary: of the tokenizer, for grammars.
+        vocabulary: vocabulary of the tokenizer, for grammars.
 
     Raises:
-        ConfigError: the KV cache does not fit; the message says what would.
+        ConfigError: the KV cache does not fit; the message names the size that would.
         PluginError: a component could not be built.
     """
     activity = activity or Activity()
@@ -281,7 +281,7 @@ def _executor(
 def _parts_start(
     spec: WorkerSpec, executor: Executor, parts: EngineParts, undo: contextlib.ExitStack
 ) -> PartsStart | None:
-    """Return what starts the parts that move blocks; it hashes the weights. None without any."""
+    """Return the starter of the parts that move blocks, which hashes weights; None without any."""
     if parts.moves_blocks is None:
         return None
     start = PartsStart(spec.config, spec.loader, executor, parts)
@@ -349,7 +349,7 @@ def _resolved(config: EngineConfig, size: CacheSize) -> EngineConfig:
 
 
 def _tightest(infos: Sequence[WorkerInfo], spec: WorkerSpec) -> WorkerInfo:
-    """Return what all workers have room for and support."""
+    """Return the memory and the features that all workers have, as the info of one."""
     label = spec.plugins.one("executors").source
     world_size = spec.config.parallel.world_size
     if (

@@ -24,7 +24,7 @@ from .utility_calls import EngineUtilities
 class EngineCore(EngineUtilities):
     """An engine core: scheduler and executor, the steps that join them, and the control calls.
 
-    Its methods are called by one thread at a time, but for those that say that any thread may.
+    Its methods are called by one thread at a time, except those documented for any thread.
 
     Attributes:
         step: runs one step: `StepRunner.step`, or `StepRunner.step_with_batch_queue` where

@@ -121,7 +121,7 @@ class PauseController:
         """Reallocate released memory; scheduling is resumed once all of it is allocated.
 
         Args:
-            tags: of "weights", "kv_cache" and "scheduling"; None is all of them.
+            tags: some of "weights", "kv_cache" and "scheduling"; None is all of them.
 
         Raises:
             RequestError: an unknown tag.

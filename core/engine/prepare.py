@@ -87,9 +87,9 @@ def check_drafts(spec: WorkerSpec, drafting: str, executor: Executor) -> None:
     """Check that executor and scheduler can work with step parts that draft tokens.
 
     Args:
-        spec: of the workers.
+        spec: specification of the workers.
         drafting: names the parts.
-        executor: that was built.
+        executor: the engine's executor.
 
     Raises:
         ConfigError: they cannot.

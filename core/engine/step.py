@@ -61,8 +61,8 @@ class EngineCoreParts:
         step_parts: the engine halves of step parts, whose gates the scheduler has.
         step_log: logs every step.
         sleep_levels: levels that the workers support, in addition to 0.
-        idle_method: method of workers that is called while nothing else is to do; None if there
-            is none.
+        idle_method: method of workers that is called while nothing else is to do; None if they
+            have no such method.
         activity: records the requests of each step.
     """
 
@@ -369,7 +369,7 @@ class StepRunner:
 
 
 def _has_no_work(plan: SchedulerOutput) -> bool:
-    """Return whether a plan says nothing to the workers: all requests are in earlier batches."""
+    """Return whether a plan has no work for the workers: all requests are in earlier batches."""
     return not (
         plan.total_num_scheduled_tokens
         or plan.finished_request_ids

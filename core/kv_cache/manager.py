@@ -81,7 +81,7 @@ class BlockManager:
             max_step_tokens: most tokens of a request in a step, for `blocks_needed`; None is all.
             prefix_caching: whether requests find cached blocks.
             hash_algorithm: "sha256" or "blake2b".
-            part_keys: of step parts, part of the hashes; None if no part has any.
+            part_keys: keys of step parts, which the hashes include; None if no part has any.
             eviction: chooses the cached blocks to reuse; by default those released first.
             metadata: in the context of the eviction policy; None where no policy reads it.
             events: whether `take_events` returns anything.
@@ -373,9 +373,9 @@ def _longest_prefix(
     that the first token after the prefix sees; in place of the others comes the null block.
 
     Args:
-        groups: of the cache.
+        groups: groups of the cache.
         indices: per group, hash to block id.
-        hashes: of the request's blocks.
+        hashes: hashes of the request's blocks.
         limit: longest prefix to consider, in blocks.
         block_size: tokens per block.
     """

@@ -230,8 +230,8 @@ class QuantizedWeights:
             rows, columns = self._shapes[name]
             calls = self._calls(name, self._scheme_of_weight(name, use))
             stored = found.stored if found is not None and use == of else None
-            say = functools.partial(calls.component.alignment, (rows, columns), stored)
-            unit = calls.call("alignment", say, returned=COLUMNS)
+            ask = functools.partial(calls.component.alignment, (rows, columns), stored)
+            unit = calls.call("alignment", ask, returned=COLUMNS)
             if unit is None:
                 continue
             if use != of:

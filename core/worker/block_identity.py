@@ -30,10 +30,10 @@ def block_identity(
     """Return the identity of the blocks of a rank.
 
     Args:
-        spec: of the worker.
+        spec: specification of the worker.
         parallel: its place among the ranks.
-        attention: of the model's layers.
-        kv_variant: of the model.
+        attention: attention of the model's layers.
+        kv_variant: the model's `kv_variant`.
         weights: hash of the weights' content.
         user: the setting that needs it, for messages.
 
@@ -89,9 +89,9 @@ def config_hash(config: ModelConfig, variant: str = "", windows: Sequence[int | 
     """Return a hash of the fields of a model's configuration, and of what it has made of them.
 
     Args:
-        config: of the model.
+        config: configuration of the model.
         variant: its `kv_variant`.
-        windows: of its layers.
+        windows: sliding windows of its layers.
     """
     made: list[object] = [variant] if variant else []
     if any(window is not None for window in windows):

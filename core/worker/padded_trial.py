@@ -37,9 +37,9 @@ class PaddedTrial:
         """Allocate inputs and a small cache.
 
         Args:
-            model: whose weights are loaded.
-            attention: of its layers, which pads.
-            device: of the model.
+            model: model whose weights are loaded.
+            attention: attention of its layers, which pads.
+            device: device of the model.
             num_seqs: sequences of the step, each with one token.
             max_model_len: tokens of a sequence.
             block_size: tokens per block.
@@ -91,8 +91,8 @@ def decode_bytes(
 
     Args:
         model: as for `PaddedTrial`, like those that follow.
-        attention: of its layers.
-        device: of the model.
+        attention: attention of its layers.
+        device: device of the model.
         max_model_len: tokens of a sequence.
         block_size: tokens per block.
         num_seqs: sequences of the step.
@@ -121,9 +121,9 @@ def trial_bytes(
     """Return the bytes that trial steps need at once on a GPU.
 
     Args:
-        model: whose weights are loaded.
-        device: of the model.
-        num_tokens: of a step without a cache.
+        model: model whose weights are loaded.
+        device: device of the model.
+        num_tokens: tokens of a step without a cache.
         num_rows: hidden states of it whose logits are computed.
         padded: another step; None if there is none.
     """

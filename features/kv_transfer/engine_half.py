@@ -38,10 +38,10 @@ _LONGEST_UNPAUSED_S = 1.0  # between two counts of time; what is longer is a pau
 
 @dataclass(slots=True)
 class _Step:
-    """What was planned for a step whose result has not come.
+    """The plan of a step whose result has not come.
 
     Attributes:
-        metadata: of the scheduler half.
+        metadata: metadata of the scheduler half.
         reports: how many ranks have to report, at least.
         loads: (request id, blocks) of what is loaded in the step itself.
         failed: whether the loads cannot be trusted, since the scheduler half raised.
@@ -75,10 +75,10 @@ class TransferPlanner(EngineHalf):
 
         Args:
             part: name of the step part.
-            connector: of the engine's process.
+            connector: the connector in the engine's process.
             half: its scheduler half.
             calls: call the half.
-            context: of the step part.
+            context: context of the step part.
         """
         self._part = part
         self._connector = connector
@@ -172,7 +172,7 @@ class TransferPlanner(EngineHalf):
         return count, asynchronous
 
     def _is_busy(self, request_id: str) -> bool:
-        """Return whether what workers say of an id may be of an earlier request."""
+        """Return whether a report of workers on an id may be about an earlier request."""
         return (
             self._loads.is_busy(request_id)
             or request_id in self._saves

@@ -11,10 +11,10 @@ from hardpoint.plugins.kv_cache import KVEvent
 
 
 class StepData(msgspec.Struct, frozen=True, array_like=True):
-    """What a step has for the worker halves.
+    """The data of a step for the worker halves.
 
     Attributes:
-        metadata: of the connector's scheduler half, as msgpack; None is nothing.
+        metadata: metadata of the connector's scheduler half, as msgpack; None is nothing.
         cancelled: requests whose loads took too long.
     """
 
@@ -23,7 +23,7 @@ class StepData(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What happened in one rank since the last step.
+    """The transfers and faults of one rank since the last step.
 
     Attributes:
         loaded, saved: ids of requests whose transfers have ended, see `FinishedTransfers`.

@@ -12,10 +12,10 @@ class Load:
     """An asynchronous load.
 
     Attributes:
-        blocks: that it fills.
-        deadline: on the clock of `Loads`; none once it is given up.
-        ranks: that have not finished.
-        step: of the plan that starts it; None before that.
+        blocks: blocks that it fills.
+        deadline: time on the clock of `Loads`; infinity once it is given up.
+        ranks: ranks that have not finished.
+        step: step of the plan that starts it; None before that.
         invalid: blocks that could not be loaded.
         cancelled_in: step of the plan that cancels it.
         was_lost: whether it is given up for another reason than that it failed.
@@ -81,7 +81,7 @@ class Loads:
         return bool(self._loads)
 
     def is_busy(self, request_id: str) -> bool:
-        """Return whether a request with this id cannot load: what is said of it is ambiguous."""
+        """Return whether a request with this id cannot load: reports on the id are ambiguous."""
         if (until := self._refused.get(request_id)) is not None:
             if self._clock() < until:
                 return True
@@ -105,7 +105,7 @@ class Loads:
         return cancelled
 
     def finished(self, request_id: str, rank: int, step: int) -> None:
-        """Record that a rank says with the result of a step that it has finished a load."""
+        """Record a rank's report, with the result of a step, that it has finished a load."""
         load = self._loads.get(request_id)
         if load is not None and load.step is not None and load.step <= step:
             load.ranks.discard(rank)
@@ -124,11 +124,11 @@ class Loads:
     def plan_lost(self, step: int) -> None:
         """Give up all loads that plans up to one that is lost have started.
 
-        What workers said with its result is lost, too: that a load has ended, or has failed.
+        What workers reported with its result is lost, too: that a load has ended, or has failed.
         """
         for load in self._loads.values():
             if load.cancelled_in == step:
-                load.cancelled_in = None  # the next plan says it again
+                load.cancelled_in = None  # the next plan cancels it again
             if load.step is not None and load.step <= step and not load.is_given_up:
                 load.was_lost = True
                 load.give_up()
@@ -183,8 +183,9 @@ class _Save:
     """An ended request whose blocks are kept for the connector.
 
     Attributes:
-        ranks: that have not said that they are saved.
-        step: of the plan that says that it has ended; None before that.
+        deadline: time on the clock of `Saves`.
+        ranks: ranks that have not reported that they have saved them.
+        step: step of the plan that reports its end to them; None before that.
     """
 
     deadline: float
@@ -197,8 +198,8 @@ class Saves:
     """Ended requests whose blocks are kept until all ranks have saved them, or time is over.
 
     Attributes:
-        ranks: all of them.
-        clock: of the engine.
+        ranks: all ranks.
+        clock: returns the engine's time, in seconds.
         seconds: maximum time.
     """
 
@@ -220,13 +221,13 @@ class Saves:
         self._saves[request_id] = _Save(self.clock() + self.seconds, set(self.ranks))
 
     def plan(self, step: int) -> None:
-        """Let a plan say which requests have ended."""
+        """Let a plan report the requests that have ended."""
         for save in self._saves.values():
             if save.step is None:
                 save.step = step
 
     def finished(self, request_id: str, rank: int, step: int) -> None:
-        """Record that a rank says with the result of a step that it has saved the blocks."""
+        """Record a rank's report, with the result of a step, that it has saved the blocks."""
         save = self._saves.get(request_id)
         if save is not None and save.step is not None and save.step <= step:
             save.ranks.discard(rank)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("hardpoint")
 
-_MOST_FAULTS = 64  # of one report; a component that fails in each call says the same each time
+_MOST_FAULTS = 64  # of one report; a component that fails in each call fails alike each time
 _MOST_EVENTS = 1 << 16
 
 
@@ -54,8 +54,8 @@ class TransferWorker(WorkerHalf):
         """Store what builds the connector, once there is a KV cache.
 
         Args:
-            config: of the connector.
-            context: of the step part.
+            config: configuration of the connector.
+            context: context of the step part.
         """
         self._config, self._context = config, context
         self._components = context.components
@@ -102,7 +102,7 @@ class TransferWorker(WorkerHalf):
         """Build the worker half; if that fails, the stores that it has opened are closed.
 
         Raises:
-            PluginFaultError: it is none, or building it failed.
+            PluginFaultError: it is not a KVConnectorWorker, or building it failed.
         """
         assert self._connector is not None
         context, publishes = self._context, bool(self._components.enabled("kv_event_publishers"))
@@ -258,7 +258,7 @@ class TransferWorker(WorkerHalf):
             self._run("wait_for_save")
 
     def report(self) -> bytes | None:
-        """Return what happened since the last step, a Report as msgpack; None if nothing did."""
+        """Return a Report on the time since the last step, as msgpack; None if it is empty."""
         loaded = saved = frozenset[str]()
         invalid: frozenset[int] = frozenset()
         message: bytes | None = None

@@ -72,7 +72,7 @@ class DecodeGraphs(WorkerHalf):
         """Record nothing yet.
 
         Args:
-            context: of the worker.
+            context: context of the worker half.
             loaded: the model, whose operations can be recorded.
             sizes: numbers of sequences, ascending.
             block_size: tokens per block.
@@ -105,12 +105,12 @@ class DecodeGraphs(WorkerHalf):
         self._num_bytes, self._is_full = 0, False
 
     def cache_allocated(self, cache: AllocatedCache) -> None:
-        """Allow to record, for caches are there."""
+        """Allow recording, now that the caches exist."""
         self.cache_released()
         self._cache = cache
 
     def finished(self, request_ids: Collection[str]) -> None:  # noqa: ARG002
-        """Allow to record, for a request has got its answer."""
+        """Allow recording, now that a request has got its answer."""
         self._has_answered = True
 
     @property
@@ -120,7 +120,7 @@ class DecodeGraphs(WorkerHalf):
         return may and not (self._has_failed or self._is_full)
 
     def around_model(self, forward: Forward) -> Forward:
-        """Return what repeats a step if it can, and calls `forward` if not."""
+        """Return a function that repeats a step if it is recorded, and calls `forward` if not."""
         return functools.partial(self._forward, forward)
 
     def _forward(self, forward: Forward, step: ForwardStep) -> torch.Tensor:
@@ -136,7 +136,7 @@ class DecodeGraphs(WorkerHalf):
         return self._checked(graph, hidden, functools.partial(forward, step))
 
     def _graph_of(self, step: PackedInputs) -> _Graph | None:
-        """Return what repeats a step, which may be recorded now; None if nothing does."""
+        """Return the graph that repeats a step, and record it if need be; None if there is none."""
         count = len(step.lens)
         if len(step.token_ids) > count or count > self._sizes[-1]:
             return None
@@ -214,7 +214,7 @@ class DecodeGraphs(WorkerHalf):
     def _checked(
         self, graph: _Graph, hidden: torch.Tensor, run_eagerly: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """Return what the model computes, and forget what was recorded if it differs too much."""
+        """Return the model's hidden states, and forget all graphs if this one's differ too much."""
         # Should a plugin have promised what does not hold, no request gets wrong tokens: the step
         # is planned again, without padding, since a plan that was recorded may be what is wrong.
         self._checks -= 1
@@ -257,10 +257,10 @@ def _reserve(shape: DecodeShape, num_sizes: int, loaded: LoadedModel, device: to
     may need memory for the longest sequences. Steps of all sizes share that memory.
 
     Args:
-        shape: of their inputs.
+        shape: sizes of their inputs.
         num_sizes: sizes of the steps.
         loaded: the model.
-        device: of the model.
+        device: device of the model.
     """
     reserve = shape.num_bytes + num_sizes * _GRAPH_BYTES
     if device.type != "cuda":

@@ -16,10 +16,10 @@ _PADDED_SLOT = -1
 
 @dataclass(frozen=True)
 class DecodeShape:
-    """What the sizes of decode steps' inputs depend on.
+    """The numbers on which the sizes of decode steps' inputs depend.
 
     Attributes:
-        max_num_seqs: of a recorded step.
+        max_num_seqs: most sequences of a recorded step.
         max_model_len: tokens of a sequence.
         block_size: tokens per block.
         num_groups: KV cache groups.

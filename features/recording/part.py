@@ -1,4 +1,4 @@
-"""Which steps of a model are recorded, and why none are."""
+"""Step part that decides which steps of a model are recorded, and logs why none are."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class RecordedSteps(StepPart):
     fault_scope = "engine"
 
     def worker_half(self, context: WorkerHalfContext) -> WorkerHalf | None:
-        """Return what repeats the steps of the model, and log why none are repeated.
+        """Return the worker half that repeats steps; None, with the reason logged, if none may be.
 
         Raises:
-            PluginFaultError: the sizes of recorded steps are none.
+            PluginFaultError: `Ops.record_sizes` returned something else than ascending sizes.
         """
         if (loaded := context.loaded) is None:
             return None
@@ -57,7 +57,7 @@ class RecordedSteps(StepPart):
 
 
 def _lack(loaded: LoadedModel, *, has_sizes: bool) -> str | None:
-    """Return what keeps steps from being recorded; None if nothing does."""
+    """Return the reason that keeps steps from being recorded; None if nothing does."""
     for source, states in (
         (loaded.ops_source, is_replayable(loaded.ops)),
         (loaded.model.source, loaded.model.is_replayable),

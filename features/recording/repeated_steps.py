@@ -41,7 +41,7 @@ class RepeatedSteps(WorkerHalf):
         self._clear()
 
     def cache_allocated(self, cache: AllocatedCache) -> None:  # noqa: ARG002
-        """Forget what was recorded, for the caches are others."""
+        """Forget what was recorded: it refers to earlier caches."""
         self._clear()
 
     def cache_released(self) -> None:
@@ -54,7 +54,7 @@ class RepeatedSteps(WorkerHalf):
         self._num_bytes = 0
 
     def around_model(self, forward: Forward) -> Forward:
-        """Return what repeats a step if it can, and calls `forward` if not."""
+        """Return a function that repeats a step if it is recorded, and calls `forward` if not."""
         return functools.partial(self._forward, forward)
 
     def _forward(self, forward: Forward, step: ForwardStep) -> torch.Tensor:
@@ -115,7 +115,7 @@ class _Replay:
     """A step that was recorded.
 
     Attributes:
-        num_bytes: of the tensors that it keeps.
+        num_bytes: bytes of the tensors that it keeps.
         is_checked: whether it was compared with what the model computes.
     """
 

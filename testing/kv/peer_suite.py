@@ -61,7 +61,7 @@ class PeerKVStoreSuite(KVStoreSuite):
         self._run_checks(OFFERS.text, self._in_pair(self._check_peers))
 
     def test_offers(self) -> None:
-        """What one engine offers, the other fetches: once, whole, also when threads compete for it.
+        """One engine fetches what the other offers: once, whole, also when threads compete for it.
         `lookup` and `load` do not find it.
         """
         self._run_checks(

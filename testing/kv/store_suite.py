@@ -248,7 +248,7 @@ class KVStoreSuite(ComponentSuite):
                 place.session.check_kept(index, " after a store for other sizes was there")
 
     def test_limit(self) -> None:
-        """A store that is full keeps what it says it keeps, drops others, and stays below its
+        """A full store keeps the blocks that it reports as kept, drops others, and stays below its
         limit; one without room for a single block refuses it, or is refused by a `ConfigError`.
         """
         if self.limit_options(1, 1) is None:

@@ -91,8 +91,8 @@ class LogitsProcessorSuite(ConformanceSuite):
         """Requests are added, finish, are preempted and resumed, skip steps, and move between rows,
         among others that do not use the processor. After each step each row equals, bit for bit,
         the result of a new instance for that request alone, started on its whole history. With
-        `observe`: of an instance in which the request ran alone from its start and was never
-        preempted. A state is as `State` and `max_state_bytes` declare.
+        `observe`, the new instance has run the request from its start, without preemption. A state
+        is as `State` and `max_state_bytes` declare.
         """
         self._search_cases(
             "history: a row's result depends on its own request only",

@@ -170,7 +170,7 @@ class AttentionBackendSuite(ComponentSuite):
         self._make(self.block_sizes[0]).close()
 
     def test_sizes(self) -> None:
-        """Each further block of `allocate` takes the bytes that `bytes_per_block` says (at least
+        """Each further block of `allocate` takes the bytes that `bytes_per_block` returns (at least
         half), and a new cache is zero.
         """
         checks = [
@@ -244,7 +244,7 @@ class AttentionBackendSuite(ComponentSuite):
         )
 
     def test_rotates(self) -> None:
-        """A backend that says `rotates` rotates queries and keys, the first elements of a head or
+        """A backend with `rotates` rotates queries and keys, the first elements of a head or
         all of it, before it attends.
         """
         if not self._make(self.block_sizes[0]).rotates:
@@ -260,7 +260,7 @@ class AttentionBackendSuite(ComponentSuite):
             )
 
     def test_pads(self) -> None:
-        """A backend that says `pads` runs a recorded step with the numbers that its tensors have
+        """A backend with `pads` runs a recorded step with the numbers that its tensors have
         then, and writes nothing for padding.
         """
         if not self._make(self.block_sizes[0]).pads:

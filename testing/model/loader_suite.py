@@ -135,7 +135,7 @@ class WeightLoaderSuite(ComponentSuite):
     @checks(RECOGNISES)
     def test_recognises(self) -> None:
         """It claims the checkpoint and no other file or folder, raises nothing for any path, and
-        says the same again.
+        returns the same when asked again.
         """
         with self._checkpoint() as checkpoint, tempfile.TemporaryDirectory() as name:
             cases = {"the checkpoint": (checkpoint.path, self.recognised)}
@@ -210,7 +210,7 @@ class WeightLoaderSuite(ComponentSuite):
 
     @checks(FORMATS)
     def test_formats(self) -> None:
-        """What `formats` says of a weight, if it says something, is how `weights` yields it."""
+        """Each format that `formats` returns is that in which `weights` yields the weight."""
         with self._checkpoint() as checkpoint:
             loader = self._make(checkpoint)
             formats = loader.formats({**checkpoint.shapes, "absent.weight": (2, 3)})

@@ -111,8 +111,8 @@ class ModelSuite(ComponentSuite):
 
     @checks(rules.PACKED)
     def test_packed(self) -> None:
-        """What `packed_weights` returns, if it returns something, makes the same model through
-        `load_packed`, and a missing tensor is refused.
+        """`load_packed` makes the same model from the tensors of `packed_weights`, if it returns
+        any, and refuses them if one is missing.
         """
         model = self._load(self._make(), self._weights(self._make()))
         packed = model.packed_weights()
@@ -137,8 +137,8 @@ class ModelSuite(ComponentSuite):
 
     def test_quantized(self) -> None:
         """`quantizable` names matrices of `weight_shapes`; with those that `load_quantized` gets,
-        some or all, the model computes what it does with their numbers as tensors. Skipped if there
-        are none.
+        some or all, the model computes what it does with their numbers as tensors. Skipped if it
+        names no matrix.
         """
         if not self._make().quantizable():
             pytest.skip("the model has no matrices that may have few bits")

@@ -125,9 +125,7 @@ class QuantizationSuite(ComponentSuite):
         self._check_matrices(PARTS, self._check_parts)
 
     def test_alignment(self) -> None:
-        """What the scheme's `alignment` says of a matrix before it is made or read is true of the
-        matrix.
-        """
+        """A matrix can be cut as the scheme's `alignment` promises before it is made or read."""
 
         def check_made(weight: torch.Tensor) -> None:
             scheme, (rows, columns) = self._make(), weight.shape
@@ -145,7 +143,7 @@ class QuantizationSuite(ComponentSuite):
         self._run_checks(ALIGNMENT.text, *checks)
 
     def test_parts_of_weights(self) -> None:
-        """What is made of a part of a weight is that part of the whole's matrix."""
+        """The matrix of a part of a weight is that part of the whole weight's matrix."""
         self._check_made(PART_OF_WEIGHT, self._check_parts_of_weight)
 
     def test_dequantize(self) -> None:

@@ -84,7 +84,7 @@ class OpsSuite(ComponentSuite):
     def _check_construction(self) -> None:
         self._make(self.dtypes[0]).close()
 
-    @checks(rules.VALUES, each=_tensors)
+    @checks(rules.VALUES, cases=_tensors)
     def test_linear(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
         """Products with and without a bias, in another dtype of results, of rows of a wider tensor.
         With a `layout`, a matrix that another component has packed serves as well, and has the same
@@ -100,7 +100,7 @@ class OpsSuite(ComponentSuite):
                 wanted = expected if given is None else expected + given.double()
                 self._compare(multiply, x, wanted, out_dtype or dtype, "linear")
 
-    @checks(rules.VALUES, each=_codes)
+    @checks(rules.VALUES, cases=_codes)
     def test_codes(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
         """Products with matrices of few bits of every form, alone and stacked, are those of the
         dequantised matrices.
@@ -126,7 +126,7 @@ class OpsSuite(ComponentSuite):
                 self._compare(multiply, x, wanted, out_dtype or dtype, what, scale=scale)
             self._check_recorded(ops, multiply, x)
 
-    @checks(rules.VALUES, each=_codes)
+    @checks(rules.VALUES, cases=_codes)
     def test_embedding(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
         """Rows of matrices of few bits, if they can be read."""
         generator = torch.Generator().manual_seed(size)
@@ -140,7 +140,7 @@ class OpsSuite(ComponentSuite):
             table = matrix.dequantize().double().to(packed.device)
             self._compare(read, ids, table[ids], dtype, f"embedding of codes ({form.name})", dtype)
 
-    @checks(rules.VALUES, each=_tensors)
+    @checks(rules.VALUES, cases=_tensors)
     def test_gather_rows(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
         """Rows of tables of any dtype."""
         ids = torch.randint(7, (rows,)).to(first_device(self.ops, self.device))
@@ -149,10 +149,10 @@ class OpsSuite(ComponentSuite):
             gather = functools.partial(ops.gather_rows, table)
             self._compare(gather, ids, table.double()[ids], table_dtype, "gather_rows")
 
-    @checks(rules.REPEATED, each=_tensors)
+    @checks(rules.REPEATED, cases=_tensors)
     def test_record(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
-        """What `record` returns repeats the operations for new inputs; `record_sizes` gives numbers
-        of sequences in 1..`max_num_seqs`, ascending.
+        """The result of `record` repeats the operations for new inputs; `record_sizes` returns
+        numbers of sequences in 1..`max_num_seqs`, ascending.
         """
         table, weight = self._draw(7, size, dtype=dtype), self._draw(size, dtype=dtype)
         matrix = self._draw(2 * size, size, dtype=dtype)
@@ -197,7 +197,7 @@ class OpsSuite(ComponentSuite):
             ):
                 raise rules.SIZES.violation(f"record_sizes({limit}) gave {sizes!r}")
 
-    @checks(rules.VALUES, each=_tensors)
+    @checks(rules.VALUES, cases=_tensors)
     def test_rms_norm(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
         """Norms of rows, and of heads."""
         wide = self._draw(rows, size + 3, dtype=dtype)
@@ -207,7 +207,7 @@ class OpsSuite(ComponentSuite):
                 norm = functools.partial(ops.rms_norm, weight=weight, eps=_EPS)
                 self._compare(norm, x, _norm(x, weight), dtype, "rms_norm")
 
-    @checks(rules.VALUES, each=_tensors)
+    @checks(rules.VALUES, cases=_tensors)
     def test_add_rms_norm(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
         """A sum, made in the first argument, and its norm; the second is left alone."""
         delta = self._draw(rows, size, dtype=dtype)
@@ -219,7 +219,7 @@ class OpsSuite(ComponentSuite):
             self._check_close(result, _norm(x, weight), "add_rms_norm")
             self._check_kept(delta, kept, "add_rms_norm", "delta")
 
-    @checks(rules.VALUES, each=_tensors)
+    @checks(rules.VALUES, cases=_tensors)
     def test_rotate(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
         """The heads given, or the first elements of each, are rotated in place, the other ones are
         not.
@@ -238,7 +238,7 @@ class OpsSuite(ComponentSuite):
             self._check_kept(wide[:, others], before[:, others], "rotate", "other heads")
             self._check_kept(wide[..., size:], before[..., size:], "rotate", "the rest of a head")
 
-    @checks(rules.VALUES, each=_tensors)
+    @checks(rules.VALUES, cases=_tensors)
     def test_scale(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
         """A product with a number, in place; nothing else is changed."""
         wide = self._draw(rows, size + 3, dtype=dtype)
@@ -247,7 +247,7 @@ class OpsSuite(ComponentSuite):
         self._check_close(wide[:, :size], before[:, :size].double() * 0.3, "scale")
         self._check_kept(wide[:, size:], before[:, size:], "scale", "what is next to x")
 
-    @checks(rules.VALUES, each=_tensors)
+    @checks(rules.VALUES, cases=_tensors)
     def test_add(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
         """A sum, in place; nothing else is changed."""
         wide, delta = (self._draw(rows, size + 3, dtype=dtype) for _ in range(2))
@@ -258,7 +258,7 @@ class OpsSuite(ComponentSuite):
         self._check_kept(wide[:, size:], before[:, size:], "add", "what is next to x")
         self._check_kept(delta, kept, "add", "delta")
 
-    @checks(rules.VALUES, each=_tensors)
+    @checks(rules.VALUES, cases=_tensors)
     def test_gates(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
         """SiLU and the tanh form of GELU, gate before up."""
         x = self._draw(rows, 2 * size, dtype=dtype) * 4
@@ -266,7 +266,7 @@ class OpsSuite(ComponentSuite):
         self._compare(ops.silu_and_mul, x, _silu(gate) * up, dtype, "silu_and_mul")
         self._compare(ops.gelu_and_mul, x, _gelu(gate) * up, dtype, "gelu_and_mul")
 
-    @checks(rules.VALUES, each=_tensors)
+    @checks(rules.VALUES, cases=_tensors)
     def test_experts(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
         """Mixtures of experts, of which rows choose some, none, or some that are elsewhere."""
         width, count = size + 1, 4
@@ -296,10 +296,10 @@ class OpsSuite(ComponentSuite):
 
             self._compare(run, joined, expected, dtype, "experts")
 
-    @checks(rules.VALUES, each=_tensors)
+    @checks(rules.VALUES, cases=_tensors)
     def test_lora(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
-        """What low-rank adapters change, in place, of rows with one, none, or one that is not
-        there.
+        """Low-rank adapters change, in place, the rows that have one; rows without an adapter, or
+        with one that does not exist, are kept.
         """
         count, rank, columns = 3, 5, size + 1
         a, b = (self._draw(count, *shape, dtype=dtype) for shape in ((rank, size), (columns, rank)))
@@ -325,14 +325,14 @@ class OpsSuite(ComponentSuite):
                 result[:, columns:], wide[some, columns:], "add_lora", "what is next to y"
             )
 
-    @checks(rules.TOKENS, each=_logits)
+    @checks(rules.TOKENS, cases=_logits)
     def test_argmax(self, ops: Ops, logits: torch.Tensor) -> None:
         """The most likely tokens, of equals the first, and NaN before all, as `Ops` itself returns
         them, for each row alone and among others.
         """
         check_choice(ops, logits, "argmax")
 
-    @checks(rules.TOKENS, each=_logits)
+    @checks(rules.TOKENS, cases=_logits)
     def test_draw(self, ops: Ops, logits: torch.Tensor) -> None:
         """Random tokens, and those of greedy rows among them."""
         generator = torch.Generator().manual_seed(len(logits))
@@ -343,7 +343,7 @@ class OpsSuite(ComponentSuite):
         columns = (column.to(logits.device) for column in (seeds, positions, greedy))
         check_choice(ops, logits, "draw", *columns)
 
-    @checks(rules.TOKENS, each=_logits)
+    @checks(rules.TOKENS, cases=_logits)
     def test_top_k(self, ops: Ops, logits: torch.Tensor) -> None:
         """The k largest logits, with all that equal the smallest of them."""
         size = logits.shape[1]
@@ -352,17 +352,17 @@ class OpsSuite(ComponentSuite):
             k = torch.tensor(wanted, device=logits.device).unsqueeze(1)
             check_mask(ops, logits, "keep_top_k", k, largest)
 
-    @checks(rules.TOKENS, each=_logits)
+    @checks(rules.TOKENS, cases=_logits)
     def test_top_p(self, ops: Ops, logits: torch.Tensor) -> None:
         """The nuclei."""
         self._check_share("keep_top_p", (0.9, 0.5, 1e-9, 0.9999, 1.0), ops, logits)
 
-    @checks(rules.TOKENS, each=_logits)
+    @checks(rules.TOKENS, cases=_logits)
     def test_min_p(self, ops: Ops, logits: torch.Tensor) -> None:
         """The tokens that are likely enough next to the most likely one."""
         self._check_share("keep_min_p", (0.1, 0.5, 1e-30, 0.0, 1.0), ops, logits)
 
-    @checks(rules.TOKENS, each=_logits)
+    @checks(rules.TOKENS, cases=_logits)
     def test_keep_tokens(self, ops: Ops, logits: torch.Tensor) -> None:
         """The tokens of a bitmask, in some of the rows."""
         generator = torch.Generator().manual_seed(len(logits))
@@ -374,7 +374,7 @@ class OpsSuite(ComponentSuite):
         what = f"in rows {rows.tolist()}"
         check_in_place(ops, logits, "keep_tokens", what, rows, bitmask)
 
-    @checks(rules.TOKENS, each=_logits)
+    @checks(rules.TOKENS, cases=_logits)
     def test_edit(self, ops: Ops, logits: torch.Tensor) -> None:
         """Edits of some tokens, in some of the rows and in all."""
         for op, every in itertools.product(Op, (1, 2)):
@@ -389,7 +389,7 @@ class OpsSuite(ComponentSuite):
             what = f"with {op} of rows {rows.tolist()}"
             check_in_place(ops, logits, "edit", what, op, *given)
 
-    @checks(rules.TOKENS, each=_logits)
+    @checks(rules.TOKENS, cases=_logits)
     def test_divide(self, ops: Ops, logits: torch.Tensor) -> None:
         """Each row is divided by its own number."""
         numbers = [(0.7, 1.0, 1e30, 1e-5, 3.0)[row % 5] for row in range(len(logits))]

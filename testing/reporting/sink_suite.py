@@ -246,8 +246,8 @@ class StatSinkSuite(ComponentSuite):
         self._search(STATISTICS.text, 100, check, events=_EVENTS)
 
     def test_exposition(self) -> None:
-        """What is exported is Prometheus's text, also before the first batch; the same report gives
-        the same text at once; no series is there twice, and no counter falls or vanishes, also if
+        """The exposition has Prometheus's format, also before the first batch; the same report
+        gives the same text at once; no series is there twice, and no counter falls or vanishes, also if
         the engine's totals start again.
         """
 

@@ -147,7 +147,7 @@ class CommunicatorSuite(ComponentSuite):
         sizes = st.sampled_from(list(self.sizes))
         self._search(RESULTS.text, 20, self._check_results, size=sizes, operations=operations)
 
-    @checks(SUMS, each=_sizes)
+    @checks(SUMS, cases=_sizes)
     def test_sums(self, size: int) -> None:
         """Floats are summed in float32 at least, in rank order, and rounded once: in all ranks the
         same bits. On a GPU only the latter.
@@ -156,7 +156,7 @@ class CommunicatorSuite(ComponentSuite):
             if dtype.is_floating_point:
                 self._check_results(size, programs.sums(dtype))
 
-    @checks(MESSAGES, each=_messages)
+    @checks(MESSAGES, cases=_messages)
     def test_messages(self, program: Program, size: int) -> None:
         """Messages arrive once and in order, collectives in between. Ranks that all send first do
         not wait for ever; x may be changed when `send` has returned.
@@ -165,7 +165,7 @@ class CommunicatorSuite(ComponentSuite):
             if outcome.value:
                 raise MESSAGES.violation(f"with {size} ranks, {outcome.value}")
 
-    @checks(GROUPS, each=_sizes)
+    @checks(GROUPS, cases=_sizes)
     def test_groups(self, size: int) -> None:
         """Two groups of the same ranks do not get each other's tensors."""
         for outcome in self._run(size, programs.two_groups, GROUPS, ("one", "two")):
@@ -174,7 +174,7 @@ class CommunicatorSuite(ComponentSuite):
                     f"with {size} ranks and the groups one and two, {outcome.value}"
                 )
 
-    @checks(ABORT, each=_aborts)
+    @checks(ABORT, cases=_aborts)
     def test_abort(self, call: str, size: int) -> None:
         """Calls that wait raise `CommunicationAbortedError` within a second, in the rank that
         aborts and in the others; later calls at once.
@@ -195,7 +195,7 @@ class CommunicatorSuite(ComponentSuite):
                     f"a call of rank {rank} after the abort took {end.later:.1f} s to fail"
                 )
 
-    @checks(REFUSED, each=_sizes)
+    @checks(REFUSED, cases=_sizes)
     def test_refused(self, size: int) -> None:
         """Wrong ranks and rows are a ValueError, and nothing is lost by that."""
         for rank, outcome in enumerate(self._run(size, programs.refusals, REFUSED)):
@@ -220,7 +220,7 @@ class CommunicatorSuite(ComponentSuite):
         if (seconds := time.monotonic() - began) > _MISSING_SECONDS + _SLACK_SECONDS:
             raise MISSING.violation(f"{_MISSING_SECONDS} s were given, it took {seconds:.1f} s")
 
-    @checks(CLOSE, each=_sizes)
+    @checks(CLOSE, cases=_sizes)
     def test_close(self, size: int) -> None:
         """After close there are no more threads, files and segments than before."""
         self._run(size, programs.one_of_each, CLOSE)  # what stays after the first use may stay

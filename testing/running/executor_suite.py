@@ -160,7 +160,7 @@ class ExecutorSuite(ComponentSuite):
             _check_levels(results, len(ranks), 0, rules.TIMEOUT, "stop_profile after the late call")
 
     def test_errors(self) -> None:
-        """What any rank raises in `initialize_cache`, `execute_model`, `sample_tokens` or a call is
+        """An error of any rank in `initialize_cache`, `execute_model`, `sample_tokens` or a call is
         raised, of the same class, without waiting for ranks that wait for the failed one.
         """
         self._run_checks(rules.ERRORS.text, self._check_call_error, *self._step_errors())

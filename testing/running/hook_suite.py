@@ -126,8 +126,8 @@ class HookSuite(ConformanceSuite):
                 _call(hooks, name, arguments)
 
     def test_requests(self) -> None:
-        """What `request_received` leaves is valid and still the same request, and alike for the `n`
-        completions of a request.
+        """After `request_received`, a request is valid and still the same one, and it is alike for
+        the `n` completions of a request.
         """
         self._needs("request_received")
         self._run_checks(REQUEST.text, self._check_requests, self._check_completions)

@@ -43,8 +43,8 @@ class SchedulingPolicySuite(ComponentSuite):
         return self.policy
 
     def test_keys(self) -> None:
-        """Keys order requests, NaN is none; every call, and every instance, returns the same. With
-        `uses_priority = False`, they do not depend on the priority.
+        """Keys order requests, and are not NaN; every call, and every instance, returns the same.
+        With `uses_priority = False`, they do not depend on the priority.
         """
         self._search(
             "keys: they are ordered, and every call returns the same key",

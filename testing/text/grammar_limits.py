@@ -69,7 +69,7 @@ def check_speed(
     Args:
         session: has the samples.
         make: returns a backend for tokens.
-        budget: of the median.
+        budget: limit of the median.
     """
     texts = [text for sample in session.samples for text in sample.texts]
     tokens = SampleTokens(large_vocabulary(texts, _LARGE))

@@ -95,7 +95,7 @@ class GrammarSuite(ComponentSuite):
                         "return a GrammarState",
                     )
 
-    @checks(rules.MASK, each=_samples)
+    @checks(rules.MASK, cases=_samples)
     def test_mask(self, sample: GrammarSample, root: GrammarState) -> None:
         """At each beginning of a language's texts, exactly the tokens are allowed with which one
         goes on, and the text may end exactly where it is whole. No special token, empty one or id
@@ -132,7 +132,7 @@ class GrammarSuite(ComponentSuite):
                     session.move(state_after, token, where)
                     pending.append((longer, state_after))
 
-    @checks(rules.BYTES, each=_samples)
+    @checks(rules.BYTES, cases=_samples)
     def test_bytes(self, sample: GrammarSample, root: GrammarState) -> None:
         """In any language: a token is allowed exactly where its bytes are, one after the other."""
         session = self._session
@@ -168,7 +168,7 @@ class GrammarSuite(ComponentSuite):
                     f"one {other} allowed"
                 )
 
-    @checks(rules.ADVANCE, each=_samples)
+    @checks(rules.ADVANCE, cases=_samples)
     def test_advance(self, sample: GrammarSample, root: GrammarState) -> None:
         """Every id is accepted exactly if the mask allows it; a refused one changes nothing."""
         session = self._session
@@ -195,7 +195,7 @@ class GrammarSuite(ComponentSuite):
                     rules.ADVANCE, state, mask, f"{where}, with refused tokens undone"
                 )
 
-    @checks(rules.TEXTS, each=_samples)
+    @checks(rules.TEXTS, cases=_samples)
     def test_texts(self, sample: GrammarSample, root: GrammarState) -> None:
         """Valid texts are accepted however they are cut into tokens, and may end; invalid ones may
         not.
@@ -211,7 +211,7 @@ class GrammarSuite(ComponentSuite):
                         f"{session.where(sample, path)}, the text may end; it is invalid"
                     )
 
-    @checks(rules.ROLLBACK, each=_samples)
+    @checks(rules.ROLLBACK, cases=_samples)
     def test_rollback(self, sample: GrammarSample, root: GrammarState) -> None:
         """After 1 to 8 tokens are undone, the mask is that of before; the same tokens can come
         again.
@@ -238,7 +238,7 @@ class GrammarSuite(ComponentSuite):
                         rules.ROLLBACK, state, masks[end], f"{what}, and the same tokens"
                     )
 
-    @checks(rules.FORK, each=_samples)
+    @checks(rules.FORK, cases=_samples)
     def test_fork(self, sample: GrammarSample, root: GrammarState) -> None:
         """A fork, its original and other forks do not disturb each other."""
         session = self._session
@@ -272,7 +272,7 @@ class GrammarSuite(ComponentSuite):
                     rules.FORK, state, own[at + 1], f"{what}: the original, its fork went back"
                 )
 
-    @checks(rules.PURE, each=_samples)
+    @checks(rules.PURE, cases=_samples)
     def test_pure(self, sample: GrammarSample, root: GrammarState) -> None:
         """A mask that is asked for twice, or not at all, changes nothing."""
         session = self._session
@@ -358,7 +358,7 @@ class GrammarSuite(ComponentSuite):
                     f"{cause}"
                 ) from cause
 
-    @checks(rules.REFUSED, each=_refused)
+    @checks(rules.REFUSED, cases=_refused)
     def test_refused(self, given: StructuredOutputs | Mapping[str, Any]) -> None:
         """A description that means nothing is refused by a ValueError that gives the reason."""
         try:
@@ -367,7 +367,7 @@ class GrammarSuite(ComponentSuite):
             return
         self._check_raises(structured, rules.REFUSED, "it means nothing")
 
-    @checks(rules.HOSTILE, each=_hostile)
+    @checks(rules.HOSTILE, cases=_hostile)
     def test_hostile(self, given: Mapping[str, Any]) -> None:
         """Large, deep, contradictory and endless descriptions compile, or are refused by a
         ValueError, in time.
@@ -396,7 +396,7 @@ class GrammarSuite(ComponentSuite):
                 f"{short_repr(str(cause))}, expected ValueError"
             ) from cause
 
-    @checks(rules.KEYWORD, each=lambda _suite: KEYWORDS)
+    @checks(rules.KEYWORD, cases=lambda _suite: KEYWORDS)
     def test_keywords(self, schema: Mapping[str, Any], valid: str, invalid: str) -> None:
         """Each keyword of a JSON schema is enforced, or its schema is refused; with `lenient` it
         compiles.
@@ -425,7 +425,7 @@ class GrammarSuite(ComponentSuite):
             if refused is None and session.is_whole(path, root.fork()):
                 raise rules.KEYWORD.violation(f"{described(strict)}: it allows {invalid}")
 
-    @checks(rules.VALIDATE, each=lambda _suite: KEYWORDS)
+    @checks(rules.VALIDATE, cases=lambda _suite: KEYWORDS)
     def test_validate(self, schema: Mapping[str, Any], valid: str, invalid: str) -> None:
         """`validate`, where a backend has it, finds what is wrong with an answer, and nothing in a
         right one.

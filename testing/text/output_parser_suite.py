@@ -128,7 +128,7 @@ class OutputParserSuite(ComponentSuite):
             )
         super()._check_construction()
 
-    @checks(rules.SAMPLES, each=_samples)
+    @checks(rules.SAMPLES, cases=_samples)
     def test_samples(self, sample: OutputSample) -> None:
         """Each sample has the reasoning, content and calls that it states."""
         events = self._parsed(sample)
@@ -149,7 +149,7 @@ class OutputParserSuite(ComponentSuite):
                     f"{short_repr(stated)}"
                 )
 
-    @checks(rules.SPLITS, each=_samples)
+    @checks(rules.SPLITS, cases=_samples)
     def test_splits(self, sample: OutputSample) -> None:
         """Cut at every character and token, and in pieces of every size, it gives the same
         events.
@@ -185,7 +185,7 @@ class OutputParserSuite(ComponentSuite):
             reasoning_open=st.booleans(),
         )
 
-    @checks(rules.CUTS, each=_samples)
+    @checks(rules.CUTS, cases=_samples)
     def test_cuts(self, sample: OutputSample) -> None:
         """An output that ends anywhere gives the beginning of what the whole one gives."""
         whole = self._parsed(sample)
@@ -201,7 +201,7 @@ class OutputParserSuite(ComponentSuite):
                     f"{short_repr(whole)}"
                 )
 
-    @checks(rules.TOKENS, each=_samples)
+    @checks(rules.TOKENS, cases=_samples)
     def test_tokens(self, sample: OutputSample) -> None:
         """The text of a special token is no marker."""
         if not any(isinstance(piece, int) for piece in self._pieces(sample.text)):
@@ -214,7 +214,7 @@ class OutputParserSuite(ComponentSuite):
                     f"{sample.text!r} as a text without special tokens became {short_repr(events)}"
                 )
 
-    @checks(rules.MARKERS, each=_samples)
+    @checks(rules.MARKERS, cases=_samples)
     def test_markers(self, sample: OutputSample) -> None:
         """At every token, `markers()` and `in_reasoning` agree, also with the start marker in the
         prompt.
@@ -247,7 +247,7 @@ class OutputParserSuite(ComponentSuite):
                     f"in_reasoning {_inside(state.in_reasoning)}"
                 )
 
-    @checks(rules.ROLES, each=_samples)
+    @checks(rules.ROLES, cases=_samples)
     def test_roles(self, sample: OutputSample) -> None:
         """A parser of two roles finds with each alone what it finds with both; the rest is
         content.

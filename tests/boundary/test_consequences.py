@@ -122,7 +122,7 @@ def words(text, kind):
 
 
 def consequences(scripted, monkeypatch, kind, method, does, *, built_in):
-    """Return what comes of a fault: errors of requests, of the engine, and counts."""
+    """Return the consequences of a fault: errors of requests, of the engine, and counts."""
     with monkeypatch.context() as patch:
         engine = engine_of(scripted, patch, kind, method, does, built_in=built_in)
         engine.add_request(*request("bad", kind, built_in=built_in))

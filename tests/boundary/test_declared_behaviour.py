@@ -227,7 +227,7 @@ def test_it_ends_the_engine_where_it_is_configured(case):
             guarded.call()
 
 
-# kind, method, arguments, a wrong value, what is said of it; the call fails
+# kind, method, arguments, a wrong value, start of the message; the call fails
 RAISING = [
     ("tokenizers", "encode", ("x",), 1, "returned 1, expected token ids: TypeError: "),
     ("tokenizers", "decode", ([1],), b"x", "returned b'x', expected text"),
@@ -274,7 +274,7 @@ def use(component, case, **options):
 
 
 def error_of(case, does):
-    """Return what comes of a stranger's and of a built-in's method; both agree."""
+    """Return the error of a method, which is the same for a stranger's plugin and a built-in."""
     found = []
     for built_in in (False, True):
         guarded = named(case, does, built_in=built_in)
@@ -363,7 +363,7 @@ def test_a_call_that_fails_is_timed(case, monkeypatch):
         assert boundary_of(guarded).calls.take_seconds() == 2 * SECONDS
 
 
-# kind, method, a wrong value, what is said of it. The calls are written by hand: models,
+# kind, method, a wrong value, start of the message. The calls are written by hand: models,
 # attention and samplers for their speed, the others since the consequence is that of their call.
 CHECKED = [
     ("models", "weight_shapes", {"x": "y"}, "gave {'x': 'y'}, expected a shape per name"),

@@ -128,7 +128,7 @@ def test_a_vocabulary_has_the_models_tokens_alone():
 
 
 @pytest.mark.parametrize("member", ["vocabulary", "vocab_size"])
-def test_what_a_tokenizer_does_not_say_is_no_fault(member):
+def test_a_member_that_a_tokenizer_lacks_is_no_fault(member):
     mine = tokenizer(eos_token_ids=())
     plugins = SimpleNamespace(create=lambda *_, **__: mine.wrapped)
     guarded = open_tokenizer(plugins, SimpleNamespace(source=SOURCE), None, 9)

@@ -23,7 +23,7 @@ SEEN = []
 
 
 class Quota(Strict):
-    """What a client may ask for.
+    """The limits of a client.
 
     Attributes:
         tokens: tokens in a minute.

@@ -96,10 +96,10 @@ class DraftStep:
         """Find the rows.
 
         Args:
-            plan: of the step.
+            plan: plan of the step.
             requests: those that are sampled.
             last: last token of each in the step.
-            device: of the logits.
+            device: device of the logits.
         """
         self._requests, self._device = requests, device
         self._drafts: list[list[int]] = []
@@ -125,7 +125,7 @@ class DraftStep:
         Args:
             stage: samples the rows.
             recompute: returns the logits of all rows.
-            mask: of the rows that a grammar constrains.
+            mask: mask of the rows that a grammar constrains.
 
         Raises:
             PluginContractError: an enabled processor does not support drafts.
@@ -156,7 +156,7 @@ class DraftStep:
 
         Args:
             verified: what `verify` returned.
-            pipeline: of the states.
+            pipeline: holds the states.
             append: appends a token to a request in the batch.
             output: gets the tokens.
         """

@@ -101,7 +101,7 @@ class ProcessorRunner:
             cause: what it raised, or what is wrong with its result.
 
         Raises:
-            PluginFaultError: instead, if the configuration says that faults end the engine.
+            PluginFaultError: instead, if faults end the engine by the configuration.
             BaseException: the cause, if it is no fault.
         """
         if isinstance(cause, BaseException):

@@ -227,7 +227,7 @@ def check_memory(make: Make, sources: Sequence[EngineCoreRequest], waves: int = 
     policy, finished = make(), waves * len(sources)
     what = f"the policy: while {finished} requests finished"
     fix = "in finished(), drop the notes on the request"
-    for wave in without_growth(policy, waves, what, fix, most=finished // 2 - 1):
+    for wave in without_growth(policy, waves, what, fix, limit=finished // 2 - 1):
         requests = _make_requests(policy, sources, wave)
         for request in requests:
             _add(policy, request)

@@ -73,7 +73,7 @@ def test_no_rank_reads_weights_before_the_memory_of_all_is_enough(scripted, monk
         check(self, *args)
 
     monkeypatch.setattr(MemoryEstimate, "check", last)
-    monkeypatch.setattr(LocalWorker, "_load_weights", lambda *args: loaded.append(args))
+    monkeypatch.setattr("hardpoint.core.worker.worker.load_weights", lambda *args: loaded.append(args))
     with pytest.raises(ModelError, match="^not enough memory"):
         start(scripted)
     assert not loaded

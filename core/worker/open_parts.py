@@ -8,13 +8,15 @@ import functools
 import torch
 
 from hardpoint.boundary.activity import Activity, PluginCalls
+from hardpoint.boundary.bound_half import BoundWorkerHalf
 from hardpoint.boundary.step_part_components import Components, describe_fault
-from hardpoint.boundary.worker_parts import BoundWorkerHalf, WorkerParts, opened_half
+from hardpoint.boundary.worker_parts import WorkerParts, opened_half
 from hardpoint.core.weights.planned_model import PlannedModel
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.plugins import Ops
 from hardpoint.plugins.parallel import Parallel
-from hardpoint.plugins.step_part import LoadedModel, StepPartContext, WorkerHalfContext
+from hardpoint.plugins.step_part import StepPartContext
+from hardpoint.plugins.worker_half import LoadedModel, WorkerHalfContext
 from hardpoint.system.memory import memory_limit
 
 from .padded_trial import decode_bytes

@@ -32,9 +32,7 @@ from hardpoint.plugins.component import Component
 from hardpoint.plugins.parallel import Communicator, CommunicatorContext
 from hardpoint.plugins.plan import DraftTokenIds
 from hardpoint.plugins.stats import PluginMeter
-from hardpoint.plugins.step_part import (
-    KVBlocks,
-)
+from hardpoint.plugins.worker_half import KVBlocks
 from hardpoint.registry.blame import describe
 from hardpoint.system.memory import (
     MemoryEstimate,

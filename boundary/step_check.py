@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import (

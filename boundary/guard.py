@@ -260,7 +260,9 @@ def guard(
     guarded = cls.__new__(cls)
     context = component.context
     source = context.source or Source(context.name, "", "", "", "")
-    boundary = Boundary(_unreported if report is None else report, calls or PluginCalls(UNWATCHED, kind, source))
+    boundary = Boundary(
+        _unreported if report is None else report, calls or PluginCalls(UNWATCHED, kind, source)
+    )
     own, use = vars(guarded), (uses or {}).get
     own.update(wrapped=component, boundary=boundary, context=context)
     own.update(name=context.name, options=context.options)

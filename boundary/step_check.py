@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import (
@@ -90,17 +90,20 @@ class ResultCheck:
         self._executor = executor
         self._scheduler = scheduler
 
-    def check(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> dict[str, RequestFault]:
-        """Return the faults of requests, by id; those of the plan are added to the result, too.
+    def check_type(self, plan: SchedulerOutput, result: Any) -> None:
+        """Check that a result is one, before anything reads it.
 
         Raises:
-            PluginFaultError: it is no result at all.
+            PluginFaultError: it is not.
         """
         if not isinstance(result, ModelRunnerOutput):
             raise PluginFaultError(
                 f"{self._executor}: expected a ModelRunnerOutput for step {plan.step}, got "
                 f"{type(result).__name__}"
             )
+
+    def check(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> dict[str, RequestFault]:
+        """Return the faults of requests, by id; those of the plan are added to the result, too."""
         if _is_plain(plan, result) or result.invalid_block_ids:
             return {}
         found = {

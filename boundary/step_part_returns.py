@@ -76,6 +76,19 @@ def matched_defect(matched: Any) -> str | None:
     return f"gave {shown(matched)}, expected tokens >= 0 or None, and whether between steps"
 
 
+def kept_defect(kept: Any) -> str | None:
+    """Return what is wrong with the answer to an ended request, as the end of a sentence.
+
+    Args:
+        kept: what request_finished() returned.
+    """
+    if isinstance(kept, tuple) and len(kept) == 2:
+        keep, params = kept
+        if isinstance(keep, bool) and (params is None or isinstance(params, Mapping)):
+            return None
+    return f"gave {shown(kept)}, expected whether blocks are kept, and a mapping or None"
+
+
 def names_defect(names: Any) -> str | None:
     """Return what is wrong with request ids, as the end of a sentence; None if nothing is.
 

@@ -7,7 +7,6 @@ request that uses a part, each call is a test of an empty list.
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -18,111 +17,33 @@ from hardpoint.errors import (
     HardpointError,
     PluginConflictError,
     PluginFaultError,
-    RequestError,
     shown,
 )
 from hardpoint.plugins import (
-    BlockIds,
     EngineCoreRequest,
     GrammarBitmask,
     ModelRunnerOutput,
-    Request,
     RequestFault,
     Scheduler,
     SchedulerOutput,
     SchedulerStats,
-    WaitingFor,
-    WaitReason,
 )
-from hardpoint.plugins.kv_connector import KVConnectorScheduler
-from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.plan import PartData
 from hardpoint.plugins.step_part import EngineHalf, StepPart
-from hardpoint.registry.blame import describe, faults_as, raise_unless_fault
+from hardpoint.registry.blame import faults_as
 from hardpoint.registry.plugin_set import PluginSet
 
-from .activity import PluginCalls
+from .bound_half import BoundPart, call_for
 from .errors import close_named
 from .faults import StepFaults
+from .step_part_gates import PartGates, PartTransfers
 from .step_part_returns import (
     combined_masks,
-    cost_defect,
     drafts_defect,
     half_defect,
     mask_defect,
-    matched_defect,
     names_defect,
-    reason_defect,
-    shown_reason,
 )
-
-_SKIPPED = "the step goes on without it"
-_ENDED = "the requests that use it end"
-
-
-class BoundPart:
-    """The engine's half of one part, with the requests that use it.
-
-    Attributes:
-        users: ids of live requests that use it.
-    """
-
-    def __init__(
-        self, part: StepPart, half: EngineHalf, source: Source, faults: StepFaults
-    ) -> None:
-        """Bind the methods that the half overrides.
-
-        Args:
-            part: built from its entry; closed with this.
-            half: of the part.
-            source: names the part in messages.
-            faults: counts the faults of scope *step*.
-        """
-        self.name, self.source, self.half = part.name, source, half
-        self._part, self.users = part, set[str]()
-        self._scope, self._faults = part.fault_scope, faults
-        self._calls: PluginCalls = faults.calls("step_parts", source)
-        self.capacity = dict(half.capacity)
-        self.every_plan = half.every_plan
-        self.moves_blocks = part.moves_blocks
-        self.num_draft_tokens = half.num_draft_tokens
-
-    def overrides(self, method: str) -> bool:
-        """Return whether the half has a method of its own."""
-        return getattr(type(self.half), method) is not getattr(EngineHalf, method)
-
-    def users_of(self, plan: SchedulerOutput) -> list[str] | None:
-        """Return the requests of a plan that use the part; None stands for all of them."""
-        if self.every_plan:
-            return None
-        return [name for name in plan.num_scheduled_tokens if name in self.users]
-
-    def run(self, method: str, *args: Any) -> Any:
-        """Call a method of the half."""
-        return self._calls.run(method, getattr(self.half, method), *args)
-
-    def fault(self, message: str, cause: BaseException | None = None) -> RequestFault | None:
-        """Return the fault of the requests that use the part; None where the step goes on.
-
-        Raises:
-            PluginFaultError: the scope of the part's faults is the engine.
-            BaseException: `cause` is no fault of the part.
-        """
-        if cause is not None:
-            raise_unless_fault(cause)
-            message = f"{message}: {describe(cause)}"
-        message = f"{self.source}: {message}"
-        if self._scope == "engine":
-            raise PluginFaultError(message) from cause
-        goes_on = self._scope == "step"
-        self._faults.note(self.source.name, message, cause, _SKIPPED if goes_on else _ENDED)
-        return None if goes_on else RequestFault(message, self.name)
-
-    def close(self) -> None:
-        """Close the half and the part."""
-        with ExitStack() as stack:
-            stack.callback(close_named, self.source, self._part.close)
-            stack.callback(close_named, self.source, self.half.close)
 
 
 class EngineParts:
@@ -145,11 +66,11 @@ class EngineParts:
         self._again: set[str] = set()  # ids of ended requests that others have now
         self._scheduler: Scheduler | None = None
         self._faults: dict[str, RequestFault] = {}
-        self.gates = _Gates(self)
+        self.gates = PartGates(self.of)
         self.transfers = self._transfers()
         self._find_active()
 
-    def _transfers(self) -> _Transfers | None:
+    def _transfers(self) -> PartTransfers | None:
         """Return the loads and saves of the part that moves blocks; None if there is none."""
         found = [part for part in self._parts if part.overrides("get_num_new_matched_tokens")]
         if len(found) > 1:
@@ -157,7 +78,7 @@ class EngineParts:
             raise PluginConflictError(
                 f"{names} both load blocks of the KV cache; expected one of them"
             )
-        return _Transfers(found[0], self._faults) if found else None
+        return PartTransfers(found[0], self._faults) if found else None
 
     @property
     def block_keys(self) -> Callable[[EngineCoreRequest, range], bytes] | None:
@@ -233,10 +154,10 @@ class EngineParts:
             self._again.add(name)
         try:
             for part in self._parts:
-                if _call_for(part, "uses", request) if part.overrides("uses") else True:
+                if call_for(part, "uses", request) if part.overrides("uses") else True:
                     users.append(part)
                     if part.overrides("check"):
-                        _call_for(part, "check", request)
+                        call_for(part, "check", request)
         except BaseException:
             self._refuse(request.request_id, users)
             raise
@@ -456,170 +377,6 @@ class EngineParts:
 
     def _find_active(self) -> None:
         self._active = [part for part in self._parts if part.users or part.every_plan]
-
-
-def _call_for(part: BoundPart, method: str, *args: Any) -> Any:
-    """Call a method for one request.
-
-    Raises:
-        RequestError: it refuses the request, or failed.
-    """
-    try:
-        return part.run(method, *args)
-    except RequestError:
-        raise
-    except BaseException as cause:
-        fault = part.fault(f"its {method}() failed", cause)
-        if fault is None:  # the part is left out of this request
-            return None
-        raise RequestError(fault.message) from cause
-
-
-class _Gates:
-    """The gates and resources of the parts, for a scheduler; see `Gates` of the contract."""
-
-    def __init__(self, parts: EngineParts) -> None:
-        self._parts = parts
-        self._used: dict[str, Counter[str]] = {}  # by part
-        self._costs: dict[str, list[tuple[BoundPart, Mapping[str, int]]]] = {}  # by running request
-
-    def holds(self, request: Request) -> bool:
-        """Return whether a part has a gate for a request, or counts what it costs."""
-        parts = self._parts.of(request.request_id)
-        return any(part.overrides("gate") or part.overrides("cost") for part in parts)
-
-    def wait_reason(self, request: Request) -> WaitReason | None:
-        """Return why a request that has not run is not ready; None if it is."""
-        for part in self._parts.of(request.request_id):
-            if part.overrides("gate"):
-                reason = _as_reason(part, _call_for(part, "gate", request))
-                if reason is not None:
-                    return reason
-        for part, cost in self._cost_of(request):
-            for name, amount in cost.items():
-                if amount > part.capacity.get(name, 0):
-                    raise RequestError(
-                        f"{part.source}: it needs {amount} of {name}, of which there are "
-                        f"{part.capacity.get(name, 0)}"
-                    )
-        return None
-
-    def lacks(self, request: Request) -> WaitReason | None:
-        """Return which resource has no room for a request; None if all have."""
-        for part, cost in self._cost_of(request):
-            used = self._used.get(part.name, Counter())
-            for name, amount in cost.items():
-                room = part.capacity.get(name, 0) - used[name]
-                if amount > room:
-                    return WaitReason(
-                        WaitingFor.PART,
-                        f"{part.name}: needs {amount} of {name}, {room} of "
-                        f"{part.capacity.get(name, 0)} are free",
-                        needed=amount,
-                        available=room,
-                    )
-        return None
-
-    def acquire(self, request: Request) -> None:
-        """Count the resources of a request that starts to run."""
-        if costs := self._cost_of(request):
-            self._costs[request.request_id] = costs
-            for part, cost in costs:
-                self._used.setdefault(part.name, Counter()).update(cost)
-
-    def release(self, request: Request) -> None:
-        """Release the resources of a request that no longer runs."""
-        for part, cost in self._costs.pop(request.request_id, ()):
-            self._used[part.name].subtract(cost)
-
-    def _cost_of(self, request: Request) -> list[tuple[BoundPart, Mapping[str, int]]]:
-        return [
-            (part, _checked_cost(part, request))
-            for part in self._parts.of(request.request_id)
-            if part.overrides("cost")
-        ]
-
-
-class _Transfers(KVConnectorScheduler):
-    """The loads and saves of the part that moves blocks, for a scheduler.
-
-    A fault of the part ends the request, or the step goes on as if nothing could be loaded.
-    """
-
-    def __init__(self, part: BoundPart, faults: dict[str, RequestFault]) -> None:
-        """Call `part`; `faults` gets those that end a request."""
-        self._part, self._faults = part, faults
-
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        """Return how many tokens can be loaded, and whether between steps."""
-        found = self._call("get_num_new_matched_tokens", request, num_computed_tokens)
-        if found is None:
-            return 0, False
-        if (defect := matched_defect(found)) is not None:
-            self._fault(request, f"its get_num_new_matched_tokens() {defect}")
-            return 0, False
-        matched: tuple[int | None, bool] = found
-        return matched
-
-    def update_state_after_alloc(
-        self, request: Request, block_ids: BlockIds, num_external_tokens: int
-    ) -> None:
-        """Record the blocks allocated for a request that was asked for."""
-        self._call("update_state_after_alloc", request, block_ids, num_external_tokens)
-
-    def request_finished(
-        self, request: Request, block_ids: BlockIds
-    ) -> tuple[bool, Mapping[str, Any] | None]:
-        """Record the end of a request; return whether its blocks are kept, and its parameters."""
-        kept = self._call("request_finished", request, block_ids)
-        if kept is None:
-            return False, None
-        keep, params = kept
-        return keep, params
-
-    def build_connector_meta(self, plan: SchedulerOutput) -> None:
-        """Return None: the data of a plan is that of the part's `begin`."""
-
-    def _call(self, method: str, request: Request, *args: Any) -> Any:
-        """Call a method for a request; return None if it fails."""
-        try:
-            return self._part.run(method, request, *args)
-        except BaseException as cause:
-            self._fault(request, f"its {method}() failed", cause)
-            return None
-
-    def _fault(self, request: Request, message: str, cause: BaseException | None = None) -> None:
-        if (fault := self._part.fault(message, cause)) is not None:
-            self._faults.setdefault(request.request_id, fault)
-
-
-def _checked_cost(part: BoundPart, request: Request) -> Mapping[str, int]:
-    """Return what a request costs; nothing if that is not known and the step goes on without it.
-
-    Raises:
-        RequestError: the part failed.
-    """
-    cost: Mapping[str, int] = _call_for(part, "cost", request) or {}
-    if (defect := cost_defect(cost)) is None:
-        return cost
-    if (fault := part.fault(f"its cost() {defect}")) is not None:
-        raise RequestError(fault.message)
-    return {}
-
-
-def _as_reason(part: BoundPart, reason: Any) -> WaitReason | None:
-    """Return what a gate gave as a reason.
-
-    Raises:
-        RequestError: it is none.
-    """
-    if (defect := reason_defect(reason)) is None:
-        return shown_reason(part.name, reason)
-    if (fault := part.fault(f"its gate() {defect}")) is not None:
-        raise RequestError(fault.message)
-    return None
 
 
 def open_parts(

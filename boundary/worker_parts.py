@@ -16,77 +16,25 @@ from hardpoint.plugins import ForwardBatch, ModelRunnerOutput, SchedulerOutput
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.model import Attend, LayerHooks
 from hardpoint.plugins.parallel import Parallel
-from hardpoint.plugins.step_part import (
+from hardpoint.plugins.step_part import StepPart
+from hardpoint.plugins.worker_half import (
     AllocatedCache,
     Forward,
     ForwardStep,
     KVBlocks,
-    StepPart,
     StepRows,
     WorkerHalf,
     WorkerHalfContext,
 )
 from hardpoint.registry.blame import describe, faults_as, raise_unless_fault
-from hardpoint.system.memory import is_out_of_memory
 
-from .activity import PluginCalls
+from .bound_half import IN_LAYERS, BoundWorkerHalf, form_of
 from .checked_model import CheckedModel
-from .errors import close_named
 
 _HOOKS = {"embedded": "embedded tokens", "linear": "linear layers"}
 """What each hook of a model changes."""
 
-_IN_LAYERS = ("around_layers", "embedded", "linear")
-_IN_STEPS = ("begin", *_IN_LAYERS, "after_layers", "hidden", "logits", "sampled", "report")
-
-
-class BoundWorkerHalf:
-    """The worker half of one part."""
-
-    def __init__(self, part: StepPart, half: WorkerHalf, calls: PluginCalls) -> None:
-        """Call the half by `calls`; the part is closed with it."""
-        self.name, self.half = part.name, half
-        self._part, self._calls = part, calls
-        self.source, self.moves_blocks = calls.source, part.moves_blocks
-
-    def overrides(self, method: str) -> bool:
-        """Return whether the half has a method of its own."""
-        return getattr(type(self.half), method) is not getattr(WorkerHalf, method)
-
-    @property
-    def is_in_layers(self) -> bool:
-        """Whether the half is called in the layers of a step."""
-        return any(map(self.overrides, _IN_LAYERS))
-
-    def run(self, method: str, *args: Any, function: Callable[..., Any] | None = None) -> Any:
-        """Call a method of the half, or `function` in its place."""
-        return self._calls.run(method, function or getattr(self.half, method), *args)
-
-    def checked(self, method: str, *args: Any) -> Any:
-        """Call a method of the half outside of a step.
-
-        Raises:
-            PluginFaultError: it failed.
-        """
-        try:
-            return self.run(method, *args)
-        except BaseException as cause:
-            raise_unless_fault(cause)
-            if isinstance(cause, HardpointError) or is_out_of_memory(cause):
-                raise
-            raise PluginFaultError(
-                f"{self.source}: its {method}() failed: {describe(cause)}"
-            ) from cause
-
-    def wrong(self, method: str, got: Any, expected: str) -> PluginFaultError:
-        """Return the fault of a half whose method returned something else than it should."""
-        return PluginFaultError(f"{self.source}: its {method}() gave {_form(got)}, {expected}")
-
-    def close(self) -> None:
-        """Close the half and the part."""
-        with ExitStack() as stack:
-            stack.callback(close_named, self.source, self._part.close)
-            stack.callback(close_named, self.source, self.half.close)
+_IN_STEPS = ("begin", *IN_LAYERS, "after_layers", "hidden", "logits", "sampled", "report")
 
 
 class WorkerParts:
@@ -403,7 +351,7 @@ class WorkerParts:
             return values
         if not isinstance(changed, torch.Tensor) or changed.shape != own.shape:
             expected = f"a tensor {list(own.shape)} or None"
-            self._leave_out(half, f"its {method}() gave {_form(changed)}, expected {expected}")
+            self._leave_out(half, f"its {method}() gave {form_of(changed)}, expected {expected}")
             return values
         if len(indices) == len(values):
             return changed.to(values.dtype)
@@ -502,10 +450,3 @@ def _run_around(half: BoundWorkerHalf, forward: Forward, step: ForwardStep) -> t
     if not isinstance(hidden, torch.Tensor) or hidden.dim() != 2:
         raise half.wrong("around_model", hidden, "in a step, expected hidden states")
     return hidden
-
-
-def _form(value: object) -> str:
-    """Return shape or type of a value, for messages."""
-    if isinstance(value, torch.Tensor):
-        return f"a tensor {list(value.shape)}"
-    return shown(value)

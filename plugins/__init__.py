@@ -99,9 +99,10 @@ from .stats import (
     StatSink,
     StatSinkContext,
 )
-from .step_part import EngineHalf, StepPart, StepPartContext, WorkerHalf
+from .step_part import EngineHalf, StepPart, StepPartContext
 from .step_record import StepRecord, WaitingFor, WaitReason
 from .tokenizer import DecodeStream, Tokenizer, TokenizerContext
+from .worker_half import WorkerHalf
 from .wrapper import Wrapper
 
 __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows

@@ -71,8 +71,8 @@ from hardpoint.plugins.executor import WorkerLaunch
 from hardpoint.plugins.kv_cache import KVCacheGroup, KVCacheManager
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.manifest import PluginEntry, Source
+from hardpoint.plugins.part_components import ComponentFactory
 from hardpoint.plugins.quantization import QuantizedWeight
-from hardpoint.plugins.step_part import ComponentFactory
 from hardpoint.registry.catalog import Catalog
 from hardpoint.registry.discovery import installed_version
 from hardpoint.registry.hooks import HookSet as HookSet

@@ -246,6 +246,7 @@ class StepRunner:
 
     def _update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> Outputs:
         """Pass a result to the scheduler; end the requests for which it is not as planned."""
+        self._check.check_type(plan, result)
         if self._sampled is not None and result.sampled_token_ids:
             self._sampled.append(SampledTokens(plan.step, dict(result.sampled_token_ids)))
         if result.part_faults:  # a half that failed may have let wrong keys and values be written

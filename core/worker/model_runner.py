@@ -34,7 +34,7 @@ from hardpoint.plugins.arguments import prepared_type
 from hardpoint.plugins.device import to_device
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.stats import PluginMeter
-from hardpoint.plugins.step_part import AllocatedCache, Forward, ForwardStep
+from hardpoint.plugins.worker_half import AllocatedCache, Forward, ForwardStep
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.kinds import KINDS, Process
 from hardpoint.registry.request_arguments import argument_key

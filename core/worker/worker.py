@@ -4,69 +4,50 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from hardpoint.boundary.activity import Activity, PluginCalls
-from hardpoint.boundary.checked_attention import CheckedAttention
-from hardpoint.boundary.checked_model import CheckedModel, checked_weights
 from hardpoint.boundary.errors import close_all
-from hardpoint.boundary.step_part_components import Components, describe_fault
-from hardpoint.boundary.worker_parts import BoundWorkerHalf, WorkerParts, opened_half
-from hardpoint.core.weights.planned_model import PlannedModel, open_attention, open_ops, plan_model
+from hardpoint.core.weights.load_weights import load_weights
+from hardpoint.core.weights.planned_model import open_attention, open_ops, plan_model
 from hardpoint.core.weights.shares import check_parallelism
 from hardpoint.core.weights.weight_cache import WeightCache
-from hardpoint.core.weights.weight_key import cache_key
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.core.worker.sampling.observed_states import ObservedStates
-from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
-from hardpoint.core.worker.sampling.processor_runner import ProcessorRunner
-from hardpoint.core.worker.sampling.sampling_stage import SamplingStage, warm_up
+from hardpoint.core.worker.sampling.open_stage import open_stage
+from hardpoint.core.worker.sampling.sampling_stage import warm_up
 from hardpoint.errors import CommunicationAbortedError
 from hardpoint.plugins import (
     GrammarBitmask,
     HardpointError,
-    LogitsContext,
-    Model,
     ModelError,
     ModelRunnerOutput,
-    Ops,
-    SamplerContext,
     SchedulerOutput,
     WorkerInfo,
 )
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.parallel import Communicator, CommunicatorContext
 from hardpoint.plugins.plan import DraftTokenIds
-from hardpoint.plugins.quantization import QuantizedWeight
 from hardpoint.plugins.stats import PluginMeter
-from hardpoint.plugins.step_part import (
-    KVBlocks,
-    LoadedModel,
-    StepPartContext,
-    WorkerHalfContext,
-)
+from hardpoint.plugins.worker_half import KVBlocks
 from hardpoint.registry.blame import describe
 from hardpoint.system.memory import (
     MemoryEstimate,
-    MemoryLimit,
     MovedWeights,
-    cache_share,
     is_out_of_memory,
-    memory_limit,
     out_of_memory,
     release_pinned_memory,
-    trim_memory,
 )
 from hardpoint.system.threads import ComputeThreads, crowding
 
+from .available_memory import measure, share_of_memory
 from .block_identity import block_identity
 from .input_batch import InputBatch
 from .model_runner import ModelRunner
-from .padded_trial import PaddedTrial, decode_bytes, trial_bytes
+from .open_parts import open_worker_parts
 from .profiling import Profiling
 from .rank_store import served_store
 from .ranks import Ranks
@@ -141,19 +122,21 @@ class LocalWorker:
         ranks = self._ranks
         if not ranks.have_met:
             self._meet(spec)
-        share = plan_model(
-            spec, ops, backend, ranks.parallel, lambda: _share_of_memory(spec, ranks)
+        planned = plan_model(
+            spec, ops, backend, ranks.parallel, lambda: share_of_memory(spec, ranks)
         )
-        model, checked, attention = share.model, share.checked, share.attention
+        model, checked, attention = planned.model, planned.checked, planned.attention
         self._bytes_per_block = attention.bytes_per_block
-        self._estimate = share.estimate
-        with contextlib.closing(share.quantized):
+        self._estimate = planned.estimate
+        with contextlib.closing(planned.quantized):
             self._estimate.check(spec.config.model)
             # Before the weights, so that a plugin that cannot start fails early.
-            stage = self._sampling(spec, ops) if ranks.is_output else None
+            stage = None
+            if ranks.is_output:
+                stage = open_stage(spec, ops, self._activity, self.observed_states)
             ranks.wait_for_all()  # so that none allocates while another still measures the memory
-            with torch.inference_mode():
-                self._load_weights(spec, ranks, share)
+            cache = self._weight_cache = WeightCache(spec.config.weight_cache, ranks.num_local)
+            load_weights(spec, planned, cache, ranks.any)
         with torch.inference_mode():
             checked.run_trial(min(_TRIAL_TOKENS, spec.max_model_len), _TRIAL_TOKENS)
             if stage is not None and spec.device.type == "cuda":
@@ -174,50 +157,16 @@ class LocalWorker:
             {entry.name: cls for entry, cls in spec.plugins.logits_processors()},
             spec.device,
         )
-        loaded = _loaded_model(spec, checked, ops, attention)
-        parts = self._step_parts(spec, model.hidden_size, loaded, samples=ranks.is_output)
-        parts.check_hooks(checked, ranks.parallel)
+        parts = open_worker_parts(spec, planned, ops, ranks.parallel, self._activity)
         self._runner.use_parts(parts)
         ranks.wait_for_all()
         self._estimate = self._estimate.with_parts(parts.memory())
-        info = _measured(checked, spec, ranks, attention, self._estimate)
+        info = measure(checked, spec, ranks, attention, self._estimate)
         if (
             spec.device.type == "cuda" and self.movable_weights is None
         ):  # level 1 could not move them
             info = dataclasses.replace(info, sleep_levels=(2,))
         return dataclasses.replace(info, idle_method="idle" if parts.work_when_idle else None)
-
-    def _step_parts(
-        self, spec: WorkerSpec, hidden_size: int, loaded: LoadedModel, *, samples: bool
-    ) -> WorkerParts:
-        """Build the worker halves of the step parts.
-
-        Raises:
-            PluginError: one cannot be built; the others are closed.
-        """
-        context = WorkerHalfContext(
-            device=spec.device,
-            rank=spec.rank,
-            world_size=spec.config.parallel.world_size,
-            vocab_size=spec.model_config.vocab_size,
-            hidden_size=hidden_size,
-            components=Components(spec.plugins, functools.partial(PluginCalls, self._activity)),
-            describe_fault=describe_fault,
-            host_memory=lambda: memory_limit(torch.device("cpu")).available,
-            loaded=loaded,
-        )
-        bound: list[BoundWorkerHalf] = []
-        with contextlib.ExitStack() as undo:
-            for entry in spec.plugins.entries("step_parts"):
-                part = spec.plugins.create(entry, StepPartContext, config=spec.config)
-                calls = PluginCalls(self._activity, "step_parts", entry.source)
-                if (half := opened_half(part, context, entry.source)) is None:
-                    part.close()
-                    continue
-                bound.append(BoundWorkerHalf(part, half, calls))
-                undo.callback(bound[-1].close)
-            undo.pop_all()
-        return WorkerParts(bound, rank=spec.rank, samples=samples)
 
     def _meet(self, spec: WorkerSpec) -> None:
         """Meet the other ranks."""
@@ -241,25 +190,6 @@ class LocalWorker:
             self._ranks.meet(connect)
         if self._ranks.are_many and spec.rank == 0:
             _log.info("ranks communicate by %s", self._ranks.describe())
-
-    def _load_weights(self, spec: WorkerSpec, ranks: Ranks, share: PlannedModel) -> None:
-        """Load the weights that an earlier process has packed, else those of the model's files."""
-        model, checked, quantized = share.model, share.checked, share.quantized
-        cache = self._weight_cache = WeightCache(spec.config.weight_cache, ranks.num_local)
-        key = _cache_key(spec, model) if cache.is_on else None
-        if key is not None and cache.load(key, model):
-            ranks.any(True)  # the others may ask; what was not used would not have been kept
-            return
-        loader = spec.plugins.get("loaders", spec.loader.name)
-        weights = checked_weights(spec.loader, loader.source, checked.shapes, checked.cuts)
-        model.load_weights(quantized.pass_on(_checked(weights, checked.needed, spec)))
-        quantized.check_used(ranks.any(quantized.is_used))
-        said = quantized.describe()
-        if spec.rank == 0 and said is not None:
-            _log.info("matrices of few bits: %s", said)
-        trim_memory()
-        if key is not None and _cache_key(spec, model) == key:  # the files are the same as before
-            cache.save(key, model, said)
 
     def set_max_model_len(self, max_model_len: int) -> None:
         """Set the length of the longest request that the KV cache has room for."""
@@ -504,78 +434,6 @@ class LocalWorker:
             raise RuntimeError("the worker has no model: it was not loaded, was closed, or sleeps")
         return self._runner
 
-    def _sampling(self, spec: WorkerSpec, ops: Ops) -> SamplingStage:
-        vocab_size = spec.model_config.vocab_size
-        slow_seconds = spec.config.plugins.slow_seconds
-        runners = []
-        for entry in spec.plugins.entries("logits_processors"):
-            build = functools.partial(
-                spec.plugins.create,
-                entry,
-                LogitsContext,
-                device=spec.device,
-                vocab_size=vocab_size,
-                max_num_seqs=spec.config.scheduler.max_num_seqs,
-                ops=ops,
-            )
-            runners.append(
-                ProcessorRunner(
-                    build(),
-                    entry.source,
-                    spec.device,
-                    spec.config.scheduler.max_num_seqs,
-                    ends_engine=spec.config.plugins.on_error.get(entry.name) == "engine",
-                    rebuild=build,
-                    activity=self._activity,
-                    slow_seconds=slow_seconds,
-                )
-            )
-        entry = spec.plugins.one("samplers")
-        sampler = spec.plugins.create(
-            entry, SamplerContext, device=spec.device, vocab_size=vocab_size, ops=ops
-        )
-        pipeline = LogitsPipeline(runners, spec.device, self.observed_states)
-        if spec.num_draft_tokens:
-            pipeline.check_drafts()
-        return SamplingStage(
-            pipeline,
-            sampler,
-            spec.device,
-            processed_logprobs=spec.config.sampler.logprobs == "processed",
-            calls=PluginCalls(self._activity, "samplers", entry.source),
-        )
-
-
-def _loaded_model(
-    spec: WorkerSpec, model: CheckedModel, ops: Ops, attention: CheckedAttention
-) -> LoadedModel:
-    """Return the model as step parts get it."""
-    measure = functools.partial(
-        decode_bytes,
-        model,
-        attention,
-        spec.device,
-        spec.max_model_len,
-        spec.config.kv_cache.block_size,
-    )
-    return LoadedModel(
-        model=model,
-        ops=ops,
-        ops_source=spec.plugins.one("ops").source,
-        attention=attention,
-        max_model_len=spec.max_model_len,
-        decode_bytes=measure,
-    )
-
-
-def _share_of_memory(spec: WorkerSpec, ranks: Ranks) -> MemoryLimit:
-    """Return what this rank may still allocate; the CPU ranks of one host share its memory."""
-    limit = memory_limit(spec.device)
-    if spec.device.type != "cpu" or ranks.num_local == 1:
-        return limit
-    share = f"{limit.source}, divided by {ranks.num_local} ranks"
-    return MemoryLimit(limit.available // ranks.num_local, share)
-
 
 def _unsupported(plan: SchedulerOutput, *, drafts: bool) -> list[str]:
     """Return what a plan has and this worker cannot serve, and for whom."""
@@ -589,87 +447,3 @@ def _unsupported(plan: SchedulerOutput, *, drafts: bool) -> list[str]:
         if request_ids
     ]
     return messages
-
-
-def _cache_key(spec: WorkerSpec, model: Model) -> str | None:
-    """Return the key of a model's packed weights; None if they are not kept."""
-    entries = [
-        spec.plugins.get("loaders", spec.loader.name),
-        spec.plugins.get("models", spec.model_config.architecture),
-        spec.plugins.one("ops"),
-        *spec.plugins.entries("quantizations"),
-    ]
-    components = [(e, spec.plugins.target(e)) for entry in entries for e in entry.tree()]
-    return cache_key(spec.loader, model, model.context.ops, spec.config.quantization, components)
-
-
-def _checked(
-    weights: Iterable[tuple[str, torch.Tensor | QuantizedWeight]],
-    shapes: dict[str, tuple[int, ...]],
-    spec: WorkerSpec,
-) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
-    """Yield the weights that the model needs, each once, after a check of a tensor's shape."""
-    missing = dict(shapes)
-    for name, tensor in weights:
-        if (expected := missing.pop(name, None)) is None:
-            continue
-        if isinstance(tensor, QuantizedWeight):  # may be the whole of a part
-            spec.progress("Loading weights", len(shapes) - len(missing), len(shapes))
-            yield name, tensor
-            continue
-        if tuple(tensor.shape) != tuple(expected):
-            raise ModelError(
-                f"model: weight {name!r} of {spec.config.model!r} has shape "
-                f"{tuple(tensor.shape)}, {spec.model_config.architecture} needs {tuple(expected)}"
-            )
-        if not tensor.is_floating_point():
-            raise ModelError(
-                f"model: weight {name!r} of {spec.config.model!r} has the dtype {tensor.dtype}, "
-                f"expected a floating one"
-            )
-        spec.progress("Loading weights", len(shapes) - len(missing), len(shapes))
-        yield name, tensor
-    if missing:
-        names = ", ".join(list(missing)[:3]) + (", ..." if len(missing) > 3 else "")
-        raise ModelError(f"model: {spec.config.model!r} lacks {len(missing)} weights: {names}")
-
-
-@torch.inference_mode()
-def _measured(
-    model: CheckedModel,
-    spec: WorkerSpec,
-    ranks: Ranks,
-    attention: CheckedAttention,
-    estimate: MemoryEstimate,
-) -> WorkerInfo:
-    """Return the memory that is available for the KV cache.
-
-    On a GPU, trial steps of the largest size are measured, one of them of decodes with the
-    attention backend, so that the cache can have nearly all of the rest. On a CPU, it is what the
-    limits of this process leave.
-    """
-    bytes_per_block = attention.bytes_per_block
-    windows = tuple(group.window for group in attention.groups)
-    reserved = sum(estimate.parts.values())
-    if spec.device.type != "cuda":
-        available = _share_of_memory(spec, ranks).available - estimate.step - reserved
-        return WorkerInfo(bytes_per_block, max(available, 0), windows=windows)
-    max_num_seqs, padded = spec.config.scheduler.max_num_seqs, None
-    tokens = min(spec.config.scheduler.max_num_batched_tokens, spec.max_model_len)
-    if attention.pads and not ranks.are_many:  # where one fails, others would wait for it
-        padded = PaddedTrial(
-            model,
-            attention,
-            spec.device,
-            num_seqs=max_num_seqs,
-            max_model_len=spec.max_model_len,
-            block_size=spec.config.kv_cache.block_size,
-        )
-    num_rows = max_num_seqs * (1 + spec.num_draft_tokens)
-    peak = trial_bytes(model, spec.device, tokens, num_rows, padded)
-    del padded
-    torch.cuda.empty_cache()
-    free = int(torch.cuda.mem_get_info(spec.device)[0])
-    share = cache_share(spec.device)
-    available = max(free - peak - reserved, 0)
-    return WorkerInfo(bytes_per_block, available, share, windows=windows)

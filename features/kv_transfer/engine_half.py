@@ -25,7 +25,8 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.config_tables import KVConnectorConfig
 from hardpoint.plugins.kv_connector import KVConnectorScheduler
-from hardpoint.plugins.step_part import ComponentCalls, EngineHalfContext
+from hardpoint.plugins.part_components import ComponentCalls
+from hardpoint.plugins.step_part import EngineHalfContext
 
 from .messages import Report, StepData
 from .transfers import EndedLoad, Loads, Saves

@@ -12,7 +12,8 @@ from hardpoint.plugins.kv_connector import (
     KVConnectorScheduler,
     KVSchedulerContext,
 )
-from hardpoint.plugins.step_part import EngineHalfContext, WorkerHalfContext
+from hardpoint.plugins.step_part import EngineHalfContext
+from hardpoint.plugins.worker_half import WorkerHalfContext
 
 from .engine_half import TransferPlanner
 from .worker_half import TransferWorker

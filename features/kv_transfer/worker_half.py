@@ -28,7 +28,7 @@ from hardpoint.plugins.kv_connector import (
     KVWorkerContext,
 )
 from hardpoint.plugins.kv_store import KVStoreContext
-from hardpoint.plugins.step_part import KVBlocks, WorkerHalfContext
+from hardpoint.plugins.worker_half import KVBlocks, WorkerHalfContext
 
 from .messages import Report, StepData
 

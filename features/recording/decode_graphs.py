@@ -13,7 +13,7 @@ import torch
 
 from hardpoint.errors import size_text
 from hardpoint.plugins import ForwardBatch, Recorded, WorkerHalf
-from hardpoint.plugins.step_part import (
+from hardpoint.plugins.worker_half import (
     AllocatedCache,
     Forward,
     ForwardStep,

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from hardpoint.plugins import AttentionStep
-from hardpoint.plugins.step_part import PackedInputs
+from hardpoint.plugins.worker_half import PackedInputs
 
 _OTHER_ROWS = 3  # token ids, positions and lengths, besides the slots of each group
 _PADDED_SLOT = -1

@@ -10,7 +10,7 @@ from typing import Any
 from hardpoint.errors import PluginFaultError, shown
 from hardpoint.plugins import StepPart, WorkerHalf
 from hardpoint.plugins.component import is_replayable
-from hardpoint.plugins.step_part import LoadedModel, WorkerHalfContext
+from hardpoint.plugins.worker_half import LoadedModel, WorkerHalfContext
 
 from .decode_graphs import DecodeGraphs
 from .repeated_steps import RepeatedSteps

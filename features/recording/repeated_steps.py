@@ -9,7 +9,7 @@ from collections import Counter
 import torch
 
 from hardpoint.plugins import ForwardBatch, Ops, Recorded, WorkerHalf
-from hardpoint.plugins.step_part import AllocatedCache, Forward, ForwardStep, StepModel
+from hardpoint.plugins.worker_half import AllocatedCache, Forward, ForwardStep, StepModel
 
 _log = logging.getLogger("hardpoint")
 

@@ -29,7 +29,8 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.config_tables import GrammarConfig
 from hardpoint.plugins.grammars import GrammarState, Vocabulary
-from hardpoint.plugins.step_part import ComponentFactory, EngineHalfContext
+from hardpoint.plugins.part_components import ComponentFactory
+from hardpoint.plugins.step_part import EngineHalfContext
 from hardpoint.plugins.structured import StructuredOutputs
 
 from .answers import Answer

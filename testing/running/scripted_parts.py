@@ -20,7 +20,8 @@ from hardpoint.plugins import (
     StepPart,
     WorkerHalf,
 )
-from hardpoint.plugins.step_part import EngineHalfContext, StepRows, WorkerHalfContext
+from hardpoint.plugins.step_part import EngineHalfContext
+from hardpoint.plugins.worker_half import StepRows, WorkerHalfContext
 
 if TYPE_CHECKING:
     import torch

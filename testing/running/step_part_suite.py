@@ -29,7 +29,9 @@ from hardpoint.plugins import (
 from hardpoint.plugins.component import Component, Context
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.manifest import Source
-from hardpoint.plugins.step_part import ComponentCalls, EngineHalfContext, WorkerHalfContext
+from hardpoint.plugins.part_components import ComponentCalls
+from hardpoint.plugins.step_part import EngineHalfContext
+from hardpoint.plugins.worker_half import WorkerHalfContext
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.engine_access import describe_fault, engine_config, installed_components
 from hardpoint.testing.reporting.calls import CLOSE, MEMORY, call, check_growth, releasing_all

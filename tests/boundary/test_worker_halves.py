@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from hardpoint.boundary.activity import Activity, PluginCalls
-from hardpoint.boundary.worker_parts import BoundWorkerHalf, WorkerParts
+from hardpoint.boundary.bound_half import BoundWorkerHalf
+from hardpoint.boundary.worker_parts import WorkerParts
 from hardpoint.errors import ConfigError, PluginFaultError
 from hardpoint.plugins import ForwardBatch, WorkerHalf
 from hardpoint.plugins.manifest import Source
-from hardpoint.plugins.step_part import ForwardStep
+from hardpoint.plugins.worker_half import ForwardStep
 
 
 def half_of(*, packs=False, **methods):

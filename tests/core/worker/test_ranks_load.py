@@ -9,7 +9,6 @@ import torch
 
 from hardpoint.core.worker import worker
 from hardpoint.core.worker.ranks import Ranks
-from hardpoint.core.worker.worker import LocalWorker
 from hardpoint.plugins import ModelError
 from hardpoint.plugins.config_tables import ParallelConfig
 from hardpoint.plugins.parallel import Placement, SingleRank
@@ -73,7 +72,9 @@ def test_no_rank_reads_weights_before_the_memory_of_all_is_enough(scripted, monk
         check(self, *args)
 
     monkeypatch.setattr(MemoryEstimate, "check", last)
-    monkeypatch.setattr(LocalWorker, "_load_weights", lambda *args: loaded.append(args))
+    monkeypatch.setattr(
+        "hardpoint.core.worker.worker.load_weights", lambda *args: loaded.append(args)
+    )
     with pytest.raises(ModelError, match="^not enough memory"):
         start(scripted)
     assert not loaded

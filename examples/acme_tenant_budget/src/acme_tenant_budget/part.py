@@ -22,7 +22,8 @@ from hardpoint.plugins import (
     WaitReason,
     WorkerHalf,
 )
-from hardpoint.plugins.step_part import EngineHalfContext, WorkerHalfContext
+from hardpoint.plugins.step_part import EngineHalfContext
+from hardpoint.plugins.worker_half import WorkerHalfContext
 
 from .bucket import Bucket
 

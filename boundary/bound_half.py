@@ -1,0 +1,167 @@
+"""The halves of step parts with what calls them, for `EngineParts` and `WorkerParts`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+
+from hardpoint.errors import HardpointError, PluginFaultError, RequestError, shown
+from hardpoint.plugins import EngineHalf, RequestFault, SchedulerOutput, StepPart, WorkerHalf
+from hardpoint.plugins.manifest import Source
+from hardpoint.registry.blame import describe, raise_unless_fault
+from hardpoint.system.memory import is_out_of_memory
+
+from .activity import PluginCalls
+from .errors import close_named
+from .faults import StepFaults
+
+HalfT = TypeVar("HalfT", EngineHalf, WorkerHalf)
+
+IN_LAYERS = ("around_layers", "embedded", "linear")
+"""Methods of a worker half that are called in the layers of a step."""
+
+_SKIPPED = "the step goes on without it"
+_ENDED = "the requests that use it end"
+
+
+class BoundHalf(Generic[HalfT]):
+    """A half of a step part, whose methods are recorded and timed.
+
+    Attributes:
+        name: name of the part.
+        half: the half.
+        source: names the part in messages.
+        moves_blocks: see `StepPart.moves_blocks`.
+    """
+
+    interface: ClassVar[type]
+
+    def __init__(self, part: StepPart, half: HalfT, calls: PluginCalls) -> None:
+        """Call the half by `calls`; the part is closed with it."""
+        self.half: HalfT = half
+        self.name, self.source = part.name, calls.source
+        self.moves_blocks = part.moves_blocks
+        self._part, self._calls = part, calls
+
+    def overrides(self, method: str) -> bool:
+        """Return whether the half has a method of its own."""
+        return getattr(type(self.half), method) is not getattr(self.interface, method)
+
+    def run(self, method: str, *args: Any, function: Callable[..., Any] | None = None) -> Any:
+        """Call a method of the half, or `function` in its place."""
+        return self._calls.run(method, function or getattr(self.half, method), *args)
+
+    def close(self) -> None:
+        """Close the half and the part."""
+        with ExitStack() as stack:
+            stack.callback(close_named, self.source, self._part.close)
+            stack.callback(close_named, self.source, self.half.close)
+
+
+class BoundPart(BoundHalf[EngineHalf]):
+    """The engine's half of one part, with the requests that use it.
+
+    Attributes:
+        users: ids of live requests that use it.
+    """
+
+    interface = EngineHalf
+
+    def __init__(
+        self, part: StepPart, half: EngineHalf, source: Source, faults: StepFaults
+    ) -> None:
+        """Bind the methods that the half overrides.
+
+        Args:
+            part: built from its entry; closed with this.
+            half: of the part.
+            source: names the part in messages.
+            faults: counts the faults of scope *step*.
+        """
+        super().__init__(part, half, faults.calls("step_parts", source))
+        self.users = set[str]()
+        self._scope, self._faults = part.fault_scope, faults
+        self.capacity = dict(half.capacity)
+        self.every_plan = half.every_plan
+        self.num_draft_tokens = half.num_draft_tokens
+
+    def users_of(self, plan: SchedulerOutput) -> list[str] | None:
+        """Return the requests of a plan that use the part; None stands for all of them."""
+        if self.every_plan:
+            return None
+        return [name for name in plan.num_scheduled_tokens if name in self.users]
+
+    def fault(self, message: str, cause: BaseException | None = None) -> RequestFault | None:
+        """Return the fault of the requests that use the part; None where the step goes on.
+
+        Raises:
+            PluginFaultError: the scope of the part's faults is the engine.
+            BaseException: `cause` is no fault of the part.
+        """
+        if cause is not None:
+            raise_unless_fault(cause)
+            message = f"{message}: {describe(cause)}"
+        message = f"{self.source}: {message}"
+        if self._scope == "engine":
+            raise PluginFaultError(message) from cause
+        goes_on = self._scope == "step"
+        self._faults.note(self.source.name, message, cause, _SKIPPED if goes_on else _ENDED)
+        return None if goes_on else RequestFault(message, self.name)
+
+
+def call_for(part: BoundPart, method: str, *args: Any) -> Any:
+    """Call a method for one request.
+
+    Raises:
+        RequestError: it refuses the request, or failed.
+    """
+    try:
+        return part.run(method, *args)
+    except RequestError:
+        raise
+    except BaseException as cause:
+        fault = part.fault(f"its {method}() failed", cause)
+        if fault is None:  # the part is left out of this request
+            return None
+        raise RequestError(fault.message) from cause
+
+
+class BoundWorkerHalf(BoundHalf[WorkerHalf]):
+    """The worker half of one part."""
+
+    interface = WorkerHalf
+
+    @property
+    def is_in_layers(self) -> bool:
+        """Whether the half is called in the layers of a step."""
+        return any(map(self.overrides, IN_LAYERS))
+
+    def checked(self, method: str, *args: Any) -> Any:
+        """Call a method of the half outside of a step.
+
+        Raises:
+            PluginFaultError: it failed.
+        """
+        try:
+            return self.run(method, *args)
+        except BaseException as cause:
+            raise_unless_fault(cause)
+            if isinstance(cause, HardpointError) or is_out_of_memory(cause):
+                raise
+            raise PluginFaultError(
+                f"{self.source}: its {method}() failed: {describe(cause)}"
+            ) from cause
+
+    def wrong(self, method: str, got: Any, expected: str) -> PluginFaultError:
+        """Return the fault of a half whose method returned something else than it should."""
+        return PluginFaultError(f"{self.source}: its {method}() gave {form_of(got)}, {expected}")
+
+
+def form_of(value: object) -> str:
+    """Return shape or type of a value, for messages."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {list(value.shape)}"
+    return shown(value)

@@ -1,0 +1,172 @@
+"""What a scheduler sees of step parts: their gates and resources, and loads and saves of blocks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hardpoint.errors import RequestError
+from hardpoint.plugins import (
+    BlockIds,
+    Request,
+    RequestFault,
+    SchedulerOutput,
+    WaitingFor,
+    WaitReason,
+)
+from hardpoint.plugins.kv_connector import KVConnectorScheduler
+
+from .bound_half import BoundPart, call_for
+from .step_part_returns import cost_defect, kept_defect, matched_defect, reason_defect, shown_reason
+
+
+class PartGates:
+    """The gates and resources of the parts, for a scheduler; see `Gates` of the contract."""
+
+    def __init__(self, parts_of: Callable[[str], Sequence[BoundPart]]) -> None:
+        """Ask the parts that `parts_of` returns for the id of a request."""
+        self._parts_of = parts_of
+        self._used: dict[str, Counter[str]] = {}  # by part
+        self._costs: dict[str, list[tuple[BoundPart, Mapping[str, int]]]] = {}  # by running request
+
+    def holds(self, request: Request) -> bool:
+        """Return whether a part has a gate for a request, or counts what it costs."""
+        parts = self._parts_of(request.request_id)
+        return any(part.overrides("gate") or part.overrides("cost") for part in parts)
+
+    def wait_reason(self, request: Request) -> WaitReason | None:
+        """Return why a request that has not run is not ready; None if it is."""
+        for part in self._parts_of(request.request_id):
+            if part.overrides("gate"):
+                reason = _as_reason(part, call_for(part, "gate", request))
+                if reason is not None:
+                    return reason
+        for part, cost in self._cost_of(request):
+            for name, amount in cost.items():
+                if amount > part.capacity.get(name, 0):
+                    raise RequestError(
+                        f"{part.source}: it needs {amount} of {name}, of which there are "
+                        f"{part.capacity.get(name, 0)}"
+                    )
+        return None
+
+    def lacks(self, request: Request) -> WaitReason | None:
+        """Return which resource has no room for a request; None if all have."""
+        for part, cost in self._cost_of(request):
+            used = self._used.get(part.name, Counter())
+            for name, amount in cost.items():
+                room = part.capacity.get(name, 0) - used[name]
+                if amount > room:
+                    return WaitReason(
+                        WaitingFor.PART,
+                        f"{part.name}: needs {amount} of {name}, {room} of "
+                        f"{part.capacity.get(name, 0)} are free",
+                        needed=amount,
+                        available=room,
+                    )
+        return None
+
+    def acquire(self, request: Request) -> None:
+        """Count the resources of a request that starts to run."""
+        if costs := self._cost_of(request):
+            self._costs[request.request_id] = costs
+            for part, cost in costs:
+                self._used.setdefault(part.name, Counter()).update(cost)
+
+    def release(self, request: Request) -> None:
+        """Release the resources of a request that no longer runs."""
+        for part, cost in self._costs.pop(request.request_id, ()):
+            self._used[part.name].subtract(cost)
+
+    def _cost_of(self, request: Request) -> list[tuple[BoundPart, Mapping[str, int]]]:
+        return [
+            (part, _checked_cost(part, request))
+            for part in self._parts_of(request.request_id)
+            if part.overrides("cost")
+        ]
+
+
+class PartTransfers(KVConnectorScheduler):
+    """The loads and saves of the part that moves blocks, for a scheduler.
+
+    A fault of the part ends the request, or the step goes on as if nothing could be loaded.
+    """
+
+    def __init__(self, part: BoundPart, faults: dict[str, RequestFault]) -> None:
+        """Call `part`; `faults` gets those that end a request."""
+        self._part, self._faults = part, faults
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Return how many tokens can be loaded, and whether between steps."""
+        found = self._call("get_num_new_matched_tokens", request, num_computed_tokens)
+        if found is None:
+            return 0, False
+        if (defect := matched_defect(found)) is not None:
+            self._fault(request, f"its get_num_new_matched_tokens() {defect}")
+            return 0, False
+        matched: tuple[int | None, bool] = found
+        return matched
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: BlockIds, num_external_tokens: int
+    ) -> None:
+        """Record the blocks allocated for a request that was asked for."""
+        self._call("update_state_after_alloc", request, block_ids, num_external_tokens)
+
+    def request_finished(
+        self, request: Request, block_ids: BlockIds
+    ) -> tuple[bool, Mapping[str, Any] | None]:
+        """Record the end of a request; return whether its blocks are kept, and its parameters."""
+        kept = self._call("request_finished", request, block_ids)
+        if kept is None:
+            return False, None
+        if (defect := kept_defect(kept)) is not None:
+            self._fault(request, f"its request_finished() {defect}")
+            return False, None
+        keep, params = kept
+        return keep, params
+
+    def build_connector_meta(self, plan: SchedulerOutput) -> None:
+        """Return None: the data of a plan is that of the part's `begin`."""
+
+    def _call(self, method: str, request: Request, *args: Any) -> Any:
+        """Call a method for a request; return None if it fails."""
+        try:
+            return self._part.run(method, request, *args)
+        except BaseException as cause:
+            self._fault(request, f"its {method}() failed", cause)
+            return None
+
+    def _fault(self, request: Request, message: str, cause: BaseException | None = None) -> None:
+        if (fault := self._part.fault(message, cause)) is not None:
+            self._faults.setdefault(request.request_id, fault)
+
+
+def _checked_cost(part: BoundPart, request: Request) -> Mapping[str, int]:
+    """Return what a request costs; nothing if that is not known and the step goes on without it.
+
+    Raises:
+        RequestError: the part failed.
+    """
+    cost: Mapping[str, int] = call_for(part, "cost", request) or {}
+    if (defect := cost_defect(cost)) is None:
+        return cost
+    if (fault := part.fault(f"its cost() {defect}")) is not None:
+        raise RequestError(fault.message)
+    return {}
+
+
+def _as_reason(part: BoundPart, reason: Any) -> WaitReason | None:
+    """Return what a gate gave as a reason.
+
+    Raises:
+        RequestError: it is not one.
+    """
+    if (defect := reason_defect(reason)) is None:
+        return shown_reason(part.name, reason)
+    if (fault := part.fault(f"its gate() {defect}")) is not None:
+        raise RequestError(fault.message)
+    return None

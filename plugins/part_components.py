@@ -1,0 +1,91 @@
+"""Components of other kinds that a step part drives: built, called and counted by the engine.
+
+The contexts of both halves of a part have these, so that a part needs nothing of the engine itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from .component import Context
+from .manifest import Source
+
+__all__ = ["ComponentCalls", "ComponentFactory", "FaultCounter"]
+
+R = TypeVar("R")
+
+
+class ComponentCalls(Protocol):
+    """Calls the methods of one component, which are timed and named while they run.
+
+    Attributes:
+        source: names the component in messages.
+    """
+
+    source: Source
+
+    def run(self, method: str, function: Callable[..., R], *args: Any) -> R:
+        """Call a method of the component; return what it returns."""
+
+
+class FaultCounter(Protocol):
+    """Counts the faults of the components that a part drives, for `LLM.health()`."""
+
+    def reporter(
+        self, source: Source, consequence: str
+    ) -> Callable[[str, BaseException | None], None]:
+        """Return what counts a fault of a component, given a message and its cause.
+
+        It raises PluginFaultError if the component's faults end the engine (`plugins.on_error`).
+
+        Args:
+            source: of the component.
+            consequence: logged with its first fault.
+        """
+
+    def note(
+        self, name: str, message: str, cause: BaseException | None = None, consequence: str = ...
+    ) -> None:
+        """Count a fault under a name; the first one of each name is logged."""
+
+    def record(self, name: str, message: str, consequence: str = ...) -> None:
+        """Count a fault that a worker half has reported.
+
+        Raises:
+            PluginFaultError: the component's faults end the engine.
+        """
+
+
+class ComponentFactory(Protocol):
+    """Builds the components of other kinds that a part drives, and names them in messages."""
+
+    def enabled(self, kind: str) -> Sequence[str]:
+        """Return the names of the enabled components of a kind, in their order."""
+
+    def calls(self, kind: str, name: str) -> ComponentCalls:
+        """Return the caller of the methods of a component.
+
+        Raises:
+            PluginNotFoundError: it is not enabled.
+        """
+
+    def create(self, kind: str, name: str, context: type[Context[Any]], **fields: Any) -> Any:
+        """Build an enabled component, which the caller owns and closes.
+
+        Args:
+            kind: such as "grammars".
+            name: of the component.
+            context: class of its context.
+            fields: of the context, besides name and options.
+
+        Raises:
+            PluginError: it is not enabled, or cannot be built.
+        """
+
+    def source(self, kind: str, name: str) -> str:
+        """Return how messages name a component.
+
+        Raises:
+            PluginNotFoundError: it is not enabled.
+        """

@@ -1,0 +1,377 @@
+"""The half of a step part in a worker, and what it gets of the worker's model and KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from .kv_cache import KVCacheGroup
+from .kv_connector import BlockIdentity
+from .manifest import Source
+from .part_components import ComponentFactory
+from .plan import SchedulerOutput
+
+if TYPE_CHECKING:
+    import torch
+
+    from .attention import AttentionStep
+    from .model import Attend, ForwardBatch
+    from .ops import Ops
+
+__all__ = [
+    "AllocatedCache",
+    "Forward",
+    "ForwardStep",
+    "KVBlocks",
+    "LoadedModel",
+    "PackedInputs",
+    "StepAttention",
+    "StepModel",
+    "StepRows",
+    "WorkerHalf",
+    "WorkerHalfContext",
+]
+
+
+class StepModel(Protocol):
+    """A worker's model, whose results are checked.
+
+    Attributes:
+        source: names it in messages.
+        is_replayable: whether its operations may be recorded, see `Model.replayable`.
+    """
+
+    source: Source
+    is_replayable: bool
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Return hidden states, as `Model.forward`.
+
+        Raises:
+            PluginFaultError: the model returned something else.
+        """
+
+
+class StepAttention(Protocol):
+    """A worker's attention backend, whose results are checked.
+
+    Attributes:
+        source: names it in messages.
+        is_replayable: whether its operations may be recorded, see `AttentionBackend.replayable`.
+        pads: see `AttentionBackend.pads`.
+        groups: KV cache groups of the model's layers.
+    """
+
+    source: Source
+    is_replayable: bool
+    pads: bool
+    groups: tuple[KVCacheGroup, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """The model of a worker, with what computes it.
+
+    Attributes:
+        model: whose weights are loaded.
+        ops: operations of its layers.
+        ops_source: names them in messages.
+        attention: of its layers.
+        max_model_len: tokens of a request, at most.
+        decode_bytes: returns the bytes that a step of so many sequences with one token each needs
+            at once, of the maximum length; measured on a GPU, 0 elsewhere.
+    """
+
+    model: StepModel
+    ops: Ops
+    ops_source: Source
+    attention: StepAttention
+    max_model_len: int
+    decode_bytes: Callable[[int], int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerHalfContext:
+    """Context of the half in a worker.
+
+    Attributes:
+        device: of the model, a `torch.device`.
+        rank: of the worker.
+        world_size: number of workers.
+        vocab_size: of the model.
+        hidden_size: of the model.
+        components: builds components of other kinds.
+        describe_fault: as in `EngineHalfContext`.
+        host_memory: returns the bytes that the process may still allocate in CPU memory.
+        loaded: the model itself; None if the context was made by hand.
+    """
+
+    device: Any
+    rank: int
+    world_size: int
+    vocab_size: int
+    hidden_size: int
+    components: ComponentFactory
+    describe_fault: Callable[[BaseException], str]
+    host_memory: Callable[[], int]
+    loaded: LoadedModel | None = None
+
+
+@dataclass(frozen=True)
+class KVBlocks:
+    """The KV cache of a rank, as a step part sees it that moves blocks.
+
+    Attributes:
+        identity: what the bytes of its blocks depend on, besides tokens.
+        layers: per layer of this rank, views of its memory, uint8 [num_blocks, bytes], which
+            together are all bytes of each block.
+    """
+
+    identity: BlockIdentity
+    layers: Sequence[Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class AllocatedCache:
+    """The KV cache of a worker.
+
+    Attributes:
+        attend: plans a step over this cache, whose layouts it gets by group; returns its attention.
+        max_model_len: tokens of a sequence, at most.
+        block_size: tokens per block.
+        num_groups: KV cache groups.
+    """
+
+    attend: Callable[[Sequence[AttentionStep]], Attend]
+    max_model_len: int
+    block_size: int
+    num_groups: int
+
+
+class PackedInputs(Protocol):
+    """The integers of a step on the device, int64, as views of one tensor.
+
+    Attributes:
+        token_ids: [tokens].
+        positions: [tokens].
+        slots: of each group, [tokens].
+        lens: length of each sequence, the tokens of the step included, [seqs].
+        starts: first token of each sequence, and the number of all tokens, [seqs + 1].
+        tables: block tables of each group, [seqs, blocks].
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: list[torch.Tensor]
+    lens: torch.Tensor
+    starts: torch.Tensor
+    tables: list[torch.Tensor]
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """Token ids, positions, slots of each group, and lens: [3 + groups, tokens].
+
+        For a step with one token per sequence.
+        """
+
+
+class ForwardStep:
+    """What the model computes in a step.
+
+    Attributes:
+        packed: the inputs in one tensor; None unless a half packs, or on a GPU.
+        needs_model: whether the model itself has to run: its layers are followed, or the experts of
+            tokens are reported.
+    """
+
+    __slots__ = ("_batch", "_plan", "needs_model", "packed")
+
+    def __init__(
+        self,
+        plan: Callable[[], ForwardBatch],
+        packed: PackedInputs | None = None,
+        *,
+        needs_model: bool = False,
+    ) -> None:
+        """Plan nothing yet; `plan` plans the attention of the step and returns its inputs."""
+        self._plan = plan
+        self._batch: ForwardBatch | None = None
+        self.packed, self.needs_model = packed, needs_model
+
+    @property
+    def batch(self) -> ForwardBatch:
+        """The inputs of the model; the attention is planned by the first access."""
+        if self._batch is None:
+            self._batch = self._plan()
+        return self._batch
+
+
+Forward = Callable[[ForwardStep], "torch.Tensor"]
+"""Returns the hidden states of a step, [tokens, hidden]; they may be overwritten by the next."""
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The requests of a worker's step that use a part, in the order of their tokens.
+
+    Attributes:
+        request_ids: ids of these requests.
+        starts: index of the first token of each request, and at the end the number of all tokens.
+    """
+
+    request_ids: Sequence[str]
+    starts: Sequence[int]
+
+
+class WorkerHalf:
+    """The half of a step part in a worker.
+
+    Every method is optional. `begin`, `around_layers`, `embedded`, `linear`, `after_layers`,
+    `hidden`, `logits` and `report` are called in steps for which the engine's half gave data;
+    `embedded`, `linear`, `hidden` and `logits` get the rows of the requests that use the part, and
+    no others. The other methods need no half in the engine.
+
+    Attributes:
+        packs: whether `ForwardStep.packed` is needed.
+        wants_layers: whether `around_layers`, `embedded` and `linear` are called in this step; read
+            after `begin`. If not, a step of few tokens may be repeated without running Python.
+    """
+
+    packs: ClassVar[bool] = False
+    wants_layers: bool = True
+
+    def start(self, blocks: KVBlocks | None) -> bytes | None:  # noqa: ARG002
+        """Take the KV cache, which was just allocated; of a part that moves blocks alone.
+
+        Args:
+            blocks: None if another rank could not start its half again: this one is not to touch a
+                block any more.
+
+        Returns:
+            Data for `EngineHalf.started`.
+        """
+        return None
+
+    def release_blocks(self) -> None:
+        """Let go of the KV cache, whose memory is released by a sleep."""
+
+    def take_blocks(self, blocks: KVBlocks) -> None:
+        """Take the KV cache, which was allocated again after `release_blocks`."""
+
+    def memory(self) -> Mapping[str, int]:
+        """Return the bytes that the half is going to allocate, by what they are for.
+
+        Called once, before the KV cache is sized, which leaves them free.
+        """
+        return {}
+
+    def around_model(self, forward: Forward) -> Forward:
+        """Return a function that is called instead of `forward` in each step; by default itself.
+
+        Called once, when the model is loaded. `forward` has the functions of the parts before this
+        one in it; a function that gives hidden states without it leaves those out. An exception
+        of the function ends the step as one of the model does.
+        """
+        return forward
+
+    def cache_allocated(self, cache: AllocatedCache) -> None:
+        """Notify the half of the KV cache, which is allocated, also again after a sleep."""
+
+    def cache_released(self) -> None:
+        """Forget the KV cache, whose memory is to be released."""
+
+    def finished(self, request_ids: Collection[str]) -> None:
+        """Notify the half of requests that have ended, of all that the worker had."""
+
+    def idle(self) -> bool | None:
+        """Do one piece of work ahead, while the engine has nothing to do.
+
+        A request that comes waits until it returns. Never called if no half overrides it.
+
+        Returns:
+            Whether there is more to do now; None if there will be nothing until the KV cache is
+            allocated again.
+        """
+        return None
+
+    def begin(self, plan: SchedulerOutput, data: bytes) -> None:
+        """Take the data of the engine's half, before the model runs."""
+
+    def around_layers(self, attend: Attend) -> Attend:
+        """Return a function that is called instead of `attend` for each layer of the step."""
+        return attend
+
+    def embedded(
+        self,
+        embedded: torch.Tensor,  # noqa: ARG002
+        rows: StepRows,  # noqa: ARG002
+    ) -> torch.Tensor | None:
+        """Return changed embeddings [tokens, hidden_size] of a step; None leaves them.
+
+        Called with the tokens as they enter the first layer. The keys and values that follow
+        depend on it, so that `EngineHalf.block_key` has to differ where it changes any.
+        """
+        return None
+
+    def linear(
+        self,
+        parts: Sequence[tuple[str, int]],  # noqa: ARG002
+        x: torch.Tensor,  # noqa: ARG002
+        y: torch.Tensor,  # noqa: ARG002
+        rows: StepRows,  # noqa: ARG002
+    ) -> torch.Tensor | None:
+        """Return a changed product of a linear layer; None leaves it. See `LayerHooks.linear`.
+
+        The keys and values that follow depend on it, as on those of `embedded`.
+
+        Args:
+            parts: the stacked checkpoint matrices: name without `.weight`, rows of this rank.
+            x: [tokens, columns].
+            y: [tokens, rows of all parts].
+            rows: whose tokens these are.
+        """
+        return None
+
+    def after_layers(self) -> None:
+        """Complete what the calls of `around_layers` began; called after the last layer."""
+
+    def hidden(self, hidden: torch.Tensor, rows: StepRows) -> torch.Tensor | None:  # noqa: ARG002
+        """Return changed hidden states [tokens, hidden_size] of a step; None leaves them."""
+        return None
+
+    def logits(
+        self,
+        logits: torch.Tensor,  # noqa: ARG002
+        request_ids: Sequence[str],  # noqa: ARG002
+    ) -> torch.Tensor | None:
+        """Return changed logits, before masks and logits processors; None leaves them.
+
+        Args:
+            logits: float32 [rows, vocab_size].
+            request_ids: of each row; a request with drafts has one more row for each.
+        """
+        return None
+
+    def sampled(self, token_ids: Mapping[str, Sequence[int]]) -> None:
+        """Read the tokens of the step by request, before `report`, in the rank that samples.
+
+        Those of requests that use the part: accepted drafts, then one more token.
+        """
+
+    def report(self) -> bytes | None:
+        """Return a report of the step for the engine's half.
+
+        Of a part that moves blocks, each rank's report reaches it; else that of the rank that
+        samples.
+        """
+        return None
+
+    def sleep(self, level: int) -> None:
+        """Release memory, see `Worker.sleep`; level 2 is followed by `close`."""
+
+    def wake_up(self) -> None:
+        """Allocate again what `sleep` released."""
+
+    def close(self) -> None:
+        """Release resources; called once."""

@@ -247,8 +247,8 @@ class StatSinkSuite(ComponentSuite):
 
     def test_exposition(self) -> None:
         """The exposition has Prometheus's format, also before the first batch; the same report
-        gives the same text at once; no series is there twice, and no counter falls or vanishes, also if
-        the engine's totals start again.
+        gives the same text at once; no series is there twice, and no counter falls or vanishes,
+        also if the engine's totals start again.
         """
 
         def check(events: Sequence[Any]) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hardpoint.boundary.activity import Activity, PluginCalls
-from hardpoint.boundary.bound_half import BoundWorkerHalf
-from hardpoint.boundary.worker_parts import WorkerParts
+from hardpoint.boundary.parts.bound_half import BoundWorkerHalf
+from hardpoint.boundary.parts.worker_parts import WorkerParts
 from hardpoint.errors import ConfigError, PluginFaultError
 from hardpoint.plugins import ForwardBatch, WorkerHalf
 from hardpoint.plugins.manifest import Source

@@ -26,7 +26,7 @@ def parts_of(*halves):
     bound = []
     for index, half in enumerate(halves):
         source = Source(f"part{index}", f"acme:Part{index}", "acme", "1.0", "plugins.enable")
-        part = SimpleNamespace(name=source.name, close=lambda: None)
+        part = SimpleNamespace(name=source.name, moves_blocks=None, close=lambda: None)
         bound.append(BoundWorkerHalf(part, half, PluginCalls(Activity(), "step_parts", source)))
     return WorkerParts(bound)
 

@@ -45,7 +45,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hardpoint import LLM, SamplingParams
-from hardpoint.boundary.step_part_components import Components, describe_fault
+from hardpoint.boundary.parts.components import Components, describe_fault
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.weights.model_files import find_files
 from hardpoint.core.worker.sampling.grammar_mask import GrammarMask

@@ -24,8 +24,8 @@ from hardpoint import typed
 from hardpoint.boundary.activity import Activity, PluginCalls
 from hardpoint.boundary.checked_model import cut_weights as cut_weights
 from hardpoint.boundary.faults import FaultReporter
-from hardpoint.boundary.step_part_components import Components
-from hardpoint.boundary.step_part_components import describe_fault as describe_fault
+from hardpoint.boundary.parts.components import Components
+from hardpoint.boundary.parts.components import describe_fault as describe_fault
 from hardpoint.core.config import default_config_type
 from hardpoint.core.engine.encoder_cache import EncoderCacheManager
 from hardpoint.core.engine.policy import PolicyArguments

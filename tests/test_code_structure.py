@@ -44,7 +44,6 @@ SMALL_MODULES = {
     "hardpoint.core.client.output_queue": "the queue of an LLM; EventLoopBridge is AsyncLLM's",
     "hardpoint.system.process.main_module.find_unpicklable": "a search, used for errors alone",
     "hardpoint.core.frontend.outputs.pooling_state": "pooling models fill it",
-    "hardpoint.core.kv_cache.block_hashes": "the hashes of requests; the formula is the contract's",
     "hardpoint.core.worker.rank_store": "a server, which runs only while ranks of hosts meet",
     "hardpoint.core.worker.profiling": "torch's profiler, which nothing else of a worker needs",
     "hardpoint.core.worker.sampling.edits": "an algorithm with tests of its own",

@@ -14,8 +14,8 @@ import msgspec
 
 from hardpoint.boundary.activity import Activity
 from hardpoint.boundary.faults import CALL_LOST, StepFaults, create_all
-from hardpoint.boundary.step_part_components import Components, GatesAsGrammars, describe_fault
-from hardpoint.boundary.step_parts import EngineParts, open_parts
+from hardpoint.boundary.parts.components import Components, GatesAsGrammars, describe_fault
+from hardpoint.boundary.parts.engine_parts import EngineParts, open_parts
 from hardpoint.core.kv_cache import (
     BlockManager,
     BlockMetadata,

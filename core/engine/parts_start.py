@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hardpoint.boundary.step_parts import EngineParts
+from hardpoint.boundary.parts.engine_parts import EngineParts
 from hardpoint.core.weights.weight_hash import WeightsHash
 from hardpoint.plugins import EngineConfig, Executor, WeightLoader
 from hardpoint.registry.blame import raise_unless_fault

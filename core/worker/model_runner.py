@@ -12,7 +12,7 @@ from hardpoint import typed
 from hardpoint.boundary.activity import PluginCalls
 from hardpoint.boundary.checked_attention import CheckedAttention
 from hardpoint.boundary.checked_model import CheckedModel
-from hardpoint.boundary.worker_parts import WorkerParts
+from hardpoint.boundary.parts.worker_parts import WorkerParts
 from hardpoint.core.worker.sampling.drafts import DraftStep
 from hardpoint.core.worker.sampling.grammar_mask import GrammarMask
 from hardpoint.core.worker.sampling.logprobs import prompt_logprobs

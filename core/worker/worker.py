@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -11,20 +12,27 @@ import torch
 
 from hardpoint.boundary.activity import Activity, PluginCalls
 from hardpoint.boundary.errors import close_all
-from hardpoint.core.weights.load_weights import load_weights
-from hardpoint.core.weights.planned_model import open_attention, open_ops, plan_model
+from hardpoint.boundary.parts.components import Components, describe_fault
+from hardpoint.boundary.parts.worker_parts import WorkerParts, open_halves
+from hardpoint.core.weights.planned_model import (
+    PlannedModel,
+    load_weights,
+    open_attention,
+    open_ops,
+    plan_model,
+)
 from hardpoint.core.weights.shares import check_parallelism
 from hardpoint.core.weights.weight_cache import WeightCache
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.core.worker.sampling.observed_states import ObservedStates
-from hardpoint.core.worker.sampling.open_stage import open_stage
-from hardpoint.core.worker.sampling.sampling_stage import warm_up
+from hardpoint.core.worker.sampling.sampling_stage import open_stage, warm_up
 from hardpoint.errors import CommunicationAbortedError
 from hardpoint.plugins import (
     GrammarBitmask,
     HardpointError,
     ModelError,
     ModelRunnerOutput,
+    Ops,
     SchedulerOutput,
     WorkerInfo,
 )
@@ -32,22 +40,22 @@ from hardpoint.plugins.component import Component
 from hardpoint.plugins.parallel import Communicator, CommunicatorContext
 from hardpoint.plugins.plan import DraftTokenIds
 from hardpoint.plugins.stats import PluginMeter
-from hardpoint.plugins.worker_half import KVBlocks
+from hardpoint.plugins.worker_half import KVBlocks, LoadedModel, WorkerHalfContext
 from hardpoint.registry.blame import describe
 from hardpoint.system.memory import (
     MemoryEstimate,
     MovedWeights,
     is_out_of_memory,
+    memory_limit,
     out_of_memory,
     release_pinned_memory,
 )
 from hardpoint.system.threads import ComputeThreads, crowding
 
-from .available_memory import measure, share_of_memory
 from .block_identity import block_identity
 from .input_batch import InputBatch
 from .model_runner import ModelRunner
-from .open_parts import open_worker_parts
+from .padded_trial import decode_bytes, measure, share_of_memory
 from .profiling import Profiling
 from .rank_store import served_store
 from .ranks import Ranks
@@ -157,7 +165,7 @@ class LocalWorker:
             {entry.name: cls for entry, cls in spec.plugins.logits_processors()},
             spec.device,
         )
-        parts = open_worker_parts(spec, planned, ops, ranks.parallel, self._activity)
+        parts = self._open_parts(spec, planned, ops)
         self._runner.use_parts(parts)
         ranks.wait_for_all()
         self._estimate = self._estimate.with_parts(parts.memory())
@@ -167,6 +175,32 @@ class LocalWorker:
         ):  # level 1 could not move them
             info = dataclasses.replace(info, sleep_levels=(2,))
         return dataclasses.replace(info, idle_method="idle" if parts.work_when_idle else None)
+
+    def _open_parts(self, spec: WorkerSpec, planned: PlannedModel, ops: Ops) -> WorkerParts:
+        """Build the worker halves of the step parts.
+
+        Raises:
+            PluginError: one cannot be built, or changes layers that the model does not let it
+                change; all are closed.
+        """
+        context = WorkerHalfContext(
+            device=spec.device,
+            rank=spec.rank,
+            world_size=spec.config.parallel.world_size,
+            vocab_size=spec.model_config.vocab_size,
+            hidden_size=planned.model.hidden_size,
+            components=Components(spec.plugins, functools.partial(PluginCalls, self._activity)),
+            describe_fault=describe_fault,
+            host_memory=lambda: memory_limit(torch.device("cpu")).available,
+            loaded=_loaded_model(spec, planned, ops),
+        )
+        samples = self._ranks.is_output
+        parts = open_halves(spec.plugins, spec.config, context, self._activity, samples=samples)
+        with contextlib.ExitStack() as undo:
+            undo.callback(parts.close)
+            parts.check_hooks(planned.checked, self._ranks.parallel)
+            undo.pop_all()
+        return parts
 
     def _meet(self, spec: WorkerSpec) -> None:
         """Meet the other ranks."""
@@ -433,6 +467,20 @@ class LocalWorker:
         if self._runner is None:
             raise RuntimeError("the worker has no model: it was not loaded, was closed, or sleeps")
         return self._runner
+
+
+def _loaded_model(spec: WorkerSpec, planned: PlannedModel, ops: Ops) -> LoadedModel:
+    """Return the model as step parts get it."""
+    model, attention = planned.checked, planned.attention
+    place = spec.device, spec.max_model_len, spec.config.kv_cache.block_size
+    return LoadedModel(
+        model=model,
+        ops=ops,
+        ops_source=spec.plugins.one("ops").source,
+        attention=attention,
+        max_model_len=spec.max_model_len,
+        decode_bytes=functools.partial(decode_bytes, model, attention, *place),
+    )
 
 
 def _unsupported(plan: SchedulerOutput, *, drafts: bool) -> list[str]:

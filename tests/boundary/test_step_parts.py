@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hardpoint.boundary.bound_half import BoundPart
 from hardpoint.boundary.faults import StepFaults
-from hardpoint.boundary.step_parts import EngineParts
+from hardpoint.boundary.parts.bound_half import BoundPart
+from hardpoint.boundary.parts.engine_parts import EngineParts
 from hardpoint.errors import PluginConflictError, PluginFaultError, RequestError
 from hardpoint.plugins import (
     EngineCoreRequest,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hardpoint.boundary.activity import Activity, PluginCalls
-from hardpoint.boundary.bound_half import BoundWorkerHalf
-from hardpoint.boundary.worker_parts import WorkerParts
+from hardpoint.boundary.parts.bound_half import BoundWorkerHalf
+from hardpoint.boundary.parts.worker_parts import WorkerParts
 from hardpoint.errors import ConfigError, PluginFaultError
 from hardpoint.plugins import ForwardBatch, WorkerHalf
 from hardpoint.plugins.manifest import Source
@@ -26,7 +26,7 @@ def parts_of(*halves):
     bound = []
     for index, half in enumerate(halves):
         source = Source(f"part{index}", f"acme:Part{index}", "acme", "1.0", "plugins.enable")
-        part = SimpleNamespace(name=source.name, close=lambda: None)
+        part = SimpleNamespace(name=source.name, moves_blocks=None, close=lambda: None)
         bound.append(BoundWorkerHalf(part, half, PluginCalls(Activity(), "step_parts", source)))
     return WorkerParts(bound)
 

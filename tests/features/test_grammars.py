@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.searching import examples
 from support.waiting import wait_until
 
-from hardpoint.boundary.step_part_components import describe_fault
+from hardpoint.boundary.parts.components import describe_fault
 from hardpoint.builtin_plugins.grammars.llguidance import LLGuidance
 from hardpoint.features.structured.answers import Answer
 from hardpoint.features.structured.grammars import GrammarManager

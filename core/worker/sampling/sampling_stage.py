@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -9,9 +10,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hardpoint.boundary.activity import PluginCalls
+from hardpoint.boundary.activity import Activity, PluginCalls
+from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.errors import PluginFaultError
-from hardpoint.plugins import LogitsRequest, Ops, Phase, RequestFault, Sampler, SamplingRows
+from hardpoint.plugins import (
+    LogitsContext,
+    LogitsRequest,
+    Ops,
+    Phase,
+    RequestFault,
+    Sampler,
+    SamplerContext,
+    SamplingRows,
+)
 from hardpoint.plugins.behaviour import UnusableError
 from hardpoint.plugins.device import to_device
 from hardpoint.plugins.requests import TokenLogprobs
@@ -20,8 +31,9 @@ from hardpoint.plugins.sampler import TOKENS
 from .fault_isolation import FaultIsolation, Recompute
 from .grammar_mask import GrammarMask
 from .logprobs import logprob_tensors, token_logprobs
+from .observed_states import ObservedStates
 from .pipeline import Faults, LogitsPipeline
-from .processor_runner import ProcessorError
+from .processor_runner import ProcessorError, ProcessorRunner
 from .transfers import fetch, select_rows
 
 
@@ -346,3 +358,58 @@ def mixed_seed(request: LogitsRequest) -> int:
     """Return a request's seed as a signed 64-bit int; each of its completions gets another."""
     mixed = ((request.params.seed or 0) + request.child_index * _GOLDEN) & (2**64 - 1)
     return mixed - 2**64 if mixed >= 2**63 else mixed
+
+
+def open_stage(
+    spec: WorkerSpec, ops: Ops, activity: Activity, observed_states: ObservedStates
+) -> SamplingStage:
+    """Build the logits processors and the sampler of a worker.
+
+    Args:
+        spec: spec of the worker.
+        ops: operations of the model.
+        activity: records the methods of plugins that run.
+        observed_states: states of logits processors of an earlier model.
+
+    Raises:
+        PluginError: one cannot be built.
+    """
+    vocab_size = spec.model_config.vocab_size
+    slow_seconds = spec.config.plugins.slow_seconds
+    runners = []
+    for entry in spec.plugins.entries("logits_processors"):
+        build = functools.partial(
+            spec.plugins.create,
+            entry,
+            LogitsContext,
+            device=spec.device,
+            vocab_size=vocab_size,
+            max_num_seqs=spec.config.scheduler.max_num_seqs,
+            ops=ops,
+        )
+        runners.append(
+            ProcessorRunner(
+                build(),
+                entry.source,
+                spec.device,
+                spec.config.scheduler.max_num_seqs,
+                ends_engine=spec.config.plugins.on_error.get(entry.name) == "engine",
+                rebuild=build,
+                activity=activity,
+                slow_seconds=slow_seconds,
+            )
+        )
+    entry = spec.plugins.one("samplers")
+    sampler = spec.plugins.create(
+        entry, SamplerContext, device=spec.device, vocab_size=vocab_size, ops=ops
+    )
+    pipeline = LogitsPipeline(runners, spec.device, observed_states)
+    if spec.num_draft_tokens:
+        pipeline.check_drafts()
+    return SamplingStage(
+        pipeline,
+        sampler,
+        spec.device,
+        processed_logprobs=spec.config.sampler.logprobs == "processed",
+        calls=PluginCalls(activity, "samplers", entry.source),
+    )

@@ -9,9 +9,9 @@ import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 
-from hardpoint.boundary.bound_half import BoundPart
 from hardpoint.boundary.faults import StepFaults
-from hardpoint.boundary.step_parts import EngineParts
+from hardpoint.boundary.parts.bound_half import BoundPart
+from hardpoint.boundary.parts.engine_parts import EngineParts
 from hardpoint.builtin_plugins.policies import FirstComeFirstServed
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.core.engine.core import EngineCore

@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+from hardpoint.boundary.errors import close_named
+from hardpoint.boundary.faults import StepFaults
 from hardpoint.errors import (
     HardpointError,
     PluginConflictError,
@@ -34,10 +36,8 @@ from hardpoint.registry.blame import faults_as
 from hardpoint.registry.plugin_set import PluginSet
 
 from .bound_half import BoundPart, call_for
-from .errors import close_named
-from .faults import StepFaults
-from .step_part_gates import PartGates, PartTransfers
-from .step_part_returns import (
+from .gates import PartGates, PartTransfers
+from .returns import (
     combined_masks,
     drafts_defect,
     half_defect,

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hardpoint.boundary.activity import PluginCalls
 from hardpoint.plugins import Request
 from hardpoint.plugins.component import Context
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.scheduler import Gates
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.plugin_set import PluginSet
-
-from .activity import PluginCalls
 
 
 class Components:

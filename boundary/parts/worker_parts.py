@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
+from hardpoint.boundary.activity import Activity, PluginCalls
+from hardpoint.boundary.checked_model import CheckedModel
 from hardpoint.errors import HardpointError, PluginContractError, PluginFaultError, shown
-from hardpoint.plugins import ForwardBatch, ModelRunnerOutput, SchedulerOutput
+from hardpoint.plugins import EngineConfig, ForwardBatch, ModelRunnerOutput, SchedulerOutput
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.model import Attend, LayerHooks
 from hardpoint.plugins.parallel import Parallel
-from hardpoint.plugins.step_part import StepPart
+from hardpoint.plugins.step_part import StepPart, StepPartContext
 from hardpoint.plugins.worker_half import (
     AllocatedCache,
     Forward,
@@ -27,9 +29,9 @@ from hardpoint.plugins.worker_half import (
     WorkerHalfContext,
 )
 from hardpoint.registry.blame import describe, faults_as, raise_unless_fault
+from hardpoint.registry.plugin_set import PluginSet
 
 from .bound_half import IN_LAYERS, BoundWorkerHalf, form_of
-from .checked_model import CheckedModel
 
 _HOOKS = {"embedded": "embedded tokens", "linear": "linear layers"}
 """What each hook of a model changes."""
@@ -418,7 +420,41 @@ class WorkerParts:
         self._faults[half.name] = message
 
 
-def opened_half(part: StepPart, context: WorkerHalfContext, source: Source) -> WorkerHalf | None:
+def open_halves(
+    plugins: PluginSet,
+    config: EngineConfig,
+    context: WorkerHalfContext,
+    activity: Activity,
+    *,
+    samples: bool,
+) -> WorkerParts:
+    """Build the worker halves of all enabled parts, in their order.
+
+    Args:
+        plugins: the enabled plugins.
+        config: configuration of the engine.
+        context: context of the halves.
+        activity: records the methods that run.
+        samples: whether the result of a step is that of this rank.
+
+    Raises:
+        PluginError: one cannot be built; the others are closed.
+    """
+    bound: list[BoundWorkerHalf] = []
+    with ExitStack() as undo:
+        for entry in plugins.entries("step_parts"):
+            part = plugins.create(entry, StepPartContext, config=config)
+            calls = PluginCalls(activity, "step_parts", entry.source)
+            if (half := _opened_half(part, context, entry.source)) is None:
+                part.close()
+                continue
+            bound.append(BoundWorkerHalf(part, half, calls))
+            undo.callback(bound[-1].close)
+        undo.pop_all()
+    return WorkerParts(bound, rank=context.rank, samples=samples)
+
+
+def _opened_half(part: StepPart, context: WorkerHalfContext, source: Source) -> WorkerHalf | None:
     """Return the worker half of a part; None if it has none.
 
     Raises:

@@ -8,15 +8,14 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
+from hardpoint.boundary.activity import PluginCalls
+from hardpoint.boundary.errors import close_named
+from hardpoint.boundary.faults import StepFaults
 from hardpoint.errors import HardpointError, PluginFaultError, RequestError, shown
 from hardpoint.plugins import EngineHalf, RequestFault, SchedulerOutput, StepPart, WorkerHalf
 from hardpoint.plugins.manifest import Source
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.system.memory import is_out_of_memory
-
-from .activity import PluginCalls
-from .errors import close_named
-from .faults import StepFaults
 
 HalfT = TypeVar("HalfT", EngineHalf, WorkerHalf)
 

@@ -18,7 +18,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.kv_connector import KVConnectorScheduler
 
 from .bound_half import BoundPart, call_for
-from .step_part_returns import cost_defect, kept_defect, matched_defect, reason_defect, shown_reason
+from .returns import cost_defect, kept_defect, matched_defect, reason_defect, shown_reason
 
 
 class PartGates:

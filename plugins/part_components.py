@@ -35,12 +35,12 @@ class FaultCounter(Protocol):
     def reporter(
         self, source: Source, consequence: str
     ) -> Callable[[str, BaseException | None], None]:
-        """Return what counts a fault of a component, given a message and its cause.
+        """Return a function that counts a fault of a component, given a message and its cause.
 
         It raises PluginFaultError if the component's faults end the engine (`plugins.on_error`).
 
         Args:
-            source: of the component.
+            source: source of the component.
             consequence: logged with its first fault.
         """
 
@@ -75,9 +75,9 @@ class ComponentFactory(Protocol):
 
         Args:
             kind: such as "grammars".
-            name: of the component.
+            name: name of the component.
             context: class of its context.
-            fields: of the context, besides name and options.
+            fields: fields of the context, besides name and options.
 
         Raises:
             PluginError: it is not enabled, or cannot be built.

@@ -37,7 +37,7 @@ class StepPartContext(Context["StepPart"]):
     """Context of a step part, in the engine and in each worker.
 
     Attributes:
-        config: of the engine.
+        config: configuration of the engine.
     """
 
     config: EngineConfig
@@ -54,8 +54,8 @@ class EngineHalfContext:
         faults: counts those of components.
         clock: seconds.
         scheduler: names the scheduler in messages.
-        vocab_size: of the model.
-        vocabulary: of the tokenizer; None for an engine without one.
+        vocab_size: vocabulary size of the model.
+        vocabulary: vocabulary of the tokenizer; None for an engine without one.
         block_size: tokens of a block of the KV cache.
         world_size: number of workers.
         block_hashes: `block_hashes(request, n)` returns the hashes of at least the first n blocks
@@ -137,7 +137,7 @@ class EngineHalf:
         return None
 
     def block_key(self, request: EngineCoreRequest, span: range) -> bytes | None:  # noqa: ARG002
-        """Return what the KV of a span of tokens depends on besides tokens; None is nothing.
+        """Return all that the KV of a span of tokens depends on besides tokens; None is nothing.
 
         Blocks of the KV cache are shared, and stored, by a hash of it. A block depends on all
         blocks before it, so that a span needs a key of its own only where something begins.
@@ -210,9 +210,9 @@ class EngineHalf:
         """Record the blocks allocated for a request that is admitted, or about to wait for a load.
 
         Args:
-            request: of which `get_num_new_matched_tokens` was asked.
+            request: request that `get_num_new_matched_tokens` was called with.
             block_ids: its whole block table.
-            num_external_tokens: of those that were matched, how many are to be loaded.
+            num_external_tokens: number of matched tokens that are to be loaded.
         """
 
     def request_finished(

@@ -74,10 +74,10 @@ class LoadedModel:
     """The model of a worker, with what computes it.
 
     Attributes:
-        model: whose weights are loaded.
+        model: model whose weights are loaded.
         ops: operations of its layers.
         ops_source: names them in messages.
-        attention: of its layers.
+        attention: attention of its layers.
         max_model_len: tokens of a request, at most.
         decode_bytes: returns the bytes that a step of so many sequences with one token each needs
             at once, of the maximum length; measured on a GPU, 0 elsewhere.
@@ -96,11 +96,11 @@ class WorkerHalfContext:
     """Context of the half in a worker.
 
     Attributes:
-        device: of the model, a `torch.device`.
-        rank: of the worker.
+        device: device of the model, a `torch.device`.
+        rank: rank of the worker.
         world_size: number of workers.
-        vocab_size: of the model.
-        hidden_size: of the model.
+        vocab_size: vocabulary size of the model.
+        hidden_size: hidden size of the model.
         components: builds components of other kinds.
         describe_fault: as in `EngineHalfContext`.
         host_memory: returns the bytes that the process may still allocate in CPU memory.
@@ -155,7 +155,7 @@ class PackedInputs(Protocol):
     Attributes:
         token_ids: [tokens].
         positions: [tokens].
-        slots: of each group, [tokens].
+        slots: slots of each group, [tokens].
         lens: length of each sequence, the tokens of the step included, [seqs].
         starts: first token of each sequence, and the number of all tokens, [seqs + 1].
         tables: block tables of each group, [seqs, blocks].
@@ -177,7 +177,7 @@ class PackedInputs(Protocol):
 
 
 class ForwardStep:
-    """What the model computes in a step.
+    """The inputs of the model in a step, whose attention is planned when it is needed.
 
     Attributes:
         packed: the inputs in one tensor; None unless a half packs, or on a GPU.
@@ -349,7 +349,7 @@ class WorkerHalf:
 
         Args:
             logits: float32 [rows, vocab_size].
-            request_ids: of each row; a request with drafts has one more row for each.
+            request_ids: request of each row; a request with drafts has one more row for each.
         """
         return None
 

@@ -76,7 +76,7 @@ class BoundPart(BoundHalf[EngineHalf]):
 
         Args:
             part: built from its entry; closed with this.
-            half: of the part.
+            half: the part's half in the engine.
             source: names the part in messages.
             faults: counts the faults of scope *step*.
         """

@@ -1,4 +1,8 @@
-"""What stands between step parts and other components: those that they drive, old schedulers."""
+"""Components that step parts drive, and step parts in the form that old schedulers call.
+
+The engine, the workers and the conformance kit put `Components` into the contexts of step parts, so
+that a part needs nothing of the registry. Schedulers of contract 1 get `GatesAsGrammars`.
+"""
 
 from __future__ import annotations
 

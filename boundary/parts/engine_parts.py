@@ -82,7 +82,7 @@ class EngineParts:
 
     @property
     def block_keys(self) -> Callable[[EngineCoreRequest, range], bytes] | None:
-        """What returns the keys of all parts for a span of tokens; None if no part has any."""
+        """Returns the keys of all parts for a span of tokens; None if no part has any."""
         keyed = [part for part in self._parts if part.overrides("block_key")]
         return functools.partial(self._block_keys, keyed) if keyed else None
 
@@ -326,7 +326,7 @@ class EngineParts:
         if self._scheduler is not None:
             with suppress(NotImplementedError):  # optional for schedulers
                 live = self._scheduler.live_request(request_id) is not None
-        if not live:  # else it stays, for a lost plan's ends are reported again
+        if not live:  # else it stays: the ends in a lost plan are reported again
             self._again.remove(request_id)
         return live is not False
 

@@ -1,4 +1,8 @@
-"""What a scheduler sees of step parts: their gates and resources, and loads and saves of blocks."""
+"""Step parts as a scheduler sees them: gates, resources, and loads and saves of blocks.
+
+`EngineParts` makes these objects for the scheduler, which calls one of them instead of every part,
+and gets checked results.
+"""
 
 from __future__ import annotations
 
@@ -146,7 +150,7 @@ class PartTransfers(KVConnectorScheduler):
 
 
 def _checked_cost(part: BoundPart, request: Request) -> Mapping[str, int]:
-    """Return what a request costs; nothing if that is not known and the step goes on without it.
+    """Return the cost of a request by resource; empty if its part failed and the step goes on.
 
     Raises:
         RequestError: the part failed.
@@ -160,7 +164,7 @@ def _checked_cost(part: BoundPart, request: Request) -> Mapping[str, int]:
 
 
 def _as_reason(part: BoundPart, reason: Any) -> WaitReason | None:
-    """Return what a gate gave as a reason.
+    """Return a gate's result as a reason to wait that names the part; None if it may run.
 
     Raises:
         RequestError: it is not one.

@@ -1,4 +1,7 @@
-"""What the methods of step parts return, checked before the engine uses it."""
+"""Checks of the values that methods of step parts return, made before the engine uses them.
+
+`EngineParts` and the objects of `gates` call them, and report a defect as a fault of the part.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ MakerT = TypeVar("MakerT")
 
 
 def half_defect(half: Any) -> str | None:
-    """Return what is wrong with a part's half, after "its "; None if nothing is."""
+    """Return the defect of a part's half, as the text after "its "; None if it has none."""
     if not isinstance(half, EngineHalf):
         return f"engine_half() gave {shown(half)}, expected an EngineHalf"
     limit = half.num_draft_tokens
@@ -31,7 +34,7 @@ def half_defect(half: Any) -> str | None:
 
 
 def mask_defect(mask: Any, users: Collection[str], plan: SchedulerOutput) -> str | None:
-    """Return what is wrong with a mask, as the end of a sentence; None if nothing is."""
+    """Return the defect of a mask, as the end of a sentence; None if it has none."""
     if not isinstance(mask, GrammarBitmask):
         return f"gave {shown(mask)}, expected a GrammarBitmask"
     names, bits = mask.request_ids, mask.bitmask
@@ -50,7 +53,7 @@ def mask_defect(mask: Any, users: Collection[str], plan: SchedulerOutput) -> str
 
 
 def cost_defect(cost: Any) -> str | None:
-    """Return what is wrong with the cost of a request, as the end of a sentence; None if nothing.
+    """Return the defect of a request's cost, as the end of a sentence; None if it has none.
 
     Args:
         cost: what cost() returned.
@@ -64,7 +67,7 @@ def cost_defect(cost: Any) -> str | None:
 
 
 def matched_defect(matched: Any) -> str | None:
-    """Return what is wrong with a number of tokens to load, as the end of a sentence.
+    """Return the defect of a match of stored tokens, as the end of a sentence; None if it has none.
 
     Args:
         matched: what get_num_new_matched_tokens() returned.
@@ -77,7 +80,7 @@ def matched_defect(matched: Any) -> str | None:
 
 
 def kept_defect(kept: Any) -> str | None:
-    """Return what is wrong with the answer to an ended request, as the end of a sentence.
+    """Return the defect of the answer to an ended request, as the end of a sentence, or None.
 
     Args:
         kept: what request_finished() returned.
@@ -90,7 +93,7 @@ def kept_defect(kept: Any) -> str | None:
 
 
 def names_defect(names: Any) -> str | None:
-    """Return what is wrong with request ids, as the end of a sentence; None if nothing is.
+    """Return the defect of request ids, as the end of a sentence; None if they have none.
 
     Args:
         names: what needs_results() returned.
@@ -101,7 +104,7 @@ def names_defect(names: Any) -> str | None:
 
 
 def drafts_defect(drafts: Any, users: Collection[str], limit: int, vocab_size: int) -> str | None:
-    """Return what is wrong with drafts, as the end of a sentence; None if nothing is.
+    """Return the defect of drafts, as the end of a sentence; None if they have none.
 
     Args:
         drafts: what drafts() returned.
@@ -126,7 +129,7 @@ def drafts_defect(drafts: Any, users: Collection[str], limit: int, vocab_size: i
 
 
 def reason_defect(reason: Any) -> str | None:
-    """Return what is wrong with a reason to wait, as the end of a sentence; None if nothing is.
+    """Return the defect of a reason to wait, as the end of a sentence; None if it has none.
 
     Args:
         reason: what gate() returned.
@@ -153,7 +156,7 @@ def combined_masks(
 
     Returns:
         The mask, and the makers of the masks of each request for which nothing is left; its rows
-        allow everything, for what is sampled is dropped.
+        allow everything, because the token sampled from them is dropped.
     """
     rows: dict[str, np.ndarray] = {}
     makers: dict[str, list[MakerT]] = {}

@@ -56,8 +56,8 @@ class WorkerParts:
         """Bind the halves, in the order of their calls.
 
         Args:
-            halves: of all parts that have one.
-            rank: of the worker.
+            halves: worker halves of all parts that have one.
+            rank: rank of the worker.
             samples: whether the result of a step is that of this rank.
         """
         self._halves = tuple(halves)
@@ -95,7 +95,7 @@ class WorkerParts:
         return total
 
     def around_model(self, forward: Callable[[ForwardBatch], torch.Tensor]) -> Forward | None:
-        """Return what is called in each step instead of a model's `forward`; None if that itself.
+        """Return the function that replaces a model's `forward` in steps; None if no half wraps it.
 
         Raises:
             PluginFaultError: a half failed, or returned no function.
@@ -247,7 +247,7 @@ class WorkerParts:
         """Let halves change embeddings and linear layers of a model while the body runs it.
 
         Args:
-            hooks: of the model.
+            hooks: hooks of the model.
             request_ids: requests of the step.
             starts: first token of each request, and the number of all tokens.
         """
@@ -339,7 +339,7 @@ class WorkerParts:
 
         Args:
             half: to call.
-            method: of the half.
+            method: name of the half's method.
             values: [rows, ...].
             indices: rows of the half.
             rows: last argument.

@@ -427,10 +427,10 @@ class PackedStep:
     Attributes:
         token_ids: [tokens].
         positions: [tokens].
-        slots: of each group, [tokens].
+        slots: slots of each group, [tokens].
         lens: [seqs].
         starts: [seqs + 1].
-        tables: of each group, [seqs, blocks].
+        tables: block tables of each group, [seqs, blocks].
     """
 
     def __init__(
@@ -446,13 +446,13 @@ class PackedStep:
         """Copy the arrays to a device; the host does not wait for it.
 
         Args:
-            token_ids: as the attributes, those that follow as well.
-            positions: of the tokens.
+            token_ids: [tokens].
+            positions: [tokens].
             slots: [groups, tokens].
-            lens: of the sequences.
-            starts: of the sequences.
+            lens: [seqs].
+            starts: [seqs + 1].
             tables: [groups, seqs, blocks].
-            device: to copy to.
+            device: device to copy to.
         """
         self._num_tokens = count = len(token_ids)
         self._num_groups = groups = len(slots)

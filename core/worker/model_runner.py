@@ -77,14 +77,14 @@ class ModelRunner:
         """Create a runner that has no cache yet.
 
         Args:
-            model: whose weights are loaded.
+            model: model whose weights are loaded.
             calls: call the model's methods.
             attention: backend of the model's layers.
             ops: operations of the model's layers.
             sampling: chooses the tokens; None in a rank that does not sample.
-            ranks: that share the model.
+            ranks: ranks that share the model.
             processors: the logits processors' classes by name, for their arguments.
-            device: of the model.
+            device: device of the model.
         """
         self._model = model
         self._calls = calls
@@ -290,7 +290,7 @@ class ModelRunner:
         self._model.run_trial(1, 1)
 
     def plugin_meters(self) -> dict[str, PluginMeter]:
-        """Return what each logits processor cost so far, by name."""
+        """Return the time and the faults of each logits processor so far, by name."""
         return {} if self._sampling is None else self._sampling.pipeline.meters()
 
     def _choose(
@@ -304,9 +304,9 @@ class ModelRunner:
         """Sample a token per request, and append it to the batch and the processors' states.
 
         Args:
-            hidden: of all tokens of the step.
+            hidden: hidden states of all tokens of the step.
             last: int64 [requests]; the row of each request's last token.
-            requests: of which a token is sampled.
+            requests: requests that get a token.
             output: gets the tokens.
             bitmask: tokens that grammars allow.
         """

@@ -145,7 +145,7 @@ def trial_bytes(
 
 
 def share_of_memory(spec: WorkerSpec, ranks: Ranks) -> MemoryLimit:
-    """Return what this rank may still allocate; the CPU ranks of one host share its memory."""
+    """Return the memory that this rank may still allocate; CPU ranks of one host share theirs."""
     limit = memory_limit(spec.device)
     if spec.device.type != "cpu" or ranks.num_local == 1:
         return limit

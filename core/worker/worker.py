@@ -69,7 +69,7 @@ class LocalWorker:
     """The worker of this process: a model and its KV cache on one device.
 
     Attributes:
-        observed_states: of logits processors, kept when the model is released.
+        observed_states: states of logits processors, kept when the model is released.
         movable_weights: those that level 1 of sleep moves to CPU memory; None if it moves none.
     """
 
@@ -342,7 +342,7 @@ class LocalWorker:
         raise NotImplementedError("the worker makes no drafts")
 
     def plugin_meters(self) -> dict[str, PluginMeter]:
-        """Return what each logits processor cost so far, by name."""
+        """Return the time and the faults of each logits processor so far, by name."""
         return {} if self._runner is None else self._runner.plugin_meters()
 
     def sleep(self, level: int) -> None:
@@ -484,7 +484,7 @@ def _loaded_model(spec: WorkerSpec, planned: PlannedModel, ops: Ops) -> LoadedMo
 
 
 def _unsupported(plan: SchedulerOutput, *, drafts: bool) -> list[str]:
-    """Return what a plan has and this worker cannot serve, and for whom."""
+    """Return a message per feature of a plan that this worker lacks, with the requests' ids."""
     parts = {
         "verifies no drafts": {} if drafts else plan.draft_token_ids,
         "encodes no features": plan.encoder_inputs,

@@ -46,6 +46,7 @@ CALLERS = (
     "boundary",
     "builtin_plugins",
     "core",
+    "features",
     "plugins",
     "registry",
     "toolkit",

@@ -16,7 +16,10 @@ from .tokenizer import Tokenizer
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ComponentWithArguments", "PrepareContext", "argument_column", "prepared_type"]
+__all__ = [
+    "ComponentWithArguments",
+    "PrepareContext",
+]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,19 +13,6 @@ from typing import Any, TypeVar
 
 from hardpoint.errors import shown
 
-__all__ = [
-    "Behaviour",
-    "Default",
-    "Returned",
-    "UnusableError",
-    "behaviour_of",
-    "fitting",
-    "instance",
-    "notifies",
-    "returns",
-    "unusable",
-]
-
 F = TypeVar("F", bound=Callable[..., Any])
 Ids = TypeVar("Ids", bound=Collection[int])
 LONG = 500  # characters of a quoted value

@@ -16,12 +16,7 @@ import msgspec
 from .requests import EngineCoreRequest, LoRARequest
 
 __all__ = [
-    "HASH_VERSION",
-    "NO_PARENT",
     "block_key",
-    "extra_keys",
-    "hash_block",
-    "with_part_keys",
 ]
 
 HASH_VERSION = 2

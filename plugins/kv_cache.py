@@ -19,7 +19,6 @@ __all__ = [
     "AllBlocksCleared",
     "BlockHistory",
     "BlockIds",
-    "BlockNeeds",
     "BlockRemoved",
     "BlockStored",
     "CachedBlocks",

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["Manifest", "PluginEntry", "Source"]
+__all__ = ["Source"]
 
 _NO_DISTRIBUTION = "no distribution"
 

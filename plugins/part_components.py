@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from .component import Context
+from .component import Component, Context
 from .manifest import Source
 
 __all__ = ["ComponentCalls", "ComponentFactory", "FaultCounter"]
@@ -81,6 +81,13 @@ class ComponentFactory(Protocol):
 
         Raises:
             PluginError: it is not enabled, or cannot be built.
+        """
+
+    def close(self, component: Component) -> None:
+        """Close a component that `create` has built.
+
+        Raises:
+            PluginFaultError: it failed.
         """
 
     def source(self, kind: str, name: str) -> str:

@@ -102,6 +102,8 @@ class BoundPart(BoundHalf[EngineHalf]):
         """
         if cause is not None:
             raise_unless_fault(cause)
+            if self._scope == "engine" and isinstance(cause, PluginFaultError):
+                raise cause  # of a component that the part drives, which it names
             message = f"{message}: {describe(cause)}"
         message = f"{self.source}: {message}"
         if self._scope == "engine":

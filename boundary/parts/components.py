@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hardpoint.boundary.activity import PluginCalls
+from hardpoint.boundary.errors import close_all
 from hardpoint.plugins import Request
-from hardpoint.plugins.component import Context
+from hardpoint.plugins.component import Component, Context
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.scheduler import Gates
 from hardpoint.registry.blame import describe, raise_unless_fault
@@ -36,6 +37,10 @@ class Components:
     def create(self, kind: str, name: str, context: type[Context[Any]], **fields: Any) -> Any:
         """Build an enabled component."""
         return self._plugins.create(self._plugins.get(kind, name), context, **fields)
+
+    def close(self, component: Component) -> None:
+        """Close a component."""
+        close_all([component])
 
     def source(self, kind: str, name: str) -> str:
         """Return how messages name a component."""

@@ -90,6 +90,7 @@ class TransferPlanner(EngineHalf):
         self._clock = clock = context.clock
         self._faults = context.faults
         self._describe_fault = context.describe_fault
+        self._components = context.components
         self._calls = calls
         self._report = context.faults.reporter(calls.source, _COMPUTED)
         self._publish = context.publish
@@ -358,7 +359,7 @@ class TransferPlanner(EngineHalf):
                 f"{self._calls.source}: its close() failed: {self._describe_fault(cause)}"
             ) from cause
         finally:
-            self._connector.close()
+            self._components.close(self._connector)
 
     def _call(self, method: str, *args: Any) -> bool:
         """Call a method of the half whose result does not matter; return whether it worked."""

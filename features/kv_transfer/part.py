@@ -72,7 +72,7 @@ class KVTransfer(StepPart):
                     f"KVConnectorScheduler"
                 )
         except BaseException as cause:
-            plugin.close()
+            components.close(plugin)
             if isinstance(cause, HardpointError):
                 raise
             described = context.describe_fault(cause)

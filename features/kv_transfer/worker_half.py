@@ -6,7 +6,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -321,7 +321,8 @@ class TransferWorker(WorkerHalf):
         connector, half = self._connector, self._opened if self._is_called else None
         self._connector = self._opened = None
         if connector is not None:
-            with closing(connector):
+            with ExitStack() as stack:
+                stack.callback(self._components.close, connector)
                 if half is not None:
                     self._start("close", half.close)
 

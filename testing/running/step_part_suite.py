@@ -406,6 +406,10 @@ class _Scripted:
             return _Calls(Source(name, f"{__name__}:{name}", "", "", "the suite"))
         return installed_components(self._config).calls(kind, name)
 
+    def close(self, component: Component) -> None:
+        """Close a component."""
+        component.close()
+
     def source(self, kind: str, name: str) -> str:
         """Return how messages name a component."""
         return f"{kind} {name!r}"

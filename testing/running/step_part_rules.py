@@ -277,7 +277,7 @@ def check_attention(out: Any, q: torch.Tensor, layer: int, called: Sequence[int]
     Args:
         out: what it returned.
         q: queries that it was given.
-        layer: of the call.
+        layer: index of the layer that is computed.
         called: layers for which it called the attention.
 
     Raises:

@@ -297,11 +297,10 @@ class StepPartSession:
         """Run a step in the worker half; return the rows of each request that it has changed."""
         if self._worker is None:
             return {}
-        names = list(plan.num_scheduled_tokens)
-        lives = {name: self._running[name] for name in names if name != _OTHER}
-        users = None if self.half.every_plan else list(lives)
-        seeds = {name: f"{live.script.seed} {live.num_steps}" for name, live in lives.items()}
-        part = None if data is None else PartData(data, users)
+        users = [self._running[name] for name in plan.num_scheduled_tokens if name != _OTHER]
+        names = None if self.half.every_plan else [live.request_id for live in users]
+        seeds = {live.request_id: f"{live.script.seed} {live.num_steps}" for live in users}
+        part = None if data is None else PartData(data, names)
         return self._worker.run(plan, part, {_OTHER: _OTHER, **seeds}, output)
 
     def _plan(self, batch: Sequence[_Live]) -> SchedulerOutput:
@@ -368,10 +367,10 @@ class StepPartSession:
         """Sample, let the part read the result, and give the tokens to the requests.
 
         Args:
-            plan: that was executed.
-            data: from the half for the worker half.
+            plan: the executed plan.
+            data: what the half gave for the worker half.
             batch: requests of the plan that use the part.
-            rows: of the mask, by request.
+            rows: the mask's rows, by request.
         """
         sampled = {live.request_id: self._sample(live, rows) for live in batch}
         if _OTHER in plan.num_scheduled_tokens:

@@ -105,7 +105,10 @@ class StepPartSuite(ComponentSuite):
         return self.part
 
     def test_contract(self) -> None:
-        """The class states its contract and can be built; its options survive pickling."""
+        """The loader can check and build the class and its halves; its options survive pickling.
+
+        `capacity` has an amount by name, `num_draft_tokens` is a number.
+        """
         self._run_checks(
             CONTRACT,
             lambda: reject_replaced_tests(type(self), StepPartSuite),
@@ -114,7 +117,20 @@ class StepPartSuite(ComponentSuite):
         )
 
     def test_steps(self) -> None:
-        """Requests that live alone or together are treated as the contract states."""
+        """Requests that live alone or together are treated as the contract states.
+
+        `uses` returns a bool, `check` and `gate` raise nothing but RequestError, and every gate
+        ends. `cost` gives the same amounts each time, of resources in `capacity`. `begin` returns
+        bytes, and None for a plan without its requests. A mask is int32
+        `[rows, ceil(vocab_size / 32)]`, with 1 + drafts rows, each of which allows a token, of
+        planned requests that use the part. `result` ends only these. `drafts` gives at most
+        `num_draft_tokens` tokens of the vocabulary for each of these.
+
+        Methods of the worker half raise nothing. `embedded`, `linear`, `hidden` and `logits` give
+        None or a finite tensor of the shape that they got, logits perhaps -inf, and write to no
+        tensor that they do not return. `around_layers` gives a function that calls the attention
+        of its layer, `report` bytes or None.
+        """
         used = [0]
 
         def check(scripts: list[RequestScript]) -> None:
@@ -127,7 +143,7 @@ class StepPartSuite(ComponentSuite):
             self._fail("requests: some use the part", _unused())
 
     def test_lost_plans(self) -> None:
-        """A plan that is lost is planned again with the same masks."""
+        """A plan that is lost and planned again has the same masks; `lost` raises nothing."""
 
         def check(scripts: list[RequestScript], lost: list[int]) -> None:
             with self._opened(lost=lost) as session:
@@ -137,7 +153,10 @@ class StepPartSuite(ComponentSuite):
         self._search(rules.LOST.text, 40, check, scripts=self._scripts(3), lost=steps)
 
     def test_alone_as_together(self) -> None:
-        """A request gets the same whether it is alone or not."""
+        """A request gets the same alone and among others.
+
+        That is its gate, costs and masks, and the rows that the worker half changes.
+        """
         if self.shares:
             pytest.skip("shares is True: what a request gets depends on the others")
 
@@ -153,7 +172,10 @@ class StepPartSuite(ComponentSuite):
         self._search(rules.ALONE.text, 30, check, scripts=self._scripts(4, min_size=2))
 
     def test_ids_used_again(self) -> None:
-        """A request with the id of one that ended gets what it gets in a new part."""
+        """A request with the id of one that has ended gets what it gets in a new part.
+
+        The other one ended, was refused or aborted.
+        """
 
         def check(scripts: list[RequestScript], ends: str) -> None:
             first, second = (with_id(script, "again", arrives=0) for script in scripts[:2])
@@ -174,7 +196,7 @@ class StepPartSuite(ComponentSuite):
         )
 
     def test_reads_only(self) -> None:
-        """The part changes no plan, no request and no result."""
+        """The part changes no plan, no request and no result, in the engine or in a worker."""
 
         def check(scripts: list[RequestScript], lost: list[int]) -> None:
             with self._opened(lost=lost, watch=True) as session:
@@ -184,7 +206,7 @@ class StepPartSuite(ComponentSuite):
         self._search(rules.READS_ONLY.text, 15, check, scripts=self._scripts(2), lost=steps)
 
     def test_memory(self) -> None:
-        """Nothing grows with the number of requests."""
+        """Nothing grows with the number of requests, in neither half."""
         self._search(
             MEMORY.text,
             1,
@@ -193,11 +215,11 @@ class StepPartSuite(ComponentSuite):
         )
 
     def test_close(self) -> None:
-        """Close releases everything; a second close does no harm."""
+        """Close releases everything, of both halves; a second close does no harm."""
         self._search(CLOSE.text, 2, self._check_close, scripts=self._scripts(3))
 
     def test_speed(self) -> None:
-        """The calls of a step take no longer than a multiple of a plain part's."""
+        """The engine's calls of a step take no longer than `times_plain` allows."""
         if self.times_plain is None:
             pytest.skip("times_plain is None")
         scripts = st.lists(self._script(), min_size=3, max_size=3)
@@ -538,7 +560,8 @@ def _compare(
         for what in sorted(own.keys() | others.keys()):
             if not (what in own and what in others and _are_close(own[what], others[what])):
                 raise rule.violation(
-                    f"its {what} of step {step} are changed to others {where} than {elsewhere}"
+                    f"the worker half changes its {what} in step {step} to other values {where} "
+                    f"than {elsewhere}"
                 )
 
 

@@ -64,7 +64,7 @@ class WorkerSteps:
         """Run a step, and add the half's report to its result.
 
         Args:
-            plan: of the step.
+            plan: plan of the step.
             part: data for the half; None calls it for the requests that have ended alone.
             seeds: seeds of the values of all requests of the plan.
             output: with the sampled tokens.
@@ -91,7 +91,10 @@ class WorkerSteps:
         if self._overrides("begin"):
             self._call("begin", plan, part.data)
         if any(map(self._overrides, _IN_LAYERS)) and self._wants_layers():
-            self._run_layers(step, _Step(num_tokens, list(num_tokens), seeds))
+            whole = _Step(num_tokens, list(num_tokens), seeds)
+            self._run_layers(step, whole)
+            for name, rows in step.changed.items():
+                rows |= whole.changed[name]
         if names and self._overrides("hidden"):
             self._change(step, "hidden", "hidden states", HIDDEN_SIZE)
         if self._overrides("after_layers"):
@@ -155,6 +158,7 @@ class WorkerSteps:
         )
         out = self._checked("around_layers", lambda: attend(layer, q, k, v))
         rules.check_attention(out, q, layer, plain.calls)
+        whole.keep(f"attention of layer {layer}", out, q)
 
     def _change(
         self, step: _Step, method: str, what: str, size: int, before: tuple[Any, ...] = ()
@@ -163,9 +167,9 @@ class WorkerSteps:
 
         Args:
             step: the rows.
-            method: of the half.
+            method: method of the half.
             what: names the values.
-            size: of each row.
+            size: elements of each row.
             before: arguments before the values.
         """
         values = step.values(what, size)

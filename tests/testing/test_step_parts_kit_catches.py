@@ -38,7 +38,7 @@ STEP_PARTS = [
     (broken.BeginRaises, "steps", "worker", "begin.. of the worker half raised KeyError"),
     (broken.NotFinite, "steps", "worker", "embedded.. returned values that are not finite"),
     (broken.WrongLayer, "steps", "worker", "called the attention of layer 0 in layer 1"),
-    (broken.ByPosition, "alone_as_together", "alone as", "its logits of step . are changed to"),
+    (broken.ByPosition, "alone_as_together", "alone as", "changes its logits in step . to"),
     (broken.WritesTokens, "reads_only", "worker reads only", "sampled.. changed what it was given"),
     (broken.KeepsEnded, "memory", "memory", "its attributes grew from"),
     (broken.RaisesInLost, "lost_plans", "lost plans", "lost.. raised KeyError"),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from hardpoint.plugins import GrammarBitmask, RequestFault
 from hardpoint.testing.suite import Rule, short_repr
@@ -64,6 +65,15 @@ ENDED = Rule(
 READS_ONLY = Rule(
     "reads only: plan, request and result belong to the engine",
     "copy what you want to change",
+)
+WORKER = Rule(
+    "worker: each method of a worker half gives what it should, and raises nothing",
+    "return None, or a finite tensor of the shape that was given, from `embedded`, `linear`, "
+    "`hidden` and `logits`, a function from `around_layers`, and bytes or None from `report`",
+)
+WORKER_READS = Rule(
+    "worker reads only: what a worker half is given belongs to the worker",
+    "clone a tensor and change the clone, or return the one that you changed",
 )
 
 
@@ -221,6 +231,78 @@ def check_drafts(drafts: Any, users: Collection[str], limit: int, vocab_size: in
                 f"drafts() returned the token {short_repr(wrong[0])} for {name!r}, expected token "
                 f"ids in 0..{vocab_size - 1}"
             )
+
+
+def check_changed(method: str, returned: Any, given: torch.Tensor) -> None:
+    """Check what a method of a worker half returned for rows.
+
+    Logits may be -inf, but not all of a row.
+
+    Raises:
+        Violation: it is neither None nor such rows.
+    """
+    if returned is None:
+        return
+    expected = f"expected a tensor {list(given.shape)} or None"
+    if not isinstance(returned, torch.Tensor):
+        raise WORKER.violation(f"{method}() returned {short_repr(returned)}, {expected}")
+    if returned.shape != given.shape:
+        raise WORKER.violation(f"{method}() returned a tensor {list(returned.shape)}, {expected}")
+    if not torch.can_cast(returned.dtype, given.dtype):
+        raise WORKER.violation(
+            f"{method}() returned {returned.dtype}, expected what can be converted to {given.dtype}"
+        )
+    values = returned.float()
+    if method == "logits":
+        values = torch.where(values == float("-inf"), values.amax(1, keepdim=True), values)
+    if not values.isfinite().all():
+        raise WORKER.violation(f"{method}() returned values that are not finite")
+
+
+def check_function(attend: Any) -> None:
+    """Check what around_layers() returned.
+
+    Raises:
+        Violation: it is no function.
+    """
+    if not callable(attend):
+        raise WORKER.violation(
+            f"around_layers() returned {short_repr(attend)}, expected a function"
+        )
+
+
+def check_attention(out: Any, q: torch.Tensor, layer: int, called: Sequence[int]) -> None:
+    """Check a call of what around_layers() returned.
+
+    Args:
+        out: what it returned.
+        q: queries that it was given.
+        layer: index of the layer that is computed.
+        called: layers for which it called the attention.
+
+    Raises:
+        Violation: it gave something else than attention of this layer.
+    """
+    if not isinstance(out, torch.Tensor) or out.shape != q.shape:
+        found = f"a tensor {list(out.shape)}" if isinstance(out, torch.Tensor) else short_repr(out)
+        raise WORKER.violation(
+            f"the function of around_layers() returned {found}, expected a tensor {list(q.shape)}"
+        )
+    if wrong := set(called) - {layer}:
+        raise WORKER.violation(
+            f"the function of around_layers() called the attention of layer {min(wrong)} in layer "
+            f"{layer}"
+        )
+
+
+def check_report(report: Any) -> None:
+    """Check what report() returned.
+
+    Raises:
+        Violation: it is neither bytes nor None.
+    """
+    if report is not None and not isinstance(report, bytes):
+        raise WORKER.violation(f"report() returned {short_repr(report)}, expected bytes or None")
 
 
 def allowed_tokens(rows: np.ndarray | None, index: int, vocab_size: int) -> list[int]:

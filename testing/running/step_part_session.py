@@ -21,11 +21,12 @@ from hardpoint.plugins import (
     SchedulerOutput,
     WaitReason,
 )
-from hardpoint.plugins.plan import NO_DRAFT, CachedRequests, NewRequest
+from hardpoint.plugins.plan import NO_DRAFT, CachedRequests, NewRequest, PartData
 from hardpoint.testing.snapshots import snapshot
 from hardpoint.testing.suite import Rule, short_repr
 
 from . import step_part_rules as rules
+from .step_part_worker import Rows, WorkerSteps
 
 __all__ = ["RequestScript", "StepPartSession", "Trace", "with_id"]
 
@@ -63,12 +64,14 @@ class Trace:
         gate: "ready", "refused", or "" where it was not asked to the end.
         cost: cost of the request.
         masks: rows of each of its steps, as bytes; None where all tokens are allowed.
+        rows: its rows that the worker half has changed in each step.
         ended: "finished", "fault", "refused" or "aborted".
     """
 
     gate: str = ""
     cost: dict[str, int] = field(default_factory=dict)
     masks: list[bytes | None] = field(default_factory=list)
+    rows: list[Rows] = field(default_factory=list)
     ended: str = ""
 
 
@@ -110,6 +113,7 @@ class StepPartSession:
         vocab_size: int,
         limits: rules.GateLimits,
         *,
+        worker: WorkerSteps | None = None,
         lost: Sequence[int] = (),
         watch: bool = False,
     ) -> None:
@@ -119,11 +123,13 @@ class StepPartSession:
             half: half of the part.
             vocab_size: vocabulary size of the model.
             limits: limits of a gate.
+            worker: calls the worker half of the part; None if it has none.
             lost: numbers of plans that are lost, before or after their mask in turn.
             watch: whether to compare what the half is given before and after each call.
         """
         self.half, self._vocab_size, self._limits = half, vocab_size, limits
         self._lost, self._watch = frozenset(lost), watch
+        self._worker = worker
         self.traces: dict[str, Trace] = {}
         self.num_users = 0
         self.call_seconds: list[float] = []
@@ -256,6 +262,7 @@ class StepPartSession:
             self._call(rules.LOST, "preempted", name)
         self._finished, self._preempted = [], set()
         if not batch and not self._waiting:  # the engine calls no part without live requests
+            self._run_worker(plan, None, ModelRunnerOutput())
             return False
         users = {live.request_id: len(live.drafts) for live in batch}
         data = self._call(rules.DATA, "begin", plan)
@@ -263,21 +270,38 @@ class StepPartSession:
         rules.check_names(self._call(rules.MASKS, "needs_results", plan), users)
         lost = self._step in self._lost and bool(batch)
         if lost and self._step % 2:
-            self._call(rules.LOST, "lost", plan)
+            self._lose(plan)
             return True
         mask = self._call(rules.MASKS, "mask", plan)
         rows = rules.check_mask(mask, users, self._vocab_size)
         for live in batch:
             self._check_again(live, rows, lost)
         if lost:
-            self._call(rules.LOST, "lost", plan)
+            self._lose(plan)
             return True
-        self._process(plan, batch, rows)
+        self._process(plan, data, batch, rows)
         if batch and self.half.num_draft_tokens:
             self._take_drafts()
         if batch:
             self.call_seconds.append(self._seconds)
         return bool(batch)
+
+    def _lose(self, plan: SchedulerOutput) -> None:
+        self._call(rules.LOST, "lost", plan)
+        if self._worker is not None:
+            self._worker.lost(plan)
+
+    def _run_worker(
+        self, plan: SchedulerOutput, data: bytes | None, output: ModelRunnerOutput
+    ) -> Mapping[str, Rows]:
+        """Run a step in the worker half; return the rows of each request that it has changed."""
+        if self._worker is None:
+            return {}
+        users = [self._running[name] for name in plan.num_scheduled_tokens if name != _OTHER]
+        names = None if self.half.every_plan else [live.request_id for live in users]
+        seeds = {live.request_id: f"{live.script.seed} {live.num_steps}" for live in users}
+        part = None if data is None else PartData(data, names)
+        return self._worker.run(plan, part, {_OTHER: _OTHER, **seeds}, output)
 
     def _plan(self, batch: Sequence[_Live]) -> SchedulerOutput:
         new, cached = [], []
@@ -334,18 +358,31 @@ class StepPartSession:
         live.was_lost, live.lost_rows = lost, found if lost else None
 
     def _process(
-        self, plan: SchedulerOutput, batch: Sequence[_Live], rows: Mapping[str, Any]
+        self,
+        plan: SchedulerOutput,
+        data: bytes | None,
+        batch: Sequence[_Live],
+        rows: Mapping[str, Any],
     ) -> None:
-        """Sample, let the part read the result, and give the tokens to the requests."""
+        """Sample, let the part read the result, and give the tokens to the requests.
+
+        Args:
+            plan: the executed plan.
+            data: what the half gave for the worker half.
+            batch: requests of the plan that use the part.
+            rows: the mask's rows, by request.
+        """
         sampled = {live.request_id: self._sample(live, rows) for live in batch}
         if _OTHER in plan.num_scheduled_tokens:
             sampled[_OTHER] = [0]
         output = ModelRunnerOutput(sampled_token_ids=sampled)
+        changed = self._run_worker(plan, data, output)
         faults = self._call(rules.RESULTS, "result", plan, output)
         rules.check_faults(faults, {live.request_id for live in batch})
         for live in batch:
             own = rows.get(live.request_id)
             live.trace.masks.append(None if own is None else own.tobytes())
+            live.trace.rows.append(changed.get(live.request_id, {}))
             live.num_steps += 1
             live.sent, live.proposed = True, []
             if live.request_id in (faults or {}):

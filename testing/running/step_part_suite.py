@@ -8,11 +8,13 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 
@@ -39,6 +41,7 @@ from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, shor
 
 from . import step_part_rules as rules
 from .step_part_session import RequestScript, StepPartSession, Trace, with_id
+from .step_part_worker import HIDDEN_SIZE, WorkerSteps, overrides
 
 CONTRACT = "contract: the loader can check and build the class and its halves"
 SPEED = Rule(
@@ -102,7 +105,10 @@ class StepPartSuite(ComponentSuite):
         return self.part
 
     def test_contract(self) -> None:
-        """The class states its contract and can be built; its options survive pickling."""
+        """The loader can check and build the class and its halves; its options survive pickling.
+
+        `capacity` has an amount by name, `num_draft_tokens` is a number.
+        """
         self._run_checks(
             CONTRACT,
             lambda: reject_replaced_tests(type(self), StepPartSuite),
@@ -111,7 +117,20 @@ class StepPartSuite(ComponentSuite):
         )
 
     def test_steps(self) -> None:
-        """Requests that live alone or together are treated as the contract states."""
+        """Requests that live alone or together are treated as the contract states.
+
+        `uses` returns a bool, `check` and `gate` raise nothing but RequestError, and every gate
+        ends. `cost` gives the same amounts each time, of resources in `capacity`. `begin` returns
+        bytes, and None for a plan without its requests. A mask is int32
+        `[rows, ceil(vocab_size / 32)]`, with 1 + drafts rows, each of which allows a token, of
+        planned requests that use the part. `result` ends only these. `drafts` gives at most
+        `num_draft_tokens` tokens of the vocabulary for each of these.
+
+        Methods of the worker half raise nothing. `embedded`, `linear`, `hidden` and `logits` give
+        None or a finite tensor of the shape that they got, logits perhaps -inf, and write to no
+        tensor that they do not return. `around_layers` gives a function that calls the attention
+        of its layer, `report` bytes or None.
+        """
         used = [0]
 
         def check(scripts: list[RequestScript]) -> None:
@@ -124,7 +143,7 @@ class StepPartSuite(ComponentSuite):
             self._fail("requests: some use the part", _unused())
 
     def test_lost_plans(self) -> None:
-        """A plan that is lost is planned again with the same masks."""
+        """A plan that is lost and planned again has the same masks; `lost` raises nothing."""
 
         def check(scripts: list[RequestScript], lost: list[int]) -> None:
             with self._opened(lost=lost) as session:
@@ -134,7 +153,10 @@ class StepPartSuite(ComponentSuite):
         self._search(rules.LOST.text, 40, check, scripts=self._scripts(3), lost=steps)
 
     def test_alone_as_together(self) -> None:
-        """A request gets the same whether it is alone or not."""
+        """A request gets the same alone and among others.
+
+        That is its gate, costs and masks, and the rows that the worker half changes.
+        """
         if self.shares:
             pytest.skip("shares is True: what a request gets depends on the others")
 
@@ -150,7 +172,10 @@ class StepPartSuite(ComponentSuite):
         self._search(rules.ALONE.text, 30, check, scripts=self._scripts(4, min_size=2))
 
     def test_ids_used_again(self) -> None:
-        """A request with the id of one that ended gets what it gets in a new part."""
+        """A request with the id of one that has ended gets what it gets in a new part.
+
+        The other one ended, was refused or aborted.
+        """
 
         def check(scripts: list[RequestScript], ends: str) -> None:
             first, second = (with_id(script, "again", arrives=0) for script in scripts[:2])
@@ -171,7 +196,7 @@ class StepPartSuite(ComponentSuite):
         )
 
     def test_reads_only(self) -> None:
-        """The part changes no plan, no request and no result."""
+        """The part changes no plan, no request and no result, in the engine or in a worker."""
 
         def check(scripts: list[RequestScript], lost: list[int]) -> None:
             with self._opened(lost=lost, watch=True) as session:
@@ -181,7 +206,7 @@ class StepPartSuite(ComponentSuite):
         self._search(rules.READS_ONLY.text, 15, check, scripts=self._scripts(2), lost=steps)
 
     def test_memory(self) -> None:
-        """Nothing grows with the number of requests."""
+        """Nothing grows with the number of requests, in neither half."""
         self._search(
             MEMORY.text,
             1,
@@ -190,11 +215,11 @@ class StepPartSuite(ComponentSuite):
         )
 
     def test_close(self) -> None:
-        """Close releases everything; a second close does no harm."""
+        """Close releases everything, of both halves; a second close does no harm."""
         self._search(CLOSE.text, 2, self._check_close, scripts=self._scripts(3))
 
     def test_speed(self) -> None:
-        """The calls of a step take no longer than a multiple of a plain part's."""
+        """The engine's calls of a step take no longer than `times_plain` allows."""
         if self.times_plain is None:
             pytest.skip("times_plain is None")
         scripts = st.lists(self._script(), min_size=3, max_size=3)
@@ -216,14 +241,19 @@ class StepPartSuite(ComponentSuite):
         scripts = st.lists(self._script(), min_size=min_size, max_size=max_size)
         return scripts.map(lambda drawn: [with_id(x, f"r{n}") for n, x in enumerate(drawn)])
 
-    def _make(self) -> tuple[StepPart, EngineHalf]:
-        """Return a new part and its half in the engine; skip the test if it has none."""
-        part, half = self._build_halves()
-        if half is None:
+    def _make(self) -> _Halves:
+        """Return the halves of new parts; skip the test if there is none in the engine."""
+        part, engine = self._build_engine_half()
+        if engine is None:
+            call(CLOSE, part.close)
             pytest.skip("the part has no half in the engine")
-        return part, half
+        halves = _Halves(part, engine, *self._build_worker_half())
+        worker, moves_blocks = halves.worker, halves.worker_part.moves_blocks is not None
+        if worker is not None and moves_blocks and overrides(worker, "start"):
+            call(rules.WORKER, worker.start, None)  # the suite has no blocks
+        return halves
 
-    def _build_halves(self) -> tuple[StepPart, EngineHalf | None]:
+    def _build_engine_half(self) -> tuple[StepPart, EngineHalf | None]:
         config = engine_config(self.config)
         part: StepPart = self._build(StepPartContext, config=config)
         half = call(
@@ -250,17 +280,47 @@ class StepPartSuite(ComponentSuite):
             )
         return part, half
 
+    def _build_worker_half(self) -> tuple[StepPart, WorkerHalf | None]:
+        """Return a part of its own, as in a worker, and its half there."""
+        config = engine_config(self.config)
+        part: StepPart = self._build(StepPartContext, config=config)
+        half = call(
+            _CONTRACT_RULE,
+            part.worker_half,
+            WorkerHalfContext(
+                device=torch.device("cpu"),
+                rank=0,
+                world_size=1,
+                vocab_size=self.vocab_size,
+                hidden_size=HIDDEN_SIZE,
+                components=_Scripted(self, config),
+                describe_fault=describe_fault,
+                host_memory=lambda: 1 << 30,
+            ),
+        )
+        if half is not None and not isinstance(half, WorkerHalf):
+            raise _CONTRACT_RULE.violation(
+                f"worker_half() returned {short_repr(half)}, expected a WorkerHalf or None"
+            )
+        return part, half
+
     def _opened(self, **named: Any) -> _Opened:
         return _Opened(self, named)
 
-    def _session(self, half: EngineHalf, **named: Any) -> StepPartSession:
+    def _session(self, halves: _Halves, *, watch: bool = False, **named: Any) -> StepPartSession:
+        worker = None
+        if halves.worker is not None:
+            name = halves.worker_part.name
+            worker = WorkerSteps(halves.worker, name, self.vocab_size, watch=watch)
+        assert halves.engine is not None, "_make() gives one"
+        return self._engine_session(halves.engine, worker=worker, watch=watch, **named)
+
+    def _engine_session(self, half: EngineHalf, **named: Any) -> StepPartSession:
         limits = rules.GateLimits(self.ready_steps, self.ready_seconds)
         return StepPartSession(half, self.vocab_size, limits, **named)
 
     def _check_halves(self) -> None:
-        import torch  # noqa: PLC0415 - only a part with a worker half needs it
-
-        part, half = self._build_halves()
+        part, half = self._build_engine_half()
         capacity = {} if half is None else half.capacity
         if not isinstance(capacity, Mapping) or not all(
             isinstance(name, str) and type(amount) is int and amount >= 0
@@ -269,27 +329,7 @@ class StepPartSuite(ComponentSuite):
             raise _CONTRACT_RULE.violation(
                 f"capacity is {short_repr(capacity)}, expected an amount by name"
             )
-        worker = call(
-            _CONTRACT_RULE,
-            part.worker_half,
-            WorkerHalfContext(
-                device=torch.device("cpu"),
-                rank=0,
-                world_size=1,
-                vocab_size=self.vocab_size,
-                hidden_size=16,
-                components=_Scripted(self, engine_config(self.config)),
-                describe_fault=describe_fault,
-                host_memory=lambda: 1 << 30,
-            ),
-        )
-        if worker is not None and not isinstance(worker, WorkerHalf):
-            raise _CONTRACT_RULE.violation(
-                f"worker_half() returned {short_repr(worker)}, expected a WorkerHalf or None"
-            )
-        for closed in (half, worker, part):
-            if closed is not None:
-                call(CLOSE, closed.close)
+        _Halves(part, half, *self._build_worker_half()).close()
         limit = 0 if half is None else half.num_draft_tokens
         if type(limit) is not int or limit < 0:
             raise _CONTRACT_RULE.violation(
@@ -309,28 +349,25 @@ class StepPartSuite(ComponentSuite):
 
     def _check_memory(self, scripts: list[RequestScript]) -> None:
         scripts = self._ready(scripts)
-        part, half = self._make()
+        halves = self._make()
 
         def use(number: int) -> list[weakref.ref[Any]]:
             script = scripts[number % len(scripts)]
-            session = self._session(half)
+            session = self._session(halves)
             session.play([with_id(script, f"m{number}", arrives=0, steps=min(script.steps, 2))])
             return []
 
         try:
-            check_growth(SimpleNamespace(part=part, half=half), use, _REQUESTS)
+            check_growth(SimpleNamespace(**vars(halves)), use, _REQUESTS)
         finally:
-            half.close()
-            part.close()
+            halves.close()
 
     def _check_close(self, scripts: list[RequestScript]) -> None:
         with releasing_all():
-            part, half = self._make()
-            self._session(half).play(scripts)
-            for closed in (half, part):
-                call(CLOSE, closed.close)
-        for closed in (half, part):
-            call(CLOSE, closed.close)
+            halves = self._make()
+            self._session(halves).play(scripts)
+            halves.close()
+        halves.close()
 
     def _check_speed(self, scripts: list[RequestScript]) -> None:
         scripts = [
@@ -340,13 +377,12 @@ class StepPartSuite(ComponentSuite):
         plain, limit = _PlainHalf(self.vocab_size), self.times_plain or 0.0
         least = float("inf")
         for _ in range(3):  # on a machine that others use, the best of some
-            seconds = self._step_seconds(plain, scripts)
-            part, half = self._make()
+            seconds = _step_seconds(self._engine_session(plain), scripts)
+            halves = self._make()
             try:
-                least = min(least, self._step_seconds(half, scripts) / seconds)
+                least = min(least, _step_seconds(self._session(halves), scripts) / seconds)
             finally:
-                half.close()
-                part.close()
+                halves.close()
             if least <= limit:
                 return
         raise SPEED.violation(
@@ -354,32 +390,50 @@ class StepPartSuite(ComponentSuite):
             f"{limit:g}"
         )
 
-    def _step_seconds(self, half: EngineHalf, scripts: Sequence[RequestScript]) -> float:
-        session = self._session(half)
-        session.play(scripts)
-        return statistics.median(session.call_seconds or [0.0])
-
 
 _CONTRACT_RULE = Rule(CONTRACT, "return halves that derive from EngineHalf and WorkerHalf")
 
 
+@dataclass
+class _Halves:
+    """The halves of a part, each of an instance of its own, as the engine and a worker have them.
+
+    Attributes:
+        worker: None if the part has none.
+    """
+
+    part: StepPart
+    engine: EngineHalf | None
+    worker_part: StepPart
+    worker: WorkerHalf | None
+
+    def close(self) -> None:
+        """Close all, those of the worker first.
+
+        Raises:
+            Violation: one of them raised.
+        """
+        for closed in (self.worker, self.worker_part, self.engine, self.part):
+            if closed is not None:
+                call(CLOSE, closed.close)
+
+
 class _Opened:
-    """A session with a new part, which is closed with it."""
+    """A session with new halves, which are closed with it."""
 
     def __init__(self, suite: StepPartSuite, named: Mapping[str, Any]) -> None:
         self._suite, self._named = suite, named
 
     def __enter__(self) -> StepPartSession:
-        self._part, self._half = self._suite._make()
-        return self._suite._session(self._half, **self._named)
+        self._halves = self._suite._make()
+        return self._suite._session(self._halves, **self._named)
 
     def __exit__(self, kind: object, *_: object) -> None:
-        for closed in (self._half, self._part):
-            if kind is None:
-                call(CLOSE, closed.close)
-            else:
-                with suppress(Exception):  # the violation is the finding
-                    closed.close()
+        if kind is None:
+            self._halves.close()
+        else:
+            with suppress(Exception):  # the violation is the finding
+                self._halves.close()
 
 
 class _Scripted:
@@ -481,6 +535,11 @@ def _unused() -> Violation:
     )
 
 
+def _step_seconds(session: StepPartSession, scripts: Sequence[RequestScript]) -> float:
+    session.play(scripts)
+    return statistics.median(session.call_seconds or [0.0])
+
+
 def _compare(
     script: RequestScript, first: Trace, second: Trace, rule: Rule, where: str, elsewhere: str
 ) -> None:
@@ -501,3 +560,15 @@ def _compare(
             )
         if one != other:
             raise rule.violation(f"its {name} is {one!r} {where}, {other!r} {elsewhere}")
+    for step, (own, others) in enumerate(zip(first.rows, second.rows, strict=True), 1):
+        for what in sorted(own.keys() | others.keys()):
+            if not (what in own and what in others and _are_close(own[what], others[what])):
+                raise rule.violation(
+                    f"the worker half changes its {what} in step {step} to other values {where} "
+                    f"than {elsewhere}"
+                )
+
+
+def _are_close(one: np.ndarray, other: np.ndarray) -> bool:
+    """Return whether values are the same but for the order in which sums are computed."""
+    return np.allclose(one, other, rtol=1e-3, atol=1e-3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from hypothesis import strategies as st
-from support.broken.step_parts import Drafts, Good
+from support.broken.step_parts import Drafts, Good, GoodWorker
 from support.kit_suites import assert_tests_builtins
 from support.searching import kit_examples
 
@@ -55,6 +55,11 @@ class RisingLetters(GrammarBackend):
 class TestGood(StepPartSuite):
     examples = kit_examples()
     part = Good
+
+
+class TestGoodWorker(StepPartSuite):
+    examples = kit_examples()
+    part = GoodWorker
 
 
 class TestDrafts(StepPartSuite):

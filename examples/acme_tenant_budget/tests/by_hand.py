@@ -29,11 +29,15 @@ def halves(**options):
     context = EngineHalfContext(
         components=None,
         describe_fault=repr,
+        faults=None,
         clock=clock,
         scheduler="the scheduler",
         vocab_size=100,
         vocabulary=None,
         block_size=16,
+        world_size=1,
+        block_hashes=lambda _request, _num_blocks: [],
+        publish=lambda _events: None,
     )
     return part.engine_half(context), clock
 

@@ -10,6 +10,7 @@ from hardpoint.plugins import (
     RequestError,
     RequestFault,
     StepPart,
+    WorkerHalf,
 )
 
 
@@ -101,6 +102,87 @@ def part_of(half, **attributes):
     """Return a part with a half, named as it is."""
     name = half.__name__.strip("_").removesuffix("Half")
     return type(name, (Good,), {"contract": 1, "half": half, "__module__": __name__, **attributes})
+
+
+class GoodWorkerHalf(WorkerHalf):
+    """Adds to all values of each user a number of its own, which its name gives."""
+
+    def __init__(self):
+        self.numbers, self.sampled_tokens = {}, {}
+
+    def begin(self, plan, data):
+        self.numbers = {name: 1 + len(name) for name in data.decode().split(",")}
+
+    def around_layers(self, attend):
+        def call(layer, q, k, v, angles=None):
+            return attend(layer, q, k, v, angles) + 1
+
+        return call
+
+    def shifted(self, values, names):
+        numbers = [self.numbers[name] for name in names]
+        return values + values.new_tensor(numbers)[:, None]
+
+    def names_of(self, rows):
+        spans = zip(rows.request_ids, rows.starts, rows.starts[1:], strict=False)
+        return [name for name, start, end in spans for _ in range(start, end)]
+
+    def embedded(self, embedded, rows):
+        return self.shifted(embedded, self.names_of(rows))
+
+    def linear(self, parts, x, y, rows):
+        assert y.shape[1] == sum(size for _, size in parts)
+        y += 1  # and is returned
+        return y
+
+    def after_layers(self):
+        pass
+
+    def hidden(self, hidden, rows):
+        return self.shifted(hidden, self.names_of(rows)).bfloat16()
+
+    def logits(self, logits, request_ids):
+        changed = self.shifted(logits, request_ids)
+        changed[:, 3] = float("-inf")
+        return changed
+
+    def sampled(self, token_ids):
+        self.sampled_tokens = dict(token_ids)
+
+    def report(self):
+        return ",".join(self.sampled_tokens).encode()
+
+
+class _ReportedHalf(GoodHalf):
+    """Reads the report of each step that has data."""
+
+    part = ""
+
+    def result(self, plan, result):
+        reports = result.part_reports.get(self.part, {0: b""})
+        assert reports[0].decode() == ",".join(self.planned(plan))
+        return {}
+
+
+class GoodWorker(Good):
+    contract = 1
+    half = _ReportedHalf
+    worker = GoodWorkerHalf
+
+    def engine_half(self, context):
+        half = super().engine_half(context)
+        half.part = self.name
+        return half
+
+    def worker_half(self, context):
+        assert (context.hidden_size, context.vocab_size) == (16, 300)
+        return self.worker()
+
+
+def part_of_worker(half):
+    """Return a part with a worker half, named as it is."""
+    name = half.__name__.strip("_").removesuffix("Half")
+    return type(name, (GoodWorker,), {"contract": 1, "worker": half, "__module__": __name__})
 
 
 class NoContract(StepPart):
@@ -339,6 +421,71 @@ class _SlowHalf(GoodHalf):
         return super().mask(plan)
 
 
+class _LacksRowsHalf(GoodWorkerHalf):
+    def hidden(self, hidden, rows):
+        return hidden[:-1]
+
+
+class _WritesInputHalf(GoodWorkerHalf):
+    def linear(self, parts, x, y, rows):
+        x += 1
+
+
+class _WritesTokensHalf(GoodWorkerHalf):
+    def sampled(self, token_ids):
+        super().sampled(token_ids)
+        for tokens in token_ids.values():
+            tokens.append(0)
+
+
+class _TextAsReportHalf(GoodWorkerHalf):
+    def report(self):
+        return super().report().decode()
+
+
+class _ByPositionHalf(GoodWorkerHalf):
+    """Adds to the rows of each request its place among others."""
+
+    def logits(self, logits, request_ids):
+        places = list(dict.fromkeys(request_ids))
+        return logits + logits.new_tensor([places.index(name) for name in request_ids])[:, None]
+
+
+class _BeginRaisesHalf(GoodWorkerHalf):
+    def begin(self, plan, data):
+        raise KeyError(plan.step)
+
+
+class _NotFiniteHalf(GoodWorkerHalf):
+    def embedded(self, embedded, rows):
+        return embedded / 0
+
+
+class _WrongLayerHalf(GoodWorkerHalf):
+    def around_layers(self, attend):
+        return lambda layer, *given: attend(0, *given)
+
+
+class _KeepsEndedHalf(GoodWorkerHalf):
+    """Keeps the ids of requests that have ended."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def finished(self, request_ids):
+        self.seen += request_ids
+
+
+LacksRows = part_of_worker(_LacksRowsHalf)
+WritesInput = part_of_worker(_WritesInputHalf)
+WritesTokens = part_of_worker(_WritesTokensHalf)
+TextAsReport = part_of_worker(_TextAsReportHalf)
+ByPosition = part_of_worker(_ByPositionHalf)
+BeginRaises = part_of_worker(_BeginRaisesHalf)
+NotFinite = part_of_worker(_NotFiniteHalf)
+WrongLayer = part_of_worker(_WrongLayerHalf)
+KeepsEnded = part_of_worker(_KeepsEndedHalf)
 MasksOthers = part_of(_MasksOthersHalf)
 ChangingCost = part_of(_ChangingCostHalf)
 UnknownResource = part_of(_UnknownResourceHalf)

@@ -1,0 +1,287 @@
+"""The calls of a step part's half in a worker, with tensors of the requests that use the part."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from hardpoint.plugins import ModelRunnerOutput, SchedulerOutput, WorkerHalf
+from hardpoint.plugins.plan import PartData
+from hardpoint.plugins.worker_half import StepRows
+from hardpoint.testing.snapshots import snapshot
+
+from . import step_part_rules as rules
+
+__all__ = ["HIDDEN_SIZE", "Rows", "WorkerSteps", "overrides"]
+
+HIDDEN_SIZE = 16
+_LAYERS = 2
+_HEAD_SIZE = 8
+_STACKS: tuple[tuple[tuple[str, int], ...], ...] = (
+    (("self_attn.q_proj", 16), ("self_attn.k_proj", 8), ("self_attn.v_proj", 8)),
+    (("self_attn.o_proj", 16),),
+)
+"""Linear layers of each layer: names and rows of the stacked matrices."""
+_IN_LAYERS = ("around_layers", "embedded", "linear")
+
+Rows = dict[str, np.ndarray]
+"""The rows of one request that a half has changed in a step, by the name of the values."""
+
+
+def overrides(half: WorkerHalf, method: str) -> bool:
+    """Return whether a half has a method of its own."""
+    return getattr(type(half), method) is not getattr(WorkerHalf, method)
+
+
+class WorkerSteps:
+    """Calls a worker half as a worker does, and checks what it returns."""
+
+    def __init__(self, half: WorkerHalf, part: str, vocab_size: int, *, watch: bool) -> None:
+        """Begin without requests.
+
+        Args:
+            half: half of the part.
+            part: name of the part.
+            vocab_size: vocabulary size of the model.
+            watch: whether to compare plans and other arguments before and after each call.
+        """
+        self._half, self._part, self._vocab_size, self._watch = half, part, vocab_size, watch
+        self._ended = set[str]()  # not reported to the half yet
+
+    def run(
+        self,
+        plan: SchedulerOutput,
+        part: PartData | None,
+        seeds: Mapping[str, str],
+        output: ModelRunnerOutput,
+    ) -> dict[str, Rows]:
+        """Run a step, and add the half's report to its result.
+
+        Args:
+            plan: plan of the step.
+            part: data for the half; None calls it for the requests that have ended alone.
+            seeds: seeds of the values of all requests of the plan.
+            output: with the sampled tokens.
+
+        Returns:
+            The rows that the half has changed, by request.
+
+        Raises:
+            Violation: a rule was broken.
+        """
+        plan = msgspec.structs.replace(
+            plan,
+            part_data={} if part is None else {self._part: part},
+            finished_request_ids=plan.finished_request_ids | self._ended,
+        )
+        self._ended.clear()
+        if plan.finished_request_ids and self._overrides("finished"):
+            self._call("finished", plan.finished_request_ids)
+        if part is None or not plan.total_num_scheduled_tokens:
+            return {}
+        names = list(plan.num_scheduled_tokens) if part.request_ids is None else part.request_ids
+        num_tokens = plan.num_scheduled_tokens
+        step = _Step(num_tokens, names, seeds)
+        if self._overrides("begin"):
+            self._call("begin", plan, part.data)
+        if any(map(self._overrides, _IN_LAYERS)) and self._wants_layers():
+            whole = _Step(num_tokens, list(num_tokens), seeds)
+            self._run_layers(step, whole)
+            for name, rows in step.changed.items():
+                rows |= whole.changed[name]
+        if names and self._overrides("hidden"):
+            self._change(step, "hidden", "hidden states", HIDDEN_SIZE)
+        if self._overrides("after_layers"):
+            self._call("after_layers")
+        if names and self._overrides("logits"):
+            self._change(step, "logits", "logits", self._vocab_size)
+        self._read_result(names, output)
+        return step.changed
+
+    def lost(self, plan: SchedulerOutput) -> None:
+        """Keep which requests have ended, of a plan that reaches no worker."""
+        self._ended |= plan.finished_request_ids
+
+    def _overrides(self, method: str) -> bool:
+        return overrides(self._half, method)
+
+    def _wants_layers(self) -> bool:
+        return bool(self._checked("wants_layers", lambda: self._half.wants_layers))
+
+    def _run_layers(self, step: _Step, whole: _Step) -> None:
+        """Run the layers of a model.
+
+        Args:
+            step: rows of the requests that use the part.
+            whole: rows of all requests.
+        """
+        plain = _Attend()
+        attend: Callable[..., torch.Tensor] = plain
+        has_around = self._overrides("around_layers")
+        if has_around:
+            attend = self._call("around_layers", plain)
+            rules.check_function(attend)
+        has_rows = bool(step.names)
+        if has_rows and self._overrides("embedded"):
+            self._change(step, "embedded", "embedded tokens", HIDDEN_SIZE)
+        for layer in range(_LAYERS):
+            for stack in _STACKS if has_rows and self._overrides("linear") else ():
+                parts = [(f"model.layers.{layer}.{name}", rows) for name, rows in stack]
+                what = f"product of {parts[0][0]}"
+                x = step.values(f"{what} x", HIDDEN_SIZE)
+                size = sum(rows for _, rows in stack)
+                self._change(step, "linear", what, size, before=(parts, x))
+            if has_around:
+                self._attend(attend, plain, whole, layer)
+
+    def _attend(
+        self, attend: Callable[..., torch.Tensor], plain: _Attend, whole: _Step, layer: int
+    ) -> None:
+        """Call the attention of a layer for all requests.
+
+        Args:
+            attend: from the half.
+            plain: what it has around it.
+            whole: rows of all requests.
+            layer: index.
+        """
+        plain.calls.clear()
+        q, k, v = (
+            whole.values(f"{name} {layer}", heads * _HEAD_SIZE).view(-1, heads, _HEAD_SIZE)
+            for name, heads in (("q", 2), ("k", 1), ("v", 1))
+        )
+        out = self._checked("around_layers", lambda: attend(layer, q, k, v))
+        rules.check_attention(out, q, layer, plain.calls)
+        whole.keep(f"attention of layer {layer}", out, q)
+
+    def _change(
+        self, step: _Step, method: str, what: str, size: int, before: tuple[Any, ...] = ()
+    ) -> None:
+        """Let the half change rows of a step, and keep what they are then.
+
+        Args:
+            step: the rows.
+            method: method of the half.
+            what: names the values.
+            size: elements of each row.
+            before: arguments before the values.
+        """
+        values = step.values(what, size)
+        rows = step.names_of_rows() if method == "logits" else step.rows()
+        given = [value for value in (*before, values) if isinstance(value, torch.Tensor)]
+        copies = [value.clone() for value in given]
+        returned = self._call(method, *before, values, rows)
+        rules.check_changed(method, returned, copies[-1])
+        for value, copy in zip(given, copies, strict=True):
+            is_returned = returned is not None and returned.data_ptr() == value.data_ptr()
+            if not is_returned and not torch.equal(value, copy):
+                raise rules.WORKER_READS.violation(
+                    f"{method}() changed what it was given, which it did not return"
+                )
+        if returned is not None:
+            step.keep(what, returned, copies[-1])
+
+    def _read_result(self, names: Collection[str], output: ModelRunnerOutput) -> None:
+        """Let the half read the tokens of its requests, and report."""
+        if self._overrides("sampled"):
+            tokens = output.sampled_token_ids
+            self._call("sampled", {name: tokens[name] for name in tokens if name in names})
+        if self._overrides("report"):
+            report = self._call("report")
+            rules.check_report(report)
+            if report is not None:
+                output.part_reports.setdefault(self._part, {})[0] = report
+
+    def _call(self, method: str, *given: Any) -> Any:
+        """Call a method of the half; anything raised is wrong.
+
+        Raises:
+            Violation: it raised, or changed a plan or another argument that is no tensor.
+        """
+        plain = [value for value in given if not isinstance(value, torch.Tensor | _Attend)]
+        before = snapshot(plain) if self._watch else None
+        returned = self._checked(method, lambda: getattr(self._half, method)(*given))
+        if self._watch and snapshot(plain) != before:
+            raise rules.WORKER_READS.violation(f"{method}() changed what it was given")
+        return returned
+
+    def _checked(self, what: str, function: Callable[[], Any]) -> Any:
+        try:
+            with torch.inference_mode():
+                return function()
+        except Exception as cause:
+            what = what if what == "wants_layers" else f"{what}()"
+            raise rules.WORKER.violation(
+                f"{what} of the worker half raised {type(cause).__name__}: {cause}"
+            ) from cause
+
+
+class _Attend:
+    """Attention that returns its queries.
+
+    Attributes:
+        calls: layers for which it was called.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def __call__(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,  # noqa: ARG002
+        v: torch.Tensor,  # noqa: ARG002
+        angles: torch.Tensor | None = None,  # noqa: ARG002
+    ) -> torch.Tensor:
+        self.calls.append(layer)
+        return q.clone()
+
+
+class _Step:
+    """The rows of some requests of a step, which depend on each request alone.
+
+    Attributes:
+        names: ids of the requests.
+        changed: values that a half has changed, by request and by their name.
+    """
+
+    def __init__(
+        self, num_tokens: Mapping[str, int], names: Sequence[str], seeds: Mapping[str, str]
+    ) -> None:
+        self.names = list(names)
+        self._sizes = [num_tokens[name] for name in names]
+        self._seeds = seeds
+        self.changed: dict[str, Rows] = {name: {} for name in names}
+
+    def rows(self) -> StepRows:
+        """Return whose tokens the rows are."""
+        return StepRows(list(self.names), [0, *itertools.accumulate(self._sizes)])
+
+    def names_of_rows(self) -> list[str]:
+        """Return the request of each row."""
+        pairs = zip(self.names, self._sizes, strict=True)
+        return [name for name, size in pairs for _ in range(size)]
+
+    def values(self, what: str, size: int) -> torch.Tensor:
+        """Return float32 [tokens, size]."""
+        made = []
+        for name, count in zip(self.names, self._sizes, strict=True):
+            seed = random.Random(f"{self._seeds[name]} {what}").getrandbits(64)
+            drawn = np.random.default_rng(seed).standard_normal((count, size), dtype=np.float32)
+            made.append(drawn)
+        return torch.from_numpy(np.concatenate(made))
+
+    def keep(self, what: str, values: torch.Tensor, given: torch.Tensor) -> None:
+        """Keep the values of the requests for which a half has changed those that were given."""
+        plain, end = values.to(torch.float32), 0
+        for name, count in zip(self.names, self._sizes, strict=True):
+            start, end = end, end + count
+            if not torch.equal(plain[start:end], given[start:end]):
+                self.changed[name][what] = plain[start:end].numpy().copy()

@@ -45,6 +45,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hardpoint import LLM, SamplingParams
+from hardpoint.boundary.activity import Activity, PluginCalls
 from hardpoint.boundary.parts.components import Components, describe_fault
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.weights.model_files import find_files
@@ -227,7 +228,11 @@ def measure_masks(
     structured = StructuredOutputs.checked(load.structured)
     texts = [tokenizer.encode(text, add_special_tokens=False) for text in load.texts()]
     manager = GrammarManager(
-        Components(plugins), config, vocabulary, size, describe_fault=describe_fault
+        Components(plugins, functools.partial(PluginCalls, Activity())),
+        config,
+        vocabulary,
+        size,
+        describe_fault=describe_fault,
     )
     backend = plugins.create(
         plugins.get("grammars", config.use),

@@ -325,7 +325,7 @@ class TestPace:
                 go_on.set()
                 assert len((await task)[-1].prompt_token_ids) == 3000
             finally:
-                del tokenizer.encode
+                tokenizer.encode = encode
             assert threads[0] is not threading.main_thread()
 
         run(main)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.builtins.model_harness import Blocks, build_backend
+from support.builtins.model_harness import SequenceBlocks, build_backend
 from support.searching import examples
 
 from hardpoint.builtin_plugins.attention.plan import AttentionPlan, _groups, _shared_prefixes
@@ -53,7 +53,7 @@ class Naive:
 def run(spec: KVSpec, steps, *, block_size: int, dtype=torch.float32, tolerance=1e-5) -> None:
     """Run steps of (name, count) through the backend and the naive model and compare."""
     backend, naive = build_backend(dtype, block_size), Naive(spec)
-    cache, blocks = backend.allocate(spec, NUM_BLOCKS), Blocks(NUM_BLOCKS, block_size)
+    cache, blocks = backend.allocate(spec, NUM_BLOCKS), SequenceBlocks(NUM_BLOCKS, block_size)
     generator = torch.Generator().manual_seed(0)
     for counts in steps:
         counts = sorted(counts, key=lambda item: item[1] != 1)
@@ -126,7 +126,7 @@ def test_groups_hold_every_row_once_and_waste_at_most_half() -> None:
 
 
 def test_masks_are_shared_by_layers_of_one_window() -> None:
-    blocks = Blocks(NUM_BLOCKS, 16)
+    blocks = SequenceBlocks(NUM_BLOCKS, 16)
     blocks.step([("a", 40), ("b", 20)])
     step, _ = blocks.step([("a", 1), ("b", 1)])
     plan = AttentionPlan(step, torch.float32)
@@ -138,7 +138,7 @@ def test_masks_are_shared_by_layers_of_one_window() -> None:
 
 def test_padding_never_reads_other_sequences() -> None:
     spec = KVSpec(2, 1, 8, 0.3)
-    backend, blocks = build_backend(torch.float32, 4), Blocks(NUM_BLOCKS, 4)
+    backend, blocks = build_backend(torch.float32, 4), SequenceBlocks(NUM_BLOCKS, 4)
     keys, values = cache = backend.allocate(spec, NUM_BLOCKS)
     step, _ = blocks.step([("short", 4), ("long", 40)])
     used = step.block_table.unique()
@@ -341,7 +341,8 @@ def test_triton_refuses_heads_that_are_too_large() -> None:
 
 def test_triton_rotates_where_it_writes() -> None:
     pytest.importorskip("triton")
-    backend, blocks = build_backend(torch.float32, 4, TritonAttention), Blocks(NUM_BLOCKS, 4)
+    backend = build_backend(torch.float32, 4, TritonAttention)
+    blocks = SequenceBlocks(NUM_BLOCKS, 4)
     spec = KVSpec(4, 2, 8, 0.3)
     step, _ = blocks.step([("a", 1), ("b", 6)])
     q, k, v = (torch.randn(7, heads, 8) for heads in (4, 2, 2))

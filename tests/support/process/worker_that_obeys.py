@@ -90,8 +90,9 @@ class Obeying:
             ModelRunnerOutput({"r": [plan.step]}) if self._orders["output"] == self.rank else None
         )
 
-    def start_parts(self, weights: str) -> None:
+    def start_parts(self, weights: str) -> dict[str, bytes]:
         self._obey([weights])
+        return {}
 
     def wake_up(self, tags: Sequence[str]) -> None:
         self._obey(tags)

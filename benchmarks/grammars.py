@@ -286,7 +286,7 @@ def measure_compiling(
 ) -> dict[str, Any]:
     """Return the milliseconds until schemas are ready, the first time and from the cache."""
     manager = GrammarManager(
-        Components(plugins),
+        Components(plugins, functools.partial(PluginCalls, Activity())),
         config,
         vocabulary,
         len(vocabulary.tokens),

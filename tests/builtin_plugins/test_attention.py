@@ -17,6 +17,10 @@ from hardpoint.plugins import AttentionStep, KVSpec, ModelError
 NUM_BLOCKS = 96
 
 
+def blocks_of(block_size):
+    return SequenceBlocks(NUM_BLOCKS, block_size, torch.device("cpu"), shuffled=True)
+
+
 class Naive:
     """Keeps every sequence's keys and values whole and attends with explicit loops."""
 
@@ -53,7 +57,7 @@ class Naive:
 def run(spec: KVSpec, steps, *, block_size: int, dtype=torch.float32, tolerance=1e-5) -> None:
     """Run steps of (name, count) through the backend and the naive model and compare."""
     backend, naive = build_backend(dtype, block_size), Naive(spec)
-    cache, blocks = backend.allocate(spec, NUM_BLOCKS), SequenceBlocks(NUM_BLOCKS, block_size)
+    cache, blocks = backend.allocate(spec, NUM_BLOCKS), blocks_of(block_size)
     generator = torch.Generator().manual_seed(0)
     for counts in steps:
         counts = sorted(counts, key=lambda item: item[1] != 1)
@@ -126,7 +130,7 @@ def test_groups_hold_every_row_once_and_waste_at_most_half() -> None:
 
 
 def test_masks_are_shared_by_layers_of_one_window() -> None:
-    blocks = SequenceBlocks(NUM_BLOCKS, 16)
+    blocks = blocks_of(16)
     blocks.step([("a", 40), ("b", 20)])
     step, _ = blocks.step([("a", 1), ("b", 1)])
     plan = AttentionPlan(step, torch.float32)
@@ -138,7 +142,7 @@ def test_masks_are_shared_by_layers_of_one_window() -> None:
 
 def test_padding_never_reads_other_sequences() -> None:
     spec = KVSpec(2, 1, 8, 0.3)
-    backend, blocks = build_backend(torch.float32, 4), SequenceBlocks(NUM_BLOCKS, 4)
+    backend, blocks = build_backend(torch.float32, 4), blocks_of(4)
     keys, values = cache = backend.allocate(spec, NUM_BLOCKS)
     step, _ = blocks.step([("short", 4), ("long", 40)])
     used = step.block_table.unique()
@@ -342,7 +346,7 @@ def test_triton_refuses_heads_that_are_too_large() -> None:
 def test_triton_rotates_where_it_writes() -> None:
     pytest.importorskip("triton")
     backend = build_backend(torch.float32, 4, TritonAttention)
-    blocks = SequenceBlocks(NUM_BLOCKS, 4)
+    blocks = blocks_of(4)
     spec = KVSpec(4, 2, 8, 0.3)
     step, _ = blocks.step([("a", 1), ("b", 6)])
     q, k, v = (torch.randn(7, heads, 8) for heads in (4, 2, 2))

@@ -61,7 +61,7 @@ def run(spec: KVSpec, steps, *, block_size: int, dtype=torch.float32, tolerance=
     generator = torch.Generator().manual_seed(0)
     for counts in steps:
         counts = sorted(counts, key=lambda item: item[1] != 1)
-        step, _ = blocks.step(counts)
+        step = blocks.step(counts)
         tokens = sum(count for _, count in counts)
         q, k, v = (
             torch.randn(tokens, heads, spec.head_size, generator=generator).to(dtype)
@@ -132,7 +132,7 @@ def test_groups_hold_every_row_once_and_waste_at_most_half() -> None:
 def test_masks_are_shared_by_layers_of_one_window() -> None:
     blocks = blocks_of(16)
     blocks.step([("a", 40), ("b", 20)])
-    step, _ = blocks.step([("a", 1), ("b", 1)])
+    step = blocks.step([("a", 1), ("b", 1)])
     plan = AttentionPlan(step, torch.float32)
     assert plan.for_window(None) is plan.for_window(None)
     assert plan.for_window(1000) is plan.for_window(None)
@@ -144,14 +144,14 @@ def test_padding_never_reads_other_sequences() -> None:
     spec = KVSpec(2, 1, 8, 0.3)
     backend, blocks = build_backend(torch.float32, 4), blocks_of(4)
     keys, values = cache = backend.allocate(spec, NUM_BLOCKS)
-    step, _ = blocks.step([("short", 4), ("long", 40)])
+    step = blocks.step([("short", 4), ("long", 40)])
     used = step.block_table.unique()
     unused = torch.ones(NUM_BLOCKS, dtype=torch.bool)
     unused[used[used != 0]] = False
     q, k = torch.randn(44, 2, 8), torch.randn(44, 1, 8)
     backend.attend(spec, cache, backend.plan(step), q, k, k)
     keys[unused], values[unused] = torch.nan, torch.nan
-    step, _ = blocks.step([("short", 1), ("long", 1)])
+    step = blocks.step([("short", 1), ("long", 1)])
     # The new block of "short" was poisoned as unused; real caches hold finite numbers there.
     fresh = step.block_table[0, 1]
     keys[fresh], values[fresh] = 0.0, 0.0
@@ -348,7 +348,7 @@ def test_triton_rotates_where_it_writes() -> None:
     backend = build_backend(torch.float32, 4, TritonAttention)
     blocks = blocks_of(4)
     spec = KVSpec(4, 2, 8, 0.3)
-    step, _ = blocks.step([("a", 1), ("b", 6)])
+    step = blocks.step([("a", 1), ("b", 6)])
     q, k, v = (torch.randn(7, heads, 8) for heads in (4, 2, 2))
     turns = torch.rand(7, 2)
     angles = torch.cat((turns.cos(), turns.sin()), 1)

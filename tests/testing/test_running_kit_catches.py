@@ -45,7 +45,7 @@ EXECUTORS = [
     (executors.NoResults, "calls", "collective_rpc", r"1 workers returned .*_rpc returned \[\]"),
     (executors.CallsTwice, "calls", "collective_rpc", r"returned \['rank 0 at .*, 'rank 0 at"),
     (executors.IgnoresTimeouts, "timeout", "timeout", "timeout=0.125 returned after 0.5"),
-    (executors.MixesUp, "timeout", "timeout", r"late call: 2 .* returned \[None, None\]"),
+    (executors.MixesUp, "timeout", "timeout", r"late call: 2 .* returned \[{}, {}\]"),
     (executors.SwallowsErrors, "errors", "errors", "of rank 0 raised ModelError, but execute_m"),
     (executors.OutputRankOnly, "errors", "errors", "sample_tokens of rank 1 raised ModelError"),
     (executors.RenamesErrors, "errors", "errors", "raised RuntimeError: a worker failed"),

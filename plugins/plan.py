@@ -201,6 +201,8 @@ class ModelRunnerOutput:
             array [tokens, layers, experts per token]; -1 stands for none.
         part_reports: reports of the worker halves of step parts, by the part's name and the rank.
         part_faults: why the worker half of a step part failed, by the part's name.
+        is_cache_uncertain: whether one of them failed in the layers of the step, so that keys and
+            values that were written may be wrong.
     """
 
     sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
@@ -215,3 +217,4 @@ class ModelRunnerOutput:
     routed_experts: dict[str, Any] = field(default_factory=dict)
     part_reports: dict[str, dict[int, bytes]] = field(default_factory=dict)
     part_faults: dict[str, str] = field(default_factory=dict)
+    is_cache_uncertain: bool = False

@@ -72,6 +72,7 @@ class WorkerParts:
         self._around: list[BoundWorkerHalf] = []  # of the active ones, those called for layers
         self._users: dict[str, frozenset[str] | None] = {}  # by part; None is all
         self._faults: dict[str, str] = {}
+        self._failed_in_layers = False  # in this step
 
     def __bool__(self) -> bool:
         """Return whether there are any halves that take part in steps with data for them."""
@@ -209,6 +210,7 @@ class WorkerParts:
     def begin(self, plan: SchedulerOutput) -> None:
         """Begin a step: the halves for which a plan has data take it."""
         self._active, self._around, self._faults = [], [], {}
+        self._failed_in_layers = False
         for half in self._in_steps:
             part = plan.part_data.get(half.name)
             if part is not None:
@@ -353,7 +355,7 @@ class WorkerParts:
             return values
         if not isinstance(changed, torch.Tensor) or changed.shape != own.shape:
             expected = f"a tensor {list(own.shape)} or None"
-            self._leave_out(half, f"its {method}() gave {form_of(changed)}, expected {expected}")
+            self._leave_out(half, method, f"gave {form_of(changed)}, expected {expected}")
             return values
         if len(indices) == len(values):
             return changed.to(values.dtype)
@@ -372,11 +374,13 @@ class WorkerParts:
             if half.overrides("report"):
                 report = self._run(half, "report")
                 if report is not None and not isinstance(report, bytes):
-                    self._leave_out(half, f"its report() gave {shown(report)}, expected bytes")
+                    self._leave_out(half, "report", f"gave {shown(report)}, expected bytes")
                 elif report is not None:
                     output.part_reports.setdefault(half.name, {})[self._rank] = report
         output.part_faults.update(self._faults)
+        output.is_cache_uncertain |= self._failed_in_layers
         self._active, self._around, self._faults = [], [], {}
+        self._failed_in_layers = False
 
     def sleep(self, level: int) -> None:
         """Let all halves release memory."""
@@ -406,12 +410,19 @@ class WorkerParts:
             return half.run(method, *args, function=function)
         except BaseException as cause:
             raise_unless_fault(cause)
-            self._leave_out(half, f"its {method}() failed: {describe(cause)}", cause)
+            self._leave_out(half, method, f"failed: {describe(cause)}", cause)
             return None
 
     def _leave_out(
-        self, half: BoundWorkerHalf, message: str, cause: BaseException | None = None
+        self, half: BoundWorkerHalf, method: str, defect: str, cause: BaseException | None = None
     ) -> None:
+        """Leave a half out of the rest of the step.
+
+        Raises:
+            PluginFaultError: the result of the step is that of another rank.
+        """
+        message = f"its {method}() {defect}"
+        self._failed_in_layers |= method in IN_LAYERS
         if not self._samples:
             raise PluginFaultError(f"{half.source}: {message}") from cause
         self._active.remove(half)

@@ -249,7 +249,7 @@ class StepRunner:
         self._check.check_type(plan, result)
         if self._sampled is not None and result.sampled_token_ids:
             self._sampled.append(SampledTokens(plan.step, dict(result.sampled_token_ids)))
-        if result.part_faults:  # a half that failed may have let wrong keys and values be written
+        if result.is_cache_uncertain:
             self._parts.kv_cache.reset()
         for request_id, fault in self._step_parts.result(plan, result).items():
             result.sampled_token_ids.pop(request_id, None)

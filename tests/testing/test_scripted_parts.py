@@ -125,6 +125,40 @@ def test_a_wrong_tag_is_refused_and_nothing_else_is_disturbed(folder, tags, mess
         assert len(complete(llm, [(PROMPT, GREEDY, {})])[0]) == 8
 
 
+class FailsOnce(ScriptedAdapters):
+    contract = 1
+    fails = True
+
+    def worker_half(self, context):
+        half = super().worker_half(context)
+        linear = type(half).linear
+
+        class Half(type(half)):
+            def linear(self, parts, x, y, rows):
+                changed = linear(self, parts, x, y, rows)
+                if FailsOnce.fails:
+                    FailsOnce.fails = False
+                    raise ValueError("broken linear")
+                return changed
+
+        return Half()
+
+
+def test_a_fault_in_the_layers_ends_its_request_and_leaves_no_wrong_block(folder):
+    adapted, plain = (PROMPT, GREEDY, {"adapter": "7"}), ([*PROMPT[:40], 9], GREEDY, {})
+    with open_llm(folder) as llm:
+        wanted = complete(llm, [adapted, plain])
+    part = {**use(FailsOnce), "name": "scripted_adapters"}
+    config = {"plugins": {"enable": [part]}, "engine": {"in_process": True}}
+    with LLM(config=scripted_config(folder, config)) as llm:
+        tags = [adapted[2], plain[2]]
+        prompts = [{"prompt_token_ids": prompt} for prompt in (adapted[0], plain[0])]
+        failed, other = llm.generate(prompts, GREEDY, tags=tags)
+        assert failed.outputs[0].error.endswith("its linear() failed: ValueError: broken linear")
+        assert tuple(other.outputs[0].token_ids) == wanted[1]
+        assert complete(llm, [adapted, plain]) == wanted
+
+
 def forward_without_hooks(self, batch):
     ids = batch.token_ids.float().view(-1, 1, 1).expand(-1, 1, 2)
     return batch.attend(0, ids, ids, ids).reshape(-1, 2)

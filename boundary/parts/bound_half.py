@@ -6,8 +6,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, ClassVar, Generic, TypeVar
 
-import torch
-
 from hardpoint.boundary.activity import PluginCalls
 from hardpoint.boundary.errors import close_named
 from hardpoint.boundary.faults import StepFaults
@@ -15,7 +13,6 @@ from hardpoint.errors import HardpointError, PluginFaultError, RequestError, sho
 from hardpoint.plugins import EngineHalf, RequestFault, SchedulerOutput, StepPart, WorkerHalf
 from hardpoint.plugins.manifest import Source
 from hardpoint.registry.blame import describe, raise_unless_fault
-from hardpoint.system.memory import is_out_of_memory
 
 HalfT = TypeVar("HalfT", EngineHalf, WorkerHalf)
 
@@ -150,6 +147,9 @@ class BoundWorkerHalf(BoundHalf[WorkerHalf]):
             return self.run(method, *args)
         except BaseException as cause:
             raise_unless_fault(cause)
+            # It imports torch, which a program may not have imported when it imports this.
+            from hardpoint.system.memory import is_out_of_memory  # noqa: PLC0415
+
             if isinstance(cause, HardpointError) or is_out_of_memory(cause):
                 raise
             raise PluginFaultError(
@@ -163,6 +163,7 @@ class BoundWorkerHalf(BoundHalf[WorkerHalf]):
 
 def form_of(value: object) -> str:
     """Return shape or type of a value, for messages."""
-    if isinstance(value, torch.Tensor):
-        return f"a tensor {list(value.shape)}"
+    shape = getattr(value, "shape", None)
+    if shape is not None and type(value).__module__.partition(".")[0] == "torch":
+        return f"a tensor {list(shape)}"
     return shown(value)

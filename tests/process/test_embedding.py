@@ -197,4 +197,4 @@ def test_in_a_program_that_forks_afterwards(scripted, tmp_path):
         print(json.dumps(llm.generate("say abc", params)[0].outputs[0].text))
         llm.close()
     """)
-    assert run_program(source, folder=tmp_path, forked=True) == [ANSWER, ANSWER]
+    assert run_program(source, folder=tmp_path) == [ANSWER, ANSWER]

@@ -27,11 +27,16 @@ ASK = {"messages": [{"role": "user", "content": "Hi"}]}
 STREAM = {**ASK, "stream": True}
 
 
+def popen_python(arguments, **options):
+    return subprocess.Popen([sys.executable, *arguments], **options)
+
+
 class Program:
     """A server in a process of its own; `url` is where it serves."""
 
-    def __init__(self, *command, folder=None):
-        self.process = forked_python().popen(
+    def __init__(self, *command, folder=None, forked=True):
+        start = forked_python().popen if forked else popen_python
+        self.process = start(
             list(command),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -64,10 +69,11 @@ class Program:
 
 
 @contextlib.contextmanager
-def program(*arguments, engine=None, **server):
+def program(*arguments, engine=None, forked=True, **server):
     """Run `hardpoint serve` with a fake engine."""
     fields = json.dumps({**(engine or {}), "server": {"access_log": "text", **server}})
-    started = Program(str(ROOT / "tests/support/serve_fake.py"), fields, *arguments)
+    serve = str(ROOT / "tests/support/serve_fake.py")
+    started = Program(serve, fields, *arguments, forked=forked)
     try:
         yield started
     finally:
@@ -200,7 +206,8 @@ def test_a_sighup_while_the_model_loads_reads_the_keys_again(tmp_path):
 
 def test_a_program_with_unread_output_serves_and_drains(tmp_path):
     admin = f"unix:{tmp_path}/admin.sock"
-    with program("--admin", admin, engine={"loading": 0.5}, drain_delay=0) as server:
+    # The interpreter's own end flushes the output: it is started, not forked.
+    with program("--admin", admin, engine={"loading": 0.5}, drain_delay=0, forked=False) as server:
         server.loading().process.stdout.close()
         client = client_of(admin)
         wait_until(lambda: _answers(client), 20)

@@ -7,7 +7,7 @@ request that uses a part, each call is a test of an empty list.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -238,12 +238,22 @@ class EngineParts:
             self._faults[name] = RequestFault(f"{named}: no token is allowed{both}")
         return combined
 
-    def result(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> dict[str, RequestFault]:
-        """Let the parts read a result; return the requests that end with an error."""
+    def result(
+        self, plan: SchedulerOutput, result: ModelRunnerOutput, under_way: Collection[str] = ()
+    ) -> dict[str, RequestFault]:
+        """Let the parts read a result; return the requests that end with an error.
+
+        Args:
+            plan: plan of the result.
+            result: result of the plan.
+            under_way: requests of later plans, which may read what a failed worker half has let be
+                written: those that use the part end, too.
+        """
         ended: dict[str, RequestFault] = {}
         for part in self._active:
             if (failed := result.part_faults.get(part.name)) is not None:
-                self._blame(part, plan, failed)
+                later = under_way if result.is_cache_uncertain else ()
+                self._blame(part, plan, failed, later=later)
             if not part.overrides("result"):
                 continue
             found = self._for_plan(part, "result", plan, result) or {}
@@ -360,11 +370,12 @@ class EngineParts:
         plan: SchedulerOutput,
         message: str,
         cause: BaseException | None = None,
+        later: Collection[str] = (),
     ) -> None:
-        """End the requests of a plan that use a part, if its faults end requests."""
+        """End the requests of a plan, and of later ones, that use a part, if its faults do so."""
         fault = part.fault(message, cause)
         if fault is not None:
-            for name in part.users & plan.num_scheduled_tokens.keys():
+            for name in part.users & {*plan.num_scheduled_tokens, *later}:
                 self._faults.setdefault(name, fault)
 
     def _forget(self, request_id: str) -> None:

@@ -251,7 +251,8 @@ class StepRunner:
             self._sampled.append(SampledTokens(plan.step, dict(result.sampled_token_ids)))
         if result.is_cache_uncertain:
             self._parts.kv_cache.reset()
-        for request_id, fault in self._step_parts.result(plan, result).items():
+        under_way = self._batches.request_ids(plan) if result.is_cache_uncertain else ()
+        for request_id, fault in self._step_parts.result(plan, result, under_way).items():
             result.sampled_token_ids.pop(request_id, None)
             # The scheduler looks at faults of planned requests, but preempts those that hold an
             # invalid block before.

@@ -335,6 +335,16 @@ def test_a_fault_of_the_worker_half_ends_its_requests():
     assert found["r"].message.endswith("rank 1: no")
 
 
+def test_a_fault_in_the_layers_ends_those_that_use_the_part_in_plans_under_way():
+    parts = parts_of(half_of(uses=lambda request: request.request_id != "other"))
+    for name in ("r", "later", "other", "waits"):
+        parts.add(new(name))
+    failed = ModelRunnerOutput(part_faults={"part0": "no"}, is_cache_uncertain=True)
+    assert parts.result(plan_of("r"), failed, ["r", "later", "other"]).keys() == {"r"}
+    following = plan_of("later", "other", "waits")
+    assert parts.result(following, ModelRunnerOutput()).keys() == {"later"}
+
+
 # Gates and resources
 
 

@@ -189,6 +189,7 @@ def test_in_a_program_that_forks_afterwards(scripted, tmp_path):
     """The child ends without taking the engine from its parent."""
     source = body(scripted) + textwrap.dedent("""
         import os, sys
+        sys.stdout.flush()  # else the child has the output, too
         child = os.fork()
         if child == 0:
             del llm

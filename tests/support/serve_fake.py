@@ -13,6 +13,7 @@ import time
 from hardpoint.builtin_plugins.server.command import COMMAND
 from hardpoint.plugins import CommandContext, EngineConfig, HardpointError
 from hardpoint.plugins.config import ConfigSources
+from hardpoint.standard_streams import discard_unwritten
 from support.fake_engine import FakeEngine, configured
 
 
@@ -43,4 +44,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    discard_unwritten()  # as the command line does
+    sys.exit(code)

@@ -41,10 +41,13 @@ class BoundHalf(Generic[HalfT]):
         self.name, self.source = part.name, calls.source
         self.moves_blocks = part.moves_blocks
         self._part, self._calls = part, calls
+        cls, base = type(half), self.interface
+        own = (name for name in dir(base) if getattr(cls, name) is not getattr(base, name))
+        self._overridden = frozenset(own)
 
     def overrides(self, method: str) -> bool:
         """Return whether the half has a method of its own."""
-        return getattr(type(self.half), method) is not getattr(self.interface, method)
+        return method in self._overridden
 
     def run(self, method: str, *args: Any, function: Callable[..., Any] | None = None) -> Any:
         """Call a method of the half, or `function` in its place."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,7 +14,13 @@ import torch
 from hardpoint.boundary.activity import Activity, PluginCalls
 from hardpoint.boundary.checked_model import CheckedModel
 from hardpoint.errors import HardpointError, PluginContractError, PluginFaultError, shown
-from hardpoint.plugins import EngineConfig, ForwardBatch, ModelRunnerOutput, SchedulerOutput
+from hardpoint.plugins import (
+    EngineConfig,
+    ForwardBatch,
+    LogitsRequest,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.model import Attend, LayerHooks
 from hardpoint.plugins.parallel import Parallel
@@ -162,11 +168,6 @@ class WorkerParts:
         """The setting that makes a half move blocks of the KV cache; None if none does."""
         return self._moving[0].moves_blocks if self._moving else None
 
-    @property
-    def report_anyway(self) -> bool:
-        """Whether a rank that does not sample returns its reports."""
-        return bool(self._moving)
-
     def check_hooks(self, model: CheckedModel, parallel: Parallel) -> None:
         """Check that a model calls the hooks that halves need, after its trial step.
 
@@ -244,17 +245,17 @@ class WorkerParts:
 
     @contextmanager
     def in_layers(
-        self, hooks: LayerHooks, request_ids: Sequence[str], starts: Sequence[int]
+        self, hooks: LayerHooks, requests: Sequence[LogitsRequest], starts: Iterable[int]
     ) -> Iterator[None]:
         """Let halves change embeddings and linear layers of a model while the body runs it.
 
         Args:
             hooks: hooks of the model.
-            request_ids: requests of the step.
+            requests: requests of the step.
             starts: first token of each request, and the number of all tokens.
         """
         users = {
-            half: self._rows_of(half, request_ids, starts)
+            half: self._rows_of(half, requests, starts)
             for half in self._around
             if half.overrides("embedded") or half.overrides("linear")
         }
@@ -284,10 +285,11 @@ class WorkerParts:
             hooks.embedded = hooks.linear = None
 
     def _rows_of(
-        self, half: BoundWorkerHalf, request_ids: Sequence[str], starts: Sequence[int]
+        self, half: BoundWorkerHalf, requests: Sequence[LogitsRequest], starts: Iterable[int]
     ) -> tuple[list[int], StepRows]:
         """Return the tokens of the requests that use a part: their indices, and whose they are."""
-        spans = zip(request_ids, starts, starts[1:], strict=False)
+        names, borders = [request.request_id for request in requests], [int(at) for at in starts]
+        spans = zip(names, borders, borders[1:], strict=False)
         own = [span for span in spans if self._is_user(half, span[0])]
         lengths = [end - start for _, start, end in own]
         rows = StepRows([name for name, *_ in own], [0, *itertools.accumulate(lengths)])
@@ -300,27 +302,28 @@ class WorkerParts:
                 self._run(half, "after_layers")
 
     def hidden(
-        self, hidden: torch.Tensor, request_ids: Sequence[str], starts: Sequence[int]
+        self, hidden: torch.Tensor, requests: Sequence[LogitsRequest], starts: Iterable[int]
     ) -> torch.Tensor:
         """Return the hidden states of a step as the halves change them.
 
         Args:
             hidden: [tokens, hidden_size].
-            request_ids: requests of the step.
+            requests: requests of the step.
             starts: first token of each request, and the number of all tokens.
         """
         for half in list(self._active):
             if half.overrides("hidden"):
-                indices, rows = self._rows_of(half, request_ids, starts)
+                indices, rows = self._rows_of(half, requests, starts)
                 hidden = self._changed(half, "hidden", hidden, indices, rows)
         return hidden
 
-    def logits(self, logits: torch.Tensor, request_ids: Sequence[str]) -> torch.Tensor:
+    def logits(self, logits: torch.Tensor, requests: Sequence[LogitsRequest]) -> torch.Tensor:
         """Return the logits of a step, [rows, vocab_size], as the halves change them."""
         for half in list(self._active):
             if half.overrides("logits"):
-                indices = [row for row, name in enumerate(request_ids) if self._is_user(half, name)]
-                names = [request_ids[row] for row in indices]
+                names = [request.request_id for request in requests]
+                indices = [row for row, name in enumerate(names) if self._is_user(half, name)]
+                names = [names[row] for row in indices]
                 logits = self._changed(half, "logits", logits, indices, names)
         return logits
 

@@ -172,8 +172,7 @@ class ModelRunner:
         routed = self._receive_experts(step) if self._has_experts else None
         hidden = self._forward(step, before, routed)
         if has_parts:
-            names = [request.request_id for request in step.requests]
-            hidden = self.parts.hidden(hidden, names, step.query_starts.tolist())
+            hidden = self.parts.hidden(hidden, step.requests, step.query_starts)
             self.parts.after_layers()
         if not self._is_last:
             self._ranks.send_hidden(hidden)
@@ -195,21 +194,25 @@ class ModelRunner:
             before: hidden states of the stage before.
             routed: gets the experts of the tokens.
         """
-        wants_layers = self.parts.wants_layers
-        inputs = functools.partial(self._inputs, step, before, routed)
-        if self._around_model is None and not wants_layers:
-            return self._calls.run("forward", self._model.forward, inputs())
-        needs_model = wants_layers or routed is not None
-        run = ForwardStep(inputs, step.packed, needs_model=needs_model)
-        around = self._around_model or self._run_model
-        if not wants_layers:
-            return self._calls.run("forward", around, run)
-        names = [request.request_id for request in step.requests]
-        with self.parts.in_layers(self._hooks, names, step.query_starts.tolist()):
-            return self._calls.run("forward", around, run)
+        if not self.parts.wants_layers:
+            return self._run(step, before, routed, needs_model=routed is not None)
+        with self.parts.in_layers(self._hooks, step.requests, step.query_starts):
+            return self._run(step, before, routed, needs_model=True)
 
-    def _run_model(self, step: ForwardStep) -> torch.Tensor:
-        return self._model.forward(step.batch)
+    def _run(
+        self,
+        step: StepInput,
+        before: torch.Tensor | None,
+        routed: torch.Tensor | None,
+        *,
+        needs_model: bool,
+    ) -> torch.Tensor:
+        """Run the model, or the function of a step part around it."""
+        inputs = functools.partial(self._inputs, step, before, routed)
+        if self._around_model is None:
+            return self._calls.run("forward", self._model.forward, inputs())
+        around = ForwardStep(inputs, step.packed, needs_model=needs_model)
+        return self._calls.run("forward", self._around_model, around)
 
     def _inputs(
         self, step: StepInput, before: torch.Tensor | None, routed: torch.Tensor | None
@@ -250,7 +253,7 @@ class ModelRunner:
         (plan, step, hidden, routed), self._pending = self._pending, None
         if self._sampling is None:
             self._help_to_sample(hidden)
-            if not self.parts.report_anyway:
+            if self.parts.moves_blocks is None:
                 return None
             return self._with_reports(ModelRunnerOutput())
         output = ModelRunnerOutput(
@@ -371,7 +374,7 @@ class ModelRunner:
         """Return logits as step parts change them."""
         if not self.parts:
             return logits
-        return self.parts.logits(logits, [request.request_id for request in requests])
+        return self.parts.logits(logits, requests)
 
     def _apply(self, plan: SchedulerOutput, batch: InputBatch) -> None:
         """Apply the plan's additions and removals to the batch."""

@@ -288,9 +288,8 @@ class WorkerParts:
         self, half: BoundWorkerHalf, requests: Sequence[LogitsRequest], starts: Iterable[int]
     ) -> tuple[list[int], StepRows]:
         """Return the tokens of the requests that use a part: their indices, and whose they are."""
-        names, borders = [request.request_id for request in requests], [int(at) for at in starts]
-        spans = zip(names, borders, borders[1:], strict=False)
-        own = [span for span in spans if self._is_user(half, span[0])]
+        spans = zip(requests, itertools.pairwise(map(int, starts)), strict=True)
+        own = [(x.request_id, *at) for x, at in spans if self._is_user(half, x.request_id)]
         lengths = [end - start for _, start, end in own]
         rows = StepRows([name for name, *_ in own], [0, *itertools.accumulate(lengths)])
         return [row for _, start, end in own for row in range(start, end)], rows
@@ -321,10 +320,9 @@ class WorkerParts:
         """Return the logits of a step, [rows, vocab_size], as the halves change them."""
         for half in list(self._active):
             if half.overrides("logits"):
-                names = [request.request_id for request in requests]
-                indices = [row for row, name in enumerate(names) if self._is_user(half, name)]
-                names = [names[row] for row in indices]
-                logits = self._changed(half, "logits", logits, indices, names)
+                rows = enumerate(request.request_id for request in requests)
+                own = {row: name for row, name in rows if self._is_user(half, name)}
+                logits = self._changed(half, "logits", logits, list(own), list(own.values()))
         return logits
 
     def _is_user(self, half: BoundWorkerHalf, request_id: str) -> bool:

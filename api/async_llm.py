@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Unpack
@@ -29,6 +29,8 @@ from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.request_options import ChatOptions, ChatRequestOptions, RequestOptions
 from hardpoint.plugins.server import InstalledExtension, ServerContext
 from hardpoint.plugins.stats import Health
+from hardpoint.registry.discovery import InstalledPlugin
+from hardpoint.registry.references import handed_over
 
 from .chat import Chat, Messages
 from .open_model import OpenModel
@@ -61,6 +63,7 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
         max_model_len: int | None = None,
         seed: int | None = None,
         tokenizer: str | None = None,
+        plugins: Sequence[object] = (),
         restart: Literal["never", "on_failure"] = "never",
     ) -> None:
         """Start the engine process and load the model; blocks until it is ready.
@@ -70,6 +73,8 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
             config: everything else: the path of a TOML file, a mapping or an EngineConfig.
             dtype, max_model_len, seed: short for the configuration fields of the same names.
             tokenizer: short for `tokenizer.path`.
+            plugins: as for `LLM`. The engine's process imports components; hooks of requests are
+                called on the very objects.
             restart: "on_failure" restarts an engine that died, with the same weights and the latest
                 configuration, at most `engine.max_restarts_per_minute` times. Requests that were
                 in flight fail; later ones wait for the new engine.
@@ -85,8 +90,9 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
             "seed": seed,
             "tokenizer.path": tokenizer,
         }
-        resolved, config_sources = config_from(config, overrides, caller="AsyncLLM")
-        self._open(resolved, config_sources, restart)
+        handed = handed_over(plugins, "AsyncLLM")
+        resolved, config_sources = config_from(config, overrides, caller="AsyncLLM", handed=handed)
+        self._open(resolved, config_sources, restart, handed)
 
     @classmethod
     def from_resolved(
@@ -101,7 +107,13 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
         llm._open(config, config_sources, restart)
         return llm
 
-    def _open(self, config: EngineConfig, config_sources: ConfigSources, restart: str) -> None:
+    def _open(
+        self,
+        config: EngineConfig,
+        config_sources: ConfigSources,
+        restart: str,
+        handed: Sequence[InstalledPlugin] = (),
+    ) -> None:
         if restart not in ("never", "on_failure"):
             raise ConfigError(f'restart: expected "never" or "on_failure", got {restart!r}')
         origin = config_sources.of("engine.in_process")
@@ -114,7 +126,11 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
         config = msgspec.structs.replace(config, engine=engine)
         with ProgressDisplay() as display:
             self._engine = build_async_engine(
-                config, config_sources, restart=restart == "on_failure", progress=display.report
+                config,
+                config_sources,
+                restart=restart == "on_failure",
+                progress=display.report,
+                handed=handed,
             )
 
     @takes_options

@@ -25,6 +25,7 @@ from hardpoint.registry.catalog import Catalog
 from hardpoint.registry.discovery import discover, installed_version
 from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.loading import check_component, import_object
+from hardpoint.registry.plugin_options import option_path, options_of
 from hardpoint.registry.plugin_set import resolve_plugins
 from hardpoint.registry.selection import SelectedPlugin, Selection
 
@@ -207,7 +208,7 @@ def _collect_commands(config: EngineConfig, config_sources: ConfigSources) -> _C
     for chosen in Selection(config, config_sources, discover(config.plugins.foreign_groups)).run():
         if chosen.kind.interface is not None:
             continue
-        for command in _commands_of(chosen):
+        for command in _commands_of(chosen, config, config_sources):
             if other := commands.get(command.name):
                 raise PluginConflictError(
                     f"two plugins add the command {command.name!r}: "
@@ -217,11 +218,15 @@ def _collect_commands(config: EngineConfig, config_sources: ConfigSources) -> _C
     return commands
 
 
-def _commands_of(chosen: SelectedPlugin) -> list[Command]:
+def _commands_of(
+    chosen: SelectedPlugin, config: EngineConfig, config_sources: ConfigSources
+) -> list[Command]:
     target = chosen.target if chosen.target is not None else import_object(chosen.source)
     check_component(target, chosen.kind, chosen.source)
+    path = option_path(config, chosen)
+    options = options_of(chosen, target, path, config, config_sources)
     hooks = HookSet()
-    hooks.add(target, chosen.source)
+    hooks.add(target, chosen.source, options)
     commands: list[Command] = []
     for result in hooks.call("cli_commands"):
         if not isinstance(result, Sequence) or not all(isinstance(c, Command) for c in result):

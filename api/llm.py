@@ -27,6 +27,8 @@ from hardpoint.plugins import (
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.request_options import ChatOptions, ChatRequestOptions, RequestOptions
 from hardpoint.plugins.stats import Health
+from hardpoint.registry.discovery import InstalledPlugin
+from hardpoint.registry.references import handed_over
 
 from .chat import Chat, Messages
 from .open_model import OpenModel
@@ -69,6 +71,7 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
         max_model_len: int | None = None,
         seed: int | None = None,
         tokenizer: str | None = None,
+        plugins: Sequence[object] = (),
         progress: bool | None = None,
     ) -> None:
         """Load a model.
@@ -79,6 +82,9 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
                 else is read: `hardpoint.toml` and the environment are the command line's.
             dtype, max_model_len, seed: short for the configuration fields of the same names.
             tokenizer: short for `tokenizer.path`.
+            plugins: modules, classes and objects with hooks, and classes of components, enabled as
+                if `plugins.enable` named them; components that other keys choose are offered under
+                their names.
             progress: show progress; None shows bars on a terminal and lines in a notebook.
 
         Raises:
@@ -93,8 +99,9 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
         }
         if not isinstance(progress, bool | None):
             raise ConfigError(f"progress: expected true, false or None, got {shown(progress)}")
-        resolved, config_sources = config_from(config, overrides)
-        self._open(resolved, config_sources, progress)
+        handed = handed_over(plugins, "LLM")
+        resolved, config_sources = config_from(config, overrides, handed=handed)
+        self._open(resolved, config_sources, progress, handed)
 
     @classmethod
     def from_resolved(
@@ -106,11 +113,17 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
         return llm
 
     def _open(
-        self, config: EngineConfig, config_sources: ConfigSources, progress: bool | None
+        self,
+        config: EngineConfig,
+        config_sources: ConfigSources,
+        progress: bool | None,
+        handed: Sequence[InstalledPlugin] = (),
     ) -> None:
         self._draws_progress = shows_progress(sys.stderr) if progress is None else progress
         with ProgressDisplay(self._draws_progress) as display:
-            self._engine = build_engine(config, config_sources, progress=display.report)
+            self._engine = build_engine(
+                config, config_sources, progress=display.report, handed=handed
+            )
         self._calls = OpenCalls(self._engine)
 
     @takes_options

@@ -26,6 +26,8 @@ class BatchOptions(TypedDict, total=False):
     tags: Mapping[str, str] | Sequence[Mapping[str, str]] | None
     cache_salt: str | Sequence[str | None] | None
     kv_transfer_params: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None
+    trace_headers: Mapping[str, str] | Sequence[Mapping[str, str] | None] | None
+    truncate_prompt_tokens: int | Sequence[int | None] | None
 
 
 class ChatBatchOptions(ChatOptions, BatchOptions, total=False):

@@ -309,8 +309,8 @@ def watched() -> Timers:
     """Return timers of what grammars add to a step, inactive; for engines made afterwards."""
     timers = Timers()
     for owner, method, part in (
-        (GrammarManager, "bitmask", "bitmask"),
-        (GrammarManager, "pop_faults", "bitmask"),
+        (GrammarManager, "mask", "bitmask"),
+        (GrammarManager, "result", "bitmask"),
         (GrammarMask, "__init__", "apply"),
         (GrammarMask, "apply", "apply"),
         (GrammarMask, "forbidden", "apply"),

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import functools
 import mmap
+import os
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
 from hardpoint.plugins.manifest import Source
+from hardpoint.registry.discovery import is_third_party
+from hardpoint.system.forks import FORKS, end_copy
+from hardpoint.system.plugin_settings import READ, changed
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -31,7 +36,7 @@ _REQUESTS_AT = _HEADER_BYTES + _CALLS_BYTES
 # The header: numbers of 16 bits, then of 32, then floating-point numbers of 64.
 _CALL, _STEP = 0, 1
 _NUM_CALLS_BYTES, _NUM_REQUESTS_BYTES = 1, 2  # the first has the two cells
-_STEP_BEGAN, _WATCHDOG_S = 2, 3
+_STEP_BEGAN, _WATCHDOG_S, _BEATS, _TURNS = 2, 3, 4, 5
 _TOO_MANY = 2**32 - 1
 
 
@@ -91,6 +96,7 @@ class Activity:
         self._calls: list[PluginCall] = []
         self._numbers: dict[tuple[str, str, str], int] = {}
         self._request_ids: list[str] = []
+        self._beats = self._turns = 0
 
     @classmethod
     def create(cls, folder: Path) -> Activity:
@@ -103,6 +109,25 @@ class Activity:
         """Return the one in a folder."""
         with (folder / FILE_NAME).open("r+b") as file:
             return cls(mmap.mmap(file.fileno(), _SIZE))
+
+    @classmethod
+    def create_unnamed(cls) -> tuple[Activity, int]:
+        """Return an idle one in a file without a name, and a descriptor for `open_unnamed`."""
+        make = getattr(os, "memfd_create", None)
+        if make is None:
+            with tempfile.TemporaryFile() as file:
+                descriptor = os.dup(file.fileno())
+        else:
+            descriptor = make("hardpoint-activity")
+        os.truncate(descriptor, _SIZE)
+        return cls(mmap.mmap(descriptor, _SIZE)), descriptor
+
+    @classmethod
+    def open_unnamed(cls, descriptor: int) -> Activity:
+        """Return the one of a descriptor, in another process; closes it."""
+        memory = mmap.mmap(descriptor, _SIZE)
+        os.close(descriptor)
+        return cls(memory)
 
     def close(self) -> None:
         """Release the file; what was written last can still be read. For readers."""
@@ -146,9 +171,32 @@ class Activity:
         """Record that no step is under way."""
         self.cells[_STEP] = 0
 
+    def begin_call(self) -> None:
+        """Record that a call of a worker is under way, which `end_step` ends."""
+        self.cells[_STEP] = 1
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step is under way, or a call of a worker."""
+        return bool(self.cells[_STEP])
+
     def begin_watch(self, now: float, limit_s: float) -> None:
         """Record that the watchdog ends the engine if a step that begins now takes longer."""
         self._times[_STEP_BEGAN], self._times[_WATCHDOG_S] = now, limit_s
+
+    def beat(self) -> None:
+        """Record that the process runs. In a thread of its own, whatever the others do."""
+        self._beats += 1
+        self._times[_BEATS] = self._beats
+
+    def turn(self) -> None:
+        """Record that the engine's loop begins or ends a step."""
+        self._turns += 1
+        self._times[_TURNS] = self._turns
+
+    def progress(self) -> tuple[float, float]:
+        """Return the numbers of calls of `beat` and `turn`; the second is odd within a step."""
+        return self._times[_BEATS], self._times[_TURNS]
 
     def snapshot(self) -> Snapshot:
         """Return the engine's activity now, or when it died."""
@@ -193,6 +241,8 @@ class PluginCalls:
         kind: kind of the plugin.
         cells: the activity's.
         seconds: spent in the plugin's methods since `take_seconds`.
+        settings: its item reads torch's settings, which a call must not change; None if they are
+            not compared.
     """
 
     def __init__(self, activity: Activity, kind: str, source: Source) -> None:
@@ -201,6 +251,10 @@ class PluginCalls:
         self.kind = kind
         self.cells = activity.cells
         self.seconds = 0.0
+        # Plugins that come with Hardpoint change no settings: they need not pay for the check. An
+        # executor opens workers, which set the number of threads.
+        is_read = is_third_party(source) and kind != "executors"
+        self.settings: list[Callable[[], Any]] | None = READ if is_read else None
         self._activity = activity
         self._numbers: dict[str, int] = {}
 
@@ -214,14 +268,30 @@ class PluginCalls:
 
     def run(self, method: str, function: Callable[P, R], *arguments: P.args, **more: P.kwargs) -> R:
         """Call a method of the plugin; return what it returns."""
-        number, cells = self.number(method), self.cells
+        number, cells = self._numbers.get(method) or self.number(method), self.cells
         outer, cells[0] = cells[0], number
+        reads, forks = self.settings, FORKS[0]
+        settings = None if reads is None else reads[0]()
         began = time.perf_counter()
         try:
             return function(*arguments, **more)
         finally:
+            if FORKS[0] != forks or (reads is not None and reads[0]() != settings):
+                self.undo(forks, settings, method)
             self.seconds += time.perf_counter() - began
             cells[0] = outer
+
+    def undo(self, forks: int, settings: Any, method: str) -> None:
+        """End a copy of the process that a call has made; put back torch's settings.
+
+        Args:
+            forks: `FORKS[0]` before the call.
+            settings: what `READ[0]` returned before the call.
+            method: method of the call.
+        """
+        if FORKS[0] != forks:
+            end_copy()
+        changed(settings, self.source, method)
 
     def bound(self, method: str, function: Callable[P, R]) -> Callable[P, R]:
         """Return a function that calls a method of the plugin, as `run` does."""

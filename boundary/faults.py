@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 from collections.abc import Collection, Sequence
 from typing import Any, Generic, TypeVar
@@ -11,10 +13,11 @@ from hardpoint.plugins.component import Component, Context
 from hardpoint.plugins.config_tables import PluginsConfig
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.stats import StepFault
-from hardpoint.registry.blame import describe, responsible
+from hardpoint.registry.blame import close_if_failed, describe, responsible
 from hardpoint.registry.plugin_set import PluginSet
 
 from .activity import Activity, PluginCalls
+from .errors import close_all
 from .guard import FaultReporter as FaultReporter
 from .guard import guard
 
@@ -197,13 +200,11 @@ def create_all(
         PluginError: a component could not be built.
     """
     created: list[tuple[C, FaultReporter, PluginCalls]] = []
-    try:
+    with contextlib.ExitStack() as undo:
         for entry in plugins.entries(kind):
             component = plugins.create(entry, context, **fields)
+            close_if_failed(undo, functools.partial(close_all, [component]))
             report = faults.reporter(entry.source, CALL_LOST)
             created.append((component, report, faults.calls(kind, entry.source)))
-    except BaseException:
-        for component, _, _ in created:
-            component.close()
-        raise
+        undo.pop_all()
     return created

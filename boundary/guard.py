@@ -27,6 +27,7 @@ from hardpoint.plugins.component import Component
 from hardpoint.plugins.manifest import Source
 from hardpoint.registry.blame import describe, raise_unless_fault, responsible
 from hardpoint.registry.kinds import KINDS
+from hardpoint.system.forks import FORKS, end_copy
 
 from .activity import Activity, PluginCalls
 
@@ -116,15 +117,14 @@ class Boundary:
         check = None if behaviour.returned is None else behaviour.returned.check
         assert behaviour.otherwise is not None, "`named` is for methods without a default"
         otherwise = behaviour.otherwise.decide
-        calls, cells, number = self.calls, self.calls.cells, self.calls.number(name)
-
-        clock = time.perf_counter
+        calls, clock = self.calls, time.perf_counter
+        cells, number, reads = calls.cells, calls.number(name), calls.settings
 
         def call(*given: Any, **more: Any) -> Any:
             if more:
                 given = inspect.signature(declared).bind(None, *given, **more).args[1:]
-            outer, cells[0] = cells[0], number
-            began = clock()
+            outer, cells[0], forks, began = cells[0], number, FORKS[0], clock()
+            settings = None if reads is None else reads[0]()
             try:
                 handed = given if adapt is None else (adapt(given[0]), *given[1:])
                 value = function(*handed)
@@ -133,18 +133,21 @@ class Boundary:
                 self._failed(name, _call_text(name, first, given), cause)
                 return otherwise(*given)
             finally:
+                if FORKS[0] != forks or (reads is not None and reads[0]() != settings):
+                    calls.undo(forks, settings, name)
                 calls.seconds += clock() - began
                 cells[0] = outer
 
         def scheduled(request: Any, tokens: int) -> None:
             """Do as `call` does, in half the time: for each running request and step."""
-            outer, cells[0] = cells[0], number
-            began = clock()
+            outer, cells[0], forks, began = cells[0], number, FORKS[0], clock()
             try:
                 function(request if adapt is None else adapt(request), tokens)
             except BaseException as cause:
                 self._failed(name, _call_text(name, first, (request,)), cause)
             finally:
+                if FORKS[0] != forks:
+                    end_copy()
                 calls.seconds += clock() - began
                 cells[0] = outer
 

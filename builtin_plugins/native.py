@@ -36,6 +36,33 @@ def load_kernels(context: AttentionContext | OpsContext, path: str) -> cpu.Libra
         raise ModelError(f"{path}: {context.name!r} cannot be used: {cause}") from cause
 
 
+def check_tensors(dtype: torch.dtype, *tensors: torch.Tensor) -> None:
+    """Refuse what kernels would read at the address of something else.
+
+    Raises:
+        TypeError: one is not on the CPU, or of another dtype.
+    """
+    for tensor in tensors:
+        if not tensor.is_cpu or tensor.dtype is not dtype:
+            raise TypeError(
+                f"expected a {dtype} tensor on cpu, got {tensor.dtype} {list(tensor.shape)} on "
+                f"{tensor.device}"
+            )
+
+
+def check_rows(tensor: torch.Tensor) -> None:
+    """Refuse rows whose elements are not side by side.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(
+            f"expected rows whose elements are side by side, got a tensor {list(tensor.shape)} "
+            f"with the strides {tensor.stride()}"
+        )
+
+
 class Results:
     """Memory of large results, which is used again when they are gone.
 
@@ -58,7 +85,7 @@ class Results:
         count = math.prod(shape)
         size = count * dtype.itemsize
         if size < _LARGE or self._library.recording is not None:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         size = 1 << (size - 1).bit_length()
         free = self._free[size]
         memory = free.pop() if free else cpu.allocate_pages(size)

@@ -7,13 +7,14 @@ import dataclasses
 import logging
 import operator
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from hardpoint.boundary.errors import naming_plugin
+from hardpoint.boundary.parts.frontend_parts import FrontendParts, frontend_parts
 from hardpoint.boundary.text_guards import open_parser, open_tokenizer
 from hardpoint.core.client.base import EngineCoreClient, InprocClient
 from hardpoint.core.client.event_loop import EventLoopBridge
@@ -26,6 +27,7 @@ from hardpoint.core.frontend.lifecycle import Restarter
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
 from hardpoint.core.frontend.statistics import Statistics, open_statistics
+from hardpoint.errors import PluginLoadError
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
@@ -39,7 +41,8 @@ from hardpoint.plugins.component import Progress
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.manifest import PluginEntry
-from hardpoint.registry.discovery import advice, installed_version
+from hardpoint.registry.blame import close_if_failed, faults_as
+from hardpoint.registry.discovery import InstalledPlugin, installed_version
 from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 from hardpoint.system.process.launch import Interpreter
@@ -99,8 +102,16 @@ def build_engine(
     *,
     progress: Progress = no_progress,
     clock: Callable[[], float] = time.monotonic,
+    handed: Sequence[InstalledPlugin] = (),
 ) -> LLMEngine:
     """Resolve the plugins, find the model, do all cheap checks, then load.
+
+    Args:
+        config: the configuration.
+        config_sources: sources of its values.
+        progress: receives the progress of long work.
+        clock: clock of the engine and the frontend, in seconds.
+        handed: the plugins that the program hands over, see `handed_over`.
 
     Raises:
         ConfigError, PluginError: before any weight is read.
@@ -111,7 +122,7 @@ def build_engine(
     if config.engine.in_process:
         if config.kv_events.publishers:  # which open sockets
             check_descriptors()
-        prepared = _prepare(config, config_sources or ConfigSources(), progress, clock)
+        prepared = _prepare(config, config_sources or ConfigSources(), progress, clock, handed)
         with prepared.closed_on_error(), naming_plugin(prepared.spec.plugins):
             from hardpoint.core.engine.build import build_core  # noqa: PLC0415 - needs torch
 
@@ -125,7 +136,7 @@ def build_engine(
             parts = prepared.parts(InprocClient(built.core), built.size)
     else:
         with _spawned() as spawned:
-            prepared = _prepare(config, config_sources or ConfigSources(), progress, clock)
+            prepared = _prepare(config, config_sources or ConfigSources(), progress, clock, handed)
             parts = _in_own_process(prepared, spawned, None)
     engine = LLMEngine(parts)
     _start_hooks(parts, prepared, engine.close, time.perf_counter() - began)
@@ -138,10 +149,12 @@ def build_async_engine(
     *,
     restart: bool = False,
     progress: Progress = no_progress,
+    handed: Sequence[InstalledPlugin] = (),
 ) -> AsyncEngine:
     """Build an engine for an event loop; it always has a process of its own.
 
     Args:
+        config, config_sources, progress, handed: as for `build_engine`.
         restart: restart an engine that died.
 
     Raises:
@@ -150,7 +163,9 @@ def build_async_engine(
     began = time.perf_counter()
     bridge = EventLoopBridge()
     with _spawned() as spawned:
-        prepared = _prepare(config, config_sources or ConfigSources(), progress, time.monotonic)
+        prepared = _prepare(
+            config, config_sources or ConfigSources(), progress, time.monotonic, handed
+        )
         parts = _in_own_process(prepared, spawned, bridge)
     restarter = Restarter(
         _connect, enabled=restart, max_per_minute=config.engine.max_restarts_per_minute
@@ -172,18 +187,18 @@ class _Prepared:
     parsers: OutputParsers
     clock: Callable[[], float]
     statistics: Statistics | None
+    step_parts: FrontendParts
     vocabulary: Vocabulary | None
-    why_no_grammars: str | None
 
     @contextlib.contextmanager
     def closed_on_error(self) -> Iterator[None]:
-        """Close the statistics if the body fails."""
-        try:
-            yield
-        except BaseException:
+        """Close the step parts and the statistics if the body fails."""
+        with contextlib.ExitStack() as undo:
             if self.statistics is not None:
-                self.statistics.close()
-            raise
+                undo.callback(self.statistics.close)
+            undo.callback(self.step_parts.close)
+            yield
+            undo.pop_all()
 
     def parts(self, client: EngineCoreClient, size: CacheSize) -> EngineParts:
         """Return the parts of an engine of that size; its client is closed if calling it fails.
@@ -214,7 +229,7 @@ class _Prepared:
             components=[spec.loader, self.tokenizer, *self.parsers.components],
             clock=self.clock,
             statistics=self.statistics,
-            why_no_grammars=self.why_no_grammars,
+            step_parts=self.step_parts,
         )
 
 
@@ -223,21 +238,27 @@ def _prepare(
     config_sources: ConfigSources,
     progress: Progress,
     clock: Callable[[], float],
+    handed: Sequence[InstalledPlugin],
 ) -> _Prepared:
     log_opening(config, config_sources)
     # Imported here, so that an engine process is started before torch takes its second, and before
     # plugins import torch.
     with short_spin():
         from hardpoint.core.engine.prepare import prepare_worker  # noqa: PLC0415
-    plugins = resolve_plugins(config, config_sources)
+    plugins = resolve_plugins(config, config_sources, handed=handed)
     _announce(plugins)
     hooks = plugins.hooks()
     with naming_plugin(plugins):
         spec = prepare_worker(config.without_tables(), plugins, config_sources, progress)
     tokenizer = _tokenizer(config, plugins, spec.loader.context.files, spec.model_config.vocab_size)
     parsers = _output_parsers(config, plugins, tokenizer, spec.model_config.vocab_size)
-    vocabulary, why_no_grammars = _vocabulary(config, plugins, tokenizer)
-    statistics = open_statistics(config, plugins, clock)
+    vocabulary = _AskedVocabulary(tokenizer)
+    with naming_plugin(plugins):
+        step_parts = frontend_parts(plugins, config, vocabulary, spec.model_config.vocab_size)
+    with contextlib.ExitStack() as undo:
+        undo.callback(step_parts.close)
+        statistics = open_statistics(config, plugins, clock)
+        undo.pop_all()
     return _Prepared(
         config,
         config_sources,
@@ -247,8 +268,8 @@ def _prepare(
         parsers,
         clock,
         statistics,
-        vocabulary,
-        why_no_grammars,
+        step_parts,
+        vocabulary.found,
     )
 
 
@@ -309,11 +330,10 @@ def _start_hooks(
         "num_blocks": parts.config.kv_cache.num_blocks,
         "load_seconds": seconds,
     }
-    try:
+    with contextlib.ExitStack() as undo:
+        close_if_failed(undo, close)
         parts.hooks.call("engine_started", info=read_only(info), config=parts.config)
-    except BaseException:
-        close()
-        raise
+        undo.pop_all()
 
 
 def _announce(plugins: PluginSet) -> None:
@@ -325,7 +345,9 @@ def _announce(plugins: PluginSet) -> None:
             "installed plugins that are not enabled: %s", ", ".join(found.label for found in idle)
         )
     for entry, cls in plugins.logits_processors():
-        if cls.uses(SamplingParams()):
+        with faults_as(PluginLoadError, f"{entry.source}: its uses"):
+            is_used = cls.uses(SamplingParams())
+        if is_used:
             _log.info("enabled for every request: %s", entry.source)
 
 
@@ -337,21 +359,26 @@ def _tokenizer(
     return open_tokenizer(plugins, plugins.one("tokenizers"), files, vocab_size)
 
 
-def _vocabulary(
-    config: EngineConfig, plugins: PluginSet, tokenizer: Tokenizer
-) -> tuple[Vocabulary | None, str | None]:
-    """Return the vocabulary for grammars, or None and why there are none.
+class _AskedVocabulary:
+    """The vocabulary of the tokenizer, for frontend halves of step parts.
 
-    Raises:
-        PluginNotFoundError: the backend that the configuration names is not enabled.
+    Attributes:
+        found: the vocabulary; None if none has asked, or the tokenizer has none.
     """
-    if not plugins.entries("grammars"):
-        return None, f"no grammar backend is enabled{advice('grammars', config.grammar.use)}"
-    plugins.get("grammars", config.grammar.use)
-    try:
-        return tokenizer.vocabulary(), None
-    except NotImplementedError as cause:
-        return None, str(cause)
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.found: Vocabulary | None = None
+
+    def __call__(self) -> Vocabulary:
+        """Return the vocabulary.
+
+        Raises:
+            NotImplementedError: the tokenizer has none; with the reason.
+        """
+        if self.found is None:
+            self.found = self._tokenizer.vocabulary()
+        return self.found
 
 
 def _output_parsers(
@@ -378,7 +405,15 @@ def _output_parsers(
             )
             continue
         by_kind[kind] = opened[key]
-    parsers = OutputParsers(tokenizer, by_kind)
+
+    def of_any_model() -> OutputParser | None:
+        for entry in plugins.entries("tool_parsers"):
+            if plugins.target(entry).any_model:
+                return open_parser(plugins, entry, tokenizer, vocab_size)
+        return None
+
+    has_format = "tool_parsers" in by_kind or config.tools.parser != "auto"
+    parsers = OutputParsers(tokenizer, by_kind, (), None if has_format else of_any_model)
     _log_text_markers(parsers, tokenizer)
     return parsers
 

@@ -17,6 +17,7 @@ from hardpoint.errors import shown
 from hardpoint.plugins import ConfigError, EngineConfig, HardpointError
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.config_tables import PluginsConfig
+from hardpoint.registry.discovery import InstalledPlugin
 from hardpoint.registry.kinds import KINDS, PLANNED
 from hardpoint.registry.plugin_options import declarer_of, find_tables
 from hardpoint.registry.references import with_references
@@ -63,6 +64,7 @@ def config_from(
     overrides: Mapping[str, Any] | None = None,
     *,
     caller: str = "LLM",
+    handed: Sequence[InstalledPlugin] = (),
 ) -> tuple[EngineConfig, ConfigSources]:
     """Return the configuration of a Python call, and where each value came from.
 
@@ -74,6 +76,7 @@ def config_from(
         overrides: arguments given by name, by dotted path such as `tokenizer.path`; None is not
             given.
         caller: name of the called class, for the config_sources.
+        handed: the plugins that the call hands over, which may declare tables.
 
     Raises:
         ConfigError: as `load_config`.
@@ -100,7 +103,7 @@ def config_from(
                 steps = path.split(".")
                 builder.put(steps, given, f"argument {caller}({steps[0]}=...)")
 
-    return _built(fill)
+    return _built(fill, handed)
 
 
 def default_config_type() -> type[EngineConfig]:
@@ -123,7 +126,9 @@ def _file_table(path: str | Path | None) -> tuple[dict[str, Any], str]:
         raise ConfigError(f"config: {str(file)!r} cannot be read: {cause}") from None
 
 
-def _built(fill: Callable[[_Builder], None]) -> tuple[EngineConfig, ConfigSources]:
+def _built(
+    fill: Callable[[_Builder], None], handed: Sequence[InstalledPlugin] = ()
+) -> tuple[EngineConfig, ConfigSources]:
     """Return the configuration of the values that `fill` gives to a builder.
 
     They are given twice: which tables there are depends on the plugins that they enable.
@@ -132,7 +137,7 @@ def _built(fill: Callable[[_Builder], None]) -> tuple[EngineConfig, ConfigSource
     fill(first)
     problem = None
     try:
-        type_ = EngineConfig.with_tables(find_tables(*first.plugins()))
+        type_ = EngineConfig.with_tables(find_tables(*first.plugins(), handed))
     except HardpointError as error:  # whatever uses plugins raises it again
         type_, problem = default_config_type(), error
     builder = _Builder(type_)

@@ -5,8 +5,8 @@ weights of few bits), `executor` and `parallel`, and more for single kinds, whic
 docs/reference/types.md lists. Below the contract are `hardpoint.errors` and `hardpoint.typed`
 (options and arguments); the libraries for authors are in `hardpoint.toolkit`.
 
-Start with the interface of your kind (`LogitsProcessor`, `SchedulingPolicy`, ...), state
-`contract = 1` in your class, and register it under the entry-point group `hardpoint.<kind>`.
+Start with the interface of your kind (`LogitsProcessor`, `SchedulingPolicy`, ...), state the
+kind's `contract` in your class, and register it under the entry-point group `hardpoint.<kind>`.
 """
 
 from typing import Annotated
@@ -22,8 +22,9 @@ from .attention import AttentionBackend, AttentionContext, AttentionStep, KVSpec
 from .commands import Command, CommandContext
 from .config import EngineConfig
 from .executor import Executor, ExecutorContext, WorkerInfo
+from .frontend_half import FrontendHalf
 from .grammars import GrammarBackend, GrammarContext
-from .hooks import hookimpl
+from .hooks import HookContext, hookimpl
 from .kv_cache import (
     AllBlocksCleared,
     BlockHistory,
@@ -245,6 +246,7 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "StatSinkContext",
     # Step parts: provisional
     "EngineHalf",
+    "FrontendHalf",
     "StepPart",
     "StepPartContext",
     "WorkerHalf",
@@ -252,6 +254,7 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "Command",
     "CommandContext",
     "EngineConfig",
+    "HookContext",
     "hookimpl",
 ]
 

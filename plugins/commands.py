@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,6 @@ __all__ = [
     "ComponentInfo",
     "ConfigSources",
     "ContextMemory",
-    "FieldDoc",
     "Generator",
     "ModelReport",
     "PluginCatalog",
@@ -81,7 +81,7 @@ class ComponentDetails:
         params_fields: fields of SamplingParams that are its arguments.
         options: values in effect, by name; empty unless it is enabled.
         option_sources: by option that the configuration sets, where the value came from.
-        option_fields: declared options; None for hooks, which have none.
+        option_fields: declared options; None for hooks without any.
         argument_fields: declared arguments of a request; None where the kind has none.
         options_schema: JSON Schema of the options.
         arguments_schema: JSON Schema of the arguments.
@@ -326,6 +326,15 @@ class CommandContext:
     open_async: OpenAsync = _no_async_engine
     inspect_model: InspectModel = _no_inspection
     config_type: Callable[[], type[EngineConfig]] = lambda: EngineConfig
+
+    def load_plugins(self, config: EngineConfig, config_sources: ConfigSources) -> Any:
+        """Resolve a configuration's plugins; `load_catalog` took the place of this.
+
+        Returns:
+            A `PluginSet` of the registry.
+        """
+        plugin_set = importlib.import_module("hardpoint.registry.plugin_set")
+        return plugin_set.resolve_plugins(config, config_sources)
 
 
 @dataclass(frozen=True)

@@ -71,8 +71,8 @@ class Component(ABC):
     Options of its own are a class `Options` in its body, derived from `hardpoint.plugins.Options`;
     with `options: Options` after it, a type checker knows what `self.options` is.
 
-    A component states `contract = 1` in its own class body: the version of its kind's contract
-    that it implements. Subclasses do not inherit it.
+    A component states `contract = 1`, or 2, in its own class body: the version of its kind's
+    contract that it implements. Subclasses do not inherit it.
     """
 
     contract: ClassVar[int]

@@ -210,6 +210,11 @@ class EngineProcessConfig(Strict):
         watchdog_seconds: duration of a step after which the stacks of all threads are written to
             stderr; 0 is never.
         watchdog_exits: whether such a step also ends the engine.
+        hung_process_seconds: time after which an engine process that gives no sign of life, such
+            as a stopped one, counts as dead; 0 is never. Long steps and loading do not count: any
+            Python thread that runs is a sign of life.
+        hung_step_seconds: duration of a step after which its engine process counts as dead; 0 is
+            never. Loading and utility calls are no steps.
         log_steps: log each step's requests, token counts and duration.
         profile_dir: folder for profiles; None disables profiling.
         random_request_ids: give requests random internal ids, so that several live ones may have
@@ -225,6 +230,8 @@ class EngineProcessConfig(Strict):
     drain_seconds: Seconds = 0.0
     watchdog_seconds: Seconds = 300.0
     watchdog_exits: bool = False
+    hung_process_seconds: Seconds = 300.0
+    hung_step_seconds: Seconds = 1800.0
     log_steps: bool = False
     profile_dir: str | None = None
     random_request_ids: bool = True

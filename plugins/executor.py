@@ -261,6 +261,15 @@ class WorkerProcess(Protocol):
     def failure(self) -> BaseException | None:
         """Return the error that ended the child, or how it exited; None while it runs."""
 
+    def doing(self) -> str | None:
+        """Return the state of a child that does not answer, as the rest of a message.
+
+        Returns:
+            None if no call of its worker runs; nothing, if one runs; and that a signal has stopped
+                the child, and the method of a plugin that runs, such as `, in apply() of plugin
+                'x'`.
+        """
+
     def close(self, grace_s: float = 5.0) -> None:
         """End the child; kill it after `grace_s` seconds. May be called twice."""
 
@@ -288,6 +297,8 @@ class ExecutorContext(Context["Executor"]):
         progress: to call while weights are loaded.
         watchdog_seconds: duration of a call after which a worker writes the stacks of its threads
             to stderr; 0 is never.
+        watchdog_exits: whether a step that takes longer is a failure, of which the executor names
+            the ranks that hang, and ends them.
         all_report: whether ranks that do not sample return results of steps as well, which
             `join_outputs` joins; if not, only that of the output rank has to be sent.
     """
@@ -297,7 +308,12 @@ class ExecutorContext(Context["Executor"]):
     start_process: StartProcess
     progress: Progress
     watchdog_seconds: float = 0.0
+    watchdog_exits: bool = False
     all_report: bool = False
+
+    def create_worker(self, rank: int) -> Worker:
+        """Open the worker of a rank here; executors of contract 1 do so."""
+        return open_worker(self.launch(rank), self.progress)
 
 
 class Executor(Component):

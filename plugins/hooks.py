@@ -1,8 +1,13 @@
 """Hooks: behaviour that is not a component. Specified with pluggy.
 
-A plugin of kind `hooks` is a module, a class (made without arguments) or an object that marks
-functions with `hookimpl` and states `contract = 1`. Hook names and argument names are checked when
-it is registered. Arguments that an implementation does not need may be left out.
+A plugin of kind `hooks` is a module, a class or an object that marks functions with `hookimpl` and
+states `contract = 1`. Hook names and argument names are checked when it is registered. Arguments
+that an implementation does not need may be left out.
+
+A class has options as components have: a class `Options` in its body, derived from
+`hardpoint.plugins.Options`, checks the table `[plugin.<name>]`. An object of it is made in each
+process that calls hooks: of `__init__(self, context)` with a `HookContext`, which holds them, of
+another one without arguments. Modules and objects have no options.
 
 It may declare a table of the configuration as `config_table = ("acme", AcmeConfig)`: the table's
 name and its type, a class derived from `hardpoint.typed.Strict` of which every field has a default.
@@ -14,11 +19,13 @@ error about a table that no enabled plugin declares then names the plugin.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
+from .manifest import Source
 from .requests import EngineCoreRequest, RequestOutput
 
 if TYPE_CHECKING:
@@ -27,10 +34,28 @@ if TYPE_CHECKING:
     from .server import ServerContext, ServerExtension
     from .step_record import StepRecord
 
-__all__ = ["HookSpecs", "hookimpl"]
+__all__ = ["HookContext", "HookSpecs", "hookimpl"]
 
 hookimpl = pluggy.HookimplMarker("hardpoint")
 _hookspec = pluggy.HookspecMarker(hookimpl.project_name)
+
+ENGINE_HOOKS = ("step_planned",)
+"""Hooks that the engine calls, which may have a process of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HookContext:
+    """Constructor argument of a class of hooks. Fields may be added; none is ever removed.
+
+    Attributes:
+        name: under which the configuration enables the class.
+        options: its own `Options`, checked.
+        source: its identity in messages; None if the context was made by hand.
+    """
+
+    name: str
+    options: Any
+    source: Source | None = field(default=None, repr=False, compare=False)
 
 
 class HookSpecs:
@@ -79,6 +104,20 @@ class HookSpecs:
 
         An error here ends that request with `finish_reason="error"`, naming the plugin. Not
         called for aborted requests, whether they return a last output or not.
+        """
+
+    @_hookspec
+    def hardpoint_components(self) -> Mapping[str, Callable[..., object]]:  # type: ignore[empty-body]
+        """[frontend] Return components of any kind, by name.
+
+        What `plugins.enable` accepts by FQCN: classes that derive from an interface, functions that
+        make callables for requests. The kind follows from the interface, that of an output parser
+        from its roles; a name may begin with it (`"samplers/gumbel"`). Other processes import the
+        components, so each has to be found by its module and name there.
+
+        While the plugin is enabled, its components are chosen and enabled by their names, as those
+        of entry points are. Called before any component is made, and more than once: in a class,
+        it is a static method.
         """
 
     @_hookspec

@@ -169,7 +169,7 @@ class WeightLoader(Component):
         An empty mapping, the default: it is not known.
 
         Raises:
-            ModelError: a weight is stored in a way that cannot be read.
+            ModelError: a weight is missing, or stored in a way that cannot be read.
         """
         return {}
 

@@ -203,7 +203,7 @@ class LogitsContext(Context["LogitsPlugin"]):
     device: torch.device
     vocab_size: int
     max_num_seqs: int
-    ops: LogitsOps
+    ops: LogitsOps = field(default_factory=LogitsOps)
 
 
 @dataclass(slots=True, eq=False, frozen=True)
@@ -293,7 +293,8 @@ class LogitsPlugin(ComponentWithArguments):
             requests then skip it.
         before, after: names of processors of the same phase that it must precede or follow.
         params_fields: fields of SamplingParams that it honours; those that `Arguments` has too
-            become arguments. For the built-ins and their replacements.
+            become arguments. For the built-ins and their replacements: of two processors that name
+            one field, the second is refused.
         reads: what it looks at. Only the conformance kit reads it so far: this engine waits for
             token ids in every step. One that plans steps ahead will wait only where an active
             processor needs them.

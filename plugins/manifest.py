@@ -58,6 +58,7 @@ class PluginEntry(msgspec.Struct, frozen=True, kw_only=True):
         origin: what enabled it; not part of the hash.
         place: position in the resolved order of its kind, from 0.
         wraps: the components that it builds, by the reference that it builds them with.
+        stays: whether only the frontend has it: hooks of an object that a program hands over.
     """
 
     kind: str
@@ -69,6 +70,7 @@ class PluginEntry(msgspec.Struct, frozen=True, kw_only=True):
     origin: str = "default"
     place: int = 0
     wraps: dict[str, PluginEntry] = {}
+    stays: bool = False
 
     @property
     def key(self) -> tuple[str, str, str]:

@@ -165,6 +165,10 @@ EXPERTS = fitting(
 VARIANT = fitting("a string", lambda found: isinstance(found, str))
 
 
+_WIDTHS = ("hidden_size", "n_embd", "d_model")
+"""Names of the width of hidden states in the configurations of checkpoints."""
+
+
 class Model(Component):
     """One architecture. Its entry-point name is the name in a checkpoint's `architectures`."""
 
@@ -176,7 +180,8 @@ class Model(Component):
     @property
     def hidden_size(self) -> int:
         """Width of the hidden states that stages pass on; by default that of the config."""
-        return int(self.context.config.hf["hidden_size"])
+        hf = self.context.config.hf
+        return int(next(hf[name] for name in _WIDTHS if name in hf))
 
     @property
     @returns(EXPERTS)

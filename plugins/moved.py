@@ -9,25 +9,50 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+_CONTRACT = "hardpoint.plugins"
+_EARLIER = "hardpoint.registry.adapters.contract_1"
 _SERVER = "hardpoint.builtin_plugins.server.config"
+_ERRORS = (
+    "EngineClosedError",
+    "EngineDeadError",
+    "EngineFaultError",
+    "EnginePausedError",
+    "EngineTimeoutError",
+    "PluginConflictError",
+    "PluginContractError",
+    "PluginError",
+    "PluginFaultError",
+    "PluginLoadError",
+    "PluginNotFoundError",
+)
 
 MOVED = {
     "describing": ("hardpoint.typed.describing",),
+    "batch_update": (f"{_CONTRACT}.logits",),
+    "collaborators": (f"{_CONTRACT}.kv_connector", f"{_CONTRACT}.scheduler"),
     "errors": ("hardpoint.errors",),
+    "execution": (f"{_CONTRACT}.plan", f"{_CONTRACT}.stats", f"{_CONTRACT}.executor"),
     "hf_config": ("hardpoint.toolkit.hf_config",),
     "kinds": ("hardpoint.registry.kinds",),
+    "live_request": (f"{_CONTRACT}.request",),
     "mlp": ("hardpoint.toolkit.layers",),
+    "modeling": (f"{_CONTRACT}.loader", f"{_CONTRACT}.attention", f"{_CONTRACT}.model"),
     "models": ("hardpoint.toolkit.layers", "hardpoint.toolkit.hf_config"),
     "msgspec_errors": ("hardpoint.typed.msgspec_errors",),
     "output_format": ("hardpoint.toolkit.parsing.format_parser",),
     "output_json": ("hardpoint.toolkit.parsing.json_text",),
     "read_only": ("hardpoint.typed.read_only",),
+    "reasoning": (f"{_CONTRACT}.markers", _EARLIER),
     "rotary": ("hardpoint.toolkit.layers",),
+    "sampling": (f"{_CONTRACT}.sampler",),
+    "scheduling": (f"{_CONTRACT}.plan", f"{_CONTRACT}.stats", f"{_CONTRACT}.scheduler"),
     "server_config": (_SERVER,),
+    "stat_sink": (f"{_CONTRACT}.stats",),
+    "tokenizing": (f"{_CONTRACT}.tokenizer",),
     "typed": ("hardpoint.typed",),
     "worker_calls": ("hardpoint.toolkit.workers.calls",),
 }
@@ -37,6 +62,7 @@ MOVED_NAMES = {
     "config": {
         **dict.fromkeys(("ServerConfig", "ServerLimits"), _SERVER),
         "PluginUse": "hardpoint.plugins.config_tables",
+        "Origins": "hardpoint.plugins.config:ConfigSources",
     },
     "server": dict.fromkeys(("ServerConfig", "ServerLimits"), _SERVER),
     "model": {
@@ -49,8 +75,31 @@ MOVED_NAMES = {
     },
     "": {
         "ServerConfig": _SERVER,
+        **dict.fromkeys(_ERRORS, "hardpoint.errors"),
+        **dict.fromkeys(("Component", "Context", "Progress"), "hardpoint.plugins.component"),
         "is_replayable": "hardpoint.plugins.component",
+        **dict.fromkeys(("KVCacheGroup", "KVCacheManager", "KVEvent"), f"{_CONTRACT}.kv_cache"),
+        "KVConnectorScheduler": "hardpoint.plugins.kv_connector",
+        **dict.fromkeys(("Grammars", "SchedulerLimits"), "hardpoint.plugins.scheduler"),
+        **dict.fromkeys(("NO_DRAFT", "DraftTokenIds"), "hardpoint.plugins.plan"),
+        "Worker": "hardpoint.plugins.executor",
+        **dict.fromkeys(
+            ("FinishedRequest", "PluginMeter", "RequestMetrics", "StepFault"),
+            "hardpoint.plugins.stats",
+        ),
+        **dict.fromkeys(
+            ("LoRARequest", "MultiModalFeature", "PoolingRequestOutput", "TokenLogprobs"),
+            "hardpoint.plugins.requests",
+        ),
+        "PoolingParams": "hardpoint.plugins.params",
+        **dict.fromkeys(("Manifest", "PluginEntry"), "hardpoint.plugins.manifest"),
+        "Origins": "hardpoint.plugins.config:ConfigSources",
+        **dict.fromkeys(("KINDS", "Kind"), "hardpoint.registry.kinds"),
+        "Found": "hardpoint.registry.discovery:InstalledPlugin",
+        "discover": "hardpoint.registry.discovery",
+        **dict.fromkeys(("PluginSet", "resolve_plugins"), "hardpoint.registry.plugin_set"),
     },
+    "logits": {"PrepareContext": "hardpoint.plugins.arguments"},
     "executor": {
         "are_out_of_step": "hardpoint.toolkit.workers.joining",
         "failed_rank": "hardpoint.toolkit.workers.joining",
@@ -61,7 +110,19 @@ MOVED_NAMES = {
         "worker_method": "hardpoint.toolkit.workers.joining",
     },
 }
-"""By module of `hardpoint.plugins`, "" for itself: names that left it, and their modules now."""
+"""By module of `hardpoint.plugins`, "" for itself: names that left it, and their modules now.
+
+After a colon, the name that it has there.
+"""
+
+EARLIER = {
+    "": ("CachedBlock", "ReasoningContext", "ReasoningParser"),
+    "kv_cache": ("CachedBlock",),
+}
+"""By module as above: names of contracts that are still accepted, which give no warning here.
+
+The loader warns of the components.
+"""
 
 
 class _MovedModule(ModuleType):
@@ -81,10 +142,17 @@ class _MovedModule(ModuleType):
 class _NamesMoved:
     """The `__getattr__` of a module that stays; reading a name that left it warns."""
 
-    def __init__(self, module: str, targets: Mapping[str, str]) -> None:
-        """Forward the names of a module, by its full name, to their modules."""
+    def __init__(self, module: str, targets: Mapping[str, str], earlier: Sequence[str]) -> None:
+        """Forward the names of a module, by its full name, to their modules.
+
+        Args:
+            module: full name of the module.
+            targets: modules by name.
+            earlier: names of contracts that are still accepted.
+        """
         self._module = module
         self._targets = targets
+        self._earlier = earlier
 
     def __call__(self, name: str) -> Any:
         """Return a name of another module.
@@ -92,6 +160,8 @@ class _NamesMoved:
         Raises:
             AttributeError: it is not a name that moved.
         """
+        if name in self._earlier:
+            return getattr(importlib.import_module(_EARLIER), name)
         targets = (self._targets[name],) if name in self._targets else ()
         return _forwarded(self._module, name, targets)
 
@@ -108,14 +178,15 @@ def _forwarded(old: str, name: str, targets: tuple[str, ...]) -> Any:
         AttributeError: none has it.
     """
     for target in targets:
-        module = importlib.import_module(target)
-        if hasattr(module, name):
+        path, _, renamed = target.partition(":")
+        module, new = importlib.import_module(path), renamed or name
+        if hasattr(module, new):
             warnings.warn(
-                f"{old}.{name} moved to {target}.{name}; the old path works until hardpoint 0.3",
+                f"{old}.{name} moved to {path}.{new}; the old path works until hardpoint 0.3",
                 DeprecationWarning,
                 stacklevel=3,
             )
-            return getattr(module, name)
+            return getattr(module, new)
     raise AttributeError(f"module {old!r} has no attribute {name!r}")
 
 
@@ -125,7 +196,8 @@ def register(package: str) -> None:
         old = _MovedModule(f"{package}.{name}", "Moved; see hardpoint.plugins.moved.")
         sys.modules.setdefault(old.__name__, old)
         setattr(sys.modules[package], name, sys.modules[old.__name__])
-    for name, targets in MOVED_NAMES.items():
+    for name in MOVED_NAMES.keys() | EARLIER.keys():
         module = importlib.import_module(f"{package}.{name}" if name else package)
+        moved = _NamesMoved(module.__name__, MOVED_NAMES.get(name, {}), EARLIER.get(name, ()))
         # Not in its source: type checkers would take the module to have every name.
-        vars(module)["__getattr__"] = _NamesMoved(module.__name__, targets)
+        vars(module)["__getattr__"] = moved

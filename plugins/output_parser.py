@@ -220,10 +220,13 @@ class OutputParser(ComponentWithArguments):
         template_marks: texts that the chat templates of its models have, all of them: where the
             configuration is "auto", the parser with the most of them is chosen. Without any, it
             never is.
+        any_model: whether a grammar makes any model write its calls. Where the chat template shows
+            no other format, requests that require a call use the first such parser.
     """
 
     roles: ClassVar[tuple[Role, ...]]
     template_marks: ClassVar[tuple[str, ...]] = ()
+    any_model: ClassVar[bool] = False
     context: OutputParserContext
 
     def __init__(self, context: OutputParserContext) -> None:

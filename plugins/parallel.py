@@ -109,11 +109,12 @@ class Communicator(Component):
     run here, and does so in all ranks alike, so that `parallel.communicator = "auto"` tries others.
     Tensors are on the context's device and contiguous. The calls of one rank are made by one thread
     at a time, and are matched with those of the others in their order; those of `send` and `recv`
-    in the order between two ranks. A rank closes it when no other waits for it any more.
+    in the order between two ranks. A rank closes it when no other waits for it any more; what it
+    has sent and no rank has received by then may be lost.
     """
 
     devices: ClassVar[tuple[str, ...]]
-    """Device types that it runs on."""
+    """Device types that it runs on, such as `("cpu",)`."""
 
     context: CommunicatorContext
 

@@ -1,6 +1,6 @@
 """Components of other kinds that a step part drives: built, called and counted by the engine.
 
-The contexts of both halves of a part have these, so that a part needs nothing of the engine itself.
+The contexts of the halves of a part have these, so that a part needs nothing of the engine itself.
 """
 
 from __future__ import annotations
@@ -62,6 +62,20 @@ class ComponentFactory(Protocol):
 
     def enabled(self, kind: str) -> Sequence[str]:
         """Return the names of the enabled components of a kind, in their order."""
+
+    def find(self, kind: str, name: str) -> type[Component] | None:
+        """Return the class of a component; None if it is not enabled."""
+
+    def hint(self, kind: str, name: str) -> str:
+        """Return, as the end of a message, a similar name, and how to get the component."""
+
+    def call(self, kind: str, name: str, method: str, *args: Any) -> Any:
+        """Call a class method of an enabled component, whose result is checked as it declares.
+
+        Raises:
+            PluginFaultError: it failed, or returned something else; the message names it.
+            Exception: one that the method declares, such as NotImplementedError.
+        """
 
     def calls(self, kind: str, name: str) -> ComponentCalls:
         """Return the caller of the methods of a component.

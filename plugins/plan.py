@@ -109,6 +109,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
             otherwise. The data of a KV connector is that of a step part.
         part_data: from the engine's half of each step part to its worker halves, by the part's
             name; the engine fills it in.
+        num_common_prefix_blocks: set by schedulers of contract 1 only; nothing reads it.
     """
 
     step: int = 0
@@ -125,6 +126,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     sampled: Sequence[SampledTokens] = ()
     kv_connector_metadata: Any = None
     part_data: Mapping[str, PartData] = {}
+    num_common_prefix_blocks: Sequence[int] = ()
 
     def num_computed_tokens(self) -> dict[str, int]:
         """Return how many tokens of each request were computed before the step, by id."""

@@ -24,6 +24,10 @@ class RequestOptions(TypedDict, total=False):
         cache_salt: prompts with different salts never share cached beginnings.
         kv_transfer_params: for the KV connector, which puts the like of it into the last output: of
             a prompt that one engine computes for another one, for example.
+        trace_headers: headers of the trace that the request belongs to, such as {"traceparent":
+            "00-..."}; sinks get them with the finished request.
+        truncate_prompt_tokens: last tokens of the prompt that are kept; -1 keeps those that leave
+            room for `max_tokens`; None, the default, refuses a prompt that is too long.
     """
 
     priority: int
@@ -31,6 +35,8 @@ class RequestOptions(TypedDict, total=False):
     tags: Mapping[str, str] | None
     cache_salt: str | None
     kv_transfer_params: Mapping[str, Any] | None
+    trace_headers: Mapping[str, str] | None
+    truncate_prompt_tokens: int | None
 
 
 class ChatOptions(TypedDict, total=False):

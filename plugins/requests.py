@@ -105,7 +105,8 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
         kv_transfer_params: for the KV connector.
         external_req_id: the user's id; set by the frontend.
         data_parallel_rank: rank of the engine to run on; None lets the balancer choose.
-        trace_headers: headers of its trace.
+        trace_headers: headers of the trace that it belongs to, for sinks and hooks; the engine
+            carries them and makes no spans.
         resumable: whether more of its prompt may follow.
         reasoning_ended: whether the last reasoning marker in the prompt ends the reasoning; None
             without a reasoning parser.
@@ -291,12 +292,14 @@ class ToolCall(msgspec.Struct, kw_only=True):
         id: id of the call; None in later parts of a streamed one.
         name: name of the tool; None in later parts.
         arguments: JSON text of an object.
+        content_before: characters of the output's `content` that come before it.
     """
 
     index: int
     id: str | None
     name: str | None
     arguments: str
+    content_before: int = 0
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):

@@ -33,7 +33,7 @@ class SamplerContext(Context["Sampler"]):
 
     device: torch.device
     vocab_size: int
-    ops: LogitsOps
+    ops: LogitsOps = field(default_factory=LogitsOps)
 
 
 @dataclass(frozen=True)

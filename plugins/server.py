@@ -42,6 +42,7 @@ __all__ = [
     "App",
     "AsyncGenerator",
     "Authenticator",
+    "BodyReader",
     "Call",
     "Client",
     "Controls",
@@ -408,7 +409,8 @@ class ServerContext:
     async def while_connected(self, request: HTTPRequest, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of work for a route, which is cancelled when the client goes.
 
-        A route that generates runs it so, after it has read the body; nothing else ends it.
+        A route that generates runs it so, after it has read the body; nothing else ends it. Its
+        time does not count for `server.extension_seconds`.
 
         Raises:
             Exception: raised by the work, or the client is gone, which the server knows.

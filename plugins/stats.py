@@ -137,6 +137,7 @@ class FinishedRequest(msgspec.Struct, kw_only=True, frozen=True):
         tags: the request's own.
         index: which of the `n` completions of its prompt it is.
         n, max_tokens: parameters of the request.
+        trace_headers: headers of the trace that it belongs to, as it came; None if it has none.
     """
 
     request_id: str
@@ -146,6 +147,7 @@ class FinishedRequest(msgspec.Struct, kw_only=True, frozen=True):
     index: int = 0
     n: int = 1
     max_tokens: int | None = None
+    trace_headers: dict[str, str] | None = None
 
 
 class IterationStats(msgspec.Struct, kw_only=True):

@@ -1,7 +1,8 @@
 """Step parts: features that take part in the step of the engine and of its workers.
 
-A part gates requests, counts resources, puts data on the plan, masks logits, reads results, and is
-notified of plans that are lost; in a worker it may run the model in another way. The engine binds
+A part completes requests in the frontend, gates them, counts resources, puts data on the plan,
+masks logits, reads results, and is notified of plans that are lost; in a worker it may run the
+model in another way. The engine binds
 the methods that a half overrides to lists when it starts; a method that no half overrides is never
 called, and none of the engine's half is called in a step without a request that uses the part.
 """
@@ -14,6 +15,7 @@ from typing import Any, ClassVar, Literal
 
 from .component import Component, Context
 from .config import EngineConfig
+from .frontend_half import FrontendHalf, FrontendHalfContext
 from .grammars import Vocabulary
 from .kv_cache import BlockIds, KVEvent
 from .part_components import ComponentFactory, FaultCounter
@@ -34,7 +36,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class StepPartContext(Context["StepPart"]):
-    """Context of a step part, in the engine and in each worker.
+    """Context of a step part, in the frontend, in the engine and in each worker.
 
     Attributes:
         config: configuration of the engine.
@@ -55,7 +57,8 @@ class EngineHalfContext:
         clock: seconds.
         scheduler: names the scheduler in messages.
         vocab_size: vocabulary size of the model.
-        vocabulary: vocabulary of the tokenizer; None for an engine without one.
+        vocabulary: vocabulary of the tokenizer; None if no frontend half has asked for it, or the
+            tokenizer has none.
         block_size: tokens of a block of the KV cache.
         world_size: number of workers.
         block_hashes: `block_hashes(request, n)` returns the hashes of at least the first n blocks
@@ -282,7 +285,7 @@ class EngineHalf:
 
 
 class StepPart(Component):
-    """A feature of the engine's step, with a half in the engine, one in each worker, or both.
+    """A feature of the engine's step, with halves in the frontend, the engine and each worker.
 
     Attributes:
         fault_scope: what a fault of a half ends: the requests of the plan that use the part, its
@@ -302,6 +305,10 @@ class StepPart(Component):
         The halves are started with the cache, its blocks get an identity, and each rank reports.
         None, the default, is a part that touches no blocks.
         """
+        return None
+
+    def frontend_half(self, context: FrontendHalfContext) -> FrontendHalf | None:  # noqa: ARG002
+        """Return the half in the frontend; None, the default, if there is none. Called once."""
         return None
 
     def engine_half(self, context: EngineHalfContext) -> EngineHalf | None:  # noqa: ARG002

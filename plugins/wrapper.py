@@ -54,9 +54,10 @@ class Wrapper(Component, Generic[ComponentT]):
         """Refuse a class that would not be a wrapper, because its bases are in the wrong order."""
         super().__init_subclass__(**more)
         for base in cls.__mro__[1:]:
-            if issubclass(base, Wrapper):
+            # Not issubclass: while a class is made, ABC would ask the caches of its bases.
+            if Wrapper in base.__mro__:
                 break
-            if issubclass(base, Component):
+            if Component in base.__mro__:
                 raise TypeError(
                     f"class {cls.__name__}: expected the base Wrapper[{base.__name__}] before "
                     f"{base.__name__}"

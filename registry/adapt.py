@@ -1,4 +1,4 @@
-"""Loads components, adapting logits processors that were written for other engines."""
+"""Loads components, adapting those that were written for other engines or an earlier contract."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.manifest import Source
 from hardpoint.registry.adapters.base import Adapter, ExternalProcessor
+from hardpoint.registry.adapters.contract_1 import adapt_earlier
 from hardpoint.registry.adapters.per_request import (
     TransformersProcessor,
     adapt_factory,
@@ -52,6 +53,12 @@ def adapter_of(target: Any) -> str | None:
     return target.adapter if inspect.isclass(target) and issubclass(target, Adapter) else None
 
 
+def adapter_name(target: Any, kind: Kind) -> str | None:
+    """Return how a component is adapted, for people; None if it is not."""
+    is_earlier = target.contract < kind.contract
+    return f"contract {target.contract}" if is_earlier else adapter_of(target)
+
+
 def load_component(kind: Kind, source: Source, target: Any = None) -> Any:
     """Import a component unless `target` is given, adapt and check it.
 
@@ -63,6 +70,7 @@ def load_component(kind: Kind, source: Source, target: Any = None) -> Any:
     with inspecting(source):
         if kind.name == "logits_processors":
             target = adapt(target, source)
+        target = adapt_earlier(target, kind)
         check_component(target, kind, source)
     return target
 

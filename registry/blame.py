@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from hardpoint.errors import HardpointError
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.manifest import Source
+from hardpoint.system.forks import FORKS, end_copy
 
 T = TypeVar("T")
 
@@ -50,6 +51,7 @@ def faults_as(
         message: the plugin and what it did.
         passing: classes of exceptions that are raised as they are.
     """
+    forks = FORKS[0]
     try:
         yield
     except BaseException as cause:
@@ -57,6 +59,27 @@ def faults_as(
         if isinstance(cause, passing):
             raise
         raise error(f"{message} failed: {describe(cause)}") from cause
+    finally:
+        if FORKS[0] != forks:
+            end_copy()
+
+
+def close_if_failed(undo: contextlib.ExitStack, close: Callable[[], None]) -> None:
+    """Call a function if the body of a stack fails, which empties the stack if it does not.
+
+    An error of the function is a note of the body's, so that it does not hide what came first.
+    """
+
+    def leave(_type: object, error: BaseException | None, _trace: object) -> None:
+        try:
+            close()
+        except BaseException as further:
+            raise_unless_fault(further)
+            if error is None:
+                raise
+            error.add_note(f"closing failed, too: {text_of(further)}")
+
+    undo.push(leave)
 
 
 def innermost(

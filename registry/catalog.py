@@ -10,14 +10,13 @@ import msgspec
 
 from hardpoint.errors import HardpointError, PluginConflictError, PluginNotFoundError
 from hardpoint.plugins.commands import ComponentDetails, ComponentInfo
-from hardpoint.plugins.component import Component
 from hardpoint.plugins.config import ConfigSources, EngineConfig
 from hardpoint.plugins.hooks import hookimpl
 from hardpoint.plugins.manifest import PluginEntry, Source
 from hardpoint.typed import convert, json_schema, suggest
 from hardpoint.typed.describing import FieldDoc, first_paragraph, struct_fields
 
-from .adapt import adapter_of, load_component
+from .adapt import adapter_name, load_component
 from .discovery import InstalledPlugin, describe_unknown_kind
 from .kinds import KINDS, Kind, Number
 from .plugin_set import PluginSet, resolve_plugins
@@ -82,7 +81,7 @@ class Catalog:
                 if entry.key == (info.kind, info.name, info.value)
             )
             target = self._plugins.target(entry)
-            if _is_component(target):
+            if _has_options(target):
                 options = msgspec.to_builtins(self._plugins.options(entry)) or {}
         else:
             source = Source(info.name, info.value, info.distribution, info.version, "default")
@@ -94,7 +93,7 @@ class Catalog:
             contract=target.contract,
             stability=kind.stability.value,
             phase=_phase(target),
-            adapter=adapter_of(target),
+            adapter=adapter_name(target, kind),
             hooks=_hooks(kind, target),
             methods=_methods(kind, target),
             params_fields=getattr(target, "params_fields", ()),
@@ -161,18 +160,13 @@ class Catalog:
         return info, [c for c in same if c is not info]
 
     def _enabled(self, entry: PluginEntry) -> ComponentInfo:
-        if entry.kind != "logits_processors":
-            return _info(entry.kind, entry.source, enabled=True, reason=entry.origin)
-        cls = self._plugins.target(entry)
-        return _info(
-            entry.kind,
-            entry.source,
-            enabled=True,
-            reason=entry.origin,
-            place=entry.place + 1,
-            phase=cls.phase.name,
-            adapter=adapter_of(cls),
-        )
+        cls = self._plugins.loaded(entry)
+        fields: dict[str, Any] = {}
+        if entry.kind == "logits_processors":
+            fields = {"place": entry.place + 1, "phase": cls.phase.name}
+        if cls is not None:
+            fields["adapter"] = adapter_name(cls, KINDS[entry.kind])
+        return _info(entry.kind, entry.source, enabled=True, reason=entry.origin, **fields)
 
     def _is_enabled(self, found: InstalledPlugin) -> bool:
         """Return whether an entry point is enabled, under its own or a configured name."""
@@ -256,13 +250,14 @@ def _hooks(kind: Kind, target: Any) -> list[str]:
     return [name for name in dir(target) if hasattr(getattr(target, name), marker)]
 
 
-def _is_component(target: Any) -> bool:
-    return inspect.isclass(target) and issubclass(target, Component)
+def _has_options(target: Any) -> bool:
+    """Return whether a component or a class of hooks declares its options."""
+    return inspect.isclass(target) and hasattr(target, "Options")
 
 
 def _declared(target: Any, attribute: str) -> type[msgspec.Struct] | None:
-    """Return a component's `Options` or `Arguments`; hooks have none, whatever they import."""
-    return getattr(target, attribute, None) if _is_component(target) else None
+    """Return the `Options` or `Arguments` of a class; modules and objects have none."""
+    return getattr(target, attribute, None) if inspect.isclass(target) else None
 
 
 def _fields(target: Any, attribute: str) -> list[FieldDoc] | None:

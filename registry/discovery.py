@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import importlib_metadata
 
@@ -29,9 +30,9 @@ def is_third_party(plugin: Source | PluginEntry) -> bool:
 
     Guards treat all plugins the same. What differs: a logits processor that ended several requests,
     and a component that runs when the engine process dies twice, are left out only if they are a
-    third party's, the message of a dead engine names
-    the requests that used such logits processors, and only a scheduler of Hardpoint is known to
-    leave priorities to the policy.
+    third party's; only after calls of a third party are torch's settings compared; the message of a
+    dead engine names the requests that used such logits processors; and only a scheduler of
+    Hardpoint is known to leave priorities to the policy.
     """
     return plugin.distribution not in _DISTRIBUTIONS
 
@@ -44,6 +45,10 @@ class InstalledPlugin:
         kind: the group without its `hardpoint.`; may be a kind that this version does not know.
             A group of another engine counts as the kind that it offers.
         value: `package.module:attribute`, or a module for hooks.
+        origin: argument of the program that hands it over, which enables it; empty if none does.
+        target: the object that is handed over.
+        stays: whether only the frontend has it.
+        problem: why an engine in a process of its own cannot have it; empty if it can.
     """
 
     kind: str
@@ -51,6 +56,10 @@ class InstalledPlugin:
     value: str
     distribution: str
     version: str
+    origin: str = field(default="", compare=False)
+    target: Any = field(default=None, compare=False, repr=False)
+    stays: bool = field(default=False, compare=False)
+    problem: str = field(default="", compare=False)
 
     @property
     def builtin(self) -> bool:
@@ -65,7 +74,13 @@ class InstalledPlugin:
     @property
     def label(self) -> str:
         """Name, distribution and value, for messages."""
-        return f"{self.kind}/{self.name} ({self.distribution} {self.version}, {self.value})"
+        offered_by = self.source("default")
+        place = "" if offered_by.package.startswith("module ") else f"{offered_by.package}, "
+        return f"{self.kind}/{self.name} ({place}{self.value})"
+
+    def source(self, origin: str) -> Source:
+        """Return its identity, given what enables it."""
+        return Source(self.name, self.value, self.distribution, self.version, origin)
 
 
 def discover(foreign_groups: Sequence[str] = ()) -> list[InstalledPlugin]:

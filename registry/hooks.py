@@ -11,11 +11,13 @@ from typing import Any
 import pluggy
 
 from hardpoint.errors import PluginContractError, PluginFaultError, PluginLoadError
-from hardpoint.plugins.hooks import HookSpecs, hookimpl
+from hardpoint.plugins.hooks import HookContext, HookSpecs, hookimpl
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.server import InstalledExtension, ServerContext
+from hardpoint.system.plugin_settings import READ, changed
 
 from .blame import describe, faults_as, innermost, raise_unless_fault
+from .loading import inspecting, takes_context
 from .server_extensions import checked_extensions
 
 
@@ -28,14 +30,21 @@ class HookSet:
         self._manager.add_hookspecs(HookSpecs)
         self._sources: dict[str, Source] = {}
 
-    def add(self, target: Any, source: Source) -> None:
-        """Register a module, class or object.
+    def add(self, target: Any, source: Source, options: Any = None) -> None:
+        """Register a module, class or object; of a class, make an object with its options.
 
         Raises:
             PluginContractError: it implements an unknown hook, or asks for unknown arguments.
             PluginLoadError: its constructor failed; the cause is chained.
         """
-        plugin = _built(target, source) if inspect.isclass(target) else target
+        plugin = _built(target, source, options) if inspect.isclass(target) else target
+        with inspecting(source):
+            equal = [name for name, other in self._manager.list_name_plugin() if other == plugin]
+        if equal:  # pluggy takes equal objects for one
+            raise PluginContractError(
+                f"{source}: it equals {equal[0]!r}, another plugin; let only an object itself "
+                f"be equal to it, as @dataclass(eq=False) does"
+            )
         self._sources[source.name] = source
         try:
             self._manager.register(plugin, name=source.name)
@@ -72,6 +81,7 @@ class HookSet:
             PluginFaultError: naming the plugin whose implementation failed; the cause is chained.
         """
         caller = getattr(self._manager.hook, hook)
+        settings = READ[0]()
         try:
             results: list[Any] = caller(**arguments)
         except BaseException as cause:
@@ -80,6 +90,9 @@ class HookSet:
             raise PluginFaultError(
                 f"{plugin}: its hook {hook} failed: {describe(cause)}"
             ) from cause
+        finally:
+            if READ[0]() != settings:
+                changed(settings, self.implementers(hook), f"hook {hook}")
         return results
 
     def server_extensions(self, server: ServerContext) -> list[InstalledExtension]:
@@ -115,9 +128,10 @@ class HookSet:
         return str(self._sources[found[0]]) if found else _one_of(impls)
 
 
-def _built(cls: type, source: Source) -> Any:
+def _built(cls: type, source: Source, options: Any) -> Any:
+    context = HookContext(name=source.name, options=options, source=source)
     with faults_as(PluginLoadError, f"{source}: its constructor"):
-        return cls()
+        return cls(context) if takes_context(cls) else cls()
 
 
 def _check_runs(impl: pluggy.HookImpl, hook: str, source: Source) -> None:

@@ -87,6 +87,8 @@ class Kind:
         contract: current version; the engine accepts it and the one before.
         chosen_by: the configuration path that names the component, or the list of them for
             Number.MANY; None if `plugins.enable` names it.
+        named_by: the configuration path that names one of the enabled components, of
+            Number.BY_NAME; an FQCN there enables it.
     """
 
     name: str
@@ -99,6 +101,7 @@ class Kind:
     contract: int = 1
     stability: Stability = Stability.PROVISIONAL
     chosen_by: str | None = None
+    named_by: str | None = None
     role: Role | None = None
     forms: tuple[type[Component], ...] = ()
 
@@ -164,7 +167,7 @@ KINDS: dict[str, Kind] = {
             name="step_parts",
             interface=StepPart,
             number=Number.MANY,
-            processes=(Process.ENGINE, Process.WORKER),
+            processes=(Process.FRONTEND, Process.ENGINE, Process.WORKER),
             fault_scope=FaultScope.REQUEST,
             summary="Take part in each step: gate requests, count resources, mask, read results.",
             suite="StepPartSuite",
@@ -190,6 +193,7 @@ KINDS: dict[str, Kind] = {
             chosen_by="kv_cache.eviction",
             summary="Choose the cached content to discard when a block is needed.",
             suite="EvictionPolicySuite",
+            contract=2,
         ),
         Kind(
             name="kv_event_publishers",
@@ -230,6 +234,7 @@ KINDS: dict[str, Kind] = {
             chosen_by="executor.use",
             summary="Run the workers that hold the model.",
             suite="ExecutorSuite",
+            contract=2,
         ),
         Kind(
             name="communicators",
@@ -256,6 +261,7 @@ KINDS: dict[str, Kind] = {
             number=Number.BY_NAME,
             processes=(Process.FRONTEND, Process.WORKER),
             fault_scope=FaultScope.ENGINE,
+            named_by="load.use",
             summary="Read a model's configuration and weights from one format.",
             suite="WeightLoaderSuite",
         ),
@@ -265,6 +271,7 @@ KINDS: dict[str, Kind] = {
             number=Number.BY_NAME,
             processes=(Process.WORKER,),
             fault_scope=FaultScope.ENGINE,
+            named_by="quantization.use",
             summary="Store a model's matrices with few bits.",
             suite="QuantizationSuite",
         ),
@@ -304,6 +311,7 @@ KINDS: dict[str, Kind] = {
             number=Number.BY_NAME,
             processes=(Process.FRONTEND, Process.ENGINE),
             fault_scope=FaultScope.REQUEST,
+            named_by="grammar.use",
             summary="Say which tokens may come next in structured output.",
             suite="GrammarSuite",
         ),
@@ -313,8 +321,10 @@ KINDS: dict[str, Kind] = {
             number=Number.BY_NAME,
             processes=(Process.FRONTEND,),
             fault_scope=FaultScope.REQUEST,
+            named_by="reasoning.parser",
             summary="Separate a model's reasoning from its answer.",
             suite="OutputParserSuite",
+            contract=2,
             role="reasoning",
         ),
         Kind(
@@ -323,8 +333,10 @@ KINDS: dict[str, Kind] = {
             number=Number.BY_NAME,
             processes=(Process.FRONTEND,),
             fault_scope=FaultScope.REQUEST,
+            named_by="tools.parser",
             summary="Find the calls of tools in what a model writes.",
             suite="OutputParserSuite",
+            contract=2,
             role="tools",
         ),
         Kind(

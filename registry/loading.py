@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Iterator
 from enum import Enum
 from types import ModuleType
@@ -41,6 +42,8 @@ _EXAMPLES = {
 }
 """A value of each class attribute that an interface declares without one."""
 
+_OPEN_ENDED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
 _PLAIN = {bool: "True or False", int: "a whole number", str: "a string"}
 
 _CONTRACT = ("hardpoint.plugins", "hardpoint.toolkit")
@@ -59,6 +62,33 @@ def inspecting(source: Source) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def keeping_torch(source: Source, what: str, kind: str = "") -> Iterator[None]:
+    """Put torch's settings back where the body, which runs code of a plugin, changes them.
+
+    Args:
+        source: names the plugin.
+        what: runs.
+        kind: kind of the plugin; an executor opens workers, which set the number of threads.
+    """
+    if kind == "executors":
+        yield
+        return
+    if "torch" in sys.modules:
+        from hardpoint.system import torch_state  # noqa: PLC0415 - needs torch
+
+        with torch_state.kept(source, what):
+            yield
+        return
+    try:
+        yield
+    finally:
+        if "torch" in sys.modules:  # imported by the plugin
+            from hardpoint.system import torch_state  # noqa: PLC0415
+
+            torch_state.put_back_defaults(source, what)
+
+
 def import_object(source: Source) -> Any:
     """Import what `source.value` names.
 
@@ -69,7 +99,8 @@ def import_object(source: Source) -> Any:
     module_name, _, qualname = source.value.partition(":")
     with faults_as(PluginLoadError, f"{source}: its import", passing=(PluginNotFoundError,)):
         try:
-            target: Any = importlib.import_module(module_name)
+            with keeping_torch(source, "import"):
+                target: Any = importlib.import_module(module_name)
         except ModuleNotFoundError as cause:
             if cause.name and f"{module_name}.".startswith(f"{cause.name}."):
                 lacking = f"; {advise(cause.name)}" if may_lack(cause.name) else ""
@@ -114,6 +145,7 @@ def check_component(target: Any, kind: Kind, source: Source) -> None:
     if kind.interface is None:
         if not marks_hooks(target):
             raise PluginContractError(f"{source}: it marks no function with hookimpl")
+        _check_hook_options(target, source)
     else:
         _check_class(target, kind, source)
     _check_version(target, kind, source)
@@ -121,14 +153,51 @@ def check_component(target: Any, kind: Kind, source: Source) -> None:
 
 def marks_hooks(target: Any) -> bool:
     """Return whether an object has a function marked with `hookimpl`."""
-    marker = f"{hookimpl.project_name}_impl"
-    return any(hasattr(inspect.getattr_static(target, name, None), marker) for name in dir(target))
+    return bool(hook_functions(target))
+
+
+def takes_context(cls: type) -> bool:
+    """Return whether the constructor of a class of hooks takes a `HookContext`."""
+    given = list(inspect.signature(cls).parameters.values())[:1]
+    return any(item.default is item.empty and item.kind not in _OPEN_ENDED for item in given)
+
+
+def hook_functions(target: Any) -> dict[str, str]:
+    """Return the names of an object's functions that are marked with `hookimpl`, by hook."""
+    found: dict[str, str] = {}
+    for name in dir(target):
+        function = inspect.getattr_static(target, name, None)
+        function = getattr(function, "__func__", function)
+        marks = getattr(function, f"{hookimpl.project_name}_impl", None)
+        if isinstance(marks, dict):
+            found[marks["specname"] or name] = name
+    return found
 
 
 def snake_case(name: str) -> str:
     """Return `DryPenalty` as `dry_penalty`."""
     name = re.sub(r"([A-Z]+)([A-Z][a-z])", r"\1_\2", name)
     return re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower()
+
+
+def _check_hook_options(target: Any, source: Source) -> None:
+    """Check that a class of hooks declares options as components do, and gets them."""
+    declared = getattr(target, "Options", None)
+    if declared is None or not inspect.isclass(target):
+        return
+    _check_options(declared, typed.Options, source)
+    if not takes_context(target):
+        raise PluginContractError(
+            f"{source}: it has Options and its constructor takes no context; write "
+            f"`def __init__(self, context)`, where context.options holds them"
+        )
+
+
+def _check_options(declared: Any, base: type, source: Source, attribute: str = "Options") -> None:
+    if not (inspect.isclass(declared) and issubclass(declared, base)):
+        raise PluginContractError(
+            f"{source}: its {attribute} must derive from hardpoint.plugins.{base.__qualname__}"
+        )
 
 
 def _check_class(target: Any, kind: Kind, source: Source) -> None:
@@ -215,11 +284,7 @@ def _check_observe(target: type[LogitsPlugin], source: Source) -> None:
 def _check_types(target: type[Component], source: Source) -> None:
     options = Wrapper.Options if issubclass(target, Wrapper) else typed.Options
     for attribute, base in (("Options", options), ("Arguments", typed.Arguments)):
-        declared = getattr(target, attribute, base)
-        if not (inspect.isclass(declared) and issubclass(declared, base)):
-            raise PluginContractError(
-                f"{source}: its {attribute} must derive from hardpoint.plugins.{base.__qualname__}"
-            )
+        _check_options(getattr(target, attribute, base), base, source, attribute)
     if issubclass(target, ComponentWithArguments):
         _check_arguments(target, source)
     elif hasattr(target, "Arguments"):
@@ -272,8 +337,58 @@ def _check_members(target: type[Component], source: Source) -> None:
             raise PluginContractError(
                 f"{source}: its {name} is a method; write @property above its def"
             )
+        _check_call(name, expected[name], member, source)
         if isinstance(expected[name], bool) and not isinstance(member, bool):
             raise PluginContractError(f"{source}: its {name} must be True or False, got {member!r}")
+
+
+def _check_call(name: str, expected: Any, member: Any, source: Source) -> None:
+    """Check that a method can be called as the contract's of that name."""
+    if name.startswith("_") or not (inspect.isfunction(expected) or type(expected) is classmethod):
+        return
+    if isinstance(expected, classmethod) and not isinstance(member, classmethod | staticmethod):
+        raise PluginContractError(
+            f"{source}: its {name} is called on the class; write @classmethod above its def"
+        )
+    # Python binds no object that has no __get__, such as a partial or one with __call__.
+    is_free = isinstance(member, staticmethod) or not hasattr(type(member), "__get__")
+    bound = isinstance(expected, classmethod) or is_free
+    wanted = _parameters(expected, bound=bound)
+    taken = _parameters(member, bound=isinstance(member, classmethod))
+    if wanted is None or taken is None:
+        return
+    if not _accepts(taken, wanted) and not _accepts(taken, wanted, all_=True):
+        raise PluginContractError(
+            f"{source}: its {name} takes {_text(taken)}, expected {_text(wanted)}"
+        )
+
+
+def _parameters(member: Any, *, bound: bool) -> inspect.Signature | None:
+    """Return the parameters of a class's member, without the first if bound; None if unknown."""
+    try:
+        signature = inspect.signature(getattr(member, "__func__", member))
+    except (TypeError, ValueError):
+        return None
+    return signature.replace(parameters=list(signature.parameters.values())[bound:])
+
+
+def _accepts(taken: inspect.Signature, wanted: inspect.Signature, *, all_: bool = False) -> bool:
+    """Return whether a method takes the arguments that another one needs, or all it may have."""
+    given = [p for p in wanted.parameters.values() if all_ or p.default is p.empty]
+    try:
+        taken.bind(
+            *(p.name for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)),
+            **{p.name: None for p in given if p.kind is p.KEYWORD_ONLY},
+        )
+    except TypeError:
+        return False
+    return True
+
+
+def _text(signature: inspect.Signature) -> str:
+    """Return the names of parameters as text."""
+    plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return str(inspect.Signature(plain))
 
 
 def _check_attributes(target: type[Component], source: Source) -> None:

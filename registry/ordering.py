@@ -1,14 +1,26 @@
-"""The order of logits processors and step parts: phase, then before/after, then as enabled."""
+"""The order of logits processors and step parts: phase, then before/after, then as enabled.
+
+Also the checks of what the chosen plugins declare of one another, and of their names.
+"""
 
 from __future__ import annotations
 
 import graphlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from hardpoint.errors import PluginConflictError
+from hardpoint.errors import PluginConflictError, PluginContractError
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.step_part import StepPart
+from hardpoint.typed import suggest
+
+from .discovery import InstalledPlugin
+from .selection import NAME, NAMES, SelectedPlugin
+
+_Key = tuple[str, str, str]
+_PROCESSORS = "logits_processors"
+_ORDERED = (_PROCESSORS, "step_parts")
 
 
 def ordered(processors: Mapping[str, type[LogitsPlugin]]) -> list[str]:
@@ -85,3 +97,84 @@ def _check_phases(
             f"{other_name!r} (phase {other.phase.name}); before and after order processors of "
             f"one phase only"
         )
+
+
+def check_names(chosen: Iterable[SelectedPlugin]) -> None:
+    """Refuse names that tables, requests and messages cannot have.
+
+    Raises:
+        PluginContractError: names the component, and how it gets another name.
+    """
+    for item in chosen:
+        if NAME.fullmatch(item.name):
+            continue
+        name, value = (
+            text if len(text) <= 100 else f"{text[:100]}..."
+            for text in (item.name, item.source.value)
+        )
+        remedy = "rename its entry point, or its class"
+        if item.path.endswith("]"):  # of a list, which takes names
+            remedy = f'give it one: {{ use = "{value}", name = "..." }}'
+        source = replace(item.source, name=name, value=value)
+        raise PluginContractError(f"{source}: its name must be {NAMES}; {remedy}")
+
+
+def check_neighbours(chosen: Sequence[SelectedPlugin], targets: Mapping[_Key, Any]) -> None:
+    """Refuse a component that names itself, or takes a parameter that another one applies, too.
+
+    Args:
+        chosen: the enabled components.
+        targets: their classes, by key.
+
+    Raises:
+        PluginConflictError: names the component, and what to do.
+    """
+    _check_order(chosen, targets)
+    _check_params_fields(chosen, targets)
+
+
+def _check_order(chosen: Sequence[SelectedPlugin], targets: Mapping[_Key, Any]) -> None:
+    for item in chosen:
+        # The replacement of a component may name that one, whose name it has.
+        if item.kind.name not in _ORDERED or item.path.startswith("plugins.replace."):
+            continue
+        for relation in ("before", "after"):
+            if item.name in getattr(targets[item.key], relation):
+                raise PluginConflictError(
+                    f"{item.source}: its {relation} names {item.name!r}, which is itself; remove "
+                    f"the name"
+                )
+
+
+def _check_params_fields(chosen: Sequence[SelectedPlugin], targets: Mapping[_Key, Any]) -> None:
+    first: dict[str, SelectedPlugin] = {}
+    for item in chosen:  # built-in defaults come first
+        if item.kind.name != _PROCESSORS:
+            continue
+        for field in targets[item.key].params_fields:
+            if (other := first.setdefault(field, item)) is not item:
+                raise PluginConflictError(
+                    f"{item.source}: its params_fields name {field!r}, which {other.name!r} "
+                    f"applies, too; take its place, plugins.replace = {{ {other.name} = "
+                    f'"{item.source.value}" }}, or switch it off, plugins.disable = '
+                    f'["{other.name}"]'
+                )
+
+
+def unknown_neighbours(
+    chosen: Sequence[SelectedPlugin],
+    targets: Mapping[_Key, Any],
+    found: Sequence[InstalledPlugin],
+) -> list[str]:
+    """Return a warning for each name in `before` and `after` that no logits processor has."""
+    processors = [c for c in chosen if c.kind.name == _PROCESSORS]
+    known = {c.name for c in processors}
+    known |= {f.name for f in found if f.kind == _PROCESSORS}
+    return [
+        f"{item.source}: its {relation} names {name!r}, and no logits processor of that name is "
+        f"enabled or installed{suggest(name, sorted(known))}"
+        for item in processors
+        for relation in ("before", "after")
+        for name in getattr(targets[item.key], relation)
+        if name not in known
+    ]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -16,9 +18,10 @@ from hardpoint.plugins.manifest import Source
 from hardpoint.typed import Strict
 
 from .adapt import configured
-from .discovery import advice, discover
+from .discovery import InstalledPlugin, advice, discover
 from .kinds import PLANNED
 from .loading import import_object, inspecting
+from .references import with_handed_over
 from .selection import SelectedPlugin, Selection
 
 Key = tuple[str, str, str]
@@ -31,8 +34,15 @@ _NAME = re.compile("[a-z][a-z0-9]*(_[a-z0-9]+)*")
 
 
 def checked_options(target: Any, options: Mapping[str, Any], path: str) -> Any:
-    """Return options as the target's own type; hooks have none of their own."""
-    return typed.convert(options, getattr(target, "Options", typed.Options), path=path)
+    """Return options as the target's own type; modules and objects of hooks have none."""
+    if options and not inspect.isclass(target):
+        raise ConfigError(
+            f"{path}: only classes have options, and this plugin is "
+            f"{'a module' if isinstance(target, ModuleType) else 'an object'}; put its hooks into "
+            f"a class with `Options` and `__init__(self, context)`"
+        )
+    declared = getattr(target, "Options", typed.Options) if inspect.isclass(target) else None
+    return typed.convert(options, declared or typed.Options, path=path)
 
 
 def options_by_component(
@@ -124,13 +134,20 @@ def _option_paths(
     return paths
 
 
-def find_tables(plugins: PluginsConfig, config_sources: ConfigSources) -> Tables:
+def find_tables(
+    plugins: PluginsConfig, config_sources: ConfigSources, handed: Sequence[InstalledPlugin] = ()
+) -> Tables:
     """Return the tables of the hooks that a configuration enables, which are imported.
+
+    Args:
+        plugins: the table `plugins`.
+        config_sources: sources of its values.
+        handed: what the program hands over, see `handed_over`.
 
     Raises:
         PluginError, ConfigError: a component cannot be enabled, or declares no valid table.
     """
-    found = discover(plugins.foreign_groups)
+    found = with_handed_over(discover(plugins.foreign_groups), handed)
     chosen = Selection(EngineConfig(plugins=plugins), config_sources, found).enabled()
     return declared_tables(
         (import_object(item.source) if item.target is None else item.target, item.source)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeGuard, TypeVar, cast
 
 import msgspec
@@ -17,6 +18,7 @@ from hardpoint.errors import (
     HardpointError,
     PluginConflictError,
     PluginContractError,
+    PluginFaultError,
     PluginLoadError,
     PluginNotFoundError,
     shown,
@@ -28,13 +30,20 @@ from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.manifest import Manifest, PluginEntry
 
 from .adapt import configured, load_component
+from .adapters.contract_1 import warn_of_earlier
 from .backends import check_devices, first_that_runs
-from .blame import faults_as
+from .blame import close_if_failed, faults_as
 from .discovery import InstalledPlugin, advice, discover, installed_version
 from .hooks import HookSet
 from .kinds import KINDS, Number
-from .loading import inspecting
-from .ordering import ordered, ordered_parts
+from .loading import inspecting, keeping_torch
+from .ordering import (
+    check_names,
+    check_neighbours,
+    ordered,
+    ordered_parts,
+    unknown_neighbours,
+)
 from .plugin_options import (
     Key,
     checked_options,
@@ -43,6 +52,7 @@ from .plugin_options import (
     options_by_component,
     options_of,
 )
+from .references import with_handed_over
 from .request_arguments import takes_arguments
 from .selection import AUTO, BACKEND_KINDS, SelectedPlugin, Selection
 
@@ -99,11 +109,15 @@ class PluginSet:
         )
 
     def find(self, kind: str, name: str) -> PluginEntry | None:
-        """Return the entry of a name; None if it is not enabled."""
+        """Return the entry of a name or FQCN; None if it is not enabled."""
+        if ":" in name:
+            return next((e for e in self.entries(kind) if e.value == name), None)
         return self._entries.get((kind, name))
 
     def hint(self, name: str, kind: str) -> str:
         """Return how to get a component of that name that is not enabled, else nothing."""
+        if ":" in name:
+            return f'; add "{name}" to plugins.enable'
         for found in self.not_enabled():
             if (found.kind, found.name) == (kind, name):
                 same = [f for f in self.found if f.name == name]
@@ -199,7 +213,7 @@ class PluginSet:
                 raise PluginContractError(
                     f"{entry.source}: it builds {use!r}, which its wraps() does not return: {named}"
                 )
-            undo.callback(component.close)
+            close_if_failed(undo, partial(_close, component))
             return component
 
         return replace(context, source=entry.source, creator=create)
@@ -209,7 +223,10 @@ class PluginSet:
         with ExitStack() as undo:
             context = self.with_creator(entry, context, undo)
             message = f"{entry.source}: its constructor"
-            with faults_as(PluginLoadError, message, passing=(HardpointError,)):
+            with (
+                faults_as(PluginLoadError, message, passing=(HardpointError,)),
+                keeping_torch(entry.source, "constructor", entry.kind),
+            ):
                 component = cls(context)
             if getattr(component, "context", None) is not context:
                 raise PluginContractError(
@@ -222,7 +239,9 @@ class PluginSet:
         """Return a new, verified set of the enabled hooks."""
         hooks = HookSet()
         for entry in self.entries("hooks"):
-            hooks.add(self.target(entry), entry.source)
+            if entry.stays and self.loaded(entry) is None:
+                continue  # another process has it, and calls it
+            hooks.add(self.target(entry), entry.source, self.options(entry))
         return hooks
 
     def changed(self, config: EngineConfig, config_sources: ConfigSources, kind: str) -> PluginSet:
@@ -279,10 +298,17 @@ def resolve_plugins(
     config: EngineConfig,
     config_sources: ConfigSources | None = None,
     found: Sequence[InstalledPlugin] | None = None,
+    handed: Sequence[InstalledPlugin] = (),
 ) -> PluginSet:
     """Resolve a configuration's plugins; import and check those that are certain to run.
 
     Built-ins that are loaded by name are imported when a model or request names them.
+
+    Args:
+        config: the configuration.
+        config_sources: sources of its values.
+        found: what is installed; None finds it.
+        handed: what the program hands over, see `handed_over`.
 
     Raises:
         ConfigError: an option is wrong or belongs to no plugin that is on.
@@ -290,20 +316,27 @@ def resolve_plugins(
     """
     config_sources = config_sources or ConfigSources()
     found = discover(config.plugins.foreign_groups) if found is None else found
-    selection = Selection(config, config_sources, found)
+    selection = Selection(config, config_sources, with_handed_over(found, handed))
     chosen = selection.run()
+    found = selection.found
+    check_names(chosen)
     targets: dict[Key, Any] = {}
-    for item in chosen:
-        if item.kind.number is not Number.BY_NAME or item.path:
-            targets[item.key] = load_component(item.kind, item.source, item.target)
+    for item in (i for i in chosen if i.kind.number is not Number.BY_NAME or i.path):
+        targets[item.key] = load_component(item.kind, item.source, item.target)
     declared_tables((targets[i.key], i.source) for i in chosen if i.kind.interface is None)
     _check_on_error(config, config_sources, chosen)
     check_devices(chosen, targets)
     wraps = _find_wrapped(selection, config, config_sources, chosen, targets)
     every = [*chosen, *(inner for found_ in wraps.values() for inner in found_.values())]
     options = options_by_component(config, config_sources, every, targets)
+    check_neighbours(chosen, targets)
     places = _places(chosen, targets)
-    warnings = [*selection.warnings, *_unknown_neighbours(chosen, targets, found)]
+    loaded = ((i.kind, i.source, targets[i.key]) for i in every if i.key in targets)
+    warnings = [
+        *selection.warnings,
+        *unknown_neighbours(chosen, targets, found),
+        *warn_of_earlier(loaded),
+    ]
 
     def entry(item: SelectedPlugin) -> PluginEntry:
         return PluginEntry(
@@ -315,11 +348,11 @@ def resolve_plugins(
             origin=item.source.origin,
             options=options[item.key],
             place=places.get(item.key, 0),
+            stays=item.stays,
             wraps={use: entry(inner) for use, inner in wraps.get(item.key, {}).items()},
         )
 
-    entries = tuple(map(entry, chosen))
-    manifest = Manifest(hardpoint=installed_version(), entries=entries)
+    manifest = Manifest(hardpoint=installed_version(), entries=tuple(map(entry, chosen)))
     return PluginSet(manifest, found, targets, warnings)
 
 
@@ -373,6 +406,11 @@ def _wrapped(
         path = _path_of_wrapped(outer, options, named)
         for use, inner in selection.wrapped(outer, named, path).items():
             yield use, path, inner
+
+
+def _close(component: Component) -> None:
+    with faults_as(PluginFaultError, f"{component.context.source}: its close"):
+        component.close()
 
 
 def _check_arguments(
@@ -433,25 +471,6 @@ def _check_on_error(
                 f'{path}: expected "{scopes[name].value}" or "engine", got "{scope}" '
                 f"(from {origin})"
             )
-
-
-def _unknown_neighbours(
-    chosen: Sequence[SelectedPlugin],
-    targets: Mapping[Key, Any],
-    found: Sequence[InstalledPlugin],
-) -> list[str]:
-    """Return a warning for each name in `before` and `after` that no logits processor has."""
-    processors = [c for c in chosen if c.kind.name == "logits_processors"]
-    known = {c.name for c in processors}
-    known |= {f.name for f in found if f.kind == "logits_processors"}
-    return [
-        f"{item.source}: its {relation} names {name!r}, and no logits processor of that name is "
-        f"enabled or installed{typed.suggest(name, sorted(known))}"
-        for item in processors
-        for relation in ("before", "after")
-        for name in getattr(targets[item.key], relation)
-        if name not in known
-    ]
 
 
 def _places(chosen: Sequence[SelectedPlugin], targets: Mapping[Key, Any]) -> dict[Key, int]:

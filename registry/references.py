@@ -1,4 +1,4 @@
-"""References to components in a configuration from Python: names, FQCNs, or the objects themselves.
+"""Plugins as Python objects: in a configuration, handed over by a program, provided by hooks.
 
 Another process finds an object by its FQCN alone, so that stands for the object from here on.
 """
@@ -7,22 +7,39 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain, count
+from types import ModuleType
 from typing import Any
 
 import msgspec
 
-from hardpoint.errors import ConfigError
-from hardpoint.typed import join_path
+from hardpoint.errors import (
+    ConfigError,
+    PluginContractError,
+    PluginFaultError,
+    PluginLoadError,
+    PluginNotFoundError,
+    shown,
+)
+from hardpoint.plugins.hooks import ENGINE_HOOKS, HookSpecs
+from hardpoint.plugins.manifest import Source
+from hardpoint.typed import join_path, suggest
 
+from .adapt import adapt
+from .blame import faults_as
+from .discovery import InstalledPlugin, discover
 from .kinds import KINDS
+from .loading import hook_functions, inspecting, kinds_of, marks_hooks, snake_case
 
 _PATHS = (
     "plugins.enable",
     "plugins.replace",
-    *(k.chosen_by for k in KINDS.values() if k.chosen_by),
+    *(path for k in KINDS.values() for path in (k.chosen_by, k.named_by) if path),
 )
 """The configuration paths of references, of lists of them and of tables of them."""
+
+_HOOK = HookSpecs.hardpoint_components.__name__
 
 
 def with_references(value: Any, path: str, origin: str) -> Any:
@@ -76,22 +93,237 @@ def _fqcn(target: Any, path: str, origin: str) -> str:
             f"{type(target).__module__}.{type(target).__qualname__}; an object of a module is "
             f"enabled by its FQCN (from {origin})"
         )
+    value, problem = find_reference(target)
+    if problem:
+        raise ConfigError(f"{path}: {problem} (from {origin})")
+    return value
+
+
+def find_reference(target: Any) -> tuple[str, str]:
+    """Return the FQCN under which any process finds an object, and why there is none.
+
+    Either is empty. The FQCN of a module is its name; an object that is no class, function or
+    module is found under a name of the module that defines its class, or of the program itself.
+    """
+    if isinstance(target, ModuleType):
+        if target.__name__ != "__main__" and sys.modules.get(target.__name__) is target:
+            return target.__name__, ""
+        return "", f"no process can import the module {target.__name__!r}; make it a file"
+    if not (inspect.isclass(target) or inspect.isfunction(target)):
+        return _reference_of_object(target)
     module, qualname = target.__module__, target.__qualname__
     advice = f'define it at the top level of a module, as "{module}:{target.__name__}"'
     if target.__name__ == "<lambda>":
         advice = f'define it with a name at the top level of a module, as "{module}:name"'
     if "<" in qualname:
-        raise ConfigError(
-            f"{path}: {module}:{qualname} exists only inside a function, where neither an import "
-            f"nor another process can find it; {advice} (from {origin})"
+        return "", (
+            f"{module}:{qualname} exists only inside a function, where neither an import "
+            f"nor another process can find it; {advice}"
         )
     found: Any = sys.modules.get(module)
     for part in qualname.split("."):
         found = getattr(found, part, None)
     if found is not target:
         stands_for = "has no such object" if found is None else "has another object of that name"
+        return "", f"{module}:{qualname} cannot be found, for its module {stands_for}; {advice}"
+    return f"{module}:{qualname}", ""
+
+
+def _reference_of_object(target: Any) -> tuple[str, str]:
+    cls = type(target)
+    for module in (cls.__module__, "__main__"):
+        for name, value in vars(sys.modules.get(module, object)).items():
+            if value is target:
+                return f"{module}:{name}", ""
+    return "", (
+        f"no module has this object of {cls.__module__}:{cls.__qualname__} under a name; give it "
+        f'one at the top level of the module, as "{cls.__module__}:name"'
+    )
+
+
+def handed_over(plugins: Sequence[object] | None, caller: str) -> list[InstalledPlugin]:
+    """Return the plugins that a program hands over as `plugins`, as if they were installed.
+
+    Args:
+        plugins: modules, classes or objects: of hooks, or components themselves.
+        caller: name of the called class, for messages.
+
+    Raises:
+        ConfigError: the list holds something else, or one object twice.
+        PluginError: one cannot be looked at, or is a component that no FQCN finds.
+    """
+    if not isinstance(plugins, list | tuple | None):
         raise ConfigError(
-            f"{path}: {module}:{qualname} cannot be found, for its module {stands_for}; {advice} "
-            f"(from {origin})"
+            f"plugins: expected a list of modules, classes or objects, got {shown(plugins)} "
+            f"(from argument {caller}(plugins=...))"
         )
-    return f"{module}:{qualname}"
+    if not plugins:
+        return []
+    installed, handed = discover(), list[InstalledPlugin]()
+    for index, target in enumerate(plugins):
+        if isinstance(target, str):
+            raise ConfigError(
+                f"plugins[{index}]: expected a module, a class or an object, got {target!r}; names "
+                f"and FQCNs go to plugins.enable (from argument {caller}(plugins=...))"
+            )
+        if any(target is other for other in plugins[:index]):
+            raise ConfigError(
+                f"plugins[{index}]: {shown(target)} is in the list twice "
+                f"(from argument {caller}(plugins=...))"
+            )
+        handed += _handed(target, f"plugins= of {caller}, item {index}", installed, handed)
+    return handed
+
+
+def with_handed_over(
+    installed: Sequence[InstalledPlugin], handed: Sequence[InstalledPlugin]
+) -> list[InstalledPlugin]:
+    """Return all plugins that can be enabled; one that is handed over is no installed one, too."""
+    return [*(found for found in installed if found not in handed), *handed]
+
+
+def provided_by(
+    target: Any, source: Source, found: Sequence[InstalledPlugin], origin: str
+) -> list[InstalledPlugin]:
+    """Return the components that a plugin of hooks provides, as if they were installed.
+
+    Args:
+        target: its module, class or object.
+        source: its identity.
+        found: what is installed.
+        origin: what enables them, too; empty if nothing does.
+
+    Raises:
+        PluginFaultError: its hook failed; the cause is chained.
+        PluginContractError: the hook returned something else than components by their names.
+        PluginLoadError: no FQCN finds a component.
+    """
+    with inspecting(source):
+        hook = _hook_of(target, source)
+    if hook is None:
+        return []
+    with faults_as(PluginFaultError, f"{source}: its hook {_HOOK}"):
+        returned = hook()
+        components = dict(returned) if isinstance(returned, Mapping) else None
+    if components is None:
+        raise PluginContractError(
+            f"{source}: its hook {_HOOK} returned {shown(returned)}, expected a mapping of names "
+            f"to classes"
+        )
+    return [
+        offer
+        for name, component in components.items()
+        for offer in _offers(name, component, source, found, origin)
+    ]
+
+
+def _handed(
+    target: Any, origin: str, installed: Sequence[InstalledPlugin], earlier: list[InstalledPlugin]
+) -> list[InstalledPlugin]:
+    """Return the entries of one object that is handed over."""
+    kept = inspect.isclass(target) or isinstance(target, ModuleType)
+    cls = target if kept else type(target)
+    described = Source.of_module(_name_of(cls), _value_of(cls), origin)
+    with inspecting(described):
+        is_hooks = marks_hooks(target)
+    if not is_hooks:
+        return _offers(described.name, target, described, installed, origin)
+    value, problem = find_reference(target)
+    engine_hooks = [name for name in hook_functions(target) if name in ENGINE_HOOKS]
+    known = next((f for f in installed if (f.kind, f.value) == ("hooks", value)), None)
+    stays = bool(problem) or not (kept or engine_hooks)
+    names = [found.name for found in earlier if found.kind == "hooks"]
+    return [
+        InstalledPlugin(
+            "hooks",
+            known.name if known else _unused(described.name, names),
+            f"{described.value}{'' if kept else '()'}" if problem else value,
+            known.distribution if known else described.distribution,
+            known.version if known else described.version,
+            origin=origin,
+            target=target,
+            stays=stays,
+            problem=f"the engine's process calls its {engine_hooks[0]}, and {problem}"
+            if problem and engine_hooks
+            else "",
+        )
+    ]
+
+
+def _offers(
+    given: Any, component: Any, source: Source, found: Sequence[InstalledPlugin], origin: str
+) -> list[InstalledPlugin]:
+    """Return the entries of one component: one for each kind that it has."""
+    kind_name, name = _split(given, source)
+    value, problem = find_reference(component)
+    if problem:
+        raise PluginLoadError(f"{source}: its component {name!r}: {problem}")
+    own = Source(name, value, source.distribution, source.version, source.origin)
+    with inspecting(own):
+        kinds = kinds_of(adapt(component, own), own)
+    if kind_name and kind_name not in [kind.name for kind in kinds]:
+        raise PluginContractError(
+            f"{source}: its hook {_HOOK} gives {value} as {given!r}, and it is of kind "
+            f"{kinds[0].name}"
+        )
+    if kinds[0].interface is None:
+        raise PluginContractError(
+            f"{source}: its hook {_HOOK} gives {value}, which has hooks itself; enable it, too, "
+            f"instead of providing it"
+        )
+    offers = []
+    for kind in kinds:
+        if kind_name in ("", kind.name):
+            known = next((f for f in found if (f.kind, f.value) == (kind.name, value)), own)
+            offers.append(
+                InstalledPlugin(
+                    kind.name, name, value, known.distribution, known.version, origin=origin
+                )
+            )
+    return offers
+
+
+def _split(given: Any, source: Source) -> tuple[str, str]:
+    """Return the kind and the name of a key that is `kind/name` or a name."""
+    kind, _, name = given.rpartition("/") if isinstance(given, str) else ("", "", "")
+    if not name or "." in name:
+        raise PluginContractError(
+            f"{source}: its hook {_HOOK} returned the name {shown(given)}, expected a name without "
+            f'\'.\', such as "gumbel" or "samplers/gumbel"'
+        )
+    if kind and kind not in KINDS:
+        raise PluginNotFoundError(
+            f"{source}: its hook {_HOOK} returned the name {given!r}, and there is no kind "
+            f"{kind!r}{suggest(kind, list(KINDS))}; kinds here: {', '.join(KINDS)}"
+        )
+    return kind, name
+
+
+def _hook_of(target: Any, source: Source) -> Any:
+    """Return the function that provides components; None if there is none."""
+    implemented = hook_functions(target)
+    if _HOOK not in implemented:
+        return None
+    name = implemented[_HOOK]
+    is_bound = isinstance(inspect.getattr_static(target, name), staticmethod | classmethod)
+    if inspect.isclass(target) and not is_bound:
+        raise PluginContractError(
+            f"{source}: its {name} is called before an object of the class is made; write "
+            f"@staticmethod above its @hookimpl"
+        )
+    return getattr(target, name)
+
+
+def _name_of(target: Any) -> str:
+    return snake_case(target.__name__.rpartition(".")[2])
+
+
+def _value_of(target: Any) -> str:
+    if isinstance(target, ModuleType):
+        return target.__name__
+    return f"{target.__module__}:{target.__qualname__}"
+
+
+def _unused(name: str, names: Sequence[str]) -> str:
+    numbered = (f"{name}_{number}" for number in count(2))
+    return next(unused for unused in chain([name], numbered) if unused not in names)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
-from hardpoint.errors import ConfigError, PluginConflictError, PluginNotFoundError
+from hardpoint.errors import (
+    ConfigError,
+    PluginConflictError,
+    PluginLoadError,
+    PluginNotFoundError,
+    shown,
+)
 from hardpoint.plugins.config import ConfigSources, EngineConfig
 from hardpoint.plugins.config_tables import PluginUse
 from hardpoint.plugins.manifest import Source
@@ -17,12 +24,16 @@ from hardpoint.typed import suggest
 from .adapt import adapt
 from .discovery import InstalledPlugin, advice, describe_unknown_kind
 from .kinds import KINDS, PLANNED, Kind, Number
-from .loading import import_object, inspecting, kinds_of, snake_case
+from .loading import import_object, inspecting, kinds_of, marks_hooks, snake_case
+from .references import provided_by
 
 AUTO = "auto"
 """The word that leaves a choice to the engine."""
 BACKEND_KINDS = ("attention_backends", "ops")
 """Kinds whose "auto" follows the setting `backend`."""
+NAME = re.compile(r"[^\s\x00-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060\ufeff]{1,100}")
+NAMES = "1 to 100 printable characters without blanks"
+"""The names that tables, requests and messages can have."""
 _CANDIDATES = ("native_cpu", "triton", "torch")
 """Built-ins of both kinds, of which each device has one if `backend` is "auto"."""
 _SET_BY = {"kv_connector.use": "kv_connector.stores"}
@@ -36,12 +47,14 @@ class SelectedPlugin:
     Attributes:
         path: the configuration path that names it; empty for built-in defaults.
         target: the imported object, if selecting it needed an import.
+        stays: whether only the frontend has it.
     """
 
     kind: Kind
     source: Source
     path: str = ""
     target: Any = None
+    stays: bool = False
 
     @property
     def name(self) -> str:
@@ -82,6 +95,8 @@ class Selection:
         """
         self.enabled()
         for kind in KINDS.values():
+            if kind.named_by is not None:
+                self._enable_named(kind, kind.named_by)
             if kind.chosen_by is not None:
                 for chosen in self.chosen(kind, kind.chosen_by):
                     self._add(chosen)
@@ -97,16 +112,77 @@ class Selection:
             if found.builtin and KINDS[found.kind].chosen_by is None:
                 self._add(self._chosen(found, ""))
         self._disable()
+        self._find_provided()
         self._replace()
         for index, wanted in enumerate(self._config.plugins.enable):
             self._enable(wanted, f"plugins.enable[{index}]")
+        self._enable_handed_over()
         return list(self._on.values())
+
+    @property
+    def found(self) -> list[InstalledPlugin]:
+        """All that can be enabled: what is installed, and what enabled hooks provide."""
+        return [*self._found, *self._unknown]
+
+    def _find_provided(self) -> None:
+        """Find the components that hooks provide which are, or will be, enabled."""
+        plugins = self._config.plugins
+        hooks = [(self._handed_over(f), f.origin) for f in self._found if f.origin]
+        hooks += [(on, "") for (_, name), on in self._on.items() if name not in plugins.replace]
+        named = [(f"plugins.replace.{name}", use) for name, use in plugins.replace.items()]
+        for index, wanted in enumerate(plugins.enable):
+            use = wanted if isinstance(wanted, str) else wanted.use
+            named.append((f"plugins.enable[{index}]", use))
+        for path, use in named:
+            hooks += [(chosen, "") for chosen in self._named_hooks(use, path)]
+        for item, origin in hooks:
+            if item.kind.interface is None:
+                target = import_object(item.source) if item.target is None else item.target
+                offers = provided_by(target, item.source, self._found, origin)
+                self._found += [offer for offer in offers if offer not in self._found]
+
+    def _named_hooks(self, reference: str, path: str) -> list[SelectedPlugin]:
+        """Return the plugins of hooks that a reference names."""
+        hooks = KINDS["hooks"]
+        if not self._is_fqcn(reference, hooks):
+            return [self._chosen(found, path) for found in self._candidates(reference, hooks)]
+        chosen = self._by_fqcn(reference, path, hooks)
+        with inspecting(chosen.source):
+            return [chosen] if marks_hooks(adapt(chosen.target, chosen.source)) else []
+
+    def _enable_handed_over(self) -> None:
+        """Enable what a program hands over, but for what the configuration enables or chooses."""
+        for found in self._found:
+            chosen = self._handed_over(found)
+            on = [(item.kind, item.source.value) for item in self._on.values()]
+            if not found.origin or chosen.kind.chosen_by is not None:
+                continue
+            if found.problem and not self._config.engine.in_process:
+                raise PluginLoadError(
+                    f"{chosen.source}: {found.problem}; or run the engine in this process "
+                    f"(engine.in_process)"
+                )
+            if found.stays or (chosen.kind, found.value) not in on:
+                self._add(chosen)
+
+    def _handed_over(self, found: InstalledPlugin) -> SelectedPlugin:
+        kind, source = KINDS[found.kind], found.source(found.origin)
+        return SelectedPlugin(kind, source, found.origin, found.target, found.stays)
+
+    def _enable_named(self, kind: Kind, path: str) -> None:
+        """Enable the component that the configuration names at `path` by its FQCN, if it does."""
+        value = self._at(path)
+        values = [on.source.value for (of, _), on in self._on.items() if of == kind.name]
+        if isinstance(value, str) and ":" in value and value not in values:
+            self._add(self._by_fqcn(value, path, kind))
+
+    def _at(self, path: str) -> Any:
+        """Return the value of the configuration at a dotted path."""
+        return functools.reduce(getattr, path.split("."), self._config)
 
     def chosen(self, kind: Kind, path: str) -> list[SelectedPlugin]:
         """Return the components that the configuration names at `path`."""
-        named: Any = self._config
-        for step in path.split("."):
-            named = getattr(named, step)
+        named = self._at(path)
         if named is None:
             return []
         if named == AUTO and kind.name in BACKEND_KINDS:
@@ -132,9 +208,14 @@ class Selection:
     def _use_of(self, wanted: str | PluginUse, path: str) -> tuple[str, str | None]:
         """Return the reference of a component, and the name that it is given, if any."""
         use, name = (wanted, None) if isinstance(wanted, str) else (wanted.use, wanted.name)
-        if name is not None and ("/" in name or "." in name):
+        expected = ""
+        if name is not None and not NAME.fullmatch(name):
+            expected = NAMES
+        elif name is not None and ("/" in name or "." in name):
+            expected = "a name without '/' or '.'"
+        if expected:
             raise ConfigError(
-                f"{path}.name: expected a name without '/' or '.', got {name!r} "
+                f"{path}.name: expected {expected}, got {shown(name, 60)} "
                 f"(from {self._config_sources.of(path)})"
             )
         return use, name
@@ -291,13 +372,21 @@ class Selection:
         )
 
     def _resolve(self, reference: str, path: str, kind: Kind | None) -> SelectedPlugin:
-        if ":" in reference:
+        if self._is_fqcn(reference, kind):
             return self._by_fqcn(reference, path, kind)
         return self._by_name(reference, path, kind)
 
+    def _is_fqcn(self, reference: str, kind: Kind | None) -> bool:
+        """Return whether a reference is an FQCN; that of a module of hooks is its dotted name."""
+        if ":" in reference:
+            return True
+        may_be_module = kind is None or kind.interface is None
+        is_name = "/" in reference or self._candidates(reference, None)
+        return may_be_module and "." in reference and not is_name
+
     def _resolve_all(self, reference: str, path: str) -> list[SelectedPlugin]:
         """Return the components that a reference enables: one for each kind of a class."""
-        if ":" in reference:
+        if self._is_fqcn(reference, None):
             first = self._by_fqcn(reference, path, None)
             with inspecting(first.source):
                 kinds = kinds_of(adapt(first.target, first.source), first.source)
@@ -308,15 +397,15 @@ class Selection:
         return [self._by_name(reference, path, None)]
 
     def _by_fqcn(self, value: str, path: str, kind: Kind | None) -> SelectedPlugin:
-        module, _, qualname = value.partition(":")
-        parts = [*module.split("."), *qualname.split(".")]
+        module, colon, qualname = value.partition(":")
+        parts = [*module.split("."), *(qualname.split(".") if colon else ())]
         if not all(part.isidentifier() for part in parts):
             raise ConfigError(
                 f"{path}: expected an FQCN like package.module:Class, got {value!r} "
                 f"(from {self._config_sources.of(path)})"
             )
         known = next((f for f in self._found if f.value == value), None)
-        name = known.name if known else snake_case(qualname.rsplit(".", 1)[-1])
+        name = known.name if known else snake_case((qualname or module).rpartition(".")[2])
         asked_by = self._asked_by(path, builtin=known is not None and known.builtin)
         source = (
             Source(name, value, known.distribution, known.version, asked_by)
@@ -392,8 +481,8 @@ class Selection:
 
     def _chosen(self, found: InstalledPlugin, path: str) -> SelectedPlugin:
         asked_by = self._asked_by(path, builtin=found.builtin)
-        source = Source(found.name, found.value, found.distribution, found.version, asked_by)
-        return SelectedPlugin(KINDS[found.kind], source, path)
+        source = found.source(asked_by)
+        return SelectedPlugin(KINDS[found.kind], source, path, found.target, found.stays)
 
     def _asked_by(self, path: str, *, builtin: bool) -> str:
         """Return the origin of a component's name; "default" for an unconfigured built-in."""

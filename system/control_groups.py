@@ -7,10 +7,13 @@ and thread pools, ask here for the smaller limits of a container.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 PROC = Path("/proc")
+
+_OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
 def control_groups(controller: str, proc: Path = PROC) -> Iterator[Path]:
@@ -33,6 +36,21 @@ def read_control(path: Path) -> str | None:
         return path.read_text().strip()
     except (OSError, ValueError):
         return None
+
+
+def oom_kills(proc: Path = PROC) -> int | None:
+    """Return how many processes of this group the kernel has killed since memory was used up.
+
+    Returns:
+        None where the system does not count them.
+    """
+    for group in control_groups("memory", proc):
+        for name in ("memory.events", "memory.oom_control"):  # of version 2, and of version 1
+            found = _OOM_KILLS.search(read_control(group / name) or "")
+            if found:
+                return int(found[1])
+        break  # an outer group counts the processes of others
+    return None
 
 
 def _groups(controller: str, proc: Path) -> Iterator[tuple[Path, Path]]:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from hardpoint.testing.running.scripted_drafts import ScriptedDrafts
     from hardpoint.testing.running.scripted_parts import ScriptedAdapters, ScriptedEmbeddings
     from hardpoint.testing.running.serving import ServerAnswer, TestServer, serve
-    from hardpoint.testing.running.step_part_suite import StepPartSuite
+    from hardpoint.testing.running.step_parts.suite import StepPartSuite
     from hardpoint.testing.sampling_suite import SamplerSuite
     from hardpoint.testing.scheduling.cache_replay import measure_hit_rate
     from hardpoint.testing.scheduling.eviction_suite import EvictionPolicySuite
@@ -137,7 +137,7 @@ _LAZY = {
     "ScriptedDrafts": "running.scripted_drafts",
     "ServerAnswer": "running.serving",
     "StatSinkSuite": "reporting.sink_suite",
-    "StepPartSuite": "running.step_part_suite",
+    "StepPartSuite": "running.step_parts.suite",
     "TestServer": "running.serving",
     "TokenizerSuite": "text.tokenizer_suite",
     "load_ops": "engine_access",

@@ -23,8 +23,9 @@ import torch
 from hardpoint import typed
 from hardpoint.boundary.activity import Activity, PluginCalls
 from hardpoint.boundary.checked_model import cut_weights as cut_weights
-from hardpoint.boundary.faults import FaultReporter
+from hardpoint.boundary.faults import FaultReporter, StepFaults
 from hardpoint.boundary.parts.components import Components
+from hardpoint.boundary.parts.components import call_declared as call_declared
 from hardpoint.boundary.parts.components import describe_fault as describe_fault
 from hardpoint.core.config import default_config_type
 from hardpoint.core.engine.encoder_cache import EncoderCacheManager
@@ -73,13 +74,15 @@ from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.manifest import PluginEntry, Source
 from hardpoint.plugins.part_components import ComponentFactory
 from hardpoint.plugins.quantization import QuantizedWeight
+from hardpoint.registry.adapt import load_component
 from hardpoint.registry.catalog import Catalog
 from hardpoint.registry.discovery import installed_version
 from hardpoint.registry.hooks import HookSet as HookSet
 from hardpoint.registry.kinds import KINDS, Number
 from hardpoint.registry.loading import check_component, snake_case
-from hardpoint.registry.plugin_options import declared_tables
+from hardpoint.registry.plugin_options import checked_options, declared_tables
 from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
+from hardpoint.registry.references import provided_by
 from hardpoint.registry.request_arguments import convert_arguments, prepare_arguments, prepares
 from hardpoint.registry.selection import BACKEND_KINDS
 
@@ -144,6 +147,11 @@ def engine_config(extra: Mapping[str, Any]) -> EngineConfig:
 def installed_components(config: EngineConfig) -> ComponentFactory:
     """Return the factory of the components that a configuration enables, for a step part."""
     return Components(resolve_plugins(config), functools.partial(PluginCalls, Activity()))
+
+
+def fault_counter(config: EngineConfig) -> StepFaults:
+    """Return a counter of faults, as the engine hands it to step parts."""
+    return StepFaults.under(config.plugins, Activity())
 
 
 def load_default_scheduler() -> type[Scheduler]:
@@ -562,20 +570,44 @@ def interrupted_executor(method: str) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def open_hooks(target: Any, name: str) -> tuple[HookSet, EngineConfig]:
+def open_hooks(target: Any, name: str, options: Mapping[str, Any]) -> tuple[HookSet, EngineConfig]:
     """Return the hooks of a module, class or object, checked as the loader does.
 
     With them comes a configuration that has the table which they declare, if they do.
 
+    Args:
+        target: the module, class or object.
+        name: under which it is enabled.
+        options: as an operator would set them.
+
     Raises:
         PluginError: the loader rejects it.
     """
-    module: str = getattr(target, "__module__", "") or getattr(target, "__name__", name)
-    source = Source(name, module, "under test", "0", "default")
+    source = _source_under_test(target, name)
     check_component(target, KINDS["hooks"], source)
     hooks = HookSet()
-    hooks.add(target, source)
+    hooks.add(target, source, checked_options(target, options, f"plugin.{name}"))
     return hooks, default_config(declared_tables([(target, source)]))
+
+
+def provided_components(target: Any, name: str) -> dict[str, str]:
+    """Return the components that hooks provide, checked as the loader does.
+
+    Returns:
+        Their FQCNs by `kind/name`.
+
+    Raises:
+        PluginError: the loader rejects one.
+    """
+    offers = provided_by(target, _source_under_test(target, name), (), "")
+    for offer in offers:
+        load_component(KINDS[offer.kind], offer.source("default"))
+    return {f"{offer.kind}/{offer.name}": offer.value for offer in offers}
+
+
+def _source_under_test(target: Any, name: str) -> Source:
+    module: str = getattr(target, "__module__", "") or getattr(target, "__name__", name)
+    return Source(name, module, "under test", "0", "default")
 
 
 def default_config(tables: Mapping[str, type[typed.Strict]], **fields: Any) -> EngineConfig:

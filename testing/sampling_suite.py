@@ -18,8 +18,9 @@ from hardpoint.plugins.component import Component
 
 from .component_suite import ComponentSuite
 from .engine_access import logits_ops
+from .pace import TENSORS, cpu_cost
 from .snapshots import snapshot, without_growth
-from .suite import Rule, Violation, best_cpu_time, checks, short_repr
+from .suite import Rule, Violation, checks, short_repr
 
 _KINDS = ("plain", "peaked", "flat", "ties", "few", "one")
 _BROKEN = {"NaN": math.nan, "+inf": math.inf, "nothing but -inf": -math.inf}
@@ -441,8 +442,8 @@ class SamplerSuite(ComponentSuite):
         def work() -> None:
             sampler.sample(logits, rows).tolist()  # which waits for the device
 
-        cost = best_cpu_time(4, work) * 1e6 / count
         budget = self.budget_us_per_row or 0.0
+        cost = cpu_cost(work, budget * count / 1e6, reference=TENSORS) * 1e6 / count
         if cost > budget:
             raise Violation(
                 f"a row of {vocab_size} logits cost {cost:.0f} microseconds, the budget is "

@@ -281,16 +281,6 @@ def short_repr(value: Any) -> str:
     return f"{text[:_MAX_REPR_LENGTH]}... ({len(text)} characters)"
 
 
-def best_cpu_time(rounds: int, work: Callable[[], None]) -> float:
-    """Return the minimum CPU time of `work()` over `rounds` calls, in seconds."""
-    best = float("inf")
-    for _ in range(rounds):
-        started = time.process_time()
-        work()
-        best = min(best, time.process_time() - started)
-    return best
-
-
 def _describe(drawn: Mapping[str, Any]) -> str:
     """Return a drawn case: as code if it has some, else one value per line."""
     for value in drawn.values():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import support.searching  # noqa: F401 - registers the profiles
+import torch
 from hypothesis import settings
 from support.durations import Durations
 from support.example_packages import package_fixture
@@ -21,6 +22,12 @@ from hardpoint.testing import write_scripted_model
 # it is read when they are imported. The files are NVIDIA's, AMD's, and Windows' for Linux.
 if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Every test runs with one thread, as in scripts/test: of several, sums of floating-point numbers
+# have another order, and tests that run beside each other take each other's processors.
+if "OMP_NUM_THREADS" not in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"  # of child processes
+    torch.set_num_threads(1)
 
 # A shell has what it starts in the background ignore Ctrl-C, which some tests send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -68,14 +75,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 acme = package_fixture("acme_sampling")
 acme_attention = package_fixture("acme_attention")
 acme_caching = package_fixture("acme_caching")
+acme_choice_grammar = package_fixture("acme_choice_grammar")
+acme_communicators = package_fixture("acme_communicators")
 acme_executors = package_fixture("acme_executors")
 acme_gpt = package_fixture("acme_gpt")
 acme_kv_connector = package_fixture("acme_kv_connector")
 acme_kv_stores = package_fixture("acme_kv_stores")
+acme_observing = package_fixture("acme_observing")
+acme_ops = package_fixture("acme_ops")
+acme_parsing = package_fixture("acme_parsing")
 acme_quantization = package_fixture("acme_quantization")
 acme_scheduling = package_fixture("acme_scheduling")
 acme_server = package_fixture("acme_server")
 acme_tenant_budget = package_fixture("acme_tenant_budget")
+acme_tiny_scheduler = package_fixture("acme_tiny_scheduler")
 acme_wrapping = package_fixture("acme_wrapping")
 
 

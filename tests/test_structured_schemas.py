@@ -41,14 +41,36 @@ PATTERNS = [
     "^x",
     "[0-9]$",
 ]
-UNSUPPORTED = {
+CASES = {
     "uniqueItems": {"type": "array", "uniqueItems": True, "items": {"type": "boolean"}},
-    "contains": {"type": "array", "contains": {"type": "integer"}},
-    "not": {"not": {"type": "string"}},
-    "propertyNames": {"type": "object", "propertyNames": {"maxLength": 3}},
-    "if": {"if": {"type": "string"}, "then": {"maxLength": 3}},
-    "dependentRequired": {"type": "object", "dependentRequired": {"a": ["b"]}},
+    "contains": {"type": "array", "contains": {"type": "integer"}, "maxItems": 2},
+    "not": {"type": ["integer", "null"], "not": {"enum": [0, None]}},
+    "propertyNames": {
+        "type": "object",
+        "propertyNames": {"enum": ["a", "b"]},
+        "additionalProperties": {"type": "integer"},
+    },
+    "if": {"type": ["string", "null"], "if": {"type": "string"}, "then": {"maxLength": 3}},
+    "dependentRequired": {
+        "type": "object",
+        "properties": {"a": {"type": "null"}, "b": {"type": "boolean"}},
+        "dependentRequired": {"a": ["b"]},
+        "additionalProperties": False,
+    },
     "unevaluatedProperties": {"type": "object", "unevaluatedProperties": False},
+}
+"""Keywords that llguidance does not have, in what its own can express."""
+UNSUPPORTED = {
+    "uniqueItems": {"type": "array", "uniqueItems": True},
+    "contains": {"type": "array", "contains": {"type": "integer"}},
+    "not": {"not": {"type": "string", "pattern": "a.*b"}},
+    "propertyNames": {"propertyNames": {"anyOf": [{"maxLength": 3}, {"pattern": "a"}]}},
+    "if": {"if": {"items": {"type": "string"}}, "then": {"maxItems": 3}},
+    "minProperties": {"type": "object", "minProperties": 2},
+    "unevaluatedProperties": {
+        "anyOf": [{"properties": {"a": True}}, {"properties": {"b": True}}],
+        "unevaluatedProperties": False,
+    },
 }
 TYPES = ["string", "integer", "number", "boolean", "null", "array", "object"]
 
@@ -58,7 +80,7 @@ class Schemas:
 
     Attributes:
         definitions: definitions of the schema that is being made, by name.
-        unsupported: keywords in it that llguidance does not have.
+        unsupported: keywords in it that no grammar can express.
     """
 
     def __init__(self, seed):
@@ -87,6 +109,8 @@ class Schemas:
         ]
         nodes = [self.object, self.object, self.array, self.any_of, self.one_of, self.tuple]
         nodes += [self.definition, self.recursive]
+        if depth > 0 and self.rng.random() < 0.1:
+            return self.rng.choice(list(CASES.values()))
         if depth > 0 and self.rng.random() < 0.015:
             keyword = self.rng.choice(list(UNSUPPORTED))
             self.unsupported.add(keyword)
@@ -176,7 +200,7 @@ class Schemas:
 
 
 def made(seed):
-    """Return a schema and the keywords in it that llguidance does not have."""
+    """Return a schema and the keywords in it that no grammar can express."""
     schemas = Schemas(seed)
     schema = schemas.schema()
     Draft202012Validator.check_schema(schema)
@@ -233,13 +257,11 @@ def check(llm, jobs, neighbours, max_tokens=120):
 
 def refusal(name, schema, unsupported, error):
     """Check that a schema was refused by its keywords; return them."""
-    found = re.fullmatch(
-        r"structured\.json: llguidance: Unimplemented keys: (\[.*\]); with `lenient`.*", error
-    )
-    keys = json.loads(found[1]) if found else re.findall("oneOf|allOf|anyOf|minItems", error)
+    found = re.fullmatch(r"structured\.json: llguidance: ([^:]+): expected .*", error, re.DOTALL)
+    keys = [found[1].rpartition(".")[2]] if found else re.findall("allOf|anyOf|minItems", error)
     assert keys, (name, error, schema)
     assert all(f'"{key}"' in json.dumps(schema) for key in keys), (name, error, schema)
-    if found:
+    if found and keys != ["oneOf"]:
         assert unsupported & set(keys), (name, error, schema)
     return [f"refused: {', '.join(sorted(keys))}"]
 
@@ -269,8 +291,9 @@ def test_three_hundred_schemas(llm):
     assert total["stop"] >= 300
 
 
-def test_a_schema_is_refused_by_all_keywords_that_are_not_supported(llm):
+def test_a_schema_is_refused_by_path_and_keyword(llm):
     for keyword, schema in UNSUPPORTED.items():
-        (output,) = llm.generate("Data: ", params(None, {"anyOf": [schema, {"type": "null"}]}))
-        assert f'"{keyword}"' in output.outputs[0].error
-        assert output.outputs[0].error.startswith("structured.json: llguidance: Unimplemented keys")
+        (output,) = llm.generate("Data: ", params(None, {"anyOf": [{"type": "null"}, schema]}))
+        error = output.outputs[0].error
+        assert error.startswith(f"structured.json: llguidance: anyOf[1].{keyword}: expected ")
+        assert "; with `lenient`, the grammar leaves it out" in error

@@ -23,9 +23,12 @@ from .convert import (
     suggest,
     walk_structs,
 )
+from .describing import FieldDoc
+from .first_use import prepared
 
 __all__ = [
     "Arguments",
+    "FieldDoc",
     "Options",
     "State",
     "Strict",
@@ -36,6 +39,7 @@ __all__ = [
     "json_schema",
     "parse_value",
     "plain_data",
+    "prepared",
     "reason_of",
     "schema_components",
     "shown",

@@ -20,6 +20,7 @@ from msgspec import inspect as types
 from hardpoint.errors import ConfigError, HardpointError, reason_of, shown
 
 from .describing import attribute_docs, first_paragraph, type_at, type_text, walk_structs
+from .first_use import prepared
 from .msgspec_errors import ANY_KEY, failing_keys, parse_error, plain_text, value_at
 
 __all__ = [
@@ -93,7 +94,7 @@ def convert(
             where = join_path(path, *invalid.steps)
             raise error(f"{where}: expected a finite number, got {invalid.number}")
     try:
-        converted = msgspec.convert(plain, type_)
+        converted = msgspec.convert(plain, prepared(type_))
     except msgspec.ValidationError as cause:
         raise error(_explain(str(cause), plain, type_, path)) from None
     if unusual and (invalid := _first_number(plain, _is_too_large)) is not None:

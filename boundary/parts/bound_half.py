@@ -1,4 +1,4 @@
-"""The halves of step parts with what calls them, for `EngineParts` and `WorkerParts`."""
+"""The halves of step parts with what calls them, for the parts of each process."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ from hardpoint.boundary.activity import PluginCalls
 from hardpoint.boundary.errors import close_named
 from hardpoint.boundary.faults import StepFaults
 from hardpoint.errors import HardpointError, PluginFaultError, RequestError, shown
-from hardpoint.plugins import EngineHalf, RequestFault, SchedulerOutput, StepPart, WorkerHalf
+from hardpoint.plugins import (
+    EngineHalf,
+    FrontendHalf,
+    RequestFault,
+    SchedulerOutput,
+    StepPart,
+    WorkerHalf,
+)
 from hardpoint.plugins.manifest import Source
 from hardpoint.registry.blame import describe, raise_unless_fault
 
-HalfT = TypeVar("HalfT", EngineHalf, WorkerHalf)
+HalfT = TypeVar("HalfT", FrontendHalf, EngineHalf, WorkerHalf)
 
 IN_LAYERS = ("around_layers", "embedded", "linear")
 """Methods of a worker half that are called in the layers of a step."""

@@ -6,17 +6,22 @@ that a part needs nothing of the registry. Schedulers of contract 1 get `GatesAs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from hardpoint.boundary.activity import PluginCalls
 from hardpoint.boundary.errors import close_all
+from hardpoint.boundary.guard import checked
+from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import Request
+from hardpoint.plugins.behaviour import behaviour_of
 from hardpoint.plugins.component import Component, Context
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.scheduler import Gates
-from hardpoint.registry.blame import describe, raise_unless_fault
+from hardpoint.registry.blame import describe, faults_as, raise_unless_fault
+from hardpoint.registry.kinds import KINDS
 from hardpoint.registry.plugin_set import PluginSet
+from hardpoint.typed import suggest
 
 
 class Components:
@@ -26,9 +31,27 @@ class Components:
         """Build components that are enabled in `plugins`; `calls` makes what calls them."""
         self._plugins, self._calls = plugins, calls
 
-    def enabled(self, kind: str) -> Sequence[str]:
+    def enabled(self, kind: str) -> list[str]:
         """Return the names of the enabled components of a kind, in their order."""
         return [entry.name for entry in self._plugins.entries(kind)]
+
+    def use(self, plugins: PluginSet) -> None:
+        """Take those of another generation of the plugins."""
+        self._plugins = plugins
+
+    def find(self, kind: str, name: str) -> type[Component] | None:
+        """Return the class of a component; None if it is not enabled."""
+        entry = self._plugins.find(kind, name)
+        return None if entry is None else self._plugins.target(entry)
+
+    def hint(self, kind: str, name: str) -> str:
+        """Return, as the end of a message, a similar name, and how to get the component."""
+        return f"{suggest(name, self.enabled(kind))}{self._plugins.hint(name, kind)}"
+
+    def call(self, kind: str, name: str, method: str, *args: Any) -> Any:
+        """Call a class method of an enabled component, whose result is checked as it declares."""
+        entry = self._plugins.get(kind, name)
+        return call_declared(kind, entry.source, self._plugins.target(entry), method, *args)
 
     def calls(self, kind: str, name: str) -> PluginCalls:
         """Return the caller of the methods of a component."""
@@ -45,6 +68,22 @@ class Components:
     def source(self, kind: str, name: str) -> str:
         """Return how messages name a component."""
         return str(self._plugins.get(kind, name).source)
+
+
+def call_declared(kind: str, source: Source, cls: type[Component], method: str, *args: Any) -> Any:
+    """Call a class method of a component; return its result, checked as its kind declares.
+
+    Raises:
+        PluginFaultError: it failed, or returned something else; the message names the component.
+        Exception: one that the method declares.
+    """
+    interface = KINDS[kind].interface
+    assert interface is not None, "hooks are called by pluggy"
+    behaviour = behaviour_of(interface, method)
+    assert behaviour is not None, f"nothing is declared of {method}"
+    with faults_as(PluginFaultError, f"{source}: its {method}", passing=behaviour.raises):
+        found = getattr(cls, method)(*args)
+    return checked(found, interface, method, source)
 
 
 class GatesAsGrammars:

@@ -32,7 +32,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.plan import PartData
 from hardpoint.plugins.step_part import EngineHalf, StepPart
-from hardpoint.registry.blame import faults_as
+from hardpoint.registry.blame import close_if_failed, faults_as
 from hardpoint.registry.plugin_set import PluginSet
 
 from .bound_half import BoundPart, call_for
@@ -417,9 +417,9 @@ def open_parts(
                 close_named(entry.source, part.close)
                 continue
             if (defect := half_defect(half)) is not None:
-                part.close()
+                close_if_failed(undo, functools.partial(close_named, entry.source, part.close))
                 raise PluginFaultError(f"{entry.source}: its {defect}")
             bound.append(BoundPart(part, half, entry.source, faults))
-            undo.callback(bound[-1].close)
+            close_if_failed(undo, bound[-1].close)
         undo.pop_all()
     return EngineParts(bound, vocab_size)

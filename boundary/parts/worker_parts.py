@@ -13,6 +13,7 @@ import torch
 
 from hardpoint.boundary.activity import Activity, PluginCalls
 from hardpoint.boundary.checked_model import CheckedModel
+from hardpoint.boundary.errors import close_named
 from hardpoint.errors import HardpointError, PluginContractError, PluginFaultError, shown
 from hardpoint.plugins import (
     EngineConfig,
@@ -34,7 +35,7 @@ from hardpoint.plugins.worker_half import (
     WorkerHalf,
     WorkerHalfContext,
 )
-from hardpoint.registry.blame import describe, faults_as, raise_unless_fault
+from hardpoint.registry.blame import close_if_failed, describe, faults_as, raise_unless_fault
 from hardpoint.registry.plugin_set import PluginSet
 
 from .bound_half import IN_LAYERS, BoundWorkerHalf, form_of
@@ -458,10 +459,10 @@ def open_halves(
             part = plugins.create(entry, StepPartContext, config=config)
             calls = PluginCalls(activity, "step_parts", entry.source)
             if (half := _opened_half(part, context, entry.source)) is None:
-                part.close()
+                close_named(entry.source, part.close)
                 continue
             bound.append(BoundWorkerHalf(part, half, calls))
-            undo.callback(bound[-1].close)
+            close_if_failed(undo, bound[-1].close)
         undo.pop_all()
     return WorkerParts(bound, rank=context.rank, samples=samples)
 
@@ -473,14 +474,13 @@ def _opened_half(part: StepPart, context: WorkerHalfContext, source: Source) -> 
         PluginFaultError: it cannot be built; the part is closed.
     """
     name = f"{source}: its worker_half()"
-    try:
+    with ExitStack() as undo:
+        close_if_failed(undo, functools.partial(close_named, source, part.close))
         with faults_as(PluginFaultError, name, passing=(HardpointError,)):
             half = part.worker_half(context)
         if half is not None and not isinstance(half, WorkerHalf):
             raise PluginFaultError(f"{name} gave {shown(half)}, expected a WorkerHalf or None")
-    except BaseException:
-        part.close()
-        raise
+        undo.pop_all()
     return half
 
 

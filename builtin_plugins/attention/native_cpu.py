@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from hardpoint.builtin_plugins.native import Results, load_kernels
+from hardpoint.builtin_plugins.native import Results, check_tensors, load_kernels
 from hardpoint.kernels import cpu
 from hardpoint.plugins import AttentionBackend, AttentionContext, AttentionStep, KVSpec
 
@@ -125,6 +125,7 @@ class NativeAttention(AttentionBackend[torch.Tensor, NativePlan]):
         v: torch.Tensor,
     ) -> torch.Tensor:
         """Write k and v to the cache, then attend causally; shapes as in `AttentionBackend`."""
+        check_tensors(self.context.dtype, q, k, v, cache)
         out = self._results.empty(q.shape, q.dtype)
         place, place_at = self._place(spec, plan.group)
         place.value, is_long = plan.for_layer(spec)
@@ -156,6 +157,7 @@ class NativeAttention(AttentionBackend[torch.Tensor, NativePlan]):
         return self.attend(spec, cache, plan, q, k, v)
 
     def _turn(self, x: torch.Tensor, heads: int, angles: torch.Tensor) -> None:
+        check_tensors(self.context.dtype, x)
         self._library.run(
             self._rotate, x.data_ptr(), x.stride(0), x.stride(1), angles.data_ptr(), len(x), heads,
             angles.shape[1],

@@ -44,7 +44,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         help="when the context is full, refuse the message, or no longer send the oldest turns "
         "(default: stop)",
     )
-    add_sampling_options(parser, max_tokens=1024, temperature=None)
+    add_sampling_options(parser, max_tokens=1024, temperature="as the model recommends")
 
 
 def _run(options: argparse.Namespace, context: CommandContext) -> int:

@@ -17,7 +17,7 @@ from hardpoint.plugins.commands import Generator
 
 from .batch import add_batch_options, run_batch
 from .completions import Completion, assemble, print_json
-from .sampling import add_sampling_options, sampling_params
+from .sampling import GREEDY, add_sampling_options, prompt_params, sampling_params
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -30,14 +30,15 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add("prompts", nargs="*", metavar="PROMPT", help="a text; - reads it from standard input")
     add("--chat", action="store_true", help="use the model's chat template")
     add("--json", action="store_true", help="print one JSON object per completion")
-    add_sampling_options(parser, max_tokens=256)
+    default = "as the model recommends, else 0; 0 for prompts of a file"
+    add_sampling_options(parser, max_tokens=256, temperature=default)
     add("--n", type=int, metavar="N", help="completions per prompt (default: 1)")
     add("--logprobs", type=int, metavar="N", help="the N likeliest per position; needs --json")
     add_batch_options(parser)
 
 
 def _run(options: argparse.Namespace, context: CommandContext) -> int:
-    params = sampling_params(options)
+    params = sampling_params(options, GREEDY)  # refuses wrong ones before a model is loaded
     _check_combination(options)
     if options.file is not None:
         return run_batch(options, params, context)
@@ -48,6 +49,7 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
     generator = context.open_model(config, config_sources)
     failed = False
     try:
+        params = prompt_params(options, generator)
         streams = _open_streams(generator, prompts, params, chat=options.chat)
         for number, (prompt, outputs) in enumerate(zip(prompts, streams, strict=True)):
             if number and not options.json:

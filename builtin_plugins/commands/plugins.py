@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hardpoint.plugins import Command, CommandContext
-from hardpoint.plugins.commands import ComponentDetails, ComponentInfo, FieldDoc
+from hardpoint.plugins.commands import ComponentDetails, ComponentInfo
+from hardpoint.typed import FieldDoc
 
 from .shown import toml, without_userinfo
 from .tables import print_table

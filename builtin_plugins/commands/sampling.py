@@ -29,20 +29,26 @@ _FIELDS = (
 # it is greedy, and loses the thread at a high temperature; the penalty ends loops.
 _CONVERSATION = SamplingParams(temperature=0.2, top_p=0.9, repetition_penalty=1.1)
 
+GREEDY = SamplingParams(temperature=0.0)
+"""Parameters of prompts where a model recommends nothing, and of files of them: repeatable."""
+
 
 def add_sampling_options(
-    parser: argparse.ArgumentParser, *, max_tokens: int, temperature: float | None = 0.0
+    parser: argparse.ArgumentParser, *, max_tokens: int, temperature: str
 ) -> None:
-    """Add the options with these defaults; without one, the temperature is the model's choice."""
+    """Add the options.
+
+    Args:
+        max_tokens: its default.
+        temperature: description of its default.
+    """
     group = parser.add_argument_group("sampling")
     add = group.add_argument
-    default = "as the model's files recommend" if temperature is None else f"{temperature:g}"
     add(
         "--temperature",
         type=float,
-        default=temperature,
         metavar="T",
-        help=f"0 is greedy (default: {default})",
+        help=f"0 is greedy (default: {temperature})",
     )
     add("--top-p", type=float, metavar="P", help="smallest set of tokens of this probability")
     add("--top-k", type=int, metavar="K", help="the K likeliest tokens")
@@ -76,10 +82,18 @@ def add_sampling_options(
 
 def conversation_params(options: argparse.Namespace, generator: Generator) -> SamplingParams:
     """Return checked parameters of a conversation: what is not given, the model recommends."""
+    return sampling_params(options, _recommended(generator) or _CONVERSATION)
+
+
+def prompt_params(options: argparse.Namespace, generator: Generator) -> SamplingParams:
+    """Return checked parameters of prompts: what is not given, the model recommends."""
+    return sampling_params(options, _recommended(generator) or GREEDY)
+
+
+def _recommended(generator: Generator) -> SamplingParams | None:
+    """Return the parameters that a model recommends; None if it recommends nothing."""
     recommended = generator.default_sampling_params()
-    return sampling_params(
-        options, _CONVERSATION if recommended == SamplingParams() else recommended
-    )
+    return None if recommended == SamplingParams() else recommended
 
 
 def sampling_params(

@@ -27,7 +27,7 @@ _log = logging.getLogger("hardpoint")
 class MultiprocExecutor(Executor):
     """Runs each rank in a process of its own, and sends all of them each call."""
 
-    contract = 1
+    contract = 2
 
     def __init__(self, context: ExecutorContext) -> None:
         """Start nothing yet."""

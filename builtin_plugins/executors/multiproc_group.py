@@ -24,6 +24,7 @@ from hardpoint.toolkit.workers.joining import is_joint
 from .multiproc_calls import CallsEndedError, CallSender
 from .multiproc_messages import Frame, FrameReader, Kind, Progress, Setup, send
 from .multiproc_pending import PendingCall
+from .multiproc_watch import StepWatch
 
 _RUN = "hardpoint.builtin_plugins.executors.multiproc_worker:run_worker"
 _SETTLE_S = 0.25  # for other ranks to fail as well, and for the end of a process to be seen
@@ -62,6 +63,7 @@ class WorkerGroup:
         self._calls: dict[int, PendingCall] = {}
         self._num_calls = 0
         self._settle_at: dict[int, float] = {}  # by number of a call that some ranks failed
+        self._watch_step = StepWatch(context)
         self._failure: BaseException | None = None
         self._callback: Callable[[BaseException], None] | None = None
         self._is_reported = False  # to the callback; an error of a step is that of its future
@@ -206,11 +208,11 @@ class WorkerGroup:
                 elif self._take_frames(rank):
                     poller.unregister(descriptor)
             self._settle()
+            self._end_late_step()
 
     def _timeout_ms(self) -> float | None:
-        if not self._settle_at:
-            return None
-        return max(min(self._settle_at.values()) - time.monotonic(), 0) * 1000 + 1
+        times = [*self._settle_at.values(), *self._watch_step.wakes_at()]
+        return max(min(times) - time.monotonic(), 0) * 1000 + 1 if times else None
 
     def _check_process(self, rank: int) -> None:
         error = self._workers[rank].failure()
@@ -246,7 +248,10 @@ class WorkerGroup:
             call = PendingCall("sample_tokens", self._parallel.world_size, rank, all_answer=False)
             call.future.set_result(None)  # no caller waits for it
         call.process_answer(rank, self.label(rank), frame.data)
+        if call.failures and self._watch_step.late is not None:
+            return  # a rank that has left the step, see `_end_late_step`
         if call.is_answered:
+            self._watch_step.answered()
             with self._lock:
                 self._calls.pop(number, None)
             call.succeed()
@@ -270,6 +275,26 @@ class WorkerGroup:
             if call is not None and call.failures:
                 is_raised = call.is_step and not call.future.done()
                 self._fail(self._first_cause(call.failure()), report=not is_raised)
+
+    def _end_late_step(self) -> None:
+        """Fail for a step that takes too long, once ranks that wait for others have left it.
+
+        Those that have not are named and killed: a rank that hangs does not end by itself.
+        """
+        with self._lock:
+            calls = list(self._calls.values())
+        if self._watch_step.begin(calls):
+            self._abort(self._watch_step.reason)
+        if not self._watch_step.is_over:
+            return
+        assert self._watch_step.late is not None
+        doing = {rank: worker.doing() for rank, worker in enumerate(self._workers)}
+        hanging = {rank: text for rank, text in doing.items() if text is not None}
+        hanging = hanging or dict.fromkeys(self._watch_step.late.missing, "")
+        for rank in hanging:
+            self._workers[rank].close(0)
+        ranks = "; ".join(f"{self.label(rank)}{text}" for rank, text in hanging.items())
+        self._fail(EngineDeadError(f"{ranks or 'all ranks'}: {self._watch_step.reason}"))
 
     def _first_cause(self, error: Exception) -> Exception:
         """Return the error that a rank raised by itself, if `error` only follows from one."""
@@ -306,13 +331,16 @@ class WorkerGroup:
             self._changed.notify_all()
         for call in calls:
             call.fail(_again(error))
-        reason = f"the engine failed: {error}".encode()[:2000]
-        for worker in self._workers:
-            with contextlib.suppress(OSError):  # it has ended
-                send(worker.channel, Kind.ABORT, reason)
+        self._abort(f"the engine failed: {error}")
         self._sender.end()
         if report and callback is not None:
             callback(error)
+
+    def _abort(self, reason: str) -> None:
+        """Let no rank wait for another."""
+        for worker in self._workers:
+            with contextlib.suppress(OSError):  # it has ended
+                send(worker.channel, Kind.ABORT, reason.encode()[:2000])
 
     def close(self) -> None:
         """End the processes. Closing twice does nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
@@ -16,6 +17,7 @@ class PendingCall:
 
     Attributes:
         method: name of the method of Worker.
+        began: when it was sent, in seconds.
         future: the results in rank order, or the result of the one rank that answers.
         failures: what ranks raised, in the order in which that was received.
     """
@@ -32,6 +34,7 @@ class PendingCall:
             all_answer: whether the other ranks answer a step, too, and not only if they fail.
         """
         self.method = method
+        self.began = time.monotonic()
         self.future: Future[Any] = Future()
         self.future.set_running_or_notify_cancel()
         self.failures: dict[int, Exception] = {}

@@ -21,6 +21,7 @@ from .multiproc_messages import Kind, Progress, Setup, receive, send
 _log = logging.getLogger("hardpoint")
 
 _SLACK = 0.1  # of the watchdog's limit
+_STDERR = 2  # not `sys.stderr`, which a plugin may set to anything
 _IDLE_S = 1.0  # without a call, after which the watchdog is stopped
 _PROGRESS_INTERVAL_S = 0.05
 
@@ -131,7 +132,7 @@ class _Watchdog:
             return
         now = time.monotonic()
         if self._set_at is None or now - self._set_at > self._limit_s * _SLACK:
-            faulthandler.dump_traceback_later(self._limit_s * (1 + _SLACK))
+            faulthandler.dump_traceback_later(self._limit_s * (1 + _SLACK), file=_STDERR)
             self._set_at = now
 
     def stop(self) -> None:

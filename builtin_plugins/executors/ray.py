@@ -14,7 +14,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hardpoint.errors import EngineClosedError, PluginLoadError
+from hardpoint.errors import EngineClosedError, EngineDeadError, PluginLoadError
 from hardpoint.plugins import (
     ConfigError,
     Executor,
@@ -78,7 +78,7 @@ class _Call:
 class RayExecutor(Executor):
     """Runs each rank in a Ray actor, in a placement group, and sends all of them each call."""
 
-    contract = 1
+    contract = 2
 
     class Options(RayOptions):
         """Which cluster the workers run on, and what each of them gets."""
@@ -404,7 +404,7 @@ class RayExecutor(Executor):
             threading.Thread(target=self._lose, args=(rank, lost), name="RayFailure").start()
 
     def _lose(self, rank: _Rank, cause: BaseException) -> None:
-        self._fail(HardpointError(f"executor {self.name!r}: lost {rank}: {_short(str(cause))}"))
+        self._fail(EngineDeadError(f"executor {self.name!r}: lost {rank}: {_short(str(cause))}"))
 
     def _fail(self, error: BaseException) -> None:
         """Let all calls raise an error from now on, let no rank wait for another, and report it."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
+import sys
 import tempfile
 import threading
 
@@ -20,6 +22,10 @@ class RayWorker:
 
     def __init__(self) -> None:
         """Open nothing yet."""
+        # Ray repeats what an actor writes to stdout on the program's own, where answers may be.
+        sys.stdout = sys.stderr
+        with contextlib.suppress(OSError):
+            os.dup2(2, 1)
         self._server: WorkerServer | None = None
         self._progress = ("", 0, 0)
 

@@ -24,7 +24,7 @@ T = TypeVar("T")
 class UniprocExecutor(Executor):
     """Calls one worker directly; every returned future is done."""
 
-    contract = 1
+    contract = 2
 
     def __init__(self, context: ExecutorContext) -> None:
         """Create the worker; `start` loads its model.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
@@ -56,15 +56,17 @@ class _Item(NamedTuple):
 class LarkWriter:
     """Writes the grammar of one structural tag."""
 
-    def __init__(self, vocabulary: Vocabulary, schema_options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, write_schema: Callable[[Any], Mapping[str, Any]]
+    ) -> None:
         """Start without rules.
 
         Args:
             vocabulary: whose special tokens are matched by id.
-            schema_options: options of llguidance for JSON schemas.
+            write_schema: returns a JSON schema as llguidance reads it.
         """
         self._vocabulary = vocabulary
-        self._schema_options = dict(schema_options)
+        self._write_schema = write_schema
         self._rules: list[str] = []
         self._embedded: list[dict[str, str]] = []
 
@@ -126,7 +128,7 @@ class LarkWriter:
     def _expression(self, format: Format) -> str:
         match format:
             case JsonSchemaFormat(json_schema=schema):
-                return self._rule(f"%json {json.dumps(self._with_options(schema))}")
+                return self._rule(f"%json {json.dumps(self._write_schema(schema))}")
             case RegexFormat(pattern=pattern):
                 return self._rule(f"/{regex_to_lark(pattern, use_ascii='')}/")
             case GrammarFormat(grammar=source):
@@ -216,11 +218,6 @@ class LarkWriter:
                 f"token: expected an id from 0 to {len(vocabulary.tokens) - 1}, got {token}"
             )
         return _token(token)
-
-    def _with_options(self, schema: Any) -> Any:
-        if not isinstance(schema, Mapping):
-            return schema
-        return {**schema, "x-guidance": self._schema_options}
 
 
 def read_grammar(source: str) -> str:

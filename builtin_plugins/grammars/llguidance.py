@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from hardpoint.plugins.grammars import GrammarBackend, GrammarContext, GrammarSt
 from hardpoint.plugins.structured import StructuralTag, StructuredOutputs
 
 from .limits import check_limits
+from .schemas.errors import located
+from .schemas.writer import SchemaWriter
 from .validation import validation_error
 
 _MAX_ITEMS = 10_000
@@ -35,11 +38,14 @@ class LLGuidance(GrammarBackend):
         """White space in JSON, and limits of one grammar.
 
         Attributes:
-            max_whitespace: characters of white space between two parts of JSON; 0 allows none.
+            max_whitespace: blanks and tabs between two parts of JSON in one line; the indentation
+                of a line may have twice as many. 0 allows no white space.
+            max_newlines: newlines between two parts of JSON, before the indentation.
             max_lexer_states: maximum number of states of a grammar's lexer; a state has 1 to 2 KB.
         """
 
-        max_whitespace: Annotated[int, Meta(ge=0, le=1000)] = 64
+        max_whitespace: Annotated[int, Meta(ge=0, le=1000)] = 20
+        max_newlines: Annotated[int, Meta(ge=0, le=100)] = 2
         max_lexer_states: Annotated[int, Meta(ge=100)] = 50_000
 
     options: Options
@@ -56,22 +62,17 @@ class LLGuidance(GrammarBackend):
         Raises:
             ValueError: the grammar is wrong, not supported or too large.
         """
-        # Imported on use: most engines get no request with a grammar.
-        import llguidance  # noqa: PLC0415
-
         check_limits(structured)
-        limits = llguidance.LLParserLimits(
-            max_lexer_states=self.options.max_lexer_states,
-            max_items_in_row=_MAX_ITEMS,
-            verbose_errors=False,
-        )
-        matcher = llguidance.LLMatcher(
-            self._tokenizer(), self._grammar(structured), log_level=0, limits=limits
-        )
+        matcher = self._matcher(structured, lenient=structured.lenient)
+        if _is_in_schema(matcher):
+            # What takes longer, and few schemas need.
+            matcher = self._matcher(
+                structured, lenient=structured.lenient, error_of=self._error_of, is_inline=True
+            )
         if matcher.is_error():
             message = _reason(matcher.get_error())
-            if "Unimplemented keys" in message and not structured.lenient:
-                message += "; with `lenient`, they are left out, and the answer is validated"
+            if isinstance(schema := structured.json, dict) and _is_in_schema(matcher):
+                message = located(message, schema, self._error_of)
             raise ValueError(message)
         state = _State(matcher, len(self.context.vocabulary.tokens))
         if structured.format in ("json", "json_object") and state.can_end():
@@ -84,20 +85,52 @@ class LLGuidance(GrammarBackend):
         assert structured.json is not None
         return validation_error(structured.json, answer)
 
-    def _grammar(self, structured: StructuredOutputs) -> str:
+    def _matcher(self, structured: StructuredOutputs, **settings: Any) -> Any:
+        """Return a matcher of a grammar.
+
+        Args:
+            structured: what the grammar is for.
+            settings: arguments of the `SchemaWriter` for each of its schemas.
+        """
+
+        def write(schema: Any) -> dict[str, Any]:
+            return {**SchemaWriter(schema, **settings).document(), "x-guidance": options}
+
+        options = self._schema_options(lenient=structured.lenient)
+        return self._compiled(self._grammar(structured, write))
+
+    def _error_of(self, schema: dict[str, Any]) -> str:
+        """Return the error of a schema that has been written; empty if it compiles."""
+        from .lark import FREE  # noqa: PLC0415
+
+        options = {"x-guidance": self._schema_options(lenient=False)}
+        matcher = self._compiled(f"start: %json {json.dumps({**schema, **options})}\n{FREE}\n")
+        return _reason(matcher.get_error()) if matcher.is_error() else ""
+
+    def _compiled(self, grammar: str) -> Any:
+        import llguidance  # noqa: PLC0415
+
+        limits = llguidance.LLParserLimits(
+            max_lexer_states=self.options.max_lexer_states,
+            max_items_in_row=_MAX_ITEMS,
+            verbose_errors=False,
+        )
+        return llguidance.LLMatcher(self._tokenizer(), grammar, log_level=0, limits=limits)
+
+    def _grammar(
+        self, structured: StructuredOutputs, write: Callable[[Any], dict[str, Any]]
+    ) -> str:
         """Return a grammar as llguidance reads it."""
+        # Imported on use: most engines get no request with a grammar.
         from llguidance import regex_to_lark  # noqa: PLC0415
 
         from .lark import FREE, LarkWriter, quoted, read_grammar  # noqa: PLC0415
 
-        options = self._schema_options(lenient=structured.lenient)
         match structured:
             case StructuredOutputs(json=dict() | True as schema):
-                given = {} if schema is True else schema
-                rest = f"start: %json {json.dumps({**given, 'x-guidance': options})}"
+                rest = f"start: %json {json.dumps(write(schema))}"
             case StructuredOutputs(json_object=True):
-                schema = {"type": "object", "x-guidance": options}
-                rest = f"start: %json {json.dumps(schema)}"
+                rest = f"start: %json {json.dumps(write({'type': 'object'}))}"
             case StructuredOutputs(regex=str(regex)):
                 rest = f"start: /{regex_to_lark(regex, use_ascii='')}/"
             case StructuredOutputs(grammar=str(grammar)):
@@ -105,16 +138,20 @@ class LLGuidance(GrammarBackend):
             case StructuredOutputs(choice=list(choice)):
                 rest = f"start: ANY\nANY: {' | '.join(map(quoted, choice))}"
             case StructuredOutputs(structural_tag=StructuralTag() as tag):
-                return LarkWriter(self.context.vocabulary, options).grammar(tag)
+                return LarkWriter(self.context.vocabulary, write).grammar(tag)
             case _:
                 raise ValueError(f"expected one of {', '.join(self.formats)}")
         return f"{rest}\n{FREE}\n"
 
     def _schema_options(self, *, lenient: bool) -> Any:
-        longest = self.options.max_whitespace
+        blanks, newlines = self.options.max_whitespace, self.options.max_newlines
         options: dict[str, Any] = {"lenient": lenient, "coerce_one_of": lenient}
-        if longest:
-            options["whitespace_pattern"] = rf"[\x20\x0A\x0D\x09]{{1,{longest}}}"
+        run = rf"[\x20\x09]{{1,{blanks}}}"
+        if newlines and blanks:
+            # A blank may stand at the end of a line; indentation follows the last newline.
+            run += rf"|\x20?(?:\x0D?\x0A){{1,{newlines}}}[\x20\x09]{{0,{2 * blanks}}}"
+        if blanks:
+            options["whitespace_pattern"] = run
         else:
             options["whitespace_flexible"] = False
         return options
@@ -129,6 +166,12 @@ class LLGuidance(GrammarBackend):
                     TokenizerWrapper(_Tokens(self.context.vocabulary)), slices=None
                 )
             return self._made
+
+
+def _is_in_schema(matcher: Any) -> bool:
+    """Return whether a grammar has an error in one place of a schema."""
+    error = matcher.get_error() if matcher.is_error() else ""
+    return _OF_SCHEMA in error and not any(limit in error for limit in _LIMITS)
 
 
 class _Tokens:
@@ -213,6 +256,10 @@ _STUCK = "NoExtensionBias"
 
 _LONGEST = 500
 """Characters of an error of the library."""
+
+_OF_SCHEMA = "failed to compile JSON schema"
+_LIMITS = ("too large", "recursion limit", "too many", "Unsatisfiable")
+"""Signs of errors that are not in one place."""
 
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")
 

@@ -15,7 +15,7 @@ from typing import Any
 from hardpoint.errors import shown
 
 _VALIDATION_SECONDS = 0.25
-"""For one answer: other outputs wait for it, and a schema may be hostile."""
+"""Of CPU time for one answer: other outputs wait for it, and a schema may be hostile."""
 
 _MAX_PATTERN = 1000
 _REPEATS = re.compile(r"\{(\d+)(?:,(\d*))?\}")
@@ -30,9 +30,11 @@ def validation_error(schema: dict[str, Any] | bool, answer: str) -> str | None:
         value = json.loads(answer)
     except (ValueError, RecursionError) as cause:
         return f"the answer is not JSON: {cause}"
-    base = jsonschema.Draft202012Validator
-    keywords = _Keywords(time.monotonic() + _VALIDATION_SECONDS)
-    checks = {**base.VALIDATORS, **keywords.replaced}
+    # As grammars read it: in the draft that it names.
+    base = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    keywords = _Keywords(time.thread_time() + _VALIDATION_SECONDS)
+    replaced = {name: one for name, one in keywords.replaced.items() if name in base.VALIDATORS}
+    checks = {**base.VALIDATORS, **replaced}
     counted = {name: keywords.timed(check) for name, check in checks.items()}
     try:
         # A registry without documents: it opens no files and no connections.
@@ -48,7 +50,7 @@ class _Keywords:
     """Checks of keywords for which the library may need any time, with a limit of it."""
 
     def __init__(self, end: float) -> None:
-        """`end` is on the monotonic clock."""
+        """`end` is in seconds of the thread's CPU time."""
         self._end = end
         self._sets: dict[int, set[str]] = {}  # of the values of an enum, by its id
         self.replaced: dict[str, Callable[..., Any]] = {
@@ -70,7 +72,7 @@ class _Keywords:
         return timed
 
     def _left(self) -> float:
-        left = self._end - time.monotonic()
+        left = self._end - time.thread_time()
         if left <= 0:
             raise TimeoutError(f"it takes more than {_VALIDATION_SECONDS:g} s")
         return left
@@ -126,12 +128,12 @@ class _Keywords:
 
     def _enum(self, validator: Any, given: Any, value: Any, schema: Any) -> Iterator[Any]:  # noqa: ARG002
         if id(given) not in self._sets:
-            self._sets[id(given)] = set(map(_canonical, given))
-        if _canonical(value) not in self._sets[id(given)]:
+            self._sets[id(given)] = set(map(canonical, given))
+        if canonical(value) not in self._sets[id(given)]:
             yield _wrong(f"{value!r} is none of the values of the enum")
 
     def _unique_items(self, validator: Any, given: Any, value: Any, schema: Any) -> Iterator[Any]:  # noqa: ARG002
-        if given and isinstance(value, list) and len(set(map(_canonical, value))) < len(value):
+        if given and isinstance(value, list) and len(set(map(canonical, value))) < len(value):
             yield _wrong(f"{value!r} has equal items")
 
 
@@ -141,7 +143,7 @@ def _wrong(message: str) -> Any:
     return ValidationError(message)
 
 
-def _canonical(value: Any) -> str:
+def canonical(value: Any) -> str:
     """Return the same text for equal JSON values: 1 equals 1.0."""
     return json.dumps(_whole(value), sort_keys=True)
 

@@ -19,7 +19,7 @@ from hardpoint.plugins.structured import StructuredFormat, StructuredOutputs
 from .validation import validation_error
 from .xgrammar_compiler import GrammarCompiler
 from .xgrammar_process import Answer, Job, Start, tokenizer_info
-from .xgrammar_schema import unenforced_keywords
+from .xgrammar_schema import spelled_out, unenforced_keywords
 from .xgrammar_tags import TagConverter
 
 _QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|\[(?:[^\]\\\n]|\\.)*+\]?|#[^\n]*')
@@ -200,7 +200,7 @@ class XGrammar(GrammarBackend):
     def _json_job(self, schema: Any) -> Job:
         return Job(
             "json",
-            json.dumps(schema),
+            json.dumps(spelled_out(schema)),
             any_whitespace=self.options.any_whitespace,
             strict_mode=self.options.strict_mode,
         )

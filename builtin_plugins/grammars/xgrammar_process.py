@@ -7,6 +7,7 @@ answers in msgpack, each after its length. The first request is the vocabulary.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import math
@@ -25,6 +26,8 @@ MAX_GRAMMAR = 32 << 20
 """Of a serialised grammar; in the engine it uses about ten times as much memory."""
 
 LENGTH = struct.Struct("<Q")
+
+_PR_SET_PDEATHSIG = 1
 
 # Followed by its id, this is the text of a special token. It is not UTF-8, so no character matches
 # it; texts between tags, which match any bytes, exclude the part after the first byte.
@@ -152,6 +155,7 @@ def main(seconds: float) -> None:
     """
     if hasattr(signal, "SIGINT"):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the caller's
+    _continue_after_parent()
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no answer
     read_warnings = _redirect_stderr()
@@ -219,6 +223,12 @@ def _limit_memory(max_bytes: int) -> None:
     if hard != resource.RLIM_INFINITY:
         within = min(within, hard)
     resource.setrlimit(resource.RLIMIT_AS, (within, hard))
+
+
+def _continue_after_parent() -> None:
+    """Let the system continue this process, if it is stopped, when its parent has ended."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGCONT))
 
 
 def _alarm(seconds: int) -> None:

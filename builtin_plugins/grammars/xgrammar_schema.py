@@ -66,6 +66,15 @@ _FORMATS = frozenset(
         "uuid",
     }
 )
+_WITH_NAMES = ("properties", "patternProperties", "$defs", "definitions")
+_WITH_LIST = ("anyOf", "oneOf", "allOf", "prefixItems")
+_WITH_SCHEMA = (
+    "additionalProperties",
+    "items",
+    "propertyNames",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+)
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "number": (int, float),
@@ -84,6 +93,52 @@ def unenforced_keywords(schema: Any) -> list[str]:
     them without a word; of the rest it warns.
     """
     return sorted({found for part in _reachable(schema) for found in _unenforced(part)})
+
+
+def spelled_out(schema: Any) -> Any:
+    """Return a schema that xgrammar takes as others do.
+
+    Of a constant that is an object or an array, it accepts the compact spelling alone; a format
+    that it does not know is an annotation.
+    """
+    if not isinstance(schema, Mapping):
+        return schema
+    written = dict(schema)
+    if isinstance(written.get("format"), str) and written["format"] not in _FORMATS:
+        del written["format"]
+    for name, parts in written.items():
+        if name in _WITH_NAMES and isinstance(parts, Mapping):
+            written[name] = {inner: spelled_out(part) for inner, part in parts.items()}
+        elif name in _WITH_LIST and isinstance(parts, list):
+            written[name] = [spelled_out(part) for part in parts]
+        elif name in _WITH_SCHEMA:
+            written[name] = spelled_out(parts)
+    return _with_constants(written)
+
+
+def _with_constants(written: dict[str, Any]) -> dict[str, Any]:
+    alone = next((name for name in _ALONE if name in written), None)
+    if alone == "const" and isinstance(written["const"], Mapping | list):
+        return _constant(written["const"])
+    values = written.get("enum")
+    if alone == "enum" and isinstance(values, list):
+        whole = [value for value in values if isinstance(value, Mapping | list)]
+        if whole:
+            rest = [value for value in values if not isinstance(value, Mapping | list)]
+            return {"anyOf": [*([{"enum": rest}] if rest else []), *map(_constant, whole)]}
+    return written
+
+
+def _constant(value: Any) -> dict[str, Any]:
+    """Return a schema for one value, the parts of which may be apart from each other."""
+    if isinstance(value, Mapping):
+        properties = {name: _constant(part) for name, part in value.items()}
+        closed = {"properties": properties, "required": list(value)}
+        return {"type": "object", **(closed if value else {}), "additionalProperties": False}
+    if isinstance(value, list) and value:
+        items = list(map(_constant, value))
+        return {"type": "array", "prefixItems": items, "items": False, "minItems": len(value)}
+    return {"type": "array", "maxItems": 0} if value == [] else {"const": value}
 
 
 def _unenforced(schema: Mapping[str, Any]) -> Iterator[str]:
@@ -113,11 +168,8 @@ def _unenforced_of_type(schema: Mapping[str, Any]) -> Iterator[str]:
         yield from (f"{name} without type" for name in _TYPED & schema.keys())
     if "object" in types:
         yield from _unenforced_names(schema)
-    if "string" in types and "format" in schema:
-        if "pattern" in schema:
-            yield "format together with pattern"
-        elif str(schema["format"]) not in _FORMATS:
-            yield f"the format {schema['format']!r}"
+    if "string" in types and schema.get("format") in _FORMATS and "pattern" in schema:
+        yield "format together with pattern"
 
 
 def _unenforced_names(schema: Mapping[str, Any]) -> Iterator[str]:
@@ -175,16 +227,10 @@ def _reachable(root: Any) -> Iterator[Mapping[str, Any]]:
         for name in ("properties", "patternProperties"):
             if isinstance(parts := schema.get(name), Mapping):
                 pending += parts.values()
-        for name in ("anyOf", "oneOf", "allOf", "prefixItems"):
+        for name in _WITH_LIST:
             if isinstance(parts := schema.get(name), list):
                 pending += parts
-        for name in (
-            "additionalProperties",
-            "items",
-            "propertyNames",
-            "unevaluatedItems",
-            "unevaluatedProperties",
-        ):
+        for name in _WITH_SCHEMA:
             pending.append(schema.get(name))
 
 

@@ -29,6 +29,7 @@ from hardpoint.plugins.structured import (
 )
 
 from .xgrammar_process import SENTINEL
+from .xgrammar_schema import spelled_out
 
 Plain = dict[str, Any]
 Parts = list[str | int]
@@ -85,13 +86,14 @@ class TagConverter:
             case OptionalFormat() | StarFormat() | PlusFormat():
                 plain["content"] = self.convert(format.content)
             case _:
-                self._check(format)
+                self._check(format, plain)
         return plain
 
-    def _check(self, format: Format) -> None:
-        """Check what xgrammar has as it is."""
+    def _check(self, format: Format, plain: Plain) -> None:
+        """Check what xgrammar has nearly as it is."""
         if isinstance(format, JsonSchemaFormat):
             self._check_schema(format.json_schema)
+            plain["json_schema"] = spelled_out(format.json_schema)
         elif isinstance(format, GrammarFormat):
             self._check_grammar(format.grammar)
 

@@ -11,7 +11,7 @@ from hardpoint.plugins import EvictionContext, EvictionPolicy
 class LeastRecentlyUsed(EvictionPolicy):
     """Evicts the block that was released longest ago, in constant time per block."""
 
-    contract = 1
+    contract = 2
 
     def __init__(self, context: EvictionContext) -> None:
         """Create a policy without candidates."""

@@ -30,7 +30,7 @@ from .jobs import (
     WorkerMessage,
 )
 from .saving import Saver
-from .staging import HEADER_BYTES, Buffer, BufferPool, CacheBlocks
+from .staging import HEADER_BYTES, Buffer, BufferPool, CacheBlocks, read_mac_key
 from .threads import PeerThreads, TaskThreads
 from .tiers import CircuitBreaker, Tier, Tiers
 
@@ -115,6 +115,7 @@ class StoresWorker(KVConnectorWorker):
         self._groups = _groups(layer_bytes, options.layer_groups)
         self._sizes = [layer_bytes[layer] for layer in self._groups[0]]
         self._events = _events(context)
+        secret = read_mac_key(options.mac_key_file, f"plugin.{connector.name}.mac_key_file")
         stores = context.open_stores((HEADER_BYTES, *self._sizes), self._call_seconds)
         self._tiers = Tiers(
             [
@@ -124,10 +125,13 @@ class StoresWorker(KVConnectorWorker):
                     self._call_seconds,
                     context.report_fault,
                     self._events,
+                    secret,
                 )
                 for store in stores
-            ]
+            ],
+            secret,
         )
+        _check_required(self._tiers, options.required, connector.name)
         self._pins = context.device.type == "cuda"
         threads = self._threads
         self._loaders = threads("KVLoad", options.threads)
@@ -457,6 +461,23 @@ def _events(context: KVWorkerContext) -> TierEvents | None:
     if context.publish is None or context.rank:
         return None
     return TierEvents(context.publish, context.identity.block_size)
+
+
+def _check_required(tiers: Tiers, required: Sequence[str], connector: str) -> None:
+    """Ask the stores that are required.
+
+    Raises:
+        ConfigError: there is no store of that name, or it does not answer.
+    """
+    by_name = {tier.store.name: tier for tier in tiers}
+    for name in required:
+        if name not in by_name:
+            raise ConfigError(
+                f"plugin.{connector}.required: no store is called {name!r}; those of "
+                f"kv_connector.stores are {', '.join(by_name)}"
+            )
+        if (reason := by_name[name].failure()) is not None:
+            raise ConfigError(f"plugin.{connector}.required: KV store {name!r}: {reason}")
 
 
 def _groups(layer_bytes: Sequence[int], count: int) -> list[range]:

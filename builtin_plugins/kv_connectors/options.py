@@ -33,6 +33,11 @@ class StoresOptions(plugins.Options):
             `kv_connector.load_seconds`.
         breaker_failures: failed calls in a row, after which a store is left out.
         breaker_seconds: for how long.
+        mac_key_file: file with the secret of an authentication code of each block, the same for all
+            engines that share stores; at least 32 bytes, owned by the user or root, and with mode
+            0600 or 0640. Blocks without the code are not used.
+        required: names of stores that must answer at start: the engine does not start without them.
+            `plugins.on_error = {NAME = "engine"}` ends it at a later fault of one.
     """
 
     threads: _Count = 4
@@ -46,3 +51,5 @@ class StoresOptions(plugins.Options):
     timeout_seconds: _Seconds = 5.0
     breaker_failures: _Count = 5
     breaker_seconds: _Seconds = 10.0
+    mac_key_file: str | None = None
+    required: list[str] = []

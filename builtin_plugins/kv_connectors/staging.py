@@ -1,7 +1,8 @@
 """Blocks in host memory: a header, then the bytes of each layer; copies to and from the KV cache.
 
 The header identifies the block, and has a checksum of all bytes. It is compared after each load,
-so that damaged, foreign and outdated bytes are misses.
+so that damaged, foreign and outdated bytes are misses. With a secret it also has a message
+authentication code (keyed BLAKE2b): who can write to a store can choose tokens without one.
 
 Stores never touch the KV cache: a store that goes on writing after its time would overwrite the
 blocks of other requests.
@@ -9,6 +10,8 @@ blocks of other requests.
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import struct
 import threading
 from collections.abc import Sequence
@@ -18,12 +21,17 @@ import numpy as np
 import torch
 
 from hardpoint.builtin_plugins import checksums
+from hardpoint.builtin_plugins.secret_files import read_secret
+from hardpoint.plugins import ConfigError
 from hardpoint.plugins.kv_store import BlockBuffer
 
 _MAGIC = b"HARDPTKV"
 _VERSION = 1 + checksums.VARIANT
 _CHECKSUM = struct.Struct("<Q")  # of all that follows
 _HEADER = struct.Struct("<8sIIQ32sQ")
+_MAC = slice(_CHECKSUM.size + _HEADER.size, _CHECKSUM.size + _HEADER.size + 32)
+_MOST_SECRET_BYTES = 4096
+_LEAST_SECRET_BYTES = 32
 HEADER_BYTES = 128
 """Of the header, padding included."""
 
@@ -32,26 +40,55 @@ class BadBlockError(Exception):
     """A block is not what was asked for; the message gives the reason."""
 
 
-def write_header(buffer: BlockBuffer, key: bytes, generation: int) -> None:
+def read_mac_key(file: str | None, path: str) -> bytes:
+    """Return the secret of authentication codes that a file has; nothing without a file.
+
+    Args:
+        file: its name.
+        path: path of the setting that names it, for messages.
+
+    Raises:
+        ConfigError: it cannot be read, others can read it, or it is too short.
+    """
+    if file is None:
+        return b""
+    content = read_secret(file, path, _MOST_SECRET_BYTES).strip()
+    if len(content) < _LEAST_SECRET_BYTES:
+        raise ConfigError(
+            f"{path}: {file!r}: expected at least {_LEAST_SECRET_BYTES} random bytes, as of "
+            f"`openssl rand -hex 32`, got {len(content)}"
+        )
+    return hashlib.blake2b(content, person=b"hardpoint kv").digest()
+
+
+def write_header(buffer: BlockBuffer, key: bytes, generation: int, secret: bytes = b"") -> None:
     """Write the header of a block whose layers are in the buffer.
 
     Args:
         buffer: the header, then the layers.
         key: key of the block.
         generation: a number that no other write has.
+        secret: from `read_mac_key`; nothing for no authentication code.
     """
     whole, size = buffer.whole, len(buffer.whole) - HEADER_BYTES
     whole[:HEADER_BYTES] = bytes(HEADER_BYTES)
     fields = (_MAGIC, _VERSION, len(buffer) - 1, size, key, generation)
     _HEADER.pack_into(whole, _CHECKSUM.size, *fields)
+    if secret:
+        whole[_MAC] = _mac(buffer, secret)
     _CHECKSUM.pack_into(whole, 0, _checksum(buffer))
 
 
-def check_block(buffer: BlockBuffer, key: bytes) -> None:
+def check_block(buffer: BlockBuffer, key: bytes, secret: bytes = b"") -> None:
     """Check a block that a store has loaded.
 
+    Args:
+        buffer: the header, then the layers.
+        key: key of the block.
+        secret: from `read_mac_key`; nothing to check no authentication code.
+
     Raises:
-        BadBlockError: it is another one, or damaged.
+        BadBlockError: it is another one, or damaged, or was written without the secret.
     """
     whole, expected = buffer.whole, len(buffer.whole) - HEADER_BYTES
     fields = _HEADER.unpack_from(whole, _CHECKSUM.size)
@@ -64,11 +101,21 @@ def check_block(buffer: BlockBuffer, key: bytes) -> None:
         raise BadBlockError(f"it is the block of another key, of generation {generation}")
     if _CHECKSUM.unpack_from(whole) != (_checksum(buffer),):
         raise BadBlockError(f"its checksum is wrong, of generation {generation}")
+    if secret and not hmac.compare_digest(whole[_MAC], _mac(buffer, secret)):
+        raise BadBlockError("its authentication code is not of the key in mac_key_file")
 
 
 def _checksum(buffer: BlockBuffer) -> int:
     """Return the checksum of all that follows it."""
     return checksums.checksum([buffer.whole[_CHECKSUM.size :]])
+
+
+def _mac(buffer: BlockBuffer, secret: bytes) -> bytes:
+    """Return the authentication code of all but the checksum and the code itself."""
+    whole = buffer.whole
+    code = hashlib.blake2b(whole[_CHECKSUM.size : _MAC.start], key=secret, digest_size=32)
+    code.update(whole[_MAC.stop :])
+    return code.digest()
 
 
 def copy_buffer(source: BlockBuffer, target: BlockBuffer) -> None:

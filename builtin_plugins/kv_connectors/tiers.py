@@ -24,6 +24,7 @@ from .staging import BadBlockError, check_block, copy_buffer, write_header
 
 _log = logging.getLogger("hardpoint")
 
+_KEY_BYTES = 32
 _MOST_LATE = 16  # futures, each of which keeps a buffer
 _T = TypeVar("_T")
 
@@ -109,6 +110,7 @@ class Tier:
         timeout: float,
         report_fault: Callable[[str, str], None],
         events: TierEvents | None = None,
+        secret: bytes = b"",
     ) -> None:
         """Call a store.
 
@@ -118,7 +120,9 @@ class Tier:
             timeout: seconds after which a call has failed.
             report_fault: counts a fault: name, message.
             events: reports what the store keeps; None if no events are published.
+            secret: for authentication codes, from `read_mac_key`.
         """
+        self._secret = secret
         self.store = store
         self.stats = KVTierStats()
         self._breaker = breaker
@@ -147,6 +151,18 @@ class Tier:
         hits = sum(found)
         self._count(hits=hits, misses=len(keys) - hits)
         return found
+
+    def failure(self) -> str | None:
+        """Ask the store for a block that is not there; return why that failed."""
+        failures: list[str] = []
+        asked = Tier(
+            self.store,
+            CircuitBreaker(1, self._timeout),
+            self._timeout,
+            lambda _name, message: failures.append(message),
+        )
+        asked.lookup([bytes(_KEY_BYTES)])
+        return failures[0] if failures else None
 
     def load(self, key: bytes, views: BlockBuffer) -> bool:
         """Load a block and check it; return whether it is there, and is the right one."""
@@ -177,7 +193,7 @@ class Tier:
             if is_there:
                 copy_buffer(room, views)
                 try:
-                    check_block(views, key)
+                    check_block(views, key, self._secret)
                 except BadBlockError as error:
                     raise _BadAnswerError(f"a block that cannot be used: {error}") from None
             return bool(is_there)
@@ -347,8 +363,9 @@ def merge_lookups(
 class Tiers:
     """All stores, nearest first."""
 
-    def __init__(self, tiers: Sequence[Tier]) -> None:
-        """There is at least one."""
+    def __init__(self, tiers: Sequence[Tier], secret: bytes = b"") -> None:
+        """There is at least one; `secret` is that of authentication codes."""
+        self._secret = secret
         self._tiers = list(tiers)
         self._generations = itertools.count(time.time_ns())
         self.peer_tier = next((t for t in tiers if isinstance(t.store, PeerKVStore)), None)
@@ -389,4 +406,5 @@ class Tiers:
 
     def begin(self, key: bytes, views: BlockBuffer) -> None:
         """Write the header of a block that is to be stored."""
-        write_header(views, key, next(self._generations) & ((1 << 64) - 1))
+        generation = next(self._generations) & ((1 << 64) - 1)
+        write_header(views, key, generation, self._secret)

@@ -135,7 +135,8 @@ class DiskStore(KVStore):
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """Return which blocks are there."""
         with self._call() as is_ready:
-            return self._index.find_all(keys) if is_ready and keys else [False] * len(keys)
+            is_there = is_ready and keys and not self._is_deleted()
+            return self._index.find_all(keys) if is_there else [False] * len(keys)
 
     def load(self, key: bytes, buffer: Sequence[memoryview]) -> bool:
         """Read a block, unless it is replaced in the meantime.
@@ -144,7 +145,7 @@ class DiskStore(KVStore):
             OSError: it cannot be read; it is dropped, so that it is stored again.
         """
         with self._call() as is_ready:
-            if not is_ready or (found := self._index.find(key)) is None:
+            if not is_ready or self._is_deleted() or (found := self._index.find(key)) is None:
                 return False
             slot, sequence = found
             try:
@@ -187,7 +188,8 @@ class DiskStore(KVStore):
         evicted: list[bytes] = []
         try:
             with self._call() as is_ready:
-                return (is_ready or self._open_again()) and self._write(key, buffer, evicted)
+                is_ready = is_ready or self._open_again()
+                return is_ready and not self._is_deleted() and self._write(key, buffer, evicted)
         finally:
             if evicted:
                 self.context.report_evicted(evicted)
@@ -209,11 +211,23 @@ class DiskStore(KVStore):
         finally:
             self._release(slot)
 
+    def _is_deleted(self) -> bool:
+        """Return whether the files are deleted: what is kept in them would be gone unseen."""
+        if not self.slab.is_deleted:
+            return False
+        self._report(
+            "deleted",
+            f"the files in {str(self._folder_path)!r} were deleted; no block is saved or loaded "
+            f"until the engine is started again",
+        )
+        return True
+
     @property
     def used_bytes(self) -> int:
         """Bytes of the blocks of this size that are there, those of all engines together."""
         with self._call() as is_ready:
-            return self._index.used * self.context.block_bytes if is_ready else 0
+            is_there = is_ready and not self.slab.is_deleted
+            return self._index.used * self.context.block_bytes if is_there else 0
 
     def drain(self) -> None:
         """Return once all blocks are on the disk; until then, they survive this process only."""

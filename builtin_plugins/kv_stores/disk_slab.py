@@ -167,6 +167,11 @@ class Slab:
         os.rename("index.new", "index", src_dir_fd=self._directory, dst_dir_fd=self._directory)
         return index
 
+    @property
+    def is_deleted(self) -> bool:
+        """Whether somebody has deleted its files, which are gone once they are closed."""
+        return not os.fstat(self._file).st_nlink
+
     # Slots
 
     def read(self, slot: int, parts: Sequence[memoryview]) -> bool:

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import zmq
 
+from hardpoint.builtin_plugins.secret_files import read_secret
 from hardpoint.plugins import ConfigError
-
-from .secret_files import read_secret
 
 _RANK = "{rank}"
 _MOST_PATH_BYTES = 107  # of a unix socket

@@ -104,7 +104,8 @@ class PeerClient:
             name: name of the peer.
             connect: opens a socket.
             retry_seconds: for which the peer is not asked after it did not answer.
-            report_fault: called with a message, once until the peer answers again.
+            report_fault: called with a message each time that the peer is tried without success,
+                and once until it answers again if its answers cannot be used.
         """
         self._name = name
         self._connect = connect
@@ -112,6 +113,7 @@ class PeerClient:
         self._report_fault = report_fault
         self._reported = ""
         self._silent_until = 0.0
+        self._absent_until = 0.0  # for which it was reported that no one listens
         self._is_probed = False
         self._serials = itertools.count(1)
         self._free: list[Socket] = []
@@ -168,22 +170,32 @@ class PeerClient:
 
     def _try_to_connect(self, *, queues: bool) -> Socket | None:
         try:
-            return self._connect(queues=queues)
+            socket = self._connect(queues=queues)
         except (OSError, zmq.ZMQError) as error:
             self.failed(str(error))
             return None
+        if socket is None and time.monotonic() >= self._absent_until:
+            self._absent_until = time.monotonic() + self._retry_seconds
+            self._report_loss("no engine listens at its address")
+        return socket
 
     def answered(self) -> None:
         """Record an answer."""
         self._silent_until, self._reported = 0.0, ""
 
     def fell_silent(self) -> None:
-        """Record that the peer did not answer in time."""
+        """Record that the peer did not answer in time, and report it."""
+        if time.monotonic() >= self._silent_until:
+            self._report_loss("it does not answer")
         self._silent_until = time.monotonic() + self._retry_seconds
+
+    def _report_loss(self, reason: str) -> None:
+        message = f"peer {self._name!r}: {reason}; what it has is computed here"
+        self._report_fault(message)
 
     def failed(self, message: str) -> None:
         """Report why the peer cannot be used, and do not ask it for a while."""
-        self.fell_silent()
+        self._silent_until = time.monotonic() + self._retry_seconds
         if message != self._reported:
             self._reported = message
             self._report_fault(f"peer {self._name!r}: {message}")

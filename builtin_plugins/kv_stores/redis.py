@@ -13,10 +13,9 @@ from urllib.parse import urlsplit
 from msgspec import Meta
 
 from hardpoint import plugins
+from hardpoint.builtin_plugins.secret_files import read_secret
 from hardpoint.plugins import ConfigError, KVStore
 from hardpoint.plugins.kv_store import BlockBuffer
-
-from .secret_files import read_secret
 
 _Seconds = Annotated[float, Meta(gt=0, le=3600)]
 

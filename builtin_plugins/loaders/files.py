@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hardpoint.plugins import HardpointError, ModelError
+from hardpoint.plugins import HardpointError, ModelError, ModelFiles
 from hardpoint.toolkit.hf_config import short
 
 _MAX_TEXT_BYTES = 1 << 28
@@ -30,6 +30,21 @@ def regular_file(path: Path, where: str) -> Path:
     if found is None:
         raise ModelError(f"{where} cannot be read: No such file or directory")
     raise ModelError(f"{where}: expected a regular file, got {found}")
+
+
+def refuse_missing(files: ModelFiles, names: Iterable[str]) -> None:
+    """Refuse files that lack weights.
+
+    Args:
+        files: files of the model.
+        names: names of the weights that they lack.
+
+    Raises:
+        ModelError: there is one.
+    """
+    if missing := list(names):
+        some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        raise ModelError(f"model: {files.name!r} lacks {len(missing)} weights: {some}")
 
 
 def fingerprint(paths: Iterable[Path]) -> str | None:

@@ -14,7 +14,7 @@ from hardpoint.plugins.parallel import Cut, needed_part
 from hardpoint.plugins.quantization import QuantizedWeight
 from hardpoint.toolkit.hf_config import ConfigFields, model_config, short, token_ids
 
-from .files import fingerprint
+from .files import fingerprint, refuse_missing
 from .gguf_architectures import (
     ARCHITECTURES,
     BLOCK,
@@ -124,9 +124,11 @@ class GGUFLoader(WeightLoader):
         """Return how the file stores the weights in `shapes`: as a scheme or dtype, else as ggml's.
 
         Raises:
-            ModelError: the architecture is not supported.
+            ModelError: the architecture is not supported, or a weight is missing.
         """
-        return {name: tensor.format for name, tensor in self._stored(shapes)}
+        formats = {name: tensor.format for name, tensor in self._stored(shapes)}
+        refuse_missing(self.context.files, (name for name in shapes if name not in formats))
+        return formats
 
     def content_hash(self, hash_file: Callable[[Path], str]) -> str:
         """Return the hash of the file.

@@ -7,6 +7,7 @@ import math
 import mmap
 import struct
 import weakref
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -200,6 +201,16 @@ class GGUFFile(gguf.GGUFReader):  # type: ignore[misc]
         super()._build_tensors(int(start_offs), fields)
 
 
+class _UnknownTypeError(ValueError):
+    """A tensor has a type that the library does not know, in a file that may be sound."""
+
+    def __init__(self, tensor: str, kind: int) -> None:
+        super().__init__(
+            f"{tensor}: gguf-py {version('gguf')} does not know the type {kind} of ggml, in which "
+            f"the tensor is stored; expected a type that it knows, or a newer version of it"
+        )
+
+
 def _check_count(what: str, count: int, limit: int) -> None:
     if count > limit:
         raise ValueError(f"expected at most {limit} {what}, got {count}")
@@ -212,6 +223,8 @@ def _tensor_bytes(name: str, dims: list[int], raw_type: int) -> int:
             f"tensor {name}: expected 1 to {_MAX_DIMENSIONS} dimensions of at least 1, "
             f"got {short(dims)}"
         )
+    if raw_type not in {kind.value for kind in gguf.GGML_QUANT_SIZES}:
+        raise _UnknownTypeError(name, raw_type)
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(raw_type)]
     if dims[0] % block:
         raise ValueError(f"tensor {name}: expected rows of a multiple of {block}, got {dims[0]}")
@@ -246,5 +259,7 @@ def open_gguf(path: Path) -> GGUFFile:
         if cause.errno == errno.ENOMEM:  # the file is mapped
             raise MemoryError(f"{path.name}: {cause.strerror}") from cause
         raise ModelError(f"{path.name} cannot be read: {cause.strerror}") from cause
+    except _UnknownTypeError as cause:
+        raise ModelError(f"{path.name}: {cause}") from None
     except (ValueError, KeyError, IndexError, OverflowError) as cause:
         raise ModelError(f"{path.name} is not a readable GGUF file: {str(cause)[:400]}") from cause

@@ -23,6 +23,7 @@ from .files import (
     file_inside,
     fingerprint,
     read_json,
+    refuse_missing,
     refusing_damage,
     regular_file,
 )
@@ -123,7 +124,8 @@ class SafetensorsLoader(WeightLoader):
         """Return how the shards store the weights in `shapes`, by their headers.
 
         Raises:
-            ModelError: a shard is missing or truncated, or a weight has a dtype that torch has not.
+            ModelError: a shard is missing or truncated, a weight is missing, or has a dtype that
+                torch has not.
         """
         quantized = self._quantized(shapes)
         needed = {*shapes, *(name for names in quantized.values() for name in names)}
@@ -142,6 +144,7 @@ class SafetensorsLoader(WeightLoader):
             elif name in outlines:
                 dtype = str(outlines[name].dtype).removeprefix("torch.")
                 formats[name] = WeightFormat(dtype, outlines[name].nbytes)
+        refuse_missing(self.context.files, (name for name in shapes if name not in formats))
         return formats
 
     def content_hash(self, hash_file: Callable[[Path], str]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hardpoint.builtin_plugins.native import Results, load_kernels
+from hardpoint.builtin_plugins.native import Results, check_rows, check_tensors, load_kernels
 from hardpoint.kernels import cpu
 from hardpoint.plugins import Ops, OpsContext
 from hardpoint.plugins.quantization import AffineCodes
@@ -35,7 +35,7 @@ class NativeOps(Ops):
         """
         super().__init__(context)
         library = self._library = load_kernels(context, "ops.use")
-        dtype = context.dtype
+        dtype = self._dtype = context.dtype
         self._memory = _Memory()
         self._results = Results(library)
         self._rms_norm = {
@@ -104,6 +104,7 @@ class NativeOps(Ops):
         self._check_codes(packed, shape)
 
         def rows(ids: torch.Tensor) -> torch.Tensor:
+            check_tensors(torch.int64, ids)
             out = self._results.empty((len(ids), shape[1]), self.context.dtype)
             self._library.run(
                 self._gather_codes, packed.data_ptr(), ids.data_ptr(), len(ids), out.data_ptr()
@@ -174,6 +175,8 @@ class NativeOps(Ops):
 
     def gather_rows(self, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows."""
+        check_tensors(table.dtype, table)
+        check_tensors(torch.int64, ids)
         out = self._results.empty((len(ids), table.shape[1]), table.dtype)
         self._library.run(
             self._gather_rows, table.data_ptr(), table.stride(0) * table.itemsize, ids.data_ptr(),
@@ -183,6 +186,7 @@ class NativeOps(Ops):
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Return the normalised rows."""
+        check_tensors(self._dtype, x)
         y = self._results.empty(x.shape, x.dtype)
         if x.dim() < 3:
             x = x.unsqueeze(0) if x.dim() == 1 else x
@@ -201,6 +205,7 @@ class NativeOps(Ops):
         self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
         """Add delta to x in place; return the normalised rows."""
+        check_tensors(self._dtype, x, delta)
         count, width = x.shape
         y = self._results.empty((count, width), x.dtype)
         self._library.run(
@@ -211,6 +216,8 @@ class NativeOps(Ops):
 
     def rotate(self, x: torch.Tensor, angles: torch.Tensor) -> None:
         """Rotate heads in place."""
+        check_tensors(self._dtype, x)
+        check_tensors(torch.float32, angles)
         rows, heads, size = x.shape
         self._library.run(
             self._rotate, x.data_ptr(), x.stride(0), x.stride(1), angles.data_ptr(), rows, heads,
@@ -219,6 +226,7 @@ class NativeOps(Ops):
 
     def scale(self, x: torch.Tensor, factor: float) -> None:
         """Multiply x by a number, in place."""
+        check_tensors(self._dtype, x)
         count, width = x.shape
         self._library.run(
             self._scale_add, x.data_ptr(), x.stride(0), float(factor), None, 0, count, width
@@ -226,6 +234,7 @@ class NativeOps(Ops):
 
     def add(self, x: torch.Tensor, delta: torch.Tensor) -> None:
         """Add delta to x in place."""
+        check_tensors(self._dtype, x, delta)
         count, width = x.shape
         self._library.run(
             self._scale_add, x.data_ptr(), x.stride(0), 1.0, delta.data_ptr(), delta.stride(0),
@@ -254,6 +263,8 @@ class NativeOps(Ops):
 
     def keep_tokens(self, logits: torch.Tensor, rows: torch.Tensor, bitmask: torch.Tensor) -> None:
         """Set the logits of some rows to -inf, in place, but for the tokens of a bitmask."""
+        check_tensors(torch.float32, logits)
+        check_tensors(torch.int64, rows)
         lines = logits if logits.stride(1) == 1 else logits.contiguous()
         masks = bitmask if bitmask.stride(1) == 1 else bitmask.contiguous()
         self._keep_tokens(
@@ -286,16 +297,19 @@ class NativeOps(Ops):
         return self._chosen(logits, greedy.data_ptr(), seeds.data_ptr(), positions.data_ptr())
 
     def _chosen(self, logits: torch.Tensor, *settings: int | None) -> torch.Tensor:
+        check_tensors(torch.float32, logits)
         if logits.stride(1) != 1:  # those of a processor of any kind
             logits = logits.contiguous()
         rows, width = logits.shape
-        tokens = torch.empty(rows, dtype=torch.int64)
+        tokens = torch.empty(rows, dtype=torch.int64, device="cpu")
         self._choose(logits.data_ptr(), logits.stride(0), *settings, tokens.data_ptr(), rows, width)
         return tokens
 
     def _mask(
         self, function: Callable[..., None], logits: torch.Tensor, column: torch.Tensor
     ) -> None:
+        check_tensors(torch.float32, logits)
+        check_tensors(column.dtype, column)
         lines = logits if logits.stride(1) == 1 else logits.contiguous()
         rows, width = lines.shape
         function(lines.data_ptr(), lines.stride(0), column.data_ptr(), rows, width)
@@ -303,6 +317,7 @@ class NativeOps(Ops):
             logits.copy_(lines)
 
     def _gated(self, function: Callable[..., None], x: torch.Tensor) -> torch.Tensor:
+        check_tensors(self._dtype, x)
         count, width = x.shape[0], x.shape[1] // 2
         y = self._results.empty((count, width), x.dtype)
         self._library.run(function, x.data_ptr(), x.stride(0), y.data_ptr(), width, count, width)
@@ -342,7 +357,8 @@ class _Product:
         out_dtype: torch.dtype | None,
     ) -> None:
         columns, depth = shape
-        self._out_dtype = out_dtype or dtype
+        self._dtype, self._out_dtype = dtype, out_dtype or dtype
+        self._is_checked = False  # the layout of rows, which this place in a model does not change
         self._library, self._results = library, results
         self._columns, self._depth = columns, depth
         kernel = "linear" if self._out_dtype == dtype else "logits"
@@ -356,6 +372,10 @@ class _Product:
         self._bias_at = None if self._bias is None else self._bias.data_ptr()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        check_tensors(self._dtype, x)
+        if not self._is_checked:
+            check_rows(x)
+            self._is_checked = True
         rows, columns = x.shape[0], self._columns
         y = self._results.empty((rows, columns), self._out_dtype)
         run = self._long if rows > self._many_rows else self._short
@@ -378,16 +398,19 @@ class _Experts:
         shape: tuple[int, int],
     ) -> None:
         self._library, self._results, self._shape = library, results, shape
+        self._dtype = gate_up[0].dtype
         self._run = library.function("experts", gate_up[0].dtype, releases=True)
         self._matrices = [*gate_up, *down]  # of which the kernel reads the addresses
         self._enter, self._leave = (
-            torch.tensor([matrix.data_ptr() for matrix in side]) for side in (gate_up, down)
+            torch.tensor([matrix.data_ptr() for matrix in side], device="cpu")
+            for side in (gate_up, down)
         )
 
     def __call__(
         self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         rows, (hidden, width) = len(x), self._shape
+        check_tensors(self._dtype, x)
         chosen, weights = chosen.contiguous(), weights.contiguous()
         y = self._results.empty((rows, hidden), x.dtype)
         self._library.run(

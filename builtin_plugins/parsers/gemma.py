@@ -11,6 +11,7 @@ from hardpoint.plugins.output_parser import (
 )
 from hardpoint.plugins.structured import Format
 from hardpoint.toolkit.parsing.format_parser import (
+    AfterCall,
     Body,
     Content,
     FormatParser,
@@ -40,7 +41,7 @@ class Gemma(FormatParser):
     (https://ai.google.dev/gemma/docs/core/prompt-formatting-gemma4).
     """
 
-    contract = 1
+    contract = 2
     roles = ("reasoning", "tools")
     template_marks = ("<|tool_call>",)
     reasoning = "thinking"
@@ -49,14 +50,17 @@ class Gemma(FormatParser):
     def states(self) -> Mapping[str, State]:
         """Return content, thinking, and the parts of a call."""
         content = {"<|channel>": "thinking", "<|tool_call>": "name"}
+        ends = ("<channel|>", "<tool_call|>")  # no text, also where nothing began
+        after = {**content, **dict.fromkeys(ends, "behind")}
         return {
-            "content": State(Content, content),
+            "content": State(Content, {**content, **dict.fromkeys(ends, "content")}),
             "thinking": State(_Thinking, {"<channel|>": "content"}),
             "name": State(_Name, {"<tool_call|>": "content"}, then="opened"),
             "opened": State(_Opened, {_QUOTE: "text", "<tool_call|>": "end"}),
             "arguments": State(_Arguments, {_QUOTE: "text", "<tool_call|>": "end"}),
             "text": State(_Text, {_QUOTE: "arguments", "<tool_call|>": "end"}),
-            "end": State(_End, content),
+            "end": State(_End, after),
+            "behind": State(AfterCall, after),
         }
 
     def call_format(
@@ -214,7 +218,7 @@ class _Text(Body):
 class _End(Body):
     """The end of a call, behind which content begins."""
 
-    next = "content"
+    next = "behind"
     is_start = True
 
     def open(self, events: list[OutputEvent]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +28,7 @@ _TOOL = "to=functions."
 _MESSAGE = "<|start|>assistant"
 _FINAL = "<|channel|>final<|message|>"
 _LONGEST = 512
+_HEADER_WORD = re.compile(r"to=|(?:assistant|analysis|commentary|final|json)\Z")
 
 
 class Harmony(FormatParser):
@@ -39,7 +41,7 @@ class Harmony(FormatParser):
     meant.
     """
 
-    contract = 1
+    contract = 2
     roles = ("reasoning", "tools")
     template_marks = ("<|channel|>", "<|message|>", "<|call|>")
     reasoning = "analysis"
@@ -51,7 +53,7 @@ class Harmony(FormatParser):
         header = {"<|channel|>": "header", "<|constrain|>": "header", "<|message|>": None}
         ends = {"<|end|>": "between", "<|call|>": "between", "<|return|>": "between", **begins}
         return {
-            "first": State(_FirstHeader, header),
+            "first": State(_FirstHeader, {**header, "<|start|>": "start"}),
             "start": State(_Start, header),
             "header": State(_Header, header),
             "analysis": State(Reasoning, ends),
@@ -138,9 +140,13 @@ class _Start(_Header):
 
 
 class _FirstHeader(_Start):
-    """The header that the prompt began; an output that ends in it is an answer without one."""
+    """The header that the prompt began, or text of the answer: before a message, or without one."""
 
     def close(self, events: list[OutputEvent], *, cut: bool) -> None:
-        super().close(events, cut=cut)
-        if cut and len(self._text) < _LONGEST and not self._text.lstrip().startswith("to="):
+        is_header = all(map(_HEADER_WORD.match, self._text.split()))
+        if len(self._text) == _LONGEST or (is_header and not cut):
+            super().close(events, cut=cut)
+        elif not (is_header and self._text.lstrip().startswith("to=")):
             events.append(ContentText(self._text))
+            self.output.end_call(events)  # a call that fails later does not have this text, too
+            self.next = "content"

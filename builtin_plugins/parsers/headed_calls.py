@@ -14,12 +14,11 @@ from hardpoint.plugins.structured import (
     ConstStringFormat,
     Format,
     OptionalFormat,
-    OrFormat,
     RegexFormat,
     SequenceFormat,
-    TriggeredTagsFormat,
 )
 from hardpoint.toolkit.parsing.format_parser import (
+    AfterCall,
     Between,
     Body,
     Content,
@@ -28,6 +27,7 @@ from hardpoint.toolkit.parsing.format_parser import (
     Reasoning,
     State,
     ToolName,
+    any_tag,
     choice_of_calls,
     repeated,
 )
@@ -43,9 +43,11 @@ class KimiK2(FormatParser):
     """Kimi K2: a section of calls, each with its id and its arguments.
 
     `<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`
+
+    The model is known to write the markers of the section in the singular, or to leave them out.
     """
 
-    contract = 1
+    contract = 2
     roles = ("tools",)
     template_marks = ("<|tool_calls_section_begin|>",)
     required_tokens = (
@@ -58,13 +60,16 @@ class KimiK2(FormatParser):
 
     def states(self) -> Mapping[str, State]:
         """Return content, section, name and arguments."""
+        call = {"<|tool_call_begin|>": "name"}
+        begins = {**dict.fromkeys((begin for begin, _ in _KIMI_SECTIONS), "section"), **call}
+        ends = dict.fromkeys((end for _, end in _KIMI_SECTIONS), "behind")
         return {
-            "content": State(Content, {"<|tool_calls_section_begin|>": "section"}),
-            "section": State(
-                Between, {"<|tool_call_begin|>": "name", "<|tool_calls_section_end|>": "content"}
-            ),
+            "content": State(Content, begins),
+            "section": State(Between, {**call, **ends}),
             "name": State(_KimiName, {"<|tool_call_argument_begin|>": "arguments"}),
-            "arguments": State(JsonArguments, {"<|tool_call_end|>": "section"}),
+            "arguments": State(JsonArguments, {"<|tool_call_end|>": "next"}),
+            "next": State(AfterCall, {**begins, **ends}),
+            "behind": State(AfterCall, begins),
         }
 
     def call_format(
@@ -72,22 +77,44 @@ class KimiK2(FormatParser):
     ) -> Format:
         """Return the grammar of a section of calls, or of text with one at its end."""
 
-        def call(tool: str, schema: Mapping[str, Any]) -> Format:
+        def call(tool: str, schema: Mapping[str, Any], *, is_alone: bool = False) -> Format:
             return self.sequence(
-                f"<|tool_call_begin|>functions.{tool}:",
+                "" if is_alone else "<|tool_call_begin|>",
+                f"functions.{tool}:",
                 RegexFormat(pattern="0|[1-9][0-9]{0,5}"),
                 "<|tool_call_argument_begin|>",
                 arguments_format(tool, schema),
-                "<|tool_call_end|>",
+                "" if is_alone else "<|tool_call_end|>",
             )
 
-        return self.tagged(
-            "<|tool_calls_section_begin|>",
-            repeated(choice_of_calls(tools, call), parallel=parallel),
-            "<|tool_calls_section_end|>",
-            required=required,
+        calls = choice_of_calls(tools, call)
+        section, *others = (
+            self.tagged(
+                begin,
+                repeated(calls, parallel=parallel),
+                end,
+                required=required,
+                parallel=False,
+            )
+            for begin, end in _KIMI_SECTIONS
+            if begin in self.context.tokenizer.special_tokens
+        )
+        if required:
+            return section
+        alone = self.tagged(
+            "<|tool_call_begin|>",
+            choice_of_calls(tools, lambda tool, schema: call(tool, schema, is_alone=True)),
+            "<|tool_call_end|>",
+            required=False,
             parallel=False,
         )
+        return any_tag(section, *others, alone, parallel=False)
+
+
+_KIMI_SECTIONS = (
+    ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    ("<|tool_call_section_begin|>", "<|tool_call_section_end|>"),
+)
 
 
 class _KimiName(ToolName):
@@ -111,7 +138,7 @@ _DEEPSEEK = (
 class DeepSeekV3(FormatParser):
     """DeepSeek-V3 and R1: the kind of tool, its name, and the arguments in a block of code."""
 
-    contract = 1
+    contract = 2
     roles = ("tools",)
     template_marks = ("<｜tool▁calls▁begin｜>", "```json")
     required_tokens = _DEEPSEEK
@@ -152,7 +179,7 @@ class DeepSeekV3(FormatParser):
 class DeepSeekV31(FormatParser):
     """DeepSeek-V3.1 and later: the name, then the arguments."""
 
-    contract = 1
+    contract = 2
     roles = ("tools",)
     template_marks = ("<｜tool▁calls▁begin｜>",)
     required_tokens = _DEEPSEEK
@@ -195,7 +222,7 @@ class Mistral(FormatParser):
     name first, `[TOOL_CALLS]NAME[ARGS]{...}`, with `[CALL_ID]ID` between in some models.
     """
 
-    contract = 1
+    contract = 2
     roles = ("reasoning", "tools")
     template_marks = ("[TOOL_CALLS]",)
     reasoning = "thinking"
@@ -279,7 +306,7 @@ class Granite(FormatParser):
     `<tool_call>{...}</tool_call>`.
     """
 
-    contract = 1
+    contract = 2
     roles = ("reasoning", "tools")
     template_marks = ("<|tool_call|>", "<response>")
     reasoning = "thinking"
@@ -287,12 +314,14 @@ class Granite(FormatParser):
     def states(self) -> Mapping[str, State]:
         """Return content, thinking, the answer behind it, and calls."""
         calls = {"<|tool_call|>": "calls", "<tool_call>": "call"}
+        answer = {"<response>": "answer", "</response>": "answer", **calls}
         return {
             "content": State(Content, {"<think>": "thinking", **calls}),
             "thinking": State(Reasoning, {"</think>": "answer"}),
-            "answer": State(Content, {"<response>": "answer", "</response>": "answer", **calls}),
+            "answer": State(Content, answer),
             "calls": State(JsonCalls, calls, then="answer"),
-            "call": State(JsonCalls, {"</tool_call>": "answer"}),
+            "call": State(JsonCalls, {"</tool_call>": "behind"}),
+            "behind": State(AfterCall, answer),
         }
 
     def call_format(
@@ -311,13 +340,7 @@ class Granite(FormatParser):
             parallel=parallel,
             separator="\n",
         )
-        if isinstance(calls, TriggeredTagsFormat) and isinstance(tagged, TriggeredTagsFormat):
-            return TriggeredTagsFormat(
-                triggers=[*calls.triggers, *tagged.triggers],
-                tags=[*calls.tags, *tagged.tags],
-                stop_after_first=not parallel,
-            )
-        return OrFormat(elements=[calls, tagged])
+        return any_tag(calls, tagged, parallel=parallel)
 
 
 class Granite32(FormatParser):
@@ -326,7 +349,7 @@ class Granite32(FormatParser):
     `Here is my thought process:` and `Here is my response:`
     """
 
-    contract = 1
+    contract = 2
     roles = ("reasoning", "tools")
     template_marks = ("Here is my thought process:",)
     reasoning = "thinking"

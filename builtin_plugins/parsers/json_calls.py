@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
 
-from hardpoint.plugins.output_parser import (
-    OutputEvent,
-)
+from hardpoint import plugins
+from hardpoint.plugins.output_parser import ContentText, OutputEvent
 from hardpoint.plugins.structured import Format, OptionalFormat, OrFormat, RegexFormat
 from hardpoint.toolkit.parsing.format_parser import (
+    AfterCall,
     Beginning,
     Body,
     Content,
     FormatParser,
+    OpenOutput,
     State,
     choice_of_calls,
     repeated,
 )
 from hardpoint.toolkit.parsing.json_text import JsonCalls, call_as_json
 
+from .text_calls import TextWithCalls, head_of_call, head_pattern
 from .values import text_without
 
 
 class Hermes(FormatParser):
     """Hermes 2, Qwen2.5, Qwen3: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
 
-    contract = 1
+    contract = 2
     roles = ("tools",)
     template_marks = ("<tool_call>", '"arguments"')
 
@@ -35,7 +38,8 @@ class Hermes(FormatParser):
         """Return content and call."""
         return {
             "content": State(Content, {"<tool_call>": "call"}),
-            "call": State(JsonCalls, {"</tool_call>": "content"}),
+            "call": State(JsonCalls, {"</tool_call>": "behind"}),
+            "behind": State(AfterCall, {"<tool_call>": "call"}),
         }
 
     def call_format(
@@ -56,16 +60,30 @@ class Hermes(FormatParser):
 class Json(FormatParser):
     """Any model: an answer that is a JSON object with a name and arguments, or a list of them."""
 
-    contract = 1
+    class Options(plugins.Options):
+        """Where calls are found.
+
+        Attributes:
+            after_text: whether calls of the request's tools are found behind other text, too;
+                there they begin with the tool's name. Else an answer that begins otherwise has
+                none.
+        """
+
+        after_text: bool = False
+
+    contract = 2
     roles = ("tools",)
+    any_model = True
+    options: Options
     _arguments: ClassVar = "arguments"
 
     def states(self) -> Mapping[str, State]:
         """Return the first character's state, call and content."""
+        content = _TextWithCalls if self.options.after_text else Content
         return {
             "start": State(_First, {}),
-            "content": State(Content, {}),
-            "call": State(JsonCalls, {}, then="after"),
+            "content": State(content, {}),
+            "call": State(_Call, {}, then="after"),
             "after": State(_Between, {}),
         }
 
@@ -79,7 +97,11 @@ class Json(FormatParser):
             return calls
         others = [text for state in self.states().values() for text in state.moves]
         special = self.context.tokenizer.special_tokens
-        text = text_without(_TEXT, [text for text in others if text not in special])
+        text = text_without(
+            _TEXT,
+            [text for text in others if text not in special],
+            patterns=[head_pattern(_HEAD, tools, '"')] if self.options.after_text else (),
+        )
         return OrFormat(elements=[self.sequence(RegexFormat(pattern=r"\s*"), calls), text])
 
     def _calls(self, call: Format, *, parallel: bool) -> Format:
@@ -92,16 +114,29 @@ class Json(FormatParser):
 class Llama3Json(Json):
     """Llama 3.1 to 3.3: `{"name": ..., "parameters": {...}}`, several separated by `;`."""
 
-    contract = 1
+    class Options(Json.Options):
+        """Where calls are found.
+
+        Attributes:
+            after_text: as of `json`; the small models of the family write text before their
+                calls.
+        """
+
+        after_text: bool = True
+
+    contract = 2
     template_marks = ('"parameters": dictionary',)
+    any_model = False
+    options: Options
     _arguments = "parameters"
 
     def states(self) -> Mapping[str, State]:
         """Return those of `json`, and the marker that may come first."""
+        states, marker = super().states(), {"<|python_tag|>": "call"}
         return {
-            **super().states(),
-            "start": State(_First, {"<|python_tag|>": "call"}),
-            "content": State(Content, {"<|python_tag|>": "call"}),
+            **states,
+            "start": State(_First, marker),
+            "content": State(states["content"].body, marker),
         }
 
     def _calls(self, call: Format, *, parallel: bool) -> Format:
@@ -114,17 +149,57 @@ _TEXT = r"[\s\x1c-\x1f]*([^\s\x1c-\x1f{\[](?s:.*))?"
 """Text that begins no call. Python has more white space than regular expressions of Rust."""
 
 
+_WS = r"[ \t\r\n]*"
+_HEAD = rf'\{{{_WS}("type"{_WS}:{_WS}"function"{_WS},{_WS})?"name"{_WS}:{_WS}"'
+"""A call up to the name of its tool."""
+
+_STARTS = tuple(
+    f'{bracket}{{{kind}"name":"' for bracket in ("", "[") for kind in ("", '"type":"function",')
+)
+
+
 class _First(Beginning):
     begins = {"{": "call", "[": "call"}
 
 
+class _TextWithCalls(TextWithCalls):
+    bracket = re.compile(r"[\[{]")
+    head = re.compile(rf'(?:\[{_WS})?{_HEAD}(?P<tool>[^"\\\s]+)"')
+
+    def begins(self, text: str, tools: Mapping[str, object]) -> bool:
+        found = "".join(text.split())
+        for start in _STARTS:
+            if found.startswith(start):
+                name = found.removeprefix(start)
+                if name.endswith('"'):
+                    return self.head.fullmatch(text) is not None and (
+                        not tools or name[:-1] in tools
+                    )
+                return not tools or any(tool.startswith(name) for tool in tools)
+        return any(start.startswith(found) for start in _STARTS)
+
+
+class _Call(JsonCalls):
+    def open(self, events: list[OutputEvent]) -> None:
+        if head := head_of_call(self.output):
+            self.output.feed_call(self, head, events)
+
+
 class _Between(Body):
-    """Text between calls: white space and separators; else the rest is content."""
+    """Text between calls: white space and separators; else it and the rest are content."""
 
     is_start = True
 
-    def feed(self, text: str, events: list[OutputEvent]) -> int:  # noqa: ARG002
+    def __init__(self, output: OpenOutput) -> None:
+        super().__init__(output)
+        self._waiting: list[str] = []
+
+    def feed(self, text: str, events: list[OutputEvent]) -> int:
         rest = text.lstrip(" \t\r\n;,")
+        taken = len(text) - len(rest)
+        self._waiting.append(text[:taken])
         if rest:
             self.next = "call" if rest[0] in "{[" else "content"
-        return len(text) - len(rest)
+            if self.next == "content":
+                events.append(ContentText("".join(self._waiting)))
+        return taken

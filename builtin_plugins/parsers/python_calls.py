@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import keyword
 import re
@@ -10,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 from unicodedata import normalize
 
+from hardpoint import plugins
 from hardpoint.plugins.output_parser import (
     ContentText,
     OutputEvent,
@@ -25,25 +25,42 @@ from hardpoint.toolkit.parsing.format_parser import (
     choice_of_calls,
     repeated,
 )
+from hardpoint.toolkit.parsing.python_literals import call_keywords
 
+from .text_calls import TextWithCalls, head_of_call, head_pattern
 from .values import LiteralGrammar, in_lark, length_pattern, parameters_of, text_without
 
 
 class Pythonic(FormatParser):
     """`[f(a=1, b="x"), g()]`: Llama 3.2, ToolACE and others.
 
-    An answer that begins so is calls; their arguments are keywords with literal values.
+    Arguments are keywords with literal values.
     """
 
-    contract = 1
+    class Options(plugins.Options):
+        """Where calls are found.
+
+        Attributes:
+            after_text: whether calls of the request's tools are found behind other text, too;
+                else an answer that begins otherwise has none.
+        """
+
+        after_text: bool = True
+
+    contract = 2
     roles = ("tools",)
     template_marks = ("[func_name1(",)
+    options: Options
 
     def states(self) -> Mapping[str, State]:
         """Return calls and content."""
+        return self._states_of({})
+
+    def _states_of(self, markers: Mapping[str, str]) -> Mapping[str, State]:
+        content = _TextWithCalls if self.options.after_text else Content
         return {
-            "calls": State(_PythonCalls, {}, then="content"),
-            "content": State(Content, {}),
+            "call": State(_PythonCalls, markers, then="content"),
+            "content": State(content, markers),
         }
 
     def call_format(
@@ -58,7 +75,12 @@ class Pythonic(FormatParser):
             return calls
         others = [text for state in self.states().values() for text in state.moves]
         special = self.context.tokenizer.special_tokens
-        text = text_without(_OTHER_TEXT, [text for text in others if text not in special])
+        heads = [head_pattern(rf"\[{_SPACE}*", tools, rf"{_SPACE}*\(")]
+        text = text_without(
+            _OTHER_TEXT,
+            [text for text in others if text not in special],
+            patterns=heads if self.options.after_text else (),
+        )
         return OrFormat(elements=[self.sequence(RegexFormat(pattern=r"\s*"), calls), text])
 
     def _calls(self, calls: Format) -> Format:
@@ -69,17 +91,24 @@ class Pythonic(FormatParser):
 class Llama4Pythonic(Pythonic):
     """Llama 4: calls as in `pythonic`, also in `<|python_start|>...<|python_end|>`."""
 
-    contract = 1
+    class Options(Pythonic.Options):
+        """Where calls are found; they have markers behind other text.
+
+        Attributes:
+            after_text: whether calls of the request's tools are found behind other text without
+                the markers, too.
+        """
+
+        after_text: bool = False
+
+    contract = 2
     roles = ("tools",)
     template_marks = ("<|python_start|>",)
+    options: Options
 
     def states(self) -> Mapping[str, State]:
         """Return calls and content."""
-        markers = {"<|python_start|>": "calls", "<|python_end|>": "content"}
-        return {
-            "calls": State(_PythonCalls, markers, then="content"),
-            "content": State(Content, markers),
-        }
+        return self._states_of({"<|python_start|>": "call", "<|python_end|>": "content"})
 
     def _calls(self, calls: Format) -> Format:
         """Return the grammar of a list of calls, between the markers or without them."""
@@ -88,8 +117,11 @@ class Llama4Pythonic(Pythonic):
         return OrFormat(elements=[marked, found])
 
 
-_OTHER_TEXT = r"[\s\x1c-\x1f]*([^\s\x1c-\x1f\[](?s:.*))?"
-"""Text that begins no list. Python has more white space than regular expressions of Rust."""
+_SPACE = r"[\s\x1c-\x1f]"
+"""White space: Python has more than regular expressions of Rust."""
+
+_OTHER_TEXT = rf"{_SPACE}*([^\s\x1c-\x1f\[](?s:.*))?"
+"""Text that begins no list."""
 
 
 def _call(tool: str, schema: Mapping[str, Any]) -> Format:
@@ -149,7 +181,21 @@ _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 _CODE = re.compile(r"[^()\[\]{}\"'\\]+")
 _TEXT = {quote: re.compile(rf"[^{quote}\\]+") for quote in "\"'"}
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
-_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
+
+
+class _TextWithCalls(TextWithCalls):
+    bracket = re.compile(r"\[")
+    head = re.compile(r"\[\s*(?P<tool>[A-Za-z_][\w.-]*)\s*\(")
+
+    def begins(self, text: str, tools: Mapping[str, object]) -> bool:
+        name = text[1:].strip()
+        if text.endswith("("):  # all of a head, which the call's text has to follow
+            return self.head.fullmatch(text) is not None and (
+                not tools or name[:-1].strip() in tools
+            )
+        if not _HEAD_BEGINS.match(text):
+            return False
+        return not tools or any(tool.startswith(name) for tool in tools)
 
 
 class _PythonCalls(Body):
@@ -171,6 +217,10 @@ class _PythonCalls(Body):
         self._quote = ""
         self._is_escaped = False
         self._has_ended = False
+
+    def open(self, events: list[OutputEvent]) -> None:
+        if head := head_of_call(self.output):
+            self.output.feed_call(self, head, events)
 
     @property
     def quotes(self) -> bool:
@@ -269,7 +319,7 @@ class _PythonCalls(Body):
         text = "".join(self._parts).strip().removeprefix(",").strip()
         name, _, rest = text.partition("(")
         try:
-            arguments = _parsed(rest)
+            arguments = call_keywords(rest)
         except (SyntaxError, ValueError, MemoryError, RecursionError):
             return "expected keyword arguments with literal values"
         self._parts, self._length, self._code_length = [], 0, 0
@@ -286,47 +336,3 @@ class _PythonCalls(Body):
         elif self._parts:
             reason = "the output ended inside it" if cut else "it is not complete"
             self.output.fail_call(reason, events)
-
-
-def _parsed(arguments: str) -> str:
-    """Return the arguments of a call, from behind its opening bracket, as JSON.
-
-    Raises:
-        SyntaxError: they are no Python.
-        ValueError: they are no keywords with literal values.
-        MemoryError: they are too complex.
-        RecursionError: the same.
-    """
-    # An escape that Python does not know stands for itself, and would give a warning.
-    known = "\n\\'\"abfnrtvxuUN01234567"
-    text = _ESCAPE.sub(lambda found: found[0] if found[1] in known else f"\\{found[0]}", arguments)
-    call = ast.parse(f"f({text}", mode="eval").body
-    if not isinstance(call, ast.Call) or call.args:
-        raise ValueError("expected keywords")
-    values = {keyword.arg: _literal(keyword.value) for keyword in call.keywords}
-    if None in values or len(values) < len(call.keywords):
-        raise ValueError("expected keywords")
-    found = json.dumps(values, ensure_ascii=False, allow_nan=False)
-    found.encode()  # half of a surrogate pair is no text
-    return found
-
-
-_NAMES = {"true": True, "false": False, "null": None}
-
-
-def _literal(node: ast.expr) -> object:
-    match node:
-        case ast.Constant(value=str() | int() | float() | None as value):
-            return value
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
-            return -value
-        case ast.Name(id=name) if name in _NAMES:
-            return _NAMES[name]
-        case ast.List(elts=items) | ast.Tuple(elts=items):
-            return [_literal(item) for item in items]
-        case ast.Dict(keys=keys, values=values):
-            names = [_literal(key) if key else None for key in keys]
-            if not all(isinstance(name, str) for name in names):
-                raise ValueError("expected keys that are text")
-            return {str(name): _literal(v) for name, v in zip(names, values, strict=True)}
-    raise ValueError("expected a literal value")

@@ -26,7 +26,7 @@ class ThinkTags(FormatParser):
     belong to neither part; everything else is kept unchanged, white space included.
     """
 
-    contract = 1
+    contract = 2
     roles = ("reasoning",)
     template_marks = ("<think>", "</think>")
     reasoning = "thinking"

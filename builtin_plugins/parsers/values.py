@@ -30,15 +30,19 @@ class Parameter(NamedTuple):
     is_required: bool
 
 
-def text_without(pattern: str, markers: Iterable[str], end: str = "") -> Format:
+def text_without(
+    pattern: str, markers: Iterable[str], end: str = "", *, patterns: Iterable[str] = ()
+) -> Format:
     """Return the grammar of text that matches a pattern, whole, and has none of the markers.
 
     Args:
         pattern: a regular expression.
         markers: texts.
         end: a text behind it, which may be one of the markers.
+        patterns: regular expressions, of which it has no match either.
     """
-    found = [re.escape(marker).replace("\\\n", r"\n").replace("/", r"\/") for marker in markers]
+    escaped = [re.escape(marker).replace("\\\n", r"\n") for marker in markers]
+    found = [one.replace("/", r"\/") for one in (*escaped, *patterns)]
     if not found:
         return RegexFormat(pattern=f"(?:{pattern}){re.escape(end)}")
     source = f"/{pattern}/ & ~/(?s:.*)(?:{'|'.join(found)})(?s:.*)/"

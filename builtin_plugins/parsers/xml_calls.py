@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hardpoint.plugins.output_parser import (
+    ContentText,
     OutputEvent,
     ToolCallArguments,
 )
@@ -19,7 +20,9 @@ from hardpoint.plugins.structured import (
     SequenceFormat,
 )
 from hardpoint.toolkit.parsing.format_parser import (
+    AfterCall,
     Between,
+    Body,
     Content,
     FormatParser,
     Ignored,
@@ -28,6 +31,7 @@ from hardpoint.toolkit.parsing.format_parser import (
     State,
     ToolName,
     Whole,
+    any_tag,
     choice_of_calls,
 )
 from hardpoint.toolkit.parsing.json_text import JsonText, json_value, named_types, quoted, resolved
@@ -47,16 +51,17 @@ class Qwen3Coder(FormatParser):
 
     `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`. A value is
     text where the tool's schema asks for it, else JSON if it is. It ends at `</parameter>`; if the
-    model forgets that, at a line that begins with `<parameter=` or `</function>`.
+    model forgets that, at a line that begins with `<parameter=` or `</function>`. A call that
+    lacks `<tool_call>` begins at `<function=`: the model is known to leave the tag out.
     """
 
-    contract = 1
+    contract = 2
     roles = ("tools",)
     template_marks = ("<tool_call>", "<function=", "<parameter=")
 
     def states(self) -> Mapping[str, State]:
         """Return content and the parts of a call."""
-        content = {"<tool_call>": "call"}
+        content = {"<tool_call>": "call", "<function=": "name"}
         return {"content": State(Content, content), **_call_states("</tool_call>", content)}
 
     def call_format(
@@ -66,7 +71,7 @@ class Qwen3Coder(FormatParser):
 
         Parameters are in the order of the schema.
         """
-        return self.tagged(
+        calls = self.tagged(
             "<tool_call>",
             choice_of_calls(tools, lambda tool, schema: _call(tool, schema, "\n")),
             "</tool_call>",
@@ -74,12 +79,21 @@ class Qwen3Coder(FormatParser):
             parallel=parallel,
             separator="\n",
         )
+        if required:
+            return calls
+        alone = self.tagged(
+            "<function=",
+            choice_of_calls(tools, lambda tool, schema: _call(tool, schema, "\n", is_alone=True)),
+            required=False,
+            parallel=parallel,
+        )
+        return any_tag(calls, alone, parallel=parallel)
 
 
 class SeedOss(FormatParser):
     """Seed-OSS: reasoning in `<seed:think>`, calls in `<seed:tool_call>` as in `qwen3_coder`."""
 
-    contract = 1
+    contract = 2
     roles = ("reasoning", "tools")
     template_marks = ("<seed:tool_call>",)
     reasoning = "thinking"
@@ -113,9 +127,17 @@ class SeedOss(FormatParser):
 _VALUE_ENDS = ("</parameter>", "\n</function>", "\n<parameter=")
 
 
-def _call(tool: str, schema: Mapping[str, Any], around: str) -> Format:
-    """Return the grammar of a call; `around` is the text before and behind each value."""
-    elements: list[Format] = [ConstStringFormat(value=f"\n<function={tool}>\n")]
+def _call(tool: str, schema: Mapping[str, Any], around: str, *, is_alone: bool = False) -> Format:
+    """Return the grammar of a call.
+
+    Args:
+        tool: its name.
+        schema: schema of its arguments.
+        around: the text before and behind each value.
+        is_alone: whether the call's first tag, of which the name is left, stands for itself.
+    """
+    head = f"{tool}>\n" if is_alone else f"\n<function={tool}>\n"
+    elements: list[Format] = [ConstStringFormat(value=head)]
     for parameter in parameters_of(tool, schema):
         name = parameter.name
         if set(name) & set("<>\n") or name != name.strip() or not name:
@@ -205,14 +227,15 @@ def _call_states(end: str, content: Mapping[str, str]) -> dict[str, State]:
     """Return the states of a call that the marker `end` ends, and of the content behind it."""
     value = dict(zip(_VALUE_ENDS, ("parameters", "end", "key"), strict=True))
     return {
-        "call": State(Between, {"<function=": "name", end: "content"}),
+        "call": State(Between, {"<function=": "name", end: "behind"}),
         "name": State(ToolName, {">": "opened"}),
         "opened": State(_Opened, {"<parameter=": "key", "</function>": "end", end: "after"}),
         "parameters": State(Ignored, {"<parameter=": "key", "</function>": "end", end: "after"}),
         "key": State(_Key, {">": "value"}),
         "value": State(_Value, value),
-        "end": State(_End, {"<function=": "name", end: "content"}),
+        "end": State(_End, {**content, "<function=": "name", end: "behind"}),
         "after": State(_After, content),
+        "behind": State(AfterCall, content),
     }
 
 
@@ -259,18 +282,35 @@ class _Value(Whole):
         notes["separator"] = ", "
 
 
-class _End(Ignored):
-    """Behind the last parameter of a call."""
+class _End(Body):
+    """White space behind the last parameter of a call; other text is content."""
+
+    next = "behind"
+
+    def __init__(self, output: OpenOutput) -> None:
+        super().__init__(output)
+        self._space: list[str] = []
 
     def open(self, events: list[OutputEvent]) -> None:
-        if self.output.in_call:  # not of a call that failed
-            separator = self.output.notes["separator"]
-            events.append(ToolCallArguments("{}" if separator == "{" else "}"))
-            self.output.end_call(events)
+        _end_call(self.output, events)
+
+    def feed(self, text: str, events: list[OutputEvent]) -> int:
+        space = len(text) - len(text.lstrip())
+        self._space.append(text[:space])
+        if space < len(text):
+            events.append(ContentText("".join(self._space)))
+        return space
 
 
-class _After(Content):
+class _After(AfterCall):
     """Content behind a call whose end tag is missing."""
 
     def open(self, events: list[OutputEvent]) -> None:
-        _End.open(self, events)  # type: ignore[arg-type]
+        _end_call(self.output, events)
+
+
+def _end_call(output: OpenOutput, events: list[OutputEvent]) -> None:
+    if output.in_call:  # not of a call that failed
+        separator = output.notes["separator"]
+        events.append(ToolCallArguments("{}" if separator == "{" else "}"))
+        output.end_call(events)

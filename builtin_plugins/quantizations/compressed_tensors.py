@@ -27,6 +27,7 @@ from .packed import (
 )
 
 _FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")
+_ACTIVATIONS = ("input_activations", "output_activations")
 _INDICES = (torch.int32, torch.int64)
 _PATTERN = "re:"
 _REPEAT = r"[*+{]|(?<!\()\?"
@@ -276,8 +277,15 @@ def _read_group(name: str, group: Any) -> _Weights:
     fields = ConfigFields({name: group}, SOURCE)
     values = fields.table(name)
     place = f"{SOURCE}.{name}"
-    refuse_unknown(values, ("targets", "weights", "format"), place)
+    refuse_unknown(values, ("targets", "weights", "format", *_ACTIVATIONS), place)
     inner = ConfigFields(values, place)
+    for activations in _ACTIVATIONS:
+        if given := values.get(activations):
+            raise inner.error(
+                activations,
+                f"activations that are quantised are not supported, expected none; got "
+                f"{short(given)}",
+            )
     one_of(inner, "format", values.get("format") or _FORMATS[0], _FORMATS)
     weights = inner.table("weights")
     if not weights:

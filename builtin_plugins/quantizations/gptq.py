@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import ClassVar
+
 import torch
 
 from hardpoint.plugins.quantization import QuantizedMatrix, QuantizedWeight
-from hardpoint.toolkit.hf_config import ConfigFields
+from hardpoint.toolkit.hf_config import ConfigFields, short
 
 from .packed import (
     SCALES,
+    SOURCE,
     StoredScheme,
     affine,
     alignment,
@@ -32,8 +36,16 @@ class GPTQ(StoredScheme):
     """
 
     contract = 1
-    known = ("bits", "group_size", "desc_act", "sym", "checkpoint_format", "format", "pack_dtype")
-    neutral = (
+    known: ClassVar[Collection[str]] = (
+        "bits",
+        "group_size",
+        "desc_act",
+        "sym",
+        "checkpoint_format",
+        "format",
+        "pack_dtype",
+    )
+    neutral: ClassVar[Collection[str]] = (
         "act_group_aware",
         "backend",
         "batch_size",
@@ -139,3 +151,85 @@ class GPTQ(StoredScheme):
         if not self.context.config or self._reorders:
             return None
         return stored_bytes(shape, self._bits, self._group, not self._is_symmetric)
+
+
+_WHOLE = 16
+"""Bits from which a number is no code."""
+
+
+class AutoRound(GPTQ):
+    """Checkpoints that AutoRound writes under its own name, packed as those of GPTQ are.
+
+    Layers that it left as they were have plain weights.
+    """
+
+    contract = 1
+    known = (
+        "act_bits",
+        "bits",
+        "data_type",
+        "extra_config",
+        "group_size",
+        "packing_format",
+        "sym",
+    )
+    neutral = (
+        *GPTQ.neutral,
+        "act_data_type",
+        "act_dynamic",
+        "act_group_size",
+        "act_sym",
+        "amp",
+        "autoround_version",
+        "enable_alg_ext",
+        "enable_minmax_tuning",
+        "enable_norm_bias_tuning",
+        "enable_quanted_input",
+        "gradient_accumulate_steps",
+        "iters",
+        "low_cpu_mem_usage",
+        "low_gpu_mem_usage",
+        "lr",
+        "minmax_lr",
+        "momentum",
+        "nsamples",
+        "provider",
+        "regex_config",
+        "scale_dtype",
+        "seqlen",
+        "supported_types",
+        "to_quant_block_names",
+    )
+
+    def read_config(self, fields: ConfigFields) -> None:
+        """Read the bits, the size of the groups, and the packing.
+
+        Raises:
+            ModelError: there are not four or eight bits, or it is packed in another way.
+        """
+        given = self.context.config
+        packing = given.get("packing_format") or "auto_round:auto_gptq"
+        one_of(fields, "packing_format", packing, ["auto_round:auto_gptq", "auto_round:gptq"])
+        one_of(fields, "data_type", given.get("data_type") or "int", ["int"])
+        one_of(fields, "act_bits", given.get("act_bits") or _WHOLE, [_WHOLE, 32])
+        super().read_config(fields)
+        for name, layer in fields.table("extra_config").items():
+            self._check_layer(name, layer)
+
+    def _check_layer(self, name: str, layer: object) -> None:
+        """Check that a layer with an entry of its own is stored as the others, or not quantised.
+
+        Raises:
+            ModelError: it is not.
+        """
+        if not isinstance(layer, dict):
+            raise ConfigFields(self.context.config, SOURCE).error(
+                f"extra_config.{name}", f"expected a table, got {short(layer)}"
+            )
+        fields = ConfigFields(layer, f"{SOURCE}.extra_config.{name}")
+        bits = layer.get("bits", self._bits)
+        if bits in (_WHOLE, 32):
+            return
+        one_of(fields, "bits", bits, [self._bits, _WHOLE])
+        size = group_size(fields, "group_size", layer.get("group_size", self._group or -1))
+        one_of(fields, "group_size", size, [self._group])

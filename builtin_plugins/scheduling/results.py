@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,11 +46,17 @@ class DraftCounts:
 
 
 def process_results(
-    tracker: RequestTracker, planned: PlannedStep, result: ModelRunnerOutput, drafts: DraftCounts
+    tracker: RequestTracker,
+    planned: PlannedStep,
+    result: ModelRunnerOutput,
+    drafts: DraftCounts,
+    now: float,
 ) -> list[tuple[int, EngineCoreOutput]]:
-    """Append sampled tokens and finish requests; return (client index, output) pairs."""
+    """Append sampled tokens and finish requests; return (client index, output) pairs.
+
+    A request for which the result lacks the token is preempted, so that it is computed again.
+    """
     draft_token_ids = planned.plan.draft_token_ids
-    asynchronous = tracker.limits.asynchronous
     sampled = result.sampled_token_ids
     has_extras = _has_extras(result)
     has_positions = result.prompt_logprobs or result.routed_experts
@@ -73,16 +79,25 @@ def process_results(
         tokens = sampled.get(request_id)
         output: EngineCoreOutput | None = None
         if tokens:
-            if draft_token_ids and request_id in draft_token_ids:
-                _count_drafts(request, len(draft_token_ids[request_id]), tokens, drafts)
-            if asynchronous:
-                request.num_output_placeholders -= len(tokens)
+            if draft_token_ids:
+                _count_drafts(request, draft_token_ids, tokens, drafts)
             output = _append_tokens(tracker, request, tokens)
+        elif request_id not in result.pooler_output and _lacks_token(planned, request):
+            tracker.uncache_from(request, planned.certain_before()[request_id])
+            tracker.preempt(request, now)
+            continue
         if has_extras:
             output = _add_extras(tracker, request, computed.get(request_id, 0), result, output)
         if output is not None:
             outputs.append((request.client_index, output))
     return outputs
+
+
+def _lacks_token(planned: PlannedStep, request: LiveRequest) -> bool:
+    """Return whether a step computed the last known token of a request, for which it got none."""
+    plan, request_id = planned.plan, request.request_id
+    before: int = plan.num_computed_tokens()[request_id]
+    return before + plan.num_scheduled_tokens[request_id] >= request.num_tokens
 
 
 def lose_plan(
@@ -128,6 +143,8 @@ def _append_tokens(
     tracker: RequestTracker, request: LiveRequest, tokens: list[int]
 ) -> EngineCoreOutput:
     """Append sampled tokens up to the one that ends the request, if one does."""
+    if tracker.limits.asynchronous:
+        request.num_output_placeholders -= len(tokens)
     output = EngineCoreOutput(request_id=request.request_id, new_token_ids=tokens)
     if request.events or not request.prefill_reported:
         _add_events(request, output)
@@ -171,9 +188,15 @@ def _add_events(request: LiveRequest, output: EngineCoreOutput) -> None:
 
 
 def _count_drafts(
-    request: LiveRequest, verified: int, tokens: list[int], drafts: DraftCounts
+    request: LiveRequest,
+    draft_token_ids: Mapping[str, Sequence[int]],
+    tokens: list[int],
+    drafts: DraftCounts,
 ) -> None:
-    """Count drafts, and subtract rejected ones from the computed tokens."""
+    """Count the drafts of a request, and subtract rejected ones from its computed tokens."""
+    verified = len(draft_token_ids.get(request.request_id, ()))
+    if not verified:
+        return
     accepted = len(tokens) - 1
     request.num_computed_tokens -= verified - accepted
     drafts.verified += verified

@@ -131,7 +131,7 @@ class DefaultScheduler(Scheduler):
         planned = self._planned[plan.step]
         if result.invalid_block_ids or result.kv_loaded or result.kv_saved:
             process_transfers(tracker, result, list(self._planned.values()), now)
-        outputs = process_results(tracker, planned, result, self._drafts)
+        outputs = process_results(tracker, planned, result, self._drafts, now)
         del self._planned[plan.step]  # last: if this is interrupted, plan_lost() still finds it
         if tracker.finished_outputs:
             outputs = tracker.finished_outputs + outputs

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
-import secrets
 from collections.abc import Collection, Mapping, Sequence
 
 from starlette.routing import Route as StarletteRoute
@@ -17,22 +15,27 @@ from hardpoint.plugins.server import Authenticator, Client, Route
 from .access.cross_origin import CrossOrigin
 from .access.guard import Guard
 from .boundaries import Boundary, Endpoint, MiddlewareBoundary, PluginEndpoint
-from .errors import AnswerError
+from .errors import AnswerError, no_route
 from .faults import AnswerCutError, BlamedError, BrokenContractError, Owned, ServerFaults
+from .operations.traffic import request_id_of
 from .service import ANYBODY, Service
 
 ADMINISTRATOR = Client(name="administrator", admin=True)
 """The client of the admin address where no key is needed: the owner of its Unix socket."""
 
-PROBES = ("/health", "/ready")
+PROBES = ("/health", "/ready", "/ping")
 """Routes of the server's own that no plugin can fail."""
 
 _LONGEST_FOR_OPEN_ROUTES = 1.0
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 def make_router(routes: Sequence[tuple[Route, Owned | None]], faults: ServerFaults) -> Router:
     """Return a function that finds the route of a request."""
+    paths = [route.path for route, _ in routes if "{" not in route.path]
+
+    async def not_found(scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG001
+        raise no_route(scope["path"], paths)
+
     return Router(
         [
             StarletteRoute(
@@ -43,12 +46,8 @@ def make_router(routes: Sequence[tuple[Route, Owned | None]], faults: ServerFaul
             for route, owned in routes
         ],
         redirect_slashes=False,
-        default=_not_found,
+        default=not_found,
     )
-
-
-async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG001
-    raise AnswerError(404, f"path: there is no route {scope['path'][:200]!r}", code="not_found")
 
 
 class AdminAuthentication:
@@ -191,7 +190,7 @@ class Application:
             return
         scope["app"] = self  # starlette then raises instead of answering in plain text
         state = scope.setdefault("state", {})
-        state["request_id"] = request_id = _request_id(scope)
+        state["request_id"] = request_id = request_id_of(scope)
         state["is_gone"] = False
         if self._root_path:
             _remove_prefix(scope, self._root_path)
@@ -230,12 +229,3 @@ def _remove_prefix(scope: Scope, prefix: str) -> None:
     """
     if scope["path"].startswith(f"{prefix}/"):
         scope["path"] = scope["path"].removeprefix(prefix)
-
-
-def _request_id(scope: Scope) -> str:
-    for name, value in scope["headers"]:
-        if name == b"x-request-id":
-            given: str = value.decode("latin-1")
-            if _REQUEST_ID.fullmatch(given):
-                return given
-    return f"req-{secrets.token_hex(12)}"

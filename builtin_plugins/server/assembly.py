@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from starlette.requests import Request
 
 from hardpoint.plugins import ConfigError
 from hardpoint.plugins.server import (
     AsyncGenerator,
     Authenticator,
+    BodyReader,
     InstalledExtension,
     Middleware,
     Route,
@@ -35,6 +39,9 @@ from .routes.models import StatusRoutes
 from .routes.page import live_routes, page_routes, with_page_files
 from .service import Service
 from .streaming import while_connected
+from .timing import without_limit
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -107,13 +114,13 @@ def assemble(
     """
     settings = engine.config.table(ServerConfig)
     _check_root_path(settings.root_path)
-    faults = ServerFaults(settings.extension_seconds)
+    faults = ServerFaults(settings.extension_seconds, engine.config.plugins.slow_seconds)
     service = Service(engine, version, faults)
     context = ServerContext(
         engine=engine,
         version=version,
-        reader=service.read_plain,
-        runner=while_connected,
+        reader=_read_without_limit(service.read_plain),
+        runner=_while_connected_without_limit,
     )
     installed = [*authenticators, *engine.server_extensions(context)]
     service.transforms = Transforms(in_order(installed, Transform), faults)
@@ -139,6 +146,21 @@ def assemble(
     return Applications(
         service, users, _for_administrators(service, faults, admin, for_admin, administrators)
     )
+
+
+def _read_without_limit(read: BodyReader) -> BodyReader:
+    """Return a reader of bodies, which have limits of their own, for routes of plugins."""
+
+    async def reader(request: Request, type_: type[Any]) -> Any:
+        with without_limit():
+            return await read(request, type_)
+
+    return reader
+
+
+async def _while_connected_without_limit(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    with without_limit():
+        return await while_connected(request, work)
 
 
 def _for_administrators(

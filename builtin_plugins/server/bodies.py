@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -37,8 +38,7 @@ def decode_object(body: bytes, limits: ServerLimits) -> dict[str, Any]:
     except RecursionError:
         raise _too_deep(depth) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as cause:
-        # msgspec's message holds a position and nothing of the body.
-        raise AnswerError(400, f"body: expected JSON: {cause}") from None
+        raise AnswerError(400, f"body: expected JSON{_problem(cause)}") from None
     if not isinstance(decoded, dict):
         raise AnswerError(
             400, f"body: expected a JSON object, got {_json_type(decoded)}", param="body"
@@ -47,6 +47,34 @@ def decode_object(body: bytes, limits: ServerLimits) -> dict[str, Any]:
     if body.count(b"[") + body.count(b"{") > depth and _is_deeper(decoded, depth):
         raise _too_deep(depth)
     return {name: value for name, value in decoded.items() if value is not None}
+
+
+_POSITION = re.compile(r"(.*) \(byte (\d+)\)$", re.DOTALL)
+_PROBLEMS = {
+    "Input data was truncated": "an incomplete value",
+    "JSON is malformed: expected ',' or ']'": "an array without a comma or an end",
+    "JSON is malformed: expected ',' or '}'": "an object without a comma or an end",
+    "JSON is malformed: expected ':'": "a name without a colon",
+    "JSON is malformed: invalid character": "an unexpected character",
+    "JSON is malformed: invalid escape character in string": "an unknown escape in a text",
+    "JSON is malformed: invalid number": "a malformed number",
+    "JSON is malformed: object keys must be strings": "a name without double quotes",
+    "JSON is malformed: trailing characters": "more than one value",
+    "JSON is malformed: trailing comma in array": "a comma at the end of an array",
+    "JSON is malformed: trailing comma in object": "a comma at the end of an object",
+    "Number out of range": "a number that is too large",
+}
+"""Problems of bodies by msgspec's texts."""
+
+
+def _problem(cause: msgspec.DecodeError | UnicodeDecodeError) -> str:
+    """Return the rest of a message that begins with "body: expected JSON"."""
+    if isinstance(cause, UnicodeDecodeError):
+        return " in UTF-8"
+    text, _, _ = str(cause).partition(" - at ")
+    found = _POSITION.fullmatch(text)
+    kind, place = (found[1], f" at byte {found[2]}") if found else (text, "")
+    return f", got {_PROBLEMS.get(kind, 'something else')}{place}"
 
 
 def _check_items(body: bytes, limit: int) -> None:

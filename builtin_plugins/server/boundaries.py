@@ -14,13 +14,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import ConfigError
 from hardpoint.plugins.server import Route
+from hardpoint.toolkit.http_heads import fault_of_head
 from hardpoint.typed import reason_of
 
 from .errors import error_response
 from .faults import AnswerCutError, BrokenContractError, Owned, ServerFaults
-from .heads import fault_of_head
 from .service import Service
 from .streaming import ClientGoneError
+from .timing import ROUTE_LIMIT, RouteLimit, untimed
 
 
 class CheckedSend:
@@ -112,7 +113,7 @@ class _Inside:
         limit = self._limit.get()
         limit.reschedule(None)
         try:
-            await self._app(scope, receive, send)
+            await untimed(_run(self._app, scope, receive, send))
         finally:
             if not limit.expired():
                 limit.reschedule(asyncio.get_running_loop().time() + self._seconds)
@@ -153,7 +154,8 @@ class MiddlewareBoundary:
         token = self._limit.set(limit)
         try:
             async with limit:
-                await self._app(scope, receive, sent)
+                run = self._faults.timed
+                await run(self._owned, "middleware", self._app, scope, receive, sent)
             sent.check_ended(scope)
         except BaseException as raised:
             cause = self._faults.too_slow() if limit.expired() else raised
@@ -192,15 +194,37 @@ class PluginEndpoint:
         """
         route = self._owned.part
         scope["state"]["route"] = route.path
+        what = f"route {route.path}"
         sent = CheckedSend(send)
+        limit = RouteLimit(self._faults.seconds)
+        token = ROUTE_LIMIT.set(limit)
         try:
-            response = _as_response(await route.endpoint(Request(scope, receive)))
-            await response(scope, receive, sent)
+            async with limit.timeout:
+                await self._faults.timed(
+                    self._owned, what, self._answered, limit, scope, receive, sent
+                )
             sent.check_ended(scope)
-        except BaseException as cause:
-            what = f"route {route.path}"
+        except BaseException as raised:
+            cause = self._faults.too_slow() if limit.timeout.expired() else raised
             error = self._faults.passed(self._owned, what, cause, may_refuse=True)
             raise _cut(error, sent) from None
+        finally:
+            ROUTE_LIMIT.reset(token)
+
+    async def _answered(
+        self, limit: RouteLimit, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        async def begun(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                limit.stop()
+            await send(message)
+
+        response = _as_response(await self._owned.part.endpoint(Request(scope, receive)))
+        await response(scope, receive, begun)
+
+
+async def _run(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    await app(scope, receive, send)
 
 
 def _cut(error: BaseException, sent: CheckedSend) -> BaseException:

@@ -24,7 +24,8 @@ class ServerLimits(Strict):
         buffered_bytes: size of all bodies above 64 KiB that are not yet used, together; further
             ones are answered with 503. One alone may have `body_bytes` in any case.
         items: commas of a body, and 8 for each opening bracket, those in its texts too.
-        header_bytes: size of its request line and headers.
+        header_bytes: size of its request line and headers; also of the chunk extensions and
+            trailers of its body, which may have 8 bytes more for each byte of the body.
         connections: connections that are open at once; further ones are answered with 503.
         depth: levels of arrays and objects in one another, in a body.
         requests: requests that are being answered at once; further ones are answered with 429.
@@ -88,7 +89,8 @@ class ServerConfig(Strict):
             leaves them out and logs them.
         replace_routes: paths of the server's own routes that plugins may replace.
         extension_seconds: maximum time that an authenticator, a transform or a middleware of a
-            plugin may take for a request, without what it wraps.
+            plugin may take for a request, without what it wraps; and a route of a plugin until its
+            answer begins, without what it waits for in `read` and `while_connected`.
         page: whether `/` is a web page.
         access_log: log of requests, on standard error.
         heartbeat_seconds: time without an event after which a stream gets a comment, so that no
@@ -111,7 +113,7 @@ class ServerConfig(Strict):
     root_path: str = ""
     served_names: list[Annotated[str, Meta(min_length=1)]] = []
     keys_file: str | None = None
-    open_routes: list[str] = field(default_factory=lambda: ["/health", "/ready", "/"])
+    open_routes: list[str] = field(default_factory=lambda: ["/health", "/ready", "/ping", "/"])
     allowed_hosts: list[str] | None = None
     allowed_origins: list[str] = []
     tls_certificate: str | None = None

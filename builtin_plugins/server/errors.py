@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -22,6 +22,7 @@ from hardpoint.errors import (
     PromptTooLongError,
 )
 from hardpoint.plugins import OverloadedError, RequestError
+from hardpoint.typed import suggest
 
 from .field_names import grammar_error
 
@@ -32,6 +33,8 @@ _QUOTED = re.compile(
     r"((?:\bfailed: [A-Za-z_][\w.]*)|(?:: [A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt))): .*",
     re.DOTALL,
 )
+# Where the configuration names a plugin, and in which file, if it names one in parentheses.
+_ORIGIN = re.compile(r", asked for by [^\s:;,]+(?: \((?:[^()]|\([^()]*\))*\)|(?=: |; |, |$))")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
 _SOURCE = re.compile(r"(?:/[\w.+@-]+)+\.(?:py|pyx|rs|cc?|cpp|cu|h|hpp|so)\b(?::\d+)*")
 
@@ -161,6 +164,18 @@ def answer_error(error: BaseException, retry_after: float = _RETRY_SECONDS) -> A
     return AnswerError(500, "the server failed; its log says why")
 
 
+def no_route(path: str, known: Collection[str]) -> AnswerError:
+    """Return the answer to a request for a path that there is not, with the one that is meant.
+
+    Args:
+        known: paths of the routes.
+    """
+    bare = path.rstrip("/").removeprefix("/v1")
+    near = [meant for meant in (path.rstrip("/"), f"/v1{bare}", bare) if meant in known]
+    hint = f" (did you mean {near[0]!r}?)" if near else suggest(path[:200], list(known))
+    return AnswerError(404, f"path: there is no route {path[:200]!r}{hint}", code="not_found")
+
+
 def plugin_fault(message: str) -> AnswerError:
     """Return the answer to a request that a plugin ended; clients are not to send it again."""
     headers = {"x-should-retry": "false"}
@@ -170,9 +185,10 @@ def plugin_fault(message: str) -> AnswerError:
 def for_clients(message: str) -> str:
     """Return a message without the texts of libraries and plugins that it quotes.
 
-    They may hold paths, addresses and data of others; the class of the exception stays. The log
-    has all of it.
+    They may hold paths, addresses and data of others; the class of the exception stays. Nor has it
+    the origin of a plugin in the configuration. The log has all of it.
     """
+    message = _ORIGIN.sub("", message)
     message = _QUOTED.sub(r"\1", message)
     return _SOURCE.sub("(a file)", _ADDRESS.sub("(an address)", message))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import graphlib
 import re
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -188,6 +189,7 @@ class Transforms:
         if not data.startswith(b"{"):
             return event + b"\n\n"
         for owned, change in self._events:
+            began = time.perf_counter()
             try:
                 body = change(call, msgspec.json.decode(data))
                 if body is None:
@@ -195,6 +197,9 @@ class Transforms:
                 data = _object(body)
             except BaseException as cause:
                 raise self._faults.passed(owned, "event transform", cause) from None
+            finally:
+                taken = time.perf_counter() - began
+                self._faults.check_blocking(owned, "event transform", taken)
         return head + b"data: " + data + b"\n\n"
 
 

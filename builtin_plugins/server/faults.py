@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -20,11 +21,12 @@ from hardpoint.errors import (
     PluginFaultError,
 )
 from hardpoint.plugins import RequestError
+from hardpoint.toolkit.http_heads import fault_of_refusal
 from hardpoint.typed import reason_of
 
 from .errors import AnswerError, plugin_fault
-from .heads import fault_of_refusal
 from .streaming import ClientGoneError
+from .timing import Timed
 
 _log = logging.getLogger("hardpoint")
 
@@ -52,7 +54,6 @@ _PASSED = (
     EnginePausedError,
     EngineTimeoutError,
     PluginFaultError,
-    KeyboardInterrupt,
     GeneratorExit,
 )
 """Errors that are of the server or the engine, wherever they come out."""
@@ -72,12 +73,18 @@ class ServerFaults:
     """Blames plugins for what their extensions raise.
 
     Attributes:
-        seconds: maximum time of a call of a transform or authenticator.
+        seconds: maximum time of a call of an extension.
+        slow_seconds: time above which an extension that blocks the event loop is reported; 0 is
+            never.
         counts: requests that each plugin's extensions ended.
+        slow: the latest report of each plugin that blocked the event loop.
     """
 
     seconds: float = 10.0
+    slow_seconds: float = 1.0
     counts: Counter[str] = field(default_factory=Counter)
+    slow: dict[str, str] = field(default_factory=dict)
+    _reported: set[tuple[str, str]] = field(default_factory=set)
 
     def blame(self, owned: Owned, what: str, cause: BaseException) -> BlamedError:
         """Count a fault, log it, and return the answer to the request."""
@@ -132,16 +139,41 @@ class ServerFaults:
         limit = asyncio.timeout(self.seconds)
         try:
             async with limit:
-                return await function(*arguments)
+                return await self.timed(owned, what, function, *arguments)
         except BaseException as raised:
             cause = self.too_slow() if limit.expired() else raised
             raise self.passed(owned, what, cause, may_refuse=may_refuse) from None
+
+    def timed(
+        self, owned: Owned, what: str, function: Callable[..., Awaitable[T]], *arguments: Any
+    ) -> Awaitable[T]:
+        """Return an extension's call, to be awaited; report it if it blocks the event loop."""
+        return Timed(
+            _call(function, *arguments), functools.partial(self.check_blocking, owned, what)
+        )
+
+    def check_blocking(self, owned: Owned, what: str, seconds: float) -> None:
+        """Report an extension that ran for long without giving others a turn."""
+        if not 0 < self.slow_seconds < seconds:
+            return
+        message = (
+            f"{owned.source}: its {what} blocked the server for {seconds:.1f} s, in which it "
+            "answered no other request; hand long work to asyncio.to_thread"
+        )
+        self.slow[owned.plugin] = message
+        if (owned.plugin, what) not in self._reported:  # a slow one is so for each request
+            self._reported.add((owned.plugin, what))
+            _log.warning("%s", message)
 
     def too_slow(self) -> BrokenContractError:
         """Return the error of an extension that took too long."""
         return BrokenContractError(
             f"it took more than {self.seconds:g} s (server.extension_seconds)"
         )
+
+
+async def _call(function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
+    return await function(*arguments)
 
 
 def _is_refusal(error: BaseException) -> bool:

@@ -18,21 +18,21 @@ _PATHS = {
 }
 """Where the parts of what an answer must be are in a request."""
 
-_LENIENT = "; structured_outputs with `lenient: true` checks them at the end instead"
-_STRICT = "; `strict: false` checks them at the end instead"
+_LENIENT = "; structured_outputs with `lenient: true` checks it at the end instead"
+_STRICT = "; `strict: false` checks it at the end instead"
 _ADVICE = {
     "response_format": _STRICT,
     "text.format": _STRICT,
     "output_config.format": _LENIENT,
     "guided_json": _LENIENT,
-    "structured_outputs": "; `lenient: true` checks them at the end instead",
-    "tools": "; `strict: false` of the tool leaves them out",
+    "structured_outputs": "; `lenient: true` checks it at the end instead",
+    "tools": "; `strict: false` of the tool leaves it out",
 }
-"""What to do about keywords of schemas that cannot be enforced, by the field that has them."""
+"""What to do about a keyword of a schema that is not enforced, by the field that has it."""
 
 # After the path comes the name of the grammar backend, where it is the one that refuses.
 _OF_GRAMMAR = re.compile(r"structured(?:\.(\w+))?: (?:[\w.-]+: )?")
-_UNSUPPORTED = re.compile(r"Unimplemented keys: (\[.*\])(?:; with `lenient`, .*)?\Z", re.DOTALL)
+_WITH_LENIENT = re.compile(r"; with `lenient`, [^;]*\Z")
 _PROMPT = re.compile(r"^prompt(?=[:\[])")
 _LIMIT = re.compile(r"(?<![\w.])max_tokens\b")
 
@@ -55,10 +55,10 @@ def grammar_error(message: str, form: str | None = None) -> str:
     path = form or "structured"
     if part is not None:
         path = with_own_path(f"{path}.{part}", path)
-    rest = message[found.end() :]
-    if (unsupported := _UNSUPPORTED.match(rest)) is not None:
-        advice = _ADVICE.get(form or "", "")
-        rest = f"keywords that cannot be enforced: {unsupported[1]}{advice}"
+    advice = _ADVICE.get(form or "", "")
+    if path.endswith(" and tools"):
+        advice = "; of what is not strict, it is left out"
+    rest = _WITH_LENIENT.sub(advice, message[found.end() :])
     return f"{path}: {rest}"
 
 
@@ -70,13 +70,17 @@ def with_own_path(message: str, form: str) -> str:
     return message
 
 
-def own_names(message: str, *, form: str, prompt: str, limit: str) -> str:
+def own_names(message: str, *, form: str, prompt: str, limit: str, with_calls: bool) -> str:
     """Return an error of the engine with the names that the fields of a request have.
 
     Args:
         form: the field with the form of the answer.
+        with_calls: whether a structural tag is of that and of calls.
         prompt: the field that the prompt is made of.
         limit: the field with the maximum number of tokens.
     """
+    if with_calls and message.startswith("structured.structural_tag:"):
+        message = message.replace(".structural_tag", "", 1)
+        form = f"{form} and tools"
     message = _PROMPT.sub(prompt, grammar_error(message, form))
     return _LIMIT.sub(limit, message)

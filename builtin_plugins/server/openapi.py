@@ -16,6 +16,7 @@ from hardpoint.plugins.server import Route
 from hardpoint.typed import attribute_docs, schema_components, walk_structs
 
 from .errors import MESSAGES_PATH, ErrorBody, MessagesErrorBody
+from .routes.fields import GenerationFields
 from .service import Service
 
 _REF = "#/components/schemas/"
@@ -37,7 +38,7 @@ _ERRORS = {
     500: "The server or a plugin failed; not to be sent again if x-should-retry is false.",
     503: "The engine is being restarted or the server ends; send it again after Retry-After.",
 }
-_STATES = ("/health", "/ready")
+_STATES = ("/health", "/ready", "/ping")
 """Paths whose answers with 503 have the same form as those with 200, and are no errors."""
 
 _METRICS = "/metrics"
@@ -137,7 +138,8 @@ def _allow_null(schema: dict[str, Any]) -> None:
 def _add_treatment(schema: dict[str, Any], type_: type[msgspec.Struct]) -> None:
     """Add what sampling parameters mean, and the fields that are known and not used."""
     properties = schema.setdefault("properties", {})
-    shared = attribute_docs(SamplingParams)
+    # Others have fields of the same names with other meanings.
+    shared = attribute_docs(SamplingParams) if issubclass(type_, GenerationFields) else {}
     for name, content in properties.items():
         if name in shared:
             content.setdefault("description", shared[name])

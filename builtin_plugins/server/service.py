@@ -36,7 +36,7 @@ from .errors import (
 )
 from .extensions import Transforms
 from .faults import ServerFaults
-from .operations.traffic import Traffic
+from .operations.traffic import Traffic, current_request_id
 from .receiving import SMALL_BYTES, BodyReceiver
 from .streaming import COMMENT, EventStream, ended_early, while_connected
 
@@ -51,6 +51,8 @@ ANYBODY = Client(name="anybody")
 _CHARACTERS_PER_TOKEN = 32
 _ENDS_REMEMBERED = 64
 _LONGEST_RETRY = 60.0
+_TRACE = ("traceparent", "tracestate")
+"""Headers of W3C's Trace Context, which name the trace that a request belongs to."""
 
 
 class Phase(Enum):
@@ -365,8 +367,12 @@ class Service:
         if transfer is not None:
             self._check_kv_transfer(client)
         tags = {**dict(asked.tags or {}), **client.tags}
+        last = getattr(asked, "truncate_prompt_tokens", None)
+        trace = {name: call.headers[name] for name in _TRACE if name in call.headers}
         return {
             **({} if transfer is None else {"kv_transfer_params": transfer}),
+            **({"trace_headers": trace} if trace else {}),
+            **({} if last is None else {"truncate_prompt_tokens": last}),
             "priority": priority,
             "timeout": self._timeout(client, asked.timeout),
             "tags": tags or None,
@@ -477,14 +483,18 @@ class Service:
             return answer
         message = str(error)  # may hold texts of the client
         if answer.status == 500:
-            _log.error("a request failed: %s\n%s", for_log(message), trace_for_log(error))
+            name = current_request_id()
+            _log.error("request %s failed: %s\n%s", name, for_log(message), trace_for_log(error))
             return answer
         if isinstance(error, RequestError):
             is_reported = not quotes_a_library(message)
         else:
             is_reported = isinstance(error, HTTPException) or answer.detail.message == message
         if not is_reported:
-            _log.warning("a request was answered with %d: %s", answer.status, for_log(message))
+            name = current_request_id()
+            _log.warning(
+                "request %s was answered with %d: %s", name, answer.status, for_log(message)
+            )
         return answer
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from hardpoint.plugins import ConfigError
+from hardpoint.plugins import ConfigError, HardpointError
 
 from .assembly import Applications
 from .operations.addresses import BoundAddress, allow_descriptors
@@ -145,12 +145,13 @@ class Serving:
             for listener, bound in zip(self._listeners, self._bound, strict=True)
         ]
         ended = asyncio.ensure_future(self._end.wait())
+        using = asyncio.ensure_future(self._use_engine())
         watching = asyncio.ensure_future(self._watch(announce))
         try:
             await asyncio.wait([ended, watching, *listening], return_when=asyncio.FIRST_COMPLETED)
             failure = watching.exception() if watching.done() else None
         finally:
-            for task in (ended, watching, self._draining):
+            for task in (ended, watching, using, self._draining):
                 if task is not None:
                     task.cancel()
             await self._end_requests()
@@ -163,6 +164,11 @@ class Serving:
         if failure is not None:
             raise failure
         return self._code
+
+    async def _use_engine(self) -> None:
+        """Use the engine once; one that dies before that is not restarted, and probes do not."""
+        with contextlib.suppress(HardpointError):
+            await self._service.engine.health()
 
     async def _end_requests(self) -> None:
         """End the requests that run, and give them a moment to notify their clients."""

@@ -67,11 +67,17 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
         Exception: raised by `work`.
     """
     results: list[T] = []
+    ended: list[BaseException] = []
 
     async def collect() -> None:
-        results.append(await work)
+        try:
+            results.append(await work)
+        except (KeyboardInterrupt, SystemExit) as error:  # out of a task they end the event loop
+            ended.append(error)
 
     await until_disconnect(request.receive, collect())
+    if ended:
+        raise ended[0]
     return results[0]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -163,12 +163,6 @@ ENGINE_FAMILIES = (
         "position",
     ),
     Family(
-        "iteration_tokens_total",
-        _H,
-        "Tokens of prompts and generated tokens of a batch of outputs.",
-        lambda e: e.iteration_tokens,
-    ),
-    Family(
         "time_to_first_token_seconds",
         _H,
         "From a request's arrival to its first token.",
@@ -221,6 +215,18 @@ ENGINE_FAMILIES = (
     ),
 )
 """Metrics of an engine, under its own prefix and under those of the aliases."""
+
+_STEP_TOKENS = Family(
+    "iteration_tokens",
+    _H,
+    "Tokens of prompts and generated tokens of a batch of outputs.",
+    lambda e: e.iteration_tokens,
+)
+OWN_FAMILIES = (_STEP_TOKENS,)
+"""Metrics that an alias has under another name."""
+
+ALIAS_FAMILIES = (replace(_STEP_TOKENS, name="iteration_tokens_total"),)
+"""The same, as dashboards for the aliases name them."""
 
 TIER_FAMILIES = (
     *(
@@ -286,9 +292,13 @@ def engine_families(
     model_name: str, engines: Mapping[int, EngineFigures], prefixes: Sequence[str]
 ) -> Iterator[Metric]:
     """Yield all metrics of the engines, under each prefix; those of tiers if there are some."""
-    exported: list[tuple[Sequence[Family], Sequence[str]]] = [(ENGINE_FAMILIES, prefixes)]
+    aliases = [prefix for prefix in prefixes if prefix != OWN]
+    exported: list[tuple[Sequence[Family], Sequence[str]]] = [
+        (ENGINE_FAMILIES, prefixes),
+        (OWN_FAMILIES, (OWN,)),
+        (ALIAS_FAMILIES, aliases),
+    ]
     if any(figures.tiers for figures in engines.values()):
-        aliases = [prefix for prefix in prefixes if prefix != OWN]
         exported += [(TIER_FAMILIES, (OWN,)), (OFFLOAD_FAMILIES, aliases)]
     for families, names in exported:
         for family in families:

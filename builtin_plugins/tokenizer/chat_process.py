@@ -7,6 +7,7 @@ requests and writes answers, a line of JSON each. It imports Jinja alone, to sta
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import signal
@@ -18,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jinja2 import Template
+
+_PR_SET_PDEATHSIG = 1
 
 # Names under which templates read a message's reasoning; the first is the standard one.
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -130,6 +133,7 @@ def main(seconds: float, max_characters: int, max_bytes: int) -> None:
     """
     if hasattr(signal, "SIGINT"):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the caller's
+    _continue_after_parent()
     compiled = lru_cache(maxsize=8)(compile_template)
     compiled("")  # imports what compiling needs
     _limit_memory(max_bytes)
@@ -148,6 +152,12 @@ def _limit_memory(max_bytes: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     within = max_bytes if hard == resource.RLIM_INFINITY else min(max_bytes, hard)
     resource.setrlimit(resource.RLIMIT_AS, (within, hard))
+
+
+def _continue_after_parent() -> None:
+    """Let the system continue this process, if it is stopped, when its parent has ended."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGCONT))
 
 
 def _alarm(seconds: int) -> None:

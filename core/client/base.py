@@ -10,8 +10,7 @@ from hardpoint.boundary.activity import Activity
 from hardpoint.boundary.errors import engine_dead
 from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.utility_calls import failure_of, run_utility
-from hardpoint.errors import PluginFaultError
-from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest
+from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest, HardpointError
 from hardpoint.registry.blame import raise_unless_fault
 
 
@@ -79,7 +78,7 @@ class InprocClient:
         """
         self._core = core
         self.activity = core.activity
-        self._failures: list[PluginFaultError] = []
+        self._failures: list[HardpointError] = []
         core.on_executor_failure(self._failures.append)
 
     def _check(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import threading
@@ -31,8 +32,11 @@ from hardpoint.registry.kinds import KINDS, Process
 from hardpoint.system.process.launch import Interpreter, main_objects
 from hardpoint.system.resources import check_descriptors
 
+from .hang_watch import HangWatch
 from .output_queue import OutputQueue
 from .sockets import READER_THREAD, Attempt, EngineSockets
+
+_log = logging.getLogger("hardpoint")
 
 _POLL_INTERVAL_MS = 20
 _FAILURE_REPORT_TIMEOUT_S = 0.7
@@ -101,16 +105,19 @@ class EngineMonitor:
     # way round, the reader may see the marker before the report is complete, and so waits for it
     # for `_FAILURE_REPORT_TIMEOUT_S`.
 
-    def __init__(self, process: EngineProcess, sockets: EngineSockets, sink: Sink) -> None:
+    def __init__(
+        self, process: EngineProcess, sockets: EngineSockets, sink: Sink, hang_watch: HangWatch
+    ) -> None:
         """Start the threads; `close` ends them, the sockets and the process."""
         self._process, self._sockets, self._sink = process, sockets, sink
         self._owner_pid = os.getpid()
+        self._hang_watch = hang_watch
         self._state = _State.SERVING
         self._changed = threading.Condition()
         sentinels = select.poll()
         for descriptor in process.sentinels:
             sentinels.register(descriptor, select.POLLIN)
-        sockets.read(sink, self._outputs_ended, self.check_process)
+        sockets.read(sink, self._outputs_ended, self.check_process, process.failure)
         self._watcher = threading.Thread(
             target=self._watch, args=(sentinels,), name=_WATCHER_THREAD, daemon=True
         )
@@ -120,6 +127,11 @@ class EngineMonitor:
     def pid(self) -> int:
         """The engine's process id."""
         return self._process.pid
+
+    @property
+    def was_killed(self) -> bool:
+        """See `EngineProcess.was_killed`."""
+        return self._process.was_killed
 
     def check_process(self) -> None:
         """Notify of the death of the process, if it has ended and that is not yet reported."""
@@ -147,7 +159,13 @@ class EngineMonitor:
         self._watcher.join()
 
     def _watch(self, sentinels: select.poll) -> None:
-        sentinels.poll()
+        interval_s = self._hang_watch.interval_s
+        while not sentinels.poll(None if interval_s is None else interval_s * 1000):
+            if self._state is not _State.SERVING:
+                return
+            if (hung := self._hang_watch.check()) is not None:
+                self._end_hung(EngineDeadError(f"the {self._process.label} {hung}"))
+                return
         if self._state is _State.CLOSED:
             return
         error = self._reason(_FAILURE_REPORT_TIMEOUT_S)
@@ -157,6 +175,12 @@ class EngineMonitor:
                     lambda: self._state is not _State.SERVING, _LAST_OUTPUTS_TIMEOUT_S
                 )
         self._die(error)
+
+    def _end_hung(self, error: EngineDeadError) -> None:
+        """Kill a process that hangs; it would hold its memory, and cannot end in order."""
+        _log.error("%s; it is killed", error)
+        self._die(error)  # first, so that no caller takes the signal for the reason
+        self._process.kill()
 
     def _outputs_ended(self, error: Exception | None) -> None:
         self._die(error or self._reason(_FAILURE_REPORT_TIMEOUT_S))
@@ -222,7 +246,7 @@ def _launch(start: EngineStart, sockets: EngineSockets) -> Launch:
 
 def _is_needed(entry: PluginEntry) -> bool:
     """Return whether a plugin is needed in the engine's process."""
-    return KINDS[entry.kind].processes != (Process.FRONTEND,)
+    return KINDS[entry.kind].processes != (Process.FRONTEND,) and not entry.stays
 
 
 class ProcessClient:
@@ -275,13 +299,20 @@ class ProcessClient:
             self.ready = _wait_until_ready(self._sockets, process, timeout_s)
             undo.pop_all()
         sink = self._outputs.put if sink is None else sink
-        self._monitor = EngineMonitor(process, self._sockets, sink)
+        settings = start.config.engine
+        watch = HangWatch(self.activity, settings.hung_process_seconds, settings.hung_step_seconds)
+        self._monitor = EngineMonitor(process, self._sockets, sink, watch)
         self._release = weakref.finalize(self, self._monitor.close)
 
     @property
     def pid(self) -> int:
         """The engine's process id."""
         return self._monitor.pid
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal that others send ended the engine, so that no plugin is to blame."""
+        return self._monitor.was_killed
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Send a request. If the engine rejects it, its first output is the error.

@@ -146,6 +146,7 @@ class EngineSockets:
         self._call_ids = itertools.count()
         self._error: Exception | None = None
         self._check_process: Callable[[], None] = _no_check
+        self._failure: Callable[[], Exception | None] | None = None
         self._reader: threading.Thread | None = None
 
     def poll_ready(self, milliseconds: int) -> EngineCoreReadyResponse | None:
@@ -169,7 +170,11 @@ class EngineSockets:
         return ready
 
     def read(
-        self, on_outputs: OnOutputs, on_end: OnEnd, check_process: Callable[[], None] | None = None
+        self,
+        on_outputs: OnOutputs,
+        on_end: OnEnd,
+        check_process: Callable[[], None] | None = None,
+        failure: Callable[[], Exception | None] | None = None,
     ) -> None:
         """Start the reader thread.
 
@@ -179,8 +184,10 @@ class EngineSockets:
                 the engine sent the dead marker.
             check_process: called before each message is sent; calls `fail` if it finds that the
                 engine's process has ended.
+            failure: returns the error of an engine that has left, None if it ends in order.
         """
         self._check_process = check_process or _no_check
+        self._failure = failure
         self._reader = threading.Thread(
             target=self._read, args=(on_outputs, on_end), name=READER_THREAD, daemon=True
         )
@@ -279,7 +286,7 @@ class EngineSockets:
         if self._reader is not None:
             self._wake_reader(_STOP)
             self._reader.join()
-        self._check_process = _no_check
+        self._check_process, self._failure = _no_check, None
         with self._send_lock:
             self._input.close(0)
         for socket in (self._output, self._wake_sender, self._wake_receiver):
@@ -328,6 +335,12 @@ class EngineSockets:
             return False
         except zmq.ZMQError as cause:
             self._backlog.clear()
+            if (
+                cause.errno == zmq.EHOSTUNREACH and self._failure is not None
+            ):  # it has closed its socket
+                reason = self._failure() or EngineDeadError("the engine is shutting down")
+                left = engine_dead(reason)
+                raise left from left.__cause__ or cause
             raise EngineDeadError(f"the engine cannot be reached: {cause}") from cause
         return True
 

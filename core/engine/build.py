@@ -8,11 +8,13 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from hardpoint.boundary.activity import Activity
+from hardpoint.boundary.errors import close_all
 from hardpoint.boundary.faults import CALL_LOST, StepFaults, create_all
 from hardpoint.boundary.parts.components import Components, GatesAsGrammars, describe_fault
 from hardpoint.boundary.parts.engine_parts import EngineParts, open_parts
@@ -49,6 +51,7 @@ from hardpoint.plugins.kv_cache import BlockNeeds
 from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.plugins.scheduler import SchedulerLimits
 from hardpoint.plugins.step_part import EngineHalf, EngineHalfContext, StepPart, StepPartContext
+from hardpoint.registry.blame import close_if_failed
 from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.typed.read_only import read_only
@@ -101,7 +104,7 @@ def build_core(
     with contextlib.ExitStack() as undo:
         opened, spec = _open_plugins(spec, vocabulary, clock, faults, undo)
         launcher = WorkerLauncher(spec, config_sources, activity)
-        undo.callback(launcher.close)
+        close_if_failed(undo, launcher.close)
         step_parts = opened.step_parts
         executor = _executor(spec, launcher, step_parts, undo)
         start = _parts_start(spec, executor, step_parts, undo)
@@ -190,13 +193,13 @@ def _open_plugins(
         The plugins, and the spec with what follows from them.
     """
     policy = PolicySlot(spec.plugins, faults, spec.model_config.vocab_size)
-    undo.callback(policy.close)
+    close_if_failed(undo, policy.close)
     publishers = create_all(spec.plugins, "kv_event_publishers", faults, PublisherContext)
     kv_events = KVEventFanout(publishers, time.time)
-    undo.callback(kv_events.close)
+    close_if_failed(undo, kv_events.close)
     blocks = BlockMetadata(clock)
     eviction = _eviction_policy(spec.plugins, blocks, clock)
-    undo.callback(eviction.close)
+    close_if_failed(undo, partial(close_all, [eviction]))
     block_hashes = _BlockHashes()
     context = EngineHalfContext(
         components=Components(spec.plugins, faults.calls),
@@ -212,7 +215,7 @@ def _open_plugins(
         publish=kv_events.publish,
     )
     step_parts = _step_parts(spec, context, faults)
-    undo.callback(step_parts.close)
+    close_if_failed(undo, step_parts.close)
     opened = _EnginePlugins(policy, kv_events, blocks, eviction, step_parts, block_hashes)
     return opened, dataclasses.replace(spec, num_draft_tokens=step_parts.num_draft_tokens)
 
@@ -269,9 +272,10 @@ def _executor(
         start_process=launcher.start_process,
         progress=spec.progress,
         watchdog_seconds=spec.config.engine.watchdog_seconds,
+        watchdog_exits=spec.config.engine.watchdog_exits,
         all_report=parts.moves_blocks is not None,
     )
-    undo.callback(executor.close)
+    close_if_failed(undo, partial(close_all, [executor]))
     _check_depth(executor)
     if spec.num_draft_tokens:
         check_drafts(spec, parts.drafting, executor)
@@ -286,7 +290,7 @@ def _parts_start(
         return None
     start = PartsStart(spec.config, spec.loader, executor, parts)
     start.weights_load()
-    undo.callback(start.close)
+    close_if_failed(undo, start.close)
     return start
 
 

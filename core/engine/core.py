@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from hardpoint.boundary.errors import close_all
 from hardpoint.boundary.step_check import live_request
-from hardpoint.errors import PluginFaultError
+from hardpoint.errors import EngineDeadError, PluginFaultError
 from hardpoint.plugins import (
     EngineCoreRequest,
     HardpointError,
@@ -155,11 +155,12 @@ class EngineCore(EngineUtilities):
         """Fail the pauses that are not complete; the loop has ended, the core is closed next."""
         self._pause.fail_pending(message)
 
-    def on_executor_failure(self, callback: Callable[[PluginFaultError], None]) -> None:
+    def on_executor_failure(self, callback: Callable[[HardpointError], None]) -> None:
         """Register a callback for a failure of the executor outside of its calls.
 
         Args:
-            callback: called, in any thread, with the error that ends the engine.
+            callback: called, in any thread, with the error that ends the engine: the executor's
+                own EngineDeadError, such as the loss of a worker, which is no fault of a plugin.
 
         Raises:
             PluginFaultError: the executor takes no callback.
@@ -167,6 +168,9 @@ class EngineCore(EngineUtilities):
         label = self._parts.executor_label  # the executor keeps `report`, which keeps no core
 
         def report(cause: BaseException) -> None:
+            if isinstance(cause, EngineDeadError):
+                callback(cause)
+                return
             failed = PluginFaultError(f"{label} failed: {describe(cause)}")
             failed.__cause__ = cause if isinstance(cause, BaseException) else None
             callback(failed)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from hardpoint.boundary.activity import PluginCalls
+from hardpoint.boundary.errors import close_named
 from hardpoint.boundary.faults import FaultReporter, StepFaults
 from hardpoint.boundary.guard import SortKey, boundary_of, guard
 from hardpoint.errors import PluginFaultError, shown
@@ -27,7 +29,7 @@ from hardpoint.plugins.arguments import prepared_type
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.manifest import PluginEntry, Source
 from hardpoint.plugins.request import RequestView
-from hardpoint.registry.blame import faults_as, raise_unless_fault
+from hardpoint.registry.blame import close_if_failed, faults_as, raise_unless_fault
 from hardpoint.registry.kinds import KINDS
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.registry.references import with_references
@@ -214,7 +216,7 @@ class PolicySlot:
         new, source, arguments = self._build(plugins)
         old = self.policy
         with contextlib.ExitStack() as undo:
-            undo.callback(new.close)
+            close_if_failed(undo, partial(close_named, source, new.close))
             carried_over = self._carried_over(arguments, scheduler)
             if new.state_format and new.state_format == old.state_format:
                 with faults_as(PluginFaultError, f"{self._source}: export_state()"):
@@ -238,8 +240,12 @@ class PolicySlot:
             boundary_of(old).report("close() failed", cause)
 
     def close(self) -> None:
-        """Close the policy."""
-        self.policy.close()
+        """Close the policy.
+
+        Raises:
+            PluginFaultError: its `close` failed.
+        """
+        close_named(self._source, self.policy.close)
 
     def _build(self, plugins: PluginSet) -> tuple[SchedulingPolicy, Source, PolicyArguments]:
         entry = plugins.one(_KIND)

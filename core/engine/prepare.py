@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import re
 
 import torch
 
 from hardpoint import typed
-from hardpoint.core.weights.model_files import find_files, unreadable
+from hardpoint.core.weights.model_files import find_files, unreadable, with_recommended
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.errors import PluginFaultError, shown
 from hardpoint.plugins import (
@@ -40,6 +41,8 @@ _SUFFIX = "ForCausalLM"
 _WITH_IMAGES = "ForConditionalGeneration"
 _TYPO = 0.87
 """Similarity from which a name is a typing error: above that of Mixtral and Mistral."""
+_DIGITS = re.compile(r"\d+")
+"""Names that differ in these alone are of several generations, each a model of its own."""
 
 
 def limits_of(
@@ -153,6 +156,7 @@ def prepare_worker(
             f"{source}: its config() gave {repr(model_config)[:120]}, expected a ModelConfig with "
             f"sizes >= 1"
         )
+    model_config = with_recommended(model_config, loader.context.files)
     _check_architecture(model_config.architecture, plugins, loader)
     _check_use(config, plugins, config_sources)
     _check_quantization(config, model_config, plugins)
@@ -186,7 +190,9 @@ def _check_architecture(name: str, plugins: PluginSet, loader: WeightLoader) -> 
     if plugins.find("models", name) is not None:
         return
     known = {entry.name.removesuffix(_SUFFIX): entry.name for entry in plugins.entries("models")}
-    close = difflib.get_close_matches(name.removesuffix(_SUFFIX), known, n=1, cutoff=_TYPO)
+    letters = _DIGITS.sub("", name)
+    others = [short for short, of in known.items() if _DIGITS.sub("", of) != letters]
+    close = difflib.get_close_matches(name.removesuffix(_SUFFIX), others, n=1, cutoff=_TYPO)
     meant = f" (did you mean {known[close[0]]!r}?)" if close else ""
     if name.endswith(_WITH_IMAGES) and (text := name.removesuffix(_WITH_IMAGES)) in known:
         meant = f": it has inputs besides text; checkpoints of {known[text]!r} are of text alone"

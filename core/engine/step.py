@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -32,6 +33,7 @@ from hardpoint.plugins.component import Component
 from hardpoint.plugins.plan import NO_DRAFT, SampledTokens
 from hardpoint.plugins.stats import SchedulerStats
 from hardpoint.registry.blame import is_fault, raise_unless_fault
+from hardpoint.system.plugin_settings import READ, changed
 
 from .batch_queue import Batch, BatchQueue, start_batch, with_drafts
 from .parts_start import PartsStart
@@ -136,7 +138,9 @@ class StepRunner:
             return self._pop_unsent(), False
         plan = None
         try:
+            settings = READ[0]()
             plan = self._scheduler.schedule()  # kept at once: an interrupt must not lose it
+            self._put_back(settings, "schedule")
             checked(plan, Scheduler, "schedule", self._parts.scheduler_label)
             forward = self._execute(plan)
             bitmask = self._step_parts.mask(plan)  # while the model runs
@@ -173,11 +177,18 @@ class StepRunner:
         self._sample_deferred()
         return outputs, started or computed
 
+    def _put_back(self, settings: Any, method: str) -> None:
+        """Put torch's settings back if a method of the scheduler has changed them."""
+        if READ[0]() != settings:
+            changed(settings, self._parts.scheduler_label, method)
+
     def _start_batch(self) -> bool:
         """Schedule and start a batch; return whether it computes any token."""
         plan = None
         try:
+            settings = READ[0]()
             plan = self._scheduler.schedule()
+            self._put_back(settings, "schedule")
             checked(plan, Scheduler, "schedule", self._parts.scheduler_label)
             sample = None if self._waits(plan) else self._sample
             self._batches.push(start_batch(plan, self._execute, sample))
@@ -264,7 +275,9 @@ class StepRunner:
             self._parts.faults.note("executor", fault.message, consequence="its request ends")
             if request_id not in plan.num_scheduled_tokens:  # the scheduler looks at no others
                 self._end(request_id, fault)
+        settings = READ[0]()
         outputs = self._scheduler.update(plan, result)
+        self._put_back(settings, "update")
         checked(outputs, Scheduler, "update", self._parts.scheduler_label)
         self._step_parts.updated(plan)
         return outputs

@@ -22,6 +22,7 @@ import msgspec
 import torch
 
 from hardpoint.boundary.activity import Activity
+from hardpoint.boundary.copies import watch_forks
 from hardpoint.boundary.errors import naming_plugin
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.core.worker.worker import LocalWorker
@@ -39,10 +40,14 @@ from hardpoint.system.process.child import ParentWatch
 from hardpoint.system.process.launch import ChildLaunch, decode_launch, main_objects
 from hardpoint.system.process.naming import log_to_stderr, name_process
 from hardpoint.system.process.process import ChildProcess, socket_pair
+from hardpoint.typed import prepared
 
 from .prepare import prepare_worker
 
 _log = logging.getLogger("hardpoint")
+
+_recorded: list[Activity] = []
+"""In a worker's process, what it shares with the process that started it."""
 
 _FACTORY = "hardpoint.core.engine.worker_launch:build_worker"
 
@@ -86,7 +91,8 @@ class _ProcessLaunch(ChildLaunch, frozen=True, kw_only=True):
     Attributes:
         launch: the WorkerLaunch, encoded.
         run: the executor's function that the process runs.
-        descriptors: for it; the first is that of the channel.
+        descriptors: the first is that of the channel, the second that of the activity; the others
+            are for the function.
         log_level: level of the logger "hardpoint".
     """
 
@@ -195,14 +201,17 @@ class WorkerProcess:
         references = [entry.value for entry in manifest.tree() if _is_needed(entry)]
         objects = main_objects([*references, run])
         self.channel, theirs = socket_pair()
+        activity, shared = Activity.create_unnamed()
         try:
-            self._child = _ChildWorker.spawn(pass_fds=(theirs.fileno(), *pass_fds))
+            self._child = _ChildWorker.spawn(pass_fds=(theirs.fileno(), shared, *pass_fds))
         except BaseException:
             self.channel.close()
             raise
         finally:
             theirs.close()
+            os.close(shared)
         self._child.rank = launch.rank
+        self._activity = activity
         self._owner = os.getpid()
         self.pid = self._child.pid
         try:
@@ -228,6 +237,14 @@ class WorkerProcess:
         """Return the error that ended the child, or how it exited; None while it runs."""
         return self._child.failure()
 
+    def doing(self) -> str | None:
+        """Return whether it is stopped, and the method of a plugin that runs in a call."""
+        is_busy, is_stopped = self._activity.is_busy, self._child.is_stopped
+        if not (is_busy or is_stopped):
+            return None
+        stopped = ", stopped by a signal" if is_stopped else ""
+        return stopped + (self._activity.snapshot().during if is_busy else "")
+
     def close(self, grace_s: float = 5.0) -> None:
         """End the child: it sees the end of the channel; kill it after `grace_s` seconds."""
         if os.getpid() == self._owner:  # a shutdown would reach the child from a fork, too
@@ -236,6 +253,7 @@ class WorkerProcess:
             self._child.wait(grace_s)
         self.channel.close()
         self._child.close(0)
+        self._activity.close()
 
 
 def _is_needed(entry: PluginEntry) -> bool:
@@ -269,12 +287,14 @@ def _run_worker_process(data: bytes) -> None:
         PluginLoadError: there is no such function.
     """
     start = decode_launch(data, _ProcessLaunch)
+    watch_forks()
     launch = WorkerLaunch.decode(start.launch)
     name_process(f"Worker_{launch.rank}")
     log_to_stderr(f"Worker {launch.rank}", start.log_level)
     channel = socket.socket(fileno=start.descriptors[0])
     channel.set_inheritable(False)
-    for descriptor in start.descriptors[1:]:
+    _recorded.append(Activity.open_unnamed(start.descriptors[1]))
+    for descriptor in start.descriptors[2:]:
         os.set_inheritable(descriptor, False)
     module, _, name = start.run.partition(":")
     try:
@@ -284,7 +304,7 @@ def _run_worker_process(data: bytes) -> None:
             f"{start.run}: the function that a worker's process is to run cannot be found there: "
             f"{cause}"
         ) from cause
-    run(launch, channel, list(start.descriptors[1:]))
+    run(launch, channel, list(start.descriptors[2:]))
 
 
 def build_worker(launch: WorkerLaunch, progress: Progress | None) -> Worker:
@@ -294,7 +314,7 @@ def build_worker(launch: WorkerLaunch, progress: Progress | None) -> Worker:
         return LocalWorker(spec, activity)
     data = _checked_data(launch)
     plugins = PluginSet(data.manifest)
-    config = msgspec.convert(data.config, EngineConfig)
+    config = msgspec.convert(data.config, prepared(EngineConfig))
     with naming_plugin(plugins):
         spec = prepare_worker(
             config, plugins, ConfigSources(data.config_sources), progress or _no_progress
@@ -306,7 +326,8 @@ def build_worker(launch: WorkerLaunch, progress: Progress | None) -> Worker:
         device=_device_of(launch.rank, data.placement, spec.device),
         num_draft_tokens=data.num_draft_tokens,
     )
-    return _NamingWorker(LocalWorker(spec), plugins)
+    activity = _recorded[-1] if _recorded else Activity()
+    return _NamingWorker(LocalWorker(spec, activity), plugins, activity)
 
 
 def _checked_data(launch: WorkerLaunch) -> _Data:
@@ -326,7 +347,7 @@ def _checked_data(launch: WorkerLaunch) -> _Data:
                     f"{name}: the engine has version {wanted}, {where} (pid {os.getpid()}) has "
                     f"{version}; install the same one"
                 )
-        data = msgspec.msgpack.decode(made.data, type=_Data)
+        data = msgspec.msgpack.decode(made.data, type=prepared(_Data))
     except msgspec.MsgspecError as cause:
         raise HardpointError(f"launch: {where} cannot read it: {cause}") from None
     if data.manifest.hash != made.manifest_hash:
@@ -336,19 +357,30 @@ def _checked_data(launch: WorkerLaunch) -> _Data:
 
 
 class _NamingWorker:
-    """A worker whose errors name the plugin that is responsible, since they leave the process."""
+    """A worker whose errors name the plugin that is responsible, since they leave the process.
 
-    def __init__(self, worker: LocalWorker, plugins: PluginSet) -> None:
+    It records that a call is under way, for the process that watches this one.
+    """
+
+    def __init__(self, worker: LocalWorker, plugins: PluginSet, activity: Activity) -> None:
         self._worker = worker
         self._plugins = plugins
+        self._activity = activity
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._worker, name)
 
+        if name == "abort":  # comes from another thread, during a call
+            return method
+
         @functools.wraps(method)
         def call(*args: Any) -> Any:
-            with naming_plugin(self._plugins):
-                return method(*args)
+            self._activity.begin_call()
+            try:
+                with naming_plugin(self._plugins):
+                    return method(*args)
+            finally:
+                self._activity.end_step()
 
         self.__dict__[name] = call
         return call

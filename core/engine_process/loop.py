@@ -23,6 +23,7 @@ from .sender import ClientSendQueues
 _log = logging.getLogger("hardpoint")
 
 _SLACK = 0.1  # of the watchdog's limit
+_STDERR = 2  # not `sys.stderr`, which a plugin may set to anything
 
 
 class Watchdog:
@@ -36,7 +37,12 @@ class Watchdog:
     # time has passed.
 
     def __init__(
-        self, limit_s: float, *, exits: bool = False, activity: Activity | None = None
+        self,
+        limit_s: float,
+        *,
+        exits: bool = False,
+        activity: Activity | None = None,
+        later_s: float = 0.0,
     ) -> None:
         """Create a watchdog that is stopped.
 
@@ -44,8 +50,10 @@ class Watchdog:
             limit_s: 0 switches it off.
             exits: whether a step that takes longer also ends the process, at once.
             activity: records when the time of a step began that may end the process.
+            later_s: left to what ends such a step by itself, before the process is ended.
         """
         self._limit_s = limit_s
+        self._later_s = later_s if exits else 0.0
         self._activity = activity if exits else None
         self._exits = exits
         self._set_at: float | None = None
@@ -56,8 +64,8 @@ class Watchdog:
             return
         now = time.monotonic()
         if self._set_at is None or now - self._set_at > self._limit_s * _SLACK:
-            timeout = self._limit_s * (1 + _SLACK)
-            faulthandler.dump_traceback_later(timeout, exit=self._exits)
+            timeout = self._limit_s * (1 + _SLACK) + self._later_s
+            faulthandler.dump_traceback_later(timeout, exit=self._exits, file=_STDERR)
             self._set_at = now
             if self._activity is not None:
                 self._activity.begin_watch(now, self._limit_s)
@@ -82,11 +90,13 @@ class LoopOptions:
         watchdog_seconds: the stacks of all threads are written to stderr when a step takes longer;
             0 switches that off.
         watchdog_exits: whether such a step also ends the process.
+        watchdog_later_seconds: left to an executor that ends such a step by itself.
     """
 
     drain_seconds: float = 0.0
     watchdog_seconds: float = 0.0
     watchdog_exits: bool = False
+    watchdog_later_seconds: float = 0.0
 
 
 class Wakeup:
@@ -176,7 +186,10 @@ class EngineLoop:
         self._queues = queues
         self._options = options
         self._watchdog = Watchdog(
-            options.watchdog_seconds, exits=options.watchdog_exits, activity=core.activity
+            options.watchdog_seconds,
+            exits=options.watchdog_exits,
+            activity=core.activity,
+            later_s=options.watchdog_later_seconds,
         )
         self._clock = clock
         self._state = ShutdownState.RUNNING
@@ -205,7 +218,9 @@ class EngineLoop:
                 self._handle_input()
                 if self._core.has_requests():
                     self._watchdog.start_step()
+                    self._core.activity.turn()
                     outputs, executed = self._core.step(self._late_aborts)
+                    self._core.activity.turn()
                     self._send(outputs)
                     if not (executed or outputs) and self._core.has_requests():
                         time.sleep(_IDLE_S)

@@ -7,7 +7,7 @@ import subprocess
 
 from hardpoint.boundary.activity import Activity, Snapshot
 from hardpoint.system.process.error_output import ErrorOutput
-from hardpoint.system.process.process import ChildProcess, ending
+from hardpoint.system.process.process import ChildProcess, ending, was_killed
 
 _WATCHDOG_EXIT_CODE = 1  # that of faulthandler
 
@@ -34,11 +34,19 @@ class EngineProcess(ChildProcess):
 
     @property
     def description(self) -> str:
-        """The state as text, with the plugin that ran when it ended."""
+        """The state as text, with the method of a plugin that ran when it ended."""
         code = self.returncode
         now = self.activity.snapshot() if self.activity is not None else Snapshot()
-        how, limit = ending(code), now.watchdog_seconds
+        how, limit = self.ending, now.watchdog_seconds
         if code == _WATCHDOG_EXIT_CODE and 0 < limit <= now.step_seconds:
             how = f"was ended by its watchdog: a step took longer than {limit:g} s"
             how += " (engine.watchdog_seconds)"
-        return f"the {self.label} {how}{'' if code is None else now.during}"
+        if code is not None and now.call is not None:
+            sent = ", which others send," if how == ending(code) else ","
+            how += f"{sent} while {now.call} ran" if self.was_killed else now.during
+        return f"the {self.label} {how}"
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal that others send ended it, so that what ran is not to blame."""
+        return was_killed(self.returncode)

@@ -11,11 +11,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from time import sleep  # its own: plugins may replace that of the module
 from types import FrameType
 
 import msgspec
 
 from hardpoint.boundary.activity import Activity
+from hardpoint.boundary.copies import watch_forks
 from hardpoint.boundary.errors import attribute_error, naming_plugin
 from hardpoint.core.engine.build import BuiltCore, build_core
 from hardpoint.core.engine.prepare import prepare_worker
@@ -97,6 +99,17 @@ def log_as(index: int, level: str) -> None:
     log_to_stderr(f"EngineCore {index}", level)
 
 
+_BEAT_INTERVAL_S = 0.25
+
+
+def _beat(activity: Activity) -> None:
+    """Show for ever that this process runs."""
+    while True:
+        activity.beat()
+        sleep(_BEAT_INTERVAL_S)
+
+
+_EXECUTORS_WATCH_S = 5.0  # for an executor of several ranks to find and end those that hang
 _ORPHAN_GRACE_S = 4.0  # to shut down in order, after the parent has ended
 
 
@@ -111,6 +124,7 @@ def run_engine(data: bytes, watch: ParentWatch) -> None:
         HardpointError: the engine cannot be built; the parent raises it too.
     """
     launch = decode_launch(data, Launch)
+    watch_forks()
     name_process(engine_name(launch.engine_index))
     log_as(launch.engine_index, launch.log_level)
     config = msgspec.convert(launch.config, EngineConfig)
@@ -149,7 +163,12 @@ def _serve(
     loop = EngineLoop(
         built.core,
         queues,
-        LoopOptions(settings.drain_seconds, settings.watchdog_seconds, settings.watchdog_exits),
+        LoopOptions(
+            settings.drain_seconds,
+            settings.watchdog_seconds,
+            settings.watchdog_exits,
+            _EXECUTORS_WATCH_S if spec.config.parallel.world_size > 1 else 0.0,
+        ),
     )
     closing.callback(restore_signals)
     handle_signals(loop)
@@ -169,6 +188,8 @@ def _serve(
     # A full collection visits every request that waits, which stops all others; cycles of garbage
     # are found by the collections of young objects, but for those that live long.
     gc.set_threshold(*gc.get_threshold()[:2], _FULL_COLLECTION_AFTER)
+    activity = built.core.activity
+    threading.Thread(target=_beat, args=(activity,), name="EngineBeat", daemon=True).start()
     io.start(_ready(spec, built))
     try:
         loop.run()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from hardpoint.boundary.activity import PluginCall
+from hardpoint.boundary.parts.frontend_parts import FrontendParts
 from hardpoint.core.client.base import EngineCoreClient
 from hardpoint.core.engine.policy import change_policy
 from hardpoint.plugins import (
@@ -40,7 +41,7 @@ class EngineParts:
         components: closed with the engine, last one first.
         clock: seconds; gives requests their arrival times.
         statistics: closed with the engine; None if they are off.
-        why_no_grammars: the reason if the engine has no grammars; None if it has.
+        step_parts: frontend halves of step parts; closed with the engine.
     """
 
     config: EngineConfig
@@ -55,7 +56,7 @@ class EngineParts:
     components: Sequence[Component]
     clock: Callable[[], float]
     statistics: Statistics | None = None
-    why_no_grammars: str | None = None
+    step_parts: FrontendParts = field(default_factory=FrontendParts)
 
     def with_policy(
         self, use: str | type[SchedulingPolicy], options: Mapping[str, Any]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from hardpoint.boundary.activity import PluginCall
-from hardpoint.boundary.errors import engine_dead
+from hardpoint.boundary.errors import close_all, engine_dead
 from hardpoint.boundary.plugin_health import PluginHealth
 from hardpoint.errors import EngineDeadError, PluginFaultError, shown
 from hardpoint.plugins import (
@@ -25,7 +25,6 @@ from hardpoint.registry.discovery import is_third_party
 from hardpoint.typed.read_only import read_only
 
 from .engine_parts import EngineParts
-from .outputs.output_parsers import AnswerValidator
 from .outputs.output_processor import OutputProcessor, ProcessedOutputs
 from .outputs.request_state import AnyOutput
 from .requests.input_processor import InputProcessor
@@ -70,15 +69,17 @@ class Frontend:
         assert isinstance(config.max_model_len, int)
         self._hooks = parts.hooks
         self._components = parts.components
+        self._step_parts = parts.step_parts
         self._health = PluginHealth(parts.plugins, config.plugins.quarantine_after)
+        parts.step_parts.report_to(self._health.record)
         self._arguments = PluginArguments(
             parts.plugins,
             self._health,
             parts.model_config.vocab_size,
             parts.tokenizer,
             parts.parsers,
-            config.grammar,
-            parts.why_no_grammars,
+            parts.step_parts,
+            config.grammar.use,
         )
         self.input = InputProcessor(
             parts.model_config,
@@ -96,7 +97,7 @@ class Frontend:
             parts.tokenizer,
             config.engine.stream_interval,
             parts.statistics,
-            AnswerValidator(parts.plugins, config.grammar.use),
+            parts.step_parts,
         )
         self._third_party = {
             entry.name
@@ -240,8 +241,8 @@ class Frontend:
     def close(self, close_client: Callable[[], None]) -> None:
         """Call the hooks, close the client and the components: all of them, even if one raises."""
         with contextlib.ExitStack() as stack:
-            for component in self._components:
-                stack.callback(component.close)
+            stack.callback(close_all, self._components)
+            stack.callback(self._step_parts.close)
             stack.callback(self._arguments.close)
             if self.statistics is not None:
                 stack.callback(self.statistics.close, self.output.figures())

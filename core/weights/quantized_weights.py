@@ -189,6 +189,14 @@ class QuantizedWeights:
             parts.append("not kept in the weight cache, for they multiply themselves")
         return ", ".join(parts) or None
 
+    def check_config(self, scheme: str) -> None:
+        """Build the scheme that a checkpoint names, which checks how it is described.
+
+        Raises:
+            ModelError: the scheme cannot read such a checkpoint.
+        """
+        self._scheme(scheme)
+
     def check_stored(self, formats: Mapping[str, WeightFormat]) -> None:
         """Check that schemes can read what files store, and that they have the required scheme.
 

@@ -81,7 +81,8 @@ def block_identity(
 def _quantization(spec: WorkerSpec) -> str:
     """Return a text that differs where weights are quantised in another way."""
     use = spec.config.quantization.use
-    options = spec.config.plugin.get(use, {})
+    entry = spec.plugins.find("quantizations", use)
+    options = spec.config.plugin.get(use if entry is None else entry.name, {})
     return msgspec.json.encode((spec.config.quantization, options), order="deterministic").decode()
 
 

@@ -41,7 +41,7 @@ from hardpoint.plugins.parallel import Communicator, CommunicatorContext
 from hardpoint.plugins.plan import DraftTokenIds
 from hardpoint.plugins.stats import PluginMeter
 from hardpoint.plugins.worker_half import KVBlocks, LoadedModel, WorkerHalfContext
-from hardpoint.registry.blame import describe
+from hardpoint.registry.blame import close_if_failed, describe
 from hardpoint.system.memory import (
     MemoryEstimate,
     MovedWeights,
@@ -197,7 +197,7 @@ class LocalWorker:
         samples = self._ranks.is_output
         parts = open_halves(spec.plugins, spec.config, context, self._activity, samples=samples)
         with contextlib.ExitStack() as undo:
-            undo.callback(parts.close)
+            close_if_failed(undo, parts.close)
             parts.check_hooks(planned.checked, self._ranks.parallel)
             undo.pop_all()
         return parts

@@ -27,6 +27,7 @@ from hardpoint.plugins.config_tables import KVConnectorConfig
 from hardpoint.plugins.kv_connector import KVConnectorScheduler
 from hardpoint.plugins.part_components import ComponentCalls
 from hardpoint.plugins.step_part import EngineHalfContext
+from hardpoint.typed import prepared
 
 from .messages import Report, StepData
 from .transfers import EndedLoad, Loads, Saves
@@ -291,7 +292,7 @@ class TransferPlanner(EngineHalf):
         reports = result.part_reports.get(self._part, {})
         step.failed |= len(reports) < step.reports  # a worker that sleeps reports nothing
         for rank, data in sorted(reports.items()):
-            report = msgspec.msgpack.decode(data, type=Report)
+            report = msgspec.msgpack.decode(data, type=prepared(Report))
             invalid.update(report.invalid_block_ids)
             step.failed |= report.failure is not None
             self._process(rank, report, plan.step)
@@ -399,7 +400,8 @@ class TransferPlanner(EngineHalf):
         self._left_out |= report.left_out  # other ranks may still load: that is cancelled
         if report.message is not None:
             try:
-                message = msgspec.msgpack.decode(report.message, type=self._connector.Message)
+                type_ = prepared(self._connector.Message)
+                message = msgspec.msgpack.decode(report.message, type=type_)
                 self._calls.run("receive", self._half.receive, rank, message)
             except BaseException as cause:
                 self._note("receive() failed", cause)

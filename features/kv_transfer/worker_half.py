@@ -29,6 +29,7 @@ from hardpoint.plugins.kv_connector import (
 )
 from hardpoint.plugins.kv_store import KVStoreContext
 from hardpoint.plugins.worker_half import KVBlocks, WorkerHalfContext
+from hardpoint.typed import prepared
 
 from .messages import Report, StepData
 
@@ -217,10 +218,11 @@ class TransferWorker(WorkerHalf):
         try:
             if data:
                 assert self._connector is not None
-                step = msgspec.msgpack.decode(data, type=StepData)
+                step = msgspec.msgpack.decode(data, type=prepared(StepData))
                 cancelled = step.cancelled
                 if step.metadata is not None:
-                    metadata = msgspec.msgpack.decode(step.metadata, type=self._connector.Metadata)
+                    type_ = prepared(self._connector.Metadata)
+                    metadata = msgspec.msgpack.decode(step.metadata, type=type_)
         except msgspec.MsgspecError as cause:
             self._failed("its metadata cannot be read", cause)
         half = self._half
@@ -422,5 +424,5 @@ def _tiers(value: Mapping[str, KVTierStats] | None) -> dict[str, KVTierStats] | 
     if value is None:
         return None
     return msgspec.convert(
-        msgspec.to_builtins(value), dict[str, KVTierStats]
+        msgspec.to_builtins(value), prepared(dict[str, KVTierStats])
     )  # a copy, which later steps do not change

@@ -28,6 +28,7 @@ from hardpoint.plugins import (
     WaitReason,
 )
 from hardpoint.plugins.config_tables import GrammarConfig
+from hardpoint.plugins.frontend_half import FrontendHalf, FrontendHalfContext
 from hardpoint.plugins.grammars import GrammarState, Vocabulary
 from hardpoint.plugins.part_components import ComponentFactory
 from hardpoint.plugins.step_part import EngineHalfContext
@@ -35,6 +36,7 @@ from hardpoint.plugins.structured import StructuredOutputs
 
 from .answers import Answer
 from .compilations import Compilations, stack_of
+from .requests import StructuredRequests
 
 _WAIT_S = 0.002
 """For a compilation, in a step without anything to compute; the next step looks for aborts."""
@@ -46,6 +48,10 @@ class StructuredOutput(StepPart):
     """Answers that keep to a schema, a pattern or a grammar; drives the `grammars` kind."""
 
     contract = 1
+
+    def frontend_half(self, context: FrontendHalfContext) -> FrontendHalf:
+        """Return the half that checks requests, and validates answers that nothing constrained."""
+        return StructuredRequests(context, self.context.config.grammar)
 
     def engine_half(self, context: EngineHalfContext) -> EngineHalf:
         """Return the half that compiles and masks; without a vocabulary, one that refuses."""

@@ -1,1 +1,1 @@
-"""Adapters that run logits processors written for other engines as components."""
+"""Adapters of components: of logits processors for other engines, and of an earlier contract."""

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 from msgspec import MsgspecError, msgpack
 
+from hardpoint.typed import prepared
+
 from .errors import MALFORMED, WireError, explain, field_path, short, type_name
 from .tensors import (
     ARRAY,
@@ -189,7 +191,9 @@ class Decoder(Generic[T]):
         self._type = type_
         self._provider = provider
         self._copy = not share_frames
-        self._decoder = msgpack.Decoder(type_, ext_hook=self._extension, dec_hook=_as_declared)
+        self._decoder = msgpack.Decoder(
+            prepared(type_), ext_hook=self._extension, dec_hook=_as_declared
+        )
         self._frames: Sequence[Buffer] = ()
         self._extensions = 0  # of this message, so far
 

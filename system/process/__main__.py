@@ -7,6 +7,7 @@ but the standard library is imported before that.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import json
@@ -25,6 +26,8 @@ LENGTH = struct.Struct("!Q")
 LAUNCH_TIMEOUT_S = 120.0
 """Within which the parent must send the launch."""
 
+_PR_SET_PDEATHSIG = 1
+
 _MAX_CHARACTERS = 16_000  # of a message or a traceback, so that a report fits the socket's buffer
 
 
@@ -39,6 +42,7 @@ def main(run: Callable[..., None] | None = None) -> None:
     """
     if sys.argv[1:2] != ["--launch-fd"] or not sys.argv[3:4]:
         sys.exit("This program is started by Hardpoint itself.")
+    _continue_after_parent()
     channel, name = socket.socket(fileno=int(sys.argv[2])), sys.argv[3]
     channel.set_inheritable(False)
     try:
@@ -53,6 +57,15 @@ def main(run: Callable[..., None] | None = None) -> None:
     except BaseException as error:
         _report(channel, error)
         sys.exit(1)
+
+
+def _continue_after_parent() -> None:
+    """Let the system continue this process, if it is stopped, when its parent has ended.
+
+    It then finds the launch socket closed. Once it has its launch, `parent_death` does more.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGCONT))
 
 
 def _imported(
@@ -76,7 +89,7 @@ def _prepare(interpreter: dict[str, Any]) -> int:
     sys.argv[:] = interpreter["argv"]
     # Blocked and ignored signals are inherited, and a child relies on these.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    for number in (signal.SIGTERM, signal.SIGCHLD):
+    for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
     return int(interpreter["pid"])
 

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from types import ModuleType
 
+from . import parent_death
+from .children import kill_children
 from .launch import ChildLaunch, decode_launch
 from .main_module.main_pickle import loads
 
@@ -29,7 +31,8 @@ class ParentWatch:
     """
 
     # A thread waits on the launch socket, which the system closes with the parent. A process that
-    # the parent forked may hold it open, so the parent's id is checked as well.
+    # the parent forked may hold it open, so the parent's id is checked as well. A process in which
+    # no thread can run is ended by the system, see `parent_death`.
 
     def __init__(
         self, channel: socket.socket, parent: int, report: Report, folder: str = ""
@@ -52,6 +55,7 @@ class ParentWatch:
 
     def start(self) -> None:
         """Start the thread."""
+        parent_death.end_with_parent()
         threading.Thread(target=self._watch, name="hardpoint-parent-watch", daemon=True).start()
 
     def on_gone(self, callback: Callable[[], None], grace_s: float) -> None:
@@ -66,12 +70,14 @@ class ParentWatch:
         poller = select.poll()
         poller.register(self._channel, select.POLLIN)
         while not poller.poll(_POLL_INTERVAL_S * 1000) and os.getppid() == self._parent:
-            pass
+            parent_death.withdraw()
+        parent_death.demand()  # what follows may hang
         if self._folder:  # first, because this process may end at any time now
             shutil.rmtree(self._folder, ignore_errors=True)
         if self._callback is not None:
             threading.Thread(target=self._callback, daemon=True).start()
             time.sleep(self._grace_s)
+        kill_children()  # those that cannot see the end of this process, as they hang
         os._exit(_EXIT_CODE)  # even if another thread hangs
 
 

@@ -21,8 +21,10 @@ import msgspec
 from hardpoint import errors
 from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import HardpointError
+from hardpoint.system.control_groups import oom_kills
 
 from .__main__ import LENGTH
+from .children import add_child
 from .error_output import ErrorOutput, above_standard
 from .launch import ChildLaunch, Interpreter
 
@@ -115,7 +117,9 @@ class ChildProcess:
         self._channel = channel
         self._output = output
         self._pidfd = _open_pidfd(popen.pid)
+        self._oom_kills = oom_kills()
         self._owner = os.getpid()
+        add_child(self)
         self._received = bytearray()
         self._eof = False
         self._receive_lock = threading.Lock()
@@ -223,6 +227,15 @@ class ChildProcess:
         return self.wait(0)
 
     @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped it; only on Linux."""
+        try:
+            status = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:
+            return False
+        return status.rpartition(")")[2].split()[0] in ("T", "t")
+
+    @property
     def label(self) -> str:
         """Its kind and its process id, for messages."""
         return f"{self.what} (pid {self.pid})"
@@ -233,7 +246,17 @@ class ChildProcess:
         code = self.returncode
         written = self._output.last() if self._output is not None and code is not None else ""
         last = f"; the last lines of its stderr:\n{written}" if written else ""
-        return f"the {self.label} {ending(code)}{last}"
+        return f"the {self.label} {self.ending}{last}"
+
+    @property
+    def ending(self) -> str:
+        """How it ended; where the kernel killed it to get memory, that."""
+        code = self.returncode
+        if code != -signal.SIGKILL or self._oom_kills is None:
+            return ending(code)
+        if (oom_kills() or 0) <= self._oom_kills:
+            return ending(code)
+        return f"{ending(code)} by the kernel, since memory was used up (oom_kill of the cgroup)"
 
     @property
     def reported(self) -> bool:
@@ -376,6 +399,19 @@ def _is_open(descriptor: int) -> bool:
     except OSError:
         return False
     return True
+
+
+_CRASHES = {
+    signal.Signals[name]
+    for name in ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT", "SIGTRAP", "SIGSYS")
+    if name in signal.Signals.__members__
+}
+"""Signals by which a process ends because of what it does itself."""
+
+
+def was_killed(code: int | None) -> bool:
+    """Return whether a process with an exit code was ended by a signal that others send."""
+    return code is not None and code < 0 and -code not in _CRASHES
 
 
 def ending(code: int | None) -> str:

@@ -72,6 +72,10 @@ class Place:
             self.blocks.forget()
         self.open()
 
+    def drop_reports(self) -> None:
+        """Forget the faults that the store has reported."""
+        self._faults.clear()
+
     def close(self) -> None:
         """Close the store, which must not have reported a fault."""
         self.run(self.session.close)

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NoReturn
+import re
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+import msgspec
+from msgspec import inspect as types
+
+from hardpoint import typed
 from hardpoint.plugins import EngineConfig, HardpointError, RequestError
 from hardpoint.plugins.server import (
     App,
@@ -15,15 +20,26 @@ from hardpoint.plugins.server import (
     Client,
     InstalledExtension,
     Middleware,
+    Route,
     ServerContext,
     Transform,
 )
 from hardpoint.testing.engine_access import HookSet, load_tokenizer
-from hardpoint.testing.suite import Rule, short_repr
+from hardpoint.testing.suite import Rule, Violation, short_repr
+from hardpoint.toolkit.http_heads import fault_of_head, fault_of_refusal
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+T = TypeVar("T")
 
 EXTENSIONS = Rule(
     "extensions: server_extensions returns what a server takes, the same each time",
     "correct what the message names",
+)
+ROUTE = Rule(
+    "route: it answers a request with a struct, or a whole answer that HTTP can carry",
+    "return a struct or a Response; refuse a request with RequestError or HTTPException",
 )
 MIDDLEWARE = Rule(
     "middleware: it answers a request or calls the application inside, and each answer is whole",
@@ -76,6 +92,10 @@ _HEADERS: Sequence[dict[str, str]] = (
 )
 
 
+class _AbsentError(AttributeError):
+    """A route needs what there is only in a server; what it answers there is not checked."""
+
+
 class _Engine:
     """The parts of an engine that a hook may look at before there are requests."""
 
@@ -90,11 +110,7 @@ class _Engine:
         return load_tokenizer(None)
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"the hook calls engine.{name}, which a server has only in requests")
-
-
-async def _no_request(*_: Any) -> Any:
-    raise RuntimeError("there is no request")
+        raise _AbsentError(f"the hook calls engine.{name}, which a server has only in requests")
 
 
 def check_extensions(hooks: HookSet, config: EngineConfig) -> None:
@@ -119,12 +135,13 @@ def check_extensions(hooks: HookSet, config: EngineConfig) -> None:
                 _check_transform(item.extension)
             case Authenticator():
                 _check_authenticator(item.extension)
+            case Route():
+                _check_route(item.extension, _SECONDS)
 
 
 def _installed(hooks: HookSet, config: EngineConfig) -> list[InstalledExtension]:
     engine: Any = _Engine(config)
-    neither: Any = _no_request
-    context = ServerContext(engine=engine, version="0", reader=neither, runner=neither)
+    context = ServerContext(engine=engine, version="0", reader=_read, runner=_connected)
     try:
         return hooks.server_extensions(context)
     except HardpointError as error:
@@ -161,7 +178,9 @@ def _check_middleware(middleware: Middleware) -> None:
             raise MIDDLEWARE.violation(f"wrap returned a {type(app).__name__}, no application")
         refused = _run(MIDDLEWARE, "it", lambda: _ask(app, method, sent))  # noqa: B023 - at once
         if isinstance(refused, Exception) and not sent:
+            _check_refusal(refused)
             continue
+        _check_messages(MIDDLEWARE, f"for a {method}", sent)
         kinds = [message["type"].removeprefix("http.response.") for message in sent]
         if len(calls) > 1:
             raise MIDDLEWARE.violation(f"it called the application {len(calls)} times")
@@ -169,6 +188,20 @@ def _check_middleware(middleware: Middleware) -> None:
             raise MIDDLEWARE.violation(f"for a {method} it sent {kinds or 'nothing'}")
         if sent[-1].get("more_body", False) or len(kinds) < 2:
             raise MIDDLEWARE.violation(f"for a {method} its answer has no end: {kinds}")
+
+
+def _check_refusal(refusal: Exception) -> None:
+    """Check that HTTP can carry a refusal.
+
+    Raises:
+        Violation: it cannot.
+    """
+    from starlette.exceptions import HTTPException  # noqa: PLC0415 - for servers alone
+
+    if isinstance(refusal, HTTPException):
+        wrong = fault_of_refusal(refusal.status_code, refusal.headers, refusal.detail)
+        if wrong is not None:
+            raise MIDDLEWARE.violation(wrong)
 
 
 def _inside(status: int, calls: list[str]) -> App:
@@ -182,21 +215,7 @@ def _inside(status: int, calls: list[str]) -> App:
 
 
 async def _ask(app: App, method: str, sent: list[dict[str, Any]]) -> None:
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": method,
-        "scheme": "http",
-        "path": "/v1/chat/completions",
-        "raw_path": b"/v1/chat/completions",
-        "query_string": b"",
-        "root_path": "",
-        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
-        "client": ("127.0.0.1", 50000),
-        "server": ("127.0.0.1", 8000),
-        "state": {"client": Client(name="anybody"), "request_id": "req-1"},
-    }
+    scope = _scope(method, "/v1/chat/completions")
     messages = [{"type": "http.request", "body": b"{}", "more_body": False}]
 
     async def receive() -> dict[str, Any]:
@@ -249,3 +268,145 @@ def _check_authenticator(authenticator: Authenticator) -> None:
         )
         if found is not None and not isinstance(found, Client | Exception):
             raise AUTHENTICATOR.violation(f"{what} returned {short_repr(found)}")
+
+
+async def _read(request: Request, type_: type[T]) -> T:  # noqa: ARG001 - as the server's
+    """Return a body as short as its type allows.
+
+    Raises:
+        RequestError: the type wants more than that.
+    """
+    return typed.convert(_shortest(types.type_info(type_)), type_, path="", error=RequestError)
+
+
+async def _connected(request: Request, work: Coroutine[Any, Any, T]) -> T:  # noqa: ARG001
+    """Return the result of work for a client that stays."""
+    return await work
+
+
+def _check_route(route: Route, seconds: float) -> None:
+    """Check the answer of a route to each of its methods.
+
+    Args:
+        route: the route.
+        seconds: after which it is not waited for any longer; it may wait for others.
+
+    Raises:
+        Violation: it is missing, malformed, or cannot be sent.
+    """
+    from starlette.exceptions import HTTPException  # noqa: PLC0415 - for servers alone
+
+    for method in route.methods:
+        what = f"its {method} {route.path}"
+        sent: list[dict[str, Any]] = []
+        try:
+            asyncio.run(asyncio.wait_for(_ask_route(route, method, what, sent), seconds))
+        except (TimeoutError, RequestError, HTTPException, Violation) as ended:
+            if isinstance(ended, Violation):
+                raise
+            continue
+        except (Exception, SystemExit) as error:
+            if _needs_server(error):
+                continue
+            raise ROUTE.violation(f"{what} raised {type(error).__name__}: {error}") from error
+        _check_messages(ROUTE, what, sent)
+
+
+def _check_messages(rule: Rule, what: str, sent: list[dict[str, Any]]) -> None:
+    """Check that HTTP can carry the starts of an answer.
+
+    Raises:
+        Violation: it cannot.
+    """
+    for message in sent:
+        if message["type"] != "http.response.start":
+            continue
+        headers = message.get("headers", ())
+        if isinstance(headers, str | bytes) or not hasattr(headers, "__iter__"):
+            raise rule.violation(f"{what}: it answered with headers that are no pairs of bytes")
+        if (wrong := fault_of_head(message.get("status"), list(headers))) is not None:
+            raise rule.violation(f"{what}: {wrong}")
+
+
+async def _ask_route(route: Route, method: str, what: str, sent: list[dict[str, Any]]) -> None:
+    from starlette.requests import Request  # noqa: PLC0415 - for servers alone
+    from starlette.responses import Response  # noqa: PLC0415 - as above
+
+    scope = _scope(method, re.sub(r"{\w+(:\w+)?}", "1", route.path))
+    scope["path_params"] = {
+        name: 1 if kind == ":int" else 1.0 if kind == ":float" else "1"
+        for name, kind in re.findall(r"{(\w+)(:\w+)?}", route.path)
+    }
+    messages = [{"type": "http.request", "body": b"{}", "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop() if messages else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(dict(message))
+
+    answer: Any = await route.endpoint(Request(scope, receive))
+    if isinstance(answer, msgspec.Struct):
+        msgspec.json.encode(answer)
+    elif isinstance(answer, Response):
+        await answer(scope, receive, send)
+        ended = sent and not sent[-1].get("more_body", False)
+        if not ended or sent[-1]["type"] != "http.response.body":
+            raise ROUTE.violation(f"{what} did not finish its answer")
+    else:
+        raise ROUTE.violation(f"{what} returned {short_repr(answer)}")
+
+
+def _scope(method: str, path: str) -> dict[str, Any]:
+    """Return the scope of a request."""
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+        "client": ("127.0.0.1", 50000),
+        "server": ("127.0.0.1", 8000),
+        "state": {"client": Client(name="anybody"), "request_id": "req-1"},
+    }
+
+
+def _needs_server(error: BaseException | None) -> bool:
+    """Return whether an error comes of what there is only in a server."""
+    while error is not None:
+        if isinstance(error, _AbsentError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _shortest(info: types.Type) -> Any:
+    """Return plain data of a type, with as little in it as there may be."""
+    match info:
+        case types.Metadata():
+            return _shortest(info.type)
+        case types.StructType():
+            fields = {f.encode_name: _shortest(f.type) for f in info.fields if f.required}
+            return fields | ({info.tag_field: info.tag} if info.tag_field else {})
+        case types.StrType():
+            return "x" * max(1, info.min_length or 0)
+        case types.IntType() | types.FloatType():
+            least = info.ge if info.ge is not None else (info.gt or 0) + 1
+            return info.multiple_of or least
+        case types.ListType():
+            return [_shortest(info.item_type)] * (info.min_length or 0)
+        case types.LiteralType():
+            return info.values[0]
+        case types.EnumType():
+            return next(iter(info.cls)).value
+        case types.UnionType():
+            return _shortest(info.types[0])
+    return _PLAIN.get(type(info), {})
+
+
+_PLAIN: dict[type[types.Type], Any] = {types.BoolType: False, types.NoneType: None}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import time
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, ClassVar
@@ -24,7 +23,8 @@ from hardpoint.plugins import (
     StepRecord,
 )
 from hardpoint.plugins.hooks import HookSpecs
-from hardpoint.testing.engine_access import HookSet, open_hooks
+from hardpoint.testing.engine_access import HookSet, open_hooks, provided_components
+from hardpoint.testing.pace import cost_of, own_seconds
 from hardpoint.testing.suite import (
     ConformanceSuite,
     Rule,
@@ -66,6 +66,10 @@ PROMPT = Rule(
     "prompt: a hook returns at once",
     "hand long work to a thread of your own",
 )
+COMPONENTS = Rule(
+    "components: hardpoint_components returns components by name, the same each time",
+    "return classes that the loader accepts, by names, and define none of them in the call",
+)
 COMMANDS = Rule(
     "commands: cli_commands returns a list of Command, the same each time",
     "return a list of hardpoint.plugins.Command; CommandSuite tests each of them",
@@ -82,7 +86,7 @@ class HookSuite(ConformanceSuite):
     """Base class of a test class, which sets `hooks`.
 
     Attributes:
-        hooks: the module, class or object under test.
+        hooks: the module, class or object under test; a class gets `options`.
         budget_us_per_step: maximum microseconds of `step_planned`; None does not measure.
         budget_us_per_request: maximum microseconds of each hook of a request; None likewise.
     """
@@ -152,15 +156,20 @@ class HookSuite(ConformanceSuite):
         """No hook blocks, and those of steps and requests keep their budgets."""
         self._run_checks(PROMPT.text, self._check_blocking, self._check_speed)
 
+    def test_components(self) -> None:
+        """`hardpoint_components` returns components that the loader accepts, the same each time."""
+        self._needs("hardpoint_components")
+        self._run_checks(COMPONENTS.text, self._check_components)
+
     def test_commands(self) -> None:
         """`cli_commands` returns a list of `Command` with distinct names, the same each time."""
         self._needs("cli_commands")
         self._run_checks(COMMANDS.text, self._check_commands)
 
     def test_server_extensions(self) -> None:
-        """`server_extensions` returns what a server takes. A middleware answers each request once
-        and whole; transforms return bodies; an authenticator returns a `Client` or None, also for
-        malformed headers.
+        """`server_extensions` returns what a server takes. Routes and middleware answer each
+        request once and whole, with a status and headers that HTTP can carry; transforms return
+        bodies; an authenticator returns a `Client` or None, also for malformed headers.
         """
         self._needs("server_extensions")
         self._run_checks(EXTENSIONS.text, lambda: check_extensions(*self._opened()))
@@ -170,9 +179,19 @@ class HookSuite(ConformanceSuite):
 
     def _opened(self) -> tuple[HookSet, EngineConfig]:
         try:
-            return open_hooks(self._target(), self.name or "under_test")
+            return open_hooks(self._target(), self.name or "under_test", self.options)
         except HardpointError as error:
             raise CONTRACT.violation(str(error)) from error
+
+    def _check_components(self) -> None:
+        found = []
+        for _ in range(2):
+            try:
+                found.append(provided_components(self._target(), self.name or "under_test"))
+            except HardpointError as error:
+                raise COMPONENTS.violation(str(error)) from error
+        if found[0] != found[1]:
+            raise COMPONENTS.violation(f"it returned {found[0]}, then {found[1]}")
 
     def _needs(self, hook: str) -> None:
         if not self._open().has(hook):
@@ -237,15 +256,17 @@ class HookSuite(ConformanceSuite):
         for name, budget in budgets.items():
             if budget is None or not hooks.has(name):
                 continue
-            seconds = []
-            for _ in range(5):
+
+            def measure(name: str = name) -> float:
                 arguments = next(given for hook, given in _calls(config) if hook == name)
-                began = time.perf_counter()
+                began = own_seconds()
                 _quietly(hooks, name, arguments)
-                seconds.append(time.perf_counter() - began)
-            if (best := min(seconds) * 1e6) > budget:
+                return own_seconds() - began
+
+            cost = cost_of(measure, budget / 1e6, rounds=8) * 1e6
+            if cost > budget:
                 raise PROMPT.violation(
-                    f"{name} took {best:.0f} microseconds, the budget is {budget:g}"
+                    f"{name} took {cost:.0f} microseconds, the budget is {budget:g}"
                 )
 
     def _check_commands(self) -> None:

@@ -13,11 +13,11 @@ from hardpoint.plugins.component import Component
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.declared import declared_result
 from hardpoint.testing.engine_access import load_default_scheduler
+from hardpoint.testing.pace import cpu_cost
 from hardpoint.testing.scheduling.fakes.blocks import FakeBlocks
 from hardpoint.testing.snapshots import without_growth
 from hardpoint.testing.suite import (
     Violation,
-    best_cpu_time,
     checks,
     short_repr,
 )
@@ -169,8 +169,8 @@ class EvictionPolicySuite(ComponentSuite):
                 evicted = policy.evict(4)
                 policy.released(sorted({*range(first, first + 4), *evicted}))
 
-        cost = best_cpu_time(4, work) * 1e6 / 400
         budget = self.budget_us_per_block or 0.0
+        cost = cpu_cost(work, budget * 400 / 1e6) * 1e6 / 400
         if cost > budget:
             raise Violation(
                 f"a block cost {cost:.0f} microseconds among {count}, the budget is {budget:.0f}",

@@ -19,10 +19,10 @@ from hardpoint.plugins import ModelFiles, RequestError, Tokenizer, TokenizerCont
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.testing.component_suite import ComponentSuite
+from hardpoint.testing.pace import cpu_cost
 from hardpoint.testing.snapshots import snapshot, without_growth
 from hardpoint.testing.suite import (
     Violation,
-    best_cpu_time,
     checks,
     short_repr,
 )
@@ -545,7 +545,7 @@ class TokenizerSuite(ComponentSuite):
             for token in ids:
                 stream.step(token)
 
-        cost = best_cpu_time(3, work) * 1e6 / len(ids)
+        cost = cpu_cost(work, budget * len(ids) / 1e6, rounds=3) * 1e6 / len(ids)
         if cost > budget:
             raise Violation(
                 f"a token of a stream of {len(ids)} cost {cost:.0f} microseconds, the budget is "

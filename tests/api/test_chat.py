@@ -1,5 +1,6 @@
 """The command `chat`."""
 
+import argparse
 import io
 import json
 import sys
@@ -7,6 +8,7 @@ import sys
 import pytest
 from support.fake_generator import FakeGenerator, delta, run_command
 
+from hardpoint.builtin_plugins.commands.sampling import add_sampling_options, prompt_params
 from hardpoint.builtin_plugins.commands.terminal import WrappedOutput
 from hardpoint.cli import main
 from hardpoint.plugins import EngineConfig, ModelError, RequestError, SamplingParams
@@ -290,6 +292,26 @@ def test_a_conversation_samples_as_the_model_recommends(monkeypatch):
     assert (found.temperature, found.top_k, found.repetition_penalty) == (0.7, 5, 1.0)
     found = params(FakeGenerator([["a"]]), "--temperature", "0")
     assert (found.temperature, found.top_p, found.repetition_penalty) == (0.0, 0.9, 1.1)
+
+
+@pytest.mark.parametrize(
+    ("recommended", "arguments", "expected"),
+    [
+        ({}, (), (0.0, 1.0, 1.0)),
+        ({"temperature": 0.2, "top_p": 0.9}, (), (0.2, 0.9, 1.0)),
+        ({"temperature": 0.2, "top_p": 0.9}, ("--temperature", "0"), (0.0, 0.9, 1.0)),
+    ],
+)
+def test_prompts_are_sampled_as_the_model_recommends(monkeypatch, recommended, arguments, expected):
+    class Recommending(FakeGenerator):
+        def default_sampling_params(self):
+            return SamplingParams(**recommended)
+
+    parser = argparse.ArgumentParser()
+    add_sampling_options(parser, max_tokens=5, temperature="")
+    given = parser.parse_args(arguments)
+    found = prompt_params(given, Recommending([]))
+    assert (found.temperature, found.top_p, found.repetition_penalty) == expected
 
 
 # Wrapping

@@ -8,6 +8,8 @@ import sys
 import textwrap
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from hardpoint import model_report
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
@@ -98,6 +100,72 @@ def test_a_report_describes_the_model(capsys, tmp_path):
     text = capsys.readouterr().out
     assert "4: 2 see all tokens, 2 see the last 64 tokens\n" in text
     assert "for requests of up to 4096 tokens.\n" in text
+
+
+SMALL = TINY | {
+    **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256},
+    "architectures": ["LlamaForCausalLM"],
+}
+LAYER = {
+    **{"self_attn.q_proj": (32, 32), "self_attn.k_proj": (16, 32), "self_attn.v_proj": (16, 32)},
+    **{"self_attn.o_proj": (32, 32), "mlp.gate_proj": (64, 32), "mlp.up_proj": (64, 32)},
+    **{"mlp.down_proj": (32, 64), "input_layernorm": (32,), "post_attention_layernorm": (32,)},
+}
+WEIGHTS = {
+    **{"model.embed_tokens.weight": (64, 32), "model.norm.weight": (32,)},
+    **{f"model.layers.0.{name}.weight": shape for name, shape in LAYER.items()},
+    "lm_head.weight": (64, 32),
+}
+ACTIVATIONS = {"targets": ["Linear"], "weights": {"num_bits": 4}, "input_activations": {"bits": 8}}
+
+
+def checkpoint(folder, names, **changes):
+    write(folder, **(SMALL | changes))
+    save_file({n: torch.ones(WEIGHTS[n]) for n in names}, folder / "model.safetensors")
+    return str(folder)
+
+
+def error_of(capsys, path):
+    assert main(["models", path, "--set", "weight_cache.path=off", "--set", "device=cpu"]) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("names", "lacking"),
+    [
+        ([], "12 weights: model.embed_tokens.weight, model.layers.0.input_layernorm.weight, model"),
+        (["lm_head.weight"], "11 weights: model.embed_tokens.weight, model.layers.0.input_layerno"),
+        ([n for n in WEIGHTS if "norm" not in n], "3 weights: model.layers.0.input_layernorm.weig"),
+    ],
+)
+def test_a_checkpoint_that_lacks_weights_has_no_report(capsys, tmp_path, names, lacking):
+    whole = checkpoint(tmp_path / "whole", WEIGHTS)
+    assert main(["models", whole, "--set", "device=cpu"]) == 0
+    path = checkpoint(tmp_path / "cut", names)
+    capsys.readouterr()
+    assert f"model: '{path}' lacks {lacking}" in error_of(capsys, path)
+
+
+@pytest.mark.parametrize(
+    ("described", "message"),
+    [
+        (
+            {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+            ": format: expected pack-quantized or int-quantized or naive-quantized or mixed-preci",
+        ),
+        ({"quant_method": "awq", "bits": 3}, ": bits: expected 4, got 3"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"g": ACTIVATIONS}},
+            ".config_groups.g: input_activations: activations that are quantised are not supported",
+        ),
+    ],
+)
+def test_a_scheme_that_is_not_supported_is_refused_also_where_no_weight_has_it(
+    capsys, tmp_path, described, message
+):
+    path = checkpoint(tmp_path / "m", WEIGHTS, quantization_config=described)
+    assert f"config.json: quantization_config{message}" in error_of(capsys, path)
 
 
 def test_windows_save_memory_as_in_the_engine(capsys, tmp_path):

@@ -450,6 +450,7 @@ def test_where_it_matters_whose_a_plugin_is():
         if "is_third_party(" in path.read_text()
     }
     expected = {
+        "boundary/activity.py",
         "boundary/plugin_health.py",
         "core/frontend/frontend.py",
         "core/frontend/requests/submission.py",

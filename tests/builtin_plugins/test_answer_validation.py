@@ -16,7 +16,7 @@ HOSTILE = [
     (
         {
             "$schema": "http://json-schema.org/draft-07/schema#",
-            "dependentSchemas": {"a": {"$ref": "file:///etc/passwd"}},
+            "dependencies": {"a": {"$ref": "file:///etc/passwd"}},
         },
         '{"a": 1}',
         "Unresolvable",

@@ -37,7 +37,8 @@ from hardpoint.testing.scripted_tokenizer import ByteTokenizer
 TRICKS = (
     *("<tool_call>", "</tool_call>", "<|tool_call|>", "<|python_tag|>", "<|python_start|>["),
     *("</parameter>", "\n</function>", "\n<parameter=x>", "</function>", "<seed:tool_call>"),
-    *("[now(", '{"name": ', "\n", "\n\n", '\\"', "\\n", "\\", "'", '"', "{", "[", "é", "🙂", "5"),
+    *("[now(", "x [order_food(", '{"name": ', 'x {"name": "order_food"', "<function=order_food>"),
+    *("\n", "\n\n", '\\"', "\\n", "\\", "'", '"', "{", "[", "é", "🙂", "5"),
     *(
         "null",
         "true",
@@ -202,6 +203,45 @@ def test_calls_as_the_model_writes_them_are_allowed(parser, calls, before):
         assert allows(compiled(one, tokenizer), ids, tokenizer) == (calls not in text)
     found, _, _ = parsed(subject, tokenizer, tokenizer.encode(calls), schemas)
     assert [(name, json.loads(text)) for name, text in found] == [("now", {}), ("order_food", FOOD)]
+
+
+# parser, what comes before arguments behind other text, what follows, and arguments that fit
+AFTER_TEXT = [
+    ("llama3_json", '{"name": "now", "parameters": ', "}", None),
+    ("llama3_json", '[{ "type": "function",\n"name" :"now", "parameters": ', "}]", None),
+    ("json behind text", '{"name":"now","arguments": ', "}", None),
+    ("pythonic", "[now(", ")]", None),
+    ("pythonic", "[ now (", ")]", None),
+    ("qwen3_coder", "<function=now>\n", "</function>\n", ""),
+    ("qwen3_coder, special", "<function=now>\n", "</function>\n", ""),
+    ("kimi_k2", "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>", "", "{}"),
+    (
+        "kimi_k2, singular",
+        "<|tool_call_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>",
+        "",
+        "{}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("parser", "before", "behind", "fitting"), AFTER_TEXT)
+def test_the_grammar_has_no_other_calls_after_text(parser, before, behind, fitting):
+    subject, tokenizer = make(*PARSERS[parser])
+    schemas = {"now": {"type": "object", "additionalProperties": False}}
+    start = compiled(subject.call_format(schemas, required=False), tokenizer)
+    wrong = {"pythonic": "a=1", "qwen3_coder": "<parameter=a>\n1\n</parameter>\n"}
+    given = wrong.get(parser.partition(",")[0], '{"a": 1}')
+    text = f"So: {before}{given}{behind}"
+    ends = "<|tool_call_end|>" if parser.startswith("kimi") else ""
+    calls, _, _ = parsed(subject, tokenizer, tokenizer.encode(text + ends), schemas)
+    assert [(name, json.loads(found)) for name, found in calls] == [("now", {"a": 1})]
+    assert not allows(start, tokenizer.encode(text + ends), tokenizer)
+    assert allows(start, tokenizer.encode("So: { [no( <func"), tokenizer)
+    if fitting is not None:
+        if "section" in before:
+            ends += "<|tool_call_section_end|>"
+        ids = tokenizer.encode(f"So: {before}{fitting}{behind}{ends}")
+        assert allows(start, ids, tokenizer)
 
 
 def test_harmony_has_a_call_or_a_final_message():

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 
 import pytest
+from support.waiting import alive, wait_until
 
 from hardpoint.builtin_plugins.tokenizer.chat_template import ChatRenderer
 from hardpoint.plugins import RequestError
@@ -114,3 +117,21 @@ def test_threads_wait_and_a_fork_has_its_own_process(renderer):
         os._exit(0 if good else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert text(renderer, "parent") == "parent"
+
+
+STOPPED = """
+import os, signal
+from hardpoint.builtin_plugins.tokenizer.chat_template import ChatRenderer
+renderer = ChatRenderer(5.0, 1000)
+renderer.render([{"role": "user", "content": "x"}], "x", add_generation_prompt=False, variables={})
+os.kill(renderer._process.pid, signal.SIGSTOP)
+print(renderer._process.pid, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_process_that_is_stopped_ends_with_its_parent():
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED], capture_output=True, text=True, timeout=60, check=True
+    )
+    wait_until(lambda: not alive(int(done.stdout)), 5, "the end of the process")

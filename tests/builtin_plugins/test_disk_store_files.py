@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import stat
 import struct
 import time
@@ -367,3 +368,20 @@ def test_two_slots_of_one_key_and_cells_that_lead_elsewhere(filled: Path) -> Non
     assert all(keep(store, number) for number in range(20, 28))
     assert kept(store, range(20, 28)) == list(range(20, 28))
     store.close()
+
+
+def test_files_that_are_deleted_while_they_are_open_are_reported_and_not_used(path: Path) -> None:
+    faults: list[str] = []
+    store = open_disk(path, faults=faults)
+    assert keep(store, 1)
+    shutil.rmtree(path)
+    assert not keep(store, 2)
+    assert not has(store, 1)
+    assert store.lookup([key(1)]) == [False]
+    assert store.used_bytes == 0
+    assert faults == [
+        f"plugin.disk.path: the files in {str(path)!r} were deleted; no block is saved or loaded "
+        f"until the engine is started again"
+    ]
+    store.close()
+    assert not path.exists()

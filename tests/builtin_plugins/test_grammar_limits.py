@@ -142,7 +142,7 @@ def test_triggers_and_tags_are_compared_as_texts():
 def test_a_tag_begins_with_the_longest_of_its_triggers():
     given = triggered(["<", "<a", "<abc"], ["<abd", "<abc", "<x"])
     tag = StructuredOutputs.checked(given).structural_tag
-    lark = LarkWriter(Vocabulary(tuple(bytes([byte]) for byte in range(256))), {}).grammar(tag)
+    lark = LarkWriter(Vocabulary(tuple(bytes([byte]) for byte in range(256))), dict).grammar(tag)
     for start, rest in (("<", "x"), ("<a", "bd"), ("<abc", "")):
         assert f'(?s:.*)/ \\"{start}\\"' in lark
         assert f'\\"{rest}\\"' in lark or not rest

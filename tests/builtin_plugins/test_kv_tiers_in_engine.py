@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.plugins.kv_event_list import EVENTS
 
-from hardpoint import LLM, SamplingParams
+from hardpoint import LLM, ConfigError, SamplingParams
 from hardpoint.plugins import BlockRemoved, BlockStored
 from hardpoint.testing import scripted_config, write_scripted_model
 
@@ -187,3 +187,36 @@ def test_prompts_that_do_not_fit_together_still_find_their_beginnings(opened, ch
         llm.reset_prefix_cache()
         llm.generate("x", ONE_TOKEN)
     assert min(found[4:]) >= 4 * BLOCK, found
+
+
+@pytest.mark.parametrize(
+    ("required", "message"),
+    [
+        (["redis"], "plugin.stores.required: no store is called 'redis'.* are failing, memory"),
+        (["memory"], None),
+        (["memory", "failing"], r"plugin.stores.required: KV store 'failing': .*lookup.. failed: "),
+    ],
+)
+def test_a_store_that_is_required_must_answer_at_start(opened, required, message):
+    failing = {"use": "support.plugins.failing_store:FailingStore", "name": "failing"}
+    settings = {"plugin": {"stores": {"required": required}}}
+    if message is None:
+        assert opened([failing, "memory"], **settings).generate("x", ONE_TOKEN)
+    else:
+        with pytest.raises(ConfigError, match=message):
+            opened([failing, "memory"], **settings)
+
+
+def test_blocks_of_an_engine_with_another_secret_are_computed(opened, tmp_path):
+    secret = tmp_path / "secret"
+    store = {"disk": {"path": str(tmp_path / "kv"), "size_bytes": 1 << 24}}
+
+    def hits(text):
+        secret.write_text(text * 32)
+        secret.chmod(0o600)
+        llm = opened(["disk"], plugin={"stores": {"mac_key_file": str(secret)}, **store})
+        (output,) = llm.generate(PROMPT, ONE_TOKEN)
+        llm.close()
+        return output.num_cached_tokens
+
+    assert [hits("a"), hits("a"), hits("b"), hits("b")] == [0, 24, 0, 24]

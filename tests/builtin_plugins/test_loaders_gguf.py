@@ -369,6 +369,21 @@ def test_other_files_are_refused(content: bytes, cause: str, tmp_path: Path) -> 
     refused(open_loader(GGUFLoader, path), f"broken.gguf is not a readable GGUF file: .*{cause}")
 
 
+def test_a_type_of_another_version_of_ggml_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "new.gguf"
+    write_gguf(path, random_model("Llama"), "llama")
+    content = bytearray(path.read_bytes())
+    name = b"blk.0.attn_q.weight"
+    kind = content.index(name) + len(name) + 4 + 2 * 8  # behind the dimensions
+    content[kind : kind + 4] = struct.pack("<I", 42)
+    path.write_bytes(content)
+    refused(
+        open_loader(GGUFLoader, path),
+        "^new.gguf: blk.0.attn_q.weight: gguf-py .* does not know the type 42 of ggml, in which "
+        "the tensor is stored; expected a type that it knows",
+    )
+
+
 def test_missing_file_is_refused(tmp_path: Path) -> None:
     refused(open_loader(GGUFLoader, tmp_path / "no.gguf"), "no.gguf .*No such file")
 

@@ -235,8 +235,10 @@ class TestWithoutPeers:
             assert a.lookup([key(1), key(2)]) == [True, False]
             assert time.monotonic() - began < most
         assert a.load(key(1), block())
-        assert len(peers.faults) == 1
-        assert peers.faults[0].startswith("peer 'file': ")
+        assert len(peers.faults) == 13
+        (of_file,) = (fault for fault in peers.faults if fault.startswith("peer 'file': "))
+        assert "is no socket" in of_file
+        assert sum("it does not answer" in fault for fault in peers.faults) == 12
 
     def test_the_first_one_that_has_a_block_is_asked_for_it(self, peers):
         names = {name: peers.address(name) for name in "abc"}
@@ -498,3 +500,32 @@ class TestLyingPeers:
         assert b.fetch("a", key(3), buffer, 2.0)
         assert holds(buffer, 2)
         thread.join(5)
+
+
+class TestPeersThatAreGone:
+    def test_one_that_never_listened_is_reported_each_time_that_it_is_tried(self, peers):
+        b = peers.open("b", retry_seconds=0.2)
+        for _ in range(3):
+            assert not b.fetch("a", key(1), block(), 1.0)
+        told = "peer 'a': no engine listens at its address; what it has is computed here"
+        assert peers.faults == [told]
+        time.sleep(0.25)
+        assert b.lookup([key(1)]) == [False]
+        assert peers.faults == [told] * 2
+
+    def test_one_that_hangs_is_reported_and_no_more_once_it_answers(self, peers):
+        """A socket that accepts and does not speak, as that of a process that is stopped."""
+        address = peers.address("a").removeprefix("ipc://")
+        os.makedirs(os.path.dirname(address), mode=0o700)
+        b = peers.open("b", retry_seconds=0.3, connect_seconds=0.2)
+        with socket.socket(socket.AF_UNIX) as hung:
+            hung.bind(address)
+            hung.listen()
+            for _ in range(2):
+                assert not b.fetch("a", key(1), block(), 0.4)
+        assert peers.faults == ["peer 'a': it does not answer; what it has is computed here"]
+        os.unlink(address)
+        a = peers.open("a")
+        a.offer(key(1), block(5), 10.0)
+        assert eventually(lambda: b.fetch("a", key(1), block(), 1.0))
+        assert len(peers.faults) <= 2

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.builtins import quantized_checkpoints as checkpoints
 from support.builtins.quantized_checkpoints import (
+    auto_round_config,
     awq_config,
     build_scheme,
     gptq_config,
@@ -18,7 +19,7 @@ from support.builtins.quantized_checkpoints import (
 
 from hardpoint.builtin_plugins.quantizations.awq import AWQ
 from hardpoint.builtin_plugins.quantizations.compressed_tensors import CompressedTensors
-from hardpoint.builtin_plugins.quantizations.gptq import GPTQ
+from hardpoint.builtin_plugins.quantizations.gptq import GPTQ, AutoRound
 from hardpoint.plugins import ModelError
 from hardpoint.plugins.quantization import AffineCodes, DenseMatrix, QuantizedWeight
 
@@ -70,6 +71,12 @@ def test_gptq(bits, shape, group, form, symmetric, shuffled):
     if symmetric and isinstance(found, AffineCodes):
         assert found.offsets is None
         assert found.scales.dtype == torch.float16
+
+
+def test_auto_round_packs_as_gptq_does():
+    extra = {"lm_head": {"bits": 16, "data_type": "float"}, "model.layers.1": {"bits": 4}}
+    scheme = build_scheme(AutoRound, auto_round_config(extra_config=extra))
+    assert isinstance(check(scheme, MATRIX, checkpoints.gptq(MATRIX)), AffineCodes)
 
 
 def test_a_zero_of_gptq_that_borrowed_from_the_next_one_is_read_rightly():
@@ -250,6 +257,7 @@ MATRIX = random_matrix(16, 64, group=32)
 SCHEMES = {
     "awq": (AWQ, awq_config(), checkpoints.awq(MATRIX)),
     "gptq": (GPTQ, gptq_config(), checkpoints.gptq(MATRIX)),
+    "auto_round": (AutoRound, auto_round_config(), checkpoints.gptq(MATRIX)),
     "packed": (CompressedTensors, integers_config(), checkpoints.packed_integers(MATRIX)),
     "plain": (
         CompressedTensors,
@@ -408,8 +416,29 @@ INTEGERS = integers_config()
             CompressedTensors,
             INTEGERS
             | {"config_groups": {"a": {"weights": {}, "input_activations": {"num_bits": 8}}}},
-            "group_0.a: input_activations: the field|a: input_activations: the field is not known",
+            "config_groups.a: input_activations: activations that are quantised are not supported, "
+            "expected none; got {'num_bits': 8}",
         ),
+        (AutoRound, auto_round_config(bits=2), "bits: expected 4 or 8, got 2"),
+        (
+            AutoRound,
+            auto_round_config(packing_format="auto_round:auto_awq"),
+            "packing_format: expected auto_round:auto_gptq or auto_round:gptq, got 'auto_round:au",
+        ),
+        (AutoRound, auto_round_config(data_type="mx_fp"), "data_type: expected int, got 'mx_fp'"),
+        (AutoRound, auto_round_config(act_bits=8), "act_bits: expected 16 or 32, got 8"),
+        (AutoRound, auto_round_config(super_bits=6), "super_bits: the field is not known"),
+        (
+            AutoRound,
+            auto_round_config(extra_config={"model.layers.0.mlp.up_proj": {"bits": 8}}),
+            r"extra_config.model.layers.0.mlp.up_proj: bits: expected 4 or 16, got 8",
+        ),
+        (
+            AutoRound,
+            auto_round_config(extra_config={"lm_head": {"group_size": 16}}),
+            "extra_config.lm_head: group_size: expected 32, got 16",
+        ),
+        (AutoRound, auto_round_config(extra_config={"a": 4}), "extra_config.a: expected a table"),
     ],
 )
 def test_configs_that_mean_something_else_are_refused(kind, config, message):

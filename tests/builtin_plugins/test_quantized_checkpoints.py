@@ -13,6 +13,7 @@ from support.builtins import quantized_checkpoints as checkpoints
 from support.builtins.model_harness import Runner, build_model, load_model, open_loader
 from support.builtins.quantized_checkpoints import (
     TINY,
+    auto_round_config,
     awq_config,
     build_scheme,
     gptq_config,
@@ -36,6 +37,7 @@ from hardpoint.testing.model.rank_threads import run_ranks
 FORMATS = {
     "awq": (awq_config(), checkpoints.awq, 4),
     "gptq": (gptq_config(bits=8), checkpoints.gptq, 8),
+    "auto-round": (auto_round_config(), checkpoints.gptq, 4),
     "compressed_tensors": (integers_config(), checkpoints.packed_integers, 4),
     "int-quantized": (integers_config(bits=8), checkpoints.plain_integers, 8),
 }
@@ -291,7 +293,7 @@ def test_wrong_tensors_are_refused_before_weights_are_read(folder, last, tensor,
         ),
         (
             {"quant_method": "int8"},
-            "has weights that are quantised by 'int8', which is not supported; supported: awq, com",
+            "has weights that are quantised by 'int8', which is not supported; supported: auto_ro",
         ),
         ({"quant_method": "gptq"}, "quantization_config: zero_point: the field is not known"),
         ({"quant_method": None}, "quantised without a quant_method are not supported"),

@@ -90,7 +90,9 @@ def nodes():
         patch.setenv("RAY_ADDRESS", started.address)
         try:
             yield started
-            assert list(home.iterdir()) == [], "nothing is written into the home folder"
+            # Interactive programs of other tests, which have this home too, write their history.
+            written = {path.name for path in home.iterdir()} - {".python_history"}
+            assert written == set(), "nothing is written into the home folder"
         finally:
             started.close()
             shutil.rmtree(folder, ignore_errors=True)
@@ -248,6 +250,28 @@ def test_a_connection_of_the_program_is_used_and_left(open_executor, nodes):
         assert {group["state"] for group in groups} <= {"REMOVED"}
     finally:
         ray.shutdown()
+
+
+def test_what_actors_print_does_not_go_to_the_programs_stdout(open_executor, capfd):
+    import ray
+
+    executor = open_executor()
+    executor.start()
+    prints = [
+        rank.actor.__ray_call__.remote(lambda _: print("printed", flush=True))
+        for rank in executor._ranks
+    ]
+    ray.get(prints)
+    out = err = ""
+
+    def is_repeated():
+        nonlocal out, err
+        more_out, more_err = capfd.readouterr()
+        out, err = out + more_out, err + more_err
+        return "printed" in out + err
+
+    wait_until(is_repeated, 20)
+    assert "printed" not in out
 
 
 class TestConformance(ExecutorSuite):

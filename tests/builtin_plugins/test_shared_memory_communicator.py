@@ -19,6 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.searching import examples
+from support.shared_memory import our_shared_memory
 from torch import distributed
 
 from hardpoint.builtin_plugins.communicators.auto import AutoCommunicator
@@ -381,7 +382,7 @@ def test_a_killed_rank_ends_the_calls_of_the_others(tmp_path, size):
 def leftovers():
     maps = Path("/proc/self/maps").read_text().splitlines()
     mapped = [line for line in maps if "memfd:hardpoint" in line]
-    return os.listdir("/proc/self/fd"), mapped, os.listdir("/dev/shm"), threading.active_count()
+    return os.listdir("/proc/self/fd"), mapped, our_shared_memory(), threading.active_count()
 
 
 def test_nothing_is_left(connect):

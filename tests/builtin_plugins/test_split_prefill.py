@@ -260,6 +260,11 @@ class TestFailures:
         began = time.monotonic()
         self.check(split, wanted, split.go_on(PROMPT, transfer), cached=0)
         assert time.monotonic() - began < 5
+        fault = split.engines[DECODE].health().fallbacks["p2p"]
+        assert fault.message == (
+            "peer 'prefill': no engine listens at its address; what it has is computed here"
+        )
+        assert fault.count >= 1
 
     def test_a_prefill_engine_that_was_restarted(self, split, wanted, in_step):
         split.both(load_in_step=in_step, p2p=HASTE)

@@ -7,12 +7,15 @@ import struct
 
 import pytest
 
+from hardpoint.builtin_plugins import checksums
 from hardpoint.builtin_plugins.kv_connectors.staging import (
     HEADER_BYTES,
     BadBlockError,
     check_block,
+    read_mac_key,
     write_header,
 )
+from hardpoint.plugins import ConfigError
 from hardpoint.plugins.kv_store import BlockBuffer
 
 KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
@@ -89,3 +92,40 @@ def test_blocks_of_other_sizes_are_refused():
     """As those of an engine with other layers would be, if their key were the same."""
     with pytest.raises(BadBlockError, match="64 bytes in 1 layers, expected 64"):
         check(written(sizes=(HEADER_BYTES, 64)))
+
+
+SECRET = b"s" * 64
+
+
+def sealed(secret: bytes = SECRET, fill: int = 0) -> bytearray:
+    """Return a block with an authentication code."""
+    data = written()
+    data[HEADER_BYTES] = fill
+    write_header(BlockBuffer(memoryview(data), SIZES), KEY, 7, secret)
+    return data
+
+
+def test_with_a_secret_only_who_has_it_can_write_blocks():
+    check_block(BlockBuffer(memoryview(sealed()), SIZES), KEY, SECRET)
+    check(sealed())  # an engine without a secret does not ask for the code
+    moved = sealed(fill=1)
+    moved[72:104] = sealed()[72:104]  # the code of another block, with the right checksum
+    struct.pack_into("<Q", moved, 0, checksums.checksum([memoryview(moved)[8:]]))
+    check(moved)
+    for block in (written(), sealed(b"t" * 64), moved):
+        with pytest.raises(BadBlockError, match="authentication code is not of the key"):
+            check_block(BlockBuffer(memoryview(block), SIZES), KEY, SECRET)
+
+
+def test_a_file_with_a_secret_is_read_and_checked(tmp_path):
+    file, path = tmp_path / "key", "plugin.stores.mac_key_file"
+    assert read_mac_key(None, path) == b""
+    file.write_text("ab" * 16 + "\n")
+    file.chmod(0o600)
+    assert len(read_mac_key(str(file), path)) == 64
+    file.write_text("short\n")
+    with pytest.raises(ConfigError, match=f"^{path}: .*at least 32 random bytes.*, got 5$"):
+        read_mac_key(str(file), path)
+    file.chmod(0o644)
+    with pytest.raises(ConfigError, match=f"^{path}: .*with mode 0600 or 0640, got mode 0644"):
+        read_mac_key(str(file), path)

@@ -23,6 +23,7 @@ from hardpoint import (
 from hardpoint.core import build
 from hardpoint.core.client.process_client import ProcessClient
 from hardpoint.core.engine.core import EngineCore
+from hardpoint.core.weights import model_files
 from hardpoint.testing import scripted_config, write_scripted_model
 
 APART = {"engine": {"in_process": False}}
@@ -138,6 +139,14 @@ class TestDefaultParams:
         with LLM(config=scripted_config(folder)) as llm:
             assert input_processor_of(engine_of(llm))._default_params is None
             assert llm.default_sampling_params() is llm.default_sampling_params()
+
+    def test_an_alias_recommends_what_the_card_does(self, scripted, folder, monkeypatch):
+        card = {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}
+        assert model_files.ALIASES["smollm2"].sampling == card
+        for path, expected in ((scripted, SamplingParams(**card)), (folder, RECOMMENDED)):
+            monkeypatch.setattr(model_files, "_packaged", lambda *_, path=path: path)
+            with LLM(config={**scripted_config(scripted), "model": "smollm2"}) as llm:
+                assert llm.default_sampling_params() == expected, "files come before the card"
 
     def test_without_a_word_they_are_the_plain_ones(self, scripted):
         with LLM(config=scripted_config(scripted)) as llm:

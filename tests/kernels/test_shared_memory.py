@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.searching import examples
+from support.shared_memory import our_shared_memory
 
 from hardpoint.kernels import cpu, shared_memory
 from hardpoint.kernels.shared_memory import AbortedError, BroadcastRing, NoMemoryError, allocate
@@ -72,7 +73,7 @@ def leftovers():
     """Return the resources that would be left: descriptors, and mappings of shared memory."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     mapped = [line for line in maps if "hardpoint" in line]
-    return len(os.listdir("/proc/self/fd")), len(mapped), len(os.listdir("/dev/shm"))
+    return len(os.listdir("/proc/self/fd")), len(mapped), len(our_shared_memory())
 
 
 @examples(25)
@@ -335,7 +336,7 @@ def test_systems_without_memfd_use_a_file_without_a_name(monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
     writer = BroadcastRing.create(1 << 14, 1)
     assert os.readlink(f"/proc/self/fd/{writer.fileno()}").startswith("/dev/shm/hardpoint-")
-    assert len(os.listdir("/dev/shm")) == before[2]
+    assert len(our_shared_memory()) == before[2]
     reader = BroadcastRing.open(writer.fileno(), 0)
     writer.write(b"here")
     assert reader.read() == b"here"

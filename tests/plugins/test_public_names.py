@@ -17,6 +17,7 @@ PUBLIC = (
     "hardpoint.plugins.commands",
     "hardpoint.plugins.device",
     "hardpoint.plugins.executor",
+    "hardpoint.plugins.frontend_half",
     "hardpoint.plugins.grammars",
     "hardpoint.plugins.kv_connector",
     "hardpoint.plugins.kv_store",
@@ -32,14 +33,16 @@ PUBLIC = (
     "hardpoint.errors",
     "hardpoint.typed",
     "hardpoint.toolkit.hf_config",
+    "hardpoint.toolkit.http_heads",
     "hardpoint.toolkit.layers",
     "hardpoint.toolkit.parsing.format_parser",
     "hardpoint.toolkit.parsing.json_text",
+    "hardpoint.toolkit.parsing.python_literals",
     "hardpoint.toolkit.workers.calls",
     "hardpoint.toolkit.workers.joining",
 )
 FOR_AUTHORS = ("hardpoint.plugins", "hardpoint.errors", "hardpoint.typed", "hardpoint.toolkit")
-MOST_NAMES = 127
+MOST_NAMES = 129
 AUTHORS = [*(ROOT / "builtin_plugins").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
 CALLERS = (
     "api",

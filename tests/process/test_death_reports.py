@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 
 import pytest
-from support.process.harness import process_config
+from support.process.harness import hangs, process_config
 
 from hardpoint import AsyncLLM, RequestError, SamplingParams, plugins
 from hardpoint.errors import EngineDeadError
@@ -78,5 +79,29 @@ def test_the_plugin_and_the_requests_of_the_step_are_named_and_it_is_quarantined
                 await error_of(llm, "bad", plugin_args={"exits": {"after": 20}})
             params = SamplingParams(**GREEDY, max_tokens=3)
             assert [output async for output in llm.generate("x", params)][-1].finished
+
+    asyncio.run(main())
+
+
+def test_a_kill_from_outside_quarantines_no_plugin(scripted, tmp_path):
+    config = process_config(scripted, {"plugins": {"enable": ["support.plugins.slow:Slow"]}})
+
+    async def die(llm, begun):
+        stream = llm.generate("x", hangs(begun))
+        next_ = asyncio.ensure_future(anext(stream))
+        while not begun.exists():
+            await asyncio.sleep(0.01)
+        os.kill(llm.engine_pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError) as error:
+            await next_
+        return str(error.value)
+
+    async def main():
+        async with AsyncLLM(config=config, restart="on_failure") as llm:
+            for times in range(2):
+                message = await die(llm, tmp_path / str(times))
+                assert "(SIGKILL), which others send, while apply() of plugin 'slow'" in message
+            assert [output async for output in llm.generate("x")][-1].finished
+            assert (await llm.health()).quarantined == {}
 
     asyncio.run(main())

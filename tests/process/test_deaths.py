@@ -29,7 +29,7 @@ from support.process.harness import (
 from support.process.slow_requests import SLOW, add, begin, finals, long, until_let_go
 from support.waiting import HeldSteps
 
-from hardpoint import LLM, EngineClosedError, SamplingParams
+from hardpoint import LLM, SamplingParams
 from hardpoint.errors import EngineDeadError
 from hardpoint.system.process import process as child_process
 
@@ -46,7 +46,7 @@ def test_engine_killed_under_32_requests_is_reported_at_once(opened, endless):
     with pytest.raises(EngineDeadError, match=rf"process \(pid {pid}\) was killed by .*SIGKILL"):
         finals(llm)
     assert_fast("engine killed, LLM notified", time.monotonic() - killed[0], 1)
-    with pytest.raises(EngineClosedError):
+    with pytest.raises(EngineDeadError, match=rf"process \(pid {pid}\) was killed by .*SIGKILL"):
         llm.generate("x")
     llm.close()
 
@@ -233,7 +233,9 @@ def test_an_idle_engine_receives_a_signal_and_its_end_is_reported(opened, endles
     pid = pid_of(llm)
     os.kill(pid, number)
     assert_fast("idle engine gone", gone(pid), 10)
-    with pytest.raises(EngineDeadError, match=r"exited with code 0|cannot be reached"):
+    with pytest.raises(
+        EngineDeadError, match=r"exited with code 0|cannot be reached|is shutting down"
+    ):
         llm.generate("x", GREEDY)
 
 
@@ -294,7 +296,9 @@ def test_close_with_requests_in_flight_is_quick(endless, monkeypatch):
 def test_an_engine_without_references_is_released(endless):
     open_and_close(endless)
     before = holdings()
+    opened = time.monotonic()
     llm = LLM(config=process_config(endless))
+    starts = time.monotonic() - opened
     pid = pid_of(llm)
     llm.generate("x", GREEDY)
     began = time.monotonic()
@@ -302,7 +306,8 @@ def test_an_engine_without_references_is_released(endless):
     gc.collect()
     gone(pid)
     nothing_left(before)
-    assert_fast("collected, nothing left", time.monotonic() - began, 15)
+    # Against its start in the same run: on a busy machine, both take longer.
+    assert_fast("collected, nothing left", time.monotonic() - began, 10 + 3 * starts)
 
 
 def test_a_killed_engine_leaves_nothing_once_closed(endless):

@@ -18,6 +18,7 @@ from support.process.harness import (
     assert_fast,
     gone,
     in_step,
+    pid_of,
     process_config,
     wait_until,
 )
@@ -25,9 +26,11 @@ from support.process.raw_client import RawClient
 from support.waiting import HeldSteps
 
 from hardpoint.core.protocol import ENGINE_CORE_DEAD
+from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import SamplingParams
 
 fresh = pytest.mark.fresh_process
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
 LABELLED = r"\[EngineCore 0, pid {pid}\] (.*)"
 
@@ -228,3 +231,17 @@ def test_a_step_that_hangs_ends_at_the_third_signal(engine, tmp_path):
     gone(pid)
     assert_fast("third signal, engine gone", time.monotonic() - began, 10)
     assert client.process.wait(PATIENCE_S) == -signal.SIGINT
+
+
+def test_a_request_after_a_drain_of_no_time(opened, endless, tmp_path):
+    """The engine has closed its sockets, and takes its time to close the rest."""
+    config = {
+        "engine": {"drain_seconds": 0.0},
+        "scheduler": {"policy": "support.plugins.closing:Closing"},
+        "plugin": {"closing": {"path": str(tmp_path / "closed"), "seconds": 1.5}},
+    }
+    llm = opened(endless, config)
+    os.kill(pid_of(llm), signal.SIGTERM)
+    wait_until((tmp_path / "closed").exists, PATIENCE_S, "the cleanup")
+    with pytest.raises(EngineDeadError, match=r"^the engine is shutting down$"):
+        llm.generate("x", GREEDY)

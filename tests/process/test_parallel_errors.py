@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from support.parallel import write_random_model
 from support.process.fork_server import STARTS
 from support.process.forked_python import forked_python
+from support.shared_memory import our_shared_memory
 from support.waiting import wait_until
 
 from hardpoint import LLM, ConfigError, HardpointError, SamplingParams, typed
@@ -51,11 +52,10 @@ def nothing_left(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(folder))
     forked_python()  # it and the server have processes of their own from now on
     STARTS.start_server()
-    processes, shared = _processes(), set(os.listdir("/dev/shm"))
+    processes, shared = _processes(), set(our_shared_memory())
     yield
     wait_until(lambda: _processes() <= processes, 30, "the end of the workers")
-    names = {name for name in os.listdir("/dev/shm") if name.startswith("hardpoint")}
-    assert names <= shared
+    assert set(our_shared_memory()) <= shared
     assert list(folder.glob("hardpoint-*")) == []
 
 

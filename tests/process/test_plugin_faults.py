@@ -16,7 +16,6 @@ from support.strangers import open_site
 
 from hardpoint import (
     LLM,
-    EngineClosedError,
     RequestError,
     RequestOutputKind,
     SamplingParams,
@@ -163,7 +162,7 @@ def test_on_error_engine_ends_the_engine_and_names_the_plugin(scripted):
     assert isinstance(error.value.__cause__, PluginFaultError)
     assert f"In the engine process (pid {pid})" in "".join(notes_of(error.value))
     assert "broken apply" in "".join(notes_of(error.value))
-    with pytest.raises(EngineClosedError):
+    with pytest.raises(EngineDeadError):
         engine.add_request("later", "x", SamplingParams())
 
 
@@ -172,7 +171,7 @@ def test_a_faulty_sampler_ends_the_engine(scripted):
     engine.add_request("r", "x", SamplingParams())
     with pytest.raises(EngineDeadError, match=r"plugin 'nan_sampler'.*RuntimeError: broken samp"):
         run_to_the_end(engine)
-    with pytest.raises(EngineClosedError):
+    with pytest.raises(EngineDeadError):
         engine.step()
 
 

@@ -13,7 +13,6 @@ from support.process.harness import open_engine
 from hardpoint import (
     LLM,
     AsyncLLM,
-    EngineClosedError,
     EngineDeadError,
     PluginError,
     RequestError,
@@ -217,7 +216,7 @@ def test_one_that_an_abort_brings_out_ends_the_engine_too(scripted, opens):
     engine.step()
     with pytest.raises(EngineFaultError, match="plugin 'broken_end'.*LookupError: no such request"):
         abort_and_step(engine)
-    with pytest.raises(EngineClosedError):
+    with pytest.raises(EngineDeadError):
         engine.step()
 
 
@@ -257,7 +256,7 @@ def test_a_fault_that_ends_the_engine(scripted, opens, settings, fields, message
     assert type(error.value) is EngineFaultError
     assert isinstance(error.value, PluginError)
     assert type(error.value.__cause__) is PluginFaultError
-    with pytest.raises(EngineClosedError):
+    with pytest.raises(EngineDeadError):
         engine.step()
 
 
@@ -288,7 +287,7 @@ def test_an_executor_that_fails_outside_of_its_calls_ends_the_engine(scripted, o
     assert str(error.value).startswith("plugin 'loses_worker'")
     assert str(error.value).endswith(" failed: OSError: worker 3 was killed")
     assert type(error.value.__cause__) is PluginFaultError
-    with pytest.raises(EngineClosedError):
+    with pytest.raises(EngineDeadError):
         engine.step()
 
 
@@ -332,5 +331,5 @@ def test_a_failure_of_the_engine_itself(scripted, monkeypatch):
         match="^the engine failed in its own code, .* ZeroDivisionError: by nobody$",
     ):
         engine.step()
-    with pytest.raises(EngineClosedError):
+    with pytest.raises(EngineDeadError):
         engine.step()

@@ -4,14 +4,18 @@ import contextlib
 import dataclasses
 import json
 
+import msgspec
+
 from hardpoint.plugins import CompletionOutput, Logprob, RequestOutput, RequestOutputKind
 from hardpoint.plugins.requests import ToolCall
 from support.fake_engine import FakeEngine
 
 
-def call(index, id=None, name=None, arguments=""):
+def call(index, id=None, name=None, arguments="", content_before=0):
     """Return a part of a call of a tool."""
-    return ToolCall(index=index, id=id, name=name, arguments=arguments)
+    return ToolCall(
+        index=index, id=id, name=name, arguments=arguments, content_before=content_before
+    )
 
 
 @dataclasses.dataclass
@@ -77,7 +81,7 @@ def answering(server, **attributes):
 
 def copied(part):
     """Return an equal part of a call, which no other caller changes."""
-    return call(part.index, part.id, part.name, part.arguments)
+    return msgspec.structs.replace(part)
 
 
 def _joined(deltas):
@@ -85,6 +89,7 @@ def _joined(deltas):
     whole = {"tokens": []}
     calls = {}
     for fields in deltas:
+        before = len(whole.get("content", ""))
         whole["tokens"] += fields.get("tokens", ("?",))
         for name, value in fields.items():
             if name in ("reasoning", "content"):
@@ -96,6 +101,7 @@ def _joined(deltas):
                 calls[part.index].arguments += part.arguments
             else:
                 calls[part.index] = copied(part)
+                calls[part.index].content_before += before
     return {**whole, "tool_calls": list(calls.values())}
 
 

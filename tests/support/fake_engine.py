@@ -165,7 +165,13 @@ class FakeEngine:
                 if self.calls:
                     completion.finish_reason = "tool_calls"
                     completion.tool_calls = [
-                        ToolCall(index=i, id=call[0], name=call[1], arguments=call[2])
+                        ToolCall(
+                            index=i,
+                            id=call[0],
+                            name=call[1],
+                            arguments=call[2],
+                            content_before=len(completion.content or ""),
+                        )
                         for i, call in enumerate(self.calls)
                     ]
             completions.append(completion)

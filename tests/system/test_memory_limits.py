@@ -14,6 +14,7 @@ from support.internals import worker_of
 
 from hardpoint import LLM, ModelError, SamplingParams
 from hardpoint.errors import EngineDeadError
+from hardpoint.system.control_groups import oom_kills
 from hardpoint.system.memory import memory_limit
 from hardpoint.testing import scripted_config
 
@@ -171,3 +172,17 @@ def test_an_engine_that_is_dropped_closes_its_parts(scripted, monkeypatch):
     llm.generate("say abc", SamplingParams(max_tokens=2))
     del llm
     assert closed == ["memory released"]
+
+
+@pytest.mark.parametrize(
+    ("group", "mounts", "files", "count"),
+    [
+        ("0::/\n", V2, {"memory.events": "oom 5\noom_kill 3\noom_group_kill 0"}, 3),
+        ("0::/app\n", V2, {"memory.events": "oom_kill 3", "app/memory.events": "oom_kill 1"}, 1),
+        ("0::/app\n", V2, {"memory.events": "oom_kill 3", "app/memory.max": "max"}, None),
+        ("4:memory:/\n", V1, {"memory/memory.oom_control": "under_oom 0\noom_kill 2"}, 2),
+        ("4:memory:/\n", V1, {}, None),
+    ],
+)
+def test_how_many_processes_the_kernel_killed_to_get_memory(tmp_path, group, mounts, files, count):
+    assert oom_kills(system(tmp_path, group, mounts, files)) == count

@@ -14,7 +14,7 @@ from hardpoint.builtin_plugins.grammars.llguidance import LLGuidance
 from hardpoint.builtin_plugins.grammars.xgrammar import XGrammar
 from hardpoint.testing import GrammarSample, GrammarSuite
 
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path.insert(0, str(ROOT / "examples" / "acme_choice_grammar" / "src"))
 
 from choice_grammar import ChoiceGrammar
 

@@ -16,7 +16,7 @@ from hardpoint.testing import OutputParserSuite
 
 # component, test that it fails, rule, pattern of the message
 BROKEN = [
-    (parsers.WithoutContract, "contract", "contract", "add `contract = 1` to its class body"),
+    (parsers.WithoutContract, "contract", "contract", "add `contract = 2` to its class body"),
     (parsers.OtherTags, "samples", "samples", "became .*stated is"),
     (parsers.LosesCalls, "samples", "samples", "became .*stated is"),
     (parsers.MarkersInStrings, "samples", "samples", "became .*stated is"),

@@ -32,6 +32,8 @@ CUT = '<tool_call>{"name": "f", "arguments": {"a": [1, {"b": tr'
 BAD = '<tool_call>{"name": "f", "arguments": {"a": tru}}</tool_call>!'
 CALL = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
 NAMELESS = '<tool_call>{"arguments": {}}</tool_call>'
+DEEP = "[" * 60 + "'a'" + "]" * 60
+NOW = {"now": {}}
 SCHEMAS = {
     "get_weather": {
         "properties": {
@@ -71,8 +73,14 @@ class TestHermes(OutputParserSuite):
         OutputSample(
             f'Sure.\n<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
             '\n<tool_call>{"arguments": {}, "name": "now"}</tool_call> done',
-            content="Sure.\n\n done",
+            content="Sure.\n done",
             calls=(WEATHER, EMPTY),
+        ),
+        OutputSample(f"{CALL}\n\n{CALL}\n ", calls=(EMPTY, EMPTY)),
+        OutputSample(f"{CALL}\n\nso\n{CALL}", content="\n\nso\n", calls=(EMPTY, EMPTY)),
+        OutputSample(f"{BAD}\n{CALL}", content=f"{BAD}\n", calls=(EMPTY,), malformed=True),
+        OutputSample(
+            f"{NAMELESS}\n{CALL}", content=f"{NAMELESS}\n", calls=(EMPTY,), malformed=True
         ),
         OutputSample(
             '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>\\"<tool_call>"}}'
@@ -107,9 +115,40 @@ class TestLlama3Json(OutputParserSuite):
         OutputSample('{"name":"f","parameters":"{\\"x\\":1}"}', calls=(("f", {"x": 1}),)),
         OutputSample(' Hello {"name"', content=' Hello {"name"'),
         OutputSample(
+            'Sure [1], {"a": 1}: [{"name": "now"},\n{"name": "f", "parameters": {"a": "}"}}] done',
+            content='Sure [1], {"a": 1}: done',
+            calls=(EMPTY, ("f", {"a": "}"})),
+        ),
+        OutputSample(
+            'So:\n```json\n{"type": "function", "name": "now", "parameters": {}}\n``` and '
+            '{"name": "Bob", "age": 3}, {"name": "now", "parameters": {}}, and',
+            content='So:\n```json\n``` and {"name": "Bob", "age": 3}, , and',
+            calls=(EMPTY, EMPTY),
+            tools=NOW,
+        ),
+        OutputSample(
+            'So: {"name": "now", "parameters": {"a": tru}}',
+            content='So: {"name": "now", "parameters": {"a": tru}}',
+            malformed=True,
+            tools=NOW,
+        ),
+        OutputSample('So [{{ "na', content='So [{{ "na', tools=NOW),
+        OutputSample(
             '{"name": "\\ud800", "parameters"',
             content='{"name": "\\ud800", "parameters"',
             malformed=True,
+        ),
+    )
+
+
+class TestLlama3JsonAtTheBeginning(OutputParserSuite):
+    examples = kit_examples(0.2)
+    parser = Llama3Json
+    options = {"after_text": False}
+    samples = (
+        OutputSample('{"name": "now", "parameters": {}}', calls=(EMPTY,)),
+        OutputSample(
+            'So: {"name": "now", "parameters": {}}', content='So: {"name": "now", "parameters": {}}'
         ),
     )
 
@@ -123,7 +162,26 @@ class TestJson(OutputParserSuite):
             calls=(WEATHER, EMPTY),
         ),
         OutputSample('\n{"id": [{"name": 1}], "name": "now"} so', content="so", calls=(EMPTY,)),
+        OutputSample('{"name": "now"}; , so', content="; , so", calls=(EMPTY,)),
         OutputSample("Hello", content="Hello"),
+        OutputSample('Call {"name": "now"}', content='Call {"name": "now"}', tools=NOW),
+    )
+
+
+class TestJsonAfterText(OutputParserSuite):
+    examples = kit_examples(0.3)
+    parser = Json
+    options = {"after_text": True}
+    samples = (
+        OutputSample(
+            'Call {"name": "now"} or {"name":\n"f", "arguments": {"a": "[{"}}.',
+            content="Call or .",
+            calls=(EMPTY, ("f", {"a": "[{"})),
+            tools={**NOW, "f": {}},
+        ),
+        OutputSample(
+            'Hi {"name": "' + "n" * 400 + '"}', content='Hi {"name": "' + "n" * 400 + '"}'
+        ),
     )
 
 
@@ -145,6 +203,40 @@ class TestKimiK2(OutputParserSuite):
             "<|tool_call_end|>",
             content="so {}",
             malformed=True,
+        ),
+        OutputSample(
+            "Hi<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|>\n"
+            "<|tool_call_begin|>now<|tool_call_argument_begin|>{}<|tool_call_end|> Bye.",
+            content="Hi Bye.",
+            calls=(EMPTY, EMPTY),
+        ),
+        OutputSample(
+            "Hi<|tool_call_section_begin|>\n<|tool_call_begin|>functions.now:0"
+            "<|tool_call_argument_begin|>{}<|tool_call_end|>\n<|tool_call_section_end|>\n",
+            content="Hi",
+            calls=(EMPTY,),
+        ),
+        OutputSample(
+            "<|tool_call_section_begin|> is a marker",
+            content="<|tool_call_section_begin|> is a marker",
+            malformed=True,
+        ),
+    )
+
+
+class TestKimiK2WithTheSingularAsToken(OutputParserSuite):
+    examples = kit_examples(0.2)
+    parser = KimiK2
+    special_tokens = (
+        *KimiK2.required_tokens,
+        "<|tool_call_section_begin|>",
+        "<|tool_call_section_end|>",
+    )
+    samples = (
+        OutputSample(
+            "<|tool_call_section_begin|><|tool_call_begin|>functions.now:0"
+            "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_call_section_end|>",
+            calls=(EMPTY,),
         ),
     )
 
@@ -270,6 +362,21 @@ class TestHarmony(OutputParserSuite):
             calls=(EMPTY,),
         ),
         OutputSample("Hello", content="Hello"),
+        OutputSample(
+            "I will look. <|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>"
+            "commentary to=functions.now <|constrain|>json<|message|>{}<|call|>",
+            "So.",
+            "I will look. ",
+            calls=(EMPTY,),
+        ),
+        OutputSample(
+            "I set to=functions.now<|start|>assistant<|channel|>commentary to=functions.now"
+            "<|message|>{1<|call|>",
+            content="I set to=functions.nowassistantcommentary to=functions.now{1",
+            malformed=True,
+        ),
+        OutputSample("No.<|message|>Yes.<|end|>", content="No.Yes."),
+        OutputSample("final<|message|>Yes.<|end|>", content="Yes."),
         OutputSample("So<|end|>no<|start|>a", "So", "no", reasoning_open=True, malformed=True),
     )
 
@@ -306,6 +413,56 @@ class TestQwen3Coder(OutputParserSuite):
             content="<tool_call>hm",
             calls=(EMPTY,),
             malformed=True,
+        ),
+        OutputSample(
+            "Ok.\n<function=now>\n</function>\n</tool_call>\n<tool_call>\n<function=now>"
+            "\n</function>\n</tool_call>\n",
+            content="Ok.\n",
+            calls=(EMPTY, EMPTY),
+        ),
+        OutputSample(
+            "<function=get_weather>\n<parameter=city>\nParis, <b>\n</parameter>\n<parameter=days>"
+            "\n[1, 2.5]\n</parameter>\n<parameter=unit>null</parameter>\n</function>\nSo be it.",
+            content="\nSo be it.",
+            calls=(WEATHER,),
+            tools=SCHEMAS,
+        ),
+        OutputSample(
+            "A <function and <function=", content="A <function and <function=", malformed=True
+        ),
+        OutputSample(
+            "<tool_call><function=f><parameter=a>{'x': 'it\\'s', 'y': (None, -1.5, True)}"
+            "</parameter><parameter=b>['}', {1, 2}]</parameter><parameter=c>[{'x': \"<b>\"}]"
+            "</parameter><parameter=d>{'x': 1}</parameter><parameter=e>{'x': 1}</parameter>"
+            "</function></tool_call>",
+            calls=(
+                (
+                    "f",
+                    {
+                        "a": {"x": "it's", "y": [None, -1.5, True]},
+                        "b": "['}', {1, 2}]",
+                        "c": [{"x": "<b>"}],
+                        "d": "{'x': 1}",
+                        "e": "{'x': 1}",
+                    },
+                ),
+            ),
+            tools={
+                "f": {
+                    "properties": {
+                        "a": {"type": "object"},
+                        "b": {"type": "array"},
+                        "c": {"anyOf": [{"type": "array"}, {"type": "null"}]},
+                        "d": {"type": ["string", "object"]},
+                        "e": {"type": "integer"},
+                    }
+                }
+            },
+        ),
+        OutputSample(
+            f"<function=f><parameter=a>{DEEP}</parameter></function>",
+            calls=(("f", {"a": DEEP}),),
+            tools={"f": {"properties": {"a": {"type": "array"}}}},
         ),
     )
 
@@ -356,10 +513,29 @@ class TestPythonic(OutputParserSuite):
             calls=(("f", {"a": "])'\\d", "b": {"x": [-1, True]}}),),
         ),
         OutputSample(" [1] says so", content=" [1] says so"),
+        OutputSample(
+            "See [now](there), [[now()] and [f(a=[1], b=']')]. Or [other()]",
+            content="See [now](there), [ and . Or [other()]",
+            calls=(EMPTY, ("f", {"a": [1], "b": "]"})),
+            tools={**NOW, "f": {}},
+        ),
+        OutputSample("See [now(1)]", content="See [now(1)]", malformed=True),
+        OutputSample("See [no", content="See [no", tools=NOW),
+        OutputSample("See [now (", content="See [now (", tools=NOW),
         OutputSample("[f(1), now()]", content="[f(1), now()]", malformed=True),
         OutputSample("[f(a=g())]", content="[f(a=g())]", malformed=True),
         OutputSample('[now(), f(a="x', content=', f(a="x', calls=(EMPTY,), malformed=True),
         OutputSample("[f(a=[" + "[" * 60, content="[f(a=[" + "[" * 60, malformed=True),
+    )
+
+
+class TestPythonicAtTheBeginning(OutputParserSuite):
+    examples = kit_examples(0.2)
+    parser = Pythonic
+    options = {"after_text": False}
+    samples = (
+        OutputSample("[now()]", calls=(EMPTY,)),
+        OutputSample("See [now()]", content="See [now()]", tools=NOW),
     )
 
 
@@ -373,6 +549,7 @@ class TestLlama4Pythonic(OutputParserSuite):
             calls=(("f", {"a": "<|python_end|>"}),),
         ),
         OutputSample("[now()]", calls=(EMPTY,)),
+        OutputSample("See [now()]", content="See [now()]", tools=NOW),
     )
 
 
@@ -398,4 +575,6 @@ class TestGemma(OutputParserSuite):
             '<|tool_call>call:f{a:<|"|>x<tool_call|>y', content="call:f{a:xy", malformed=True
         ),
         OutputSample("thought\nSo<channel|>Yes", "So", "Yes", reasoning_open=True),
+        OutputSample("Yes<channel|>, no<tool_call|>.", content="Yes, no."),
+        OutputSample("<|tool_call>call:now{}<tool_call|><tool_call|>\n", calls=(EMPTY,)),
     )

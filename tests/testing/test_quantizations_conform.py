@@ -25,7 +25,7 @@ from hardpoint.builtin_plugins.quantizations.gguf import (
     Q6_K,
     Q8_0,
 )
-from hardpoint.builtin_plugins.quantizations.gptq import GPTQ
+from hardpoint.builtin_plugins.quantizations.gptq import GPTQ, AutoRound
 from hardpoint.builtin_plugins.quantizations.groups import Int4, Int8
 from hardpoint.plugins.quantization import QuantizedWeight
 from hardpoint.testing import QuantizationSuite, QuantizedSample
@@ -163,6 +163,14 @@ class TestCompressedTensors(Packed):
     name = "compressed_tensors"
     config = checkpoints.integers_config()
     tensors = staticmethod(checkpoints.packed_integers)
+
+
+class TestAutoRound(Packed):
+    quantization = AutoRound
+    name = "auto_round"
+    config = checkpoints.auto_round_config()
+    optional = ("g_idx",)
+    tensors = staticmethod(checkpoints.gptq)
 
 
 def test_every_builtin_has_a_suite():

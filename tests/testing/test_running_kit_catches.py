@@ -23,7 +23,7 @@ pytest_plugins = ["hardpoint.testing"]
 
 # component, test that it fails, rule, pattern of the message
 EXECUTORS = [
-    (executors.NoContract, "contract", "contract", "add `contract = 1` to its class body"),
+    (executors.NoContract, "contract", "contract", "add `contract = 2` to its class body"),
     (executors.Drops, "results", "results", "got 0 tokens, the worker sampled 1"),
     (executors.Doubles, "results", "results", "got 2 tokens, the worker sampled 1"),
     (executors.OffByOne, "results", "results", r"got token \d+; a worker that ran each step once"),
@@ -89,6 +89,9 @@ HOOKS = [
     (hooks.Slow, "prompt", "prompt", r"step_planned took \d+ microseconds, the budget is 1000"),
     (hooks.NoCommands, "commands", "commands", r"cli_commands returned \['hello'\]"),
     (hooks.Twins, "commands", "commands", "two of its commands have one name"),
+    (hooks.ProvidesList, "components", "components", "expected a mapping of names to classes"),
+    (hooks.ProvidesUnversioned, "components", "components", "states no contract version"),
+    (hooks.ProvidesInTurn, "components", "components", r"it returned .*_0.*, then .*_1"),
     (hooks.adds(3), "server_extensions", "extensions", r"must return a list of Route, .*got \[3\]"),
     (hooks.PlainRoute, "server_extensions", "extensions", "endpoint: expected an `async def`"),
     (hooks.BadPath, "server_extensions", "extensions", "path: expected one that begins with /"),
@@ -97,6 +100,15 @@ HOOKS = [
     (hooks.AsksTwice, "server_extensions", "middleware", "it called the application 2 times"),
     (hooks.Swallows, "server_extensions", "middleware", "for a GET it sent nothing"),
     (hooks.BeginsOnly, "server_extensions", "middleware", "its answer has no end: .'start'"),
+    (hooks.StartsAsText, "server_extensions", "middleware", "for a GET: .* the status '200', exp"),
+    (hooks.TextHeader, "server_extensions", "middleware", "headers that are no pairs of bytes"),
+    (hooks.RefusesByNumber, "server_extensions", "middleware", "headers that are no texts of Lat"),
+    (hooks.RouteTextStatus, "server_extensions", "route", "GET /acme/{name}: .* status '200'"),
+    (hooks.RouteTextHeaders, "server_extensions", "route", "headers that are no pairs of bytes"),
+    (hooks.RouteNumberHeader, "server_extensions", "route", "its GET /acme/{name} raised Attrib"),
+    (hooks.RouteUnfinished, "server_extensions", "route", "its GET .* did not finish its answer"),
+    (hooks.RouteDict, "server_extensions", "route", "its GET .* returned {}"),
+    (hooks.RouteUnencodable, "server_extensions", "route", "its GET .* raised TypeError"),
     (hooks.LosesBody, "server_extensions", "transform", "request returned None, expected a dict"),
     (hooks.Waits, "server_extensions", "transform", "response had not returned after 0.2 s"),
     (hooks.BadEvent, "server_extensions", "transform", "event returned .*, expected a dict or"),
@@ -142,6 +154,12 @@ class TestBuiltinHooks(HookSuite):
 
 class TestHooks(HookSuite):
     hooks = hooks.Right
+
+
+class TestRoutes(HookSuite):
+    """Their answers need a body, or an engine, which the kit has not."""
+
+    hooks = hooks.ReadsAndGenerates
 
 
 class TestGenerate(CommandSuite):

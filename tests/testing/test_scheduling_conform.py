@@ -29,7 +29,7 @@ from hardpoint.testing import (
 )
 from hardpoint.testing.scheduling.fakes.connector import Compile, Transfer
 
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path.insert(0, str(ROOT / "examples" / "acme_tiny_scheduler" / "src"))
 
 from tiny_scheduler import TinyScheduler
 

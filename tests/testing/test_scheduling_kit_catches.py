@@ -101,7 +101,7 @@ POLICIES = [
 
 # eviction policy, test that it fails, rule, pattern
 EVICTIONS = [
-    (policies.EvictionWithoutContract, "contract", "contract", "add `contract = 1`"),
+    (policies.EvictionWithoutContract, "contract", "contract", "add `contract = 2`"),
     (policies.EvictsTakenBlocks, "candidates", "eviction", "is no candidate"),
     (policies.EvictsDroppedBlocks, "candidates", "eviction", "is no candidate"),
     (policies.AsksLate, "candidates", "eviction", r"call context.history\(\) in the constructor"),

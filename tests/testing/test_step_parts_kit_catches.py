@@ -55,6 +55,13 @@ STEP_PARTS = [
     (broken.WritesResult, "reads_only", "reads only", "result.. changed what it was given"),
     (broken.Grows, "memory", "memory", "its attributes grew from"),
     (broken.ClosesOnce, "close", "close", "raised AttributeError"),
+    (broken.PrepareRaises, "frontend", "frontend", "prepare.. raised KeyError: 'reasons'"),
+    (broken.Renames, "frontend", "frontend", "changed request_id from 'r0' to 'r0-mine'"),
+    (broken.CompletesTwice, "frontend", "frontend", "gave priority 1, and when called again 2"),
+    (broken.ReadsByText, "frontend", "answers", "reads_answer.. returned 'yes', expected a bool"),
+    (broken.FlawAsList, "frontend", "answers", r"validate.. returned \['wrong'\], expected text"),
+    (broken.ValidateRaises, "frontend", "answers", "raised ValueError: no JSON"),
+    (broken.NoFrontendHalf, "frontend", "contract", r"returned \{\}, expected a FrontendHalf or"),
     (broken.Slow, "speed", "speed", "times as long for 8 requests, times_plain is"),
 ]
 

@@ -18,6 +18,7 @@ from hardpoint.plugins.output_parser import (
 )
 
 __all__ = [
+    "AfterCall",
     "Beginning",
     "Between",
     "Body",
@@ -184,6 +185,28 @@ class Content(Body):
     def feed(self, text: str, events: list[OutputEvent]) -> int:
         """Take all of it."""
         events.append(ContentText(text))
+        return len(text)
+
+
+class AfterCall(Content):
+    """The answer behind a call: white space before the next call, or at the end, is left out.
+
+    Behind a call that is malformed it is kept: the text of that call is content, too.
+    """
+
+    def __init__(self, output: OpenOutput) -> None:
+        """Begin without any."""
+        super().__init__(output)
+        self._space: list[str] | None = None if output.failed else []
+
+    def feed(self, text: str, events: list[OutputEvent]) -> int:
+        """Take all of it; white space waits for what comes next."""
+        if self._space is None:
+            return super().feed(text, events)
+        self._space.append(text)
+        if not text.isspace():
+            waiting, self._space = "".join(self._space), None
+            super().feed(waiting, events)
         return len(text)
 
 

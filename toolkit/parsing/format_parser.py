@@ -32,6 +32,7 @@ from hardpoint.plugins.structured import (
 from hardpoint.plugins.tokenizer import Tokenizer
 
 from .bodies import (
+    AfterCall,
     Beginning,
     Between,
     Body,
@@ -44,6 +45,7 @@ from .bodies import (
 )
 
 __all__ = [
+    "AfterCall",
     "Beginning",
     "Between",
     "Body",
@@ -55,6 +57,7 @@ __all__ = [
     "State",
     "ToolName",
     "Whole",
+    "any_tag",
     "choice_of_calls",
     "repeated",
 ]
@@ -196,6 +199,18 @@ class FormatParser(OutputParser):
         if request.reasoning_open and self.reasoning is not None:
             first = self.reasoning
         return _FormatState(self._table, first, request)
+
+
+def any_tag(*formats: Format, parallel: bool) -> Format:
+    """Return the grammar of an answer whose calls are in any of the formats of `tagged`."""
+    texts = [format for format in formats if isinstance(format, TriggeredTagsFormat)]
+    if len(texts) < len(formats):
+        return OrFormat(elements=list(formats))
+    return TriggeredTagsFormat(
+        triggers=[trigger for format in texts for trigger in format.triggers],
+        tags=[tag for format in texts for tag in format.tags],
+        stop_after_first=not parallel,
+    )
 
 
 _TOOL_NAME = re.compile(r"[^\s\"\\<>{}\[\]()|]{1,256}")

@@ -9,6 +9,7 @@ from urllib.parse import unquote
 import msgspec
 
 from .json_scanner import MAX_DEPTH, is_json
+from .python_literals import literal_value
 
 __all__ = [
     "json_value",
@@ -94,7 +95,8 @@ def json_value(text: str, schema: object = None) -> str:
     """Return the JSON of a value that a model wrote as it likes.
 
     It is the text itself if that is JSON of a type that the schema names, or of any type without a
-    schema; `True`, `False` and `None` are Python's for it. Else it is the text as a string.
+    schema; `True`, `False` and `None` are Python's for it, and so are lists and dictionaries of
+    literals. Else it is the text as a string.
 
     Args:
         text: the text of the value.
@@ -104,6 +106,9 @@ def json_value(text: str, schema: object = None) -> str:
     found = text.strip()
     if "string" not in types:
         found = _WORDS.get(found, found)
+        holds = found[:1] in {"{", "["} and (not types or types & {"array", "object"})
+        if holds and not is_json(found):
+            found = literal_value(found) or found
     if (types and types <= {"string"}) or not is_json(found):
         return quoted(text)
     kind = _TYPES.get(found[0], "number" if set(".eE") & set(found) else "integer")

@@ -22,8 +22,15 @@ from hardpoint.errors import CommunicationAbortedError, HardpointError
 from hardpoint.plugins.executor import Worker
 from hardpoint.plugins.plan import GrammarBitmask, SchedulerOutput
 from hardpoint.toolkit.workers.joining import worker_method
+from hardpoint.typed import prepared
 
-__all__ = ["WorkerServer", "decode_result", "encode_call", "encode_failure", "has_failed"]
+__all__ = [
+    "WorkerServer",
+    "decode_result",
+    "encode_call",
+    "encode_failure",
+    "has_failed",
+]
 
 # Token ids stay lists: both ends have lists, of which arrays are made, and lists of them, in more
 # time than msgpack takes for all (8,192 ids: 19 + 96 us as a list, 45 + 75 us at best as an array).
@@ -222,7 +229,7 @@ def _decode(data: Any, decoder: msgspec.msgpack.Decoder[Any], method: str) -> An
 
 
 def _decoder(type_: Any) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(type_, ext_hook=_extension)
+    return msgspec.msgpack.Decoder(prepared(type_), ext_hook=_extension)
 
 
 def _extension(code: int, payload: memoryview) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import math
 import os
 import re
 import stat
@@ -23,6 +24,7 @@ import msgspec
 from msgspec import Meta
 
 from hardpoint.builtin_plugins.server.config import ServerConfig
+from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.plugins import ConfigError
 from hardpoint.plugins.server import Authenticator, Client, InstalledExtension
 from hardpoint.typed import Strict, convert
@@ -38,10 +40,15 @@ _SHORT = 16
 _MAX_BYTES = 1 << 20
 _MAX_KEYS = 10_000
 _CHECK_SECONDS = 1.0
+_MINUTE = 60.0
 
 
 class _Settings(Strict):
-    """The fields of a table `[[key]]` besides the key itself; for the meaning, see `Client`."""
+    """The fields of a table `[[key]]` besides the key itself; for the meaning, see `Client`.
+
+    Attributes:
+        requests_per_minute: maximum number of requests to a model; None is no limit.
+    """
 
     name: Annotated[str, Meta(min_length=1, max_length=100)]
     cache_salt: str | None = None
@@ -50,6 +57,7 @@ class _Settings(Strict):
     max_priority: int = 2**31 - 1
     max_timeout: Annotated[float, Meta(gt=0, le=1e9)] | None = None
     kv_transfer: bool = False
+    requests_per_minute: Annotated[int, Meta(ge=1)] | None = None
 
 
 @dataclass(frozen=True)
@@ -58,15 +66,51 @@ class KeyEntry:
 
     Attributes:
         digest: SHA-256 of the key; in no representation of the object.
+        requests_per_minute: None is no limit.
     """
 
     digest: bytes = field(repr=False)
     client: Client = field(repr=False)
+    requests_per_minute: int | None = None
 
     @property
     def name(self) -> str:
         """Name of the client."""
         return self.client.name
+
+
+class RequestRates:
+    """Counts the requests of clients: each has as many at once as in a minute, and they come back.
+
+    It is a token bucket, which needs two numbers for a client.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """Start without requests."""
+        self._clock = clock
+        self._left: dict[str, tuple[float, float]] = {}
+
+    def count(self, name: str, per_minute: int) -> None:
+        """Count a request of a client.
+
+        Raises:
+            AnswerError: it has none left.
+        """
+        now = self._clock()
+        left, since = self._left.get(name, (float(per_minute), now))
+        left = min(float(per_minute), left + (now - since) * per_minute / _MINUTE)
+        self._left[name] = left - (left >= 1), now
+        if left >= 1:
+            return
+        seconds = max(1, math.ceil((1 - left) * _MINUTE / per_minute))
+        raise AnswerError(
+            429,
+            f"rate: expected at most {per_minute} requests in a minute with this key; try again "
+            f"in {seconds} s",
+            kind="rate_limit_error",
+            code="rate_limit_exceeded",
+            headers={"retry-after": str(seconds)},
+        )
 
 
 class KeyStore:
@@ -98,6 +142,7 @@ class KeyStore:
         self._path = None if path is None else Path(path)
         self._what, self._admin, self._clock = what, admin, clock
         self._apart_from = apart_from
+        self._rates = RequestRates(clock)
         self._single = (
             [] if single is None else [entry_of(single, Client(name="default", admin=admin))]
         )
@@ -117,24 +162,36 @@ class KeyStore:
 
     def find(self, key: str) -> Client | None:
         """Return whose key it is. The time depends on the number of keys alone."""
+        entry = self._entry(key)
+        return None if entry is None else entry.client
+
+    def _entry(self, key: str) -> KeyEntry | None:
         digest = hashlib.sha256(key.encode("latin-1", "replace")).digest()
-        found: Client | None = None
+        found: KeyEntry | None = None
         for entry in self._entries:
             if hmac.compare_digest(entry.digest, digest):
-                found = entry.client
+                found = entry
         return found
 
-    async def authenticate(self, headers: Mapping[str, str], path: str) -> Client | None:  # noqa: ARG002
-        """Return the client of the key in `Authorization: Bearer` or `x-api-key`, if it is one."""
+    async def authenticate(self, headers: Mapping[str, str], path: str) -> Client | None:
+        """Return the client of the key in `Authorization: Bearer` or `x-api-key`, if it is one.
+
+        Raises:
+            AnswerError: it makes more requests than it may.
+        """
         self.reload_changed()
         scheme, _, token = headers.get("authorization", "").partition(" ")
         given = [token.strip()] if scheme.lower() == "bearer" else []
         if "x-api-key" in headers:
             given.append(headers["x-api-key"].strip())
-        found: Client | None = None
+        found: KeyEntry | None = None
         for key in given:
-            found = self.find(key) or found
-        return found
+            found = self._entry(key) or found
+        if found is None:
+            return None
+        if found.requests_per_minute is not None and _is_counted(path):
+            self._rates.count(found.name, found.requests_per_minute)
+        return found.client
 
     def reload_changed(self) -> None:
         """Read the file again if it is another one than before; look at most once a second."""
@@ -189,8 +246,16 @@ class KeyStore:
         return entries
 
 
-def entry_of(key: str, client: Client) -> KeyEntry:
+def _is_counted(path: str) -> bool:
+    """Return whether requests for a path count: those that a model answers."""
+    return path.startswith("/v1/") and not path.startswith("/v1/models")
+
+
+def entry_of(key: str, client: Client, requests_per_minute: int | None = None) -> KeyEntry:
     """Return the entry of a key in plain text.
+
+    Args:
+        requests_per_minute: None is no limit.
 
     Raises:
         ConfigError: it is not a key; the message does not quote it.
@@ -207,15 +272,15 @@ def entry_of(key: str, client: Client) -> KeyEntry:
             len(key),
             _SHORT,
         )
-    return _entry(hashlib.sha256(key.encode()).digest(), client)
+    return _entry(hashlib.sha256(key.encode()).digest(), client, requests_per_minute)
 
 
-def _entry(digest: bytes, client: Client) -> KeyEntry:
+def _entry(digest: bytes, client: Client, requests_per_minute: int | None) -> KeyEntry:
     # A salt of its own that shows neither the key nor its hash.
     if not client.cache_salt:
         salt = hashlib.sha256(b"hardpoint cache salt of a key\0" + digest).hexdigest()
         client = msgspec.structs.replace(client, cache_salt=salt)
-    return KeyEntry(digest, client)
+    return KeyEntry(digest, client, requests_per_minute)
 
 
 def single_key(option: str | None) -> str | None:
@@ -346,18 +411,19 @@ def _entry_of(table: Any, path: str, *, admin: bool) -> KeyEntry:
             f"got {settings.min_priority}"
         )
     fields = {name: getattr(settings, name) for name in settings.__struct_fields__}
+    rate = fields.pop("requests_per_minute")
     fields["cache_salt"] = settings.cache_salt or ""
     client = Client(**fields, admin=admin)
     match secrets:
         case [str(key), None]:
-            return entry_of(key, client)
+            return entry_of(key, client, rate)
         case [None, str(hashed)]:
             found = _HASH.fullmatch(hashed)
             if found is None:
                 raise ConfigError(
                     f'{path}.hash: expected "sha256:" and 64 hexadecimal digits in lower case'
                 )
-            entry = _entry(bytes.fromhex(found[1]), client)
+            entry = _entry(bytes.fromhex(found[1]), client, rate)
         case _:
             raise ConfigError(f"{path}: expected either `hash` or `key`, as a text")
     return entry

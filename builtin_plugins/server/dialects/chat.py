@@ -19,8 +19,8 @@ from hardpoint.builtin_plugins.server.routes.answers import (
 )
 from hardpoint.builtin_plugins.server.routes.fields import (
     IGNORED,
-    REFUSED,
-    SamplingFields,
+    TEXT_REFUSED,
+    TextFields,
     check_known,
     reasoning_variables,
     renamed,
@@ -104,7 +104,7 @@ class AllowedToolChoice(Strict, tag_field="type", tag="allowed_tools"):
     allowed_tools: AllowedTools
 
 
-class ChatCompletionRequest(SamplingFields):
+class ChatCompletionRequest(TextFields):
     """A conversation to answer.
 
     Attributes:
@@ -134,7 +134,7 @@ class ChatCompletionRequest(SamplingFields):
         "verbosity": "ask for it in the messages",
     }
     refused: ClassVar[Mapping[str, str]] = {
-        **REFUSED,
+        **TEXT_REFUSED,
         "audio": "the model writes text alone",
         "function_call": "use tool_choice",
         "functions": "use tools",
@@ -356,7 +356,7 @@ def _choice(completion: CompletionOutput, asked: ChatCompletionRequest) -> Choic
     return Choice(
         index=completion.index,
         message=message,
-        logprobs=choice_logprobs(completion, asked.top_logprobs or 0) if asked.logprobs else None,
+        logprobs=_asked_logprobs(completion, asked),
         finish_reason=completion.finish_reason,
         token_ids=completion.token_ids if asked.return_token_ids else msgspec.UNSET,
         **ended(completion),
@@ -379,25 +379,42 @@ def _whole_call(call: ToolCall) -> ToolCallPart:
     return ToolCallPart(Function(call.name, call.arguments), id=call.id, type="function")
 
 
-def choice_logprobs(completion: CompletionOutput, count: int) -> ChoiceLogprobs | None:
-    """Return the log-probabilities of a completion's tokens, with the `count` likeliest."""
+def _asked_logprobs(
+    completion: CompletionOutput, asked: ChatCompletionRequest
+) -> ChoiceLogprobs | None:
+    if not asked.logprobs:
+        return None
+    as_ids = asked.return_tokens_as_token_ids
+    return choice_logprobs(completion, asked.top_logprobs or 0, as_ids=as_ids)
+
+
+def choice_logprobs(
+    completion: CompletionOutput, count: int, *, as_ids: bool = False
+) -> ChoiceLogprobs | None:
+    """Return the log-probabilities of a completion's tokens.
+
+    Args:
+        count: likeliest tokens per position.
+        as_ids: whether tokens are shown by their ids.
+    """
     if completion.logprobs is None:
         return None
     content = [
-        _position(position, token, count)
+        _position(position, token, count, as_ids=as_ids)
         for position, token in zip(completion.logprobs, completion.token_ids, strict=False)
     ]
     return ChoiceLogprobs(content)
 
 
-def _position(position: Mapping[int, Logprob], token: int, count: int) -> TokenLogprob:
-    chosen = position[token]
-    text = token_text(chosen, token)
-    top = [
-        TopLogprob(token_text(p, t), finite(p.logprob), list(token_text(p, t).encode()))
-        for t, p in likeliest(position, count)
-    ]
-    return TokenLogprob(text, finite(chosen.logprob), list(text.encode()), top)
+def _position(
+    position: Mapping[int, Logprob], token: int, count: int, *, as_ids: bool
+) -> TokenLogprob:
+    def shown(token: int, logprob: Logprob) -> tuple[str, float, list[int]]:
+        text = token_text(logprob, token, as_id=as_ids)
+        return text, finite(logprob.logprob), list(text.encode())
+
+    top = [TopLogprob(*shown(other, logprob)) for other, logprob in likeliest(position, count)]
+    return TokenLogprob(*shown(token, position[token]), top)
 
 
 class ChatAnswer(ChunkAnswer[RequestOutput]):
@@ -430,6 +447,7 @@ class ChatAnswer(ChunkAnswer[RequestOutput]):
         )
 
     def _chunks(self, output: RequestOutput) -> bytes:
+        before = self._usage.completion_tokens
         self._usage.add(output)
         self._transfer = output.kv_transfer_params or self._transfer
         tail = self._usage_so_far() + b"}\n\n"
@@ -437,7 +455,8 @@ class ChatAnswer(ChunkAnswer[RequestOutput]):
         for completion in output.outputs:
             if completion.index not in self._begun:
                 first = self._encode(self._first(completion.index))
-                parts += (self._head, first, b"]", self._about_prompt(output), tail)
+                usage = self._usage_so_far(before)  # the first chunk holds no token
+                parts += (self._head, first, b"]", self._about_prompt(output), usage, b"}\n\n")
                 self._begun.add(completion.index)
             check_ended(completion)
             for choice in self._choices(completion):
@@ -473,7 +492,7 @@ class ChatAnswer(ChunkAnswer[RequestOutput]):
             delta.tool_calls = list(map(_call_part, completion.tool_calls))
         choice = ChunkChoice(index=completion.index, delta=delta)
         if asked.logprobs:
-            choice.logprobs = choice_logprobs(completion, asked.top_logprobs or 0)
+            choice.logprobs = _asked_logprobs(completion, asked)
         if asked.return_token_ids:
             choice.token_ids = completion.token_ids
         if completion.finish_reason is None:

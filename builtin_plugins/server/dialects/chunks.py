@@ -89,11 +89,19 @@ class ChunkAnswer(Answer[OutputT]):
         """Count the tokens of the reasoning, before the usage of the whole answer."""
         await self._usage.measure(self._service.engine.tokenise)
 
-    def _usage_so_far(self) -> bytes:
-        """Return the usage in a chunk, after a comma; empty where it was not asked for."""
+    def _usage_so_far(self, completion_tokens: int | None = None) -> bytes:
+        """Return the usage in a chunk, after a comma; empty where it was not asked for.
+
+        Args:
+            completion_tokens: number of tokens up to the chunk; None is all that have come.
+        """
         if not self._options.continuous_usage_stats:
             return b""
-        return b',"usage":' + self._encode(self._usage.usage(whole=False))
+        usage = self._usage.usage(whole=False)
+        if completion_tokens is not None:
+            usage.completion_tokens = completion_tokens
+            usage.total_tokens = usage.prompt_tokens + completion_tokens
+        return b',"usage":' + self._encode(usage)
 
     def _last(self, name: str, value: Any) -> bytes:
         """Return a chunk without choices that has one field more."""

@@ -20,9 +20,9 @@ from hardpoint.builtin_plugins.server.routes.answers import (
     prompt_positions,
     token_text,
 )
-from hardpoint.builtin_plugins.server.routes.fields import REFUSED, SamplingFields, renamed
+from hardpoint.builtin_plugins.server.routes.fields import TEXT_REFUSED, TextFields, renamed
 from hardpoint.builtin_plugins.server.service import Service
-from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput, Tokenizer
+from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput
 from hardpoint.plugins.server import Call
 
 from .chat import ended
@@ -42,7 +42,7 @@ Given = str | list[int] | dict[str, Any]
 """A prompt as the engine takes it."""
 
 
-class CompletionRequest(SamplingFields):
+class CompletionRequest(TextFields):
     """Prompts to continue.
 
     Attributes:
@@ -55,7 +55,7 @@ class CompletionRequest(SamplingFields):
     """
 
     refused: ClassVar[Mapping[str, str]] = {
-        **REFUSED,
+        **TEXT_REFUSED,
         "prompt_embeds": "prompts are texts or token ids",
         "suffix": "the model continues prompts and fills in none",
     }
@@ -341,7 +341,7 @@ class CompletionAnswer(ChunkAnswer[Numbered]):
             before, offset = self._echo(output, columns)
             text = before + text
         if asked.logprobs is not None and completion.logprobs is not None:
-            offset = _add(columns, completion.logprobs, token_ids, asked.logprobs, offset)
+            offset = self._add(columns, completion.logprobs, token_ids, offset)
         self._offsets[index] = offset
         choice = Choice(
             index=index,
@@ -369,51 +369,52 @@ class CompletionAnswer(ChunkAnswer[Numbered]):
             text = tokenizer.decode(output.prompt_token_ids)
         if self._asked.logprobs is None or output.prompt_logprobs is None:
             return text, len(text)
-        return text, _add_prompt(columns, output, text, self._asked.logprobs, tokenizer)
+        return text, self._add_prompt(columns, output, text)
 
-
-def _add(
-    columns: Logprobs,
-    positions: Sequence[Mapping[int, Logprob]],
-    token_ids: Sequence[int],
-    count: int,
-    offset: int,
-) -> int:
-    """Add the positions of tokens; return where the text of the next token begins."""
-    for position, token in zip(positions, token_ids, strict=False):
-        chosen = position[token]
-        text = token_text(chosen, token)
-        columns.tokens.append(text)
-        columns.token_logprobs.append(finite(chosen.logprob))
-        top: dict[str, float] = {}
-        for other, logprob in likeliest(position, count, token):
-            # Of several tokens with one text, such as parts of characters, the likeliest counts.
-            top.setdefault(token_text(logprob, other), finite(logprob.logprob))
-        columns.top_logprobs.append(top)
-        columns.text_offset.append(offset)
-        offset += len(text)
-    return offset
-
-
-def _add_prompt(
-    columns: Logprobs, output: RequestOutput, prompt: str, count: int, tokenizer: Tokenizer
-) -> int:
-    """Add the positions of a prompt, the first of which has no log-probability.
-
-    Returns:
-        Where the text of the next token begins.
-    """
-    offset = 0
-    for position, token in zip(prompt_positions(output), output.prompt_token_ids, strict=False):
-        if position is None:
-            columns.tokens.append(tokenizer.decode([token], skip_special_tokens=False))
-            columns.token_logprobs.append(None)
-            columns.top_logprobs.append(None)
+    def _add(
+        self,
+        columns: Logprobs,
+        positions: Sequence[Mapping[int, Logprob]],
+        token_ids: Sequence[int],
+        offset: int,
+    ) -> int:
+        """Add the positions of tokens; return where the text of the next token begins."""
+        as_ids = self._asked.return_tokens_as_token_ids
+        for position, token in zip(positions, token_ids, strict=False):
+            chosen = position[token]
+            columns.tokens.append(token_text(chosen, token, as_id=as_ids))
+            columns.token_logprobs.append(finite(chosen.logprob))
+            top: dict[str, float] = {}
+            for other, logprob in likeliest(position, self._asked.logprobs or 0, token):
+                # Of several tokens with one text, such as parts of characters, the likeliest
+                # counts.
+                text = token_text(logprob, other, as_id=as_ids)
+                top.setdefault(text, finite(logprob.logprob))
+            columns.top_logprobs.append(top)
             columns.text_offset.append(offset)
-        else:
-            _add(columns, [position], [token], count, offset)
-        text = columns.tokens[-1]
-        # The tokenizer adds some, such as the one at the beginning, which the text does not have.
-        if text not in tokenizer.special_tokens or prompt.startswith(text, offset):
-            offset += len(text)
-    return offset
+            offset += len(token_text(chosen, token))
+        return offset
+
+    def _add_prompt(self, columns: Logprobs, output: RequestOutput, prompt: str) -> int:
+        """Add the positions of a prompt, the first of which has no log-probability.
+
+        Returns:
+            Where the text of the next token begins.
+        """
+        tokenizer, offset = self._service.engine.tokenizer, 0
+        for position, token in zip(prompt_positions(output), output.prompt_token_ids, strict=False):
+            if position is None:
+                text = tokenizer.decode([token], skip_special_tokens=False)
+                as_ids = self._asked.return_tokens_as_token_ids
+                columns.tokens.append(f"token_id:{token}" if as_ids else text)
+                columns.token_logprobs.append(None)
+                columns.top_logprobs.append(None)
+                columns.text_offset.append(offset)
+            else:
+                text = token_text(position[token], token)
+                self._add(columns, [position], [token], offset)
+            # The tokenizer adds some, such as the one at the beginning, which the text does not
+            # have.
+            if text not in tokenizer.special_tokens or prompt.startswith(text, offset):
+                offset += len(text)
+        return offset

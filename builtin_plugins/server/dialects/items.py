@@ -12,7 +12,6 @@ import msgspec
 
 from hardpoint.builtin_plugins.server.routes.answers import (
     UsageCount,
-    WhiteSpace,
     check_ended,
     only,
 )
@@ -38,7 +37,6 @@ class ItemAnswer(Answer[RequestOutput]):
         self._open: Kind | None = None
         self._num_items = 0
         self._call: ToolCall | None = None
-        self._space = WhiteSpace()
 
     async def whole(self, outputs: AsyncGenerator[RequestOutput, None]) -> Any:
         """Return the body of the answer; see the base."""
@@ -94,11 +92,12 @@ class ItemAnswer(Answer[RequestOutput]):
         if completion.reasoning:
             yield from self._opened("reasoning")
             yield self._delta(completion.reasoning)
-        is_open = self._open == "text" and self._call is None
-        if text := self._space.text_of(completion, is_open=is_open):
-            yield from self._opened("text")
-            yield self._text_delta(text, completion.reasoning)
-        yield from self._called(begun)
+        for part in in_order(completion.content, begun):
+            if isinstance(part, ToolCall):
+                yield from self._called([part])
+            else:
+                yield from self._opened("text")
+                yield self._text_delta(part, completion.reasoning)
 
     @abstractmethod
     def _first(self) -> Iterator[bytes]:
@@ -144,6 +143,18 @@ def split_calls(
     index = None if opened is None else opened.index
     going_on = [call for call in given if call.index == index]
     return going_on, [call for call in given if call.index != index]
+
+
+def in_order(content: str | None, calls: Iterable[ToolCall]) -> Iterator[str | ToolCall]:
+    """Yield the texts and the calls of an output as the model wrote them."""
+    text, at = content or "", 0
+    for call in calls:
+        if before := text[at : call.content_before]:
+            yield before
+            at = call.content_before
+        yield call
+    if rest := text[at:]:
+        yield rest
 
 
 def whole_arguments(text: str) -> dict[str, Any] | None:

@@ -9,12 +9,12 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from hardpoint.builtin_plugins.server.errors import MESSAGES_PATH, AnswerError, error_body
-from hardpoint.builtin_plugins.server.routes.answers import UsageCount, whole_text
+from hardpoint.builtin_plugins.server.routes.answers import UsageCount
 from hardpoint.plugins import CompletionOutput, Tokenizer
 from hardpoint.plugins.server import ToolCall
 
 from .dialect import Asked
-from .items import ItemAnswer, Kind, whole_arguments
+from .items import ItemAnswer, Kind, in_order, whole_arguments
 
 
 class OutputTextBlock(msgspec.Struct, tag_field="type", tag="text"):
@@ -143,18 +143,17 @@ class MessageAnswer(ItemAnswer):
         super().__init__(tokenizer)
         self._id, self._model, self._max_tokens = asked.answer_id, asked.model, max_tokens
         self._arguments: list[str] = []
-        self._has_calls = False
         self._head = b""
 
     def _whole(self, completion: CompletionOutput) -> MessageObject:
         content: list[OutputBlock] = []
         if completion.reasoning:
             content.append(OutputThinkingBlock(completion.reasoning))
-        if text := whole_text(completion):
-            content.append(OutputTextBlock(text))
-        for call in completion.tool_calls or ():
-            if (arguments := whole_arguments(call.arguments)) is not None:
-                content.append(OutputToolUseBlock(call.id or "", call.name or "", arguments))
+        for part in in_order(completion.content, completion.tool_calls or ()):
+            if isinstance(part, str):
+                content.append(OutputTextBlock(part))
+            elif (arguments := whole_arguments(part.arguments)) is not None:
+                content.append(OutputToolUseBlock(part.id or "", part.name or "", arguments))
         ended = _ended(completion, self._usage.completion_tokens, self._max_tokens)
         usage = _usage(self._usage)
         return MessageObject(id=self._id, model=self._model, content=content, usage=usage, **ended)
@@ -186,7 +185,6 @@ class MessageAnswer(ItemAnswer):
         arguments = "".join(self._arguments)
         if call is None or whole_arguments(arguments) is None:
             return
-        self._has_calls = True
         yield from self._block("call", OutputToolUseBlock(call.id or "", call.name or "", {}))
         yield self._delta(arguments)
         yield from self._close()
@@ -226,9 +224,6 @@ class MessageAnswer(ItemAnswer):
 
     def _end(self, completion: CompletionOutput) -> Iterator[bytes]:
         yield from self._released()
-        if rest := self._space.rest(has_calls=self._has_calls):
-            yield from self._opened("text")
-            yield self._delta(rest)
         yield from self._close()
         ended = _ended(completion, self._usage.completion_tokens, self._max_tokens)
         yield self._event("message_delta", delta=ended, usage=_usage(self._usage))

@@ -74,7 +74,7 @@ class FunctionTool(Strict):
         return {"type": "function", "function": given}
 
 
-class NamedFunction(Strict, tag_field="type", tag="function"):
+class FunctionChoice(Strict, tag_field="type", tag="function"):
     """The function that has to be called."""
 
     name: str
@@ -88,7 +88,7 @@ class AllowedFunctions(Strict, tag_field="type", tag="allowed_tools"):
     """
 
     mode: Literal["auto", "required"] = "auto"
-    tools: Annotated[list[NamedFunction], Meta(min_length=1)]
+    tools: Annotated[list[FunctionChoice], Meta(min_length=1)]
 
 
 class TextSchemaFormat(Strict, tag_field="type", tag="json_schema"):
@@ -181,7 +181,7 @@ class ResponsesRequest(GenerationFields):
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions = "auto"
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | AllowedFunctions = "auto"
     parallel_tool_calls: bool = True
     include: list[str] = []
     top_logprobs: Annotated[int, Meta(ge=0)] = 0
@@ -249,7 +249,7 @@ class ResponsesRequest(GenerationFields):
                     "are run that could call the tool"
                 )
         known = [tool.name for tool in tools]
-        if isinstance(choice, NamedFunction):
+        if isinstance(choice, FunctionChoice):
             check_known(choice.name, known, "tool_choice.name")
         if isinstance(choice, AllowedFunctions):
             for index, named in enumerate(choice.tools):
@@ -258,7 +258,7 @@ class ResponsesRequest(GenerationFields):
             return [tool.plain() for tool in tools if tool.name in names], choice.mode
         return (
             None if self.tools is None else [tool.plain() for tool in tools],
-            {"name": choice.name} if isinstance(choice, NamedFunction) else choice,
+            {"name": choice.name} if isinstance(choice, FunctionChoice) else choice,
         )
 
     def messages(self) -> list[dict[str, Any]]:

@@ -10,12 +10,12 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from hardpoint.builtin_plugins.server.errors import AnswerError
-from hardpoint.builtin_plugins.server.routes.answers import UsageCount, new_id, whole_text
+from hardpoint.builtin_plugins.server.routes.answers import UsageCount, new_id
 from hardpoint.plugins import CompletionOutput, Tokenizer
 from hardpoint.plugins.server import ToolCall
 
 from .chat import TokenLogprob, choice_logprobs
-from .items import ItemAnswer, Kind, whole_arguments
+from .items import ItemAnswer, Kind, in_order, whole_arguments
 from .responses_input import ReasoningText, Status
 
 _ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
@@ -266,14 +266,19 @@ class ResponseAnswer(ItemAnswer):
 
     def _whole(self, completion: CompletionOutput) -> ResponseObject:
         items = self._items
-        calls = [c for c in completion.tool_calls or () if whole_arguments(c.arguments) is not None]
-        if completion.reasoning:
-            items.append(_reasoning(new_id("rs_"), completion.reasoning))
-        if (text := whole_text(completion)) or not (items or calls):
-            positions = _positions(completion, self._logprobs)
-            positions = text_positions(positions, text, completion.reasoning)
-            items.append(_message(new_id("msg_"), text, positions))
-        items += [_function_call(new_id("fc_"), call) for call in calls]
+        positions = _positions(completion, self._logprobs)
+        before = completion.reasoning or ""
+        if before:
+            items.append(_reasoning(new_id("rs_"), before))
+        for part in in_order(completion.content, completion.tool_calls or ()):
+            if isinstance(part, str):
+                of_part = text_positions(positions, part, before)
+                items.append(_message(new_id("msg_"), part, of_part))
+                before += part
+            elif whole_arguments(part.arguments) is not None:
+                items.append(_function_call(new_id("fc_"), part))
+        if not items:
+            items.append(_message(new_id("msg_"), "", positions))
         if not _is_complete(completion) and not isinstance(items[-1], OutputFunctionCall):
             items[-1].status = "incomplete"
         return self._ended(completion)
@@ -406,12 +411,8 @@ class ResponseAnswer(ItemAnswer):
         status: Status = "completed" if _is_complete(completion) else "incomplete"
         if self._call is not None:
             yield from self._close("completed")
-        has_calls = any(isinstance(item, OutputFunctionCall) for item in self._items)
-        rest = self._space.rest(has_calls=has_calls)
-        if rest or (self._open is None and not self._items):
+        if self._open is None and not self._items:
             yield from self._opened("text")  # an answer without a text has an empty one
-        if rest:
-            yield self._text_delta(rest, None)
         yield from self._close(status)
         ended = self._ended(completion)
         yield self._event(f"response.{ended.status}", response=ended)

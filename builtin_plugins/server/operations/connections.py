@@ -11,7 +11,8 @@ from http import HTTPStatus
 from typing import Any
 
 import httptools
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
     HttpToolsProtocol,
@@ -21,13 +22,16 @@ from uvicorn.protocols.http.httptools_impl import (
 from hardpoint.builtin_plugins.server.config import ServerConfig
 from hardpoint.builtin_plugins.server.errors import AnswerError, error_response, unavailable
 
-from .traffic import Traffic
+from .traffic import Traffic, request_id_of
 
 _LINGER_SECONDS = 2.0
 _HEADER_SEPARATORS = 4
 _UPGRADING = (b"upgrade", b"http2-settings")
 _MOST_WAITING = 16
 _MOST_REFUSED = 64
+_PIECE_BYTES = 4096  # are parsed at a time, so that few requests begin before others have a turn
+_FRAME_BYTES = 8  # of chunk sizes and extensions may come with each byte of a body
+_WITHOUT_CHUNKS = ("0.9", "1.0")
 
 
 class Connection(HttpToolsProtocol):
@@ -46,6 +50,8 @@ class Connection(HttpToolsProtocol):
         self._settings, self._traffic = settings, traffic
         self._in_head = True
         self._head_bytes = 0
+        self._frame_bytes = 0
+        self._rest = b""
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._unsent = 0
@@ -75,6 +81,11 @@ class Connection(HttpToolsProtocol):
         if self._write_timer is not None:
             self._write_timer.cancel()
         super().connection_lost(exc)
+        # Without these it would be held in a circle, with all that it has, until a collection.
+        self._rest = b""
+        self.pipeline.clear()
+        self.app = self.config.loaded_app
+        self._writer.close = self.transport.close
         running = self._running
         if running is not None and not running.response_complete:
             running.disconnected = True  # uvicorn notifies the latest request alone
@@ -85,30 +96,79 @@ class Connection(HttpToolsProtocol):
         if not self._reads:
             return
         self._unset_keepalive_if_required()
+        if self._rest:
+            self._rest += data
+            self.flow.pause_reading()
+        else:
+            self._read(data)
+
+    def _read(self, data: bytes) -> None:
+        """Parse data; leave a rest for later if as much waits as may."""
+        for start in range(0, len(data), _PIECE_BYTES):
+            if not self._reads:
+                return
+            if not self._has_room():
+                self._rest = data[start:]
+                self._stop_head_timer()  # it is not the client that is late
+                self.flow.pause_reading()
+                return
+            self._parse(data[start : start + _PIECE_BYTES])
+
+    def _has_room(self) -> bool:
+        """Return whether more requests may wait for their turn, and have their bodies held."""
+        waiting = self.pipeline
+        if len(waiting) >= _MOST_WAITING:
+            return False
+        return sum(len(cycle.body) for cycle, _ in waiting) <= HIGH_WATER_LIMIT
+
+    def _read_rest(self) -> None:
+        """Parse what was left, once fewer requests wait."""
+        rest, self._rest = self._rest, b""
+        if rest and not self.transport.is_closing():
+            self._unset_keepalive_if_required()
+            self._read(rest)
+
+    def _parse(self, data: bytes) -> None:
         in_head = self._in_head
         if in_head:
             self._head_bytes += len(data)
+        else:
+            self._frame_bytes += len(data)
         try:
             try:
                 self.parser.feed_data(data)
             except httptools.HttpParserUpgrade as upgrade:
                 head = self._without_upgrade()  # which makes another parser
                 self.parser.feed_data(head + data[upgrade.args[0] :])
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            error, reason = self._refusal or (_malformed(), "malformed")
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as wrong:
+            error, reason = self._refusal or (_malformed(wrong, data), "malformed")
             self._refuse(error, reason)
             return
+        limit = self._settings.limits.header_bytes
         if in_head and self._in_head and self._head_bytes:
-            if self._head_bytes > self._settings.limits.header_bytes:
+            if self._head_bytes > limit:
                 self._refuse(self._too_long(), "header_size")
             elif self._head_timer is None:
                 self._await_head()
+        elif not self._in_head and self._frame_bytes > limit:
+            frames = "body: expected at most {} bytes of chunk extensions and trailers"
+            self._refuse(self._too_long(frames), "header_size")
 
     def on_message_begin(self) -> None:
         """Begin a request."""
         super().on_message_begin()
         if self._head_timer is None:
             self._await_head()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Add a header to the request's; leave out the trailers of its body."""
+        if self._in_head:
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        """Add to the body of a request."""
+        self._frame_bytes -= min(self._frame_bytes, (1 + _FRAME_BYTES) * len(body))
+        super().on_body(body)
 
     def on_headers_complete(self) -> None:
         """Answer a request whose headers have come.
@@ -120,6 +180,7 @@ class Connection(HttpToolsProtocol):
             self._upgrading = self.parser.get_method(), self.parser.get_http_version()
             return
         self._in_head = False
+        self._frame_bytes = 0
         self._stop_head_timer()
         size = len(self.url) + sum(len(n) + len(v) + _HEADER_SEPARATORS for n, v in self.headers)
         if size > self._settings.limits.header_bytes:
@@ -127,11 +188,13 @@ class Connection(HttpToolsProtocol):
             raise ValueError("the headers are too long")
         super().on_headers_complete()
         self.cycle.transport = self._writer  # type: ignore[assignment]
-        if 0 < len(self.pipeline) < _MOST_WAITING:
+        if self.pipeline and self._has_room():
             self.flow.resume_reading()  # else it is not noticed that the client is gone
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         async def until_cut(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["http_version"] in _WITHOUT_CHUNKS:
+                send = _without_chunks(cycle, send)
             await app(scope, receive, send)
             if cycle.response_started and not (cycle.response_complete or cycle.disconnected):
                 cycle.disconnected = True  # why the answer is cut is logged where it is
@@ -151,7 +214,7 @@ class Connection(HttpToolsProtocol):
         """
         method, version = self._upgrading
         if method == b"CONNECT":
-            raise httptools.HttpParserError
+            raise httptools.HttpParserError("CONNECT")
         lines = [b"%b %b HTTP/%b" % (method, self.url, version.encode())]
         for name, value in self.headers:
             kept = value
@@ -179,6 +242,8 @@ class Connection(HttpToolsProtocol):
             return
         super().on_response_complete()
         if not self.transport.is_closing():
+            if self._rest and len(self.pipeline) < _MOST_WAITING:
+                self.loop.call_soon(self._read_rest)
             if not self._in_head:
                 self._await_head()
             if self.transport.get_write_buffer_size():
@@ -220,11 +285,9 @@ class Connection(HttpToolsProtocol):
         elif self.cycle is None or self.cycle.response_complete:
             self._close()
 
-    def _too_long(self) -> AnswerError:
+    def _too_long(self, expected: str = "headers: expected at most {} bytes") -> AnswerError:
         limit = self._settings.limits.header_bytes
-        return AnswerError(
-            431, f"headers: expected at most {limit} bytes (server.limits.header_bytes)"
-        )
+        return AnswerError(431, f"{expected.format(limit)} (server.limits.header_bytes)")
 
     def _refuse(self, error: AnswerError, reason: str) -> None:
         """Answer with an error, if no other answer is due, and close the connection after it."""
@@ -232,11 +295,16 @@ class Connection(HttpToolsProtocol):
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
             if cycle.response_started or not cycle.more_body or self.pipeline:
+                self._traffic.refused(self.client, None, reason)
                 self._reads = False
                 cycle.keep_alive = False
                 return
             cycle.disconnected = True
             cycle.message_event.set()
+        elif cycle is not None and not self._in_head:  # the request that is wrong has its answer
+            self._traffic.refused(self.client, None, reason)
+            self._linger()
+            return
         self._traffic.refused(self.client, error.status, reason)
         self.transport.write(self._answer(error))
         self._linger()
@@ -257,13 +325,14 @@ class Connection(HttpToolsProtocol):
             f"the server has {limit} connections, its maximum (server.limits.connections); "
             "try again later"
         )
-        error.headers["connection"] = "close"
-        self._traffic.refused(self.client, error.status, "connections")
+        request_id = request_id_of(scope)
+        error.headers.update({"connection": "close", "x-request-id": request_id})
+        self._traffic.refused(self.client, error.status, "connections", request_id)
         await error_response(error, scope["path"])(scope, receive, send)
 
     def _finish(self) -> None:
         """Close the connection after its last answer."""
-        if self._in_head and self._reads:
+        if self._in_head and self._reads and not self._rest:
             self._close()
         else:
             self._linger()
@@ -274,6 +343,7 @@ class Connection(HttpToolsProtocol):
         Closing it while more comes would reset it, and so take the answer from the client.
         """
         self._reads = False
+        self._rest = b""
         self.pipeline.clear()
         if self.transport.is_closing():
             return
@@ -330,5 +400,63 @@ class _Writer:
         self.write, self.is_closing, self.close = transport.write, transport.is_closing, close
 
 
-def _malformed() -> AnswerError:
-    return AnswerError(400, "request: expected HTTP/1.1", code="malformed_http")
+def _without_chunks(cycle: RequestResponseCycle, send: Send) -> Send:
+    """Return a `send` whose answer has no chunks, for clients older than those; its end closes it.
+
+    Args:
+        cycle: the answer's, which would else have chunks where there is no content-length.
+    """
+    cycle.chunked_encoding = False
+
+    async def plain(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            cycle.expected_content_length += len(message.get("body", b""))
+        await send(message)
+
+    return plain
+
+
+_TLS = b"\x16\x03"
+_PROBLEMS = {
+    "CONNECT": "CONNECT is not supported",
+    "Content-Length overflow": "its Content-Length is too large",
+    "Duplicate Content-Length": "it has two Content-Length headers",
+    "Expected CRLF after version": "its lines do not end in CR LF",
+    "Expected HTTP/, RTSP/ or ICE/": "its target is not followed by `HTTP/1.1`",
+    "Expected LF after chunk data": "a chunk is longer than its size",
+    "Invalid HTTP version": "its version is another one",
+    "Invalid character in Content-Length": "its Content-Length is no number",
+    "Invalid character in chunk size": "the size of a chunk is no hexadecimal number",
+    "Invalid header token": "the name of a header has a character that is not allowed",
+    "Invalid header value char": "the value of a header has a control character",
+    "Missing expected CR after header value": "its lines do not end in CR LF",
+    "Missing expected LF after header value": "its lines do not end in CR LF",
+    "Pause on PRI/Upgrade": "it is HTTP/2",
+    "Request has invalid `Transfer-Encoding`": "its Transfer-Encoding is not chunked",
+    "Transfer-Encoding can't be present with Content-Length": (
+        "it has both a Content-Length and a Transfer-Encoding"
+    ),
+    "Unexpected space after start line": "its first header begins with a space",
+}
+"""Problems of requests by the parser's texts."""
+
+
+def _malformed(error: BaseException, data: bytes) -> AnswerError:
+    """Return the answer to a request that is no HTTP.
+
+    Args:
+        error: the parser's.
+        data: in which it was found.
+    """
+    if isinstance(error, httptools.HttpParserCallbackError) and error.__context__ is not None:
+        error = error.__context__
+    if isinstance(error, httptools.HttpParserInvalidURLError):
+        problem: str | None = "its target is no path or URL"
+    elif isinstance(error, httptools.HttpParserInvalidMethodError):
+        problem = "its first word is no method"
+        if data.startswith(_TLS):
+            problem = "it is TLS, which this address does not speak"
+    else:
+        problem = _PROBLEMS.get(str(error))
+    message = "request: expected HTTP/1.1" + (f"; {problem}" if problem else "")
+    return AnswerError(400, message, code="malformed_http")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import re
+import secrets
 import sys
 import time
 from collections import Counter
@@ -21,6 +23,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 _PROBES = frozenset({"/health", "/ready", "/metrics"})
 _CLIENT_GONE = 499
 _LONGEST_TEXT = 512
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _SPECIAL = {ord('"'): '\\"', ord("\\"): "\\\\"}
 _CURRENT: contextvars.ContextVar[Exchange | None] = contextvars.ContextVar(
     "hardpoint_exchange", default=None
@@ -41,6 +44,22 @@ class TokenCounts(Protocol):
     @property
     def finish_reasons(self) -> list[str]:
         """Of the completions that ended."""
+
+
+def current_request_id() -> str:
+    """Return the id of the request that is being answered, for the log; "-" outside of any."""
+    exchange = _CURRENT.get()
+    return "-" if exchange is None else exchange.state["request_id"]
+
+
+def request_id_of(scope: Scope) -> str:
+    """Return the id that a request has, or a new one."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            given: str = value.decode("latin-1")
+            if _REQUEST_ID.fullmatch(given):
+                return given
+    return f"req-{secrets.token_hex(12)}"
 
 
 def count_tokens_of(counts: TokenCounts) -> None:
@@ -192,11 +211,18 @@ class Traffic:
             entry.finish_reasons = sorted(set(counts.finish_reasons)) or None
         self.write(self._format(entry))
 
-    def refused(self, address: tuple[str, int] | None, status: int | None, reason: str) -> None:
+    def refused(
+        self,
+        address: tuple[str, int] | None,
+        status: int | None,
+        reason: str,
+        request_id: str | None = None,
+    ) -> None:
         """Count and log a connection that ends before it has a request.
 
         Args:
             status: status of the answer; None if it got no answer.
+            request_id: id of the refused request, if one has come.
         """
         self.rejected[reason] += 1
         if self._format is not None:
@@ -208,6 +234,7 @@ class Traffic:
                 status=status or _CLIENT_GONE,
                 bytes=0,
                 seconds=0.0,
+                request_id=request_id,
                 reason=reason,
             )
             self.write(self._format(entry))

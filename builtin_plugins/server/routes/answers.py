@@ -13,6 +13,7 @@ from hardpoint.builtin_plugins.server.errors import (
     AnswerError,
     answer_error,
     for_clients,
+    unavailable,
 )
 from hardpoint.builtin_plugins.server.field_names import is_of_grammar
 from hardpoint.builtin_plugins.server.operations.traffic import count_tokens_of
@@ -127,6 +128,12 @@ class UsageCount:
         return usage
 
 
+LOAD_FAILED = "kv_connector: the keys and values of its prompt could not be loaded"
+"""How the error of a request begins whose blocks did not come; the next one may compute them."""
+
+_LOAD_RETRY_SECONDS = 1
+
+
 def check_ended(completion: CompletionOutput) -> None:
     """Raise the error of a completion that ended with one.
 
@@ -138,42 +145,16 @@ def check_ended(completion: CompletionOutput) -> None:
     message = completion.error or "the engine gave no reason"
     if is_of_grammar(message):  # which is compiled while the request waits
         raise answer_error(RequestError(message))
+    if message.startswith(LOAD_FAILED):
+        error = unavailable(for_clients(message), _LOAD_RETRY_SECONDS, code="kv_load_failed")
+        error.headers["x-should-retry"] = "true"
+        raise error
     raise AnswerError(
         500,
         for_clients(message),
         kind="generation_error",
         headers={"x-should-retry": "false"},
     )
-
-
-class WhiteSpace:
-    """Holds back white space that is no text: between reasoning and calls, for example."""
-
-    def __init__(self) -> None:
-        """Hold nothing."""
-        self._held = ""
-
-    def text_of(self, completion: CompletionOutput, *, is_open: bool) -> str:
-        """Return the new text of a completion, after what was held back.
-
-        Args:
-            is_open: whether there is text before it, without anything between them.
-        """
-        text = self._held + (completion.content or "")
-        self._held = ""
-        if text.isspace() and not is_open:
-            self._held, text = text, ""
-        return text
-
-    def rest(self, *, has_calls: bool) -> str:
-        """Return at the end what is still held back: the text of an answer without calls."""
-        return "" if has_calls else self._held
-
-
-def whole_text(completion: CompletionOutput) -> str:
-    """Return the text of a whole completion; white space next to calls is no text."""
-    text = completion.content or ""
-    return "" if text.isspace() and completion.tool_calls else text
 
 
 def engine_id(answer_id: str, asked: str | None) -> str:
@@ -189,9 +170,11 @@ def new_id(prefix: str, asked: str | None = None) -> str:
     return f"{prefix}{asked or secrets.token_hex(12)}"
 
 
-def token_text(logprob: Logprob, token: int) -> str:
-    """Return the text of a token in log-probabilities."""
-    return f"token_id:{token}" if logprob.decoded_token is None else logprob.decoded_token
+def token_text(logprob: Logprob, token: int, *, as_id: bool = False) -> str:
+    """Return the text of a token in log-probabilities, or its id in the shape of a text."""
+    if as_id or logprob.decoded_token is None:
+        return f"token_id:{token}"
+    return logprob.decoded_token
 
 
 def prompt_positions(output: RequestOutput) -> list[Mapping[int, Logprob] | None]:

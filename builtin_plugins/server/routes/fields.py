@@ -52,6 +52,10 @@ REFUSED = {
 }
 """Fields that are known and not supported, with the reason; false or empty ones ask for nothing."""
 
+_OF_TEXTS = ("return_tokens_as_token_ids", "truncate_prompt_tokens")
+TEXT_REFUSED = {name: why for name, why in REFUSED.items() if name not in _OF_TEXTS}
+"""The same of OpenAI's routes for conversations and prompts."""
+
 
 class StreamOptions(Strict):
     """The contents of a stream besides the answer.
@@ -198,12 +202,14 @@ class GenerationFields(Strict):
     def own_names(self, message: str) -> str:
         """Return an error of the engine with the names that the fields of the request have."""
         prompts = (name for name in ("messages", "input") if name in self.__struct_fields__)
+        # Without one, the grammar is of calls whose tools are strict or required.
+        form, given = next(iter(self.answer_forms().items()), ("tools", {"structural_tag": None}))
         return own_names(
             message,
-            # Without one, the grammar is of calls whose tools are strict or required.
-            form=next(iter(self.answer_forms()), "tools"),
+            form=form,
             prompt=next(prompts, "prompt"),
             limit=self.limit_field,
+            with_calls="structural_tag" not in given,
         )
 
     def answer_forms(self) -> dict[str, dict[str, Any]]:
@@ -237,13 +243,14 @@ class GenerationFields(Strict):
 
 
 class SamplingFields(GenerationFields):
-    """Fields of OpenAI's routes for conversations and prompts.
+    """Fields of routes that have OpenAI's names for them.
 
     Attributes:
         guided_json, guided_regex, guided_choice, guided_grammar: older names of parts of
             `structured_outputs`.
         stream_options: what a stream holds besides the answer.
         return_progress: the same as `stream_options.include_progress`.
+        prompt_logprobs: likeliest tokens for each prompt position after the first.
         return_token_ids: whether choices hold token ids.
         kv_transfer_params: for the KV connector; from keys that may.
     """
@@ -295,6 +302,20 @@ class SamplingFields(GenerationFields):
         """Whether the stream begins with how much of the prompt is computed."""
         options = self.stream_options
         return self.return_progress or (options is not None and options.include_progress)
+
+
+class TextFields(SamplingFields):
+    """Fields of routes whose prompts are given as text.
+
+    Attributes:
+        return_tokens_as_token_ids: whether log-probabilities name tokens as "token_id:17", since
+            several tokens may have one text.
+        truncate_prompt_tokens: last tokens of the prompt that are kept; -1 keeps those that leave
+            room for `max_tokens`.
+    """
+
+    return_tokens_as_token_ids: bool = False
+    truncate_prompt_tokens: int | None = None
 
 
 _SAME_NAME = (

@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hardpoint.builtin_plugins.server.errors import AnswerError, for_clients
+from hardpoint.builtin_plugins.server.errors import AnswerError, for_clients, no_route
 from hardpoint.builtin_plugins.server.service import ANYBODY, Phase, Service
 from hardpoint.plugins import HardpointError
 from hardpoint.plugins.server import Route
@@ -18,8 +18,23 @@ _LONGEST_WAIT = 1.0
 """Seconds that `/health` waits for the engine; probes wait little longer."""
 
 
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+
+
 class Model(msgspec.Struct):
-    """A model that requests may name."""
+    """A model that requests may name.
+
+    Attributes:
+        default_sampling: sampling parameters of requests that give none.
+    """
 
     id: str
     object: str
@@ -27,6 +42,7 @@ class Model(msgspec.Struct):
     owned_by: str
     root: str
     max_model_len: int | None
+    default_sampling: dict[str, float]
 
 
 class ModelList(msgspec.Struct):
@@ -62,16 +78,38 @@ class EngineHealth(msgspec.Struct, omit_defaults=True):
     paused: str | None = None
 
 
-class Readiness(msgspec.Struct):
-    """Whether requests should be sent here: "ready", "leaving" or "unavailable"."""
+class Readiness(msgspec.Struct, omit_defaults=True):
+    """Whether requests should be sent here.
+
+    Attributes:
+        status: "ready", "leaving" or "unavailable".
+        reason: why not, such as an engine that is being restarted.
+    """
 
     status: str
+    reason: str | None = None
 
 
-class Version(msgspec.Struct):
-    """The version of Hardpoint."""
+class ServerLoad(msgspec.Struct):
+    """How much there is to do.
+
+    Attributes:
+        server_load: requests that are being answered.
+    """
+
+    server_load: int
+
+
+class Version(msgspec.Struct, omit_defaults=True):
+    """The version of Hardpoint.
+
+    Attributes:
+        live_view: URL of the live view, where the admin address is one that browsers open; its
+            host is "*" where that is any of the machine.
+    """
 
     version: str
+    live_view: str | None = None
 
 
 class StatusRoutes:
@@ -111,6 +149,19 @@ class StatusRoutes:
                 response_type=Readiness,
             ),
             Route(
+                path="/ping",
+                endpoint=self.health,
+                methods=("GET", "POST"),
+                summary="Return the same as /health.",
+                response_type=EngineHealth,
+            ),
+            Route(
+                path="/load",
+                endpoint=self.load,
+                summary="Return how many requests are being answered.",
+                response_type=ServerLoad,
+            ),
+            Route(
                 path="/version",
                 endpoint=self.version,
                 summary="Return the version.",
@@ -122,8 +173,11 @@ class StatusRoutes:
     def _models(self) -> list[Model]:
         config = self._service.engine.config
         length = config.max_model_len if isinstance(config.max_model_len, int) else None
+        defaults = self._service.engine.default_sampling_params()
+        sampling = {name: getattr(defaults, name) for name in _SAMPLING}
+        started = self._service.started
         return [
-            Model(name, "model", self._service.started, "hardpoint", config.model, length)
+            Model(name, "model", started, "hardpoint", config.model, length, sampling)
             for name in self._service.names
         ]
 
@@ -134,6 +188,8 @@ class StatusRoutes:
     async def model(self, request: Request) -> Response:
         """Describe the model of a name."""
         name = request.path_params["model"]
+        if not name:
+            raise no_route(request.url.path, ["/v1/models"])
         self._service.model(name)
         return json_response(next(model for model in self._models() if model.id == name))
 
@@ -158,6 +214,8 @@ class StatusRoutes:
             for name, value in self._details.items():
                 setattr(body, name, value)
             body.faults = faults
+            slow = {n: for_clients(why) for n, why in self._service.faults.slow.items()}
+            body.slow = {**body.slow, **slow}
             body.paused = self._service.paused
         return json_response(body)
 
@@ -189,12 +247,26 @@ class StatusRoutes:
         try:
             self._service.check_admission()
         except AnswerError as error:
-            return json_response(Readiness("unavailable"), 503, error.headers)
+            body = Readiness("unavailable", error.detail.message)
+            return json_response(body, 503, error.headers)
         return json_response(Readiness("ready"))
+
+    async def load(self, request: Request) -> Response:  # noqa: ARG002
+        """Return how many requests are being answered."""
+        return json_response(ServerLoad(self._service.load.open))
 
     async def version(self, request: Request) -> Response:  # noqa: ARG002
         """Return the version."""
-        return json_response(Version(self._service.version))
+        return json_response(Version(self._service.version, self._live_view()))
+
+    def _live_view(self) -> str | None:
+        admin, tls = self._service.settings.admin, self._service.settings.tls_certificate
+        if admin is None or admin.startswith("unix:"):
+            return None
+        host, _, port = admin.rpartition(":")
+        if host in ("0.0.0.0", "[::]", "::"):
+            host = "*"
+        return f"{'http' if tls is None else 'https'}://{host}:{port}/"
 
     async def metrics(self, request: Request) -> Response:  # noqa: ARG002
         """Return figures for Prometheus."""

@@ -291,6 +291,7 @@ class CompletionStream:
             if self._parser.in_reasoning:
                 self.parts.warning = "the output ended inside the reasoning"
             self.parts.add(self._parser.finish())
+            self.parts.finish()
 
 
 @dataclass
@@ -300,6 +301,7 @@ class _Call:
     index: int
     id: str
     name: str
+    content_before: int
     arguments: list[str] = field(default_factory=list)
     shown: bool = False
 
@@ -309,6 +311,9 @@ _OF_CALLS = (ToolCallBegin, ToolCallArguments, ToolCallEnd, MalformedText)
 
 class Parts:
     """Reasoning, content and tool calls of one completion, as its outputs show them.
+
+    White space next to a call is no content, and where content begins it waits for the rest of it:
+    a call may follow.
 
     Attributes:
         warning: what is wrong with the output, if anything is.
@@ -328,6 +333,8 @@ class Parts:
         self._void: list[int] = []  # indexes of calls that were output and then broke
         self._reasoning: list[str] = []
         self._content: list[str] = []
+        self._space = ""  # that waits
+        self._in_content = False
         self._calls: list[_Call] = []
         self._num_calls = 0
         self._in_call = self.has_calls = False
@@ -338,26 +345,43 @@ class Parts:
         for event in itertools.filterfalse(self._is_left_out, events):
             match event:
                 case ContentText(text):
-                    self._content.append(text)
+                    self._add_content(text)
                 case ReasoningText(text):
+                    self._in_content = False
                     self._reasoning.append(text)
                 case ToolCallArguments(text):
                     self._calls[-1].arguments.append(text)
                 case ToolCallBegin(name, call_id):
                     call_id = call_id or f"call_{secrets.token_hex(12)}"
-                    self._calls.append(_Call(self._num_calls, call_id, name))
+                    place = sum(map(len, self._content))
+                    self._calls.append(_Call(self._num_calls, call_id, name, place))
                     self._num_calls += 1
-                    self._in_call = True
+                    self._in_call, self._in_content, self._space = True, False, ""
                 case MalformedText(text, reason):
                     if self._in_call:
                         self._void_call()
-                    self._content.append(text)
+                    self._add_content(text)
                     self.warning = reason
                     if self._void:  # a stream cannot take back what it has shown
                         void = ", ".join(map(str, self._void))
                         self.warning += f"; void are the calls begun with index {void}"
                 case ToolCallEnd():
                     self.has_calls, self._in_call = True, False
+
+    def finish(self) -> None:
+        """End the completion: white space that is no part of anything is content without calls."""
+        if self._space and not self.has_calls:
+            self._content.append(self._space)
+        self._space = ""
+
+    def _add_content(self, text: str) -> None:
+        if self._in_content:
+            self._content.append(text)
+            return
+        self._space += text
+        if self._space and not self._space.isspace():
+            self._content.append(self._space)
+            self._space, self._in_content = "", True
 
     def _is_left_out(self, event: OutputEvent) -> bool:
         """Return whether an event belongs to a call after the only one that there may be."""
@@ -384,19 +408,21 @@ class Parts:
         if self._delta:
             self._reasoning, self._content = [], []
             self._calls = self._calls[-1:] if self._in_call else []
+            for call in self._calls:
+                call.content_before = 0
         return reasoning or None, content or None, calls or None
 
     def _part_of(self, call: _Call) -> ToolCall | None:
         arguments = "".join(call.arguments)
-        if not self._delta:
-            return ToolCall(index=call.index, id=call.id, name=call.name, arguments=arguments)
-        call.arguments = []
-        if call.shown and not arguments:
+        first = not (self._delta and call.shown)
+        if not first and not arguments:
             return None
-        first, call.shown = not call.shown, True
+        if self._delta:
+            call.arguments, call.shown = [], True
         return ToolCall(
             index=call.index,
             id=call.id if first else None,
             name=call.name if first else None,
             arguments=arguments,
+            content_before=call.content_before,
         )

@@ -84,9 +84,10 @@ def _append(held: CompletionOutput, new: CompletionOutput) -> None:
     held.text += new.text
     held.token_ids += new.token_ids
     held.reasoning = _joined(held.reasoning, new.reasoning)
+    before = len(held.content or "")
     held.content = _joined(held.content, new.content)
     for call in new.tool_calls or ():
-        _append_call(held, call)
+        _append_call(held, call, before)
     held.warning, held.validation_error = new.warning, new.validation_error
     if held.logprobs is None:
         held.logprobs = new.logprobs
@@ -103,10 +104,15 @@ def _joined(held: str | None, new: str | None) -> str | None:
     return new if held is None else held + (new or "")
 
 
-def _append_call(held: CompletionOutput, new: ToolCall) -> None:
-    """Append a part of a tool call to the part before it, or as the first one of a call."""
+def _append_call(held: CompletionOutput, new: ToolCall, before: int) -> None:
+    """Append a part of a tool call to the part before it, or as the first one of a call.
+
+    Args:
+        before: characters of content before the part's own output.
+    """
     calls = held.tool_calls = held.tool_calls or []
     if calls and calls[-1].index == new.index:
         calls[-1].arguments += new.arguments
     else:
+        new.content_before += before
         calls.append(new)

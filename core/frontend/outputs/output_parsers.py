@@ -1,24 +1,18 @@
-"""The parsers of outputs, and the validation of answers."""
+"""The parsers of outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from hardpoint.boundary.guard import checked
-from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import (
     OutputParser,
     ParserRequest,
     ReasoningMarkers,
     Tokenizer,
 )
-from hardpoint.plugins.config_tables import GrammarConfig
-from hardpoint.plugins.grammars import GrammarBackend
 from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.plugins.output_parser import ContentText, OutputEvent, OutputState
-from hardpoint.plugins.structured import StructuredOutputs
-from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.plugin_set import PluginSet
 
 
@@ -30,13 +24,16 @@ class OutputParsers:
         reasoning: finds reasoning; None without one.
         tools: finds tool calls in requests that have tools; None without one.
         by_kind: the same parsers, by the kind that they are on under.
+        fallback: opens a parser of calls that a grammar makes any model write; None where the
+            format of its calls is known, or none are to be found.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         by_kind: Mapping[str, OutputParser],
-        own: Collection[OutputParser] = (),
+        own: Collection[OutputParser | OutputParsers] = (),
+        fallback: Callable[[], OutputParser | None] | None = None,
     ) -> None:
         """Use a parser for each kind; one of both roles may be given twice.
 
@@ -44,12 +41,14 @@ class OutputParsers:
             tokenizer: whose special tokens they take.
             by_kind: the parsers.
             own: those of them that are of one request alone, and are closed with it.
+            fallback: see the attribute.
 
         Raises:
             RequestError: a parser failed.
         """
         self._tokenizer, self.by_kind, self._to_close = tokenizer, by_kind, list(own)
         self._holders = 1
+        self.fallback = fallback
         self.reasoning = by_kind.get("reasoning_parsers")
         self.tools = by_kind.get("tool_parsers")
         self._reasoning_ids = (
@@ -64,7 +63,19 @@ class OutputParsers:
         by_kind = {**self.by_kind, **own}
         if self.reasoning is self.tools and self.reasoning is not None:
             by_kind = dict.fromkeys(by_kind, next(iter(own.values())))
-        return OutputParsers(self._tokenizer, by_kind, own.values())
+        return OutputParsers(self._tokenizer, by_kind, own.values(), self.fallback)
+
+    def of_any_model(self) -> OutputParsers:
+        """Return the parsers of a request that a grammar makes call tools.
+
+        Without a parser of the model's own format, there is another one, unless there may be none.
+        They are held in place of these.
+        """
+        parser = None if self.fallback is None else self.fallback()
+        if parser is None:
+            return self
+        by_kind = {**self.by_kind, "tool_parsers": parser}
+        return OutputParsers(self._tokenizer, by_kind, [self, parser])
 
     def entries(self, plugins: PluginSet) -> list[PluginEntry]:
         """Return the entry of each parser; of one of both roles, that of reasoning."""
@@ -100,6 +111,13 @@ class OutputParsers:
             RequestError: the parser failed.
         """
         return None if self.reasoning is None else self.reasoning.markers()
+
+    @property
+    def content_prefix(self) -> str:
+        """The text between the end of the reasoning and that of the answer, with its markers."""
+        parser = self.reasoning or self.tools
+        ids = () if parser is None else parser.markers().content_prefix
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False) if ids else ""
 
     def open(
         self, prompt_token_ids: Sequence[int], tools: Mapping[str, Mapping[str, Any]] | None
@@ -165,41 +183,3 @@ class _ChainedState:
             else:
                 parsed.append(event)
         return parsed
-
-
-_CANNOT = "the answer cannot be validated"
-
-
-class AnswerValidator:
-    """Asks the backend of a request, or the default one where that validates no answers."""
-
-    def __init__(self, plugins: PluginSet, use: str) -> None:
-        """`use` names the backend of requests that name none."""
-        self._plugins, self._use = plugins, use
-
-    def use_plugins(self, plugins: PluginSet) -> None:
-        """Take the backends of another generation of the plugins."""
-        self._plugins = plugins
-
-    def error(self, structured: StructuredOutputs, answer: str) -> str | None:
-        """Return the flaw of an answer that is to be JSON of a schema; None if it has none.
-
-        What a backend does wrong is named in the text: the answer itself is there.
-        """
-        own = structured.backend or self._use
-        for name in dict.fromkeys((own, GrammarConfig().use)):
-            entry = self._plugins.find("grammars", name)
-            if entry is None:
-                continue
-            try:
-                found: str | None = self._plugins.target(entry).validate(structured, answer)
-            except NotImplementedError:
-                continue
-            except BaseException as cause:
-                raise_unless_fault(cause)
-                return f"{_CANNOT}: {entry.source}: its validate failed: {describe(cause)}"
-            try:
-                return checked(found, GrammarBackend, "validate", entry.source)
-            except PluginFaultError as wrong:
-                return f"{_CANNOT}: {wrong}"
-        return f"{_CANNOT}: the grammar backend {own!r} has no `validate`"

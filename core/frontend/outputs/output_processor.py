@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
+from hardpoint.boundary.parts.frontend_parts import FrontendParts
 from hardpoint.core.frontend.statistics import RequestFigures, Statistics
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import (
@@ -15,9 +19,9 @@ from hardpoint.plugins import (
     RequestError,
     Tokenizer,
 )
-from hardpoint.registry.plugin_set import PluginSet
+from hardpoint.plugins.structured import StructuredOutputs
 
-from .output_parsers import AnswerValidator, OutputParsers
+from .output_parsers import OutputParsers
 from .pooling_state import PoolingState
 from .request_state import AnyOutput, ParentRequest, RequestState
 
@@ -52,27 +56,22 @@ class OutputProcessor:
         tokenizer: Tokenizer,
         stream_interval: int = 1,
         statistics: Statistics | None = None,
-        validator: AnswerValidator | None = None,
+        step_parts: FrontendParts | None = None,
     ) -> None:
         """The tokenizer decodes all texts.
 
         Args:
             stream_interval: outputs between the first and the last wait for so many new tokens.
             statistics: record every output and every end.
-            validator: validator of the answers of lenient requests.
+            step_parts: validate answers.
         """
         self._tokenizer = tokenizer
-        self._statistics, self._validator = statistics, validator
+        self._statistics, self._step_parts = statistics, step_parts or FrontendParts()
         self._stream_interval = stream_interval
         self._states: dict[str, _State] = {}
         # Sets in order. A prompt's only completion has the id of the prompt, so it is in no table.
         self._by_parent: dict[str, dict[str, None]] = {}
         self._by_external: dict[str, dict[str, None]] = {}
-
-    def use_plugins(self, plugins: PluginSet) -> None:
-        """Validate answers by another generation of the plugins."""
-        if self._validator is not None:
-            self._validator.use_plugins(plugins)
 
     def add_request(
         self,
@@ -82,12 +81,14 @@ class OutputProcessor:
         arrived: float = 0.0,
         parsers: OutputParsers | None = None,
         tools: Mapping[str, Mapping[str, Any]] | None = None,
+        answer: StructuredOutputs | None = None,
     ) -> None:
         """Register a request, or a further part of its prompt, before the engine gets it.
 
         Args:
             parsers: parsers of its output; it holds them until its end.
             tools: JSON schemas of arguments, by the name of the tool; None without tools.
+            answer: form of an answer that is no call, where the grammar is of both.
             arrived: arrival time on the frontend's clock, for statistics.
 
         Raises:
@@ -111,7 +112,7 @@ class OutputProcessor:
                 self._stream_interval,
                 parsers,
                 tools,
-                self._validator,
+                self._flaw_of_answer(request, answer),
             )
         if self._statistics is not None:
             state.figures = RequestFigures(request, arrived)
@@ -119,6 +120,23 @@ class OutputProcessor:
         if request_id != parent.internal_id:
             self._by_parent.setdefault(parent.internal_id, {})[request_id] = None
         self._by_external.setdefault(parent.request_id, {})[request_id] = None
+
+    def _flaw_of_answer(
+        self, request: EngineCoreRequest, answer: StructuredOutputs | None
+    ) -> Callable[[str], str | None] | None:
+        """Return the function that validates a whole answer; None where none is to be.
+
+        Args:
+            request: request of the answer.
+            answer: see `add_request`.
+        """
+        form = request.params.structured
+        if answer is not None and form is not None and form.structural_tag is not None:
+            params = msgspec.structs.replace(request.params, structured=answer)
+            request = msgspec.structs.replace(request, params=params)
+        if not self._step_parts.reads_answer(request):
+            return None
+        return functools.partial(self._step_parts.validate, request)
 
     def num_unfinished_requests(self) -> int:
         """Return the number of registered requests."""

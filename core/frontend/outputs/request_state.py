@@ -25,10 +25,9 @@ from hardpoint.plugins import (
     Tokenizer,
 )
 from hardpoint.plugins.requests import PoolingRequestOutput, TokenLogprobs
-from hardpoint.plugins.structured import StructuredOutputs
 
 from .completion_stream import CompletionStream
-from .output_parsers import AnswerValidator, OutputParsers
+from .output_parsers import OutputParsers
 
 AnyOutput = RequestOutput | PoolingRequestOutput
 """The outputs that users get."""
@@ -69,9 +68,12 @@ class ParentRequest(msgspec.Struct, eq=False):
                 request_id=f"{index}_{self.internal_id}",
                 external_req_id=self.request_id,
                 child_index=index,
-                # Hooks may change a completion's lists; the others keep theirs.
+                # Hooks may change what a completion has; the others keep theirs.
                 prompt_token_ids=list(request.prompt_token_ids),
                 plugin_args=copy.deepcopy(request.plugin_args),
+                tags=dict(request.tags),
+                trace_headers=copy.copy(request.trace_headers),
+                kv_transfer_params=copy.deepcopy(request.kv_transfer_params),
             )
             for index in range(self.n)
         ]
@@ -177,11 +179,6 @@ _UNANSWERED = (FinishReason.ABORT, FinishReason.ERROR, FinishReason.TIMEOUT)
 """Ends after which no answer is validated."""
 
 
-def _is_validated(structured: StructuredOutputs | None) -> bool:
-    """Return whether the answer is to be validated against the whole schema."""
-    return structured is not None and structured.lenient and structured.json is not None
-
-
 class RequestState:
     """One request's text, tokens and log-probabilities so far.
 
@@ -200,7 +197,7 @@ class RequestState:
         stream_interval: int = 1,
         parsers: OutputParsers | None = None,
         tools: Mapping[str, Mapping[str, Any]] | None = None,
-        validator: AnswerValidator | None = None,
+        validate: Callable[[str], str | None] | None = None,
     ) -> None:
         """Start with nothing.
 
@@ -209,7 +206,7 @@ class RequestState:
             parsers: parsers of its output; None without any.
             tools: JSON schemas of arguments, by the name of the tool; None without tools.
             stream_interval: outputs between the first and the last wait for so many new tokens.
-            validator: validator of the answer, where the request is lenient.
+            validate: returns the flaw of the whole answer, where the request is lenient.
         """
         params = request.params
         self.parent = parent
@@ -237,7 +234,7 @@ class RequestState:
         self._prompt_logprobs: list[Mapping[int, Logprob] | None] | None = (
             None if params.prompt_logprobs is None else []
         )
-        self._validator = validator if _is_validated(params.structured) else None
+        self._flaw_of = validate
         self._answer = ""  # so far, of deltas, where it is validated
         self._stop_reason: int | str | None = None
         self._error: str | None = None
@@ -366,8 +363,8 @@ class RequestState:
             return None
         first_token = stream.num_shown if self._delta else 0
         completion = stream.pop(finished=finished)
-        if self._validator is not None:
-            self._validate(self._validator, completion, finished=finished)
+        if self._flaw_of is not None:
+            self._validate(self._flaw_of, completion, finished=finished)
         if self._logprobs is not None:
             completion.cumulative_logprob = self._cumulative_logprob
             completion.logprobs = self._logprobs[first_token:]
@@ -401,15 +398,19 @@ class RequestState:
         return self._routed_experts[0][: count and count - 1]
 
     def _validate(
-        self, validator: AnswerValidator, completion: CompletionOutput, *, finished: bool
+        self,
+        flaw_of: Callable[[str], str | None],
+        completion: CompletionOutput,
+        *,
+        finished: bool,
     ) -> None:
-        """Validate the answer, once it is complete."""
+        """Validate the answer, once it is complete. A call is no answer."""
         answer = completion.content or ""
         self._answer = self._answer + answer if self._delta else answer
-        if finished and self.finish_reason not in _UNANSWERED:
-            structured = self._request.params.structured
-            assert structured is not None
-            completion.validation_error = validator.error(structured, self._answer)
+        parts = None if self._stream is None else self._stream.parts
+        has_calls = parts is not None and parts.has_calls
+        if finished and self.finish_reason not in _UNANSWERED and not has_calls:
+            completion.validation_error = flaw_of(self._answer)
 
     def _reason(self) -> str:
         """Return why the output has ended, as the user gets it."""

@@ -1,8 +1,8 @@
-"""The grammar of a request's answer: that which it asks for, and that of its calls of tools."""
+"""The grammar of a request's calls of tools."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -10,10 +10,22 @@ from msgspec import Meta
 
 from hardpoint import typed
 from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
-from hardpoint.plugins import EngineCoreRequest, ReasoningMarkers, RequestError, SamplingParams
-from hardpoint.plugins.config_tables import GrammarConfig
-from hardpoint.plugins.structured import StructuralTag, StructuredOutputs
-from hardpoint.registry.plugin_set import PluginSet
+from hardpoint.plugins import EngineCoreRequest, RequestError, SamplingParams
+from hardpoint.plugins.structured import (
+    ConstStringFormat,
+    Format,
+    GrammarFormat,
+    JsonSchemaFormat,
+    OptionalFormat,
+    OrFormat,
+    RegexFormat,
+    SequenceFormat,
+    StructuralTag,
+    StructuredOutputs,
+    TagFormat,
+    TagsWithSeparatorFormat,
+    TokenFormat,
+)
 
 
 class CallRules(typed.Strict):
@@ -32,67 +44,6 @@ class CallRules(typed.Strict):
     parallel: bool = True
 
 
-class GrammarOfRequest:
-    """Checks that a request's grammar can be compiled, and fills in where its answer begins."""
-
-    def __init__(
-        self, plugins: PluginSet, config: GrammarConfig, why_no_grammars: str | None
-    ) -> None:
-        """Use the grammar backends of the plugins.
-
-        Args:
-            why_no_grammars: the reason if the engine has no grammars; None if it has.
-        """
-        self._plugins, self._config, self._why_no_grammars = plugins, config, why_no_grammars
-
-    def use(self, plugins: PluginSet) -> None:
-        """Use those of another generation of the plugins."""
-        self._plugins = plugins
-
-    def prepare(
-        self,
-        request: EngineCoreRequest,
-        structured: StructuredOutputs,
-        markers: ReasoningMarkers | None,
-    ) -> None:
-        """Fill in where the answer begins, for the grammar of a request.
-
-        Raises:
-            RequestError: no backend compiles it, or no token could show its end; names the field.
-        """
-        if request.reasoning_markers is None:
-            request.reasoning_markers = markers
-        if self._why_no_grammars is not None:
-            raise RequestError(f"structured: this engine has no grammars: {self._why_no_grammars}")
-        name = structured.backend or self._config.use
-        entry = self._plugins.find("grammars", name)
-        if entry is None:
-            known = [entry.name for entry in self._plugins.entries("grammars")]
-            raise RequestError(
-                f"structured.backend: expected an enabled grammar backend "
-                f"({', '.join(sorted(known))}), got {name!r}{typed.suggest(name, known)}"
-                f"{self._plugins.hint(name, 'grammars')}"
-            )
-        formats = self._plugins.target(entry).formats
-        if structured.format not in formats:
-            raise RequestError(
-                f"structured.{structured.format}: the grammar backend {name!r} takes "
-                f"{', '.join(formats)}"
-            )
-        size = len(msgspec.msgpack.encode(structured))
-        if size > self._config.max_bytes:
-            raise RequestError(
-                f"structured.{structured.format}: expected at most {self._config.max_bytes} "
-                f"bytes (grammar.max_bytes), got {size}"
-            )
-        if not request.stop_token_ids:
-            why = "ignore_eos is true" if request.params.ignore_eos else "the model has none"
-            raise RequestError(
-                f"structured: it needs a token that ends the output, but {why}, and "
-                f"stop_token_ids is empty"
-            )
-
-
 def is_answered_alike(params: SamplingParams, before: SamplingParams) -> bool:
     """Return whether the answer begins in the same place, after a hook changed parameters."""
     fields = ("structured", "reasoning_parser", "tool_parser")
@@ -104,39 +55,146 @@ def constrain_calls(
     parsers: OutputParsers,
     tools: Mapping[str, Mapping[str, Any]],
     calls: CallRules,
+    takes_tags: Callable[[str | None], bool],
 ) -> None:
     """Fill in the grammar of a request whose calls have to keep to one.
 
+    A form of the answer is of its text: with a required call, there is none; otherwise the answer
+    is a call or such a text.
+
+    Args:
+        request: to fill in.
+        parsers: its output parsers.
+        tools: JSON schemas of arguments, by the name of the tool.
+        calls: rules of the calls.
+        takes_tags: returns whether a grammar backend takes structural tags; None is the usual one.
+
     Raises:
-        RequestError: the parser gives no such grammar, or the request has another one.
+        RequestError: the parser gives no such grammar.
     """
     parser = parsers.tools
     assert parser is not None, "requests with tools are refused where no parser finds calls"
-    if calls.required is None and not calls.strict:
+    asked = request.params.structured
+    is_free = calls.required is None
+    if not _is_due(asked, calls, takes_tags):
         return
-    if calls.required is None and request.params.structured is not None:
-        return  # the request's own grammar is of the whole answer, which has no calls
-    if request.params.structured is not None:
-        raise RequestError(
-            "tool_choice: it requires a call, and sampling_params.structured another answer; "
-            "expected one of them"
-        )
     names = tools if calls.required is None else calls.required
-    if unknown := [name for name in (*names, *calls.strict) if name not in tools]:
-        raise RequestError(f"calls: expected names of tools, got {unknown[0]!r}")
-    schemas = {name: tools[name] for name in names}
-    required = calls.required is not None
+    schemas = _schemas(tools, names, calls)
+    lenient = schemas.keys().isdisjoint(calls.strict)
+    text = None
+    if is_free and asked is not None:
+        text = _text_format(asked, parsers.content_prefix)
+        if asked.json is not None and not asked.lenient:
+            lenient = False
+            # Of tools that are not strict, no more is asked than without the form of the text.
+            schemas = {n: s if n in calls.strict else _names(s) for n, s in schemas.items()}
     try:
+        required = text is not None or not is_free
         format = parser.call_format(schemas, required=required, parallel=calls.parallel)
     except RequestError:
         raise
     except (NotImplementedError, ValueError) as cause:
+        if text is not None:
+            return
         raise RequestError(f"tools: output parser {parser.name!r}: {cause}") from cause
+    if text is not None:
+        if not _BEGINS_OF_JSON.isdisjoint(_begins(format)):
+            return  # nothing would distinguish the two
+        format = OrFormat(elements=[format, text])
     structured = StructuredOutputs(
         # One keyword of a strict tool that is left out would be one too many.
         structural_tag=StructuralTag(format=format),
-        lenient=schemas.keys().isdisjoint(calls.strict),
+        lenient=lenient,
+        backend=None if asked is None else asked.backend,
     )
     request.params = msgspec.structs.replace(request.params, structured=structured)
     markers = (parsers.reasoning or parser).markers()
     request.reasoning_markers = msgspec.structs.replace(markers, content_prefix=())
+
+
+def _schemas(
+    tools: Mapping[str, Mapping[str, Any]], names: Iterable[str], calls: CallRules
+) -> dict[str, Mapping[str, Any]]:
+    """Return the schemas of some tools.
+
+    Raises:
+        RequestError: rules of calls name a tool that there is not.
+    """
+    if unknown := [name for name in (*names, *calls.strict) if name not in tools]:
+        raise RequestError(f"calls: expected names of tools, got {unknown[0]!r}")
+    return {name: tools[name] for name in names}
+
+
+def _is_due(
+    asked: StructuredOutputs | None, calls: CallRules, takes_tags: Callable[[str | None], bool]
+) -> bool:
+    """Return whether a request's grammar is of its calls, or of them and a text."""
+    if calls.required is not None:
+        return True
+    if asked is None:
+        return bool(calls.strict)
+    # A structural tag may be of calls itself.
+    return asked.structural_tag is None and takes_tags(asked.backend)
+
+
+def _text_format(asked: StructuredOutputs, prefix: str) -> Format:
+    """Return the form of a text as a part of a structural tag.
+
+    Args:
+        prefix: comes before the text.
+    """
+    format: Format
+    match asked.format:
+        case "json":
+            assert asked.json is not None
+            format = JsonSchemaFormat(json_schema=asked.json)
+        case "json_object":
+            format = JsonSchemaFormat(json_schema={"type": "object"})
+        case "regex":
+            format = RegexFormat(pattern=asked.regex or "")
+        case "grammar":
+            format = GrammarFormat(grammar=asked.grammar or "")
+        case _:
+            choices = [ConstStringFormat(value=text) for text in asked.choice or ()]
+            format = OrFormat(elements=[*choices])
+    if not prefix:
+        return format
+    return SequenceFormat(elements=[ConstStringFormat(value=prefix), format])
+
+
+def _names(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema of arguments with no more than their names and simple types."""
+    properties = schema.get("properties", {})
+    loose: dict[str, Any] = {"type": "object", "properties": {}}
+    for name, of in properties.items():
+        type_ = of.get("type") if isinstance(of, Mapping) else None
+        loose["properties"][name] = {} if type_ is None else {"type": type_}
+    if required := [name for name in schema.get("required", ()) if name in properties]:
+        loose["required"] = required
+    if properties and schema.get("additionalProperties") is False:
+        loose["additionalProperties"] = False
+    return loose
+
+
+_BEGINS_OF_JSON = frozenset('{["-0123456789tfn \t\r\n') | {""}
+
+
+def _begins(format: Format) -> set[str]:
+    """Return the characters that a format's text may begin with; "" is any.
+
+    Special tokens are no characters.
+    """
+    match format:
+        case ConstStringFormat(value=text) | TagFormat(begin=str(text)) if text:
+            return {text[0]}
+        case TokenFormat() | TagFormat(begin=TokenFormat()):
+            return set()
+        case TagFormat(content=content):
+            return _begins(content)
+        case SequenceFormat(elements=[OptionalFormat(content=first), *rest]) if rest:
+            return _begins(first) | _begins(SequenceFormat(elements=rest))
+        case SequenceFormat(elements=[first, *_]):
+            return _begins(first)
+        case OrFormat(elements=several) | TagsWithSeparatorFormat(tags=several):
+            return {begin for one in several for begin in _begins(one)}
+    return {""}

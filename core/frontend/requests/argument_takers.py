@@ -104,7 +104,7 @@ class ArgumentTaker:
 def processor_taker(plugins: PluginSet, entry: PluginEntry) -> ArgumentTaker:
     """Return a logits processor as one that takes arguments."""
     cls: type[LogitsPlugin] = plugins.target(entry)
-    default = cls.uses.__func__ is LogitsPlugin.uses.__func__  # type: ignore[attr-defined]
+    default = getattr(cls.uses, "__func__", None) is vars(LogitsPlugin)["uses"].__func__
     return ArgumentTaker(
         entry,
         cls,

@@ -44,11 +44,13 @@ class RequestExtras(typed.Strict):
         cache_salt: requests with different salts never share cached prompts.
         arrival_time: for latencies: seconds on the frontend's clock, which is `time.monotonic`;
             None, or a time to come, is now.
-        trace_headers: headers of the request's trace.
+        trace_headers: headers of the request's trace, for sinks.
         tools: JSON schemas of the arguments of the tools that the model may call, by name; None
             leaves calls in the text.
         calls: calls of the tools that a grammar allows; None leaves the model free.
         kv_transfer_params: for the KV connector, which checks them.
+        truncate_prompt_tokens: last tokens of the prompt that are kept; -1 keeps those that leave
+            room for `max_tokens`; None keeps all.
     """
 
     priority: int = 0
@@ -60,6 +62,7 @@ class RequestExtras(typed.Strict):
     tools: dict[str, dict[str, Any]] | None = None
     calls: CallRules | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    truncate_prompt_tokens: int | None = None
 
 
 NO_EXTRAS = RequestExtras()
@@ -132,7 +135,8 @@ class InputProcessor:
         given = read_prompt(prompt)
         salt = given.cache_salt if extras.cache_salt is None else extras.cache_salt
         times = (extras.arrival_time, given.arrival_time, arrival_time)
-        token_ids = self._tokens(given, token_ids)
+        whole = self._tokens(given, token_ids)
+        token_ids = self._cut(whole, extras.truncate_prompt_tokens, params)
         params = self._completed(params, len(token_ids))
         request = EngineCoreRequest(
             request_id=request_id,
@@ -150,7 +154,7 @@ class InputProcessor:
         fields, parsers = self._arguments.resolve(request, extras.tools, extras.calls)
         # The arguments travel resolved; the originals would only travel twice.
         request.params = msgspec.structs.replace(request.params, **{**fields, "plugin_args": {}})
-        return request, given.text, parsers
+        return request, given.text if token_ids is whole else None, parsers
 
     def text_of(self, prompt: Prompt) -> str | None:
         """Return the text to tokenise, None if the prompt has token ids."""
@@ -231,6 +235,24 @@ class InputProcessor:
             token_ids = self.tokenise(given.text)
         if not token_ids:
             raise RequestError("prompt: expected at least one token, got an empty prompt")
+        return token_ids
+
+    def _cut(self, token_ids: list[int], last: int | None, params: SamplingParams) -> list[int]:
+        """Return the last tokens of a prompt; all, the same list, if there are no more.
+
+        Args:
+            last: number of tokens; -1 is what leaves room for the output.
+        """
+        if last == -1:
+            last = max(self._max_model_len - (params.max_tokens or 1), 1)
+        if last is not None:
+            if last < 1:
+                raise RequestError(
+                    f"truncate_prompt_tokens: expected at least 1, or -1 for those that leave room "
+                    f"for max_tokens, got {last}"
+                )
+            if len(token_ids) > last:
+                token_ids = token_ids[-last:]
         if len(token_ids) >= self._max_model_len:
             raise PromptTooLongError.of(len(token_ids), self._max_model_len)
         return token_ids

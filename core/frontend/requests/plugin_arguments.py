@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from hardpoint import typed
+from hardpoint.boundary.parts.frontend_parts import FrontendParts
 from hardpoint.boundary.plugin_health import PluginHealth
 from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
 from hardpoint.plugins import (
@@ -18,12 +19,11 @@ from hardpoint.plugins import (
     SamplingParams,
     Tokenizer,
 )
-from hardpoint.plugins.config_tables import GrammarConfig
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.registry.request_arguments import prepare_arguments, prepares
 from hardpoint.typed.read_only import ReadOnlyList, read_only
 
-from .answer_format import CallRules, GrammarOfRequest, constrain_calls, is_answered_alike
+from .answer_format import CallRules, constrain_calls, is_answered_alike
 from .argument_takers import DEFAULTS, LOGITS, ArgumentTaker, Given, processor_taker, takers_of
 from .request_parsers import RequestParsers
 
@@ -55,17 +55,17 @@ class PluginArguments:
         vocab_size: int,
         tokenizer: Tokenizer,
         parsers: OutputParsers,
-        grammar: GrammarConfig,
-        why_no_grammars: str | None = None,
+        parts: FrontendParts,
+        grammar: str,
     ) -> None:
         """Load the classes; instances of most live elsewhere.
 
         Args:
             parsers: parsers of requests that give them no arguments.
-            grammar: how structured output is configured.
-            why_no_grammars: the reason if the engine has no grammars; None if it has.
+            parts: frontend halves of step parts, which complete requests.
+            grammar: backend of requests that name none.
         """
-        self._grammar = GrammarOfRequest(plugins, grammar, why_no_grammars)
+        self._parts, self._grammar = parts, grammar
         self._parsers = RequestParsers(plugins, tokenizer, vocab_size, parsers)
         self._health = health
         self._vocab_size = vocab_size
@@ -73,9 +73,9 @@ class PluginArguments:
         self._load(plugins)
 
     def use(self, plugins: PluginSet) -> None:
-        """Take the arguments of another generation of the plugins."""
-        self._grammar.use(plugins)
+        """Take the arguments of another generation of the plugins, and show it to step parts."""
         self._parsers.use(plugins)
+        self._parts.use(plugins)
         self._load(plugins)
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class PluginArguments:
     ) -> tuple[dict[str, Any], OutputParsers]:
         """Fill in, for each component that the request uses, its arguments as plain data.
 
-        Also fills in `reasoning_ended`, and what a grammar needs.
+        Also fills in `reasoning_ended`, and what step parts need.
 
         Args:
             request: to fill in.
@@ -180,8 +180,7 @@ class PluginArguments:
                 request.reasoning_markers = before.reasoning_markers
             else:
                 request.reasoning_markers = None
-            if request.params.structured is not None:
-                self._grammar.prepare(request, request.params.structured, parsers.markers)
+            self._parts.prepare(request, parsers.markers)
             request.plugin_args |= self._resolved(request, stale, {}, parsers.markers)
         except BaseException:
             parsers.close()
@@ -195,7 +194,7 @@ class PluginArguments:
         tools: Mapping[str, Mapping[str, Any]] | None = None,
         calls: CallRules | None = None,
     ) -> OutputParsers:
-        """Fill in the resolved arguments of a request, its grammar, and what concerns reasoning.
+        """Fill in a request's resolved arguments, and what step parts and reasoning need.
 
         Returns:
             Its output parsers, which the caller closes.
@@ -207,24 +206,30 @@ class PluginArguments:
         parsers = self._parsers.open(request)
         try:
             markers = parsers.markers
-            if tools and parsers.tools is None:
-                raise RequestError(
-                    "tools: no parser finds calls in what the model writes; set tools.parser "
-                    '("hermes", for example)'
-                )
             if calls is not None and not tools:
                 raise RequestError("calls: expected none without tools")
-            if calls is not None and tools:
-                constrain_calls(request, parsers, tools, calls)
+            if tools:
+                if parsers.tools is None and calls is not None and calls.required is not None:
+                    parsers = parsers.of_any_model()
+                if parsers.tools is None:
+                    raise RequestError(
+                        "tools: no parser finds calls in what the model writes; set tools.parser "
+                        '("hermes", for example)'
+                    )
+                constrain_calls(request, parsers, tools, calls or CallRules(), self._takes_tags)
             if markers is not None:
                 request.reasoning_ended = markers.ended(request.prompt_token_ids)
-            if request.params.structured is not None:
-                self._grammar.prepare(request, request.params.structured, markers)
+            self._parts.prepare(request, markers)
             request.plugin_args |= self._resolved(request, self._takers, given, markers)
         except BaseException:
             parsers.close()
             raise
         return parsers
+
+    def _takes_tags(self, backend: str | None) -> bool:
+        """Return whether a grammar backend, None is the usual one, takes structural tags."""
+        entry = self._plugins.find("grammars", backend or self._grammar)
+        return entry is not None and "structural_tag" in self._plugins.target(entry).formats
 
     def _resolved(
         self,

@@ -99,7 +99,7 @@ class RequestParsers:
                 continue
             entry = self._named_entry(kind, field, name)
             if entry.value not in opened:
-                if configured is None or configured.name != name:
+                if configured is None or configured.name != entry.name:
                     configured = self._chosen_one(entry)
                 opened[entry.value] = configured
             by_kind[kind] = opened[entry.value]
@@ -109,7 +109,8 @@ class RequestParsers:
                     f"plugin_args.{taker.entry.name}: expected none where reasoning_parser or "
                     f"tool_parser chooses a parser, which gets no arguments"
                 )
-        return OutputParsers(self._tokenizer, by_kind)
+        fallback = self._shared.fallback if params.tool_parser is None else None
+        return OutputParsers(self._tokenizer, by_kind, (), fallback)
 
     def _named_entry(self, kind: str, field: str, name: str) -> PluginEntry:
         entry = self._plugins.find(kind, name)

@@ -14,6 +14,7 @@ from hardpoint.core.frontend.engine_parts import EngineParts
 from hardpoint.core.frontend.outputs.output_processor import OutputProcessor
 from hardpoint.core.frontend.outputs.request_state import OutputSink, ParentRequest
 from hardpoint.plugins import EngineCoreRequest, FinishReason, RequestError, SamplingParams
+from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.plugin_set import PluginSet
 
@@ -63,7 +64,6 @@ class Submitter:
     def use_plugins(self, plugins: PluginSet) -> None:
         """Take the arguments of requests for another generation of the plugins."""
         self._arguments.use(plugins)
-        self._output.use_plugins(plugins)
         name = _policy_ignoring_priority(plugins)
         self._policy_ignoring_priority = None if name in self._warned_policies else name
 
@@ -120,9 +120,8 @@ class Submitter:
             children = [(child, parsers) for child in parent.children(request)]
             if self._received_hook is not None:
                 children = [self._received_hook(child, held) for child in children]
-            structured = request.params.structured
-            may_call = structured is None or structured.structural_tag is not None
-            self._register(children, text, parent, arrived, extras.tools if may_call else None)
+            tools, answer = _tools_and_form(request, params, extras)
+            self._register(children, text, parent, arrived, tools, answer)
         finally:
             for parsers in held:
                 parsers.close()
@@ -145,6 +144,7 @@ class Submitter:
         parent: ParentRequest,
         arrived: float,
         tools: Mapping[str, Mapping[str, Any]] | None,
+        answer: StructuredOutputs | None,
     ) -> None:
         """Register all completions of a prompt, or none if the tokenizer fails for one."""
         # Clocks of two processes do not compare, so the engine gets the time that is left.
@@ -156,7 +156,7 @@ class Submitter:
                     child.timeout = max(child.timeout - spent, _AT_ONCE)
                 # A time to come would give negative latencies.
                 since = child.arrival_time if child.arrival_time <= arrived else arrived
-                self._output.add_request(child, text, parent, since, parsers or None, tools)
+                self._output.add_request(child, text, parent, since, parsers or None, tools, answer)
                 registered.append(child.request_id)
         except BaseException:
             self._output.drop(registered, FinishReason.ERROR)
@@ -185,6 +185,24 @@ class Submitter:
                 f"request_id: {request_id!r} is the id of a live request, or of a completion of one"
             )
         return request_id
+
+
+def _tools_and_form(
+    request: EngineCoreRequest, params: SamplingParams | None, extras: RequestExtras
+) -> tuple[Mapping[str, Mapping[str, Any]] | None, StructuredOutputs | None]:
+    """Return the tools whose calls are looked for, and the form of an answer that is no call.
+
+    Args:
+        request: its grammar may be of calls too.
+        params: parameters with the form of the answer alone.
+    """
+    structured = request.params.structured
+    if not extras.tools or (structured is not None and structured.structural_tag is None):
+        return None, None
+    is_required = extras.calls is not None and extras.calls.required is not None
+    if params is None or params.structured is None or is_required:
+        return extras.tools, None
+    return extras.tools, StructuredOutputs.checked(params.structured)
 
 
 def _policy_ignoring_priority(plugins: PluginSet) -> str | None:

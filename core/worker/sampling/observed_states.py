@@ -11,6 +11,7 @@ import msgspec
 from hardpoint.plugins import LogitsRequest
 from hardpoint.plugins.executor import MAX_CONCURRENT_BATCHES
 from hardpoint.plugins.logits import LogitsPlugin
+from hardpoint.typed import prepared
 
 NUM_VERSIONS = MAX_CONCURRENT_BATCHES + 1
 """States kept per request. Results may come as many steps late as a pipeline has batches, and the
@@ -56,7 +57,7 @@ class ObservedStates:
         if not kept or kept[-1].num_tokens != num_tokens:
             raise LookupError(f"no state after {num_tokens} output tokens is kept")
         by_name[processor.name] = deque(kept, NUM_VERSIONS)  # later tokens were dropped
-        return msgspec.msgpack.decode(kept[-1].state, type=processor.State)
+        return msgspec.msgpack.decode(kept[-1].state, type=prepared(processor.State))
 
     def record(self, processor: LogitsPlugin, request: LogitsRequest, state: Any) -> None:
         """Keep the state of a request after its output tokens.

@@ -12,6 +12,7 @@ from hardpoint.plugins import BatchLogitsProcessor, BatchUpdate, LogitsRequest, 
 from hardpoint.plugins.device import to_device
 from hardpoint.plugins.stats import PluginMeter
 from hardpoint.registry.blame import raise_unless_fault
+from hardpoint.system import torch_state
 from hardpoint.typed.read_only import ReadOnlyDict, ReadOnlyList
 
 from .observed_states import ObservedStates
@@ -122,8 +123,14 @@ class LogitsPipeline:
         Raises:
             ProcessorError: a processor failed; `logits` may be damaged.
         """
-        for active in self.active_rows(requests):
-            logits = active.run(logits, self.batch_size)
+        active = self.active_rows(requests)
+        before = torch_state.read() if active else None
+        for rows in active:
+            try:
+                logits = rows.run(logits, self.batch_size)
+            finally:
+                if before is not None and torch_state.read() != before:
+                    torch_state.put_back(before, rows.runner.source, rows.runner.method_name)
         return logits
 
     def active_rows(self, requests: list[LogitsRequest]) -> Sequence[ActiveRows]:

@@ -30,6 +30,8 @@ from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.stats import PluginMeter
 from hardpoint.registry.blame import describe, faults_as, raise_unless_fault
 from hardpoint.registry.tensor_checks import HandedOver
+from hardpoint.system import torch_state
+from hardpoint.system.forks import FORKS, end_copy
 
 from .device_state import DeviceState
 from .edits import CompiledEdits, compile_edits
@@ -117,10 +119,15 @@ class ProcessorRunner:
     def measured(self, method: str) -> Iterator[None]:
         """Record that a method runs in the context; add the time spent to the meter."""
         outer, self.cells[0] = self.cells[0], self._number(method)
-        began = time.perf_counter()
+        before = torch_state.read()
+        forks, began = FORKS[0], time.perf_counter()
         try:
             yield
         finally:
+            if torch_state.read() != before:
+                torch_state.put_back(before, self.source, method)
+            if FORKS[0] != forks:
+                end_copy()
             self.meter.seconds += time.perf_counter() - began
             self.cells[0] = outer
 
@@ -215,13 +222,16 @@ class ActiveRows:
         meter, cells = runner.meter, runner.cells
         meter.steps += 1
         outer, cells[0] = cells[0], runner.number
-        began = time.perf_counter()  # not `measured`: a context manager costs more than the edits
+        # Not `measured`: a context manager costs more than the edits.
+        forks, began = FORKS[0], time.perf_counter()
         try:
             return self._dispatch(logits, batch_size)
         except BaseException as cause:
             raise_unless_fault(cause)
             raise ProcessorError(runner, cause) from cause
         finally:
+            if FORKS[0] != forks:
+                end_copy()
             cells[0] = outer
             meter.seconds += time.perf_counter() - began
             meter.rows += len(self.batch_rows)

@@ -10,7 +10,7 @@ SYSTEM = list(range(64))  # 4 blocks of 16 tokens
 
 
 class Oldest(EvictionPolicy):
-    contract = 1
+    contract = 2
 
     def __init__(self, context):
         super().__init__(context)

@@ -19,9 +19,10 @@ def key(name):
 
 @pytest.fixture(scope="module")
 def server():
-    settings = {"ACME_KEYS": "ann=ann-key,bob=bob-key,admin=admin-key", "ACME_PER_MINUTE": "4"}
+    settings = {"ACME_KEYS": "ann=ann-key,bob=bob-key,admin=admin-key"}
     replies = {f"system: {RULE}\nuser: hi\nassistant: ": "hello"}
-    config = {"plugins": {"enable": ["acme_server"]}}
+    options = {"acme_server": {"per_minute": 4}}
+    config = {"plugins": {"enable": ["acme_server"]}, "plugin": options}
     with serve(config, replies=replies, environment=settings) as running:
         yield running
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import pickle
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from hardpoint.testing.logits.batch import BatchFixture, make_logits
 from hardpoint.testing.logits.histories import SimulatedBatch, Step
 from hardpoint.testing.logits.host_sync import META, HostSyncError, UndecidableError, no_values
 from hardpoint.testing.logits.subject import MAX_ROWS, Case, Subject
+from hardpoint.testing.pace import TENSORS, cost_of, own_seconds
 from hardpoint.testing.snapshots import count_elements
 from hardpoint.testing.suite import Violation, short_repr
 
@@ -149,9 +149,7 @@ def check_memory(subject: Subject, cases: list[Case], waves: int) -> None:
 
 def check_speed(subject: Subject, cases: list[Case], budget: float) -> None:
     """Check the cost of a row against a budget in microseconds."""
-    cost = microseconds_per_row(subject, cases, rounds=3)
-    if cost > budget:  # the machine may have been busy
-        cost = min(cost, microseconds_per_row(subject, cases, rounds=20))
+    cost = microseconds_per_row(subject, cases, budget)
     if cost > budget:
         raise Violation(
             f"a row of {subject.vocab_size} logits cost {cost:.0f} microseconds, the budget is "
@@ -161,20 +159,22 @@ def check_speed(subject: Subject, cases: list[Case], budget: float) -> None:
         )
 
 
-def microseconds_per_row(subject: Subject, cases: list[Case], rounds: int) -> float:
+def microseconds_per_row(subject: Subject, cases: list[Case], budget: float) -> float:
     """Return the cost of a row in microseconds: the median step of the best round."""
     batch = BatchFixture(subject, cases)
     logits = make_logits(0, len(cases), subject.vocab_size)
-    best = float("inf")
-    for _ in range(rounds):
+
+    def measure() -> float:
         times = []
         for _ in range(5):
             copy = logits.clone()
-            began = time.perf_counter()
+            began = own_seconds()
             batch.pipeline.apply(copy, batch.requests)
-            times.append(time.perf_counter() - began)
-        best = min(best, median(times))
-    return best * 1e6 / len(cases)
+            times.append(own_seconds() - began)
+        return median(times)
+
+    enough = budget * len(cases) / 1e6
+    return cost_of(measure, enough, rounds=20, reference=TENSORS) * 1e6 / len(cases)
 
 
 class TokenIdsReadError(Exception):

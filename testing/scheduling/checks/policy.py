@@ -19,9 +19,10 @@ from hardpoint.plugins import (
     SchedulingPolicy,
 )
 from hardpoint.testing.engine_access import policy_arguments
+from hardpoint.testing.pace import cpu_cost
 from hardpoint.testing.scheduling.fakes.policy import RETURN_VALUES, monitor_policy
 from hardpoint.testing.snapshots import snapshot, without_growth
-from hardpoint.testing.suite import Violation, best_cpu_time, short_repr
+from hardpoint.testing.suite import Violation, short_repr
 
 Make = Callable[[], SchedulingPolicy]
 
@@ -258,10 +259,11 @@ def check_speed(make: Make, sources: Sequence[EngineCoreRequest], budget: float)
     def choose() -> None:
         policy.victim(requests, _load(count))
 
-    costs = {"the calls for one request": best_cpu_time(5, serve)}
+    enough = budget * count / 1e6
+    costs = {"the calls for one request": cpu_cost(serve, enough, rounds=5)}
     for request in requests:
         _add(policy, request)
-    costs["victim(), per running request,"] = best_cpu_time(5, choose)
+    costs["victim(), per running request,"] = cpu_cost(choose, enough, rounds=5)
     for what, seconds in costs.items():
         cost = seconds * 1e6 / count
         if cost > budget:

@@ -9,21 +9,14 @@ from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 from support.scripted_server import LENGTH, WEATHER, scripted_server, user
 
-from hardpoint.plugins.server import Authenticator, Client
-
 CHAT = "/v1/chat/completions"
 USAGE = {"include_usage": True}
+NAME = WEATHER["function"]["name"]
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     with scripted_server(tmp_path_factory.mktemp("model")) as running_server:
-        yield running_server
-
-
-@pytest.fixture(scope="module")
-def fake():
-    with running(FakeEngine(config=configured(unknown_fields="error"))) as running_server:
         yield running_server
 
 
@@ -65,15 +58,6 @@ def finish_reasons(events):
     return {c["index"]: c["finish_reason"] for c in choices if c["finish_reason"] is not None}
 
 
-def asked_of(fake, **fields):
-    """Return the parameters and arguments that an engine gets for a request."""
-    fake.engine.asked.clear()
-    response = fake.post(CHAT, {"messages": user("hi"), **fields})
-    assert response.status_code == 200, response.text
-    ((_, params, extras),) = fake.engine.asked
-    return params, extras
-
-
 def test_several_completions_streamed_and_whole_are_the_same(server):
     fields = {"n": 3, "temperature": 1, "seed": 5, "max_tokens": 6, "ignore_eos": True}
     whole = ask(server, "anything", **fields)
@@ -97,7 +81,9 @@ def test_usage_so_far_is_in_every_chunk(server):
     events = stream(server, stream_options=options)
     counts = [event["usage"]["completion_tokens"] for event in events]
     assert counts == sorted(counts)
-    assert counts[0] >= 1
+    assert counts[0] == 0, "the first chunk has a role, and no token"
+    totals = [event["usage"]["total_tokens"] - event["usage"]["prompt_tokens"] for event in events]
+    assert totals == counts
     assert counts[-1] == len("the quick brown fox jumps") + 1  # and its end
 
 
@@ -128,6 +114,33 @@ def test_log_probabilities(server, count):
     events = stream(server, "anything", **fields)
     streamed = [c["logprobs"] for event in events for c in event["choices"] if c["logprobs"]]
     assert [entry for part in streamed for entry in part["content"]] == positions
+
+
+def test_log_probabilities_may_name_tokens_by_id(server):
+    fields = {"logprobs": True, "top_logprobs": 2, "return_tokens_as_token_ids": True}
+    choice = ask(server, **fields)["choices"][0]
+    positions = choice["logprobs"]["content"]
+    ids = [f"token_id:{token}" for token in tokens_of(server, "the quick brown fox jumps")]
+    assert [position["token"] for position in positions][:-1] == ids
+    assert all(top["token"].startswith("token_id:") for p in positions for top in p["top_logprobs"])
+    streamed = [c["logprobs"] for e in stream(server, **fields) for c in e["choices"]]
+    assert [p for part in filter(None, streamed) for p in part["content"]] == positions
+
+
+def test_the_end_of_a_long_prompt_is_kept(server):
+    long = "x" * LENGTH + "fox"
+    message = refused(server, messages=user(long))[1]
+    assert "the prompt is too long" in message
+    whole = tokens_of(server, f"user: {long}\nassistant: ")
+    for last, count in ((9, 9), (-1, LENGTH - 5)):
+        fields = {"truncate_prompt_tokens": last, "return_token_ids": True, "max_tokens": 5}
+        assert ask(server, long, **fields)["prompt_token_ids"] == whole[-count:]
+    param, message = refused(server, messages=user(long), truncate_prompt_tokens=0)
+    assert (param, message) == (
+        "truncate_prompt_tokens",
+        "truncate_prompt_tokens: expected at least 1, or -1 for those that leave room for "
+        "max_tokens, got 0",
+    )
 
 
 def test_what_belongs_to_the_prompt_comes_once(server):
@@ -202,59 +215,7 @@ def test_an_answer_of_a_schema(server):
         assert content.strip('"') in ("red", "blue")
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "expected"),
-    [
-        ({"guided_regex": "("}, "guided_regex", "unclosed"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
-            "response_format.json_schema.schema.type",
-            "got 'x'",
-        ),
-        ({"response_format": {"type": "json"}}, "response_format.type", '"json_schema"'),
-        ({"guided_json": {"type": "x"}}, "guided_json.type", "got 'x'"),
-        ({"guided_choice": []}, "guided_choice", "length >= 1"),
-        ({"guided_choice": ["a"], "guided_regex": "b"}, None, "expected one of them"),
-        ({"structured_outputs": {"choise": []}}, "structured_outputs.choise", "'choice'"),
-        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-        ({"tool_choice": "any"}, "tool_choice", '"auto"'),
-        (
-            {"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": [WEATHER]},
-            "tool_choice.function.name",
-            "get_weather",
-        ),
-        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "missing"),
-        ({"temprature": 1}, "temprature", "did you mean 'temperature'"),
-        ({"logit_bias": {"a": 1}}, "logit_bias", "got 'a'"),
-        ({"logit_bias": {"999999": 1}}, "logit_bias", "vocabulary"),
-        ({"max_tokens": 0}, "max_tokens", "at least 1"),
-        ({"top_logprobs": 2}, "top_logprobs", "logprobs to be true"),
-        ({"stream_options": {}}, "stream_options", "stream to be true"),
-        ({"min_tokens": 5, "max_tokens": 2}, "min_tokens", "got 5"),
-        ({"plugin_args": {"x": {}}}, "plugin_args.x", "no enabled plugin"),
-        ({"plugin_args": {}, "vllm_xargs": {}}, None, "got both"),
-        ({"chat_template": "x"}, "chat_template", "operator"),
-        ({"use_beam_search": True}, "use_beam_search", "not supported"),
-        ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x", "allowed"),
-        ({"messages": [{"role": "robot"}]}, "messages[0].role", '"assistant"'),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content[0].type",
-            "'image_url'",
-        ),
-        ({"messages": []}, "messages", "length >= 1"),
-        ({"reasoning_effort": "huge"}, "reasoning_effort", '"low"'),
-    ],
-)
-def test_wrong_fields_are_reported_with_their_path(server, fields, param, expected):
-    path, message = refused(server, **fields)
-    assert path == param
-    assert expected in message
-
-
-def test_another_model_is_not_found(server):
-    path, message = refused(server, 404, model="gpt-5")
-    assert (path, message) == ("model", "model: expected 'scripted' or 'other', got 'gpt-5'")
+def test_an_answer_has_the_name_of_the_model_that_was_asked(server):
     assert ask(server, model="other")["model"] == "other"
     assert ask(server)["model"] == "scripted"
 
@@ -340,6 +301,30 @@ def test_a_call_is_forced(server, choice):
     assert json.loads(call["function"]["arguments"])["city"] in ("Paris", "Rome")
 
 
+@pytest.mark.parametrize(
+    ("text", "choice", "calls"),
+    [
+        ("anything", {"tool_choice": "required"}, True),
+        ("anything", {"tool_choice": {"type": "function", "function": {"name": NAME}}}, True),
+        ("twice", {}, True),
+        ("hi", {}, False),
+    ],
+    ids=["required", "named", "free, calls", "free, answers"],
+)
+def test_a_form_is_of_the_text_and_not_of_calls(server, text, choice, calls):
+    """Clients such as instructor's send both."""
+    schema = {"type": "object", "properties": {"is": {"type": "boolean"}}, "required": ["is"]}
+    schema["additionalProperties"] = False
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    fields = {"tools": [WEATHER], "response_format": form, "parallel_tool_calls": False, **choice}
+    message = ask(server, text, **fields, max_tokens=300)["choices"][0]["message"]
+    if calls:
+        assert json.loads(message["tool_calls"][0]["function"]["arguments"])["city"]
+        assert message["content"] is None
+    else:
+        assert json.loads(message["content"])["is"] in (True, False)
+
+
 def test_no_tools_are_shown_and_none_are_called(server):
     message = ask(server, "hi", tools=[WEATHER], tool_choice="none")["choices"][0]["message"]
     assert message == {"role": "assistant", "content": "hello", "refusal": None}
@@ -408,74 +393,6 @@ def test_the_id_is_the_asked_one_and_the_same_everywhere(server):
     assert ask(server, "hi", request_id="mine")["id"] == "chatcmpl-mine"
     ids = {event["id"] for event in stream(server, "hi")}
     assert len(ids) == 1
-
-
-def test_an_engine_gets_the_fields_of_a_request(fake):
-    params, extras = asked_of(
-        fake,
-        priority=3,
-        timeout=9,
-        tags={"team": "a"},
-        cache_salt="s",
-        request_id="r",
-        reasoning_effort="none",
-        chat_template_kwargs={"x": 1},
-        top_k=5,
-        min_p=0.1,
-        top_p=0.5,
-        presence_penalty=1,
-        frequency_penalty=-1,
-        repetition_penalty=1.5,
-        skip_special_tokens=False,
-        vllm_xargs={"x": {"a": 1}},
-        seed=4,
-    )
-    assert (params.top_k, params.min_p, params.top_p, params.seed) == (5, 0.1, 0.5, 4)
-    assert (params.presence_penalty, params.frequency_penalty) == (1.0, -1.0)
-    assert (params.repetition_penalty, params.skip_special_tokens) == (1.5, False)
-    assert params.plugin_args == {"x": {"a": 1}}
-    assert params.max_tokens is None
-    assert (extras["priority"], extras["timeout"]) == (3, 9.0)
-    assert (extras["tags"], extras["cache_salt"]) == ({"team": "a"}, "s")
-    assert extras["request_id"].startswith("chatcmpl-r-")
-    assert asked_of(fake, request_id="r")[1]["request_id"] != extras["request_id"]
-    assert extras["chat_template_kwargs"] == {"x": 1, "enable_thinking": False}
-    assert asked_of(fake, reasoning_effort="low")[1]["chat_template_kwargs"] == {
-        "reasoning_effort": "low",
-        "enable_thinking": True,
-    }
-
-
-def test_what_is_for_a_kv_connector_is_refused_without_one(fake):
-    fields = {"kv_transfer_params": {"do_remote_decode": True}}
-    assert refused(fake, 403, **fields)[0] == "kv_transfer_params"
-
-    class Marked:
-        async def authenticate(self, headers, path):
-            return Client(name="me", kv_transfer=True)
-
-    extensions = (("keys", Authenticator(authenticate=Marked().authenticate)),)
-    with running(FakeEngine(config=configured(), extensions=extensions)) as server:
-        path, message = refused(server, **fields)
-    assert (path, "has no KV connector" in message) == ("kv_transfer_params", True)
-
-
-def test_fields_for_other_platforms_change_nothing(fake):
-    ignored = {
-        "user": "u",
-        "metadata": {"a": 1},
-        "store": True,
-        "service_tier": "auto",
-        "prompt_cache_key": "k",
-        "safety_identifier": "s",
-        "prediction": {"type": "content", "content": "x"},
-        "verbosity": "low",
-        "use_beam_search": False,
-        "functions": [],
-        "session_id": "s",
-        "modalities": ["text"],
-    }
-    assert asked_of(fake, **ignored) is not None
 
 
 def test_unknown_fields_are_left_out_where_the_operator_allows_it(caplog):
@@ -557,3 +474,27 @@ def test_echo_of_content_in_parts(server):
     whole = ask(server, **fields)["choices"][0]["message"]["content"]
     assert whole.startswith("on\ne")
     assert joined(stream(server, **fields)) == whole
+
+
+@pytest.fixture(scope="module")
+def fake():
+    with running(FakeEngine(config=configured(unknown_fields="error"))) as running_server:
+        yield running_server
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": user("hi")}),
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/messages", {"messages": user("hi"), "max_tokens": 3}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/inference/v1/generate", {"token_ids": [1, 2, 3]}),
+    ],
+)
+def test_the_headers_of_a_trace_reach_the_engine(fake, path, body):
+    trace = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01", "tracestate": "acme=1"}
+    assert fake.post(path, body, headers={**trace, "x-other": "1"}).status_code == 200
+    assert fake.engine.asked[-1][2]["trace_headers"] == trace
+    assert fake.post(path, body).status_code == 200
+    assert "trace_headers" not in fake.engine.asked[-1][2]

@@ -137,44 +137,6 @@ def test_a_grammar_for_a_prompt(server):
     assert ask(server, structured_outputs={"choice": ["red"]})["choices"][0]["text"] == "red"
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "expected"),
-    [
-        ({"prompt": []}, "prompt", "at least one prompt"),
-        ({"prompt": {}}, "prompt", "expected a text"),
-        ({"prompt": ["a", 5]}, "prompt[1]", "expected a text or"),
-        ({"prompt": [True]}, "prompt[0]", "expected a text or"),
-        ({"prompt": ""}, "prompt", "at least one token"),
-        ({"prompt": ["a", ""]}, "prompt[1]", "at least one token"),
-        ({"prompt": [[]]}, "prompt[0]", "at least one token"),
-        ({"prompt": [999999]}, "prompt[0]", "got 999999"),
-        ({"prompt": [[1], [2, 999999]]}, "prompt[1][1]", "got 999999"),
-        ({"prompt": [[1], [2, 999999]], "stream": True}, "prompt[1][1]", "got 999999"),
-        ({"prompt": "x", "max_tokens": 0}, "max_tokens", "without echo"),
-        ({"prompt": "x", "best_of": 2}, "best_of", "value of n"),
-        ({"prompt": "x", "suffix": "y"}, "suffix", "not supported"),
-        ({"prompt": "x", "logprobs": 21}, "logprobs", "at most 20"),
-        ({"prompt": "x", "logprobs": -1}, "logprobs", ">= 0"),
-        ({"prompt": "x", "messages": []}, "messages", "unknown field"),
-        ({}, "prompt", "missing"),
-    ],
-)
-def test_wrong_fields_are_reported_with_their_path(server, fields, param, expected):
-    response = server.post(PATH, fields)
-    assert response.status_code == 400, response.text
-    error = response.json()["error"]
-    assert error["param"] == param
-    assert expected in error["message"]
-
-
-def test_too_many_prompts_are_refused():
-    with running(FakeEngine(config=configured(limits={"prompts": 2}))) as server:
-        answer = server.post(PATH, {"prompt": ["a"] * 3})
-        assert answer.status_code == 400
-        assert "at most 2 prompts" in answer.json()["error"]["message"]
-        assert server.post(PATH, {"prompt": ["a"] * 2}).status_code == 200
-
-
 def test_an_error_of_one_prompt_ends_the_others():
     class Second(FakeEngine):
         def generate(self, prompt, params=None, request_id=None, **extras):
@@ -266,6 +228,16 @@ def test_tokens_of_one_text_keep_the_likeliest():
     with running(Alike(config=configured())) as server:
         columns = ask(server, "x", logprobs=3)["choices"][0]["logprobs"]
     assert columns["top_logprobs"] == [{"\ufffd": -0.5, "i": -1.0}]
+
+
+def test_log_probabilities_may_name_tokens_by_id(server):
+    asked = {"logprobs": 2, "echo": True, "max_tokens": 3, "ignore_eos": True}
+    names = ask(server, "ab", **asked)["choices"][0]["logprobs"]
+    columns = ask(server, "ab", **asked, return_tokens_as_token_ids=True)["choices"][0]["logprobs"]
+    assert all(name.startswith("token_id:") for name in columns["tokens"])
+    assert all(len(top) >= 2 for top in columns["top_logprobs"] if top is not None)
+    assert columns["text_offset"] == names["text_offset"]
+    assert columns["token_logprobs"] == names["token_logprobs"]
 
 
 def test_progress_of_all_prompts_is_summed():

@@ -3,44 +3,16 @@
 import contextlib
 import json
 import socket
+import threading
 import time
 
 import pytest
 from support.fake_engine import FakeEngine, configured
+from support.http_bytes import ASK, HEAD, post, read_all, read_answer, read_answer_of_many
 from support.http_server import running
 from support.waiting import wait_until
 
-ASK = json.dumps({"messages": [{"role": "user", "content": "Hi"}]}).encode()
-HEAD = b"Host: localhost\r\nContent-Type: application/json\r\n"
-
-
-def post(body=ASK, head=HEAD, path=b"/v1/chat/completions"):
-    length = b"Content-Length: %d\r\n" % len(body)
-    return b"POST %b HTTP/1.1\r\n%b%b\r\n%b" % (path, head, length, body)
-
-
-def read_all(connection):
-    """Return all that comes until the connection ends."""
-    parts = []
-    with contextlib.suppress(ConnectionResetError):
-        while part := connection.recv(1 << 16):
-            parts.append(part)
-    return b"".join(parts)
-
-
-def read_answer(connection):
-    """Return status, headers and body of one answer with a length."""
-    data = b""
-    while b"\r\n\r\n" not in data:
-        part = connection.recv(1 << 16)
-        assert part, data
-        data += part
-    head, _, body = data.partition(b"\r\n\r\n")
-    lines = head.decode().split("\r\n")
-    headers = dict(line.lower().split(": ", 1) for line in lines[1:])
-    while len(body) < int(headers["content-length"]):
-        body += connection.recv(1 << 16)
-    return int(lines[0].split()[1]), headers, json.loads(body)
+from hardpoint.builtin_plugins.server.operations.connections import Connection
 
 
 def answer_of(server, data):
@@ -72,27 +44,105 @@ def alone(server):
     assert server.client.get("/health").status_code == 200
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"nonsense\r\n\r\n",
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
-        b"GET /health HTTP/9.9\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost localhost\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: a\x00b\r\n\r\n",
-        b"GET /\xff\xfe HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        b"GET http:// HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        b"CONNECT example.org:443 HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
-        b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
-        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n0",
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-    ],
-)
-def test_what_is_no_http_is_answered_with_400_as_json(server, data):
+MALFORMED = {
+    b"nonsense\r\n\r\n": "its first word is no method",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03": (
+        "it is TLS, which this address does not speak"
+    ),
+    b"GET /health HTTP/9.9\r\n\r\n": "its version is another one",
+    b"GET /health\x20there HTTP/1.1\r\n\r\n": "its target is not followed by `HTTP/1.1`",
+    b"GET /health HTTP/1.1\nHost: localhost\n\n": "its lines do not end in CR LF",
+    b"GET /health HTTP/1.1\r\n Host: localhost\r\n\r\n": "its first header begins with a space",
+    b"GET /health HTTP/1.1\r\nHost localhost\r\n\r\n": (
+        "the name of a header has a character that is not allowed"
+    ),
+    b"GET /health HTTP/1.1\r\nHost: a\x00b\r\n\r\n": (
+        "the value of a header has a control character"
+    ),
+    b"GET /\xff\xfe HTTP/1.1\r\nHost: localhost\r\n\r\n": "its target is no path or URL",
+    b"GET http:// HTTP/1.1\r\nHost: localhost\r\n\r\n": "its target is no path or URL",
+    b"CONNECT example.org:443 HTTP/1.1\r\nHost: localhost\r\n\r\n": "CONNECT is not supported",
+    b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n": (
+        "its Content-Length is no number"
+    ),
+    b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab": (
+        "it has two Content-Length headers"
+    ),
+    b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n0": (
+        "it has both a Content-Length and a Transfer-Encoding"
+    ),
+    b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: gzip\r\n\r\n": (
+        "its Transfer-Encoding is not chunked"
+    ),
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n": "it is HTTP/2",
+}
+
+
+@pytest.mark.parametrize(("data", "problem"), MALFORMED.items())
+def test_what_is_no_http_is_answered_with_400_as_json(server, data, problem):
     status, error = answer_of(server, data)
     assert (status, error["code"]) == (400, "malformed_http")
-    assert error["message"] == "request: expected HTTP/1.1"
+    assert error["message"] == f"request: expected HTTP/1.1; {problem}"
+
+
+def test_an_old_client_gets_a_stream_without_chunks(server):
+    body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "stream": True}).encode()
+    with server.socket() as connection:
+        connection.sendall(post(body).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        head, _, events = read_all(connection).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head.lower()
+    assert b"connection: close" in head
+    assert events.startswith(b"data: {")
+    assert events.endswith(b"data: [DONE]\n\n")
+
+
+def test_an_old_client_gets_a_whole_answer(server):
+    with server.socket() as connection:
+        connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        head, _, body = read_all(connection).partition(b"\r\n\r\n")
+    assert b"content-length: %d" % len(body) in head.lower()
+    assert b"transfer-encoding" not in head.lower()
+
+
+def test_many_requests_on_one_connection_give_others_their_turn(server, monkeypatch):
+    """Few of them begin at a time: parsing all that have come would take long."""
+    waiting = []
+    begin = Connection.on_headers_complete
+
+    def noting(self):
+        begin(self)
+        waiting.append(len(self.pipeline))
+
+    monkeypatch.setattr(Connection, "on_headers_complete", noting)
+    request, many = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n", 5000
+    with server.socket() as connection, server.socket() as other:
+        received = threading.Thread(target=read_answers, args=(connection, many))
+        received.start()
+        connection.sendall(request * many)
+        other.sendall(request)
+        assert read_answer_of_many(other) == 200
+        received.join()
+    assert len(waiting) == many + 1
+    assert max(waiting) <= 16 + 4096 // len(request) + 1
+
+
+def read_answers(connection, count):
+    """Read the answers to as many requests."""
+    data = b""
+    while count:
+        data += connection.recv(1 << 20)
+        count -= data.count(b"HTTP/1.1 200 OK")
+        data = data[-14:] if not data.endswith(b"HTTP/1.1 200 OK") else b""
+
+
+def test_a_client_that_ends_its_sending_is_taken_for_gone():
+    engine = FakeEngine(delay=8, config=configured())
+    with running(engine) as server, server.socket() as connection:
+        connection.sendall(post(json.dumps({"prompt": "x"}).encode(), path=b"/v1/completions"))
+        wait_until(lambda: engine.open == 1, 5)
+        connection.shutdown(socket.SHUT_WR)
+        assert read_all(connection) == b""
+        wait_until(lambda: engine.aborted == 1, 1.5)
 
 
 def test_a_broken_body_ends_its_request(server):
@@ -187,17 +237,6 @@ def test_pipelined_requests_are_answered_in_order(server):
         wrong = post(b"{", path=b"/v1/completions")
         connection.sendall(post() + wrong + post().replace(b"POST", b"GET", 1) + post())
         assert [read_answer_of_many(connection) for _ in range(4)] == [200, 400, 405, 200]
-
-
-def read_answer_of_many(connection):
-    """Return the status of the next answer, reading not a byte more."""
-    head = b""
-    while not head.endswith(b"\r\n\r\n"):
-        head += connection.recv(1)
-    length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
-    while length:
-        length -= len(connection.recv(length))
-    return int(head.split()[1])
 
 
 def test_nonsense_after_a_request_does_not_cut_its_answer(server):
@@ -306,6 +345,7 @@ def test_connections_beyond_the_limit_are_answered_with_503(server):
         assert (status, headers["connection"]) == (503, "close")
         assert body["error"]["message"].startswith("the server has 8 connections, its maximum")
         assert int(headers["retry-after"]) >= 1
+        assert headers["x-request-id"].startswith("req-")
         many[7].sendall(post())
         assert read_answer(many[7])[0] == 200
         assert server.service.traffic.rejected["connections"] >= 1

@@ -8,6 +8,7 @@ from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 
 from hardpoint.builtin_plugins.server.errors import for_clients
+from hardpoint.builtin_plugins.server.routes.answers import LOAD_FAILED
 from hardpoint.errors import (
     EngineClosedError,
     EngineDeadError,
@@ -45,6 +46,19 @@ def quoting(*_):
             "messages: the chat template refuses them: Roles must alternate",
             "messages: the chat template refuses them: Roles must alternate",
         ),
+        (
+            "plugin 'acme' (acme 1.0), asked for by plugins.enable[0] (file /a b.toml): it failed",
+            "plugin 'acme' (acme 1.0): it failed",
+        ),
+        (
+            "it was killed, while apply() of plugin 'acme' (acme:X), asked for by plugins.enable[0]"
+            " (file /a b.toml) ran",
+            "it was killed, while apply() of plugin 'acme' (acme:X) ran",
+        ),
+        (
+            "plugin 'acme' (acme:X), asked for by scheduler.use (argument LLM(config=...)): no",
+            "plugin 'acme' (acme:X): no",
+        ),
         ("got <io.BytesIO object at 0x7f9a364ea090>", "got <io.BytesIO object at (an address)>"),
         ("panicked at /root/.cargo/llg/src/lib.rs:5:9", "panicked at (a file)"),
         ("n: expected at most 3, got 4", "n: expected at most 3, got 4"),
@@ -53,6 +67,34 @@ def quoting(*_):
 )
 def test_what_clients_see_of_a_message(message, expected):
     assert for_clients(message) == expected
+
+
+class EndedByAnError(FakeEngine):
+    """An engine whose requests all end with an error."""
+
+    message = ""
+
+    def _outputs(self, *args):
+        for output in super()._outputs(*args):
+            for completion in output.outputs:
+                completion.finish_reason, completion.error = "error", self.message
+            yield output
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_request_whose_blocks_could_not_be_loaded_may_be_sent_again(path):
+    engine = EndedByAnError(config=configured())
+    engine.message = f"{LOAD_FAILED}, for 2 of its blocks (kv_connector.on_load_failure)"
+    with running(engine) as server:
+        body = BODY if "chat" in path else {"prompt": "hi"}
+        answer = server.post(path, body)
+        assert (answer.status_code, answer.headers["x-should-retry"]) == (503, "true")
+        assert answer.headers["retry-after"] == "1"
+        error = {"message": engine.message, "type": "unavailable_error", "code": "kv_load_failed"}
+        assert answer.json()["error"] == {**error, "param": None}
+        engine.message = "plugin 'dry' (acme 1.0): its apply failed: ValueError: no"
+        answer = server.post(path, body)
+        assert (answer.status_code, answer.headers["x-should-retry"]) == (500, "false")
 
 
 FORGED = "0xabcdef12\n2026-01-01 hardpoint ERROR forged\x1b[2J"
@@ -102,6 +144,43 @@ def test_what_is_logged_has_no_lines_of_a_client(caplog, error, status):
     assert not any(line.startswith("2026") for line in lines)
     if status == 500:
         assert any("fake_engine.py" in line for line in lines), "where it was raised"
+
+
+def test_a_line_about_a_request_has_its_id(caplog):
+    error = EngineTimeoutError("plugin: its step failed: ValueError: no")
+    with running(FakeEngine(config=configured(), error=error)) as server:
+        headers = {"x-request-id": "mine-1"}
+        assert server.post("/v1/chat/completions", BODY, headers=headers).status_code == 503
+        server.engine.error = KeyError("a")
+        assert server.post("/v1/chat/completions", BODY, headers=headers).status_code == 500
+    first, second = [record.message for record in caplog.records]
+    assert first.startswith("request mine-1 was answered with 503: plugin: its step failed")
+    assert second.startswith("request mine-1 failed: 'a'")
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        (b"", ", got an incomplete value"),
+        (b'{"a": 1', ", got an incomplete value"),
+        (b"{'a': 1}", ", got a name without double quotes at byte 1"),
+        (b'{"a": NaN}', ", got an unexpected character at byte 6"),
+        (b'{"a": [1,]}', ", got a comma at the end of an array at byte 9"),
+        (b'{"a": 1,}', ", got a comma at the end of an object at byte 8"),
+        (b"{} {}", ", got more than one value at byte 4"),
+        (b'{"a": 01}', ", got a malformed number at byte 7"),
+        (b'{"a": 1e999}', ", got a number that is too large"),
+        (b'{"a": "\\q"}', ", got an unknown escape in a text at byte 9"),
+        (b'{"a" 1}', ", got a name without a colon at byte 5"),
+        (b'{"a": 1 "b"}', ", got an object without a comma or an end at byte 8"),
+        (b'{"a": "\xff"}', " in UTF-8"),
+    ],
+)
+def test_what_is_no_json_is_told_in_our_words(running_server, body, problem):
+    headers = {"content-type": "application/json"}
+    answer = running_server.client.post("/v1/completions", content=body, headers=headers)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == f"body: expected JSON{problem}"
 
 
 def test_a_field_whose_name_has_lines_is_quoted(running_server):

@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import re
 import sys
 import time
 
 import httpx
+import msgspec
 import pytest
 from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, StreamingResponse
@@ -15,7 +17,15 @@ from support.http_server import running
 from hardpoint import ConfigError, PluginError, RequestError, SamplingParams
 from hardpoint.errors import PluginConflictError, PluginContractError, PluginFaultError
 from hardpoint.plugins import Annotated, Meta, hookimpl
-from hardpoint.plugins.server import Authenticator, Client, Middleware, Route, Transform
+from hardpoint.plugins.config_tables import PluginsConfig
+from hardpoint.plugins.server import (
+    Authenticator,
+    Client,
+    InstalledExtension,
+    Middleware,
+    Route,
+    Transform,
+)
 from hardpoint.typed import Strict
 
 CHAT = "/v1/chat/completions"
@@ -194,6 +204,7 @@ async def cut(request):
 FAILING_ROUTES = [
     (raising(ValueError("secret")), "failed: ValueError"),
     (raising(SystemExit(1)), "failed: SystemExit"),
+    (raising(KeyboardInterrupt()), "failed: KeyboardInterrupt"),
     (raising(HTTPException(200)), "failed: HTTPException"),
     (raising(asyncio.CancelledError()), "failed: CancelledError"),
     (raising(ConfigError("secret")), "failed: ConfigError"),
@@ -212,6 +223,108 @@ def test_a_fault_of_a_route_ends_that_request_alone():
             assert "secret" not in response.text
         assert server.post(CHAT, ASK).status_code == 200
         assert faults(server) == {"acme": len(FAILING_ROUTES)}
+
+
+def test_what_would_end_the_event_loop_ends_the_request():
+    def exiting(acme):
+        async def work():
+            raise KeyboardInterrupt
+
+        async def endpoint(request):
+            return await acme.context.while_connected(request, work())
+
+        return route(endpoint=endpoint)
+
+    with serving(exiting) as server:
+        text = "its route /acme failed: KeyboardInterrupt"
+        assert blames(server.client.get("/acme"), "acme", text)
+        assert faults(server) == {"acme": 1}
+
+
+def test_a_client_is_not_told_where_the_configuration_names_the_plugin():
+    source = (
+        "plugin 'acme' (acme 1.0, acme:X), asked for by plugins.enable[1] (file /home/u/h.toml)"
+    )
+    owned = InstalledExtension("acme", source, route(endpoint=raising(ValueError())))
+    engine = FakeEngine(config=configured())
+    engine.server_extensions = lambda context: [owned]
+    with running(engine) as server:
+        error = server.client.get("/acme").json()["error"]
+    expected = "plugin 'acme' (acme 1.0, acme:X): its route /acme failed: ValueError"
+    assert error["message"] == expected
+
+
+async def blocks(request):
+    time.sleep(0.3)
+    return PlainTextResponse("late")
+
+
+def test_a_route_that_blocks_the_server_is_named(caplog):
+    fine = route("/fine")
+    engine = FakeEngine(config=configured(), hooks=(Acme(route(endpoint=blocks), fine),))
+    engine.config = msgspec.structs.replace(engine.config, plugins=PluginsConfig(slow_seconds=0.1))
+    with running(engine) as server:
+        for _ in range(2):
+            assert server.client.get("/acme").text == "late"
+            assert server.client.get("/fine").text == "ok"
+        slow = server.client.get("/health").json()["slow"]
+    (record,) = caplog.records
+    text = (
+        r"its route /acme blocked the server for 0\.[3-9] s, in which it answered no other request"
+    )
+    assert re.search(text + "; hand long work to asyncio.to_thread", record.message)
+    assert re.match(r"plugin 'acme' \(acme 1.0, acme:acme\)", record.message)
+    assert re.search(text, slow["acme"])
+
+
+def test_a_route_that_blocks_behind_a_middleware_is_named_alone(caplog):
+    async def passes_on(app, scope, receive, send):
+        await app(scope, receive, send)
+
+    pairs = [("outer", middleware(passes_on)), ("acme", route(endpoint=blocks))]
+    engine = FakeEngine(config=configured(), extensions=tuple(pairs))
+    engine.config = msgspec.structs.replace(engine.config, plugins=PluginsConfig(slow_seconds=0.1))
+    with running(engine) as server:
+        assert server.client.get("/acme").text == "late"
+    (record,) = caplog.records
+    assert "'acme'" in record.message
+
+
+def waiting(acme):
+    async def endpoint(request):
+        await asyncio.Event().wait()
+
+    return route("/acme", endpoint)
+
+
+def working(acme):
+    async def work():
+        await asyncio.sleep(0.3)
+        return PlainTextResponse("done")
+
+    async def endpoint(request):
+        return await acme.context.while_connected(request, work())
+
+    return route("/long", endpoint)
+
+
+async def streams(request):
+    async def parts():
+        for part in ("a", "b"):
+            yield part
+            await asyncio.sleep(0.3)
+
+    return StreamingResponse(parts())
+
+
+def test_a_route_that_waits_for_ever_is_ended():
+    limited = (waiting, working, route("/stream", streams))
+    with serving(*limited, extension_seconds=0.2) as server:
+        text = "its route /acme failed: it took more than 0.2 s (server.extension_seconds)"
+        assert blames(server.client.get("/acme"), "acme", text)
+        assert server.client.get("/long").text == "done"
+        assert server.client.get("/stream").text == "ab"
+        assert faults(server) == {"acme": 1}
 
 
 REFUSING_ROUTES = [

@@ -21,10 +21,13 @@ from hardpoint.errors import PromptTooLongError
 from hardpoint.plugins import CompletionOutput, RequestError, RequestOutput, SamplingParams
 
 CHAT, TEXT, TOKENS = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
-NOT = {"type": "object", "properties": {"a": {"not": {}}}}
+NOT = {"type": "object", "properties": {"a": {"not": {"uniqueItems": True}}}}
 STRICT = {"type": "json_schema", "json_schema": {"name": "x", "schema": NOT, "strict": True}}
-KEYS = 'keywords that cannot be enforced: ["not"]'
-LATER = "`strict: false` checks them at the end instead"
+KEYS = (
+    "properties.a.not: expected a schema of constants, types, limits and required properties, not "
+    "the keyword uniqueItems"
+)
+LATER = "`strict: false` checks it at the end instead"
 
 
 @pytest.fixture(scope="module")
@@ -60,16 +63,16 @@ def strict_tool():
             CHAT,
             {"structured_outputs": {"json": NOT}},
             "structured_outputs.json",
-            "`lenient: true` checks them at the end instead",
+            "`lenient: true` checks it at the end instead",
         ),
         (CHAT, {"guided_json": NOT}, "guided_json", "structured_outputs with `lenient: true`"),
-        (CHAT, {"tools": [strict_tool()]}, "tools", "`strict: false` of the tool leaves them out"),
+        (CHAT, {"tools": [strict_tool()]}, "tools", "`strict: false` of the tool leaves it out"),
         (TEXT, {"guided_json": NOT}, "guided_json", "structured_outputs with `lenient: true`"),
         (
             TOKENS,
             {"sampling_params": {"structured_outputs": {"json": NOT}}},
             "sampling_params.structured_outputs.json",
-            "`lenient: true` checks them at the end instead",
+            "`lenient: true` checks it at the end instead",
         ),
     ],
 )
@@ -80,6 +83,19 @@ def test_schemas_that_cannot_be_enforced(server, path, fields, param, advice, st
     assert message.startswith(f"{param}: {KEYS}; ")
     assert advice in message
     assert "llguidance" not in message
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [strict_tool()], "response_format": {"type": "json_object"}},
+        {"tools": [WEATHER], "response_format": STRICT},
+    ],
+)
+def test_schemas_of_a_text_and_of_calls(server, fields):
+    param, message, _ = refused(server, CHAT, {"messages": user("hi"), **fields})
+    advice = "of what is not strict, it is left out"
+    assert (param, message) == (None, f"response_format and tools: {KEYS}; {advice}")
 
 
 def of_engine(error):
@@ -108,8 +124,8 @@ def answered(asked, error):
 
 
 LATE = (
-    'structured.json: llguidance: Unimplemented keys: ["not"]; with `lenient`, they are left out, '
-    "and the answer is validated"
+    f"structured.json: llguidance: {KEYS}; with `lenient`, the grammar leaves it out, and the "
+    "finished answer is validated against the whole schema"
 )
 TEXT_FORMAT = {"format": {"type": "json_schema", "name": "x", "schema": NOT, "strict": True}}
 OUTPUT_FORMAT = {"format": {"type": "json_schema", "schema": NOT}}
@@ -124,7 +140,7 @@ OUTPUT_FORMAT = {"format": {"type": "json_schema", "schema": NOT}}
             MessagesRequest,
             {"messages": user("x"), "max_tokens": 9, "output_config": OUTPUT_FORMAT},
             "output_config.format.schema",
-            "structured_outputs with `lenient: true` checks them at the end instead",
+            "structured_outputs with `lenient: true` checks it at the end instead",
         ),
     ],
 )
@@ -185,16 +201,6 @@ def test_too_long_a_prompt_is_known_by_its_code(server, path, body, param):
             TOKENS,
             {"token_ids": [9], "sampling_params": {"plugin_args": {"zz": {}}}},
             "sampling_params.plugin_args.zz: ",
-        ),
-        (
-            CHAT,
-            {
-                "messages": user("x"),
-                "tools": [WEATHER],
-                "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
-                "response_format": {"type": "json_object"},
-            },
-            "tool_choice: it requires a call, and response_format another answer; ",
         ),
     ],
 )

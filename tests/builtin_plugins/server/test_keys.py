@@ -16,6 +16,7 @@ from hardpoint.builtin_plugins.server.access.keys import (
     stores_of,
 )
 from hardpoint.builtin_plugins.server.config import ServerConfig
+from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.plugins import ConfigError
 from hardpoint.testing import ScriptedClock
 
@@ -76,6 +77,42 @@ def test_keys_are_found_in_both_headers(file):
 )
 def test_everything_else_is_no_client(file, headers):
     assert client_of(KeyStore(str(file)), **headers) is None
+
+
+def test_a_key_has_a_rate(file):
+    write(file, table("alice", ALICE, "requests_per_minute = 3") + table("bob", BOB))
+    clock = ScriptedClock()
+    store = KeyStore(str(file), clock=clock)
+
+    def ask(key, path="/v1/chat/completions"):
+        return asyncio.run(store.authenticate({"x-api-key": key}, path)).name
+
+    assert [ask(ALICE) for _ in range(3)] == ["alice"] * 3
+    with pytest.raises(AnswerError) as refused:
+        ask(ALICE)
+    assert str(refused.value) == (
+        "rate: expected at most 3 requests in a minute with this key; try again in 20 s"
+    )
+    detail = refused.value.detail
+    assert (refused.value.status, detail.type) == (429, "rate_limit_error")
+    assert (detail.code, refused.value.headers) == ("rate_limit_exceeded", {"retry-after": "20"})
+    assert ask(ALICE, "/v1/models") == ask(ALICE, "/health") == "alice"
+    assert [ask(BOB) for _ in range(100)] == ["bob"] * 100
+    clock.advance(20)
+    assert ask(ALICE) == "alice"
+    with pytest.raises(AnswerError, match="try again in 20 s"):
+        ask(ALICE)
+    clock.advance(3600)
+    assert [ask(ALICE) for _ in range(3)] == ["alice"] * 3
+    with pytest.raises(AnswerError):
+        ask(ALICE)
+
+
+@pytest.mark.parametrize("rate", ["0", "-1", "1.5", '"a"'])
+def test_a_wrong_rate_is_refused(file, rate):
+    write(file, table("alice", ALICE, f"requests_per_minute = {rate}"))
+    with pytest.raises(ConfigError, match=r"key\[0\]\.requests_per_minute: expected"):
+        KeyStore(str(file))
 
 
 def test_a_key_is_compared_with_all_entries_in_constant_time(file, monkeypatch):

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
+from support.processes import ROOT
 
 from hardpoint import typed
 from hardpoint.plugins.server import Authenticator, Client, Route
@@ -112,6 +113,18 @@ def test_fields_are_described_and_treated(document):
     assert properties["min_p"]["description"].startswith("drop tokens less likely")
     assert properties["user"] == {"description": "Ignored: it is for the provider's own platform."}
     assert chat["x-refused"]["functions"] == "use tools"
+
+
+def test_fields_of_one_name_have_their_own_meaning(document):
+    schemas = document["components"]["schemas"]
+    of_tokens = schemas["TokenSampling"]["properties"]["logprobs"]["description"]
+    assert of_tokens == "likeliest tokens per position."
+    for name in ("AssistantText", "ChunkChoice"):
+        if name in schemas:
+            assert "description" not in schemas[name]["properties"]["logprobs"], name
+    page = (ROOT / "docs" / "reference" / "server.md").read_text(encoding="utf-8")
+    titles = [line for line in page.splitlines() if line.startswith("## ")]
+    assert len(titles) == len(set(titles)), "links would lead to the first one"
 
 
 def test_arguments_of_plugins_are_described(document):

@@ -247,6 +247,8 @@ def test_colours_can_be_read(scheme):
         ("problem", "paper"),
         ("notice", "paper"),
     ]
+    kinds = ("word", "string", "number")
+    pairs += [(f"code-{kind}", paper) for kind in kinds for paper in papers[:3]]
     low = {pair for pair in pairs if contrast(*(palette[name] for name in pair)) < 4.5}
     assert low == set()
     assert min(contrast(palette["edge"], palette[paper]) for paper in papers[:2]) >= 3
@@ -345,6 +347,44 @@ def test_hostile_markdown_takes_no_long(node):
       }"""
     )
     node(script)
+
+
+def test_parts_of_code_are_found(node):
+    """All of the text is there, however hostile, and soon."""
+    cases = {
+        "js": ["let a = 1; // b", 'x = "a\\"b" + `c\n${d}`', "/* open", "'cut\nlet"],
+        "python": ["# no", "'#' + 3.5e1 # yes"],
+        "sql": ["SELECT 1 -- one"],
+        "html": ["<!-- a - b --> c"],
+        "": ["let a = 1"],
+    }
+    hostile = ['"', "'", "`", "/*", "/**", "\\", "<!--", "-", "1", "a", "\n"]
+    script = (
+        module(PAGE / "chat" / "highlight.js")
+        + f"""
+      const found = {{}};
+      for (const [language, texts] of Object.entries({json.dumps(cases)})) {{
+        found[language] = texts.map((text) => codeParts(text, language).filter(([kind]) => kind));
+      }}
+      for (const piece of {json.dumps(hostile)}) {{
+        for (const language of ["js", "python", "sql", "html"]) {{
+          const text = piece.repeat(Math.floor(19000 / piece.length));
+          const begun = performance.now();
+          const parts = codeParts(text, language);
+          if (parts.map(([, part]) => part).join("") !== text) throw new Error(piece);
+          if (performance.now() - begun > 500) throw new Error(`${{piece}} took long`);
+        }}
+      }}
+      console.log(JSON.stringify(found));"""
+    )
+    found = json.loads(node(script))
+    assert found[""] == [[]]
+    assert found["js"][0] == [["word", "let"], ["number", "1"], ["comment", "// b"]]
+    assert found["js"][1] == [["string", '"a\\"b"'], ["string", "`c\n${d}`"]]
+    assert found["js"][2:] == [[["comment", "/* open"]], [["string", "'cut"], ["word", "let"]]]
+    assert found["python"][1] == [["string", "'#'"], ["number", "3.5e1"], ["comment", "# yes"]]
+    assert found["sql"] == [[["word", "SELECT"], ["number", "1"], ["comment", "-- one"]]]
+    assert found["html"] == [[["comment", "<!-- a - b -->"]]]
 
 
 def test_an_answer_is_put_together(node):

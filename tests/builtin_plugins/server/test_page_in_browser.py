@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 
+import msgspec
 import pytest
 from starlette.responses import JSONResponse, Response
 from support.browser import new_page, running_browser
@@ -13,7 +14,7 @@ from support.http_server import running
 from support.live_view import bearer, running_live_view
 from support.waiting import wait_until
 
-from hardpoint.plugins import OverloadedError, RequestError
+from hardpoint.plugins import OverloadedError, RequestError, SamplingParams
 from hardpoint.plugins.server import Middleware
 
 pytestmark = pytest.mark.nightly
@@ -276,6 +277,131 @@ def test_tool_calls_are_shown_and_answered(page, server):
     assert (result["tool_call_id"], result["content"]) == ("c1", "rain")
 
 
+def test_examples_may_be_asked(page, server):
+    assert page.evaluate("document.querySelectorAll('#examples button').length") == 3
+    text = page.text("#examples button")
+    page.click("#examples button")
+    answered(page)
+    assert server.engine.asked[-1][0] == [{"role": "user", "content": text}]
+    assert not page.evaluate("document.querySelector('#examples').checkVisibility()")
+
+
+def test_a_reload_keeps_the_conversation_and_it_can_be_exported(page, server):
+    server.engine.reasoning = "Hm."
+    server.engine.calls = (("c1", "weather", '{"city":"Oslo"}'),)
+    page.click("#settings-button")
+    fill(page, "System prompt", "Be brief.")
+    ask(page, "Weather?")
+    answered(page)
+    reload(page)
+    assert page.text(".message.user .body") == "Weather?"
+    assert page.text(".answer .body") == "Hello there , friend"
+    page.evaluate("document.querySelector('.result textarea').focus()")
+    page.type("rain")
+    page.click(".send-results")
+    server.engine.calls = ()
+    answered(page, 2)
+    reload(page)
+    assert "Result of weather" in page.text(".message.tool")
+    page.click(".retry")
+    answered(page, 2)
+    messages = server.engine.asked[-1][0]
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "tool"]
+    assert messages[2]["reasoning"] == "Hm."
+    page.evaluate(
+        "URL.createObjectURL = (blob) => { window.exported = blob.text(); return 'blob:x'; };"
+        "HTMLAnchorElement.prototype.click = function () { window.named = this.download; }"
+    )
+    page.click("#export-chat")
+    exported = json.loads(page.evaluate("window.exported"))
+    assert page.evaluate("window.named") == "conversation.json"
+    assert exported["model"] == "smollm2"
+    assert [m["content"] for m in exported["messages"]][:2] == ["Be brief.", "Weather?"]
+    page.click("#new-chat")
+    assert page.evaluate("sessionStorage.length") == 0
+    reload(page)
+    assert page.evaluate("document.querySelectorAll('.message').length") == 0
+
+
+def reload(page):
+    page.evaluate("window.isOld = true")
+    page.call("Page.reload")
+    page.wait_for("!window.isOld && document.querySelector('#model')?.value === 'smollm2'")
+
+
+def test_what_is_left_empty_shows_the_models_value(browser):
+    class Recommending(FakeEngine):
+        def default_sampling_params(self):
+            return SamplingParams(temperature=0.2, top_p=0.9)
+
+    with running(Recommending(config=configured())) as server, new_page(browser) as page:
+        settings = msgspec.structs.replace(server.service.settings, admin="127.0.0.1:9")
+        server.service.settings = settings
+        page.open(server.url + "/")
+        page.wait_for("!document.querySelector('#live-settings').hidden")
+        shown = (
+            "[...document.querySelectorAll('#sampling input')].map((n) => [n.name, n.placeholder])"
+        )
+        values = dict(page.evaluate(shown))
+        assert (values["temperature"], values["top_p"]) == ("0.2", "0.9")
+        assert values["max_tokens"] == values["seed"] == "default"
+        link = "document.querySelector('#live-link').href"
+        assert page.evaluate(link) == "http://127.0.0.1:9/"
+
+
+def test_forms_and_probabilities_of_answers(page, server):
+    page.click("#settings-button")
+    fill(page, "JSON of this schema", '{"type": "object"}')
+    fill(page, "Probabilities of tokens", "shown")
+    server.engine.text = "Hello <b>"
+    ask(page)
+    answered(page)
+    _, params, _ = server.engine.asked[-1]
+    assert (params.structured.json, params.logprobs) == ({"type": "object"}, 4)
+    page.click(".probabilities summary")
+    rows = "[...document.querySelectorAll('.probabilities tbody tr')].map((r) => r.innerText)"
+    first, second = page.evaluate(rows)
+    assert first.split("\t") == ['"Hello"', "61 %", '"other" 22 %']
+    assert second.startswith('" <b>"')
+    check_nothing_outside(page, server.url)
+
+
+def test_code_has_colours(page, server):
+    code = "def f(x):  # a comment\n    return \"<b>\" + 'x' * 12"
+    server.engine.text = f"```python\n{code}\n```"
+    ask(page)
+    answered(page)
+    assert page.text(".answer pre") == code
+    parts = (
+        "[...document.querySelectorAll('.answer pre span')].map((n) => [n.className, n.innerText])"
+    )
+    assert page.evaluate(parts) == [
+        ["code-word", "def"],
+        ["code-comment", "# a comment"],
+        ["code-word", "return"],
+        ["code-string", '"<b>"'],
+        ["code-string", "'x'"],
+        ["code-number", "12"],
+    ]
+    check_accessible(page)
+
+
+def test_a_phone_has_no_shift_key(page, server):
+    assert page.evaluate("document.querySelector('#message-hint').checkVisibility()")
+    page.call("Emulation.setTouchEmulationEnabled", enabled=True)
+    page.call(
+        "Emulation.setDeviceMetricsOverride",
+        **{"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True},
+    )
+    reload(page)
+    assert not page.evaluate("document.querySelector('#message-hint').checkVisibility()")
+    ask(page)
+    assert server.engine.asked == []
+    page.click("#send")
+    answered(page)
+    assert server.engine.asked[-1][0] == [{"role": "user", "content": "Hello"}]
+
+
 def test_headings_of_answers_are_below_the_pages_own(page, server):
     server.engine.text = "## A\n\n## B\n\n#### C\n\n> # D\n\n- ## E\n\n###### F"
     ask(page)
@@ -392,7 +518,7 @@ def test_the_keyboard_is_enough(page, server):
         page.press("Tab")
         order.append(focused(page))
     assert order[0] == "Skip to the message field"
-    assert order[1:] == ["new-chat", "settings-button", "conversation", "Copy"]
+    assert order[1:] == ["new-chat", "export-chat", "settings-button", "conversation"]
     page.evaluate("document.querySelector('#settings-button').focus()")
     page.press("Enter", "\r")
     assert focused(page) == "settings-heading"
@@ -506,6 +632,11 @@ def test_the_live_view_moves(browser, tmp_path):
             f"{len(before)}"
         )
         assert page.screenshot(tmp_path / "two.png") != one
+        ends = page.evaluate(
+            "(() => { const p = document.querySelector('.figure polyline').points;"
+            "return [p[0].x, p[p.length - 1].x]; })()"
+        )
+        assert ends == [0, 120], "the line is as wide as its card"
         check_nothing_outside(page, server.url)
         check_accessible(page)
 
@@ -550,6 +681,11 @@ def test_everybody_can_use_the_live_view(browser, dark):
         page.evaluate("document.querySelector('#idle').open = true")
         check_accessible(page)
         assert page.evaluate("document.documentElement.scrollWidth") <= 320
+        tops = page.evaluate(
+            "['#requests-heading', '#figures', '#plugins-heading']"
+            ".map((name) => document.querySelector(name).getBoundingClientRect().top)"
+        )
+        assert tops == sorted(tops), "requests come before the figures on a phone"
         assert not [url for url in page.requested() if "?" in url]
 
 

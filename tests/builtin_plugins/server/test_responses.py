@@ -43,15 +43,9 @@ CALLED = (
     {"finish_reason": "tool_calls"},
 )
 """An answer of all kinds of items, some of which share a delta."""
-SPACED = (
-    {"reasoning": "Hm"},
-    {"content": "\n\n"},
-    {"tool_calls": [call(0, "call_1", "weather", "{}")]},
-    {"content": "\n"},
-    {"tool_calls": [call(1, "call_2", "weather", "{}")]},
-    {"content": "\n", "finish_reason": "tool_calls"},
-)
-"""White space between the parts of an answer."""
+TWICE = ({"content": "A"}, {"tool_calls": [call(0, "call_1", "weather", "{}")]})
+"""The beginning of an answer that goes on after a call."""
+ENDS = {"finish_reason": "tool_calls"}
 BROKEN = (
     {"content": "Wait."},
     {"tool_calls": [call(0, "call_1", "weather")]},
@@ -171,9 +165,8 @@ def test_answers_whole(server):
         ({"content": "Half a"}, {"finish_reason": "length"}),
         ({"finish_reason": "stop"},),
         ({"content": "All at once", "finish_reason": "stop"},),
-        ({"reasoning": "Hm"}, {"content": "\n"}, {"content": "\nSo"}, {"finish_reason": "stop"}),
-        ({"reasoning": "Hm"}, {"content": "\n\n"}, {"finish_reason": "stop"}),
-        SPACED,
+        (*TWICE, {"content": "<call>{", "finish_reason": "length"}),
+        (*TWICE, {"content": "So.", "tool_calls": [call(1, "b", "weather", "{}", 2)]}, ENDS),
         ({"tool_calls": [call(0, "call_1", "weather", '{"pl')], "finish_reason": "length"},),
     ],
     ids=[
@@ -182,9 +175,8 @@ def test_answers_whole(server):
         "length",
         "empty",
         "once",
-        "space",
-        "only space",
-        "spaced",
+        "cut second call",
+        "text around a call",
         "cut call",
     ],
 )
@@ -215,6 +207,18 @@ def test_items_come_in_the_order_of_the_answer(server):
     # The fake tokenizer has more tokens than the fake engine generates.
     usage = response["usage"]
     assert usage["output_tokens_details"]["reasoning_tokens"] == usage["output_tokens"]
+
+
+def test_half_a_second_call_stands_after_the_first(server):
+    with answering(server, deltas=(*TWICE, {"content": "<call>{", "finish_reason": "length"})):
+        response = server.post(PATH, {"input": "Hi", "tools": [TOOL]}).json()
+    assert [(item["type"], item["status"]) for item in response["output"]] == [
+        ("message", "completed"),
+        ("function_call", "completed"),
+        ("message", "incomplete"),
+    ]
+    assert response["output"][2]["content"][0]["text"] == "<call>{"
+    assert response["status"] == "incomplete"
 
 
 def test_length_makes_a_response_incomplete(server):
@@ -476,40 +480,6 @@ def test_items_become_a_conversation(server):
     ]
 
 
-def test_parameters_reach_the_engine(server):
-    _, params, extras = asked_of(
-        server,
-        max_output_tokens=5,
-        temperature=0.5,
-        top_p=0.9,
-        top_k=3,
-        seed=1,
-        stop="x",
-        user="me",
-        service_tier="auto",
-        truncation="auto",
-        priority=2,
-        tags={"a": "b"},
-        cache_salt="s",
-        tools=[TOOL],
-        tool_choice={"type": "function", "name": "weather"},
-        parallel_tool_calls=False,
-        reasoning={"effort": "low", "summary": "auto"},
-        text={"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}}},
-    )
-    assert (params.max_tokens, params.temperature, params.top_p) == (5, 0.5, 0.9)
-    assert (params.top_k, params.seed, params.stop) == (3, 1, "x")
-    assert params.structured.json == {"type": "object"}
-    assert params.structured.lenient
-    assert extras["tool_choice"] == {"name": "weather"}
-    assert extras["parallel_tool_calls"] is False
-    assert extras["chat_template_kwargs"] == {"reasoning_effort": "low", "enable_thinking": True}
-    assert (extras["priority"], extras["tags"], extras["cache_salt"]) == (2, {"a": "b"}, "s")
-    _, params, extras = asked_of(server, reasoning={"effort": "none"})
-    assert params.max_tokens is None
-    assert extras["chat_template_kwargs"] == {"enable_thinking": False}
-
-
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_some_of_the_tools_may_be_allowed(server, mode):
     choice = {
@@ -525,69 +495,6 @@ def test_some_of_the_tools_may_be_allowed(server, mode):
     _, _, extras = server.engine.asked[-1]
     assert [tool["function"]["name"] for tool in extras["tools"]] == ["weather"]
     assert extras["tool_choice"] == mode
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        (
-            {"tools": [TOOL], "tool_choice": {"type": "function", "name": "time"}},
-            "tool_choice.name: expected one of the tools ('weather'), got 'time'",
-        ),
-        (
-            {
-                "tools": [TOOL],
-                "tool_choice": {
-                    "type": "allowed_tools",
-                    "mode": "auto",
-                    "tools": [{"type": "function", "name": "time"}],
-                },
-            },
-            "tool_choice.tools[0].name: expected one of the tools ('weather'), got 'time'",
-        ),
-        (
-            {
-                "tools": [TOOL],
-                "tool_choice": {"type": "allowed_tools", "tools": [{"type": "mcp"}]},
-            },
-            "tool_choice.tools[0].type: 'mcp' is not supported: there are no hosted tools",
-        ),
-        (
-            {"tools": [{**TOOL, "allowed_callers": ["programmatic"]}]},
-            'tools[0].allowed_callers: expected "direct" among them',
-        ),
-        ({"moderation": {"policy": {}}}, "moderation: not supported: there is no moderation"),
-        ({"input": [{"type": "program", "code": "1"}]}, "input[0].type: 'program' is not"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id: not supported: nothing is"),
-        ({"conversation": "c"}, "conversation: not supported: nothing is stored"),
-        ({"background": True}, "background: expected false"),
-        ({"prompt": {"id": "p"}}, "prompt: not supported: there are no stored prompts"),
-        ({"max_tool_calls": 3}, "max_tool_calls: not supported"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type: 'web_search' is not supported"),
-        ({"tool_choice": {"type": "mcp"}}, "tool_choice.type: 'mcp' is not supported"),
-        ({"max_output_token": 3}, "did you mean 'max_output_tokens'?"),
-        ({"max_output_tokens": 0}, "max_output_tokens: expected"),
-        ({"top_logprobs": 2}, "top_logprobs: expected include to hold"),
-        ({"top_logprobs": 21}, "top_logprobs: expected"),
-        ({"input": []}, "input: expected"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type: 'item_reference'"),
-        ({"input": [{"type": "banana"}]}, 'input[0].type: expected "message" or "reasoning"'),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "input[0].content[0].type: 'input_image' is not supported: the model reads text alone",
-        ),
-        (
-            {"input": [{"type": "function_call_output", "call_id": "x", "output": ""}]},
-            "input[0].call_id: expected the call_id of a function_call before it",
-        ),
-        (
-            {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}},
-            "structured_outputs and text.format: expected one of them",
-        ),
-    ],
-)
-def test_what_is_wrong_is_named(server, fields, words):
-    assert words in refusal(server, **fields)
 
 
 def keys_of(type_):
@@ -639,31 +546,6 @@ def literals(hint):
     return {name for part in typing.get_args(hint) for name in literals(part)}
 
 
-def test_fields_that_change_nothing_are_taken(server):
-    direct = {"type": "direct"}
-    named = {"caller": direct, "namespace": "n", "call_id": "c"}
-    _, _, extras = asked_of(
-        server,
-        access_programs=["x"],
-        background_options={"completion_window": "2h"},
-        image={"context_compression": "auto"},
-        tools=[
-            {
-                **TOOL,
-                "allowed_callers": ["direct"],
-                "async": True,
-                "defer_loading": True,
-                "output_schema": {"type": "object"},
-            }
-        ],
-        input=[
-            {"type": "function_call", "name": "weather", "arguments": "{}", "async": True, **named},
-            {"type": "function_call_output", "name": "weather", "output": "Sun", **named},
-        ],
-    )
-    assert extras["tools"][0]["function"].keys() == {"name", "description", "parameters"}
-
-
 def test_the_document_lets_messages_be_without_a_type(server):
     document = server.client.get("/openapi.json").json()
     schema = {"$ref": "#/components/schemas/ResponsesRequest", **document}
@@ -688,17 +570,6 @@ def test_unknown_fields_may_be_left_out():
     with running(FakeEngine(config=configured(unknown_fields="warn"))) as server:
         messages, _, _ = asked_of(server, input=[item], reasoning={"deep": True})
     assert messages == [{"role": "user", "content": "Hi"}]
-
-
-def test_limits_name_the_field():
-    with running(FakeEngine(config=configured(limits={"max_tokens": 5, "messages": 1}))) as server:
-        assert refusal(server, max_output_tokens=6) == (
-            "max_output_tokens: expected at most 5 on this server, got 6"
-        )
-        item = {"role": "user", "content": "x"}
-        assert refusal(server, input=[item, item]) == (
-            "input: expected at most 1 on this server, got 2"
-        )
 
 
 @pytest.mark.parametrize("method", ["GET", "DELETE", "POST"])

@@ -30,7 +30,7 @@ def test_the_settings_that_it_names_exist():
 
 
 def test_the_open_routes():
-    assert ServerConfig().open_routes == ["/health", "/ready", "/"]
+    assert ServerConfig().open_routes == ["/health", "/ready", "/ping", "/"]
 
 
 def test_the_keys_file(tmp_path):

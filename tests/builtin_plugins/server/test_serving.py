@@ -9,6 +9,7 @@ import resource
 import socket
 import stat
 
+import msgspec
 import pytest
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
@@ -20,7 +21,7 @@ from hardpoint.builtin_plugins.server.operations.traffic import AccessEntry, as_
 from hardpoint.builtin_plugins.server.service import Load
 from hardpoint.builtin_plugins.server.serving import Serving
 from hardpoint.errors import EngineDeadError
-from hardpoint.plugins import ConfigError, OverloadedError
+from hardpoint.plugins import ConfigError, OverloadedError, SamplingParams
 from hardpoint.plugins.server import Authenticator, Client
 from hardpoint.plugins.stats import Health
 from hardpoint.testing import ScriptedClock
@@ -324,6 +325,75 @@ def test_a_control_character_in_a_request_makes_no_second_line(logged):
 
 
 # Figures
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/completions", "/v1/completions"),
+        ("/v1/models/", "/v1/models"),
+        ("/models", "/v1/models"),
+        ("/v1/health", "/health"),
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/nothing/at/all", None),
+    ],
+)
+def test_a_path_that_is_not_there_leads_to_the_one_that_is_meant(path, meant):
+    with running(FakeEngine(config=configured())) as server:
+        answer = server.client.get(path)
+    hint = f" (did you mean {meant!r}?)" if meant else ""
+    assert answer.status_code == 404
+    error = answer.json()["error"]
+    assert (error["message"], error["code"]) == (
+        f"path: there is no route {path!r}{hint}",
+        "not_found",
+    )
+
+
+def test_platforms_may_ask_for_health_and_load_by_their_own_names():
+    with running(FakeEngine(config=configured())) as server:
+        assert server.client.get("/ping").json() == server.client.get("/health").json()
+        assert server.client.post("/ping").status_code == 200
+        assert server.client.get("/load").json() == {"server_load": 0}
+        server.service.load.open = 3
+        assert server.client.get("/load").json() == {"server_load": 3}
+        server.engine.is_running = False
+        assert server.client.get("/ping").status_code == 503
+        assert server.client.get("/ready").status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("admin", "live_view"),
+    [
+        (None, None),
+        ("unix:/run/admin.sock", None),
+        ("127.0.0.1:9", "http://127.0.0.1:9/"),
+        ("0.0.0.0:9", "http://*:9/"),
+    ],
+)
+def test_a_page_learns_where_the_live_view_is(admin, live_view):
+    with running(FakeEngine(config=configured())) as server:
+        server.service.settings = msgspec.structs.replace(server.service.settings, admin=admin)
+        assert server.client.get("/version").json().get("live_view") == live_view
+
+
+def test_a_page_learns_which_parameters_a_model_recommends():
+    class Recommending(FakeEngine):
+        def default_sampling_params(self):
+            return SamplingParams(temperature=0.2, top_p=0.9)
+
+    with running(Recommending(config=configured())) as server:
+        (model,) = server.client.get("/v1/models").json()["data"]
+    assert model["default_sampling"] == {
+        "temperature": 0.2,
+        "top_p": 0.9,
+        "top_k": 0,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+    }
 
 
 def test_figures_of_requests():

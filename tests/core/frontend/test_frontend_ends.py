@@ -18,7 +18,7 @@ from hardpoint import AsyncLLM, EngineDeadError, RequestOutputKind, SamplingPara
 from hardpoint.builtin_plugins.tokenizer.transformers import TransformersTokenizer
 from hardpoint.core.build import build_engine
 from hardpoint.core.frontend.frontend import Frontend
-from hardpoint.errors import EngineClosedError, EngineFaultError, PluginFaultError
+from hardpoint.errors import EngineFaultError, PluginFaultError
 from hardpoint.plugins import EngineConfig, StatSink, hookimpl
 from hardpoint.testing import scripted_config, scripted_engine
 
@@ -103,7 +103,7 @@ def test_an_error_of_the_tokenizer_ends_its_request_and_names_it(scripted, monke
     monkeypatch.setattr(Frontend, "process_outputs", broken_outputs)
     with pytest.raises(EngineFaultError, match="plugin 'x': it broke"):
         drive(engine)
-    with pytest.raises(EngineClosedError):
+    with pytest.raises(EngineDeadError):
         engine.step()
 
 

@@ -20,6 +20,7 @@ from hardpoint.plugins import hookimpl
 from hardpoint.plugins.output_parser import (
     ContentText,
     MalformedText,
+    ReasoningText,
     ToolCallArguments,
     ToolCallBegin,
     ToolCallEnd,
@@ -170,6 +171,60 @@ def test_the_warning_names_a_call_that_was_shown_before_it_broke():
     parts.add([MalformedText("tru", "no JSON")])
     assert parts.pop() == (None, "tru", None)
     assert parts.warning == "no JSON; void are the calls begun with index 0"
+
+
+def call_of(name):
+    return [ToolCallBegin(name, name), ToolCallArguments("{}"), ToolCallEnd()]
+
+
+@pytest.mark.parametrize("delta", [True, False])
+@pytest.mark.parametrize("piecewise", [True, False])
+@pytest.mark.parametrize(
+    ("events", "content", "places"),
+    [
+        ([ReasoningText("Hm"), ContentText("\n"), ContentText("\nSo")], "\n\nSo", []),
+        ([ReasoningText("Hm"), ContentText("\n\n")], "\n\n", []),
+        (
+            [
+                *(ReasoningText("Hm"), ContentText("\n\n"), *call_of("a"), ContentText("\n")),
+                *(*call_of("b"), ContentText("\n")),
+            ],
+            None,
+            [0, 0],
+        ),
+        (
+            [
+                *(ContentText("One"), ContentText("\n"), *call_of("a"), ContentText(" ")),
+                *(ContentText("two"), *call_of("b"), ContentText("\n"), ContentText("three\n")),
+            ],
+            "One\n two\nthree\n",
+            [4, 8],
+        ),
+        (
+            [ContentText(" "), MalformedText("<call>", "no JSON"), ContentText(" ")],
+            " <call> ",
+            [],
+        ),
+    ],
+    ids=["between", "alone", "around calls", "of content", "malformed"],
+)
+def test_white_space_next_to_calls_is_no_content(events, content, places, piecewise, delta):
+    parts = Parts(delta=delta)
+    shown = []
+    for event in events:
+        parts.add([event])
+        if piecewise:
+            shown.append(parts.pop())
+    parts.finish()
+    shown.append(parts.pop())
+    if not delta:
+        shown = shown[-1:]
+    found, before = "", {}
+    for _, text, calls in shown:
+        for call in calls or ():
+            before.setdefault(call.index, len(found) + call.content_before)
+        found += text or ""
+    assert (found or None, list(before.values())) == (content, places)
 
 
 def test_an_extra_call_that_is_malformed_is_left_out_too():

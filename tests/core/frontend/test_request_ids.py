@@ -199,10 +199,18 @@ def test_children_share_nothing_that_a_hook_may_change():
         prompt_token_ids=[1, 2],
         params=SamplingParams(n=2),
         plugin_args={"p": {"a": [1]}},
+        tags={"tenant": "acme"},
+        trace_headers={"traceparent": "00"},
+        kv_transfer_params={"remote": [1]},
     )
     first, second = ParentRequest("r", "r-1", 2).children(request)
     first.prompt_token_ids.append(3)
     first.plugin_args["p"]["a"].append(2)
+    first.tags["tenant"] = first.trace_headers["traceparent"] = "changed"
+    first.kv_transfer_params["remote"].append(2)
+    assert second.tags == {"tenant": "acme"}
+    assert second.trace_headers == {"traceparent": "00"}
+    assert second.kv_transfer_params == {"remote": [1]}
     assert second.prompt_token_ids == [1, 2]
     assert second.plugin_args == {"p": {"a": [1]}}
     assert (first.child_index, second.child_index) == (0, 1)

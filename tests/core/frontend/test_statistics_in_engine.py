@@ -22,6 +22,7 @@ from hardpoint import (
     AsyncLLM,
     EngineClosedError,
     EngineDeadError,
+    RequestError,
     RequestOutputKind,
     SamplingParams,
     plugins,
@@ -161,6 +162,21 @@ def test_figures_of_a_run(scripted, where):
     assert second.metrics.num_generation_tokens == 5
 
 
+@pytest.mark.parametrize("where", [{}, OWN], ids=["here", "own process"])
+def test_sinks_get_the_trace_of_a_request(scripted, where):
+    trace = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
+    config = scripted_config(scripted, {"engine": where, "stats": stats("Recorder")})
+    with LLM(config=config) as llm:
+        llm.generate(["say abc", "long"], GREEDY, trace_headers=[trace, None])
+        with pytest.raises(RequestError, match=r"trace_headers.a: expected a string, got 1"):
+            llm.generate("say abc", GREEDY, trace_headers={"a": 1})
+    ended = [request for each in Recorder.seen for request in each.finished]
+    assert {request.request_id: request.trace_headers for request in ended} == {
+        "0": trace,
+        "1": None,
+    }
+
+
 def test_a_stop_string_ends_the_count_where_the_user_sees_the_end(scripted):
     engine = scripted_engine(scripted, {"stats": stats("Recorder", request_metrics=True)})
     (output,) = drive(engine, "long", params=SamplingParams(temperature=0.0, stop="345"))
@@ -233,7 +249,7 @@ def test_a_broken_sink_ends_the_engine_where_that_is_wanted(scripted):
     with LLM(config=scripted_config(scripted, extra)) as llm:
         with pytest.raises(PluginFaultError, match="plugin 'broken' .*: record.. failed: OSError"):
             llm.generate("say abc", GREEDY)
-        with pytest.raises(EngineClosedError):
+        with pytest.raises(EngineDeadError):
             llm.generate("say abc", GREEDY)
 
 

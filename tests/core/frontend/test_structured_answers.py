@@ -185,25 +185,113 @@ def test_strict_tools_leave_free_text_free(tmp_path, parser, calls):
     assert [call.name for call in output.tool_calls] == ["now", "order_food"]
 
 
-def test_a_required_call_and_another_answer_are_refused(tmp_path):
+def test_a_form_of_the_text_is_none_of_a_required_call(tmp_path):
     extras = RequestExtras(tools=TOOLS["two"], calls=CallRules(required=["now"]))
     config = {"tools": {"parser": "hermes"}}
-    message = "tool_choice: it requires a call, and sampling_params.structured another answer"
-    with pytest.raises(RequestError, match=message):
-        output_of(tmp_path, "", config, extras, structured={"regex": "a"})
+    output = output_of(tmp_path, "no call", config, extras, structured={"regex": "a"})
+    assert output.tool_calls[0].name == "now"
+    assert output.error is None
+
+
+COLOUR = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}}
+COLOUR |= {"required": ["colour"], "additionalProperties": False}
+FORMS = {
+    "json": {"json": COLOUR},
+    "lenient": {"json": {**COLOUR, "not": {"type": "null"}}, "lenient": True},
+    "json_object": {"json_object": True},
+    "regex": {"regex": r'\{"colour": "(red|blue)"\}'},
+    "choice": {"choice": ['{"colour": "red"}', "green"]},
+    "grammar": {"grammar": 'start: "{\\"colour\\": \\"red\\"}"'},
+}
+
+
+CALLS = dict(ONE)
+
+
+@pytest.mark.parametrize(
+    ("parser", "form", "strict"),
+    [
+        *(("hermes", form, []) for form in FORMS),
+        ("hermes", "json", ["order_food", "now"]),
+        ("qwen3_coder", "json", []),
+        ("kimi_k2", "regex", []),
+    ],
+)
+def test_a_form_of_the_text_leaves_calls(tmp_path, parser, form, strict):
+    extras = RequestExtras(tools=TOOLS["two"], calls=CallRules(strict=strict) if strict else None)
+    config = {"reasoning": {"parser": "none"}, "tools": {"parser": parser}}
+    text = output_of(tmp_path, '{"colour": "red"}', config, extras, structured=FORMS[form])
+    assert (text.content, text.tool_calls) == ('{"colour": "red"}', None)
+    assert (text.finish_reason, text.warning, text.validation_error) == ("stop", None, None)
+    called = output_of(tmp_path, CALLS[parser], config, extras, structured=FORMS[form])
+    assert [call.name for call in called.tool_calls] == ["now", "order_food"]
+    assert json.loads(called.tool_calls[1].arguments) == FOOD
+    assert (called.finish_reason, called.validation_error) == ("tool_calls", None)
+
+
+def test_a_text_that_is_no_call_is_validated(tmp_path):
+    texts = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+    schema = {"type": "object", "properties": {"sizes": texts}}
+    extras = RequestExtras(tools=TOOLS["two"])
+    config = {"tools": {"parser": "hermes"}}
+    lenient = {"json": schema, "lenient": True}
+    output = output_of(tmp_path, '{"sizes": ["a", "a"]}', config, extras, structured=lenient)
+    assert "['a', 'a'] has equal items" in output.validation_error
+
+
+def test_tools_that_are_not_strict_may_have_what_a_strict_form_may_not(tmp_path):
+    """As without the form: of their arguments, names and types are enforced at most."""
+    loose = {"type": "object", "properties": {"n": {"type": "integer", "not": {}}}, "not": {}}
+    extras = RequestExtras(tools={"loose": loose})
+    config = {"tools": {"parser": "hermes"}}
+    reply = '<tool_call>\n{"name": "loose", "arguments": {"n": 1}}\n</tool_call>'
+    output = output_of(tmp_path, reply, config, extras, structured={"json": COLOUR})
+    assert output.error is None
+    assert [call.name for call in output.tool_calls] == ["loose"]
+
+
+def test_calls_and_texts_of_harmony(tmp_path):
+    start, end = REASONING["harmony"]
+    config = {"reasoning": {"parser": "harmony"}, "tools": {"parser": "harmony"}}
+    extras = RequestExtras(tools=TOOLS["two"])
+    form = {"json": COLOUR}
+    head = end.removesuffix("<|channel|>final<|message|>")
+    reply = f"{start}{THOUGHT}{head}{HARMONY_CALL}"
+    output = output_of(tmp_path, reply, config, extras, structured=form)
+    assert [json.loads(call.arguments) for call in output.tool_calls] == [FOOD]
+    reply = f'{start}{THOUGHT}{end}{{"colour": "red"}}'
+    output = output_of(tmp_path, reply, config, extras, structured=form)
+    assert (output.reasoning, output.content) == (THOUGHT, '{"colour": "red"}')
+
+
+def test_a_call_of_a_model_whose_template_shows_no_tools(tmp_path):
+    """A grammar makes it write one, in a format that any model can write."""
+    extras = RequestExtras(
+        tools={"now": {"type": "object", "properties": {}, "additionalProperties": False}},
+        calls=CallRules(required=["now"], parallel=False),
+    )
+    output = output_of(tmp_path, "I call nothing.", {}, extras)
+    assert [(call.name, json.loads(call.arguments)) for call in output.tool_calls] == [("now", {})]
+    assert output.finish_reason == "tool_calls"
+    free = RequestExtras(tools=extras.tools)
+    with pytest.raises(RequestError, match="tools: no parser finds calls"):
+        output_of(tmp_path, "I call nothing.", {}, free)
+    with pytest.raises(RequestError, match="tools: no parser finds calls"):
+        output_of(tmp_path, "I call nothing.", {"tools": {"parser": "none"}}, extras)
 
 
 def test_a_lenient_schema_is_validated_at_the_end(tmp_path):
-    schema = {"type": "object", "not": {"required": ["size"]}}
-    good, bad = '{"a": 1}', '{"size": 1}'
+    schema = {"type": "object", "not": {"patternProperties": {"^size": False}}}
+    good, bad = '{"size": 1}', '{"a": 1}'
     output = output_of(tmp_path, good, {}, structured={"json": schema, "lenient": True})
     assert (output.content, output.validation_error) == (good, None)
     output = output_of(tmp_path, bad, {}, structured={"json": schema, "lenient": True})
-    assert output.validation_error.startswith("$: \"{'size': 1} should not be valid under")
+    assert output.validation_error.startswith("$: \"{'a': 1} should not be valid under")
     output = output_of(tmp_path, bad, {}, structured={"json": schema})
     assert output.error == (
-        'structured.json: llguidance: Unimplemented keys: ["not"]; with `lenient`, they are left '
-        "out, and the answer is validated"
+        "structured.json: llguidance: not: expected a schema of constants, types, limits and "
+        "required properties, not the keyword patternProperties; with `lenient`, the grammar "
+        "leaves it out, and the finished answer is validated against the whole schema"
     )
 
 
@@ -224,12 +312,13 @@ def test_an_answer_that_is_json_is_no_call(tmp_path):
 
 @pytest.mark.parametrize("required", [None, ["loose", "exact"]])
 def test_one_strict_tool_is_strict_among_others(tmp_path, required):
-    loose, exact = {"type": "object"}, {"type": "object", "patternProperties": {"a": {}}, "not": {}}
+    loose = {"type": "object"}
+    exact = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     extras = RequestExtras(
         tools={"loose": loose, "exact": exact}, calls=CallRules(required=required, strict=["exact"])
     )
     output = output_of(tmp_path, "x", {"tools": {"parser": "hermes"}}, extras)
-    assert 'Unimplemented keys: ["not"]' in output.error
+    assert "properties.a.uniqueItems: expected items of an enum" in output.error
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import pytest
 import torch
@@ -45,6 +46,11 @@ def expected(scripted):
         results |= run(engine, [job])
         engine.close()
     return results
+
+
+def test_it_has_the_threads_that_its_environment_names():
+    """Also where nothing set them before: states depend on the last bits of logits."""
+    assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])
 
 
 def test_the_state_changes_the_text(scripted, expected):

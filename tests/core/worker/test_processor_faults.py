@@ -12,7 +12,7 @@ from support.plugins.faulty import Dense
 
 from hardpoint import (
     ConfigError,
-    EngineClosedError,
+    EngineDeadError,
     RequestError,
     RequestOutputKind,
     SamplingParams,
@@ -165,7 +165,7 @@ def test_on_error_engine_ends_the_engine_and_names_the_plugin(scripted):
     engine.add_request("r", "x", SamplingParams(plugin_args={"dense": {"how": "raise"}}))
     with pytest.raises(PluginFaultError, match=r"plugin 'dense'.*its apply failed"):
         engine.step()
-    with pytest.raises(EngineClosedError):
+    with pytest.raises(EngineDeadError):
         engine.add_request("later", "x", SamplingParams())
 
 
@@ -174,7 +174,7 @@ def test_a_faulty_sampler_ends_the_engine(scripted):
     engine.add_request("r", "x", SamplingParams())
     with pytest.raises(PluginFaultError, match=r"plugin 'nan_sampler'.*RuntimeError: broken samp"):
         engine.step()
-    with pytest.raises(EngineClosedError):
+    with pytest.raises(EngineDeadError):
         engine.step()
 
 

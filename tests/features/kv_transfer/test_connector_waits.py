@@ -9,9 +9,10 @@ from support.core.connector_driver import OTHER, Driver
 from support.core.scripted_connector import Script
 
 from hardpoint import RequestError
+from hardpoint.builtin_plugins.server.routes.answers import LOAD_FAILED
 from hardpoint.testing import ScriptedClock
 
-FAILED = "kv_connector: the keys and values of its prompt could not be loaded"
+FAILED = LOAD_FAILED  # by which the server knows that the request may be sent again
 
 
 @pytest.fixture

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 
 import msgspec
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
-from hardpoint.plugins import Command, hookimpl
+from hardpoint.plugins import Command, Sampler, StepRecord, hookimpl
 from hardpoint.plugins.server import Authenticator, Client, Middleware, Route, Transform
 
 
@@ -143,7 +146,7 @@ class Slow:
 
     @hookimpl
     def step_planned(self, record):
-        time.sleep(0.005)
+        time.sleep(0.02)
 
 
 def run(options, context):
@@ -164,6 +167,43 @@ class Twins:
     @hookimpl
     def cli_commands(self):
         return [Command("one", "Say one.", lambda parser: None, run)] * 2
+
+
+class ProvidesList:
+    contract = 1
+
+    @staticmethod
+    @hookimpl
+    def hardpoint_components():
+        return [NoCommands]
+
+
+class ProvidesUnversioned:
+    contract = 1
+
+    @staticmethod
+    @hookimpl
+    def hardpoint_components():
+        return {"unversioned": Unversioned}
+
+
+class Unversioned(Sampler):
+    def sample(self, logits, rows):
+        return logits.argmax(-1)
+
+
+class ProvidesInTurn:
+    contract = 1
+    turns = itertools.count()
+
+    @classmethod
+    @hookimpl
+    def hardpoint_components(cls):
+        return {f"unversioned_{next(cls.turns)}": Versioned}
+
+
+class Versioned(Unversioned):
+    contract = 1
 
 
 class Right:
@@ -267,6 +307,85 @@ class Alternates:
         return [self.route] * (self.calls % 2)
 
 
+async def start_as_text(app, scope, receive, send):
+    await send({"type": "http.response.start", "status": "200", "headers": []})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def add_text_header(app, scope, receive, send):
+    async def with_header(message):
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message["headers"], ("x-acme", "yes")]
+        await send(message)
+
+    await app(scope, receive, with_header)
+
+
+async def refuse_by_number(app, scope, receive, send):
+    raise HTTPException(429, "later", {"retry-after": 5})
+
+
+class TextStatus(Response):
+    """A response whose status is a text."""
+
+    def __init__(self):
+        super().__init__("ok")
+        self.status_code = "200"
+
+
+class TextHeaders(Response):
+    """A response whose headers are texts."""
+
+    def init_headers(self, headers=None):
+        self.raw_headers = [("x-acme", "yes")]
+
+
+class Unfinished(Response):
+    """A response without an end."""
+
+    async def __call__(self, scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+
+def route_of(make):
+    async def answer(request):
+        return make()
+
+    return adds(Route(path="/acme/{name}", endpoint=answer))
+
+
+class ReadsAndGenerates:
+    """Correct: its routes read bodies, and use the engine."""
+
+    contract = 1
+
+    @hookimpl
+    def server_extensions(self, server):
+        async def reads(request):
+            return await server.while_connected(request, server.read(request, StepRecord))
+
+        async def generates(request):
+            return await server.engine.generate("x")
+
+        async def refuses(request):
+            raise HTTPException(404, "there is no such thing")
+
+        return [
+            Route(path="/a/{number:int}", endpoint=reads, methods=["POST"]),
+            Route(path="/b", endpoint=generates),
+            Route(path="/c", endpoint=refuses),
+        ]
+
+
+StartsAsText = adds(middleware(start_as_text))
+TextHeader = adds(middleware(add_text_header))
+RefusesByNumber = adds(middleware(refuse_by_number))
+RouteTextStatus = route_of(TextStatus)
+RouteTextHeaders = route_of(TextHeaders)
+RouteNumberHeader = route_of(lambda: Response("ok", headers={"x-acme": 1}))
+RouteUnfinished = route_of(Unfinished)
+RouteDict = route_of(dict)
+RouteUnencodable = route_of(lambda: Client(name=object()))
 PlainRoute = adds(Route(path="/acme", endpoint=plain_endpoint))
 BadPath = adds(Route(path="acme", endpoint=endpoint))
 AsksTwice = adds(middleware(ask_twice))

@@ -420,7 +420,7 @@ class Sleeps(Bias):
     contract = 1
 
     def apply(self, logits, rows):
-        time.sleep(0.001 * len(rows))
+        time.sleep(0.004 * len(rows))
         return super().apply(logits, rows)
 
 

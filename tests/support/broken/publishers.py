@@ -165,4 +165,4 @@ class Sleeps(Queued):
     contract = 1
 
     def publish(self, batch):
-        time.sleep(0.01)
+        time.sleep(0.04)

@@ -197,7 +197,7 @@ class Sleeps(Totals):
     contract = 1
 
     def record(self, stats):
-        time.sleep(0.01)
+        time.sleep(0.04)
 
 
 class SleepsInReports(Totals):
@@ -209,7 +209,7 @@ class SleepsInReports(Totals):
     def report(self):
         self.count += 1
         if self.count % 10 == 0:
-            time.sleep(0.02)
+            time.sleep(0.04)
 
 
 class ExportsNothing(Totals):

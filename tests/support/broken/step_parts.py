@@ -6,6 +6,7 @@ import numpy as np
 
 from hardpoint.plugins import (
     EngineHalf,
+    FrontendHalf,
     GrammarBitmask,
     RequestError,
     RequestFault,
@@ -90,9 +91,28 @@ class GoodHalf(EngineHalf):
         self.asked.discard(request_id)
 
 
+class GoodRequests(FrontendHalf):
+    """Labels requests, refuses some, and finds fault with answers that begin with a bracket."""
+
+    def prepare(self, request, reasoning):
+        if request.prompt_token_ids[0] % 17 == 1:
+            raise RequestError("not this one")
+        request.tags = {**request.tags, "reasons": str(reasoning is not None)}
+
+    def reads_answer(self, request):
+        return request.prompt_token_ids[0] % 2 == 0
+
+    def validate(self, request, answer):
+        return "it begins with a bracket" if answer.startswith("[") else None
+
+
 class Good(StepPart):
     contract = 1
     half = GoodHalf
+    Requests = GoodRequests
+
+    def frontend_half(self, context):
+        return self.Requests()
 
     def engine_half(self, context):
         return self.half(context)
@@ -517,3 +537,62 @@ WritesResult = part_of(_WritesResultHalf)
 Grows = part_of(_GrowsHalf)
 ClosesOnce = part_of(_ClosesOnceHalf)
 Slow = part_of(_SlowHalf)
+
+
+class PrepareRaises(Good):
+    class Requests(GoodRequests):
+        def prepare(self, request, reasoning):
+            raise KeyError("reasons")
+
+    contract = 1
+
+
+class Renames(Good):
+    class Requests(GoodRequests):
+        def prepare(self, request, reasoning):
+            request.request_id += "-mine"
+
+    contract = 1
+
+
+class CompletesTwice(Good):
+    class Requests(GoodRequests):
+        def prepare(self, request, reasoning):
+            request.priority += 1
+
+    contract = 1
+
+
+class ReadsByText(Good):
+    class Requests(GoodRequests):
+        def reads_answer(self, request):
+            return "yes"
+
+    contract = 1
+
+
+class FlawAsList(Good):
+    class Requests(GoodRequests):
+        def reads_answer(self, request):
+            return True
+
+        def validate(self, request, answer):
+            return ["wrong"]
+
+    contract = 1
+
+
+class ValidateRaises(Good):
+    class Requests(GoodRequests):
+        def reads_answer(self, request):
+            return True
+
+        def validate(self, request, answer):
+            raise ValueError("no JSON")
+
+    contract = 1
+
+
+class NoFrontendHalf(Good):
+    Requests = dict
+    contract = 1

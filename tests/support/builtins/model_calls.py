@@ -20,10 +20,23 @@ from hardpoint.builtin_plugins.parsers.json_calls import Hermes, Json, Llama3Jso
 from hardpoint.builtin_plugins.parsers.python_calls import Llama4Pythonic, Pythonic
 from hardpoint.builtin_plugins.parsers.xml_calls import Qwen3Coder, SeedOss
 
+SINGULAR = ("<|tool_call_section_begin|>", "<|tool_call_section_end|>")
+
+
+class JsonAfterText(Json):
+    """With calls behind other text."""
+
+    contract = 1
+
+    class Options(Json.Options):
+        after_text: bool = True
+
+
 PARSERS = {
     "hermes": (Hermes, ()),
     "hermes, special": (Hermes, ("<tool_call>", "</tool_call>")),
     "json": (Json, ()),
+    "json behind text": (JsonAfterText, ()),
     "llama3_json": (Llama3Json, ("<|python_tag|>",)),
     "llama3_json, text": (Llama3Json, ()),
     "mistral": (Mistral, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]")),
@@ -31,6 +44,7 @@ PARSERS = {
     "granite": (Granite, ()),
     "granite_3_2": (Granite32, ("<|tool_call|>",)),
     "kimi_k2": (KimiK2, KimiK2.required_tokens),
+    "kimi_k2, singular": (KimiK2, (*KimiK2.required_tokens, *SINGULAR)),
     "deepseek_v3": (DeepSeekV3, DeepSeekV3.required_tokens),
     "deepseek_v3_1": (DeepSeekV31, DeepSeekV31.required_tokens),
     "gemma": (Gemma, Gemma.required_tokens),

@@ -168,6 +168,12 @@ def gptq_config(group: int = 32, bits: int = 4, **fields: Any) -> dict[str, Any]
     return config | {"sym": False, "checkpoint_format": "gptq", "damp_percent": 0.1} | fields
 
 
+def auto_round_config(group: int = 32, bits: int = 4, **fields: Any) -> dict[str, Any]:
+    config = {"quant_method": "auto-round", "bits": bits, "group_size": group, "sym": False}
+    packing = {"packing_format": "auto_round:auto_gptq", "data_type": "int", "iters": 200}
+    return config | packing | {"autoround_version": "0.4.7", "seqlen": 2048} | fields
+
+
 def integers_config(
     group: int = 32, bits: int = 4, *, form: str = "pack-quantized", **fields: Any
 ) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from hardpoint.core.build import build_engine
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.hooks import hookimpl
+from hardpoint.registry.kinds import KINDS
 from hardpoint.testing import ScriptedClock, scripted_config, write_scripted_model
 from support.faults import plugins
 from support.faults.kinds import SETUPS, Request, Setup
@@ -120,7 +121,8 @@ def returns_text(self: Any, *_: Any, **__: Any) -> Any:
 def broken(case: Case) -> type:
     """Return a class that works but for the methods of a case."""
     base = case.setup.base
-    body: dict[str, Any] = {"__module__": plugins.__name__, "contract": 1}
+    contract = KINDS[case.setup.kind].contract
+    body: dict[str, Any] = {"__module__": plugins.__name__, "contract": contract}
     states: dict[str, dict[str, Any]] = {}
     if case.methods == ("contract",):
         body = {"__module__": plugins.__name__, **({"contract": 99} if "99" in case.fault else {})}

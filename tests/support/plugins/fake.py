@@ -26,6 +26,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.parallel import Communicator
 from hardpoint.registry.discovery import InstalledPlugin
+from hardpoint.registry.kinds import KINDS
 from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 from hardpoint.typed import convert
 
@@ -37,15 +38,22 @@ def component(interface: type, class_name: str = "Fake", **attributes: Any) -> A
     """
     body: dict[str, Any] = {
         name: property(method) if isinstance(getattr(interface, name), property) else method
-        for name, method in dict.fromkeys(interface.__abstractmethods__, lambda self: None).items()
+        for name, method in dict.fromkeys(interface.__abstractmethods__, _nothing).items()
     }
-    body |= {"contract": 1}
+    contracts = (
+        k.contract for k in KINDS.values() if k.interface and issubclass(interface, k.interface)
+    )
+    body |= {"contract": next(contracts)}
     if issubclass(interface, LogitsProcessor):
         body["phase"] = Phase.TRUNCATE
     if issubclass(interface, AttentionBackend | Communicator | Ops):
         body["devices"] = ("cpu",)
     body |= attributes
     return type(class_name, (interface,), {k: v for k, v in body.items() if v is not None})
+
+
+def _nothing(_self: Any, *_given: Any, **_more: Any) -> None:
+    pass
 
 
 BUILTINS = {

@@ -80,4 +80,4 @@ class Uneven(NoInfos):
         return self.infos
 
     def initialize_cache(self, num_blocks):
-        type(self).num_blocks = num_blocks
+        Uneven.num_blocks = num_blocks

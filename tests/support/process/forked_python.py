@@ -119,6 +119,7 @@ def _serve(control: socket.socket) -> list[str]:
     for descriptor, standard in zip(descriptors, (0, 1, 2), strict=True):
         os.dup2(descriptor, standard)
         os.close(descriptor)
+    _open_streams(unbuffered=bool(request["environment"].get("PYTHONUNBUFFERED")))
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])
@@ -127,6 +128,23 @@ def _serve(control: socket.socket) -> list[str]:
     importlib.invalidate_caches()
     STARTS.fork_server()
     return request["arguments"]
+
+
+def _open_streams(*, unbuffered: bool) -> None:
+    """Open the standard streams again: those of the interpreter are of other kinds of files."""
+    for name, descriptor in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
+        old = getattr(sys, name)
+        file = open(  # noqa: SIM115 - open to the end
+            descriptor,
+            "r" if name == "stdin" else "w",
+            encoding=old.encoding,
+            errors=old.errors,
+            closefd=False,
+        )
+        if name == "stderr" or (unbuffered and name == "stdout"):
+            file.reconfigure(write_through=True)
+        setattr(sys, name, file)
+        setattr(sys, f"__{name}__", file)
 
 
 def _run(arguments: list[str]) -> None:

@@ -28,6 +28,7 @@ from hardpoint.testing import scripted_config
 from support.process.fork_server import STARTS
 from support.process.forked_python import forked_python
 from support.processes import ROOT
+from support.shared_memory import our_shared_memory
 from support.waiting import PATIENCE_S, alive, wait_until
 
 OWN_PROCESS = {"in_process": False}
@@ -114,7 +115,7 @@ def holdings() -> Counter:
     held.update(f"thread {thread.name}" for thread in threading.enumerate())
     held["native threads"] = len(os.listdir("/proc/self/task"))
     held.update(f"child {child.pid}" for child in psutil.Process().children(recursive=True))
-    held.update(f"shared memory {name}" for name in os.listdir("/dev/shm"))
+    held.update(f"shared memory {name}" for name in our_shared_memory())
     folder = Path(tempfile.gettempdir())
     held.update(f"folder {path}" for path in folder.glob("hardpoint-*") if _is_ours(path))
     return held

@@ -14,10 +14,16 @@ export class Answer {
   warning = "";
   invalid = "";
   usage = null;
+  positions = [];
   thinkingSeconds = null;
   #begun = performance.now();
   #first = null;
   #last = null;
+
+  /** Return the answer that a message is of. */
+  static of({ content, reasoning = "", tool_calls: calls = [] }) {
+    return Object.assign(new Answer(), { content, reasoning, calls });
+  }
 
   /** Add what a chunk holds; an error in it is raised. */
   add(chunk) {
@@ -30,7 +36,8 @@ export class Answer {
     }
   }
 
-  #addChoice({ delta = {}, finish_reason: reason, warning, validation_error: invalid }) {
+  #addChoice({ delta = {}, finish_reason: reason, warning, validation_error: invalid, logprobs }) {
+    this.positions.push(...(logprobs?.content ?? []));
     const thought = delta.reasoning ?? delta.reasoning_content ?? "";
     const text = delta.content ?? "";
     this.reasoning += thought;

@@ -1,9 +1,10 @@
-// The chat page: a conversation that is kept in this page's memory alone.
+// The chat page: a conversation that is kept in this tab alone.
 
 import { Announcer } from "./announcer.js";
 import { Answer, receive } from "./answer.js";
 import { ApiError, requestJson } from "../shared/api.js";
 import { button, byId, element } from "../shared/dom.js";
+import { download, keep, kept } from "./kept.js";
 import { AnswerView, resultMessage, userMessage } from "./messages.js";
 import { FieldError } from "./schema_form.js";
 import { Settings } from "./settings.js";
@@ -11,6 +12,12 @@ import { Settings } from "./settings.js";
 const settings = new Settings();
 const announcer = new Announcer(byId("announcements"));
 const list = byId("messages");
+
+const EXAMPLES = [
+  "Give me three tips for a good night's sleep.",
+  "Write a Python function that reverses a string.",
+  "Explain in two sentences why the sky is blue.",
+];
 
 /** What was said: each entry is an element and the messages that it stands for. */
 let entries = [];
@@ -31,7 +38,8 @@ function markLast() {
     node.hidden = !list.lastElementChild.contains(node);
   });
   byId("empty").hidden = entries.length > 0;
-  byId("new-chat").disabled = entries.length === 0;
+  byId("new-chat").disabled = byId("export-chat").disabled = entries.length === 0;
+  keep(settings.systemPrompt(), entries.map(({ messages }) => messages));
 }
 
 function removeFrom(index) {
@@ -51,6 +59,11 @@ function lastUserIndex() {
 
 function say(text) {
   settleResults();
+  addUser(text);
+  answerNow();
+}
+
+function addUser(text) {
   const node = userMessage(text, (edited) => {
     stop();
     removeFrom(lastUserIndex());
@@ -58,7 +71,37 @@ function say(text) {
     say(edited);
   });
   addEntry(node, [{ role: "user", content: text }]);
-  answerNow();
+}
+
+/** Show the conversation that this tab had before it was reloaded. */
+function restore() {
+  const { system, entries: said } = kept();
+  byId("system-prompt").value = system;
+  let calls = [];
+  for (const messages of said) {
+    const [{ role, content }] = messages;
+    if (role === "user") {
+      addUser(content);
+    } else if (role === "tool") {
+      settleResults();
+      const names = messages.map((message, i) => ({ name: calls[i] ?? "a tool", content: message.content }));
+      addEntry(resultMessage(names), messages);
+    } else {
+      const answer = Answer.of(messages[0]);
+      const view = new AnswerView();
+      addEntry(view.node, messages);
+      finishView(view, answer, null);
+      calls = answer.calls.map((call) => call.function.name);
+      askResults(answer, view);
+    }
+  }
+  markLast();
+}
+
+/** Return the conversation as `hardpoint chat --load` reads it. */
+function exported() {
+  const { model, messages, stream, stream_options: options, ...sampling } = requestBody();
+  return JSON.stringify({ model, sampling, messages }, null, 2);
 }
 
 function retry() {
@@ -197,9 +240,24 @@ byId("composer").addEventListener("submit", (event) => {
 byId("message").addEventListener("input", fitComposer);
 byId("message").addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  if (touch.matches) return; // Its keyboard has no other way to begin a line.
   event.preventDefault();
   byId("composer").requestSubmit();
 });
+const touch = matchMedia("(hover: none) and (pointer: coarse)");
+function fitHint() {
+  byId("message-hint").hidden = touch.matches;
+}
+touch.addEventListener("change", fitHint);
+fitHint();
+for (const text of EXAMPLES) {
+  byId("examples").append(element("li", {}, button(text, () => {
+    byId("message").focus();
+    if (stopping === null) say(text);
+  })));
+}
+byId("export-chat").addEventListener("click", () => download("conversation.json", exported()));
+byId("system-prompt").addEventListener("change", markLast);
 byId("stop").addEventListener("click", stop);
 byId("new-chat").addEventListener("click", () => {
   stop();
@@ -216,7 +274,9 @@ async function start() {
     byId("model").disabled = models.length < 2;
     byId("model").title = models[0].id;
     document.title = `${models[0].id} – Hardpoint`;
+    settings.showDefaults(models[0].default_sampling ?? {});
     await settings.loadPlugins();
+    await settings.loadLink();
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
     byId("start-problem").replaceChildren(
@@ -227,4 +287,5 @@ async function start() {
   settings.showKey();
 }
 
+restore();
 start();

@@ -1,6 +1,7 @@
 // Shows Markdown that grows: blocks that did not change keep their elements, and a reader's selection.
 
 import { button, element } from "../shared/dom.js";
+import { codeParts } from "./highlight.js";
 import { parseBlocks } from "./markdown.js";
 
 const INLINE_TAGS = { strong: "strong", emphasis: "em", deleted: "del" };
@@ -62,7 +63,9 @@ function headingNode({ level, parts }, headings) {
 function codeNode({ text, language }) {
   const label = language ? `${language} code` : "Code";
   const code = element("pre", { tabindex: "0", role: "region", "aria-label": label });
-  code.append(element("code", {}, text));
+  const parts = codeParts(text, language ?? "");
+  const nodes = parts.map(([kind, part]) => (kind === null ? part : element("span", { class: `code-${kind}` }, part)));
+  code.append(element("code", {}, ...nodes));
   const head = element("div", { class: "code-head" }, element("span", {}, language || "text"));
   head.append(copyButton(() => text, "Copy code"));
   return element("div", { class: "code-block" }, head, code);

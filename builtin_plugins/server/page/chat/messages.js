@@ -72,6 +72,38 @@ export function resultMessage(results) {
   return node;
 }
 
+const MOST_POSITIONS = 500;
+
+/** Return the folded table of the log-probabilities of an answer; an empty text without any. */
+function probabilities(positions) {
+  if (positions.length === 0) return "";
+  const rows = positions.slice(0, MOST_POSITIONS).map(({ token, logprob, top_logprobs: top }) => {
+    const others = top.filter((one) => one.token !== token);
+    const words = others.map((one) => `${JSON.stringify(one.token)} ${percent(one.logprob)}`);
+    const cells = [JSON.stringify(token), percent(logprob), words.join(", ")];
+    return element("tr", { class: logprob < UNLIKELY ? "unlikely" : null }, ...cells.map((text) => element("td", {}, text)));
+  });
+  const heads = ["Token", "Probability", "Instead of"].map((text) => element("th", { scope: "col" }, text));
+  const table = element(
+    "table",
+    {},
+    element("thead", {}, element("tr", {}, ...heads)),
+    element("tbody", {}, ...rows),
+  );
+  const scroll = element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Probabilities" }, table);
+  const left = positions.length - rows.length;
+  const rest = left > 0 ? element("p", { class: "hint" }, `${left} more are not shown.`) : null;
+  const summary = element("summary", {}, "Probabilities of the tokens");
+  return element("details", { class: "probabilities" }, summary, scroll, rest);
+}
+
+const UNLIKELY = Math.log(0.5);
+
+function percent(logprob) {
+  const value = Math.exp(logprob) * 100;
+  return `${value >= 10 ? Math.round(value) : value.toFixed(1)} %`;
+}
+
 /** An answer that grows. */
 export class AnswerView {
   #thinking;
@@ -156,6 +188,7 @@ export class AnswerView {
     const words = [ENDS[answer.finishReason], answer.warning, answer.invalid].filter(Boolean);
     const problems = [...words, ...(error === null ? [] : [error])];
     this.#foot.replaceChildren(
+      probabilities(answer.positions),
       ...problems.map((text) => element("p", { class: text === error ? "problem" : "notice" }, text)),
       element(
         "div",

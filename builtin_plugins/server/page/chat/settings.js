@@ -18,9 +18,16 @@ const SAMPLING = [
   ["stop", "Stop at", { type: "array", items: { type: "string" } }],
 ];
 
+const FORM = [
+  ["schema", "JSON of this schema", { type: "object" }],
+  ["logprobs", "Probabilities of tokens", { enum: ["shown"] }],
+];
+const MOST_LIKELY = 4;
+
 /** The settings of the next answers. */
 export class Settings {
   #fields = {};
+  #form = {};
   #plugins = {};
   #whole = null;
   #tools;
@@ -30,6 +37,10 @@ export class Settings {
     for (const [name, label, schema] of SAMPLING) {
       this.#fields[name] = makeField(name, schema, { label });
       byId("sampling").append(this.#fields[name].node);
+    }
+    for (const [name, label, schema] of FORM) {
+      this.#form[name] = makeField(name, schema, { label });
+      byId("answer-form").append(this.#form[name].node);
     }
     this.#tools = makeField("tools", { type: "array" }, { label: "Tools that the model may call" });
     byId("tools").append(this.#tools.node);
@@ -50,6 +61,26 @@ export class Settings {
     byId("settings").hidden = !isShown;
     byId("settings-button").setAttribute("aria-expanded", String(isShown));
     byId(isShown ? "settings-heading" : "settings-button").focus();
+  }
+
+  /** Show the values that the model has where nothing is written. */
+  showDefaults(values) {
+    for (const [name, { input }] of Object.entries(this.#fields)) {
+      const value = values[name];
+      if (typeof value === "number" && input.tagName === "INPUT") input.placeholder = String(value);
+    }
+  }
+
+  /** Show the way to the live view, if a browser can open it. */
+  async loadLink() {
+    let address = null;
+    try {
+      address = (await requestJson("version")).live_view ?? null;
+    } catch (error) {
+      if (error.status === 401) throw error;
+    }
+    byId("live-settings").hidden = address === null;
+    if (address !== null) byId("live-link").href = address.replace("*", location.hostname);
   }
 
   /** Show whether this tab holds a key. */
@@ -103,6 +134,13 @@ export class Settings {
   read() {
     const fields = {};
     for (const [name, field] of Object.entries(this.#fields)) set(fields, name, field.read());
+    const schema = this.#form.schema.read();
+    if (schema !== undefined) {
+      fields.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
+    }
+    if (this.#form.logprobs.read() !== undefined) {
+      Object.assign(fields, { logprobs: true, top_logprobs: MOST_LIKELY });
+    }
     const tools = this.#tools.read();
     if (tools !== undefined && !Array.isArray(tools)) {
       throw new FieldError("Tools: expected a list, in brackets.", this.#tools.input);
@@ -127,6 +165,8 @@ export class Settings {
   /** Return the input of a field by the path that an error of the server names. */
   inputOf(path) {
     const [first, plugin, part] = String(path ?? "").split(".");
+    if (first === "response_format") return this.#form.schema.input;
+    if (first.endsWith("logprobs")) return this.#form.logprobs.input;
     if (first === "tools" || first.startsWith("tools[")) return this.#tools.input;
     if (first !== "plugin_args") return this.#fields[first]?.input;
     const fields = this.#plugins[plugin]?.fields ?? {};

@@ -43,15 +43,15 @@ export class Figure {
   }
 
   #draw(top) {
-    const first = MOST_POINTS - this.#points.length;
+    const last = Math.max(this.#points.length - 1, 1);
     const points = this.#points.map((value, index) => {
-      const x = ((first + index) / (MOST_POINTS - 1)) * WIDTH;
+      const x = (index / last) * WIDTH;
       const y = HEIGHT - 1 - (Math.min(value / top, 1) * (HEIGHT - 2));
       return `${x.toFixed(1)},${y.toFixed(1)}`;
     });
     this.#line.setAttribute("points", points.join(" "));
-    const start = ((first / (MOST_POINTS - 1)) * WIDTH).toFixed(1);
-    this.#area.setAttribute("points", [`${start},${HEIGHT}`, ...points, `${WIDTH},${HEIGHT}`].join(" "));
+    const [end] = (points.at(-1) ?? "0").split(",");
+    this.#area.setAttribute("points", [`0,${HEIGHT}`, ...points, `${end},${HEIGHT}`].join(" "));
   }
 }
 

@@ -35,9 +35,9 @@ export function hasKey() {
   return storedKey() !== null;
 }
 
-/** Forget the key of this tab. */
+/** Forget the key of this tab, and what it kept of answers that needed the key. */
 export function forgetKey() {
-  sessionStorage.removeItem(STORED_KEY);
+  sessionStorage.clear();
 }
 
 function storedKey() {

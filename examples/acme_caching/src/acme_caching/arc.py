@@ -19,7 +19,7 @@ class AdaptiveReplacement(EvictionPolicy):
     list, and a ghost counts when its block is released.
     """
 
-    contract = 1
+    contract = 2
 
     def __init__(self, context: EvictionContext) -> None:
         """Create a policy without candidates."""

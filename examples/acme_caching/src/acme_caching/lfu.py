@@ -18,7 +18,7 @@ class LeastFrequentlyUsed(EvictionPolicy):
     for Web Proxy Caches", ACM SIGMETRICS Performance Evaluation Review 27(4), 2000 (LFU-DA).
     """
 
-    contract = 1
+    contract = 2
 
     def __init__(self, context: EvictionContext) -> None:
         """Create a policy without candidates."""

@@ -20,7 +20,7 @@ class TwoQueues(EvictionPolicy):
     A1in is in the order of release, as blocks cannot be evicted while they are in use.
     """
 
-    contract = 1
+    contract = 2
 
     class Options(plugins.Options):
         """Shares of the number of blocks: `recent` is kept of the queue, `remembered` of hashes."""

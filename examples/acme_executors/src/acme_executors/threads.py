@@ -26,7 +26,7 @@ from hardpoint.toolkit.workers.joining import (
 class ThreadExecutor(Executor):
     """Runs each rank in a thread of its own."""
 
-    contract = 1
+    contract = 2
 
     def __init__(self, context: ExecutorContext) -> None:
         """Start nothing yet."""

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Annotated
 
-from hardpoint.plugins import hookimpl
+from msgspec import Meta
+
+from hardpoint import plugins
+from hardpoint.plugins import HookContext, hookimpl
 from hardpoint.plugins.server import ServerContext, ServerExtension
 
 from .keys import key_authenticator
@@ -17,19 +21,34 @@ __all__ = ["AcmeServer"]
 
 
 class AcmeServer:
-    """Adds to a server; settings come from the environment, since hooks have no options.
+    """Adds to a server.
 
-    ACME_KEYS holds `name=key` pairs with commas between them; without it no key is needed.
-    ACME_PER_MINUTE is the number of requests that a client may make in a minute.
+    The environment variable ACME_KEYS holds `name=key` pairs with commas between them, since
+    secrets stay out of configuration files; without it no key is needed.
     """
 
     contract = 1
+
+    class Options(plugins.Options):
+        """Options of the plugin.
+
+        Attributes:
+            per_minute: number of requests that a client may make in a minute.
+        """
+
+        per_minute: Annotated[int, Meta(ge=1)] = 600
+
+    options: Options
+
+    def __init__(self, context: HookContext) -> None:
+        """Keep the options, which were checked."""
+        self.options = context.options
 
     @hookimpl
     def server_extensions(self, server: ServerContext) -> Sequence[ServerExtension]:
         """Return the route, the middleware, the transform and, with keys, the authenticator."""
         usage = UsageRoute(server)
-        limit = rate_limit(int(os.environ.get("ACME_PER_MINUTE", "600")))
+        limit = rate_limit(self.options.per_minute)
         extensions: list[ServerExtension] = [usage.route(), limit, house_rule(usage.count)]
         if keys := os.environ.get("ACME_KEYS"):
             extensions.append(key_authenticator(keys))

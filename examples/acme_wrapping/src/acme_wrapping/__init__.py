@@ -10,7 +10,7 @@ from hardpoint.plugins import Executor, ModelRunnerOutput, SchedulerOutput, Wrap
 class TimedExecutor(Wrapper[Executor], Executor):
     """Does what another executor does, and logs the tokens and seconds of each step's model."""
 
-    contract = 1
+    contract = 2
 
     class Options(Wrapper.Options):
         """Options: `wraps`, the executor that does the work, and `log`, the file."""

@@ -6,7 +6,7 @@ import itertools
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -17,31 +17,40 @@ import pytest
 import torch
 from hypothesis import assume
 from hypothesis import strategies as st
+from msgspec import structs
 
 from hardpoint.plugins import (
     EngineCoreRequest,
     EngineHalf,
+    FrontendHalf,
     GrammarBitmask,
+    ReasoningMarkers,
     SamplingParams,
     SchedulerOutput,
     StepPart,
     StepPartContext,
     WorkerHalf,
 )
-from hardpoint.plugins.component import Component, Context
+from hardpoint.plugins.component import Component
+from hardpoint.plugins.frontend_half import FrontendHalfContext
 from hardpoint.plugins.grammars import Vocabulary
-from hardpoint.plugins.manifest import Source
-from hardpoint.plugins.part_components import ComponentCalls
 from hardpoint.plugins.step_part import EngineHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
 from hardpoint.testing.component_suite import ComponentSuite
-from hardpoint.testing.engine_access import describe_fault, engine_config, installed_components
+from hardpoint.testing.engine_access import describe_fault, engine_config, fault_counter
 from hardpoint.testing.reporting.calls import CLOSE, MEMORY, call, check_growth, releasing_all
 from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
 
-from . import step_part_rules as rules
-from .step_part_session import RequestScript, StepPartSession, Trace, with_id
-from .step_part_worker import HIDDEN_SIZE, WorkerSteps, overrides
+from . import rules
+from .frontend import (
+    ANSWERS,
+    FRONTEND,
+    ScriptedComponents,
+    check_answer,
+    check_prepare,
+)
+from .session import RequestScript, StepPartSession, Trace, with_id
+from .worker import HIDDEN_SIZE, WorkerSteps, overrides
 
 CONTRACT = "contract: the loader can check and build the class and its halves"
 SPEED = Rule(
@@ -141,6 +150,34 @@ class StepPartSuite(ComponentSuite):
         self._search(rules.MASKS.text, 60, check, scripts=self._scripts(4))
         if not used[0]:
             self._fail("requests: some use the part", _unused())
+
+    def test_frontend(self) -> None:
+        """The frontend half completes or refuses requests, and reads their answers.
+
+        `prepare` raises nothing but RequestError, treats equal requests alike, keeps id and prompt,
+        and changes nothing of a request that it has completed before. `reads_answer` returns a
+        bool, `validate` text or None.
+        """
+        if self.part.frontend_half is StepPart.frontend_half:
+            pytest.skip("the part has no half in the frontend")
+
+        def check(
+            request: EngineCoreRequest, reasoning: ReasoningMarkers | None, answer: str
+        ) -> None:
+            part, half = self._build_frontend_half()
+            if half is not None:
+                prepared = check_prepare(half, request, reasoning)
+                if prepared is not None:
+                    check_answer(half, prepared, answer)
+            for closed in (half, half, part):
+                if closed is not None:
+                    call(CLOSE, closed.close)
+
+        markers = st.sampled_from([None, ReasoningMarkers(((1,),), ((2,),))])
+        requests = self.requests().map(lambda drawn: structs.replace(drawn, request_id="r0"))
+        text = f"{FRONTEND.text}; {ANSWERS.text}"
+        answers = st.text(max_size=8) | st.sampled_from(["{}", "[1", '"a"', "null"])
+        self._search(text, 60, check, request=requests, reasoning=markers, answer=answers)
 
     def test_lost_plans(self) -> None:
         """A plan that is lost and planned again has the same masks; `lost` raises nothing."""
@@ -253,25 +290,48 @@ class StepPartSuite(ComponentSuite):
             call(rules.WORKER, worker.start, None)  # the suite has no blocks
         return halves
 
-    def _build_engine_half(self) -> tuple[StepPart, EngineHalf | None]:
+    def _build_half(self, method: str, context: type, **fields: Any) -> tuple[StepPart, Any]:
+        """Return a part of its own, as each process has one, and what it gives as its half.
+
+        Args:
+            method: name of the part's method that returns the half.
+            context: class of the half's context.
+            fields: fields of it besides `components` and `vocab_size`.
+        """
         config = engine_config(self.config)
         part: StepPart = self._build(StepPartContext, config=config)
-        half = call(
-            _CONTRACT_RULE,
-            part.engine_half,
-            EngineHalfContext(
-                components=_Scripted(self, config),
-                describe_fault=describe_fault,
-                faults=_Faults(),
-                clock=time.monotonic,
-                scheduler="the scheduler",
-                vocab_size=self.vocab_size,
-                vocabulary=self.vocabulary,
-                block_size=16,
-                world_size=1,
-                block_hashes=_block_hashes,
-                publish=lambda _events: None,
-            ),
+        components = ScriptedComponents(self.components, config)
+        given = context(components=components, vocab_size=self.vocab_size, **fields)
+        return part, call(_CONTRACT_RULE, getattr(part, method), given)
+
+    def _build_frontend_half(self) -> tuple[StepPart, FrontendHalf | None]:
+        part, half = self._build_half(
+            "frontend_half", FrontendHalfContext, vocabulary=self._vocabulary_or_none
+        )
+        if half is not None and not isinstance(half, FrontendHalf):
+            raise _CONTRACT_RULE.violation(
+                f"frontend_half() returned {short_repr(half)}, expected a FrontendHalf or None"
+            )
+        return part, half
+
+    def _vocabulary_or_none(self) -> Vocabulary:
+        if self.vocabulary is None:
+            raise NotImplementedError("this tokenizer has no vocabulary")
+        return self.vocabulary
+
+    def _build_engine_half(self) -> tuple[StepPart, EngineHalf | None]:
+        part, half = self._build_half(
+            "engine_half",
+            EngineHalfContext,
+            describe_fault=describe_fault,
+            faults=fault_counter(engine_config(self.config)),
+            clock=time.monotonic,
+            scheduler="the scheduler",
+            vocabulary=self.vocabulary,
+            block_size=16,
+            world_size=1,
+            block_hashes=_block_hashes,
+            publish=lambda _events: None,
         )
         is_in_workers = type(part).worker_half is not StepPart.worker_half
         if not isinstance(half, EngineHalf) and not (half is None and is_in_workers):
@@ -281,22 +341,15 @@ class StepPartSuite(ComponentSuite):
         return part, half
 
     def _build_worker_half(self) -> tuple[StepPart, WorkerHalf | None]:
-        """Return a part of its own, as in a worker, and its half there."""
-        config = engine_config(self.config)
-        part: StepPart = self._build(StepPartContext, config=config)
-        half = call(
-            _CONTRACT_RULE,
-            part.worker_half,
-            WorkerHalfContext(
-                device=torch.device("cpu"),
-                rank=0,
-                world_size=1,
-                vocab_size=self.vocab_size,
-                hidden_size=HIDDEN_SIZE,
-                components=_Scripted(self, config),
-                describe_fault=describe_fault,
-                host_memory=lambda: 1 << 30,
-            ),
+        part, half = self._build_half(
+            "worker_half",
+            WorkerHalfContext,
+            device=torch.device("cpu"),
+            rank=0,
+            world_size=1,
+            hidden_size=HIDDEN_SIZE,
+            describe_fault=describe_fault,
+            host_memory=lambda: 1 << 30,
         )
         if half is not None and not isinstance(half, WorkerHalf):
             raise _CONTRACT_RULE.violation(
@@ -391,7 +444,9 @@ class StepPartSuite(ComponentSuite):
         )
 
 
-_CONTRACT_RULE = Rule(CONTRACT, "return halves that derive from EngineHalf and WorkerHalf")
+_CONTRACT_RULE = Rule(
+    CONTRACT, "return halves that derive from FrontendHalf, EngineHalf or WorkerHalf"
+)
 
 
 @dataclass
@@ -434,70 +489,6 @@ class _Opened:
         else:
             with suppress(Exception):  # the violation is the finding
                 self._halves.close()
-
-
-class _Scripted:
-    """The factory of a suite: its own components, else those that are installed."""
-
-    def __init__(self, suite: StepPartSuite, config: Any) -> None:
-        self._suite, self._config = suite, config
-
-    def create(self, kind: str, name: str, context: type[Context[Any]], **fields: Any) -> Any:
-        """Build a component."""
-        cls = self._suite.components.get(kind, {}).get(name)
-        if cls is None:
-            return installed_components(self._config).create(kind, name, context, **fields)
-        return cls(context(name=name, options=cls.Options(), **fields))
-
-    def enabled(self, kind: str) -> Sequence[str]:
-        """Return the names of the suite's own components of a kind, else of those installed."""
-        own = self._suite.components.get(kind)
-        return list(own) if own else installed_components(self._config).enabled(kind)
-
-    def calls(self, kind: str, name: str) -> ComponentCalls:
-        """Return the caller of the methods of a component."""
-        if name in self._suite.components.get(kind, {}):
-            return _Calls(Source(name, f"{__name__}:{name}", "", "", "the suite"))
-        return installed_components(self._config).calls(kind, name)
-
-    def close(self, component: Component) -> None:
-        """Close a component."""
-        component.close()
-
-    def source(self, kind: str, name: str) -> str:
-        """Return how messages name a component."""
-        return f"{kind} {name!r}"
-
-
-class _Calls:
-    """Calls a component without timing it."""
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-
-    def run(self, method: str, function: Callable[..., Any], *args: Any) -> Any:  # noqa: ARG002
-        """Call a method of the component."""
-        return function(*args)
-
-
-class _Faults:
-    """Takes the faults of components, of which the suite keeps none."""
-
-    def reporter(
-        self,
-        source: Source,  # noqa: ARG002
-        consequence: str,  # noqa: ARG002
-    ) -> Callable[[str, BaseException | None], None]:
-        """Return a function that takes a fault."""
-        return lambda message, cause: None  # noqa: ARG005
-
-    def note(
-        self, name: str, message: str, cause: BaseException | None = None, consequence: str = ""
-    ) -> None:
-        """Take a fault."""
-
-    def record(self, name: str, message: str, consequence: str = "") -> None:
-        """Take a fault."""
 
 
 def _block_hashes(request: Any, num_blocks: int) -> list[bytes]:

@@ -11,6 +11,8 @@ _NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _VALUE = re.compile(rb"[^\x00-\x08\x0a-\x1f\x7f]*")
 _LENGTH = re.compile(rb"[0-9]{1,18}")
 
+__all__ = ["fault_of_head", "fault_of_refusal"]
+
 
 def fault_of_head(status: object, headers: Sequence[object]) -> str | None:
     """Return the problem with the start of an answer; None if there is none.

@@ -1,6 +1,6 @@
 """A minimal grammar backend: the answer is one of several texts.
 
-Enable it with `plugins.enable = ["choice_grammar:ChoiceGrammar"]`; then a request may name it:
+Enable it with `plugins.enable = ["choice_grammar"]`; then a request may name it:
 `structured={"choice": [...], "backend": "choice_grammar"}`. It compiles `choice` alone.
 `hardpoint.testing.GrammarSuite` checks it.
 """

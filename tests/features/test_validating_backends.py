@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from hardpoint.boundary.parts.frontend_parts import frontend_parts
 from hardpoint.builtin_plugins.grammars.llguidance import LLGuidance
 from hardpoint.core.config import config_from
-from hardpoint.core.frontend.outputs.output_parsers import AnswerValidator
+from hardpoint.plugins import EngineCoreRequest, SamplingParams
+from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.registry.plugin_set import resolve_plugins
 
@@ -53,22 +55,28 @@ def validator(disabled=()):
     config, sources = config_from(
         {"plugins": {"enable": own, "disable": list(disabled)}, "grammar": {"use": use}}
     )
-    return AnswerValidator(resolve_plugins(config, sources), config.grammar.use)
+    vocabulary = Vocabulary(tokens=(b"1",), special=())
+    parts = frontend_parts(resolve_plugins(config, sources), config, lambda: vocabulary, 1)
 
+    def flaw(answer, backend=None):
+        structured = StructuredOutputs(json={"type": "integer"}, lenient=True, backend=backend)
+        params = SamplingParams(structured=structured)
+        request = EngineCoreRequest(request_id="r", prompt_token_ids=[0], params=params)
+        assert parts.reads_answer(request)
+        return parts.validate(request, answer)
 
-def lenient(backend=None):
-    return StructuredOutputs(json={"type": "integer"}, lenient=True, backend=backend)
+    return flaw
 
 
 @pytest.mark.parametrize("backend", [None, "silent"])
 def test_the_default_backend_validates_for_those_that_do_not(backend):
     check = validator()
-    assert check.error(lenient(backend), "3") is None
-    assert "is not of type 'integer'" in check.error(lenient(backend), '"3"')
+    assert check("3", backend) is None
+    assert "is not of type 'integer'" in check('"3"', backend)
 
 
 def test_a_backend_may_validate_itself():
-    assert validator().error(lenient("strange"), "3") == "3: I do not like it"
+    assert validator()("3", "strange") == "3: I do not like it"
 
 
 @pytest.mark.parametrize(
@@ -79,14 +87,14 @@ def test_a_backend_may_validate_itself():
     ],
 )
 def test_a_fault_of_the_backend_is_named_in_the_result(backend, reason):
-    found = validator().error(lenient(backend), "3")
+    found = validator()("3", backend)
     assert found.startswith("the answer cannot be validated: ")
     assert backend in found
     assert found.endswith(reason)
 
 
 def test_an_answer_that_nothing_validates_is_not_called_valid():
-    found = validator(disabled=["llguidance"]).error(lenient(), "3")
+    found = validator(disabled=["llguidance"])("3")
     assert found == (
         "the answer cannot be validated: the grammar backend 'silent' has no `validate`"
     )

@@ -25,8 +25,8 @@ from hardpoint.plugins.plan import NO_DRAFT, CachedRequests, NewRequest, PartDat
 from hardpoint.testing.snapshots import snapshot
 from hardpoint.testing.suite import Rule, short_repr
 
-from . import step_part_rules as rules
-from .step_part_worker import Rows, WorkerSteps
+from . import rules
+from .worker import Rows, WorkerSteps
 
 __all__ = ["RequestScript", "StepPartSession", "Trace", "with_id"]
 

@@ -16,7 +16,7 @@ from hardpoint.plugins.plan import PartData
 from hardpoint.plugins.worker_half import StepRows
 from hardpoint.testing.snapshots import snapshot
 
-from . import step_part_rules as rules
+from . import rules
 
 __all__ = ["HIDDEN_SIZE", "Rows", "WorkerSteps", "overrides"]
 

@@ -32,7 +32,7 @@ from hardpoint.plugins import (
 class TinyScheduler(Scheduler):
     """Runs requests in order of arrival, with blocks for their maximum length."""
 
-    contract = 1
+    contract = 2
 
     def __init__(self, context):
         """Create a scheduler without requests.
@@ -47,9 +47,8 @@ class TinyScheduler(Scheduler):
             "drafts": limits.num_draft_tokens or limits.num_lookahead_tokens,
             "long_prefill_token_threshold": limits.long_prefill_token_threshold,
             "chunked_prefill = false": not limits.chunked_prefill,
-            "a limit of adapters": limits.max_loras,
             "another policy than fcfs": context.policy.name != "fcfs",
-            "a KV connector": context.connector,
+            "a KV connector": context.transfers,
             "an encoder cache": context.encoder_cache,
         }
         for feature, configured in unsupported.items():
@@ -69,7 +68,7 @@ class TinyScheduler(Scheduler):
         if request.params.repetition_detection is not None:
             raise RequestError(f"repetition_detection: {self.name!r} does not support it")
         live = Request(request, order=self.steps)
-        if self.context.grammars is not None and self.context.grammars.uses(live):
+        if self.context.gates is not None and self.context.gates.holds(live):
             raise RequestError(f"structured: {self.name!r} does not support it")
         limit = self._max_length(live)
         if live.num_tokens >= limit:

@@ -1,0 +1,177 @@
+"""The frontend halves of step parts: the frontend calls all of them by one object."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+from hardpoint.boundary.activity import PluginCalls
+from hardpoint.boundary.errors import close_named
+from hardpoint.boundary.guard import UNWATCHED, checked
+from hardpoint.errors import HardpointError, PluginFaultError, RequestError, shown
+from hardpoint.plugins import EngineConfig, EngineCoreRequest, ReasoningMarkers, StepPart
+from hardpoint.plugins.frontend_half import FrontendHalf, FrontendHalfContext
+from hardpoint.plugins.grammars import Vocabulary
+from hardpoint.plugins.step_part import StepPartContext
+from hardpoint.registry.blame import describe, faults_as, raise_unless_fault
+from hardpoint.registry.plugin_set import PluginSet
+
+from .bound_half import BoundHalf
+from .components import Components
+
+Record = Callable[[str, str, str], None]
+
+
+class BoundFrontendHalf(BoundHalf[FrontendHalf]):
+    """The frontend half of one part."""
+
+    interface = FrontendHalf
+
+    def fault(self, method: str, cause: BaseException) -> str:
+        """Return the message of a fault of the half.
+
+        Raises:
+            BaseException: `cause` is no fault of the part.
+        """
+        raise_unless_fault(cause)
+        if isinstance(cause, PluginFaultError):  # of a component that the part asks
+            return str(cause)
+        return f"{self.source}: its {method}() failed: {describe(cause)}"
+
+
+class FrontendParts:
+    """The frontend halves of all parts, in their order; without any, every call does nothing."""
+
+    def __init__(
+        self, halves: Sequence[BoundFrontendHalf] = (), components: Components | None = None
+    ) -> None:
+        """Call the halves; `components` is of their contexts."""
+        self._halves, self._components = halves, components
+        self._preparing = [half for half in halves if half.overrides("prepare")]
+        self._validating = [half for half in halves if half.overrides("validate")]
+        self._record: Record = _record_nowhere
+
+    def report_to(self, record: Record) -> None:
+        """Report each fault with the part's name, the id of the request and a message."""
+        self._record = record
+
+    def use(self, plugins: PluginSet) -> None:
+        """Show the halves another generation of the plugins."""
+        if self._components is not None:
+            self._components.use(plugins)
+
+    def prepare(self, request: EngineCoreRequest, reasoning: ReasoningMarkers | None) -> None:
+        """Check and complete a request by each half.
+
+        Raises:
+            RequestError: one refuses it, or failed.
+        """
+        for half in self._preparing:
+            try:
+                half.half.prepare(request, reasoning)
+            except RequestError:
+                raise
+            except BaseException as cause:
+                raise self._refusal(half, "prepare", request, cause) from cause
+
+    def reads_answer(self, request: EngineCoreRequest) -> bool:
+        """Return whether a half validates the answer of a request.
+
+        Raises:
+            RequestError: one failed.
+        """
+        for half in self._validating:
+            try:
+                if half.half.reads_answer(request):
+                    return True
+            except BaseException as cause:
+                raise self._refusal(half, "reads_answer", request, cause) from cause
+        return False
+
+    def _refusal(
+        self,
+        half: BoundFrontendHalf,
+        method: str,
+        request: EngineCoreRequest,
+        cause: BaseException,
+    ) -> RequestError:
+        """Record a fault of a half; return the error that refuses its request."""
+        message = half.fault(method, cause)
+        self._record(half.name, request.request_id, message)
+        return RequestError(message)
+
+    def validate(self, request: EngineCoreRequest, answer: str) -> str | None:
+        """Return the first flaw that a half finds in an answer; a fault of a half is one."""
+        for half in self._validating:
+            try:
+                if not half.half.reads_answer(request):
+                    continue
+                found: str | None = half.half.validate(request, answer)
+                flaw = checked(found, FrontendHalf, "validate()", half.source)
+            except BaseException as cause:
+                flaw = f"the answer cannot be validated: {half.fault('validate', cause)}"
+                self._record(half.name, request.request_id, flaw)
+            if flaw is not None:
+                return flaw
+        return None
+
+    def close(self) -> None:
+        """Close the halves and their parts: all of them, even if one fails."""
+        with ExitStack() as stack:
+            for half in self._halves:
+                stack.callback(half.close)
+
+
+def _record_nowhere(part: str, request_id: str, message: str) -> None:
+    """Record no fault."""
+
+
+def frontend_parts(
+    plugins: PluginSet,
+    config: EngineConfig,
+    vocabulary: Callable[[], Vocabulary],
+    vocab_size: int,
+) -> FrontendParts:
+    """Build the frontend halves of all enabled parts, in their order.
+
+    A part whose class has no `frontend_half` is not built here.
+
+    Args:
+        plugins: the enabled plugins.
+        config: configuration of the engine, for the parts.
+        vocabulary: see `FrontendHalfContext`.
+        vocab_size: size of the model's vocabulary.
+
+    Raises:
+        PluginError: one cannot be built; the others are closed.
+    """
+    components = Components(plugins, functools.partial(PluginCalls, UNWATCHED))
+    context = FrontendHalfContext(
+        components=components, vocabulary=vocabulary, vocab_size=vocab_size
+    )
+    bound: list[BoundFrontendHalf] = []
+    with ExitStack() as undo:
+        for entry in plugins.entries("step_parts"):
+            if plugins.target(entry).frontend_half is StepPart.frontend_half:
+                continue
+            part: StepPart = plugins.create(entry, StepPartContext, config=config)
+            try:
+                name = f"{entry.source}: its frontend_half()"
+                with faults_as(PluginFaultError, name, passing=(HardpointError,)):
+                    half = part.frontend_half(context)
+                if half is not None and not isinstance(half, FrontendHalf):
+                    raise PluginFaultError(
+                        f"{name} returned {shown(half)}, expected a FrontendHalf or None"
+                    )
+            except BaseException:
+                close_named(entry.source, part.close)
+                raise
+            if half is None:
+                close_named(entry.source, part.close)
+                continue
+            calls = PluginCalls(UNWATCHED, "step_parts", entry.source)
+            bound.append(BoundFrontendHalf(part, half, calls))
+            undo.callback(bound[-1].close)
+        undo.pop_all()
+    return FrontendParts(bound, components)

@@ -1,0 +1,276 @@
+"""Schemas for the values that another schema does not describe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, ClassVar
+
+from hardpoint.builtin_plugins.grammars.validation import canonical
+
+from .facts import Facts, Proofs, type_of
+from .patterns import literal_of, none_of, not_starting
+from .views import Made, Schema, View
+
+_MAX_DEPTH = 12
+_MAX_ALTERNATIVES = 200
+
+
+_NUMBERS = frozenset({"integer", "number"})
+_TYPES_OF = {
+    **dict.fromkeys(("maxLength", "minLength", "pattern", "format"), frozenset({"string"})),
+    **dict.fromkeys(
+        ("maximum", "minimum", "exclusiveMaximum", "exclusiveMinimum", "multipleOf"), _NUMBERS
+    ),
+    **dict.fromkeys(
+        (
+            "contains",
+            "items",
+            "maxContains",
+            "maxItems",
+            "minContains",
+            "minItems",
+            "prefixItems",
+            "unevaluatedItems",
+            "uniqueItems",
+        ),
+        frozenset({"array"}),
+    ),
+    **dict.fromkeys(
+        (
+            "additionalProperties",
+            "dependentRequired",
+            "dependentSchemas",
+            "maxProperties",
+            "minProperties",
+            "patternProperties",
+            "properties",
+            "propertyNames",
+            "required",
+            "unevaluatedProperties",
+        ),
+        frozenset({"object"}),
+    ),
+}
+"""The types of the values that a keyword restricts; the others it lets through."""
+
+
+class InexpressibleError(ValueError):
+    """No schema without `not` describes the other values; the message names the keyword."""
+
+
+class Negations:
+    """Makes schemas for the values that others do not describe, in the keywords of grammars."""
+
+    def __init__(self, proofs: Proofs) -> None:
+        """Keep what compares schemas.
+
+        Args:
+            proofs: proofs about the document's schemas.
+        """
+        self._proofs = proofs
+
+    def others(self, schema: Schema, context: Sequence[Schema], depth: int = 0) -> list[Schema]:
+        """Return schemas, one or more of which a value fits just if it does not fit a given one.
+
+        Args:
+            schema: the given one.
+            context: schemas that the values fit anyway.
+            depth: levels of schemas around it.
+
+        Raises:
+            InexpressibleError: there are none in the keywords that a grammar can enforce.
+        """
+        self._proofs.spend(10)
+        if isinstance(schema, bool):
+            return [] if schema else [True]
+        if depth > _MAX_DEPTH:
+            raise InexpressibleError("a schema that nests deeply, or refers to itself")
+        view = self._proofs.views(schema)
+        facts = self._proofs.facts(context)
+        found: list[Schema] = []
+        for keyword in view:
+            others = self._others_of(keyword, schema, view, facts, depth)
+            self._proofs.spend(sum(map(_size, others)))
+            found += others
+            if len(found) > _MAX_ALTERNATIVES:
+                raise InexpressibleError(f"a schema with more than {_MAX_ALTERNATIVES} other cases")
+        known = facts.parts
+        return [one for one in found if not self._proofs.are_apart([one], known)]
+
+    def _others_of(
+        self, keyword: str, schema: Schema, view: View, facts: Facts, depth: int
+    ) -> list[Schema]:
+        """Return schemas for the values that one keyword excludes."""
+        if not facts.types & _TYPES_OF.get(keyword, facts.types):
+            return []
+        if keyword in ("allOf", "anyOf", "oneOf", "$ref", "not", "if", "then", "else"):
+            return self._others_of_logic(keyword, schema, view, facts.parts, depth)
+        if keyword == "properties":
+            return [
+                Made(type="object", required=[name], properties={name: other})
+                for name, inner in view["properties"].items()
+                for other in self.others(inner, facts.property(name), depth + 1)
+            ]
+        if keyword == "additionalProperties":
+            return self._others_of_rest(view, facts, depth)
+        simple = self._SIMPLE.get(keyword)
+        if simple is None:
+            raise InexpressibleError(f"the keyword {keyword}")
+        return simple(view[keyword], facts)
+
+    def _others_of_logic(
+        self, keyword: str, schema: Schema, view: View, context: Sequence[Schema], depth: int
+    ) -> list[Schema]:
+        match keyword:
+            case "allOf":
+                return [
+                    other
+                    for part in view["allOf"]
+                    for other in self.others(part, context, depth + 1)
+                ]
+            case "anyOf" | "oneOf":
+                if keyword == "oneOf" and not self._proofs.are_all_apart(view["oneOf"], context):
+                    raise InexpressibleError("a oneOf whose branches may overlap")
+                parts = [self.others(part, context, depth + 1) for part in view[keyword]]
+                return [Made(allOf=[Made(anyOf=part) for part in parts])] if all(parts) else []
+            case "$ref":
+                return self.others(self._proofs.views.target(schema), context, depth + 1)
+            case "not":
+                return [view["not"]]
+            case "if":
+                condition = view["if"]
+                found: list[Schema] = []
+                for other in self.others(view.get("then", True), context, depth + 1):
+                    found.append(Made(allOf=[condition, other]))
+                if others := self.others(view.get("else", True), context, depth + 1):
+                    outside = self.others(condition, context, depth + 1)
+                    found += (Made(allOf=[one, other]) for one in outside for other in others)
+                return found
+        return []
+
+    def _others_of_rest(self, view: View, facts: Facts, depth: int) -> list[Schema]:
+        """Return schemas for objects with a property that `additionalProperties` excludes."""
+        rest = view["additionalProperties"]
+        names = facts.names()
+        if rest is True or rest == {}:
+            return []
+        if names is None or "patternProperties" in view:
+            raise InexpressibleError("additionalProperties, where any other property may come")
+        return [
+            Made(type="object", required=[name], properties={name: other})
+            for name in sorted(names - set(view.get("properties", ())))
+            for other in self.others(rest, facts.property(name), depth + 1)
+        ]
+
+    @staticmethod
+    def _type(given: Any, facts: Facts) -> list[Schema]:
+        names = {given} if isinstance(given, str) else set(given)
+        left = set(facts.types)
+        if "number" in names:
+            left -= {"integer", "number"}
+        elif "integer" in names:
+            left.discard("integer")
+            if "number" in left:
+                raise InexpressibleError("the type integer, where other numbers may come")
+        left -= names
+        return [Made(type=sorted(left))] if left else []
+
+    @staticmethod
+    def _values(given: Sequence[Any], facts: Facts) -> list[Schema]:
+        """Return schemas for the values that are not listed."""
+        listed = {canonical(value): value for value in given}
+        if facts.values is not None:
+            left = [value for text, value in facts.values.items() if text not in listed]
+            return [Made(enum=left)] if left else []
+        kinds = {type_of(value) for value in listed.values()}
+        if kinds & {"integer", "number"}:
+            kinds |= {"integer", "number"}
+        found: list[Schema] = []
+        if plain := sorted(facts.types - kinds):
+            found.append(Made(type=plain))
+        by_kind: dict[str, list[Any]] = {}
+        for value in listed.values():
+            kind = type_of(value)
+            by_kind.setdefault("number" if kind == "integer" else kind, []).append(value)
+        for kind, values in by_kind.items():
+            numbers = facts.types & {"integer", "number"}
+            if kind == "number" and numbers:
+                found += _between(sorted(values), min(numbers))
+            elif kind not in facts.types or kind == "null":
+                continue
+            elif kind == "boolean":
+                found += (Made(const=one) for one in (False, True) if one not in values)
+            elif kind == "string":
+                found.append(Made(type="string", pattern=_inexpressible_if(none_of, values)))
+            else:
+                raise InexpressibleError(f"a constant of the type {kind}")
+        return found
+
+    @staticmethod
+    def _pattern(given: str, _: Facts) -> list[Schema]:
+        literal = literal_of(given)
+        if literal is None or not literal.starts:
+            raise InexpressibleError(f"the pattern {given!r}")
+        if literal.ends:
+            pattern = _inexpressible_if(none_of, [literal.text])
+        elif literal.text:
+            pattern = _inexpressible_if(not_starting, literal.text)
+        else:
+            return []
+        return [Made(type="string", pattern=pattern)]
+
+    @staticmethod
+    def _required(given: Sequence[str], facts: Facts) -> list[Schema]:
+        names = [name for name in given if name not in facts.required]
+        return [Made(type="object", properties={name: False}) for name in names]
+
+    _SIMPLE: ClassVar[Mapping[str, Callable[[Any, Facts], list[Schema]]]] = {
+        "const": lambda given, facts: Negations._values([given], facts),
+        "enum": lambda given, facts: Negations._values(given, facts),
+        "dependentRequired": lambda given, _: [
+            Made(type="object", required=[name], properties={other: False})
+            for name, others in given.items()
+            for other in others
+        ],
+        "pattern": _pattern,
+        "required": _required,
+        "type": _type,
+        "exclusiveMaximum": lambda given, _: [Made(type="number", minimum=given)],
+        "exclusiveMinimum": lambda given, _: [Made(type="number", maximum=given)],
+        "maximum": lambda given, _: [Made(type="number", exclusiveMinimum=given)],
+        "minimum": lambda given, _: [Made(type="number", exclusiveMaximum=given)],
+        "maxItems": lambda given, _: [Made(type="array", minItems=given + 1)],
+        "minItems": lambda given, _: _fewer("array", "maxItems", given),
+        "maxLength": lambda given, _: [Made(type="string", minLength=given + 1)],
+        "minLength": lambda given, _: _fewer("string", "maxLength", given),
+        "maxProperties": lambda given, _: [Made(type="object", minProperties=given + 1)],
+        "minProperties": lambda given, _: _fewer("object", "maxProperties", given),
+    }
+
+
+def _size(schema: Schema) -> int:
+    """Return the steps that a schema is worth for the expression that it has."""
+    return len(schema.get("pattern", "")) // 16 if isinstance(schema, Made) else 0
+
+
+def _fewer(kind: str, name: str, given: int) -> list[Schema]:
+    return [Made({"type": kind, name: given - 1})] if given > 0 else []
+
+
+def _between(values: Sequence[float], kind: str) -> list[Schema]:
+    """Return schemas for the numbers below, between and above some."""
+    inner = [
+        Made(type=kind, exclusiveMinimum=one, exclusiveMaximum=other)
+        for one, other in pairwise(values)
+        if kind == "number" or other > one + 1
+    ]
+    below = Made(type=kind, exclusiveMaximum=values[0])
+    return [below, *inner, Made(type=kind, exclusiveMinimum=values[-1])]
+
+
+def _inexpressible_if(make: Callable[[Any], str], given: Any) -> str:
+    try:
+        return make(given)
+    except ValueError as cause:
+        raise InexpressibleError(f"a constant, since {cause}") from cause

@@ -1,0 +1,124 @@
+"""Regular expressions of JSON schemas: their literal parts, and expressions for all other texts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+_MAX_LETTERS = 5_000
+"""Of the texts that an expression excludes."""
+
+_MAX_WRITTEN = 500_000
+"""Characters of such an expression: compiling it is quadratic in the length of a text."""
+
+_ANY = "(?s:.)*"
+_LITERAL = re.compile(r"(?:[^\\.^$*+?()\[\]{}|]|\\[^a-zA-Z0-9])*")
+_REPEATED = "*+?{"
+
+
+class Literal(NamedTuple):
+    """An expression that has one text, apart from its anchors.
+
+    Attributes:
+        text: what it matches.
+        starts: whether a match begins where the string does.
+        ends: whether a match ends where the string does.
+    """
+
+    text: str
+    starts: bool
+    ends: bool
+
+
+def literal_of(pattern: str) -> Literal | None:
+    """Return the text of an expression without operators; None if it has any."""
+    starts = pattern.startswith("^")
+    body = pattern[starts:]
+    ends = body.endswith("$") and not body.endswith("\\$")
+    body = body[: len(body) - ends]
+    if not _LITERAL.fullmatch(body):
+        return None
+    return Literal(_unescaped(body), starts, ends)
+
+
+def start_of(pattern: str) -> str:
+    """Return the text with which all matches of an expression begin; empty if none is certain."""
+    if not pattern.startswith("^") or _has_alternatives(pattern):
+        return ""
+    match = _LITERAL.match(pattern, 1)
+    assert match is not None
+    found = match.group()
+    if pattern[match.end() : match.end() + 1] and pattern[match.end()] in _REPEATED:
+        letter = re.search(r"(?:\\.|[^\\])\Z", found, re.DOTALL)  # which may come no time
+        found = found[: letter.start()] if letter else ""
+    return _unescaped(found)
+
+
+def none_of(texts: Iterable[str]) -> str:
+    """Return an expression that matches the whole of any text but some.
+
+    Raises:
+        ValueError: they are too long.
+    """
+    return f"^(?:{_others(sorted(set(texts)), starts=False)})$"
+
+
+def not_starting(text: str) -> str:
+    """Return an expression that matches the whole of any text that does not begin with another.
+
+    Raises:
+        ValueError: it is too long.
+    """
+    return f"^(?:{_others([text], starts=True)})$"
+
+
+def _others(texts: list[str], *, starts: bool) -> str:
+    if sum(map(len, texts)) > _MAX_LETTERS:
+        raise ValueError(f"the texts have more than {_MAX_LETTERS} characters together")
+    whole = set() if starts else set(texts)
+    following: dict[str, set[str]] = {}
+    for text in texts:
+        for end in range(len(text)):
+            following.setdefault(text[:end], set()).add(text[end])
+        if not starts:
+            following.setdefault(text, set())
+    if 6 * sum(map(len, following)) > _MAX_WRITTEN:
+        raise ValueError("the texts are too long")
+    found = []
+    for prefix, letters in sorted(following.items()):
+        before = "".join(map(_quoted, prefix))
+        if prefix not in whole:
+            found.append(before)
+        other = f"[^{''.join(map(_quoted, sorted(letters)))}]" if letters else "(?s:.)"
+        found.append(f"{before}{other}{_ANY}")
+    return "|".join(found) or r"[^\s\S]"
+
+
+def _quoted(letter: str) -> str:
+    return rf"\x{{{ord(letter):x}}}"
+
+
+def _unescaped(body: str) -> str:
+    return re.sub(r"\\(.)", r"\1", body, flags=re.DOTALL)
+
+
+def _has_alternatives(pattern: str) -> bool:
+    """Return whether an expression may have alternatives outside of its groups."""
+    depth = 0
+    in_class = False
+    escaped = False
+    for letter in pattern:
+        if escaped:
+            escaped = False
+        elif letter == "\\":
+            escaped = True
+        elif in_class:
+            in_class = letter != "]"
+        elif letter == "[":
+            in_class = True
+        elif letter in "()":
+            depth += 1 if letter == "(" else -1
+        elif letter == "|" and depth <= 0:
+            return True
+    return False

@@ -1,0 +1,11 @@
+"""The backend allows what its grammars allow: the conformance kit checks it."""
+
+from choice_grammar import ChoiceGrammar
+
+from hardpoint.testing import GrammarSuite
+
+pytest_plugins = ["hardpoint.testing"]
+
+
+class TestChoiceGrammar(GrammarSuite):
+    grammar = ChoiceGrammar

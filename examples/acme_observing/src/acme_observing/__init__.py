@@ -1,0 +1,6 @@
+"""A stat sink and a KV event publisher for Hardpoint, which write files."""
+
+from .publisher import EventLines
+from .sink import RequestTable
+
+__all__ = ["EventLines", "RequestTable"]

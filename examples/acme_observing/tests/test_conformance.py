@@ -1,0 +1,21 @@
+"""Sink and publisher keep the rules of their kinds: the conformance kit checks them."""
+
+import tempfile
+from pathlib import Path
+
+from acme_observing import EventLines, RequestTable
+
+from hardpoint.testing import KVEventPublisherSuite, StatSinkSuite
+
+pytest_plugins = ["hardpoint.testing"]
+FOLDER = Path(tempfile.mkdtemp())
+
+
+class TestRequestTable(StatSinkSuite):
+    sink = RequestTable
+    options = {"path": str(FOLDER / "requests.csv")}
+
+
+class TestEventLines(KVEventPublisherSuite):
+    publisher = EventLines
+    options = {"path": str(FOLDER / "events.jsonl")}

@@ -1,0 +1,75 @@
+"""The half of a step part in the frontend, where requests are checked and answers are read.
+
+It completes a request before the engine gets it, with what only the frontend has: the tokenizer,
+and the classes of components that the engine drives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .behaviour import PIECE, returns
+from .grammars import Vocabulary
+from .markers import ReasoningMarkers
+from .part_components import ComponentFactory
+from .requests import EngineCoreRequest
+
+__all__ = ["FrontendHalf", "FrontendHalfContext"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontendHalfContext:
+    """Context of the half in the frontend.
+
+    Attributes:
+        components: components of other kinds; always those of the newest generation.
+        vocabulary: returns the vocabulary of the tokenizer, or raises NotImplementedError with the
+            reason where it has none. `EngineHalfContext` has it if a frontend half has asked.
+        vocab_size: vocabulary size of the model.
+    """
+
+    components: ComponentFactory
+    vocabulary: Callable[[], Vocabulary]
+    vocab_size: int
+
+
+class FrontendHalf:
+    """The half of a step part in the frontend; called by one thread at a time.
+
+    Every method is optional, and should be fast: other requests wait. A fault ends the request that
+    it is about, whatever the `fault_scope` of the part.
+    """
+
+    def prepare(self, request: EngineCoreRequest, reasoning: ReasoningMarkers | None) -> None:
+        """Check a new request, and complete it before the engine gets it.
+
+        Called again, with the same request, if a hook has changed its parameters.
+
+        Args:
+            request: its fields may be set; `params` is read-only, and may be replaced.
+            reasoning: marks where the answer begins; None if the request's output has no reasoning.
+
+        Raises:
+            RequestError: it is refused; names the field, its value and the expected one.
+        """
+
+    def reads_answer(self, request: EngineCoreRequest) -> bool:  # noqa: ARG002
+        """Return whether `validate` gets the answer of a request."""
+        return False
+
+    @returns(PIECE)
+    def validate(self, request: EngineCoreRequest, answer: str) -> str | None:  # noqa: ARG002
+        """Return the flaw of a finished answer, for `CompletionOutput.validation_error`.
+
+        Args:
+            request: one that `reads_answer` chose.
+            answer: whole, without reasoning and calls of tools.
+
+        Returns:
+            None if it has no flaw. Of several parts, the first flaw counts.
+        """
+        return None
+
+    def close(self) -> None:
+        """Release resources; called once."""

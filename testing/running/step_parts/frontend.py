@@ -1,0 +1,151 @@
+"""The checks of frontend halves of step parts, and the components that a suite's parts get."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hardpoint.plugins import (
+    EngineConfig,
+    EngineCoreRequest,
+    FrontendHalf,
+    ReasoningMarkers,
+    RequestError,
+)
+from hardpoint.plugins.component import Component, Context
+from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.part_components import ComponentCalls
+from hardpoint.testing.engine_access import (
+    call_declared,
+    fault_counter,
+    installed_components,
+)
+from hardpoint.testing.reporting.calls import call
+from hardpoint.testing.suite import Rule, short_repr
+
+FRONTEND = Rule(
+    "frontend: prepare refuses a request by a RequestError, or completes it for good",
+    "set fields that are open, and leave id, prompt and those that have a value; a call with a "
+    "request that was prepared before changes nothing",
+)
+ANSWERS = Rule(
+    "answers: reads_answer gives a bool, and validate text or None for any answer",
+    "decide by the request alone, and return what is wrong with an answer instead of raising it",
+)
+
+Classes = Mapping[str, Mapping[str, type[Component]]]
+
+
+class ScriptedComponents:
+    """The factory of a suite: its own components, else those that are installed."""
+
+    def __init__(self, own: Classes, config: EngineConfig) -> None:
+        """Prefer those of `own`, by kind and name."""
+        self._scripted, self._installed = own, installed_components(config)
+        self._faults = fault_counter(config)
+
+    def create(self, kind: str, name: str, context: type[Context[Any]], **fields: Any) -> Any:
+        """Build a component."""
+        if (cls := self._scripted.get(kind, {}).get(name)) is None:
+            return self._installed.create(kind, name, context, **fields)
+        return cls(context(name=name, options=cls.Options(), **fields))
+
+    def enabled(self, kind: str) -> Sequence[str]:
+        """Return the names of the suite's own components of a kind, else of those installed."""
+        return list(self._scripted.get(kind, ())) or self._installed.enabled(kind)
+
+    def find(self, kind: str, name: str) -> type[Component] | None:
+        """Return the class of a component; None if it is not enabled."""
+        return self._scripted.get(kind, {}).get(name) or self._installed.find(kind, name)
+
+    def hint(self, kind: str, name: str) -> str:
+        """Return, as the end of a message, a similar name, and how to get the component."""
+        return self._installed.hint(kind, name)
+
+    def call(self, kind: str, name: str, method: str, *args: Any) -> Any:
+        """Call a class method of an enabled component."""
+        if (cls := self._scripted.get(kind, {}).get(name)) is None:
+            return self._installed.call(kind, name, method, *args)
+        return call_declared(kind, source_of(name), cls, method, *args)
+
+    def calls(self, kind: str, name: str) -> ComponentCalls:
+        """Return the caller of the methods of a component."""
+        if name in self._scripted.get(kind, {}):
+            return self._faults.calls(kind, source_of(name))
+        return self._installed.calls(kind, name)
+
+    def close(self, component: Component) -> None:
+        """Close a component."""
+        component.close()
+
+    def source(self, kind: str, name: str) -> str:
+        """Return how messages name a component."""
+        return f"{kind} {name!r}"
+
+
+def source_of(name: str) -> Source:
+    """Return the source of a suite's own component."""
+    return Source(name, f"{__name__}:{name}", "", "", "the suite")
+
+
+def check_prepare(
+    half: FrontendHalf, request: EngineCoreRequest, reasoning: ReasoningMarkers | None
+) -> EngineCoreRequest | None:
+    """Return a request as a half completes it; None if it is refused.
+
+    Raises:
+        Violation: the half breaks a rule.
+    """
+    given, again = copy.deepcopy(request), copy.deepcopy(request)
+    refused = _refusal(half, given, reasoning)
+    if (other := _refusal(half, again, reasoning)) != refused:
+        raise FRONTEND.violation(
+            f"prepare() raised {short_repr(refused)}, and for an equal request {short_repr(other)}"
+        )
+    if refused is not None:
+        return None
+    for name in ("request_id", "prompt_token_ids"):
+        if (found := getattr(given, name)) != (before := getattr(request, name)):
+            raise FRONTEND.violation(
+                f"prepare() changed {name} from {short_repr(before)} to {short_repr(found)}"
+            )
+    once = copy.deepcopy(given)
+    refused = _refusal(half, given, reasoning)
+    for name in given.__struct_fields__:
+        if refused is not None or getattr(once, name) != getattr(given, name):
+            first, found = short_repr(getattr(once, name)), short_repr(getattr(given, name))
+            raise FRONTEND.violation(
+                f"prepare() gave {name} {first}, and when called again {refused or found}"
+            )
+    return given
+
+
+def _refusal(
+    half: FrontendHalf, request: EngineCoreRequest, reasoning: ReasoningMarkers | None
+) -> str | None:
+    """Return the text with which a half refuses a request; None if it does not."""
+
+    def prepare() -> str | None:
+        try:
+            half.prepare(request, reasoning)
+        except RequestError as refused:
+            return str(refused)
+        return None
+
+    found: str | None = call(FRONTEND, prepare)
+    return found
+
+
+def check_answer(half: FrontendHalf, request: EngineCoreRequest, answer: str) -> None:
+    """Check that a half reads the answer of a request.
+
+    Raises:
+        Violation: the half breaks a rule.
+    """
+    reads = call(ANSWERS, half.reads_answer, request)
+    if type(reads) is not bool:
+        raise ANSWERS.violation(f"reads_answer() returned {short_repr(reads)}, expected a bool")
+    flaw = call(ANSWERS, half.validate, request, answer) if reads else None
+    if flaw is not None and not (isinstance(flaw, str) and flaw):
+        raise ANSWERS.violation(f"validate() returned {short_repr(flaw)}, expected text or None")

@@ -1,0 +1,187 @@
+"""Frontend halves of step parts: their order, their faults, and what they see of the plugins."""
+
+from __future__ import annotations
+
+import pytest
+
+from hardpoint.boundary.parts.frontend_parts import frontend_parts
+from hardpoint.core.config import config_from
+from hardpoint.errors import PluginFaultError, PluginNotFoundError, RequestError
+from hardpoint.plugins import EngineCoreRequest, FrontendHalf, SamplingParams, StepPart
+from hardpoint.registry.plugin_set import resolve_plugins
+
+DONE = []
+
+
+class Labels(StepPart):
+    """Appends its name to a tag of each request."""
+
+    contract = 1
+
+    def frontend_half(self, context):
+        return Half(self.name, context)
+
+
+class Half(FrontendHalf):
+    def __init__(self, name, context):
+        self.name, self.context = name, context
+
+    def prepare(self, request, reasoning):
+        request.tags = {"by": request.tags.get("by", "") + self.name + "."}
+
+    def close(self):
+        DONE.append(self.name)
+
+
+class First(Labels):
+    contract = 1
+    before = ("labels",)
+
+
+class OnlyInTheEngine(StepPart):
+    contract = 1
+
+    def __init__(self, context):
+        raise AssertionError("nothing of it is needed in the frontend")
+
+
+class Refusing(Labels):
+    contract = 1
+
+    def frontend_half(self, context):
+        return RefusingHalf(self.name, context)
+
+
+class RefusingHalf(Half):
+    def prepare(self, request, reasoning):
+        raise RequestError(f"tags.tenant: expected one, got {request.tags}")
+
+
+class Failing(Labels):
+    contract = 1
+
+    def frontend_half(self, context):
+        return FailingHalf(self.name, context)
+
+
+class FailingHalf(Half):
+    def prepare(self, request, reasoning):
+        return {}[request.request_id]
+
+    def reads_answer(self, request):
+        if request.priority:
+            raise ValueError("no priorities")
+        return True
+
+    def validate(self, request, answer):
+        return ["wrong"] if answer == "list" else {}[answer]
+
+
+class Asking(Labels):
+    """Asks for a component in a wrong way."""
+
+    contract = 1
+
+    def frontend_half(self, context):
+        return AskingHalf(self.name, context)
+
+
+class AskingHalf(Half):
+    def prepare(self, request, reasoning):
+        components = self.context.components
+        assert components.find("grammars", "llguidanc") is None
+        assert components.hint("grammars", "llguidanc") == " (did you mean 'llguidance'?)"
+        with pytest.raises(PluginNotFoundError, match="llguidanc"):
+            components.source("grammars", "llguidanc")
+        components.call("grammars", "llguidance", "validate", None, "3")
+
+
+class NoHalf(Labels):
+    contract = 1
+
+    def frontend_half(self, context):
+        return "half"
+
+
+class CannotStart(Labels):
+    contract = 1
+
+    def frontend_half(self, context):
+        raise OSError("no such file")
+
+
+def parts_of(*classes):
+    enabled = [f"{__name__}:{cls.__name__}" for cls in classes]
+    config, sources = config_from({"plugins": {"enable": enabled}})
+    return frontend_parts(resolve_plugins(config, sources), config, _no_vocabulary, 9)
+
+
+def _no_vocabulary():
+    raise NotImplementedError("this tokenizer has none")
+
+
+def request(**fields):
+    return EngineCoreRequest(
+        request_id="r", prompt_token_ids=[1], params=SamplingParams(), **fields
+    )
+
+
+def test_halves_complete_a_request_in_the_order_of_their_parts():
+    parts, given = parts_of(Labels, First, OnlyInTheEngine), request()
+    parts.prepare(given, None)
+    assert given.tags == {"by": "first.labels."}
+    DONE.clear()
+    parts.close()
+    assert sorted(DONE) == ["first", "labels"]
+
+
+def test_a_half_refuses_a_request_in_its_own_words():
+    with pytest.raises(RequestError, match=r"^tags.tenant: expected one, got \{\}$"):
+        parts_of(Refusing).prepare(request(), None)
+
+
+def test_a_fault_ends_the_request_that_it_is_about_and_is_recorded():
+    parts, recorded = parts_of(Failing), []
+    parts.report_to(lambda *fault: recorded.append(fault))
+    name = f"plugin 'failing' \\({__name__}:Failing\\), .*"
+    with pytest.raises(RequestError, match=rf"{name}: its prepare\(\) failed: KeyError: 'r'$"):
+        parts.prepare(request(), None)
+    with pytest.raises(RequestError, match=rf"{name}: its reads_answer\(\) failed: ValueError: no"):
+        parts.reads_answer(request(priority=1))
+    assert [(part, request_id) for part, request_id, _ in recorded] == [("failing", "r")] * 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ("3", "its validate() failed: KeyError: '3'"),
+        ("list", "its validate() returned ['wrong'], expected text or None"),
+    ],
+)
+def test_a_fault_in_validation_is_the_flaw_and_the_answer_stays(answer, reason):
+    parts, recorded = parts_of(Failing), []
+    parts.report_to(lambda *fault: recorded.append(fault))
+    assert parts.reads_answer(request())
+    found = parts.validate(request(), answer)
+    assert found.startswith("the answer cannot be validated: plugin 'failing'")
+    assert found.endswith(reason)
+    assert recorded == [("failing", "r", found)]
+
+
+def test_a_fault_of_a_component_that_a_half_asks_names_the_component():
+    with pytest.raises(RequestError, match="^plugin 'llguidance'.*its validate failed: Attrib"):
+        parts_of(Asking).prepare(request(), None)
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (NoHalf, r"its frontend_half\(\) returned 'half', expected a FrontendHalf or None"),
+        (CannotStart, r"its frontend_half\(\) failed: OSError: no such file"),
+    ],
+)
+def test_a_half_that_cannot_be_built_is_named_and_the_others_are_closed(cls, message):
+    DONE.clear()
+    with pytest.raises(PluginFaultError, match=message):
+        parts_of(Labels, cls)
+    assert DONE == ["labels"]

@@ -1,0 +1,158 @@
+"""Plugins that change or copy the process in which they run, or never return."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from support.process.harness import pid_of, process_config
+from support.waiting import alive, wait_until
+
+from hardpoint import LLM, SamplingParams, plugins
+from hardpoint.plugins import LogitsProcessor, Phase
+from hardpoint.system.process.children import kill_children
+from hardpoint.system.process.process import ChildProcess
+from hardpoint.testing import scripted_config
+
+HERE = __name__
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
+
+
+class NoErrors(LogitsProcessor):
+    """Takes the program's stderr away."""
+
+    contract = 1
+    phase = Phase.MASK
+
+    def apply(self, logits, rows):
+        sys.stderr = None
+        return logits
+
+
+@pytest.mark.parametrize("extra", [{}, {"executor": {"use": "multiproc"}}], ids=["one", "worker"])
+def test_an_engine_without_stderr_goes_on(scripted, extra):
+    plugins = {"plugins": {"enable": [f"{HERE}:NoErrors"]}}
+    watched = {"engine": {"watchdog_seconds": 0.05}}  # set again in nearly each step
+    with LLM(config=process_config(scripted, plugins | extra | watched)) as llm:
+        for _ in range(2):
+            assert llm.generate("say abc", GREEDY)[0].outputs[0].text == " abc a"
+
+
+def test_the_children_of_a_process_that_ends_at_once_are_killed():
+    """As where the parent has ended, and this process does not end in order."""
+    ours, theirs = socket.socketpair()
+    popen = subprocess.Popen(["sleep", "60"])
+    child = ChildProcess(popen, ours)
+    kill_children()
+    assert popen.wait(10) == -9
+    kill_children()
+    child.close()
+    theirs.close()
+
+
+class KeepsTheLock(LogitsProcessor):
+    """Never returns, and lets no other thread of its process run."""
+
+    contract = 1
+    phase = Phase.MASK
+
+    def apply(self, logits, rows):
+        re.match("(a+)+$", "a" * 60 + "b")
+
+
+class Forks(LogitsProcessor):
+    """Copies its process once, and writes down the id of the copy, which returns as this does."""
+
+    contract = 1
+    phase = Phase.MASK
+
+    def __init__(self, context):
+        super().__init__(context)
+        if self.options.method == "__init__":
+            self.copy_process()
+
+    class Options(plugins.Options):
+        path: str
+        method: str = "apply"
+
+    def start(self, request):
+        if self.options.method == "start":
+            self.copy_process()
+
+    def apply(self, logits, rows):
+        if self.options.method == "apply":
+            self.copy_process()
+        return logits
+
+    def copy_process(self):
+        path = Path(self.options.path)
+        if not path.exists():
+            path.touch()
+            if (pid := os.fork()) != 0:
+                path.write_text(str(pid))
+
+
+class Works(Forks):
+    """Has a process that it forks do some work."""
+
+    contract = 1
+
+    def copy_process(self):
+        numbers = multiprocessing.get_context("fork").Pool(1).map(abs, [-1, -2])
+        Path(self.options.path).write_text(str(numbers))
+
+
+def forking(name, method, path):
+    return {
+        "plugins": {"enable": [f"{HERE}:{name}"]},
+        "plugin": {name.lower(): {"path": str(path), "method": method}},
+    }
+
+
+@pytest.mark.parametrize("method", ["__init__", "start", "apply"])
+@pytest.mark.parametrize("extra", [{}, {"executor": {"use": "multiproc"}}], ids=["one", "worker"])
+def test_a_copy_of_the_process_ends_where_it_would_go_on(scripted, tmp_path, capfd, extra, method):
+    config = forking("Forks", method, tmp_path / "pid") | extra
+    with LLM(config=process_config(scripted, config)) as llm:
+        for _ in range(2):
+            assert llm.generate("say abc", GREEDY)[0].outputs[0].text == " abc a"
+        copy = int((tmp_path / "pid").read_text())
+        wait_until(lambda: not alive(copy), what="the end of the copy")
+    (logged,) = [line for line in capfd.readouterr().err.splitlines() if "forked" in line]
+    assert re.search(rf"'forks' \({HERE}:Forks\), .*: its {method}\(\) forked this process", logged)
+
+
+def test_a_copy_that_does_work_of_its_own_is_left_alone(scripted, tmp_path):
+    config = forking("Works", "start", tmp_path / "numbers")
+    with LLM(config=process_config(scripted, config)) as llm:
+        assert llm.generate("say abc", GREEDY)[0].outputs[0].text == " abc a"
+    assert (tmp_path / "numbers").read_text() == "[1, 2]"
+
+
+@pytest.mark.nightly
+def test_a_rank_that_keeps_the_interpreters_lock_is_gone_once_its_engine_is(scripted):
+    config = scripted_config(
+        scripted,
+        {
+            "executor": {"use": "multiproc"},
+            "parallel": {"pipeline": 3},
+            "plugins": {"enable": [f"{HERE}:KeepsTheLock"]},
+            "engine": {"in_process": False},
+        },
+    )
+    llm = LLM(config=config)
+    ranks = [child.pid for child in psutil.Process(pid_of(llm)).children(recursive=True)]
+    assert len(ranks) == 3
+    llm.llm_engine.add_request("a", "say abc", GREEDY)
+    busy = psutil.Process(ranks[-1])
+    before = busy.cpu_times().user
+    wait_until(lambda: busy.cpu_times().user > before + 0.5, what="the call")
+    llm.close()
+    wait_until(lambda: not any(map(alive, ranks)), 2.0, "the end of the ranks")

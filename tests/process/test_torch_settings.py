@@ -1,0 +1,187 @@
+"""A plugin that changes torch's settings: they are put back, it is named, and nothing crashes."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from support.driving import FINAL
+from support.fault_cases import run_all
+
+from hardpoint import LLM, SamplingParams, plugins
+from hardpoint.builtin_plugins.native import check_rows, check_tensors
+from hardpoint.builtin_plugins.policies import FirstComeFirstServed
+from hardpoint.builtin_plugins.scheduling import DefaultScheduler
+from hardpoint.plugins import LogitsProcessor, Phase, hookimpl
+from hardpoint.system import torch_state
+from hardpoint.testing import scripted_config, scripted_engine
+
+HERE = __name__
+PARAMS = SamplingParams(temperature=1.0, seed=1, max_tokens=4, **FINAL)
+CHANGES = {
+    "default device": lambda: torch.set_default_device("meta"),
+    "default dtype": lambda: torch.set_default_dtype(torch.float64),
+    "number of threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+    "use of deterministic algorithms": lambda: torch.use_deterministic_algorithms(True),
+}
+
+
+class Changes(LogitsProcessor):
+    """Changes one of torch's settings in one of its methods."""
+
+    contract = 1
+    phase = Phase.MASK
+
+    class Options(plugins.Options):
+        what: str
+        method: str
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.change("constructor")
+
+    def change(self, method):
+        if self.options.method == method:
+            CHANGES[self.options.what]()
+
+    def start(self, request):
+        self.change("start")
+
+    def advance(self, state, token):
+        self.change("advance")
+
+    def apply(self, logits, rows):
+        self.change("apply")
+        return logits
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch):
+    monkeypatch.setattr(torch_state, "_logged", set())
+    before = torch_state.read()
+    yield
+    changed = torch_state.read() != before
+    torch_state.put_back(before, "a test", "body")
+    assert not changed
+
+
+@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize("method", ["constructor", "start", "advance", "apply"])
+@pytest.mark.parametrize("ops", ["native_cpu", "torch"])
+def test_of_a_logits_processor(scripted, caplog, what, method, ops):
+    config = {
+        "plugins": {"enable": [f"{HERE}:Changes"]},
+        "plugin": {"changes": {"what": what, "method": method}},
+        "ops": {"use": ops},
+    }
+    caplog.set_level(logging.WARNING, "hardpoint")
+    engine = scripted_engine(scripted, config)
+    finals = run_all(engine, [("a", "say abc", PARAMS)])
+    engine.close()
+    assert finals["a"].outputs[0].error is None
+    logged = [record.message for record in caplog.records if "torch's" in record.message]
+    (line,) = logged
+    assert line.startswith(f"plugin 'changes' ({HERE}:Changes), asked for by plugins.enable[1]")
+    assert f": its {method} changed torch's {what} from " in line
+    assert "which is put back" in line
+
+
+class Policy(FirstComeFirstServed):
+    contract = 1
+
+    class Options(plugins.Options):
+        what: str
+
+    def key(self, request):
+        CHANGES[self.options.what]()
+        return super().key(request)
+
+
+class Scheduler(DefaultScheduler):
+    contract = 2
+    what = ""
+    method = ""
+
+    def schedule(self):
+        if self.method == "schedule":
+            CHANGES[self.what]()
+        return super().schedule()
+
+    def update(self, plan, result):
+        if self.method == "update":
+            CHANGES[self.what]()
+        return super().update(plan, result)
+
+
+class Hooks:
+    """Changes a setting in the hook that it is made for."""
+
+    contract = 1
+
+    def __init__(self, hook, what):
+        self.hook, self.what = hook, what
+
+    def change(self, hook):
+        if self.hook == hook:
+            CHANGES[self.what]()
+
+    @hookimpl
+    def request_received(self, request):
+        self.change("request_received")
+
+    @hookimpl
+    def step_planned(self, record):
+        self.change("step_planned")
+
+    @hookimpl
+    def request_finished(self, output):
+        self.change("request_finished")
+
+
+def lines(caplog):
+    return [record.message for record in caplog.records if "torch's" in record.message]
+
+
+@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize(
+    ("kind", "method"), [("policy", "key"), ("scheduler", "schedule"), ("scheduler", "update")]
+)
+def test_of_what_plans_steps(scripted, caplog, monkeypatch, what, kind, method):
+    monkeypatch.setattr(Scheduler, "what", what)
+    monkeypatch.setattr(Scheduler, "method", method)
+    config = {
+        "policy": {
+            "scheduler": {"policy": f"{HERE}:Policy"},
+            "plugin": {"policy": {"what": what}},
+        },
+        "scheduler": {"scheduler": {"use": f"{HERE}:Scheduler"}},
+    }[kind]
+    engine = scripted_engine(scripted, config)
+    finals = run_all(engine, [("a", "say abc", PARAMS)])
+    engine.close()
+    assert finals["a"].outputs[0].error is None
+    (line,) = lines(caplog)
+    assert line.startswith(f"plugin '{kind}' ({HERE}:{kind.title()}), asked for by scheduler.")
+    assert f": its {method} changed torch's {what} from " in line
+
+
+@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize("hook", ["request_received", "step_planned", "request_finished"])
+def test_of_hooks(scripted, caplog, what, hook):
+    with LLM(config=scripted_config(scripted), plugins=[Hooks(hook, what)]) as llm:
+        (output,) = llm.generate("say abc", SamplingParams(temperature=0.0, max_tokens=3))
+        assert output.outputs[0].text == " ab"
+    (line,) = lines(caplog)
+    assert line.startswith(f"plugin 'hooks' ({HERE}:Hooks()), asked for by plugins= of LLM")
+    assert f"{hook} changed torch's {what} from " in line
+
+
+def test_what_kernels_cannot_read():
+    with pytest.raises(TypeError, match=r"expected a torch.float32 tensor on cpu, got torch.float"):
+        check_tensors(torch.float32, torch.empty(2, 3, device="meta"))
+    with pytest.raises(TypeError, match=r"got torch.float64 \[2\] on cpu"):
+        check_tensors(torch.float32, torch.empty(2), torch.empty(2, dtype=torch.float64))
+    with pytest.raises(ValueError, match="side by side"):
+        check_rows(torch.empty(3, 2).T)
+    check_rows(torch.empty(3, 1).T)

@@ -1,0 +1,3 @@
+"""Fails to import."""
+
+1 / 0  # noqa: B018

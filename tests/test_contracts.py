@@ -1,0 +1,95 @@
+"""The interfaces of each contract number are those that were recorded when it was published."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from support.interfaces import NAMES, breaking, interfaces, recorded, updated
+
+from hardpoint.registry.kinds import KINDS
+
+HELP = "PYTHONPATH=tests python -m support.interfaces"
+
+
+def test_no_interface_has_changed_without_a_new_number():
+    _, changes = updated(recorded())
+    assert not changes, (
+        "\n".join(changes) + "\nraise the contract of the kind in registry/kinds.py, adapt what "
+        f"states the one before in registry/adapters/, and run {HELP}"
+    )
+
+
+def test_the_record_is_up_to_date():
+    record, _ = updated(recorded())
+    assert record == recorded(), f"run {HELP}"
+
+
+def test_every_accepted_number_is_recorded():
+    accepted = {
+        name: {str(n) for n in (kind.contract - 1, kind.contract) if n > 0}
+        for name, kind in KINDS.items()
+    }
+    record = recorded()
+    assert {name: set(record[name]) for name in KINDS} == accepted
+
+
+BEFORE = {
+    "Policy": {"key": "abstract method (request: Request) -> Any", "group": "method () -> str"},
+    "Context": {"name": "required str", "seed": "optional int"},
+}
+
+
+def changed(owner, name, text):
+    now = copy.deepcopy(BEFORE)
+    if text is None:
+        del now[owner][name]
+    else:
+        now[owner][name] = text
+    return breaking(BEFORE, now)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "text", "message"),
+    [
+        ("Policy", "group", None, "Policy.group is gone"),
+        ("Context", "seed", None, "Context.seed is gone"),
+        ("Policy", "drop", "abstract method () -> None", "Policy.drop is new and abstract"),
+        ("Context", "ops", "required Ops", "Context.ops is new and required"),
+        ("Context", "seed", "required int", "'optional int' and is 'required int'"),
+        ("Policy", "group", "method (request: Request) -> str", "Policy.group was"),
+        ("Policy", "group", "abstract method () -> str", "Policy.group was"),
+    ],
+)
+def test_a_change_that_breaks_plugins_is_found(owner, name, text, message):
+    (change,) = changed(owner, name, text)
+    assert message in change
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "text"),
+    [
+        ("Policy", "admit", "method () -> None"),
+        ("Context", "clock", "optional Clock"),
+    ],
+)
+def test_an_optional_addition_breaks_nothing(owner, name, text):
+    assert changed(owner, name, text) == []
+
+
+def test_a_member_of_a_real_kind_that_goes_is_found():
+    record = recorded()
+    record["eviction_policies"]["2"]["EvictionPolicy"]["replaced"] = "method () -> None"
+    record[NAMES]["NoSuchName"] = ""
+    assert updated(record)[1] == [
+        "eviction_policies, contract 2: EvictionPolicy.replaced is gone",
+        "hardpoint.plugins.NoSuchName is gone",
+    ]
+    assert updated(record, ["eviction_policies"])[1] == ["hardpoint.plugins.NoSuchName is gone"]
+
+
+def test_interfaces_have_methods_and_contexts():
+    eviction = interfaces()["eviction_policies"]
+    assert eviction["EvictionPolicy"]["evict"] == "abstract method (count: int) -> Sequence[int]"
+    assert eviction["EvictionContext"]["name"] == "required str"
+    assert interfaces()["hooks"]["request_finished"] == {"output": "argument RequestOutput"}

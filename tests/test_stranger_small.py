@@ -1,0 +1,33 @@
+"""Small packages from outside, of a kind or two each: built, installed and used by their tests."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+
+import pytest
+from support.processes import ROOT, run
+
+PACKAGES = {
+    "acme_choice_grammar": 0.1,
+    "acme_communicators": 0.1,
+    "acme_observing": 0.1,
+    "acme_ops": 0.03,
+    "acme_parsing": 0.1,
+    "acme_tiny_scheduler": 0.02,
+}
+"""By package: the share of what conformance suites try otherwise."""
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_its_own_tests_pass(request, package, tmp_path):
+    site = request.getfixturevalue(package)
+    shutil.copytree(ROOT / "examples" / package / "tests", tmp_path / "tests")
+    command = (sys.executable, "-m", "pytest", "-q", "tests")
+    assert "passed" in run(*command, path=site, cwd=tmp_path, examples=PACKAGES[package])
+
+
+def test_every_package_is_listed_with_its_kind():
+    listed = (ROOT / "docs" / "README.md").read_text()
+    for package in PACKAGES:
+        assert f"../examples/{package})" in listed

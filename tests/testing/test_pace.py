@@ -1,0 +1,94 @@
+"""Budgets of time hold on a busy or slow machine for good components, and fail slow ones."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from support.broken import samplers
+from support.broken.policies import Fcfs, SlowKeys
+from support.kit_suites import message_of
+
+from hardpoint.testing import SamplerSuite, SchedulingPolicySuite, pace
+
+BUDGET = 0.005
+
+
+class Machine:
+    """A machine whose time passes where it works; `busy` times as much of it as on a usual one."""
+
+    def __init__(self, busy):
+        self.busy, self.now, self.worked = busy, 0.0, []
+
+    def work(self, seconds):
+        self.now += seconds * (self.busy.pop(0) if isinstance(self.busy, list) else self.busy)
+        self.worked.append(seconds)
+
+    def cost(self, seconds, **options):
+        """Return the cost of what takes so many seconds on a usual machine."""
+        reference = pace.Reference(lambda: self.work(0.001), 0.001)
+
+        def measure():
+            began = self.now
+            self.work(seconds)
+            return self.now - began
+
+        clock = lambda: self.now  # noqa: E731
+        return pace.cost_of(
+            measure, BUDGET, clock=clock, reference=reference, **{"rounds": 8} | options
+        )
+
+
+@pytest.mark.parametrize("busy", [0.5, 1.0, 3.0, 40.0])
+def test_a_budget_is_of_a_usual_machine(busy):
+    assert Machine(busy).cost(0.0045) <= BUDGET
+    assert Machine(max(busy, 1.0)).cost(0.0055) == pytest.approx(0.0055)
+
+
+def test_what_is_good_enough_ends():
+    machine = Machine(1.0)
+    assert machine.cost(0.004) == 0.004
+    assert machine.worked == [0.004]
+
+
+def test_what_is_far_too_slow_ends():
+    machine = Machine(1.0)
+    assert machine.cost(1.0) == 1.0
+    assert machine.worked.count(1.0) == 3
+
+
+def test_a_moment_in_which_others_ran_excuses_nothing():
+    # The reference work of one round of eight took 50 times as long.
+    rounds = [1.0, 50.0, 50.0, 50.0, *[1.0] * 4 * 7]
+    assert Machine(rounds).cost(0.009) > BUDGET
+
+
+def test_time_in_which_other_programs_ran_is_not_counted(monkeypatch, tmp_path):
+    delays = tmp_path / "schedstat"
+    delays.write_text("10 2000000000 7")
+    monkeypatch.setattr(pace, "_DELAYS", delays)
+    assert pace.own_seconds() == pytest.approx(time.perf_counter() - 2.0, abs=0.1)
+    monkeypatch.setattr(pace, "_DELAYS", tmp_path / "missing")
+    assert pace.own_seconds() == pytest.approx(time.perf_counter(), abs=0.1)
+
+
+# suite, component that is good, one that is slow, budget
+SUITES = [
+    (SamplerSuite, {"sampler": samplers.Gumbel}, {"sampler": samplers.Slow}),
+    (SchedulingPolicySuite, {"policy": Fcfs}, {"policy": SlowKeys}),
+]
+
+
+@pytest.mark.parametrize(("suite", "good", "slow"), SUITES, ids=["sampler", "policy"])
+def test_a_machine_of_a_third_of_the_speed_fails_slow_components_alone(
+    monkeypatch, suite, good, slow
+):
+    name = "budget_us_per_row" if suite is SamplerSuite else "budget_us_per_request"
+    budget, scale = getattr(suite, name) / 4, 1.0
+    good, slow = {"examples": 0.02, **good}, {"examples": 0.02, **slow}
+    monkeypatch.setattr(pace, "cpu_seconds", lambda: scale * time.process_time())
+    while message_of(suite, {**good, name: budget}, "speed") is None:
+        budget /= 2  # until it fails on this machine
+    scale = 3.0
+    assert message_of(suite, {**good, name: 3 * budget}, "speed") is None
+    assert "the budget is" in message_of(suite, slow, "speed")

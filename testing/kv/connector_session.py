@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -165,23 +166,20 @@ class Session:
             model: folder of the scripted model.
             disturb: lets the storage do something.
         """
-        self._connector, self._config, self._model = connector, config, model
+        self._config, self._model = config, model
         self._disturb = disturb
-        self.watch = Watch(connector) if connector is not None else None
+        self.watch: Watch | None = None
         self.requests: dict[str, Live] = {}
-        if connector is not None:
-            WITNESS.reset()
-        self._open()
+        with ExitStack() as stack:
+            if connector is not None:
+                WITNESS.reset()
+                self.watch = Watch(connector)
+                stack.enter_context(self.watch.installed())  # engines make halves when they wake
+            self._open()
+            self._stack = stack.pop_all()
 
     def _open(self) -> None:
-        def build() -> None:
-            self._engine = scripted_engine(self._model, self._config, clock=time.monotonic)
-
-        if self.watch is None:
-            build()
-        else:
-            with self.watch.installed():
-                build()
+        self._engine = scripted_engine(self._model, self._config, clock=time.monotonic)
 
     def play(self, history: Sequence[Operation]) -> None:
         """Play a history, and let all requests end."""
@@ -282,7 +280,8 @@ class Session:
 
     def close(self) -> None:
         """Close the engine."""
-        self._engine.close()
+        with self._stack:
+            self._engine.close()
 
 
 def session_config(extra: Mapping[str, Any], *, is_quiet: bool = True) -> dict[str, Any]:

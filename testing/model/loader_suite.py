@@ -213,25 +213,38 @@ class WeightLoaderSuite(ComponentSuite):
         """Each format that `formats` returns is that in which `weights` yields the weight."""
         with self._checkpoint() as checkpoint:
             loader = self._make(checkpoint)
+            absent = {**checkpoint.shapes, "absent.weight": (2, 3)}
             with suppress(ModelError):  # a loader may refuse files that lack a weight
-                loader.formats({**checkpoint.shapes, "absent.weight": (2, 3)})
+                self._check_formats(checkpoint, loader.formats(absent), None)
             formats = loader.formats(checkpoint.shapes)
-            if not isinstance(formats, Mapping):
-                raise FORMATS.violation(f"formats returned {short_repr(formats)}")
             weights = dict(loader.weights(checkpoint.shapes)) if formats else {}
-            for name, stored in formats.items():
-                if name not in checkpoint.shapes or not isinstance(stored, WeightFormat):
-                    raise FORMATS.violation(f"formats has {short_repr(stored)} for {name!r}")
-                weight = weights.get(name)
-                is_quantized = isinstance(weight, QuantizedWeight)
-                scheme = getattr(weight, "scheme", stored.name)
-                if stored.is_quantized is not is_quantized or stored.name != scheme:
-                    how = f"in {scheme!r}" if is_quantized else "as a tensor"
-                    raise FORMATS.violation(
-                        f"formats has {short_repr(stored)} for {name!r}, which comes {how}"
-                    )
-                if type(stored.num_bytes) is not int or stored.num_bytes < 0:
-                    raise FORMATS.violation(f"formats has {stored.num_bytes} bytes for {name!r}")
+            self._check_formats(checkpoint, formats, weights)
+
+    def _check_formats(
+        self, checkpoint: Checkpoint, formats: Any, weights: Mapping[str, Any] | None
+    ) -> None:
+        """Check what `formats` returned.
+
+        Args:
+            weights: by name; None compares none.
+        """
+        if not isinstance(formats, Mapping):
+            raise FORMATS.violation(f"formats returned {short_repr(formats)}")
+        for name, stored in formats.items():
+            if name not in checkpoint.shapes or not isinstance(stored, WeightFormat):
+                raise FORMATS.violation(f"formats has {short_repr(stored)} for {name!r}")
+            if type(stored.num_bytes) is not int or stored.num_bytes < 0:
+                raise FORMATS.violation(f"formats has {stored.num_bytes} bytes for {name!r}")
+            if weights is None:
+                continue
+            weight = weights.get(name)
+            is_quantized = isinstance(weight, QuantizedWeight)
+            scheme = getattr(weight, "scheme", stored.name)
+            if stored.is_quantized is not is_quantized or stored.name != scheme:
+                how = f"in {scheme!r}" if is_quantized else "as a tensor"
+                raise FORMATS.violation(
+                    f"formats has {short_repr(stored)} for {name!r}, which comes {how}"
+                )
 
     @checks("repeated: each call of weights gives the same")
     def test_repeated(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import os
 import signal
 import socket
 import sys
@@ -53,10 +54,13 @@ def handle_signals(loop: EngineLoop) -> None:
     # Python runs handlers in the main thread between two instructions. A signal that comes just
     # before that thread waits for input, or in another thread, does not end the waiting. So
     # Python's own C code writes a byte for each signal, and a second thread wakes up the loop.
-    count = 0
+    count, process = 0, os.getpid()
 
-    def handle(_number: int, _frame: FrameType | None) -> None:
+    def handle(number: int, _frame: FrameType | None) -> None:
         nonlocal count
+        if os.getpid() != process:  # a copy, which has just been made
+            _end_at_signals()
+            signal.raise_signal(number)
         count += 1
         if count > 1:
             restore_signals()
@@ -68,6 +72,7 @@ def handle_signals(loop: EngineLoop) -> None:
         target=_wake_up, args=(loop, receiver, wakeup), name="EngineSignals", daemon=True
     ).start()
     signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=_end_at_signals)
     for number in _SIGNALS:
         signal.signal(number, handle)
 
@@ -76,6 +81,12 @@ def restore_signals() -> None:
     """Restore the default handlers: a signal ends the process at once."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_DFL)
+
+
+def _end_at_signals() -> None:
+    """Let signals end a copy of this process, which has no loop, and not wake the loop up."""
+    signal.set_wakeup_fd(-1)
+    restore_signals()
 
 
 def _wake_up(loop: EngineLoop, receiver: socket.socket, _wakeup: socket.socket) -> None:

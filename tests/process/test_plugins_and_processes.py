@@ -5,9 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -109,6 +111,19 @@ class Works(Forks):
         Path(self.options.path).write_text(str(numbers))
 
 
+class Ends(Forks):
+    """Forks a process that would sleep, and ends it by a signal."""
+
+    contract = 1
+
+    def copy_process(self):
+        process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        process.start()
+        process.terminate()
+        process.join()
+        Path(self.options.path).write_text(str(process.exitcode))
+
+
 def forking(name, method, path):
     return {
         "plugins": {"enable": [f"{HERE}:{name}"]},
@@ -134,6 +149,14 @@ def test_a_copy_that_does_work_of_its_own_is_left_alone(scripted, tmp_path):
     with LLM(config=process_config(scripted, config)) as llm:
         assert llm.generate("say abc", GREEDY)[0].outputs[0].text == " abc a"
     assert (tmp_path / "numbers").read_text() == "[1, 2]"
+
+
+def test_a_copy_is_ended_by_a_signal_and_the_engine_is_not(scripted, tmp_path):
+    config = forking("Ends", "start", tmp_path / "code")
+    with LLM(config=process_config(scripted, config)) as llm:
+        for _ in range(2):
+            assert llm.generate("say abc", GREEDY)[0].outputs[0].text == " abc a"
+    assert (tmp_path / "code").read_text() == str(-signal.SIGTERM)
 
 
 @pytest.mark.nightly

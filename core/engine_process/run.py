@@ -54,13 +54,10 @@ def handle_signals(loop: EngineLoop) -> None:
     # Python runs handlers in the main thread between two instructions. A signal that comes just
     # before that thread waits for input, or in another thread, does not end the waiting. So
     # Python's own C code writes a byte for each signal, and a second thread wakes up the loop.
-    count, process = 0, os.getpid()
+    count = 0
 
-    def handle(number: int, _frame: FrameType | None) -> None:
+    def handle(_number: int, _frame: FrameType | None) -> None:
         nonlocal count
-        if os.getpid() != process:  # a copy, which has just been made
-            _end_at_signals()
-            signal.raise_signal(number)
         count += 1
         if count > 1:
             restore_signals()
@@ -72,7 +69,7 @@ def handle_signals(loop: EngineLoop) -> None:
         target=_wake_up, args=(loop, receiver, wakeup), name="EngineSignals", daemon=True
     ).start()
     signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
-    os.register_at_fork(after_in_child=_end_at_signals)
+    _let_signals_end_copies()
     for number in _SIGNALS:
         signal.signal(number, handle)
 
@@ -83,10 +80,23 @@ def restore_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def _end_at_signals() -> None:
-    """Let signals end a copy of this process, which has no loop, and not wake the loop up."""
-    signal.set_wakeup_fd(-1)
-    restore_signals()
+def _let_signals_end_copies() -> None:
+    """Let signals end copies of this process, which have no loop, and not wake its loop up."""
+    blocked = threading.local()
+
+    def block() -> None:
+        # Python drops a signal that a copy gets before it is set up.
+        blocked.before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked.before)
+
+    def end() -> None:
+        signal.set_wakeup_fd(-1)
+        restore_signals()
+        unblock()
+
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=end)
 
 
 def _wake_up(loop: EngineLoop, receiver: socket.socket, _wakeup: socket.socket) -> None:

@@ -333,38 +333,34 @@ __attribute__((noinline)) inline void cap_scores(float* scores, int groups, floa
     store(at, softcap * tanh(load(at) * factor));
 }
 
-// Turn scores [groups of `lanes`] into weights, in place, and give their maximum and sum. A NaN
-// stays one.
-__attribute__((noinline)) inline void weigh(float* scores, const Lanes* lanes, int groups,
-                                            float scale, float* maximum_out, float* sum_out) {
+// Turn scores [groups of `lanes`] into weights, and give their maximum and sum. A NaN stays one.
+template <class T>
+__attribute__((noinline)) void weigh(const float* scores, const Lanes* lanes, int groups,
+                                     float scale, gemm::Operand<T>* weights, float* maximum_out,
+                                     float* sum_out) {
+  constexpr bool SHORT = std::is_same_v<gemm::Operand<T>, bf16>;
   Floats infinity = splat(std::numeric_limits<float>::infinity());
   Ints index[PANEL_VECTORS];
   for (int v = 0; v < PANEL_VECTORS; v++)
     for (int i = 0; i < LANES; i++) index[v][i] = v * LANES + i;
+  auto visible = [&](int g, int v) {
+    return (index[v] >= lanes[g].from) & (index[v] < lanes[g].to);
+  };
   Floats highest = -infinity;
   for (int g = 0; g < groups; g++)
     for (int v = 0; v < PANEL_VECTORS; v++) {
-      float* at = scores + g * PANEL + v * LANES;
-      Floats score = load(at) * scale;
-      if (lanes[g].to - lanes[g].from < PANEL) {
-        Ints visible = (index[v] >= lanes[g].from) & (index[v] < lanes[g].to);
-        score = choose(visible, score, -infinity);
-      }
-      store(at, score);
+      Floats score = load(scores + g * PANEL + v * LANES) * scale;
+      if (lanes[g].to - lanes[g].from < PANEL) score = choose(visible(g, v), score, -infinity);
       highest = maximum(score, highest);
     }
   float limit = max_lanes(highest);
   Floats sum[PANEL_VECTORS] = {};
   for (int g = 0; g < groups; g++)
     for (int v = 0; v < PANEL_VECTORS; v++) {
-      float* at = scores + g * PANEL + v * LANES;
-      Floats difference = load(at) - limit;
-      Floats weight = exp_negative(difference);
-      if (lanes[g].to - lanes[g].from < PANEL) {
-        Ints visible = (index[v] >= lanes[g].from) & (index[v] < lanes[g].to);
-        weight = choose(visible, weight, Floats{});
-      }
-      store(at, weight);
+      Floats difference = load(scores + g * PANEL + v * LANES) * scale - limit;
+      Floats weight = SHORT ? exp_short(difference) : exp_negative(difference);
+      if (lanes[g].to - lanes[g].from < PANEL) weight = choose(visible(g, v), weight, Floats{});
+      store(weights + g * PANEL + v * LANES, weight);
       sum[v] += weight;
     }
   for (int width = PANEL_VECTORS / 2; width; width /= 2)
@@ -432,16 +428,6 @@ struct Part {
   long last;          // position
   Lanes all[GROUPS];  // that hold tokens
 };
-
-template <class T>
-INLINE const gemm::Operand<T>* as_operands(const float* weights, gemm::Operand<T>* to, int count) {
-  if constexpr (std::is_same_v<gemm::Operand<T>, float>) {
-    return weights;
-  } else {
-    for (int i = 0; i < count; i += LANES) store(to + i, load(weights + i));
-    return to;
-  }
-}
 
 // Queries of an item from some row on.
 template <class T>
@@ -523,9 +509,10 @@ __attribute__((noinline)) void attend_rows(const Layout<T>& layout, const Querie
   for (int r = 0; r < rows; r++) {
     float* limits = results[r] + layout.panels * PANEL;
     if (softcap != 0.0f) cap_scores(scores + r * PART, count, scale, softcap);
-    weigh(scores + r * PART, lanes[r], count, softcap != 0.0f ? 1.0f : scale, limits, limits + 1);
+    weigh<T>(scores + r * PART, lanes[r], count, softcap != 0.0f ? 1.0f : scale,
+             work.weights + r * PART, limits, limits + 1);
   }
-  const gemm::Operand<T>* weights = as_operands<T>(scores, work.weights, R * PART);
+  const gemm::Operand<T>* weights = work.weights;
   at += count;
   long panel = 0;
   for (; panel + N <= layout.panels; panel += N)

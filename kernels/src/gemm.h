@@ -61,13 +61,14 @@ struct Later {
 };
 
 // Ask memory for what will be multiplied soon: at the same depth of the panels `ahead` if there are
-// such, else further on in the same ones where reading them is what takes time.
+// such, else further on in the same ones where reading them is what takes time. What is in pieces
+// over memory comes to the second cache, since a core waits for fewer lines of the first one.
 template <bool STREAM, int V, class W>
 INLINE void prefetch(const W* const (&weights)[V], const W* const* ahead, int k, int depth_of_line) {
   if (ahead) {
 #pragma GCC unroll 16
     for (int v = 0; v < V; v += PANEL_VECTORS)
-      __builtin_prefetch(ahead[v / PANEL_VECTORS] + (size_t)k * PANEL);
+      __builtin_prefetch(ahead[v / PANEL_VECTORS] + (size_t)k * PANEL, 0, 2);
   } else if (STREAM) {
 #pragma GCC unroll 16
     for (int v = 0; v < V; v++)

@@ -156,6 +156,21 @@ INLINE float exp_negative(float x) {
   return lanes[0];
 }
 
+// e^x for x <= 0, to 3e-6: for what is rounded to bf16. NaN stays NaN.
+INLINE Floats exp_short(Floats x) {
+#if defined(__AVX512F__)
+  __m512 power_of_2 = (__m512)(x * 1.44269504f);
+  __m512 whole = _mm512_roundscale_ps(power_of_2, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  Floats rest = (Floats)power_of_2 - (Floats)whole;
+  Floats power = rest * 9.58285531e-3f + 5.59064304e-2f;
+  power = power * rest + 2.40240986e-1f;
+  power = power * rest + 6.93124193e-1f;
+  return (Floats)_mm512_scalef_ps((__m512)(power * rest + 1.0f), whole);
+#else
+  return exp_negative(x);
+#endif
+}
+
 // tanh x, to about 2 units in the last place; NaN stays NaN.
 INLINE Floats tanh(Floats x) {
   Ints negative = x < 0.0f;

@@ -11,7 +11,7 @@
 
 namespace codes {
 
-constexpr long AHEAD = 4096;   // bytes of codes that are asked for before they are multiplied
+constexpr long AHEAD = 4096;   // bytes of codes that the second cache asks for ahead of their use
 constexpr int PAIRS = 8;       // of depths in a unit
 constexpr long PAIR_BYTES = 64;  // of a panel, as bf16
 
@@ -101,7 +101,7 @@ struct Packed {
       if (v % PANEL_VECTORS) continue;
 #pragma GCC unroll 4
       for (int line = 0; line < (BITS + 1) / 2; line++)
-        __builtin_prefetch(panel + half * BITS * 32 + line * 64 + AHEAD);
+        __builtin_prefetch(panel + half * BITS * 32 + line * 64 + AHEAD, 0, 2);
     }
     return result;
   }

@@ -61,8 +61,8 @@ struct Later {
 };
 
 // Ask memory for what will be multiplied soon: at the same depth of the panels `ahead` if there are
-// such, else further on in the same ones where reading them is what takes time. What is in pieces
-// over memory comes to the second cache, since a core waits for fewer lines of the first one.
+// such, else further on in the same ones where reading them is what takes time. It comes to the
+// second cache: of lines for the first one, a core waits for few at a time.
 template <bool STREAM, int V, class W>
 INLINE void prefetch(const W* const (&weights)[V], const W* const* ahead, int k, int depth_of_line) {
   if (ahead) {
@@ -72,7 +72,7 @@ INLINE void prefetch(const W* const (&weights)[V], const W* const* ahead, int k,
   } else if (STREAM) {
 #pragma GCC unroll 16
     for (int v = 0; v < V; v++)
-      __builtin_prefetch(weights[v] + (size_t)(k + AHEAD * depth_of_line) * PANEL);
+      __builtin_prefetch(weights[v] + (size_t)(k + AHEAD * depth_of_line) * PANEL, 0, 2);
   }
 }
 

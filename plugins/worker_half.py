@@ -39,11 +39,9 @@ class StepModel(Protocol):
 
     Attributes:
         source: names it in messages.
-        is_replayable: whether its operations may be recorded, see `Model.replayable`.
     """
 
     source: Source
-    is_replayable: bool
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Return hidden states, as `Model.forward`.
@@ -58,13 +56,11 @@ class StepAttention(Protocol):
 
     Attributes:
         source: names it in messages.
-        is_replayable: whether its operations may be recorded, see `AttentionBackend.replayable`.
         pads: see `AttentionBackend.pads`.
         groups: KV cache groups of the model's layers.
     """
 
     source: Source
-    is_replayable: bool
     pads: bool
     groups: tuple[KVCacheGroup, ...]
 
@@ -78,6 +74,8 @@ class LoadedModel:
         ops: operations of its layers.
         ops_source: names them in messages.
         attention: attention of its layers.
+        unreplayable: those of operations, model and attention whose own classes do not state
+            `replayable`: what they do must not be recorded.
         max_model_len: tokens of a request, at most.
         decode_bytes: returns the bytes that a step of so many sequences with one token each needs
             at once, of the maximum length; measured on a GPU, 0 elsewhere.
@@ -87,6 +85,7 @@ class LoadedModel:
     ops: Ops
     ops_source: Source
     attention: StepAttention
+    unreplayable: Sequence[Source]
     max_model_len: int
     decode_bytes: Callable[[int], int]
 

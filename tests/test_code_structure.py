@@ -56,6 +56,7 @@ SMALL_MODULES = {
     "hardpoint.testing.ops.code_matrices": "samples of codes; the suite of operations is large",
     "hardpoint.testing.text.output_parser_rules": "rules; the suite of output parsers is large",
     "hardpoint.testing.text.tokenizer_rules": "rules; the suite of tokenizers is large",
+    "hardpoint.toolkit.bitmasks": "for authors of grammar backends",
     "hardpoint.user_text": "an algorithm with tests of its own",
 }
 """Small modules with one importer that are a concept of their own, and why."""

@@ -45,7 +45,6 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.config_tables import KVCacheConfig
-from hardpoint.plugins.executor import MAX_CONCURRENT_BATCHES
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.kv_cache import BlockNeeds
 from hardpoint.plugins.manifest import PluginEntry
@@ -408,10 +407,10 @@ def _without_cache(spec: WorkerSpec) -> EngineConfig:
 
 def _check_depth(executor: Executor) -> None:
     depth = executor.max_concurrent_batches
-    if not 1 <= depth <= MAX_CONCURRENT_BATCHES:
+    if not 1 <= depth <= Executor.MAX_CONCURRENT_BATCHES:
         raise PluginContractError(
             f"executor {executor.name!r}: max_concurrent_batches: expected 1 to "
-            f"{MAX_CONCURRENT_BATCHES}, got {depth}"
+            f"{Executor.MAX_CONCURRENT_BATCHES}, got {depth}"
         )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from hardpoint.boundary.activity import Activity, PluginCalls
+from hardpoint.boundary.checked_model import is_replayable
 from hardpoint.boundary.errors import close_all
 from hardpoint.boundary.parts.components import Components, describe_fault
 from hardpoint.boundary.parts.worker_parts import WorkerParts, open_halves
@@ -38,7 +39,6 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.parallel import Communicator, CommunicatorContext
-from hardpoint.plugins.plan import DraftTokenIds
 from hardpoint.plugins.stats import PluginMeter
 from hardpoint.plugins.worker_half import KVBlocks, LoadedModel, WorkerHalfContext
 from hardpoint.registry.blame import close_if_failed, describe
@@ -337,10 +337,6 @@ class LocalWorker:
         self._use_device()
         return self._runner.parts.idle()
 
-    def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """Refuse: this worker has no speculator."""
-        raise NotImplementedError("the worker makes no drafts")
-
     def plugin_meters(self) -> dict[str, PluginMeter]:
         """Return the time and the faults of each logits processor so far, by name."""
         return {} if self._runner is None else self._runner.plugin_meters()
@@ -473,11 +469,18 @@ def _loaded_model(spec: WorkerSpec, planned: PlannedModel, ops: Ops) -> LoadedMo
     """Return the model as step parts get it."""
     model, attention = planned.checked, planned.attention
     place = spec.device, spec.max_model_len, spec.config.kv_cache.block_size
+    ops_source = spec.plugins.one("ops").source
+    replayable = (
+        (ops_source, is_replayable(ops)),
+        (model.source, model.is_replayable),
+        (attention.source, attention.is_replayable),
+    )
     return LoadedModel(
         model=model,
         ops=ops,
-        ops_source=spec.plugins.one("ops").source,
+        ops_source=ops_source,
         attention=attention,
+        unreplayable=[source for source, is_declared in replayable if not is_declared],
         max_model_len=spec.max_model_len,
         decode_bytes=functools.partial(decode_bytes, model, attention, *place),
     )

@@ -7,7 +7,6 @@ routes, middleware, transforms and authenticators through the hook `server_exten
 from __future__ import annotations
 
 import collections.abc as c
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, Unpack
@@ -340,19 +339,17 @@ class InstalledExtension:
     extension: ServerExtension
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerContext(ABC):
-    """The parts of a server that it gives to the plugins that extend it.
+class ServerContext(Protocol):
+    """The parts of a server that it gives to the plugins that extend it."""
 
-    Attributes:
-        engine: engine that it serves.
-        version: version of Hardpoint.
-    """
+    @property
+    def engine(self) -> AsyncGenerator:
+        """Engine that it serves."""
 
-    engine: AsyncGenerator
-    version: str
+    @property
+    def version(self) -> str:
+        """Version of Hardpoint."""
 
-    @abstractmethod
     async def read(self, request: HTTPRequest, type_: type[StructT]) -> StructT:
         """Return the JSON body of a request to a route, checked.
 
@@ -369,7 +366,6 @@ class ServerContext(ABC):
             Exception: the body is no JSON, is too long, or stops; the server answers it.
         """
 
-    @abstractmethod
     async def while_connected(self, request: HTTPRequest, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of work for a route, which is cancelled when the client goes.
 

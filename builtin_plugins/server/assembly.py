@@ -17,7 +17,6 @@ from hardpoint.plugins.server import (
     InstalledExtension,
     Middleware,
     Route,
-    ServerContext,
     Transform,
 )
 
@@ -145,9 +144,11 @@ def assemble(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Context(ServerContext):
-    """Context of extensions, whose routes have other limits of time than plugins."""
+class _Context:
+    """The `ServerContext` of extensions, whose bodies and work have limits of their own."""
 
+    engine: AsyncGenerator
+    version: str
     service: Service
 
     async def read(self, request: Request, type_: type[StructT]) -> StructT:

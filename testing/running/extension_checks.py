@@ -6,6 +6,7 @@ import asyncio
 import copy
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
@@ -20,7 +21,6 @@ from hardpoint.plugins.server import (
     InstalledExtension,
     Middleware,
     Route,
-    ServerContext,
     Transform,
 )
 from hardpoint.testing.engine_access import HookSet, load_tokenizer
@@ -141,8 +141,7 @@ def check_extensions(hooks: HookSet, config: EngineConfig) -> None:
 
 
 def _installed(hooks: HookSet, config: EngineConfig) -> list[InstalledExtension]:
-    engine: Any = _Engine(config)
-    context = _Context(engine=engine, version="0")
+    context = _Context(_Engine(config))
     try:
         return hooks.server_extensions(context)
     except HardpointError as error:
@@ -271,8 +270,12 @@ def _check_authenticator(authenticator: Authenticator) -> None:
             raise AUTHENTICATOR.violation(f"{what} returned {short_repr(found)}")
 
 
-class _Context(ServerContext):
-    """The parts of a server whose requests have bodies as short as their types allow."""
+@dataclass(frozen=True)
+class _Context:
+    """A `ServerContext` whose requests have bodies as short as their types allow."""
+
+    engine: Any
+    version: str = "0"
 
     async def read(self, request: Request, type_: type[StructT]) -> StructT:  # noqa: ARG002
         """Return a body as short as its type allows.

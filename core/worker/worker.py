@@ -50,14 +50,14 @@ from hardpoint.system.memory import (
     out_of_memory,
     release_pinned_memory,
 )
+from hardpoint.system.profiling import Profiling
+from hardpoint.system.rank_store import served_store
 from hardpoint.system.threads import ComputeThreads, crowding
 
 from .block_identity import block_identity
 from .input_batch import InputBatch
 from .model_runner import ModelRunner
 from .padded_trial import decode_bytes, measure, share_of_memory
-from .profiling import Profiling
-from .rank_store import served_store
 from .ranks import Ranks
 
 _log = logging.getLogger("hardpoint")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hardpoint.boundary.parts.frontend_parts import frontend_parts
-from hardpoint.core.config import config_from
 from hardpoint.errors import PluginFaultError, PluginNotFoundError, RequestError
 from hardpoint.plugins import EngineCoreRequest, FrontendHalf, SamplingParams, StepPart
+from hardpoint.registry.configuration import config_from
 from hardpoint.registry.plugin_set import resolve_plugins
 
 DONE = []

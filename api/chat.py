@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from hardpoint.core.frontend.requests.answer_format import CallRules
+from hardpoint.core.frontend.requests.plugin_arguments import CallRules
 from hardpoint.core.frontend.requests.prompts import copied, is_list
 from hardpoint.errors import shown
 from hardpoint.plugins import RequestError, Tokenizer

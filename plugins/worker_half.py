@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from .kv_cache import KVCacheGroup
 from .kv_connector import BlockIdentity
 from .manifest import Source
 from .part_components import ComponentFactory
@@ -26,7 +25,6 @@ __all__ = [
     "KVBlocks",
     "LoadedModel",
     "PackedInputs",
-    "StepAttention",
     "StepModel",
     "StepRows",
     "WorkerHalf",
@@ -51,20 +49,6 @@ class StepModel(Protocol):
         """
 
 
-class StepAttention(Protocol):
-    """A worker's attention backend, whose results are checked.
-
-    Attributes:
-        source: names it in messages.
-        pads: see `AttentionBackend.pads`.
-        groups: KV cache groups of the model's layers.
-    """
-
-    source: Source
-    pads: bool
-    groups: tuple[KVCacheGroup, ...]
-
-
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
     """The model of a worker, with what computes it.
@@ -73,7 +57,9 @@ class LoadedModel:
         model: model whose weights are loaded.
         ops: operations of its layers.
         ops_source: names them in messages.
-        attention: attention of its layers.
+        attention_source: names the attention of its layers in messages.
+        pads: whether it runs steps with padding, see `AttentionBackend.pads`.
+        num_groups: number of KV cache groups of the layers.
         unreplayable: those of operations, model and attention whose own classes do not state
             `replayable`: what they do must not be recorded.
         max_model_len: tokens of a request, at most.
@@ -84,7 +70,9 @@ class LoadedModel:
     model: StepModel
     ops: Ops
     ops_source: Source
-    attention: StepAttention
+    attention_source: Source
+    pads: bool
+    num_groups: int
     unreplayable: Sequence[Source]
     max_model_len: int
     decode_bytes: Callable[[int], int]

@@ -11,7 +11,7 @@ from hardpoint.boundary.errors import close_named
 from hardpoint.boundary.guard import UNWATCHED, checked
 from hardpoint.errors import HardpointError, PluginFaultError, RequestError, shown
 from hardpoint.plugins import EngineConfig, EngineCoreRequest, ReasoningMarkers, StepPart
-from hardpoint.plugins.frontend_half import FrontendHalf, FrontendHalfContext
+from hardpoint.plugins.frontend_half import FrontendHalf, FrontendHalfContext, ToolCalls
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.step_part import StepPartContext
 from hardpoint.registry.blame import describe, faults_as, raise_unless_fault
@@ -48,6 +48,7 @@ class FrontendParts:
     ) -> None:
         """Call the halves; `components` is of their contexts."""
         self._halves, self._components = halves, components
+        self._calling = [half for half in halves if half.overrides("prepare_calls")]
         self._preparing = [half for half in halves if half.overrides("prepare")]
         self._validating = [half for half in halves if half.overrides("validate")]
         self._record: Record = _record_nowhere
@@ -74,6 +75,20 @@ class FrontendParts:
                 raise
             except BaseException as cause:
                 raise self._refusal(half, "prepare", request, cause) from cause
+
+    def prepare_calls(self, request: EngineCoreRequest, calls: ToolCalls) -> None:
+        """Complete a request that has tools by each half.
+
+        Raises:
+            RequestError: one refuses it, or failed.
+        """
+        for half in self._calling:
+            try:
+                half.half.prepare_calls(request, calls)
+            except RequestError:
+                raise
+            except BaseException as cause:
+                raise self._refusal(half, "prepare_calls", request, cause) from cause
 
     def reads_answer(self, request: EngineCoreRequest) -> bool:
         """Return whether a half validates the answer of a request.

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from hardpoint.boundary.activity import Activity, PluginCalls
-from hardpoint.boundary.checked_model import is_replayable
 from hardpoint.boundary.errors import close_all
 from hardpoint.boundary.parts.components import Components, describe_fault
 from hardpoint.boundary.parts.worker_parts import WorkerParts, open_halves
@@ -40,7 +39,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.parallel import Communicator, CommunicatorContext
 from hardpoint.plugins.stats import PluginMeter
-from hardpoint.plugins.worker_half import KVBlocks, LoadedModel, WorkerHalfContext
+from hardpoint.plugins.worker_half import KVBlocks, WorkerHalfContext
 from hardpoint.registry.blame import close_if_failed, describe
 from hardpoint.system.memory import (
     MemoryEstimate,
@@ -56,8 +55,8 @@ from hardpoint.system.threads import ComputeThreads, crowding
 
 from .block_identity import block_identity
 from .input_batch import InputBatch
+from .loaded_model import loaded_model, measure, share_of_memory
 from .model_runner import ModelRunner
-from .padded_trial import decode_bytes, measure, share_of_memory
 from .ranks import Ranks
 
 _log = logging.getLogger("hardpoint")
@@ -192,7 +191,7 @@ class LocalWorker:
             components=Components(spec.plugins, functools.partial(PluginCalls, self._activity)),
             describe_fault=describe_fault,
             host_memory=lambda: memory_limit(torch.device("cpu")).available,
-            loaded=_loaded_model(spec, planned, ops),
+            loaded=loaded_model(spec, planned, ops),
         )
         samples = self._ranks.is_output
         parts = open_halves(spec.plugins, spec.config, context, self._activity, samples=samples)
@@ -463,27 +462,6 @@ class LocalWorker:
         if self._runner is None:
             raise RuntimeError("the worker has no model: it was not loaded, was closed, or sleeps")
         return self._runner
-
-
-def _loaded_model(spec: WorkerSpec, planned: PlannedModel, ops: Ops) -> LoadedModel:
-    """Return the model as step parts get it."""
-    model, attention = planned.checked, planned.attention
-    place = spec.device, spec.max_model_len, spec.config.kv_cache.block_size
-    ops_source = spec.plugins.one("ops").source
-    replayable = (
-        (ops_source, is_replayable(ops)),
-        (model.source, model.is_replayable),
-        (attention.source, attention.is_replayable),
-    )
-    return LoadedModel(
-        model=model,
-        ops=ops,
-        ops_source=ops_source,
-        attention=attention,
-        unreplayable=[source for source, is_declared in replayable if not is_declared],
-        max_model_len=spec.max_model_len,
-        decode_bytes=functools.partial(decode_bytes, model, attention, *place),
-    )
 
 
 def _unsupported(plan: SchedulerOutput, *, drafts: bool) -> list[str]:

@@ -52,15 +52,15 @@ class RecordedSteps(StepPart):
             return None
         if sizes:
             return DecodeGraphs(context, loaded, sizes, config.kv_cache.block_size)
-        return None if loaded.attention.pads else RepeatedSteps(loaded.model, loaded.ops)
+        return None if loaded.pads else RepeatedSteps(loaded.model, loaded.ops)
 
 
 def _lack(loaded: LoadedModel, *, has_sizes: bool) -> str | None:
     """Return the reason that keeps steps from being recorded; None if nothing does."""
     if loaded.unreplayable:
         return f"{loaded.unreplayable[0]} does not state replayable = True"
-    if has_sizes and not loaded.attention.pads:
-        return f"{loaded.attention.source} does not state pads = True"
+    if has_sizes and not loaded.pads:
+        return f"{loaded.attention_source} does not state pads = True"
     return None
 
 

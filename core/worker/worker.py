@@ -13,7 +13,7 @@ import torch
 from hardpoint.boundary.activity import Activity, PluginCalls
 from hardpoint.boundary.errors import close_all
 from hardpoint.boundary.parts.components import Components, describe_fault
-from hardpoint.boundary.parts.worker_parts import WorkerParts, open_halves
+from hardpoint.boundary.parts.worker_parts import WorkerParts, open_worker_parts
 from hardpoint.core.weights.planned_model import (
     PlannedModel,
     load_weights,
@@ -194,7 +194,9 @@ class LocalWorker:
             loaded=loaded_model(spec, planned, ops),
         )
         samples = self._ranks.is_output
-        parts = open_halves(spec.plugins, spec.config, context, self._activity, samples=samples)
+        parts = open_worker_parts(
+            spec.plugins, spec.config, context, self._activity, samples=samples
+        )
         with contextlib.ExitStack() as undo:
             close_if_failed(undo, parts.close)
             parts.check_hooks(planned.checked, self._ranks.parallel)

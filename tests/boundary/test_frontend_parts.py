@@ -176,7 +176,7 @@ def test_a_fault_of_a_component_that_a_half_asks_names_the_component():
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
-        (NoHalf, r"its frontend_half\(\) returned 'half', expected a FrontendHalf or None"),
+        (NoHalf, r"its frontend_half\(\) gave 'half', expected a FrontendHalf or None"),
         (CannotStart, r"its frontend_half\(\) failed: OSError: no such file"),
     ],
 )

@@ -46,8 +46,8 @@ class ToolCalls:
         required: names of the tools, one of which has to be called; None requires no call.
         strict: names of the tools whose arguments have to fit their schemas.
         parallel: whether there may be several calls.
-        prefix: text between the end of the reasoning and the answer.
-        markers: what encloses the reasoning.
+        prefix: returns the text between the end of the reasoning and the answer.
+        markers: returns the markers of the reasoning; a parser is asked, which may fail.
     """
 
     parser: OutputParser
@@ -55,8 +55,8 @@ class ToolCalls:
     required: Sequence[str] | None
     strict: Collection[str]
     parallel: bool
-    prefix: str
-    markers: ReasoningMarkers
+    prefix: Callable[[], str]
+    markers: Callable[[], ReasoningMarkers]
 
 
 class FrontendHalf:

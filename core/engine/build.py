@@ -15,6 +15,7 @@ import msgspec
 
 from hardpoint.boundary.activity import Activity
 from hardpoint.boundary.errors import close_all
+from hardpoint.boundary.event_fanout import KVEventFanout
 from hardpoint.boundary.faults import CALL_LOST, StepFaults, create_all
 from hardpoint.boundary.parts.components import Components, GatesAsGrammars, describe_fault
 from hardpoint.boundary.parts.engine_parts import EngineParts, open_parts
@@ -26,7 +27,6 @@ from hardpoint.core.kv_cache import (
     block_needs,
     size_cache,
 )
-from hardpoint.core.kv_cache.event_fanout import KVEventFanout
 from hardpoint.core.weights.shares import check_shares
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.errors import PluginContractError, PluginFaultError, shown

@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 
 from hardpoint.boundary.activity import Activity
+from hardpoint.boundary.event_fanout import KVEventFanout
 from hardpoint.boundary.faults import StepFaults
 from hardpoint.boundary.guard import checked
 from hardpoint.boundary.parts.engine_parts import EngineParts
 from hardpoint.boundary.step_check import ResultCheck, no_result, plan_defect, result_of
 from hardpoint.core.kv_cache import BlockManager
-from hardpoint.core.kv_cache.event_fanout import KVEventFanout
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import (
     EngineConfig,

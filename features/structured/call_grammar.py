@@ -51,7 +51,7 @@ def constrain_calls(
     lenient = schemas.keys().isdisjoint(calls.strict)
     text = None
     if is_free and asked is not None:
-        text = _text_format(asked, calls.prefix)
+        text = _text_format(asked, calls.prefix())
         if asked.json is not None and not asked.lenient:
             lenient = False
             # Of tools that are not strict, no more is asked than without the form of the text.
@@ -76,7 +76,7 @@ def constrain_calls(
         backend=None if asked is None else asked.backend,
     )
     request.params = msgspec.structs.replace(request.params, structured=structured)
-    request.reasoning_markers = msgspec.structs.replace(calls.markers, content_prefix=())
+    request.reasoning_markers = msgspec.structs.replace(calls.markers(), content_prefix=())
 
 
 def _schemas(names: Iterable[str], calls: ToolCalls) -> dict[str, Mapping[str, Any]]:

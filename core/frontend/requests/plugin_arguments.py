@@ -239,8 +239,8 @@ class PluginArguments:
                     required=rules.required,
                     strict=rules.strict,
                     parallel=rules.parallel,
-                    prefix=parsers.content_prefix,
-                    markers=of_reasoning.markers(),
+                    prefix=lambda: parsers.content_prefix,
+                    markers=of_reasoning.markers,
                 )
                 self._parts.prepare_calls(request, given_calls)
             if markers is not None:

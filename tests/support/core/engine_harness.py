@@ -9,6 +9,7 @@ import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 
+from hardpoint.boundary.event_fanout import KVEventFanout
 from hardpoint.boundary.faults import StepFaults
 from hardpoint.boundary.parts.bound_half import BoundPart
 from hardpoint.boundary.parts.engine_parts import EngineParts
@@ -19,7 +20,6 @@ from hardpoint.core.engine.step import EngineCoreParts
 from hardpoint.core.engine_process.loop import EngineLoop, LoopOptions, LoopQueues, Prepared
 from hardpoint.core.engine_process.sender import ClientSendQueues
 from hardpoint.core.kv_cache import BlockManager
-from hardpoint.core.kv_cache.event_fanout import KVEventFanout
 from hardpoint.plugins import (
     EngineCoreRequest,
     ModelRunnerOutput,

@@ -1,4 +1,4 @@
-"""Files of tensors, which processes map; whoever reads one knows that it is whole.
+"""Files of tensors, which processes map; a file that is read is known to be whole.
 
 A file has a prefix, a JSON header and the tensors, each at a whole page; those that are the same
 memory, as a packed table that is embedding and head, are there once:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import torch
 
+from hardpoint.boundary.activity import Activity, PluginCalls
 from hardpoint.boundary.checked_attention import CheckedAttention
 from hardpoint.boundary.checked_model import CheckedModel, is_replayable
+from hardpoint.boundary.parts.components import Components, describe_fault
+from hardpoint.boundary.parts.worker_parts import WorkerParts, open_worker_parts
 from hardpoint.boundary.trial_steps import PaddedTrial, decode_bytes, trial_bytes
 from hardpoint.core.weights.planned_model import PlannedModel
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.plugins import Ops, WorkerInfo
-from hardpoint.plugins.worker_half import LoadedModel
+from hardpoint.plugins.worker_half import LoadedModel, WorkerHalfContext
+from hardpoint.registry.blame import close_if_failed
 from hardpoint.system.memory import MemoryEstimate, MemoryLimit, cache_share, memory_limit
 
 from .ranks import Ranks
@@ -68,7 +73,36 @@ def measure(
     return WorkerInfo(bytes_per_block, available, share, windows=windows)
 
 
-def loaded_model(spec: WorkerSpec, planned: PlannedModel, ops: Ops) -> LoadedModel:
+def open_parts(
+    spec: WorkerSpec, planned: PlannedModel, ops: Ops, ranks: Ranks, activity: Activity
+) -> WorkerParts:
+    """Build the worker halves of the step parts.
+
+    Raises:
+        PluginError: one cannot be built, or changes layers that the model does not let it
+            change; all are closed.
+    """
+    context = WorkerHalfContext(
+        device=spec.device,
+        rank=spec.rank,
+        world_size=spec.config.parallel.world_size,
+        vocab_size=spec.model_config.vocab_size,
+        hidden_size=planned.model.hidden_size,
+        components=Components(spec.plugins, functools.partial(PluginCalls, activity)),
+        describe_fault=describe_fault,
+        host_memory=lambda: memory_limit(torch.device("cpu")).available,
+        loaded=_loaded_model(spec, planned, ops),
+    )
+    samples = ranks.is_output
+    parts = open_worker_parts(spec.plugins, spec.config, context, activity, samples=samples)
+    with contextlib.ExitStack() as undo:
+        close_if_failed(undo, parts.close)
+        parts.check_hooks(planned.checked, ranks.parallel)
+        undo.pop_all()
+    return parts
+
+
+def _loaded_model(spec: WorkerSpec, planned: PlannedModel, ops: Ops) -> LoadedModel:
     """Return the model as step parts get it."""
     model, attention = planned.checked, planned.attention
     place = spec.device, spec.max_model_len, spec.config.kv_cache.block_size

@@ -12,7 +12,6 @@ from typing import Any, Literal, Unpack
 import msgspec
 
 from hardpoint.core.build import build_async_engine
-from hardpoint.core.config import config_from
 from hardpoint.core.engine.utility_calls import AsyncControlCalls
 from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.requests.prompts import Prompt
@@ -29,6 +28,7 @@ from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.request_options import ChatOptions, ChatRequestOptions, RequestOptions
 from hardpoint.plugins.server import InstalledExtension, ServerContext
 from hardpoint.plugins.stats import Health
+from hardpoint.registry.configuration import config_from
 from hardpoint.registry.discovery import InstalledPlugin
 from hardpoint.registry.references import handed_over
 

@@ -11,12 +11,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from hardpoint.core.frontend.requests.answer_format import CallRules
+from hardpoint.core.frontend.requests.plugin_arguments import CallRules
 from hardpoint.core.frontend.requests.prompts import copied, is_list
 from hardpoint.errors import shown
 from hardpoint.plugins import RequestError, Tokenizer
 from hardpoint.plugins.request_options import ChatOptions
-from hardpoint.plugins.structured import check_schema
+from hardpoint.typed.schema_check import check_schema
 
 from . import typed
 from .user_text import UserText

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hardpoint.core.config import default_config_type, load_config
 from hardpoint.core.weights.model_files import ALIASES, find_files
 from hardpoint.errors import PluginConflictError, PluginContractError, PluginFaultError
 from hardpoint.plugins import Command, CommandContext, EngineConfig, HardpointError, ModelError
@@ -22,6 +21,7 @@ from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.server import AsyncGenerator
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.catalog import Catalog
+from hardpoint.registry.configuration import default_config_type, load_config
 from hardpoint.registry.discovery import discover, installed_version
 from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.loading import check_component, import_object

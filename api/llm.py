@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import Any, NoReturn, Unpack
 
 from hardpoint.core.build import build_engine
-from hardpoint.core.config import config_from
 from hardpoint.core.engine.utility_calls import SyncControlCalls
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
@@ -27,6 +26,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.request_options import ChatOptions, ChatRequestOptions, RequestOptions
 from hardpoint.plugins.stats import Health
+from hardpoint.registry.configuration import config_from
 from hardpoint.registry.discovery import InstalledPlugin
 from hardpoint.registry.references import handed_over
 

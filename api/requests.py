@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 
 from hardpoint.boundary.errors import engine_dead, error_of
-from hardpoint.core.client.engine_lock import EngineLock
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.core.frontend.requests.prompts import copied, is_list
@@ -24,6 +23,7 @@ from hardpoint.plugins import (
     RequestOutputKind,
     SamplingParams,
 )
+from hardpoint.system.engine_lock import EngineLock
 
 __all__ = [
     "OpenCalls",

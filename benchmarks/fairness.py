@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from hardpoint.core.build import build_engine
-from hardpoint.core.config import config_from
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.plugins import RequestOutputKind, SamplingParams
+from hardpoint.registry.configuration import config_from
 
 BIG_PER_SMALL = 10
 

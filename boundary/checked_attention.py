@@ -9,11 +9,10 @@ import torch
 
 from hardpoint.errors import ConfigError, ModelError, PluginFaultError
 from hardpoint.plugins import AttentionBackend, AttentionStep, KVSpec, Wrapper
-from hardpoint.plugins.component import is_replayable
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.model import Attend
 
-from .checked_model import wrong_result
+from .checked_model import is_replayable, wrong_result
 from .guard import checked
 from .layer_groups import LayerGroups
 

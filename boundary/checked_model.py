@@ -19,7 +19,7 @@ from hardpoint.plugins import (
     WeightLoader,
     Wrapper,
 )
-from hardpoint.plugins.component import is_replayable
+from hardpoint.plugins.component import Component
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.model import CUTS, is_shape
 from hardpoint.plugins.parallel import Cut
@@ -27,6 +27,11 @@ from hardpoint.plugins.quantization import QuantizedWeight
 from hardpoint.system.memory import is_out_of_memory
 
 from .guard import PASSING, Boundary, checked
+
+
+def is_replayable(component: Component) -> bool:
+    """Return whether a component's own class declares that its operations can be repeated."""
+    return "replayable" in vars(type(component)) and bool(getattr(component, "replayable", False))
 
 
 class CheckedModel:

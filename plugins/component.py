@@ -11,7 +11,7 @@ from hardpoint import typed
 
 from .manifest import Source
 
-__all__ = ["Component", "Context", "Progress", "is_replayable"]
+__all__ = ["Component", "Context", "Progress"]
 
 Progress = Callable[[str, int, int], None]
 """Progress callback `(what, done, total)` of long work; `done == total` ends it."""
@@ -100,8 +100,3 @@ class Component(ABC):
 
     def close(self) -> None:  # noqa: B027 - optional on purpose
         """Release resources; called once, when the process closes."""
-
-
-def is_replayable(component: Component) -> bool:
-    """Return whether a component's own class declares that its operations can be repeated."""
-    return "replayable" in vars(type(component)) and bool(getattr(component, "replayable", False))

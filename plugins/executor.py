@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 
@@ -23,11 +23,10 @@ from .component import Component, Context, Progress
 from .config import EngineConfig
 from .config_tables import ParallelConfig
 from .parallel import Placement
-from .plan import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
+from .plan import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from .stats import PluginMeter
 
 __all__ = [
-    "MAX_CONCURRENT_BATCHES",
     "Executor",
     "ExecutorContext",
     "Worker",
@@ -37,16 +36,13 @@ __all__ = [
     "open_worker",
 ]
 
-MAX_CONCURRENT_BATCHES = 7
-"""The most that `Executor.max_concurrent_batches` may be."""
-
 
 def max_step_tokens(config: EngineConfig) -> int:
     """Return the most tokens between those that a request has for certain and a step's last.
 
     They are those of one step, or one of each step under way and the next token.
     """
-    return max(config.scheduler.max_num_batched_tokens, MAX_CONCURRENT_BATCHES + 1)
+    return max(config.scheduler.max_num_batched_tokens, Executor.MAX_CONCURRENT_BATCHES + 1)
 
 
 @dataclass(frozen=True)
@@ -143,13 +139,6 @@ class Worker(Protocol):
         Returns:
             Whether it can be called again at once, since more is left; False if nothing can be done
             now. None: nothing will be until the next `wake_up`, and it need not be called.
-        """
-
-    def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """Return the drafts of the last step, once; None if it made none.
-
-        Raises:
-            NotImplementedError: the worker makes no drafts.
         """
 
     def set_max_model_len(self, max_model_len: int) -> None:
@@ -319,6 +308,9 @@ class ExecutorContext(Context["Executor"]):
 class Executor(Component):
     """Starts the workers and sends them the plan of each step."""
 
+    MAX_CONCURRENT_BATCHES: ClassVar[int] = 7
+    """The most that `max_concurrent_batches` of any executor may be."""
+
     context: ExecutorContext
 
     @property
@@ -358,7 +350,7 @@ class Executor(Component):
         one, or has too many, ends with an error that names the executor.
 
         Args:
-            plan: plan of that `execute_model` call. In a pipeline, drafts may replace NO_DRAFT.
+            plan: plan of that `execute_model` call.
             bitmask: tokens that grammars allow; None if no request of the step has a grammar.
         """
 
@@ -378,16 +370,6 @@ class Executor(Component):
             HardpointError: `Worker` has no such method.
             TimeoutError: the workers did not answer in time.
         """
-
-    def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """Return the drafts of the last step, once; None if it made none.
-
-        Called only where speculation is on.
-
-        Raises:
-            NotImplementedError: the executor makes no drafts, which is the default.
-        """
-        raise NotImplementedError(f"the executor {self.name!r} makes no drafts")
 
     def on_failure(self, callback: Callable[[BaseException], None]) -> None:
         """Register a callback for the loss of workers; it may run in any thread.

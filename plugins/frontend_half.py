@@ -6,16 +6,18 @@ and the classes of components that the engine drives.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .behaviour import PIECE, returns
 from .grammars import Vocabulary
 from .markers import ReasoningMarkers
+from .output_parser import OutputParser
 from .part_components import ComponentFactory
 from .requests import EngineCoreRequest
 
-__all__ = ["FrontendHalf", "FrontendHalfContext"]
+__all__ = ["FrontendHalf", "FrontendHalfContext", "ToolCalls"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +36,42 @@ class FrontendHalfContext:
     vocab_size: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class ToolCalls:
+    """The calls of tools that a request may have.
+
+    Attributes:
+        parser: finds the calls in the output, and has the format that they are written in.
+        tools: JSON schemas of arguments, by the name of the tool.
+        required: names of the tools, one of which has to be called; None requires no call.
+        strict: names of the tools whose arguments have to fit their schemas.
+        parallel: whether there may be several calls.
+        prefix: returns the text between the end of the reasoning and the answer.
+        markers: returns the markers of the reasoning; a parser is asked, which may fail.
+    """
+
+    parser: OutputParser
+    tools: Mapping[str, Mapping[str, Any]]
+    required: Sequence[str] | None
+    strict: Collection[str]
+    parallel: bool
+    prefix: Callable[[], str]
+    markers: Callable[[], ReasoningMarkers]
+
+
 class FrontendHalf:
     """The half of a step part in the frontend; called by one thread at a time.
 
     Every method is optional, and should be fast: other requests wait. A fault ends the request that
     it is about, whatever the `fault_scope` of the part.
     """
+
+    def prepare_calls(self, request: EngineCoreRequest, calls: ToolCalls) -> None:
+        """Complete a new request that has tools; called before `prepare`.
+
+        Raises:
+            RequestError: it is refused.
+        """
 
     def prepare(self, request: EngineCoreRequest, reasoning: ReasoningMarkers | None) -> None:
         """Check a new request, and complete it before the engine gets it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Protocol
@@ -18,7 +18,7 @@ from .structured import StructuredFormat, StructuredOutputs
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["GrammarBackend", "GrammarContext", "GrammarState", "Vocabulary", "allow_tokens"]
+__all__ = ["GrammarBackend", "GrammarContext", "GrammarState", "Vocabulary"]
 
 
 class Vocabulary(msgspec.Struct, frozen=True, dict=True):
@@ -66,18 +66,6 @@ def _split(part: str | int, name: str, token: int) -> list[str | int]:
     return pieces
 
 
-def allow_tokens(row: np.ndarray, token_ids: Iterable[int]) -> None:
-    """Set the bits of tokens in a row of a bitmask.
-
-    Args:
-        row: int32 [ceil(vocab_size / 32)].
-        token_ids: below `vocab_size`.
-    """
-    bits = row.view("uint32")
-    for token in token_ids:
-        bits[token // 32] |= 1 << token % 32
-
-
 @dataclass(frozen=True, kw_only=True)
 class GrammarContext(Context["GrammarBackend"]):
     """Context of a grammar backend.
@@ -109,7 +97,7 @@ class GrammarState(Protocol):
 
         Args:
             row: int32 [ceil(vocab_size / 32)], all zero; token t is bit t % 32 of row[t // 32].
-                `allow_tokens` sets bits.
+                `hardpoint.toolkit.bitmasks.allow_tokens` sets bits.
 
         Raises:
             ValueError: the grammar cannot go on, for a reason that the request's error gives.

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from .parallel import join
 
@@ -15,14 +15,10 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "OUTER_COLUMNS",
     "AffineCodes",
     "DenseMatrix",
     "QuantizedMatrix",
 ]
-
-OUTER_COLUMNS = 256
-"""Columns that share an outer scale of `AffineCodes`."""
 
 _AT_ONCE = 1 << 16
 
@@ -110,6 +106,9 @@ class AffineCodes(QuantizedMatrix):
             holds; None are the codes themselves. Codes of 8 bits have none.
     """
 
+    OUTER_COLUMNS: ClassVar[int] = 256
+    """Columns that share an outer scale."""
+
     codes: torch.Tensor
     bits: int
     group: int
@@ -153,7 +152,7 @@ class AffineCodes(QuantizedMatrix):
     def alignment(self) -> int:
         """Columns at whose multiples the matrix can be cut."""
         has_outer = self.outer_scales is not None or self.outer_offsets is not None
-        return math.lcm(self.group, OUTER_COLUMNS) if has_outer else self.group
+        return math.lcm(self.group, self.OUTER_COLUMNS) if has_outer else self.group
 
     def rows(self, start: int, stop: int) -> AffineCodes:
         """Return some rows."""
@@ -242,9 +241,9 @@ class AffineCodes(QuantizedMatrix):
         """Return factors of some rows in float32, and the columns that each is for."""
         if outer is None:
             return factors.float(), self.group
-        per = math.gcd(self.group, OUTER_COLUMNS)
+        per = math.gcd(self.group, self.OUTER_COLUMNS)
         factors = factors.float().repeat_interleave(self.group // per, 1)
-        outer = outer[rows].float().repeat_interleave(OUTER_COLUMNS // per, 1)
+        outer = outer[rows].float().repeat_interleave(self.OUTER_COLUMNS // per, 1)
         count = -(-self.shape[1] // per)
         return factors[:, :count] * outer[:, :count], per
 
@@ -259,8 +258,8 @@ class AffineCodes(QuantizedMatrix):
             codes=change(self.codes, 1),
             scales=change(self.scales, self.group),
             offsets=changed(self.offsets, self.group),
-            outer_scales=changed(self.outer_scales, OUTER_COLUMNS),
-            outer_offsets=changed(self.outer_offsets, OUTER_COLUMNS),
+            outer_scales=changed(self.outer_scales, self.OUTER_COLUMNS),
+            outer_offsets=changed(self.outer_offsets, self.OUTER_COLUMNS),
         )
 
 
@@ -280,7 +279,7 @@ def _check_codes(matrix: AffineCodes) -> None:
     if matrix.codes.dim() != 2:
         raise ValueError(f"AffineCodes.codes: expected [rows, columns], got {_of(matrix.codes)}")
     rows, columns = matrix.shape
-    groups, outer = (-(-columns // per) for per in (group, OUTER_COLUMNS))
+    groups, outer = (-(-columns // per) for per in (group, matrix.OUTER_COLUMNS))
     floats, bytes_ = (torch.float16, torch.float32), (torch.int8, torch.uint8)
     codes = torch.int8 if bits == 8 else torch.uint8
     tensors: list[tuple[str, tuple[torch.dtype, ...], tuple[int, ...]]] = [

@@ -15,6 +15,7 @@ from typing import Any
 
 _CONTRACT = "hardpoint.plugins"
 _EARLIER = "hardpoint.registry.adapters.contract_1"
+_REPLAYABLE = "hardpoint.boundary.checked_model"
 _SERVER = "hardpoint.builtin_plugins.server.config"
 _ERRORS = (
     "EngineClosedError",
@@ -64,7 +65,18 @@ MOVED_NAMES = {
         "PluginUse": "hardpoint.plugins.config_tables",
         "Origins": "hardpoint.plugins.config:ConfigSources",
     },
-    "server": dict.fromkeys(("ServerConfig", "ServerLimits"), _SERVER),
+    "component": {"is_replayable": _REPLAYABLE},
+    "grammars": {"allow_tokens": "hardpoint.toolkit.bitmasks"},
+    "request": {"RequestView": "hardpoint.core.engine.policy"},
+    "structured": {"check_schema": "hardpoint.typed.schema_check"},
+    "server": {
+        **dict.fromkeys(("ServerConfig", "ServerLimits"), _SERVER),
+        **dict.fromkeys(("Receive", "Scope", "Send"), "starlette.types"),
+        "App": "starlette.types:ASGIApp",
+        "Controls": f"{_CONTRACT}.server:AsyncGenerator",
+    },
+    "plan": {"NO_DRAFT": f"{_CONTRACT}.plan:SchedulerOutput.NO_DRAFT"},
+    "quantization": {"OUTER_COLUMNS": f"{_CONTRACT}.quantization:AffineCodes.OUTER_COLUMNS"},
     "model": {
         "AttentionBackend": "hardpoint.plugins.attention",
         "AttentionContext": "hardpoint.plugins.attention",
@@ -77,11 +89,11 @@ MOVED_NAMES = {
         "ServerConfig": _SERVER,
         **dict.fromkeys(_ERRORS, "hardpoint.errors"),
         **dict.fromkeys(("Component", "Context", "Progress"), "hardpoint.plugins.component"),
-        "is_replayable": "hardpoint.plugins.component",
+        "is_replayable": _REPLAYABLE,
         **dict.fromkeys(("KVCacheGroup", "KVCacheManager", "KVEvent"), f"{_CONTRACT}.kv_cache"),
         "KVConnectorScheduler": "hardpoint.plugins.kv_connector",
         **dict.fromkeys(("Grammars", "SchedulerLimits"), "hardpoint.plugins.scheduler"),
-        **dict.fromkeys(("NO_DRAFT", "DraftTokenIds"), "hardpoint.plugins.plan"),
+        "NO_DRAFT": f"{_CONTRACT}.plan:SchedulerOutput.NO_DRAFT",
         "Worker": "hardpoint.plugins.executor",
         **dict.fromkeys(
             ("FinishedRequest", "PluginMeter", "RequestMetrics", "StepFault"),
@@ -101,6 +113,7 @@ MOVED_NAMES = {
     },
     "logits": {"PrepareContext": "hardpoint.plugins.arguments"},
     "executor": {
+        "MAX_CONCURRENT_BATCHES": f"{_CONTRACT}.executor:Executor.MAX_CONCURRENT_BATCHES",
         "are_out_of_step": "hardpoint.toolkit.workers.joining",
         "failed_rank": "hardpoint.toolkit.workers.joining",
         "first_error_or": "hardpoint.toolkit.workers.joining",
@@ -112,12 +125,13 @@ MOVED_NAMES = {
 }
 """By module of `hardpoint.plugins`, "" for itself: names that left it, and their modules now.
 
-After a colon, the name that it has there.
+After a colon, the name that it has there; that of a class's attribute has a dot.
 """
 
 EARLIER = {
-    "": ("CachedBlock", "ReasoningContext", "ReasoningParser"),
+    "": ("CachedBlock", "DraftTokenIds", "ReasoningContext", "ReasoningParser"),
     "kv_cache": ("CachedBlock",),
+    "plan": ("DraftTokenIds",),
 }
 """By module as above: names of contracts that are still accepted, which give no warning here.
 
@@ -179,14 +193,17 @@ def _forwarded(old: str, name: str, targets: tuple[str, ...]) -> Any:
     """
     for target in targets:
         path, _, renamed = target.partition(":")
-        module, new = importlib.import_module(path), renamed or name
-        if hasattr(module, new):
+        owner, _, new = (renamed or name).rpartition(".")
+        module = importlib.import_module(path)
+        holder = getattr(module, owner) if owner else module
+        if hasattr(holder, new):
             warnings.warn(
-                f"{old}.{name} moved to {path}.{new}; the old path works until hardpoint 0.3",
+                f"{old}.{name} moved to {path}.{renamed or name}; the old path works until "
+                f"hardpoint 0.3",
                 DeprecationWarning,
                 stacklevel=3,
             )
-            return getattr(module, new)
+            return getattr(holder, new)
     raise AttributeError(f"module {old!r} has no attribute {name!r}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -12,9 +12,7 @@ from .kv_cache import BlockIds
 from .requests import EngineCoreRequest, TokenLogprobs
 
 __all__ = [
-    "NO_DRAFT",
     "CachedRequests",
-    "DraftTokenIds",
     "GrammarBitmask",
     "ModelRunnerOutput",
     "NewRequest",
@@ -23,9 +21,6 @@ __all__ = [
     "SampledTokens",
     "SchedulerOutput",
 ]
-
-NO_DRAFT = -1
-"""Placeholder in a plan for a draft that is not known yet, or does not exist; never accepted."""
 
 
 class NewRequest(msgspec.Struct, frozen=True):
@@ -94,8 +89,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
         num_scheduled_tokens: per request id, at least 1.
         total_num_scheduled_tokens: their sum.
         draft_token_ids: per request id, drafts to verify; part of its scheduled tokens. NO_DRAFT
-            reserves places for drafts of a step that still runs; the engine fills them in, and
-            the plan comes back to the scheduler with them.
+            stands for one that does not exist.
         encoder_inputs: per request id, indices of the features to encode in this step.
         freed_encoder_inputs: identifiers whose embeddings a worker drops, before it encodes;
             each is sent once, also to workers that never had it.
@@ -111,6 +105,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
             name; the engine fills it in.
         num_common_prefix_blocks: set by schedulers of contract 1 only; nothing reads it.
     """
+
+    NO_DRAFT: ClassVar[int] = -1
+    """Placeholder for a draft that does not exist; never accepted."""
 
     step: int = 0
     new_requests: Sequence[NewRequest] = ()
@@ -135,25 +132,6 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
         return computed | {
             new.source.request_id: new.num_computed_tokens for new in self.new_requests
         }
-
-
-class DraftTokenIds(msgspec.Struct, frozen=True):
-    """Draft tokens of a speculator, to be verified by a later step.
-
-    Attributes:
-        draft_token_ids: one list per request id.
-    """
-
-    request_ids: list[str]
-    draft_token_ids: list[list[int]]
-
-    def by_request(self) -> dict[str, list[int]]:
-        """Return the drafts by request id.
-
-        Raises:
-            ValueError: the numbers of lists and ids differ.
-        """
-        return dict(zip(self.request_ids, self.draft_token_ids, strict=True))
 
 
 class GrammarBitmask(msgspec.Struct, frozen=True):

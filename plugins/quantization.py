@@ -11,10 +11,9 @@ from .component import Component, Context
 
 if TYPE_CHECKING:
     import torch
-from .matrices import OUTER_COLUMNS, AffineCodes, DenseMatrix, QuantizedMatrix
+from .matrices import AffineCodes, DenseMatrix, QuantizedMatrix
 
 __all__ = [
-    "OUTER_COLUMNS",
     "AffineCodes",
     "DenseMatrix",
     "Quantization",

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from enum import Enum
-from operator import attrgetter
-from typing import Any, Generic, NoReturn
+from typing import Generic
 
-from hardpoint.typed.read_only import ReadOnlyList, read_only
+from hardpoint.typed.read_only import ReadOnlyList
 
 from .params import SamplingParams
 from .requests import EngineCoreEvent, EngineCoreRequest
 from .type_variables import ArgumentsT_co
 
-__all__ = ["Request", "RequestStatus", "RequestView"]
+__all__ = ["Request", "RequestStatus"]
 
 
 class RequestStatus(Enum):
@@ -103,7 +102,7 @@ class Request(Generic[ArgumentsT_co]):
         self.num_overtaken = 0
         self.events: list[EngineCoreEvent] = []
         self.arguments: ArgumentsT_co = None  # type: ignore[assignment]
-        self.view: RequestView | None = None
+        self.view: Request | None = None
 
     @property
     def params(self) -> SamplingParams:
@@ -141,67 +140,3 @@ class Request(Generic[ArgumentsT_co]):
             f"<Request {self.request_id!r} {self.status.value}: "
             f"{self.num_computed_tokens} of {self.num_tokens} tokens computed>"
         )
-
-
-class RequestView(Request):
-    """A live request as policies see it: always current, and nothing of it can be changed."""
-
-    __slots__ = ("_copies", "_request")
-
-    _copies: dict[str, Any]
-    _request: Request
-
-    def __init__(self, request: Request) -> None:
-        """Show `request`."""
-        object.__setattr__(self, "_request", request)
-        object.__setattr__(self, "_copies", {})
-
-    @property
-    def params(self) -> SamplingParams:
-        """Its sampling parameters."""
-        params: SamplingParams = self._copy("params")
-        return params
-
-    @property
-    def tags(self) -> dict[str, str]:
-        """User-defined labels, such as {"tenant": "acme"}."""
-        tags: dict[str, str] = self._copy("tags")
-        return tags
-
-    def append(self, token: int) -> None:  # noqa: ARG002
-        """Refuse: the scheduler adds tokens."""
-        self._refuse("output_token_ids")
-
-    def token_ids(self, start: int, end: int) -> list[int]:
-        """Return the known tokens from position `start` up to `end`, of prompt and output."""
-        return self._request.token_ids(start, end)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        self._refuse(name)
-
-    def __delattr__(self, name: str) -> None:
-        self._refuse(name)
-
-    def _copy(self, name: str) -> Any:
-        """Return a read-only copy of an attribute that stays the same for the request's life."""
-        if name not in self._copies:
-            self._copies[name] = read_only(getattr(self._request, name))
-        return self._copies[name]
-
-    def _refuse(self, name: str) -> NoReturn:
-        raise AttributeError(
-            f"{name}: a request is read-only for policies; its scheduler writes it"
-        )
-
-
-def _view_property(name: str) -> property:
-    """Return the property of a view that shows an attribute of its request."""
-    if name == "source":
-        return property(lambda view: view._copy(name))
-    if name in ("draft_token_ids", "events"):  # short lists, mostly empty
-        return property(lambda view: ReadOnlyList(getattr(view._request, name)))
-    return property(attrgetter(f"_request.{name}"))  # as fast as it can be: no Python function
-
-
-for _name in Request.__slots__:
-    setattr(RequestView, _name, _view_property(_name))

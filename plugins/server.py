@@ -7,15 +7,7 @@ routes, middleware, transforms and authenticators through the hook `server_exten
 from __future__ import annotations
 
 import collections.abc as c
-from collections.abc import (
-    Awaitable,
-    Callable,
-    Coroutine,
-    Iterable,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, Unpack
 
@@ -37,33 +29,22 @@ from .tokenizer import Tokenizer
 if TYPE_CHECKING:
     from starlette.requests import Request as HTTPRequest
     from starlette.responses import Response
+    from starlette.types import ASGIApp
 
 __all__ = [
-    "App",
     "AsyncGenerator",
     "Authenticator",
-    "BodyReader",
     "Call",
     "Client",
-    "Controls",
     "InstalledExtension",
     "LiveRequest",
     "Middleware",
-    "Receive",
     "Route",
-    "Scope",
-    "Send",
     "ServerContext",
     "ServerExtension",
     "ToolCall",
     "Transform",
 ]
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
-"""An ASGI application."""
 
 T = TypeVar("T")
 StructT = TypeVar("StructT", bound=msgspec.Struct)
@@ -71,56 +52,11 @@ StructT = TypeVar("StructT", bound=msgspec.Struct)
 PauseModeName = Literal["abort", "wait", "keep"]
 
 
-class Controls(Protocol):
-    """The control calls of an engine; `ControlCalls` of the engine documents each."""
+class AsyncGenerator(Protocol):
+    """An open model that generates for the tasks of one event loop; `AsyncLLM` is one.
 
-    async def pause(self, mode: PauseModeName = "abort", *, clear_cache: bool = True) -> None:
-        """Stop generating until `resume`; return once no step is under way."""
-
-    async def resume(self) -> None:
-        """Continue after a pause."""
-
-    async def is_paused(self) -> bool:
-        """Return whether the engine is paused."""
-
-    async def sleep(self, level: int = 1, mode: PauseModeName = "abort") -> None:
-        """Pause, then release memory until `wake_up`."""
-
-    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Reallocate memory that `sleep` released."""
-
-    async def is_sleeping(self) -> bool:
-        """Return whether the engine is asleep."""
-
-    async def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
-        """Clear the prefix cache."""
-
-    async def reset_encoder_cache(self) -> None:
-        """Clear the embeddings of images and the like."""
-
-    async def collective_rpc(
-        self, method: str, timeout: float | None = None, args: Sequence[Any] = ()
-    ) -> list[Any]:
-        """Call a method of every worker; return the results in rank order."""
-
-    async def start_profile(self) -> None:
-        """Start profiling the workers."""
-
-    async def stop_profile(self) -> list[str]:
-        """Stop profiling; return the files that were written."""
-
-    async def plugin_meters(self) -> dict[str, PluginMeter]:
-        """Return the cost of each logits processor, by name."""
-
-    async def scheduler_stats(self) -> SchedulerStats:
-        """Return how many requests run and wait, and the state of the KV cache."""
-
-    async def live_requests(self, external_ids: Sequence[str] | None = None) -> list[LiveRequest]:
-        """Return live completions: all, or those of some requests by the user's ids."""
-
-
-class AsyncGenerator(Controls, Protocol):
-    """An open model that generates for the tasks of one event loop; `AsyncLLM` is one."""
+    `ControlCalls` of the engine documents the control calls, from `pause` on.
+    """
 
     @property
     def config(self) -> EngineConfig:
@@ -207,6 +143,50 @@ class AsyncGenerator(Controls, Protocol):
 
     async def aclose(self) -> None:
         """End the engine; callers that wait for it get EngineClosedError."""
+
+    async def pause(self, mode: PauseModeName = "abort", *, clear_cache: bool = True) -> None:
+        """Stop generating until `resume`; return once no step is under way."""
+
+    async def resume(self) -> None:
+        """Continue after a pause."""
+
+    async def is_paused(self) -> bool:
+        """Return whether the engine is paused."""
+
+    async def sleep(self, level: int = 1, mode: PauseModeName = "abort") -> None:
+        """Pause, then release memory until `wake_up`."""
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Reallocate memory that `sleep` released."""
+
+    async def is_sleeping(self) -> bool:
+        """Return whether the engine is asleep."""
+
+    async def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
+        """Clear the prefix cache."""
+
+    async def reset_encoder_cache(self) -> None:
+        """Clear the embeddings of images and the like."""
+
+    async def collective_rpc(
+        self, method: str, timeout: float | None = None, args: Sequence[Any] = ()
+    ) -> list[Any]:
+        """Call a method of every worker; return the results in rank order."""
+
+    async def start_profile(self) -> None:
+        """Start profiling the workers."""
+
+    async def stop_profile(self) -> list[str]:
+        """Stop profiling; return the files that were written."""
+
+    async def plugin_meters(self) -> dict[str, PluginMeter]:
+        """Return the cost of each logits processor, by name."""
+
+    async def scheduler_stats(self) -> SchedulerStats:
+        """Return how many requests run and wait, and the state of the KV cache."""
+
+    async def live_requests(self, external_ids: Sequence[str] | None = None) -> list[LiveRequest]:
+        """Return live completions: all, or those of some requests by the user's ids."""
 
 
 class Client(Strict):
@@ -295,7 +275,7 @@ class Middleware:
         before, after: names of plugins whose middleware runs inside of it, or around it.
     """
 
-    wrap: Callable[[App], App]
+    wrap: Callable[[ASGIApp], ASGIApp]
     before: Sequence[str] = ()
     after: Sequence[str] = ()
 
@@ -359,35 +339,16 @@ class InstalledExtension:
     extension: ServerExtension
 
 
-class BodyReader(Protocol):
-    """Reads and checks the JSON bodies of requests to a server."""
+class ServerContext(Protocol):
+    """The parts of a server that it gives to the plugins that extend it."""
 
-    async def __call__(self, request: HTTPRequest, type_: type[StructT]) -> StructT:
-        """Return the body of a request as a struct."""
+    @property
+    def engine(self) -> AsyncGenerator:
+        """Engine that it serves."""
 
-
-class WorkRunner(Protocol):
-    """Runs the work of a server for a client."""
-
-    async def __call__(self, request: HTTPRequest, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of work that ends when the client goes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerContext:
-    """The parts of a server that it gives to the plugins that extend it.
-
-    Attributes:
-        engine: engine that it serves.
-        version: version of Hardpoint.
-        reader: what `read` calls.
-        runner: what `while_connected` calls.
-    """
-
-    engine: AsyncGenerator
-    version: str
-    reader: BodyReader
-    runner: WorkRunner
+    @property
+    def version(self) -> str:
+        """Version of Hardpoint."""
 
     async def read(self, request: HTTPRequest, type_: type[StructT]) -> StructT:
         """Return the JSON body of a request to a route, checked.
@@ -404,7 +365,6 @@ class ServerContext:
             RequestError: naming the field, its value and what would be right.
             Exception: the body is no JSON, is too long, or stops; the server answers it.
         """
-        return await self.reader(request, type_)
 
     async def while_connected(self, request: HTTPRequest, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of work for a route, which is cancelled when the client goes.
@@ -415,4 +375,3 @@ class ServerContext:
         Raises:
             Exception: raised by the work, or the client is gone, which the server knows.
         """
-        return await self.runner(request, work)

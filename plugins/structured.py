@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from hardpoint.errors import RequestError, reason_of, shown
-from hardpoint.typed import Strict, convert
+from hardpoint.typed import Strict, convert, schema_check
 
 __all__ = [
     "AnyTextFormat",
@@ -32,7 +32,6 @@ __all__ = [
     "TagsWithSeparatorFormat",
     "TokenFormat",
     "TriggeredTagsFormat",
-    "check_schema",
     "walk_formats",
 ]
 
@@ -47,9 +46,6 @@ FORMATS: tuple[StructuredFormat, ...] = (
     "choice",
     "structural_tag",
 )
-
-MAX_DEPTH = 200
-"""Of schemas and tags: what nests deeper is refused, before anything recurses into it."""
 
 MAX_PARTS = 10_000
 """Of a structural tag."""
@@ -181,47 +177,6 @@ class StructuralTag(Strict, tag_field="type", tag="structural_tag"):
     format: Format
 
 
-TypeName = Literal["string", "number", "integer", "boolean", "null", "object", "array"]
-Size = Annotated[int, Meta(ge=0)]
-UNSET = msgspec.UNSET
-
-
-class _Schema(msgspec.Struct, rename={"defs": "$defs", "ref": "$ref", "not_": "not"}):
-    """The keywords of a JSON schema, with types that catch slips of the pen."""
-
-    type: TypeName | list[TypeName] | msgspec.UnsetType = UNSET
-    enum: list[Any] | msgspec.UnsetType = UNSET
-    properties: dict[str, _Schema | bool] | msgspec.UnsetType = UNSET
-    required: list[str] | msgspec.UnsetType = UNSET
-    additionalProperties: _Schema | bool | msgspec.UnsetType = UNSET  # noqa: N815
-    items: _Schema | bool | list[_Schema | bool] | msgspec.UnsetType = UNSET
-    prefixItems: list[_Schema | bool] | msgspec.UnsetType = UNSET  # noqa: N815
-    anyOf: list[_Schema | bool] | msgspec.UnsetType = UNSET  # noqa: N815
-    oneOf: list[_Schema | bool] | msgspec.UnsetType = UNSET  # noqa: N815
-    allOf: list[_Schema | bool] | msgspec.UnsetType = UNSET  # noqa: N815
-    not_: _Schema | bool | msgspec.UnsetType = UNSET
-    defs: dict[str, _Schema | bool] | msgspec.UnsetType = UNSET
-    ref: str | msgspec.UnsetType = UNSET
-    pattern: str | msgspec.UnsetType = UNSET
-    format: str | msgspec.UnsetType = UNSET
-    minimum: float | msgspec.UnsetType = UNSET
-    maximum: float | msgspec.UnsetType = UNSET
-    minLength: Size | float | msgspec.UnsetType = UNSET  # noqa: N815
-    maxLength: Size | float | msgspec.UnsetType = UNSET  # noqa: N815
-    minItems: Size | float | msgspec.UnsetType = UNSET  # noqa: N815
-    maxItems: Size | float | msgspec.UnsetType = UNSET  # noqa: N815
-
-
-def check_schema(schema: Any, path: str) -> None:
-    """Check the keywords of a JSON schema, at any depth.
-
-    Raises:
-        RequestError: a keyword is not what it has to be; names its path.
-    """
-    _check_depth(schema, path)
-    convert(schema, _Schema | bool, path=path, error=RequestError)  # type: ignore[arg-type]
-
-
 class StructuredOutputs(Strict, omit_defaults=True):
     """The form of the answer. One of the first six fields is given.
 
@@ -281,11 +236,11 @@ class StructuredOutputs(Strict, omit_defaults=True):
             fields["json"] = _schema(fields["json"], f"{path}.json")
             if fields["json"] is False:  # which `format` would take for a field that is not given
                 raise RequestError(f"{path}.json: no JSON fits the schema false")
-            check_schema(fields["json"], f"{path}.json")
+            schema_check.check_schema(fields["json"], f"{path}.json")
         tag = fields.get("structural_tag")
         if tag is not None:
             fields["structural_tag"] = _structural_tag(tag, f"{path}.structural_tag")
-        _check_depth(tag, f"{path}.structural_tag")
+        schema_check.check_depth(tag, f"{path}.structural_tag")
         checked = convert(fields, cls, path=path, error=RequestError)
         found = [name for name in FORMATS if getattr(checked, name) not in (None, False)]
         if len(found) != 1:
@@ -361,24 +316,6 @@ def _structural_tag(given: Any, path: str) -> Any:
         "type": "structural_tag",
         "format": {"type": "triggered_tags", "triggers": triggers, "tags": tags},
     }
-
-
-def _check_depth(value: Any, path: str) -> None:
-    """Refuse data that nests too deeply for what recurses into it."""
-    level, depth = [value], 0
-    while level:
-        depth += 1
-        if depth > MAX_DEPTH:
-            raise RequestError(f"{path}: expected at most {MAX_DEPTH} levels, got more")
-        inner: list[Any] = []
-        for item in level:
-            if isinstance(item, Mapping):
-                inner += item.values()
-            elif isinstance(item, list | tuple):
-                inner += item
-            elif isinstance(item, msgspec.Struct):
-                inner += (getattr(item, name) for name in item.__struct_fields__)
-        level = inner
 
 
 def _check_tags(format: Format, path: str) -> None:

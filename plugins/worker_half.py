@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from .kv_cache import KVCacheGroup
 from .kv_connector import BlockIdentity
 from .manifest import Source
 from .part_components import ComponentFactory
@@ -26,7 +25,6 @@ __all__ = [
     "KVBlocks",
     "LoadedModel",
     "PackedInputs",
-    "StepAttention",
     "StepModel",
     "StepRows",
     "WorkerHalf",
@@ -39,11 +37,9 @@ class StepModel(Protocol):
 
     Attributes:
         source: names it in messages.
-        is_replayable: whether its operations may be recorded, see `Model.replayable`.
     """
 
     source: Source
-    is_replayable: bool
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Return hidden states, as `Model.forward`.
@@ -51,22 +47,6 @@ class StepModel(Protocol):
         Raises:
             PluginFaultError: the model returned something else.
         """
-
-
-class StepAttention(Protocol):
-    """A worker's attention backend, whose results are checked.
-
-    Attributes:
-        source: names it in messages.
-        is_replayable: whether its operations may be recorded, see `AttentionBackend.replayable`.
-        pads: see `AttentionBackend.pads`.
-        groups: KV cache groups of the model's layers.
-    """
-
-    source: Source
-    is_replayable: bool
-    pads: bool
-    groups: tuple[KVCacheGroup, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +57,11 @@ class LoadedModel:
         model: model whose weights are loaded.
         ops: operations of its layers.
         ops_source: names them in messages.
-        attention: attention of its layers.
+        attention_source: names the attention of its layers in messages.
+        pads: whether it runs steps with padding, see `AttentionBackend.pads`.
+        num_groups: number of KV cache groups of the layers.
+        unreplayable: those of operations, model and attention whose own classes do not state
+            `replayable`: what they do must not be recorded.
         max_model_len: tokens of a request, at most.
         decode_bytes: returns the bytes that a step of so many sequences with one token each needs
             at once, of the maximum length; measured on a GPU, 0 elsewhere.
@@ -86,7 +70,10 @@ class LoadedModel:
     model: StepModel
     ops: Ops
     ops_source: Source
-    attention: StepAttention
+    attention_source: Source
+    pads: bool
+    num_groups: int
+    unreplayable: Sequence[Source]
     max_model_len: int
     decode_bytes: Callable[[int], int]
 

@@ -27,8 +27,6 @@ from hardpoint.boundary.faults import FaultReporter, StepFaults
 from hardpoint.boundary.parts.components import Components
 from hardpoint.boundary.parts.components import call_declared as call_declared
 from hardpoint.boundary.parts.components import describe_fault as describe_fault
-from hardpoint.core.config import default_config_type
-from hardpoint.core.engine.encoder_cache import EncoderCacheManager
 from hardpoint.core.engine.policy import PolicyArguments
 from hardpoint.core.engine.worker_launch import WorkerProcess
 from hardpoint.core.kv_cache import BlockManager, BlockMetadata, Eviction
@@ -76,6 +74,7 @@ from hardpoint.plugins.part_components import ComponentFactory
 from hardpoint.plugins.quantization import QuantizedWeight
 from hardpoint.registry.adapt import load_component
 from hardpoint.registry.catalog import Catalog
+from hardpoint.registry.configuration import default_config_type
 from hardpoint.registry.discovery import installed_version
 from hardpoint.registry.hooks import HookSet as HookSet
 from hardpoint.registry.kinds import KINDS, Number
@@ -85,6 +84,7 @@ from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 from hardpoint.registry.references import provided_by
 from hardpoint.registry.request_arguments import convert_arguments, prepare_arguments, prepares
 from hardpoint.registry.selection import BACKEND_KINDS
+from hardpoint.toolkit.encoder_cache import EncoderCacheManager
 
 from .scripted import scripted_engine, tokenizer_choice, write_scripted_model
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -11,15 +12,18 @@ from hardpoint.boundary.errors import close_named
 from hardpoint.boundary.faults import StepFaults
 from hardpoint.errors import HardpointError, PluginFaultError, RequestError, shown
 from hardpoint.plugins import (
+    EngineConfig,
     EngineHalf,
     FrontendHalf,
     RequestFault,
     SchedulerOutput,
     StepPart,
+    StepPartContext,
     WorkerHalf,
 )
-from hardpoint.plugins.manifest import Source
-from hardpoint.registry.blame import describe, raise_unless_fault
+from hardpoint.plugins.manifest import PluginEntry, Source
+from hardpoint.registry.blame import close_if_failed, describe, faults_as, raise_unless_fault
+from hardpoint.registry.plugin_set import PluginSet
 
 HalfT = TypeVar("HalfT", FrontendHalf, EngineHalf, WorkerHalf)
 
@@ -41,6 +45,8 @@ class BoundHalf(Generic[HalfT]):
     """
 
     interface: ClassVar[type]
+    maker: ClassVar[str]
+    """Name of the part's method that returns the half."""
 
     def __init__(self, part: StepPart, half: HalfT, calls: PluginCalls) -> None:
         """Call the half by `calls`; the part is closed with it."""
@@ -67,6 +73,64 @@ class BoundHalf(Generic[HalfT]):
             stack.callback(close_named, self.source, self.half.close)
 
 
+BoundT = TypeVar("BoundT", bound=BoundHalf[Any])
+
+
+def open_halves(
+    plugins: PluginSet,
+    entries: Iterable[PluginEntry],
+    config: EngineConfig,
+    context: Any,
+    cls: type[BoundT],
+    bind: Callable[[StepPart, Any, Source], BoundT],
+) -> list[BoundT]:
+    """Build parts and their halves in this process, in their order.
+
+    Args:
+        plugins: the enabled plugins.
+        entries: entries of the parts.
+        config: configuration of the engine, for the parts.
+        context: context of the halves.
+        cls: class that calls a half.
+        bind: returns an object of it, which closes the half and its part.
+
+    Raises:
+        PluginError: one cannot be built; the others are closed.
+    """
+    bound: list[BoundT] = []
+    with ExitStack() as undo:
+        for entry in entries:
+            part: StepPart = plugins.create(entry, StepPartContext, config=config)
+            close = functools.partial(close_named, entry.source, part.close)
+            with ExitStack() as unbound:
+                close_if_failed(unbound, close)
+                half = _made(part, entry.source, context, cls)
+                if half is not None:
+                    bound.append(bind(part, half, entry.source))
+                    close_if_failed(undo, bound[-1].close)
+                unbound.pop_all()
+            if half is None:
+                close()
+        undo.pop_all()
+    return bound
+
+
+def _made(part: StepPart, source: Source, context: Any, cls: type[BoundHalf[Any]]) -> Any:
+    """Return the half of a part; None if it has none.
+
+    Raises:
+        PluginFaultError: it cannot be built, or is of another class.
+    """
+    name = f"{source}: its {cls.maker}()"
+    with faults_as(PluginFaultError, name, passing=(HardpointError,)):
+        half = getattr(part, cls.maker)(context)
+    if half is not None and not isinstance(half, cls.interface):
+        expected = cls.interface.__name__
+        article = "an" if expected[0] in "AEIOU" else "a"
+        raise PluginFaultError(f"{name} gave {shown(half)}, expected {article} {expected} or None")
+    return half
+
+
 class BoundPart(BoundHalf[EngineHalf]):
     """The engine's half of one part, with the requests that use it.
 
@@ -74,7 +138,7 @@ class BoundPart(BoundHalf[EngineHalf]):
         users: ids of live requests that use it.
     """
 
-    interface = EngineHalf
+    interface, maker = EngineHalf, "engine_half"
 
     def __init__(
         self, part: StepPart, half: EngineHalf, source: Source, faults: StepFaults
@@ -140,7 +204,7 @@ def call_for(part: BoundPart, method: str, *args: Any) -> Any:
 class BoundWorkerHalf(BoundHalf[WorkerHalf]):
     """The worker half of one part."""
 
-    interface = WorkerHalf
+    interface, maker = WorkerHalf, "worker_half"
 
     @property
     def is_in_layers(self) -> bool:

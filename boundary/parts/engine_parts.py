@@ -13,15 +13,14 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.boundary.errors import close_named
 from hardpoint.boundary.faults import StepFaults
 from hardpoint.errors import (
-    HardpointError,
     PluginConflictError,
     PluginFaultError,
     shown,
 )
 from hardpoint.plugins import (
+    EngineConfig,
     EngineCoreRequest,
     GrammarBitmask,
     ModelRunnerOutput,
@@ -30,17 +29,18 @@ from hardpoint.plugins import (
     SchedulerOutput,
     SchedulerStats,
 )
+from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.plan import PartData
-from hardpoint.plugins.step_part import EngineHalf, StepPart
-from hardpoint.registry.blame import close_if_failed, faults_as
+from hardpoint.plugins.step_part import EngineHalf, EngineHalfContext, StepPart
+from hardpoint.registry.blame import faults_as
 from hardpoint.registry.plugin_set import PluginSet
 
-from .bound_half import BoundPart, call_for
+from .bound_half import BoundPart, call_for, open_halves
 from .gates import PartGates, PartTransfers
 from .returns import (
     combined_masks,
     drafts_defect,
-    half_defect,
+    limit_defect,
     mask_defect,
     names_defect,
 )
@@ -391,35 +391,25 @@ class EngineParts:
 
 
 def open_parts(
-    plugins: PluginSet,
-    faults: StepFaults,
-    make: Callable[[Any], tuple[StepPart, EngineHalf | None]],
-    vocab_size: int,
+    plugins: PluginSet, config: EngineConfig, context: EngineHalfContext, faults: StepFaults
 ) -> EngineParts:
     """Build the engine's halves of all enabled parts, in their order.
 
     Args:
         plugins: the enabled plugins.
+        config: configuration of the engine, for the parts.
+        context: context of the halves.
         faults: counts the faults of scope *step*.
-        make: builds the part of an entry and its half; None is a part without one.
-        vocab_size: size of the model's vocabulary.
 
     Raises:
         PluginError: one cannot be built; the others are closed.
     """
-    bound: list[BoundPart] = []
-    with ExitStack() as undo:
-        for entry in plugins.entries("step_parts"):
-            name = f"{entry.source}: its engine_half()"
-            with faults_as(PluginFaultError, name, passing=(HardpointError,)):
-                part, half = make(entry)
-            if half is None:
-                close_named(entry.source, part.close)
-                continue
-            if (defect := half_defect(half)) is not None:
-                close_if_failed(undo, functools.partial(close_named, entry.source, part.close))
-                raise PluginFaultError(f"{entry.source}: its {defect}")
-            bound.append(BoundPart(part, half, entry.source, faults))
-            close_if_failed(undo, bound[-1].close)
-        undo.pop_all()
-    return EngineParts(bound, vocab_size)
+
+    def bind(part: StepPart, half: EngineHalf, source: Source) -> BoundPart:
+        if (defect := limit_defect(half.num_draft_tokens)) is not None:
+            raise PluginFaultError(f"{source}: its {defect}")
+        return BoundPart(part, half, source, faults)
+
+    entries = plugins.entries("step_parts")
+    parts = open_halves(plugins, entries, config, context, BoundPart, bind)
+    return EngineParts(parts, context.vocab_size)

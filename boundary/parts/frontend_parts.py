@@ -7,17 +7,16 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from hardpoint.boundary.activity import PluginCalls
-from hardpoint.boundary.errors import close_named
 from hardpoint.boundary.guard import UNWATCHED, checked
-from hardpoint.errors import HardpointError, PluginFaultError, RequestError, shown
+from hardpoint.errors import PluginFaultError, RequestError
 from hardpoint.plugins import EngineConfig, EngineCoreRequest, ReasoningMarkers, StepPart
-from hardpoint.plugins.frontend_half import FrontendHalf, FrontendHalfContext
+from hardpoint.plugins.frontend_half import FrontendHalf, FrontendHalfContext, ToolCalls
 from hardpoint.plugins.grammars import Vocabulary
-from hardpoint.plugins.step_part import StepPartContext
-from hardpoint.registry.blame import describe, faults_as, raise_unless_fault
+from hardpoint.plugins.manifest import Source
+from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.plugin_set import PluginSet
 
-from .bound_half import BoundHalf
+from .bound_half import BoundHalf, open_halves
 from .components import Components
 
 Record = Callable[[str, str, str], None]
@@ -26,7 +25,7 @@ Record = Callable[[str, str, str], None]
 class BoundFrontendHalf(BoundHalf[FrontendHalf]):
     """The frontend half of one part."""
 
-    interface = FrontendHalf
+    interface, maker = FrontendHalf, "frontend_half"
 
     def fault(self, method: str, cause: BaseException) -> str:
         """Return the message of a fault of the half.
@@ -48,6 +47,7 @@ class FrontendParts:
     ) -> None:
         """Call the halves; `components` is of their contexts."""
         self._halves, self._components = halves, components
+        self._calling = [half for half in halves if half.overrides("prepare_calls")]
         self._preparing = [half for half in halves if half.overrides("prepare")]
         self._validating = [half for half in halves if half.overrides("validate")]
         self._record: Record = _record_nowhere
@@ -74,6 +74,20 @@ class FrontendParts:
                 raise
             except BaseException as cause:
                 raise self._refusal(half, "prepare", request, cause) from cause
+
+    def prepare_calls(self, request: EngineCoreRequest, calls: ToolCalls) -> None:
+        """Complete a request that has tools by each half.
+
+        Raises:
+            RequestError: one refuses it, or failed.
+        """
+        for half in self._calling:
+            try:
+                half.half.prepare_calls(request, calls)
+            except RequestError:
+                raise
+            except BaseException as cause:
+                raise self._refusal(half, "prepare_calls", request, cause) from cause
 
     def reads_answer(self, request: EngineCoreRequest) -> bool:
         """Return whether a half validates the answer of a request.
@@ -150,28 +164,14 @@ def frontend_parts(
     context = FrontendHalfContext(
         components=components, vocabulary=vocabulary, vocab_size=vocab_size
     )
-    bound: list[BoundFrontendHalf] = []
-    with ExitStack() as undo:
-        for entry in plugins.entries("step_parts"):
-            if plugins.target(entry).frontend_half is StepPart.frontend_half:
-                continue
-            part: StepPart = plugins.create(entry, StepPartContext, config=config)
-            try:
-                name = f"{entry.source}: its frontend_half()"
-                with faults_as(PluginFaultError, name, passing=(HardpointError,)):
-                    half = part.frontend_half(context)
-                if half is not None and not isinstance(half, FrontendHalf):
-                    raise PluginFaultError(
-                        f"{name} returned {shown(half)}, expected a FrontendHalf or None"
-                    )
-            except BaseException:
-                close_named(entry.source, part.close)
-                raise
-            if half is None:
-                close_named(entry.source, part.close)
-                continue
-            calls = PluginCalls(UNWATCHED, "step_parts", entry.source)
-            bound.append(BoundFrontendHalf(part, half, calls))
-            undo.callback(bound[-1].close)
-        undo.pop_all()
-    return FrontendParts(bound, components)
+    entries = [
+        entry
+        for entry in plugins.entries("step_parts")
+        if plugins.target(entry).frontend_half is not StepPart.frontend_half
+    ]
+
+    def bind(part: StepPart, half: FrontendHalf, source: Source) -> BoundFrontendHalf:
+        return BoundFrontendHalf(part, half, PluginCalls(UNWATCHED, "step_parts", source))
+
+    halves = open_halves(plugins, entries, config, context, BoundFrontendHalf, bind)
+    return FrontendParts(halves, components)

@@ -13,7 +13,6 @@ import numpy as np
 
 from hardpoint.errors import shown
 from hardpoint.plugins import (
-    EngineHalf,
     GrammarBitmask,
     SchedulerOutput,
     WaitingFor,
@@ -23,11 +22,8 @@ from hardpoint.plugins import (
 MakerT = TypeVar("MakerT")
 
 
-def half_defect(half: Any) -> str | None:
-    """Return the defect of a part's half, as the text after "its "; None if it has none."""
-    if not isinstance(half, EngineHalf):
-        return f"engine_half() gave {shown(half)}, expected an EngineHalf"
-    limit = half.num_draft_tokens
+def limit_defect(limit: Any) -> str | None:
+    """Return the defect of a limit of drafts, as the text after "its "; None if it has none."""
     if not isinstance(limit, int) or limit < 0:
         return f"num_draft_tokens is {shown(limit)}, expected a number of tokens"
     return None

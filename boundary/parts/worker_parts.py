@@ -13,7 +13,6 @@ import torch
 
 from hardpoint.boundary.activity import Activity, PluginCalls
 from hardpoint.boundary.checked_model import CheckedModel
-from hardpoint.boundary.errors import close_named
 from hardpoint.errors import HardpointError, PluginContractError, PluginFaultError, shown
 from hardpoint.plugins import (
     EngineConfig,
@@ -25,7 +24,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.model import Attend, LayerHooks
 from hardpoint.plugins.parallel import Parallel
-from hardpoint.plugins.step_part import StepPart, StepPartContext
+from hardpoint.plugins.step_part import StepPart
 from hardpoint.plugins.worker_half import (
     AllocatedCache,
     Forward,
@@ -35,10 +34,10 @@ from hardpoint.plugins.worker_half import (
     WorkerHalf,
     WorkerHalfContext,
 )
-from hardpoint.registry.blame import close_if_failed, describe, faults_as, raise_unless_fault
+from hardpoint.registry.blame import describe, faults_as, raise_unless_fault
 from hardpoint.registry.plugin_set import PluginSet
 
-from .bound_half import IN_LAYERS, BoundWorkerHalf, form_of
+from .bound_half import IN_LAYERS, BoundWorkerHalf, form_of, open_halves
 
 _HOOKS = {"embedded": "embedded tokens", "linear": "linear layers"}
 """What each hook of a model changes."""
@@ -433,7 +432,7 @@ class WorkerParts:
         self._faults[half.name] = message
 
 
-def open_halves(
+def open_worker_parts(
     plugins: PluginSet,
     config: EngineConfig,
     context: WorkerHalfContext,
@@ -453,35 +452,13 @@ def open_halves(
     Raises:
         PluginError: one cannot be built; the others are closed.
     """
-    bound: list[BoundWorkerHalf] = []
-    with ExitStack() as undo:
-        for entry in plugins.entries("step_parts"):
-            part = plugins.create(entry, StepPartContext, config=config)
-            calls = PluginCalls(activity, "step_parts", entry.source)
-            if (half := _opened_half(part, context, entry.source)) is None:
-                close_named(entry.source, part.close)
-                continue
-            bound.append(BoundWorkerHalf(part, half, calls))
-            close_if_failed(undo, bound[-1].close)
-        undo.pop_all()
-    return WorkerParts(bound, rank=context.rank, samples=samples)
 
+    def bind(part: StepPart, half: WorkerHalf, source: Source) -> BoundWorkerHalf:
+        return BoundWorkerHalf(part, half, PluginCalls(activity, "step_parts", source))
 
-def _opened_half(part: StepPart, context: WorkerHalfContext, source: Source) -> WorkerHalf | None:
-    """Return the worker half of a part; None if it has none.
-
-    Raises:
-        PluginFaultError: it cannot be built; the part is closed.
-    """
-    name = f"{source}: its worker_half()"
-    with ExitStack() as undo:
-        close_if_failed(undo, functools.partial(close_named, source, part.close))
-        with faults_as(PluginFaultError, name, passing=(HardpointError,)):
-            half = part.worker_half(context)
-        if half is not None and not isinstance(half, WorkerHalf):
-            raise PluginFaultError(f"{name} gave {shown(half)}, expected a WorkerHalf or None")
-        undo.pop_all()
-    return half
+    entries = plugins.entries("step_parts")
+    halves = open_halves(plugins, entries, config, context, BoundWorkerHalf, bind)
+    return WorkerParts(halves, rank=context.rank, samples=samples)
 
 
 def _run_model(forward: Callable[[ForwardBatch], torch.Tensor], step: ForwardStep) -> torch.Tensor:

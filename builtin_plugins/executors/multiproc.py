@@ -16,7 +16,6 @@ from hardpoint.plugins import (
     SchedulerOutput,
     WorkerInfo,
 )
-from hardpoint.plugins.executor import MAX_CONCURRENT_BATCHES
 
 from .multiproc_calls import make_sender
 from .multiproc_group import WorkerGroup
@@ -40,7 +39,7 @@ class MultiprocExecutor(Executor):
     @property
     def max_concurrent_batches(self) -> int:
         """One per stage."""
-        return min(self.context.parallel.pipeline, MAX_CONCURRENT_BATCHES)
+        return min(self.context.parallel.pipeline, self.MAX_CONCURRENT_BATCHES)
 
     def start(self) -> list[WorkerInfo]:
         """Start the processes and load the model in all of them."""

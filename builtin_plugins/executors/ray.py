@@ -25,7 +25,6 @@ from hardpoint.plugins import (
     SchedulerOutput,
     WorkerInfo,
 )
-from hardpoint.plugins.executor import MAX_CONCURRENT_BATCHES
 from hardpoint.plugins.parallel import Placement
 from hardpoint.toolkit.workers.calls import decode_result, encode_call
 from hardpoint.toolkit.workers.joining import are_out_of_step, failed_rank, first_error_or
@@ -109,7 +108,7 @@ class RayExecutor(Executor):
     @property
     def max_concurrent_batches(self) -> int:
         """One per stage."""
-        return min(self.context.parallel.pipeline, MAX_CONCURRENT_BATCHES)
+        return min(self.context.parallel.pipeline, self.MAX_CONCURRENT_BATCHES)
 
     @property
     def worker_pids(self) -> list[int]:

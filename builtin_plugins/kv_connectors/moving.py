@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from hardpoint.plugins import ConfigError, KVConnectorContext, KVTierStats
-from hardpoint.plugins.executor import MAX_CONCURRENT_BATCHES
+from hardpoint.plugins import ConfigError, Executor, KVConnectorContext, KVTierStats
 from hardpoint.plugins.kv_connector import (
     FinishedTransfers,
     KVConnectorWorker,
@@ -236,7 +235,7 @@ class StoresWorker(KVConnectorWorker):
             for job in self._in_step:
                 if job.bad_blocks:
                     # What is computed from them is wrong, here and in steps that are planned.
-                    self._distrusted = MAX_CONCURRENT_BATCHES
+                    self._distrusted = Executor.MAX_CONCURRENT_BATCHES
                     self._errors.update(job.bad_blocks)
             self._in_step = []
             for request_id, job in list(self._loads.items()):

@@ -12,11 +12,11 @@ import msgspec
 from hardpoint.plugins import (
     BlockIds,
     EngineCoreRequest,
+    Executor,
     KVConnectorContext,
     Request,
     SchedulerOutput,
 )
-from hardpoint.plugins.executor import MAX_CONCURRENT_BATCHES
 from hardpoint.plugins.kv_connector import (
     KVConnectorScheduler,
     KVSchedulerContext,
@@ -239,7 +239,7 @@ class StoresScheduler(KVConnectorScheduler):
             self._start(new.source.request_id, new.block_ids, new.num_computed_tokens)
         if self._loads_in_next:
             self._loads_in_next.clear()
-            self._unsure_until = plan.step + MAX_CONCURRENT_BATCHES
+            self._unsure_until = plan.step + Executor.MAX_CONCURRENT_BATCHES
         cached = plan.cached_requests
         for request_id, new_blocks in cached.new_block_ids.items():
             if (running := self._running.get(request_id)) is not None and new_blocks:

@@ -7,17 +7,16 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import Request
 
 from hardpoint.plugins import ConfigError
 from hardpoint.plugins.server import (
     AsyncGenerator,
     Authenticator,
-    BodyReader,
     InstalledExtension,
     Middleware,
     Route,
-    ServerContext,
     Transform,
 )
 
@@ -42,6 +41,7 @@ from .streaming import while_connected
 from .timing import without_limit
 
 T = TypeVar("T")
+StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True)
@@ -116,12 +116,7 @@ def assemble(
     _check_root_path(settings.root_path)
     faults = ServerFaults(settings.extension_seconds, engine.config.plugins.slow_seconds)
     service = Service(engine, version, faults)
-    context = ServerContext(
-        engine=engine,
-        version=version,
-        reader=_read_without_limit(service.read_plain),
-        runner=_while_connected_without_limit,
-    )
+    context = _Context(engine=engine, version=version, service=service)
     installed = [*authenticators, *engine.server_extensions(context)]
     service.transforms = Transforms(in_order(installed, Transform), faults)
     page = page_routes() if settings.page else []
@@ -148,19 +143,23 @@ def assemble(
     )
 
 
-def _read_without_limit(read: BodyReader) -> BodyReader:
-    """Return a reader of bodies, which have limits of their own, for routes of plugins."""
+@dataclass(frozen=True, kw_only=True)
+class _Context:
+    """The `ServerContext` of extensions, whose bodies and work have limits of their own."""
 
-    async def reader(request: Request, type_: type[Any]) -> Any:
+    engine: AsyncGenerator
+    version: str
+    service: Service
+
+    async def read(self, request: Request, type_: type[StructT]) -> StructT:
+        """Return the JSON body of a request, checked."""
         with without_limit():
-            return await read(request, type_)
+            return await self.service.read_plain(request, type_)
 
-    return reader
-
-
-async def _while_connected_without_limit(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    with without_limit():
-        return await while_connected(request, work)
+    async def while_connected(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of work that is cancelled when the client goes."""
+        with without_limit():
+            return await while_connected(request, work)
 
 
 def _for_administrators(

@@ -19,6 +19,7 @@ import msgspec
 
 from hardpoint.boundary.activity import Activity
 from hardpoint.boundary.errors import engine_dead
+from hardpoint.boundary.hang_watch import HangWatch
 from hardpoint.core.engine.utility_calls import NO_TIMEOUT
 from hardpoint.core.engine_process.launch import Launch
 from hardpoint.core.engine_process.process import EngineProcess
@@ -32,7 +33,6 @@ from hardpoint.registry.kinds import KINDS, Process
 from hardpoint.system.process.launch import Interpreter, main_objects
 from hardpoint.system.resources import check_descriptors
 
-from .hang_watch import HangWatch
 from .output_queue import OutputQueue
 from .sockets import READER_THREAD, Attempt, EngineSockets
 

@@ -8,12 +8,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
-import msgspec
-
 from hardpoint.boundary.step_check import no_result, result_of
-from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import ModelRunnerOutput, SchedulerOutput
-from hardpoint.plugins.plan import NO_DRAFT, DraftTokenIds
 
 T = TypeVar("T")
 
@@ -60,12 +56,6 @@ class Batch:
         """Start the sampling that was deferred."""
         self.is_deferred = False
         self.sampling = _call(sample, self.plan)
-
-    def fail(self, error: BaseException) -> None:
-        """Set an error as the result of sampling."""
-        self.is_deferred = False
-        self.sampling = Future()
-        self.sampling.set_exception(error)
 
     def result(self, executor: str) -> ModelRunnerOutput:
         """Wait for the result.
@@ -174,27 +164,6 @@ def start_batch(
         else:
             batch.sample(sample)
     return batch
-
-
-def with_drafts(
-    plan: SchedulerOutput, drafts: DraftTokenIds | None, executor: str
-) -> SchedulerOutput:
-    """Return a plan with its draft placeholders filled; those without a draft get NO_DRAFT.
-
-    Raises:
-        PluginFaultError: the executor has no drafts, though the plan is to verify some.
-    """
-    if drafts is None:
-        raise PluginFaultError(
-            f"{executor}: step {plan.step} is to verify drafts of "
-            f"{', '.join(plan.draft_token_ids)}, but its take_draft_token_ids returned None"
-        )
-    known = drafts.by_request()
-    filled = {}
-    for name, placeholders in plan.draft_token_ids.items():
-        found = list(known.get(name, ()))[: len(placeholders)]
-        filled[name] = found + [NO_DRAFT] * (len(placeholders) - len(found))
-    return msgspec.structs.replace(plan, draft_token_ids=filled)
 
 
 def _call(call: Callable[[SchedulerOutput], Future[T]], plan: SchedulerOutput) -> Future[T]:

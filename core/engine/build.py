@@ -15,6 +15,7 @@ import msgspec
 
 from hardpoint.boundary.activity import Activity
 from hardpoint.boundary.errors import close_all
+from hardpoint.boundary.event_fanout import KVEventFanout
 from hardpoint.boundary.faults import CALL_LOST, StepFaults, create_all
 from hardpoint.boundary.parts.components import Components, GatesAsGrammars, describe_fault
 from hardpoint.boundary.parts.engine_parts import EngineParts, open_parts
@@ -26,7 +27,6 @@ from hardpoint.core.kv_cache import (
     block_needs,
     size_cache,
 )
-from hardpoint.core.kv_cache.event_fanout import KVEventFanout
 from hardpoint.core.weights.shares import check_shares
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.errors import PluginContractError, PluginFaultError, shown
@@ -45,12 +45,10 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.config_tables import KVCacheConfig
-from hardpoint.plugins.executor import MAX_CONCURRENT_BATCHES
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.kv_cache import BlockNeeds
-from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.plugins.scheduler import SchedulerLimits
-from hardpoint.plugins.step_part import EngineHalf, EngineHalfContext, StepPart, StepPartContext
+from hardpoint.plugins.step_part import EngineHalfContext
 from hardpoint.registry.blame import close_if_failed
 from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.plugin_set import PluginSet
@@ -214,7 +212,7 @@ def _open_plugins(
         block_hashes=block_hashes,
         publish=kv_events.publish,
     )
-    step_parts = _step_parts(spec, context, faults)
+    step_parts = open_parts(spec.plugins, spec.config, context, faults)
     close_if_failed(undo, step_parts.close)
     opened = _EnginePlugins(policy, kv_events, blocks, eviction, step_parts, block_hashes)
     return opened, dataclasses.replace(spec, num_draft_tokens=step_parts.num_draft_tokens)
@@ -234,17 +232,6 @@ class _BlockHashes:
         """Return the hashes of at least the first blocks of a request."""
         assert self._function is not None, "there is no KV cache yet"
         return self._function(request, num_blocks)
-
-
-def _step_parts(spec: WorkerSpec, context: EngineHalfContext, faults: StepFaults) -> EngineParts:
-    """Build the engine's halves of the step parts."""
-    plugins = spec.plugins
-
-    def make(entry: PluginEntry) -> tuple[StepPart, EngineHalf | None]:
-        part = plugins.create(entry, StepPartContext, config=spec.config)
-        return part, part.engine_half(context)
-
-    return open_parts(plugins, faults, make, spec.model_config.vocab_size)
 
 
 def _eviction_policy(plugins: PluginSet, blocks: BlockMetadata, clock: _Clock) -> EvictionPolicy:
@@ -408,10 +395,10 @@ def _without_cache(spec: WorkerSpec) -> EngineConfig:
 
 def _check_depth(executor: Executor) -> None:
     depth = executor.max_concurrent_batches
-    if not 1 <= depth <= MAX_CONCURRENT_BATCHES:
+    if not 1 <= depth <= Executor.MAX_CONCURRENT_BATCHES:
         raise PluginContractError(
             f"executor {executor.name!r}: max_concurrent_batches: expected 1 to "
-            f"{MAX_CONCURRENT_BATCHES}, got {depth}"
+            f"{Executor.MAX_CONCURRENT_BATCHES}, got {depth}"
         )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from operator import attrgetter
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -22,13 +23,13 @@ from hardpoint.plugins import (
     PrepareContext,
     Request,
     RequestError,
+    SamplingParams,
     Scheduler,
     SchedulingPolicy,
 )
 from hardpoint.plugins.arguments import prepared_type
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.manifest import PluginEntry, Source
-from hardpoint.plugins.request import RequestView
 from hardpoint.registry.blame import close_if_failed, faults_as, raise_unless_fault
 from hardpoint.registry.kinds import KINDS
 from hardpoint.registry.plugin_set import PluginSet
@@ -65,7 +66,7 @@ def guarded_policy(
         arguments: convert the arguments of its requests; without them, requests have none.
     """
 
-    def view(request: Request) -> RequestView:
+    def view(request: Request) -> Request:
         """Return the view of a request, always the same, since policies compare identities."""
         shown_as = request.view
         if shown_as is None:
@@ -74,7 +75,7 @@ def guarded_policy(
             shown_as = request.view = RequestView(request)
         return shown_as
 
-    def views(running: Sequence[Request]) -> tuple[RequestView, ...]:
+    def views(running: Sequence[Request]) -> tuple[Request, ...]:
         return tuple(map(view, running))
 
     guarded = guard(policy, _KIND, report, calls, {"request": view, "running": views})
@@ -87,6 +88,70 @@ def guarded_policy(
 
     vars(guarded)["group_key"] = key_of_group
     return guarded
+
+
+class RequestView(Request):
+    """A live request as policies see it: always current, and nothing of it can be changed."""
+
+    __slots__ = ("_copies", "_request")
+
+    _copies: dict[str, Any]
+    _request: Request
+
+    def __init__(self, request: Request) -> None:
+        """Show `request`."""
+        object.__setattr__(self, "_request", request)
+        object.__setattr__(self, "_copies", {})
+
+    @property
+    def params(self) -> SamplingParams:
+        """Its sampling parameters."""
+        params: SamplingParams = self._copy("params")
+        return params
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """User-defined labels, such as {"tenant": "acme"}."""
+        tags: dict[str, str] = self._copy("tags")
+        return tags
+
+    def append(self, token: int) -> None:  # noqa: ARG002
+        """Refuse: the scheduler adds tokens."""
+        self._refuse("output_token_ids")
+
+    def token_ids(self, start: int, end: int) -> list[int]:
+        """Return the known tokens from position `start` up to `end`, of prompt and output."""
+        return self._request.token_ids(start, end)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        self._refuse(name)
+
+    def __delattr__(self, name: str) -> None:
+        self._refuse(name)
+
+    def _copy(self, name: str) -> Any:
+        """Return a read-only copy of an attribute that stays the same for the request's life."""
+        if name not in self._copies:
+            self._copies[name] = read_only(getattr(self._request, name))
+        return self._copies[name]
+
+    def _refuse(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"{name}: a request is read-only for policies; its scheduler writes it"
+        )
+
+
+def _view_property(name: str) -> property:
+    """Return the property of a view that shows an attribute of its request."""
+    if name == "source":
+        return property(lambda view: view._copy(name))
+    if name in ("draft_token_ids", "events"):  # short lists, mostly empty
+        return property(lambda view: ReadOnlyList(getattr(view._request, name)))
+    return property(attrgetter(f"_request.{name}"))  # as fast as it can be: no Python function
+
+
+for _name in Request.__slots__:
+    setattr(RequestView, _name, _view_property(_name))
 
 
 class PolicyArguments:
@@ -288,7 +353,7 @@ def _restore(
     request: Request,
     plugin_args: dict[str, dict[str, Any]],
     arguments: Any,
-    view: RequestView | None,
+    view: Request | None,
 ) -> None:
     request.source.plugin_args, request.arguments, request.view = plugin_args, arguments, view
 

@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 
 from hardpoint.boundary.activity import Activity
+from hardpoint.boundary.event_fanout import KVEventFanout
 from hardpoint.boundary.faults import StepFaults
 from hardpoint.boundary.guard import checked
 from hardpoint.boundary.parts.engine_parts import EngineParts
 from hardpoint.boundary.step_check import ResultCheck, no_result, plan_defect, result_of
 from hardpoint.core.kv_cache import BlockManager
-from hardpoint.core.kv_cache.event_fanout import KVEventFanout
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import (
     EngineConfig,
@@ -30,12 +30,12 @@ from hardpoint.plugins import (
     SchedulerOutput,
 )
 from hardpoint.plugins.component import Component
-from hardpoint.plugins.plan import NO_DRAFT, SampledTokens
+from hardpoint.plugins.plan import SampledTokens
 from hardpoint.plugins.stats import SchedulerStats
 from hardpoint.registry.blame import is_fault, raise_unless_fault
 from hardpoint.system.plugin_settings import READ, changed
 
-from .batch_queue import Batch, BatchQueue, start_batch, with_drafts
+from .batch_queue import Batch, BatchQueue, start_batch
 from .parts_start import PartsStart
 from .policy import PolicySlot
 from .step_log import StepLog, log_failure
@@ -220,15 +220,7 @@ class StepRunner:
         batch = self._batches.deferred
         if batch is None or self._waits(batch.plan):
             return
-        try:
-            if any(NO_DRAFT in drafts for drafts in batch.plan.draft_token_ids.values()):
-                batch.plan = with_drafts(
-                    batch.plan, self._executor.take_draft_token_ids(), self._parts.executor_label
-                )
-        except BaseException as error:  # raised when it is this batch's turn
-            batch.fail(error)
-        else:
-            batch.sample(self._sample)
+        batch.sample(self._sample)
 
     def _execute(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput | None]:
         if self._parts.step_log is not None:
@@ -301,15 +293,8 @@ class StepRunner:
         if self._parts.step_log is not None:
             self._parts.step_log.ends(plan)
         if executed and self._takes_drafts:
-            self._hand_on_drafts(plan)
-        return self._with_stats(outputs), executed
-
-    def _hand_on_drafts(self, plan: SchedulerOutput) -> None:
-        """Pass the drafts of the step parts to the scheduler, or those of the executor."""
-        if self._step_parts.num_draft_tokens:
             self._scheduler.update_drafts(self._step_parts.drafts(plan))
-        elif (drafts := self._executor.take_draft_token_ids()) is not None:
-            self._scheduler.update_drafts(drafts.by_request())
+        return self._with_stats(outputs), executed
 
     def _step_failed(self, plan: SchedulerOutput | None, error: BaseException) -> None:
         """Log a failed step, and return its plan to the scheduler as lost.

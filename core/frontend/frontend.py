@@ -79,7 +79,6 @@ class Frontend:
             parts.tokenizer,
             parts.parsers,
             parts.step_parts,
-            config.grammar.use,
         )
         self.input = InputProcessor(
             parts.model_config,

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 from hardpoint.boundary.errors import attribute_error, engine_dead
-from hardpoint.core.client.engine_lock import EngineLock, locked
 from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.errors import (
     EngineClosedError,
@@ -30,6 +29,7 @@ from hardpoint.plugins.config_tables import Seconds
 from hardpoint.plugins.manifest import Manifest
 from hardpoint.plugins.stats import Health, StepFault
 from hardpoint.registry.blame import is_fault, raise_unless_fault
+from hardpoint.system.engine_lock import EngineLock, locked
 from hardpoint.typed import convert
 
 from .engine_parts import EngineParts

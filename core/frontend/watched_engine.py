@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 from hardpoint.boundary.activity import PluginCall
 from hardpoint.boundary.errors import attribute_error, engine_dead
-from hardpoint.core.client.engine_lock import OwnerProcess
 from hardpoint.core.client.event_loop import EventLoopBridge, Item
 from hardpoint.core.client.process_client import ProcessClient
 from hardpoint.errors import EngineClosedError, EngineDeadError
@@ -23,6 +22,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.registry.blame import raise_unless_fault
 from hardpoint.registry.discovery import is_third_party
+from hardpoint.system.engine_lock import OwnerProcess
 
 from .engine_parts import EngineParts
 from .frontend import Frontend

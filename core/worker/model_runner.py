@@ -17,7 +17,6 @@ from hardpoint.core.worker.sampling.drafts import DraftStep
 from hardpoint.core.worker.sampling.grammar_mask import GrammarMask
 from hardpoint.core.worker.sampling.logprobs import prompt_logprobs
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
-from hardpoint.core.worker.sampling.transfers import select_rows
 from hardpoint.plugins import (
     EngineCoreRequest,
     ForwardBatch,
@@ -39,6 +38,7 @@ from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.kinds import KINDS, Process
 from hardpoint.registry.request_arguments import argument_key
 from hardpoint.system import torch_state
+from hardpoint.system.transfers import select_rows
 from hardpoint.typed.read_only import ReadOnlyDict, ReadOnlyList, read_only
 
 from .input_batch import InputBatch, StepInput

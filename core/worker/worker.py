@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -12,10 +11,7 @@ import torch
 
 from hardpoint.boundary.activity import Activity, PluginCalls
 from hardpoint.boundary.errors import close_all
-from hardpoint.boundary.parts.components import Components, describe_fault
-from hardpoint.boundary.parts.worker_parts import WorkerParts, open_halves
 from hardpoint.core.weights.planned_model import (
-    PlannedModel,
     load_weights,
     open_attention,
     open_ops,
@@ -32,32 +28,29 @@ from hardpoint.plugins import (
     HardpointError,
     ModelError,
     ModelRunnerOutput,
-    Ops,
     SchedulerOutput,
     WorkerInfo,
 )
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.parallel import Communicator, CommunicatorContext
-from hardpoint.plugins.plan import DraftTokenIds
 from hardpoint.plugins.stats import PluginMeter
-from hardpoint.plugins.worker_half import KVBlocks, LoadedModel, WorkerHalfContext
-from hardpoint.registry.blame import close_if_failed, describe
+from hardpoint.plugins.worker_half import KVBlocks
+from hardpoint.registry.blame import describe
 from hardpoint.system.memory import (
     MemoryEstimate,
     MovedWeights,
     is_out_of_memory,
-    memory_limit,
     out_of_memory,
     release_pinned_memory,
 )
+from hardpoint.system.profiling import Profiling
+from hardpoint.system.rank_store import served_store
 from hardpoint.system.threads import ComputeThreads, crowding
 
 from .block_identity import block_identity
 from .input_batch import InputBatch
+from .loaded_model import measure, open_parts, share_of_memory
 from .model_runner import ModelRunner
-from .padded_trial import decode_bytes, measure, share_of_memory
-from .profiling import Profiling
-from .rank_store import served_store
 from .ranks import Ranks
 
 _log = logging.getLogger("hardpoint")
@@ -165,7 +158,7 @@ class LocalWorker:
             {entry.name: cls for entry, cls in spec.plugins.logits_processors()},
             spec.device,
         )
-        parts = self._open_parts(spec, planned, ops)
+        parts = open_parts(spec, planned, ops, ranks, self._activity)
         self._runner.use_parts(parts)
         ranks.wait_for_all()
         self._estimate = self._estimate.with_parts(parts.memory())
@@ -175,32 +168,6 @@ class LocalWorker:
         ):  # level 1 could not move them
             info = dataclasses.replace(info, sleep_levels=(2,))
         return dataclasses.replace(info, idle_method="idle" if parts.work_when_idle else None)
-
-    def _open_parts(self, spec: WorkerSpec, planned: PlannedModel, ops: Ops) -> WorkerParts:
-        """Build the worker halves of the step parts.
-
-        Raises:
-            PluginError: one cannot be built, or changes layers that the model does not let it
-                change; all are closed.
-        """
-        context = WorkerHalfContext(
-            device=spec.device,
-            rank=spec.rank,
-            world_size=spec.config.parallel.world_size,
-            vocab_size=spec.model_config.vocab_size,
-            hidden_size=planned.model.hidden_size,
-            components=Components(spec.plugins, functools.partial(PluginCalls, self._activity)),
-            describe_fault=describe_fault,
-            host_memory=lambda: memory_limit(torch.device("cpu")).available,
-            loaded=_loaded_model(spec, planned, ops),
-        )
-        samples = self._ranks.is_output
-        parts = open_halves(spec.plugins, spec.config, context, self._activity, samples=samples)
-        with contextlib.ExitStack() as undo:
-            close_if_failed(undo, parts.close)
-            parts.check_hooks(planned.checked, self._ranks.parallel)
-            undo.pop_all()
-        return parts
 
     def _meet(self, spec: WorkerSpec) -> None:
         """Meet the other ranks."""
@@ -337,10 +304,6 @@ class LocalWorker:
         self._use_device()
         return self._runner.parts.idle()
 
-    def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """Refuse: this worker has no speculator."""
-        raise NotImplementedError("the worker makes no drafts")
-
     def plugin_meters(self) -> dict[str, PluginMeter]:
         """Return the time and the faults of each logits processor so far, by name."""
         return {} if self._runner is None else self._runner.plugin_meters()
@@ -467,20 +430,6 @@ class LocalWorker:
         if self._runner is None:
             raise RuntimeError("the worker has no model: it was not loaded, was closed, or sleeps")
         return self._runner
-
-
-def _loaded_model(spec: WorkerSpec, planned: PlannedModel, ops: Ops) -> LoadedModel:
-    """Return the model as step parts get it."""
-    model, attention = planned.checked, planned.attention
-    place = spec.device, spec.max_model_len, spec.config.kv_cache.block_size
-    return LoadedModel(
-        model=model,
-        ops=ops,
-        ops_source=spec.plugins.one("ops").source,
-        attention=attention,
-        max_model_len=spec.max_model_len,
-        decode_bytes=functools.partial(decode_bytes, model, attention, *place),
-    )
 
 
 def _unsupported(plan: SchedulerOutput, *, drafts: bool) -> list[str]:

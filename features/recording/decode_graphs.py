@@ -77,13 +77,12 @@ class DecodeGraphs(WorkerHalf):
             sizes: numbers of sequences, ascending.
             block_size: tokens per block.
         """
-        self._names = f"{loaded.model.source}, {loaded.ops_source}, {loaded.attention.source}"
+        self._names = f"{loaded.model.source}, {loaded.ops_source}, {loaded.attention_source}"
         self._model, self._ops = loaded.model, loaded.ops
         self._sizes = tuple(sizes)
         self._device: torch.device = context.device
         self._describe = context.describe_fault
-        groups = len(loaded.attention.groups)
-        shape = DecodeShape(sizes[-1], loaded.max_model_len, block_size, groups)
+        shape = DecodeShape(sizes[-1], loaded.max_model_len, block_size, loaded.num_groups)
         self._memory = functools.partial(_reserve, shape, len(sizes), loaded, self._device)
         self._reserve = 0
         self._checks = _CHECKED_GRAPHS

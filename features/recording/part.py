@@ -9,7 +9,6 @@ from typing import Any
 
 from hardpoint.errors import PluginFaultError, shown
 from hardpoint.plugins import StepPart, WorkerHalf
-from hardpoint.plugins.component import is_replayable
 from hardpoint.plugins.worker_half import LoadedModel, WorkerHalfContext
 
 from .decode_graphs import DecodeGraphs
@@ -53,20 +52,15 @@ class RecordedSteps(StepPart):
             return None
         if sizes:
             return DecodeGraphs(context, loaded, sizes, config.kv_cache.block_size)
-        return None if loaded.attention.pads else RepeatedSteps(loaded.model, loaded.ops)
+        return None if loaded.pads else RepeatedSteps(loaded.model, loaded.ops)
 
 
 def _lack(loaded: LoadedModel, *, has_sizes: bool) -> str | None:
     """Return the reason that keeps steps from being recorded; None if nothing does."""
-    for source, states in (
-        (loaded.ops_source, is_replayable(loaded.ops)),
-        (loaded.model.source, loaded.model.is_replayable),
-        (loaded.attention.source, loaded.attention.is_replayable),
-    ):
-        if not states:
-            return f"{source} does not state replayable = True"
-    if has_sizes and not loaded.attention.pads:
-        return f"{loaded.attention.source} does not state pads = True"
+    if loaded.unreplayable:
+        return f"{loaded.unreplayable[0]} does not state replayable = True"
+    if has_sizes and not loaded.pads:
+        return f"{loaded.attention_source} does not state pads = True"
     return None
 
 

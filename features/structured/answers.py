@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from hardpoint.plugins import ReasoningMarkers, ReasoningPosition, ReasoningTracker, Request
-from hardpoint.plugins.grammars import GrammarState, allow_tokens
-from hardpoint.plugins.plan import NO_DRAFT
+from hardpoint.plugins.grammars import GrammarState
+from hardpoint.plugins.plan import SchedulerOutput
+from hardpoint.toolkit.bitmasks import allow_tokens
 
 
 class _Text:
@@ -115,7 +116,7 @@ class Answer:
         self._fill(rows[0])
         try:
             for index, token in enumerate(drafts, 1):
-                if token == NO_DRAFT or not _is_allowed(rows[index - 1], token):
+                if token == SchedulerOutput.NO_DRAFT or not _is_allowed(rows[index - 1], token):
                     rows[index:] = -1
                     break
                 if token in self._ends:  # the output ends there

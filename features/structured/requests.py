@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import msgspec
 
@@ -14,7 +15,9 @@ from hardpoint.plugins import (
     ReasoningMarkers,
 )
 from hardpoint.plugins.config_tables import GrammarConfig
-from hardpoint.plugins.frontend_half import FrontendHalfContext
+from hardpoint.plugins.frontend_half import FrontendHalfContext, ToolCalls
+
+from .call_grammar import constrain_calls
 
 _CANNOT = "the answer cannot be validated"
 
@@ -76,6 +79,19 @@ class StructuredRequests(FrontendHalf):
                 f"structured: it needs a token that ends the output, but {why}, and "
                 f"stop_token_ids is empty"
             )
+
+    def prepare_calls(self, request: EngineCoreRequest, calls: ToolCalls) -> None:
+        """Fill in the grammar of a request whose calls have to keep to one.
+
+        Raises:
+            RequestError: the parser of calls gives no such grammar.
+        """
+        constrain_calls(request, calls, self._takes_tags)
+
+    def _takes_tags(self, backend: str | None) -> bool:
+        """Return whether a grammar backend, None is the usual one, takes structural tags."""
+        found = self._components.find("grammars", backend or self._config.use)
+        return found is not None and "structural_tag" in cast(type[GrammarBackend], found).formats
 
     def _formats(self, name: str) -> Sequence[str]:
         """Return the formats that a backend compiles.

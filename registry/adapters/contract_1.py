@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from hardpoint.plugins.requests import EngineCoreRequest
     from hardpoint.plugins.scheduler import SchedulerContext
 
-__all__ = ["CachedBlock", "ReasoningContext", "ReasoningParser"]
+__all__ = ["CachedBlock", "DraftTokenIds", "ReasoningContext", "ReasoningParser"]
 
 _FOR = 1
 """The contract whose components are adapted."""
@@ -58,6 +58,17 @@ class CachedBlock(msgspec.Struct, frozen=True, gc=False):
 
     block_id: int
     depth: int
+
+
+class DraftTokenIds(msgspec.Struct, frozen=True):
+    """Draft tokens of an executor, which step parts draft now; nothing reads them.
+
+    Attributes:
+        draft_token_ids: one list per request id.
+    """
+
+    request_ids: list[str]
+    draft_token_ids: list[list[int]]
 
 
 class ReasoningParser(OutputParser):

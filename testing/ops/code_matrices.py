@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hardpoint.plugins.quantization import OUTER_COLUMNS, AffineCodes
+from hardpoint.plugins.quantization import AffineCodes
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class CodesKind:
         """Return a random matrix."""
         low, high = (-127, 128) if self.bits == 8 else (0, 1 << self.bits)
         codes = torch.randint(low, high, (rows, columns), generator=generator)
-        groups, outer = (-(-columns // per) for per in (self.group, OUTER_COLUMNS))
+        groups, outer = (-(-columns // per) for per in (self.group, AffineCodes.OUTER_COLUMNS))
         fields: dict[str, Any] = {}
         for name, stays_away in (("scales", 0.1), ("offsets", 0.0)):
             if name == "offsets" and not self.has_offsets:

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
@@ -14,14 +15,12 @@ from msgspec import inspect as types
 from hardpoint import typed
 from hardpoint.plugins import EngineConfig, HardpointError, RequestError
 from hardpoint.plugins.server import (
-    App,
     Authenticator,
     Call,
     Client,
     InstalledExtension,
     Middleware,
     Route,
-    ServerContext,
     Transform,
 )
 from hardpoint.testing.engine_access import HookSet, load_tokenizer
@@ -30,8 +29,10 @@ from hardpoint.toolkit.http_heads import fault_of_head, fault_of_refusal
 
 if TYPE_CHECKING:
     from starlette.requests import Request
+    from starlette.types import ASGIApp
 
 T = TypeVar("T")
+StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 EXTENSIONS = Rule(
     "extensions: server_extensions returns what a server takes, the same each time",
@@ -140,8 +141,7 @@ def check_extensions(hooks: HookSet, config: EngineConfig) -> None:
 
 
 def _installed(hooks: HookSet, config: EngineConfig) -> list[InstalledExtension]:
-    engine: Any = _Engine(config)
-    context = ServerContext(engine=engine, version="0", reader=_read, runner=_connected)
+    context = _Context(_Engine(config))
     try:
         return hooks.server_extensions(context)
     except HardpointError as error:
@@ -204,7 +204,7 @@ def _check_refusal(refusal: Exception) -> None:
             raise MIDDLEWARE.violation(wrong)
 
 
-def _inside(status: int, calls: list[str]) -> App:
+def _inside(status: int, calls: list[str]) -> ASGIApp:
     async def app(scope: Any, receive: Any, send: Any) -> None:  # noqa: ARG001
         calls.append(scope["path"])
         await send({"type": "http.response.start", "status": status, "headers": []})
@@ -214,7 +214,7 @@ def _inside(status: int, calls: list[str]) -> App:
     return app
 
 
-async def _ask(app: App, method: str, sent: list[dict[str, Any]]) -> None:
+async def _ask(app: ASGIApp, method: str, sent: list[dict[str, Any]]) -> None:
     scope = _scope(method, "/v1/chat/completions")
     messages = [{"type": "http.request", "body": b"{}", "more_body": False}]
 
@@ -270,18 +270,24 @@ def _check_authenticator(authenticator: Authenticator) -> None:
             raise AUTHENTICATOR.violation(f"{what} returned {short_repr(found)}")
 
 
-async def _read(request: Request, type_: type[T]) -> T:  # noqa: ARG001 - as the server's
-    """Return a body as short as its type allows.
+@dataclass(frozen=True)
+class _Context:
+    """A `ServerContext` whose requests have bodies as short as their types allow."""
 
-    Raises:
-        RequestError: the type wants more than that.
-    """
-    return typed.convert(_shortest(types.type_info(type_)), type_, path="", error=RequestError)
+    engine: Any
+    version: str = "0"
 
+    async def read(self, request: Request, type_: type[StructT]) -> StructT:  # noqa: ARG002
+        """Return a body as short as its type allows.
 
-async def _connected(request: Request, work: Coroutine[Any, Any, T]) -> T:  # noqa: ARG001
-    """Return the result of work for a client that stays."""
-    return await work
+        Raises:
+            RequestError: the type wants more than that.
+        """
+        return typed.convert(_shortest(types.type_info(type_)), type_, path="", error=RequestError)
+
+    async def while_connected(self, request: Request, work: Coroutine[Any, Any, T]) -> T:  # noqa: ARG002
+        """Return the result of work for a client that stays."""
+        return await work
 
 
 def _check_route(route: Route, seconds: float) -> None:

@@ -257,10 +257,6 @@ class ScriptedWorker:
         with self._called("idle"):
             return None
 
-    def take_draft_token_ids(self) -> None:
-        """Refuse."""
-        raise NotImplementedError("the worker makes no drafts")
-
     def plugin_meters(self) -> dict[str, PluginMeter]:
         """Return none."""
         return {}

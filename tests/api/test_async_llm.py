@@ -23,7 +23,7 @@ from hardpoint import (
     SamplingParams,
 )
 from hardpoint.core.client import event_loop as relay
-from hardpoint.plugins.server import AsyncGenerator, Controls
+from hardpoint.plugins.server import AsyncGenerator
 from hardpoint.testing import write_scripted_model
 
 DELTA, CUMULATIVE = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE
@@ -434,7 +434,7 @@ def main_tool(city: str):
 class TestForServers:
     def test_it_is_what_a_server_needs(self, run):
         async def main(llm):
-            for name in vars(AsyncGenerator) | vars(Controls):
+            for name in vars(AsyncGenerator):
                 assert name.startswith("_") or hasattr(llm, name), name
 
         run(main)

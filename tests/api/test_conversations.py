@@ -10,7 +10,7 @@ import pytest
 
 from hardpoint import LLM, ConfigError, RequestError, SamplingParams
 from hardpoint.chat import Chat, read_messages
-from hardpoint.core.frontend.requests.answer_format import CallRules
+from hardpoint.core.frontend.requests.plugin_arguments import CallRules
 from hardpoint.testing import scripted_config, write_scripted_model
 
 WEATHER = {

@@ -15,7 +15,7 @@ import pytest
 from support.process.harness import run_program
 
 from hardpoint import LLM, AsyncLLM, EngineClosedError, HardpointError, SamplingParams
-from hardpoint.core.client.engine_lock import EngineLock
+from hardpoint.system.engine_lock import EngineLock
 from hardpoint.testing import scripted_config
 
 PATIENCE_S = 60.0

@@ -15,12 +15,12 @@ from hardpoint import model_report
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.cli import main
 from hardpoint.core.build import no_progress
-from hardpoint.core.config import load_config
 from hardpoint.core.engine.prepare import prepare_worker
 from hardpoint.core.weights.planned_model import open_attention, open_ops, plan_model
 from hardpoint.plugins.loader import WeightFormat
 from hardpoint.plugins.parallel import Parallel
 from hardpoint.plugins.quantization import QuantizedWeight
+from hardpoint.registry.configuration import load_config
 from hardpoint.registry.plugin_set import resolve_plugins
 from hardpoint.system.memory import MemoryLimit, memory_limit, trim_memory
 

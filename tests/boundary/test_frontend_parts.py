@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hardpoint.boundary.parts.frontend_parts import frontend_parts
-from hardpoint.core.config import config_from
 from hardpoint.errors import PluginFaultError, PluginNotFoundError, RequestError
 from hardpoint.plugins import EngineCoreRequest, FrontendHalf, SamplingParams, StepPart
+from hardpoint.registry.configuration import config_from
 from hardpoint.registry.plugin_set import resolve_plugins
 
 DONE = []
@@ -176,7 +176,7 @@ def test_a_fault_of_a_component_that_a_half_asks_names_the_component():
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
-        (NoHalf, r"its frontend_half\(\) returned 'half', expected a FrontendHalf or None"),
+        (NoHalf, r"its frontend_half\(\) gave 'half', expected a FrontendHalf or None"),
         (CannotStart, r"its frontend_half\(\) failed: OSError: no such file"),
     ],
 )

@@ -12,10 +12,10 @@ from support.communicator_rank import join
 
 from hardpoint.builtin_plugins.communicators.shared_memory import SharedMemoryCommunicator
 from hardpoint.builtin_plugins.communicators.torch import TorchCommunicator
-from hardpoint.core.worker.rank_store import served_store
 from hardpoint.errors import CommunicationAbortedError
 from hardpoint.plugins import ModelError
 from hardpoint.plugins.parallel import CommunicatorContext, Placement
+from hardpoint.system.rank_store import served_store
 
 
 def store():

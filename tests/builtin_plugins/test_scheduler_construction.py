@@ -6,7 +6,6 @@ import pytest
 from support.builtins.scheduler_harness import Connector, HoldsBack, Simulator, adapter, feature
 
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
-from hardpoint.core.engine.encoder_cache import EncoderCacheManager
 from hardpoint.errors import PluginNotFoundError
 from hardpoint.plugins import (
     ConfigError,
@@ -19,6 +18,7 @@ from hardpoint.plugins.kv_cache import KVCacheGroup
 from hardpoint.plugins.scheduler import SchedulerLimits
 from hardpoint.registry.kinds import KINDS
 from hardpoint.registry.plugin_set import resolve_plugins
+from hardpoint.toolkit.encoder_cache import EncoderCacheManager
 from hardpoint.typed import convert
 
 # Construction and limits

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from support.builtins.scheduler_harness import Priority, Simulator, feature
 
-from hardpoint.core.engine.encoder_cache import EncoderCacheManager
 from hardpoint.plugins import FinishReason, WaitingFor
+from hardpoint.toolkit.encoder_cache import EncoderCacheManager
 
 
 def room(sim):

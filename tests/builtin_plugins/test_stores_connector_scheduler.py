@@ -21,13 +21,13 @@ from hardpoint.builtin_plugins.kv_connectors.stores import StoresOptions
 from hardpoint.plugins import (
     CachedRequests,
     EngineCoreRequest,
+    Executor,
     KVConnectorContext,
     NewRequest,
     RequestError,
     SchedulerOutput,
 )
 from hardpoint.plugins.config_tables import KVConnectorConfig
-from hardpoint.plugins.executor import MAX_CONCURRENT_BATCHES
 from hardpoint.plugins.kv_connector import KVSchedulerContext
 from hardpoint.plugins.request import Request
 from hardpoint.plugins.requests import LoRARequest, MultiModalFeature
@@ -488,7 +488,7 @@ def test_what_is_computed_after_a_load_in_the_step_is_saved_once_that_is_sure():
     b = request("b", range(50, 59))
     engine.allocate(b)
     beside = NewRequest(b.source, (), (engine.blocks["b"],), 0)
-    engine.step = MAX_CONCURRENT_BATCHES
+    engine.step = Executor.MAX_CONCURRENT_BATCHES
     assert engine.jobs(new_requests=[beside], num_scheduled_tokens={"b": 9}) is None
     engine.step += 1
     (save,) = engine.go_on(a, 14, 1)

@@ -9,9 +9,8 @@ import torch
 
 from hardpoint.builtin_plugins.kv_connectors.jobs import Jobs, Load, Save
 from hardpoint.builtin_plugins.kv_connectors.stores import StoresConnector
-from hardpoint.plugins import KVConnectorContext, KVStore, KVStoreContext
+from hardpoint.plugins import Executor, KVConnectorContext, KVStore, KVStoreContext
 from hardpoint.plugins.config_tables import KVConnectorConfig
-from hardpoint.plugins.executor import MAX_CONCURRENT_BATCHES
 from hardpoint.plugins.kv_connector import BlockIdentity, KVWorkerContext
 
 IDENTITY = BlockIdentity(
@@ -93,7 +92,7 @@ def test_blocks_after_a_failed_load_of_the_step_are_not_stored(half):
     assert errors == {1}
     assert unsaved == [b"after"]
     # Nor are those of steps that were planned before that was known.
-    for number in range(MAX_CONCURRENT_BATCHES - 1):
+    for number in range(Executor.MAX_CONCURRENT_BATCHES - 1):
         assert run_step(half, save(number))[1] == [bytes([number])]
     run_step(half, save(7))
     half.close()

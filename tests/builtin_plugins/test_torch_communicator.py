@@ -17,12 +17,12 @@ from support import communicator_rank
 from support.communicator_rank import join
 
 from hardpoint.builtin_plugins.communicators.gloo import GlooGroup
-from hardpoint.core.worker.rank_store import served_store
 from hardpoint.core.worker.ranks import Ranks
 from hardpoint.errors import CommunicationAbortedError, ModelError
 from hardpoint.plugins import HardpointError
 from hardpoint.plugins.config_tables import ParallelConfig
 from hardpoint.plugins.parallel import Placement
+from hardpoint.system.rank_store import served_store
 
 
 def in_ranks(size, function):

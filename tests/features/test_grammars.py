@@ -30,12 +30,12 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.config_tables import GrammarConfig
 from hardpoint.plugins.grammars import Vocabulary
-from hardpoint.plugins.plan import NO_DRAFT
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.testing import ScriptedClock
 
 VOCAB_SIZE = 70
 END = 69
+NO_DRAFT = SchedulerOutput.NO_DRAFT
 EVERYTHING = frozenset(range(96))
 
 

@@ -6,10 +6,10 @@ import pytest
 
 from hardpoint.boundary.parts.frontend_parts import frontend_parts
 from hardpoint.builtin_plugins.grammars.llguidance import LLGuidance
-from hardpoint.core.config import config_from
 from hardpoint.plugins import EngineCoreRequest, SamplingParams
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.structured import StructuredOutputs
+from hardpoint.registry.configuration import config_from
 from hardpoint.registry.plugin_set import resolve_plugins
 
 

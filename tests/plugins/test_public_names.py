@@ -32,6 +32,8 @@ PUBLIC = (
     "hardpoint.plugins.structured",
     "hardpoint.errors",
     "hardpoint.typed",
+    "hardpoint.toolkit.bitmasks",
+    "hardpoint.toolkit.encoder_cache",
     "hardpoint.toolkit.hf_config",
     "hardpoint.toolkit.http_heads",
     "hardpoint.toolkit.layers",

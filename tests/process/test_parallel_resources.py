@@ -16,7 +16,7 @@ from hardpoint.boundary.activity import Activity
 from hardpoint.core.engine.prepare import prepare_worker
 from hardpoint.core.engine.worker_launch import WorkerLauncher
 from hardpoint.core.kv_cache import size_cache
-from hardpoint.core.worker import padded_trial
+from hardpoint.core.worker import loaded_model
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import EngineConfig, WorkerInfo
 from hardpoint.plugins.config import ConfigSources
@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
 
 def cache_bytes(folder, tensor, pipeline, monkeypatch):
     """Load so many ranks in threads, on a host of little memory; return the bytes per rank."""
-    monkeypatch.setattr(padded_trial, "memory_limit", lambda _: MemoryLimit(MEMORY, "the test"))
+    monkeypatch.setattr(loaded_model, "memory_limit", lambda _: MemoryLimit(MEMORY, "the test"))
     extra = {"load": {"use": "dummy"}, "scheduler": {"max_num_seqs": 256}}
     extra |= {"kv_cache": {"num_blocks": None, "memory_fraction": 0.9}}
     settings = parallel_config(tensor, pipeline, model=str(folder), **extra)

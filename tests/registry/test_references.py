@@ -8,10 +8,10 @@ import math
 import pytest
 
 from hardpoint import LLM, ConfigError, SamplingParams
-from hardpoint.core.config import config_from
 from hardpoint.errors import PluginContractError
 from hardpoint.plugins import EngineConfig, LogitsProcessor, Phase, SchedulingPolicy
 from hardpoint.plugins.config_tables import PluginsConfig, PluginUse, SchedulerConfig
+from hardpoint.registry.configuration import config_from
 from hardpoint.registry.references import with_references
 from hardpoint.testing import scripted_config
 

@@ -6,7 +6,6 @@ import re
 
 import msgspec
 
-from hardpoint.core.config import default_config_type
 from hardpoint.plugins import (
     CompletionOutput,
     EngineConfig,
@@ -23,6 +22,7 @@ from hardpoint.plugins.manifest import Manifest, Source
 from hardpoint.plugins.requests import ToolCall
 from hardpoint.plugins.server import InstalledExtension
 from hardpoint.plugins.stats import Health
+from hardpoint.registry.configuration import default_config_type
 from hardpoint.registry.hooks import HookSet
 
 

@@ -3,7 +3,6 @@
 import argparse
 
 from hardpoint.builtin_plugins import commands as builtin_commands
-from hardpoint.core.config import load_config
 from hardpoint.plugins import (
     CommandContext,
     CompletionOutput,
@@ -12,6 +11,7 @@ from hardpoint.plugins import (
     SamplingParams,
 )
 from hardpoint.registry.catalog import Catalog
+from hardpoint.registry.configuration import load_config
 from hardpoint.registry.plugin_set import resolve_plugins
 
 

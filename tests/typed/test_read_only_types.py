@@ -8,8 +8,8 @@ import pickle
 import msgspec
 import pytest
 
+from hardpoint.core.engine.policy import RequestView
 from hardpoint.plugins import EngineCoreRequest, Request, SamplingParams
-from hardpoint.plugins.request import RequestView
 from hardpoint.plugins.stats import IterationStats, PrefixCacheStats, SchedulerStats
 from hardpoint.typed.read_only import ReadOnlyDict, ReadOnlyList, read_only
 

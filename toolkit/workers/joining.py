@@ -36,7 +36,6 @@ _ALONE = frozenset(
         "start_parts",
         "start_profile",
         "stop_profile",
-        "take_draft_token_ids",
     }
 )
 _SETTLE_SECONDS = 0.25  # for the answers of other ranks, once one has failed

@@ -23,8 +23,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.typed.read_only import read_only
 
-from .answer_format import CallRules
-from .plugin_arguments import PluginArguments
+from .plugin_arguments import CallRules, PluginArguments
 from .prompts import (
     Prompt,
     ReadPrompt,

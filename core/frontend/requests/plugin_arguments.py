@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from hardpoint import typed
 from hardpoint.boundary.parts.frontend_parts import FrontendParts
@@ -19,11 +20,11 @@ from hardpoint.plugins import (
     SamplingParams,
     Tokenizer,
 )
+from hardpoint.plugins.frontend_half import ToolCalls
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.registry.request_arguments import prepare_arguments, prepares
 from hardpoint.typed.read_only import ReadOnlyList, read_only
 
-from .answer_format import CallRules, constrain_calls, is_answered_alike
 from .argument_takers import DEFAULTS, LOGITS, ArgumentTaker, Given, processor_taker, takers_of
 from .request_parsers import RequestParsers
 
@@ -45,6 +46,22 @@ _SHAPING_FIELDS = (
 """Fields of SamplingParams that only a logits processor can honour."""
 
 
+class CallRules(typed.Strict):
+    """Which calls of tools a grammar allows.
+
+    Attributes:
+        required: names of the tools, one of which has to be called; None requires no call.
+        strict: names of the tools whose arguments have to fit their schemas, or the request is
+            refused. For others, keywords that the grammar backend cannot enforce are left out.
+        parallel: whether there may be several calls. Where no grammar sees to it, later ones are
+            left out of the output.
+    """
+
+    required: Annotated[list[str], Meta(min_length=1)] | None = None
+    strict: list[str] = []
+    parallel: bool = True
+
+
 class PluginArguments:
     """Gathers, checks and completes each request's arguments for each component."""
 
@@ -56,16 +73,14 @@ class PluginArguments:
         tokenizer: Tokenizer,
         parsers: OutputParsers,
         parts: FrontendParts,
-        grammar: str,
     ) -> None:
         """Load the classes; instances of most live elsewhere.
 
         Args:
             parsers: parsers of requests that give them no arguments.
             parts: frontend halves of step parts, which complete requests.
-            grammar: backend of requests that name none.
         """
-        self._parts, self._grammar = parts, grammar
+        self._parts = parts
         self._parsers = RequestParsers(plugins, tokenizer, vocab_size, parsers)
         self._health = health
         self._vocab_size = vocab_size
@@ -176,7 +191,7 @@ class PluginArguments:
         else:
             parsers = self._parsers.open(request)
         try:
-            if is_answered_alike(request.params, before.params):
+            if _is_answered_alike(request.params, before.params):
                 request.reasoning_markers = before.reasoning_markers
             else:
                 request.reasoning_markers = None
@@ -216,7 +231,18 @@ class PluginArguments:
                         "tools: no parser finds calls in what the model writes; set tools.parser "
                         '("hermes", for example)'
                     )
-                constrain_calls(request, parsers, tools, calls or CallRules(), self._takes_tags)
+                rules = calls or CallRules()
+                of_reasoning = parsers.reasoning or parsers.tools
+                given_calls = ToolCalls(
+                    parser=parsers.tools,
+                    tools=tools,
+                    required=rules.required,
+                    strict=rules.strict,
+                    parallel=rules.parallel,
+                    prefix=lambda: parsers.content_prefix,
+                    markers=of_reasoning.markers,
+                )
+                self._parts.prepare_calls(request, given_calls)
             if markers is not None:
                 request.reasoning_ended = markers.ended(request.prompt_token_ids)
             self._parts.prepare(request, markers)
@@ -225,11 +251,6 @@ class PluginArguments:
             parsers.close()
             raise
         return parsers
-
-    def _takes_tags(self, backend: str | None) -> bool:
-        """Return whether a grammar backend, None is the usual one, takes structural tags."""
-        entry = self._plugins.find("grammars", backend or self._grammar)
-        return entry is not None and "structural_tag" in self._plugins.target(entry).formats
 
     def _resolved(
         self,
@@ -328,3 +349,9 @@ class PluginArguments:
                 f"{field}: no enabled logits processor applies it, so {value!r} would be "
                 f"ignored; enable one, or leave it at {getattr(DEFAULTS, field)!r}"
             )
+
+
+def _is_answered_alike(params: SamplingParams, before: SamplingParams) -> bool:
+    """Return whether the answer begins in the same place, after a hook changed parameters."""
+    fields = ("structured", "reasoning_parser", "tool_parser")
+    return all(getattr(params, name) == getattr(before, name) for name in fields)

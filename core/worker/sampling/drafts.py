@@ -11,7 +11,6 @@ import torch
 
 from hardpoint.plugins import LogitsRequest, ModelRunnerOutput, RequestFault, SchedulerOutput
 from hardpoint.plugins.device import to_device
-from hardpoint.plugins.plan import NO_DRAFT
 from hardpoint.plugins.requests import TokenLogprobs
 from hardpoint.registry.blame import raise_unless_fault
 
@@ -107,7 +106,7 @@ class DraftStep:
         rows: list[int] = []
         for request, end in zip(requests, last, strict=True):
             planned = plan.draft_token_ids.get(request.request_id, ())
-            drafts = list(takewhile(lambda token: token != NO_DRAFT, planned))
+            drafts = list(takewhile(lambda token: token != SchedulerOutput.NO_DRAFT, planned))
             first = end - len(planned)
             self._drafts.append(drafts)
             self.views += [request] * (1 + len(drafts))

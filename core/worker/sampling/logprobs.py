@@ -10,8 +10,7 @@ import torch
 from hardpoint.core.worker.input_batch import StepInput
 from hardpoint.plugins.device import to_device
 from hardpoint.plugins.requests import TokenLogprobs
-
-from .transfers import fetch
+from hardpoint.system.transfers import fetch
 
 PROMPT_ROWS = 256
 """Rows of logits of prompt tokens that are held at once."""

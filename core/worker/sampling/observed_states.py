@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from hardpoint.plugins import LogitsRequest
-from hardpoint.plugins.executor import MAX_CONCURRENT_BATCHES
+from hardpoint.plugins import Executor, LogitsRequest
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.typed import prepared
 
-NUM_VERSIONS = MAX_CONCURRENT_BATCHES + 1
+NUM_VERSIONS = Executor.MAX_CONCURRENT_BATCHES + 1
 """States kept per request. Results may come as many steps late as a pipeline has batches, and the
 last one may be lost, so that a request may go on from a state that is some steps old."""
 

@@ -13,12 +13,12 @@ from hardpoint.plugins.device import to_device
 from hardpoint.plugins.stats import PluginMeter
 from hardpoint.registry.blame import raise_unless_fault
 from hardpoint.system import torch_state
+from hardpoint.system.transfers import select_rows
 from hardpoint.typed.read_only import ReadOnlyDict, ReadOnlyList
 
 from .observed_states import ObservedStates
 from .processor_runner import ActiveRows, ProcessorRunner
 from .rows import ProcessorRows
-from .transfers import select_rows
 
 Faults = dict[str, RequestFault]
 """Requests that cannot go on, by id."""

@@ -27,6 +27,7 @@ from hardpoint.plugins.behaviour import UnusableError
 from hardpoint.plugins.device import to_device
 from hardpoint.plugins.requests import TokenLogprobs
 from hardpoint.plugins.sampler import TOKENS
+from hardpoint.system.transfers import fetch, select_rows
 
 from .fault_isolation import FaultIsolation, Recompute
 from .grammar_mask import GrammarMask
@@ -34,7 +35,6 @@ from .logprobs import logprob_tensors, token_logprobs
 from .observed_states import ObservedStates
 from .pipeline import Faults, LogitsPipeline
 from .processor_runner import ProcessorError, ProcessorRunner
-from .transfers import fetch, select_rows
 
 
 @dataclass

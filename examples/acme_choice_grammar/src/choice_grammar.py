@@ -10,8 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from hardpoint.plugins import GrammarBackend, GrammarContext
-from hardpoint.plugins.grammars import GrammarState, allow_tokens
+from hardpoint.plugins.grammars import GrammarState
 from hardpoint.plugins.structured import StructuredOutputs
+from hardpoint.toolkit.bitmasks import allow_tokens
 
 
 class ChoiceGrammar(GrammarBackend):

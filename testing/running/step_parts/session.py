@@ -21,7 +21,7 @@ from hardpoint.plugins import (
     SchedulerOutput,
     WaitReason,
 )
-from hardpoint.plugins.plan import NO_DRAFT, CachedRequests, NewRequest, PartData
+from hardpoint.plugins.plan import CachedRequests, NewRequest, PartData
 from hardpoint.testing.snapshots import snapshot
 from hardpoint.testing.suite import Rule, short_repr
 
@@ -32,6 +32,7 @@ __all__ = ["RequestScript", "StepPartSession", "Trace", "with_id"]
 
 _MAX_RUNNING = 8
 _MAX_STEPS = 2000
+_NO_DRAFT = SchedulerOutput.NO_DRAFT
 _OTHER = "other"  # a request that uses no part
 
 
@@ -343,7 +344,7 @@ class StepPartSession:
         count = drawn.choice([0, 0, 1, 2])
         tokens = [drawn.randrange(self._vocab_size) for _ in range(count)]
         if tokens and drawn.random() < 0.2:
-            tokens[-1] = NO_DRAFT
+            tokens[-1] = _NO_DRAFT
         return tokens
 
     def _check_again(self, live: _Live, rows: Mapping[str, Any], lost: bool) -> None:
@@ -405,7 +406,7 @@ class StepPartSession:
         own, accepted = rows.get(live.request_id), list[int]()
         ends = live.request.source.eos_token_ids
         for index, token in enumerate(live.drafts):
-            if token == NO_DRAFT or not rules.is_allowed(own, index, token) or token in ends:
+            if token == _NO_DRAFT or not rules.is_allowed(own, index, token) or token in ends:
                 break
             accepted.append(token)
         allowed = rules.allowed_tokens(own, len(accepted), self._vocab_size)

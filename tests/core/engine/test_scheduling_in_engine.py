@@ -18,11 +18,11 @@ from hardpoint import (
     RequestOutputKind,
     SamplingParams,
 )
-from hardpoint.core.config import config_from
 from hardpoint.core.engine.policy import change_policy
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import EngineCoreRequest, SchedulingPolicy, WaitingFor, hookimpl
+from hardpoint.registry.configuration import config_from
 from hardpoint.registry.plugin_set import resolve_plugins
 from hardpoint.testing import ScriptedClock, scripted_config, scripted_engine
 

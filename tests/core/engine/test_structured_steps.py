@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,10 +10,9 @@ from support.core.engine_harness import Rig, ScriptedExecutor, expected, interru
 from support.searching import examples
 
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
-from hardpoint.core.engine.batch_queue import Batch, BatchQueue, with_drafts
+from hardpoint.core.engine.batch_queue import Batch, BatchQueue
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import EngineHalf, GrammarBitmask, SchedulerOutput
-from hardpoint.plugins.plan import NO_DRAFT, DraftTokenIds
 
 
 class Masks(EngineHalf):
@@ -67,9 +65,9 @@ class Watched(DefaultScheduler):
         super().update_drafts(draft_token_ids)
 
 
-def rig_of(executor=None, scheduler=Watched, **limits):
+def rig_of(executor=None, scheduler=Watched, half=Masks, **limits):
     executor = executor or ScriptedExecutor()
-    masks = Masks(executor)
+    masks = half(executor)
     rig = Rig(executor, scheduler=scheduler, half=masks, **limits)
     rig.scheduler.calls = executor.calls
     masks.scheduler = rig.scheduler
@@ -197,71 +195,32 @@ class TestPipeline:
         assert caught.value is original
 
 
-class PlansAhead(Watched):
-    """Keeps places for two drafts of each request that decodes."""
+class Drafting(Masks):
+    """Drafts what `guesses` has, and notes in the same list when it is asked."""
 
-    contract = 1
+    num_draft_tokens = 2
 
-    def schedule(self):
-        plan = super().schedule()
-        places = {name: [NO_DRAFT, NO_DRAFT] for name in plan.cached_requests.request_ids}
-        return msgspec.structs.replace(plan, draft_token_ids=places)
+    def __init__(self, executor):
+        super().__init__(executor)
+        self.guesses = {}
 
+    def uses(self, request):
+        return True
 
-class TestDeferredDrafts:
-    def rig(self):
-        executor = ScriptedExecutor(2, late=True)
-        executor.patient = True
-        rig = rig_of(executor, PlansAhead)
-        rig.add("g", max_tokens=4)
-        rig.step()
-        del executor.calls[:]
-        return rig
-
-    def test_they_are_put_in_before_the_bitmask_is_made(self):
-        rig = self.rig()
-        seen = []
-        mask = rig.masks.mask
-        rig.masks.mask = lambda plan: (seen.append(plan.draft_token_ids), mask(plan))[1]
-        rig.executor.drafts = DraftTokenIds(["g", "other"], [[7], [8, 9]])
-        rig.step()
-        assert rig.executor.calls == [
-            ("execute", 2),
-            ("update", 1),
-            ("drafts",),
-            ("bitmask", 2),
-            ("sample", 2),
-        ]
-        assert seen == [{"g": [7, NO_DRAFT]}]
-        assert rig.executor.sampled[2][0].draft_token_ids == {"g": [7, NO_DRAFT]}
-        assert rig.run()["g"] == expected([1, 2, 3], 4)
-
-    def test_there_must_be_some(self):
-        rig = self.rig()
-        rig.step()
-        first = expected([1, 2, 3], 1)
-        assert rig.tokens["g"] == first  # those of the batch before arrive
-        with pytest.raises(
-            PluginFaultError, match="verify drafts of g, but its take_draft_token_ids returned"
-        ):
-            rig.step()
-        rig.executor.drafts = DraftTokenIds([], [])
-        rig.step()  # a lost plan holds up nobody
-
-    def test_there_are_as_many_as_there_are_places(self):
-        plan = SchedulerOutput(step=3, draft_token_ids={"a": [NO_DRAFT], "b": [NO_DRAFT] * 2})
-        drafts = DraftTokenIds(["a"], [[5, 6, 7]])
-        filled = with_drafts(plan, drafts, "the executor")
-        assert filled.draft_token_ids == {"a": [5], "b": [NO_DRAFT, NO_DRAFT]}
-        assert plan.draft_token_ids["a"] == [NO_DRAFT]
+    def drafts(self):
+        self.executor.calls.append(("drafts",))
+        return self.guesses
 
 
 class TestDrafts:
+    def rig(self, executor=None, **limits):
+        return rig_of(executor, half=Drafting, num_draft_tokens=2, **limits)
+
     def test_the_scheduler_gets_them_after_the_results(self):
-        rig = rig_of(num_draft_tokens=2)
+        rig = self.rig()
         rig.add("a", max_tokens=5)
         first, second, third = expected([1, 2, 3], 3)
-        rig.executor.drafts = DraftTokenIds(["a"], [[second, third + 1]])
+        rig.masks.guesses = {"a": [second, third + 1]}
         rig.step()
         assert rig.executor.calls == [
             ("execute", 1),
@@ -270,16 +229,16 @@ class TestDrafts:
             ("drafts",),
             ("update_drafts", {"a": [second, third + 1]}),
         ]
-        rig.executor.drafts = None
+        rig.masks.guesses = {}
         rig.step()
         plan, _ = rig.executor.sampled[2]
         assert plan.draft_token_ids == {"a": [second, third + 1]}
         assert rig.tokens["a"] == [first, second, third]  # one draft was right
-        assert rig.executor.calls[-1] == ("drafts",)
+        assert rig.executor.calls[-2:] == [("drafts",), ("update_drafts", {})]
         assert rig.run()["a"] == expected([1, 2, 3], 5)
 
     def test_a_step_that_computes_nothing_has_none(self):
-        rig = rig_of(num_draft_tokens=2)
+        rig = self.rig()
         rig.add("a", max_tokens=1)
         rig.step()
         asked = rig.executor.calls.count(("drafts",))
@@ -288,23 +247,20 @@ class TestDrafts:
 
     @pytest.mark.parametrize("depth", [1, 2])
     def test_without_speculation_nobody_is_asked(self, depth):
-        rig = rig_of(ScriptedExecutor(depth))
+        rig = rig_of(ScriptedExecutor(depth), half=Drafting)
         assert rig.limits.asynchronous is (depth > 1)
         rig.add("a", max_tokens=4)
         rig.run()
         assert ("drafts",) not in rig.executor.calls
 
     def test_a_pipeline_that_does_not_plan_ahead_hands_them_on_too(self):
-        rig = pipeline(asynchronous=False, num_draft_tokens=2)
+        rig = self.rig(ScriptedExecutor(2), asynchronous=False)
         rig.add("a", max_tokens=2)
-        rig.executor.drafts = DraftTokenIds(["a"], [[7, 7]])
+        rig.masks.guesses = {"a": [7, 7]}
         rig.step()
         assert rig.executor.calls[-1] == ("update_drafts", {"a": [7, 7]})
+        rig.masks.guesses = {}
         assert rig.run()["a"] == expected([1, 2, 3], 2)
-
-    def test_every_list_has_an_id(self):
-        with pytest.raises(ValueError, match="shorter"):
-            DraftTokenIds(["a", "b"], [[1]]).by_request()
 
 
 @examples(40)

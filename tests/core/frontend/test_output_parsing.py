@@ -13,8 +13,8 @@ from hardpoint.builtin_plugins.parsers.harmony import Harmony
 from hardpoint.builtin_plugins.parsers.json_calls import Hermes
 from hardpoint.builtin_plugins.parsers.think_tags import ThinkTags
 from hardpoint.core.frontend.outputs.completion_stream import Parts
-from hardpoint.core.frontend.requests.answer_format import CallRules
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
+from hardpoint.core.frontend.requests.plugin_arguments import CallRules
 from hardpoint.errors import ConfigError, PluginError
 from hardpoint.plugins import hookimpl
 from hardpoint.plugins.output_parser import (

@@ -8,8 +8,8 @@ import pytest
 from support.builtins.model_calls import FOOD, PARSERS, TOOLS, USUAL
 
 from hardpoint import SamplingParams
-from hardpoint.core.frontend.requests.answer_format import CallRules
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
+from hardpoint.core.frontend.requests.plugin_arguments import CallRules
 from hardpoint.plugins import RequestError
 from hardpoint.testing import scripted_engine, write_scripted_model
 

@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
+from hardpoint.boundary.event_fanout import KVEventFanout
 from hardpoint.boundary.faults import StepFaults
-from hardpoint.core.kv_cache.event_fanout import KVEventFanout
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import (
     AllBlocksCleared,

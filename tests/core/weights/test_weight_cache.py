@@ -23,6 +23,7 @@ from hardpoint.core.weights.weight_cache import WeightCache
 from hardpoint.kernels import cpu
 from hardpoint.plugins import Ops, Wrapper
 from hardpoint.plugins.config_tables import WeightCacheConfig
+from hardpoint.system import tensor_files
 
 PROMPTS = [[1, 2, 3], list(range(40, 60))]
 KEY = "a key"
@@ -273,8 +274,8 @@ def test_a_place_that_cannot_be_written_to_is_logged_once(start, tmp_path, monke
     else:
         cache.mkdir()
         number = errno.ENOSPC if kind == "full" else errno.EROFS
-        failing = {"full": "_write_all", "read-only": "os"}[kind]
-        monkeypatch.setattr(weight_cache, failing, Failing(number))
+        place = {"full": (tensor_files, "_write_all"), "read-only": (weight_cache, "os")}[kind]
+        monkeypatch.setattr(*place, Failing(number))
     found, lines = start()
     assert found == wanted
     reason = {
@@ -469,10 +470,10 @@ def test_closing_gives_up_where_writing_takes_long(tmp_path, monkeypatch, caplog
         cache_closed.wait(10)
 
     cache_closed = threading.Event()
-    monkeypatch.setattr(weight_cache, "_write_all", slow)
+    monkeypatch.setattr(tensor_files, "_write_all", slow)
     monkeypatch.setattr(weight_cache, "_PATIENCE_S", 0.01)
     monkeypatch.setattr(weight_cache, "_DELAY_S", 0.0)
-    monkeypatch.setattr(weight_cache, "_CHUNK", 1000)
+    monkeypatch.setattr(tensor_files, "_CHUNK", 1000)
     cache = open_cache(tmp_path)
     cache.save("key", Holder(1000))
     assert began.wait(10)

@@ -13,7 +13,6 @@ from torch._C import DisableTorchFunction
 
 from hardpoint import SamplingParams, plugins
 from hardpoint.core.worker import worker
-from hardpoint.core.worker.sampling.transfers import fetch
 from hardpoint.plugins import (
     BatchLogitsProcessor,
     LogitsProcessor,
@@ -21,9 +20,10 @@ from hardpoint.plugins import (
     RowMap,
     TensorSpec,
 )
+from hardpoint.system.transfers import fetch
 from hardpoint.testing import scripted_engine, write_scripted_model
 
-FETCH = ("core/worker/sampling/transfers.py", "fetch")
+FETCH = ("system/transfers.py", "fetch")
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

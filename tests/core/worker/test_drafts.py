@@ -46,10 +46,10 @@ from hardpoint.plugins import (
     TensorSpec,
 )
 from hardpoint.plugins.arguments import prepared_type
-from hardpoint.plugins.grammars import allow_tokens
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.testing import history_hash, load_ops
+from hardpoint.toolkit.bitmasks import allow_tokens
 
 CPU = torch.device("cpu")
 VOCAB = 24

@@ -65,8 +65,3 @@ def test_a_worker_refuses_a_plan_that_it_cannot_serve(executor, fields, message)
     with pytest.raises(NotImplementedError) as error:
         future.result(0)
     assert str(error.value) == message
-
-
-def test_an_executor_without_speculation_refuses_to_be_asked_for_drafts(executor):
-    with pytest.raises(NotImplementedError, match="the executor 'uniproc' makes no drafts"):
-        executor.take_draft_token_ids()

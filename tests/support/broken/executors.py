@@ -9,7 +9,7 @@ import threading
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 
 from hardpoint.plugins import ConfigError, Executor, HardpointError, ModelRunnerOutput, Wrapper
-from hardpoint.plugins.executor import MAX_CONCURRENT_BATCHES, open_worker
+from hardpoint.plugins.executor import open_worker
 from hardpoint.toolkit.workers.joining import are_out_of_step, first_error_or, results_of
 
 
@@ -238,7 +238,7 @@ class Threaded(Executor):
 
     @property
     def max_concurrent_batches(self):
-        return min(self.context.parallel.pipeline, MAX_CONCURRENT_BATCHES)
+        return min(self.context.parallel.pipeline, self.MAX_CONCURRENT_BATCHES)
 
     def start(self):
         results_of([self.submit(rank, self.open, rank) for rank in self.ranks])

@@ -13,8 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
-from hardpoint.plugins import KVConnector, Options
-from hardpoint.plugins.executor import MAX_CONCURRENT_BATCHES
+from hardpoint.plugins import Executor, KVConnector, Options
 from hardpoint.plugins.kv_connector import (
     FinishedTransfers,
     KVConnectorScheduler,
@@ -90,7 +89,7 @@ class ShelfScheduler(KVConnectorScheduler):
         return Jobs(loads, saves) if loads or saves else None
 
     def are_loads_right(self, step):
-        until = step + MAX_CONCURRENT_BATCHES
+        until = step + Executor.MAX_CONCURRENT_BATCHES
         self.unsure += [(request, request.num_tokens, until) for request in self.loading]
         self.loading = []
         self.unsure = [u for u in self.unsure if u[0].num_tokens == u[1] and step < u[2]]

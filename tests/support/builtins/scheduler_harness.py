@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from hardpoint.builtin_plugins.policies import FirstComeFirstServed, Priority
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
-from hardpoint.core.engine.encoder_cache import EncoderCacheManager
 from hardpoint.core.kv_cache import BlockManager
 from hardpoint.plugins import (
     EngineCoreRequest,
@@ -28,6 +27,7 @@ from hardpoint.plugins.scheduler import SchedulerLimits
 from hardpoint.testing import ScriptedClock
 from hardpoint.testing.scheduling.checks.plan import check_record
 from hardpoint.testing.scheduling.fakes.worker import Row, SimulatedWorker
+from hardpoint.toolkit.encoder_cache import EncoderCacheManager
 from hardpoint.typed import convert
 from support.core.engine_harness import next_token
 

@@ -9,6 +9,7 @@ import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 
+from hardpoint.boundary.event_fanout import KVEventFanout
 from hardpoint.boundary.faults import StepFaults
 from hardpoint.boundary.parts.bound_half import BoundPart
 from hardpoint.boundary.parts.engine_parts import EngineParts
@@ -19,7 +20,6 @@ from hardpoint.core.engine.step import EngineCoreParts
 from hardpoint.core.engine_process.loop import EngineLoop, LoopOptions, LoopQueues, Prepared
 from hardpoint.core.engine_process.sender import ClientSendQueues
 from hardpoint.core.kv_cache import BlockManager
-from hardpoint.core.kv_cache.event_fanout import KVEventFanout
 from hardpoint.plugins import (
     EngineCoreRequest,
     ModelRunnerOutput,
@@ -72,7 +72,6 @@ class ScriptedExecutor:
         late: whether futures wait for `finish`.
         calls: what was called, in order.
         sampled: by step, the plan and the bitmask that sampling got.
-        drafts: what `take_draft_token_ids` gives.
         patient: whether they are done at once when somebody waits for them.
         fail_at: by step, the error of its forward pass.
         rpc: by method, what workers return, or raise.
@@ -84,7 +83,6 @@ class ScriptedExecutor:
         self.patient = False
         self.calls = []
         self.sampled = {}
-        self.drafts = None
         self.fail_at = {}
         self.rpc = {}
         self.rows = {}
@@ -132,10 +130,6 @@ class ScriptedExecutor:
         if isinstance(answer, BaseException):
             raise answer
         return [answer, answer]
-
-    def take_draft_token_ids(self):
-        self.calls.append(("drafts",))
-        return self.drafts
 
     def on_failure(self, callback):
         self.lost = callback
@@ -222,7 +216,7 @@ def parts_of(half):
         name="scripted", fault_scope="engine", moves_blocks=None, close=lambda: None
     )
     source = Source("scripted", "scripted:Part", "tests", "1", "default")
-    return EngineParts([BoundPart(part, half, source, StepFaults(()))])
+    return EngineParts([BoundPart(part, half, source, StepFaults(()))], 1 << 16)
 
 
 class Rig:

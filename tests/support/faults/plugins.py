@@ -25,7 +25,6 @@ from hardpoint.plugins import (
     TensorSpec,
     hookimpl,
 )
-from hardpoint.plugins.grammars import allow_tokens
 from hardpoint.plugins.output_parser import (
     ContentText,
     ReasoningText,
@@ -34,6 +33,7 @@ from hardpoint.plugins.output_parser import (
     ToolCallEnd,
 )
 from hardpoint.testing import HistoryAttention, ScriptedModel
+from hardpoint.toolkit.bitmasks import allow_tokens
 from support.broken.communicators import Right as ThreadCommunicator
 from support.broken.ops import Plain
 from support.broken.quantizations import Right as EightBits

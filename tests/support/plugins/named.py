@@ -12,7 +12,6 @@ from hardpoint.plugins import (
     Quantization,
     WeightLoader,
 )
-from hardpoint.plugins.grammars import allow_tokens
 from hardpoint.plugins.output_parser import (
     ContentText,
     ReasoningText,
@@ -20,6 +19,7 @@ from hardpoint.plugins.output_parser import (
     ToolCallBegin,
     ToolCallEnd,
 )
+from hardpoint.toolkit.bitmasks import allow_tokens
 
 
 class Arrows(OutputParser):

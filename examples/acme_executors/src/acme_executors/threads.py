@@ -14,7 +14,7 @@ from hardpoint.plugins import (
     SchedulerOutput,
     WorkerInfo,
 )
-from hardpoint.plugins.executor import MAX_CONCURRENT_BATCHES, Worker, open_worker
+from hardpoint.plugins.executor import Worker, open_worker
 from hardpoint.toolkit.workers.joining import (
     are_out_of_step,
     first_error_or,
@@ -39,7 +39,7 @@ class ThreadExecutor(Executor):
     @property
     def max_concurrent_batches(self) -> int:
         """One per stage."""
-        return min(self.context.parallel.pipeline, MAX_CONCURRENT_BATCHES)
+        return min(self.context.parallel.pipeline, self.MAX_CONCURRENT_BATCHES)
 
     def start(self) -> list[WorkerInfo]:
         """Open the workers, then load the models of all at the same time."""

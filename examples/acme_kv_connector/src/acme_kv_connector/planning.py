@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hardpoint.plugins import BlockIds, Request, SchedulerOutput
-from hardpoint.plugins.executor import MAX_CONCURRENT_BATCHES
+from hardpoint.plugins import BlockIds, Executor, Request, SchedulerOutput
 from hardpoint.plugins.kv_connector import KVConnectorScheduler, KVSchedulerContext, block_key
 
 from .jobs import Jobs, Move
@@ -119,7 +118,7 @@ class FilesScheduler(KVConnectorScheduler):
 
         Until then nothing is saved, of no request: others may share the blocks.
         """
-        until = step + MAX_CONCURRENT_BATCHES
+        until = step + Executor.MAX_CONCURRENT_BATCHES
         self._unsure += [Unsure(request, request.num_tokens, until) for request in self._loading]
         self._loading = []
         self._unsure = [

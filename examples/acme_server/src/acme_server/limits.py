@@ -7,8 +7,9 @@ from collections import deque
 from collections.abc import Callable
 
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from hardpoint.plugins.server import App, Client, Middleware, Receive, Scope, Send
+from hardpoint.plugins.server import Client, Middleware
 
 _SECONDS = 60.0
 _FREE = ("/health", "/ready", "/metrics", "/acme/usage")
@@ -17,7 +18,7 @@ _FREE = ("/health", "/ready", "/metrics", "/acme/usage")
 def rate_limit(per_minute: int, clock: Callable[[], float] = time.monotonic) -> Middleware:
     """Return a middleware that refuses further requests of a client with 429."""
 
-    def wrap(app: App) -> App:
+    def wrap(app: ASGIApp) -> ASGIApp:
         times: dict[str, deque[float]] = {}
 
         async def limited(scope: Scope, receive: Receive, send: Send) -> None:

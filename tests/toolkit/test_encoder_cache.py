@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from support.searching import examples
 
 from hardpoint import SamplingParams
-from hardpoint.core.engine.encoder_cache import EncoderCacheManager, encoder_budget
 from hardpoint.plugins import EngineCoreRequest, Request
 from hardpoint.plugins.requests import MultiModalFeature
+from hardpoint.toolkit.encoder_cache import EncoderCacheManager, encoder_budget
 
 LENGTHS = {"cat": 4, "dog": 6, "owl": 3, "fox": 5, "elk": 10}
 

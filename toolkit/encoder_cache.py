@@ -1,4 +1,7 @@
-"""Encoder cache manager: which embeddings of images and the like workers keep, and for whom."""
+"""Which embeddings of images and the like workers keep, and for whom.
+
+An `EncoderCache` of the contract, for the scheduler of a model with an encoder.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hardpoint.plugins import Request
+
+__all__ = ["EncoderCacheManager", "encoder_budget"]
 
 
 def encoder_budget(max_num_batched_tokens: int, longest_feature: int) -> int:

@@ -12,8 +12,8 @@ import time
 import pytest
 
 from hardpoint import HardpointError
-from hardpoint.core.weights import weight_hash
-from hardpoint.core.weights.weight_hash import hash_file
+from hardpoint.system import file_hashes
+from hardpoint.system.file_hashes import hash_file
 
 OLD = 1_000_000_000_000_000_000  # ns since 1970
 
@@ -21,7 +21,7 @@ OLD = 1_000_000_000_000_000_000  # ns since 1970
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     # The time of change of a file cannot be set, so it has to count as long ago.
-    monkeypatch.setattr(weight_hash, "_RECENT_S", -1.0)
+    monkeypatch.setattr(file_hashes, "_RECENT_S", -1.0)
     return tmp_path / "cache"
 
 
@@ -43,7 +43,7 @@ def reads(monkeypatch):
             count.append(args)
         return original(*args)
 
-    monkeypatch.setattr(weight_hash.hashlib, "sha256", counted)
+    monkeypatch.setattr(file_hashes.hashlib, "sha256", counted)
     return count
 
 
@@ -124,7 +124,7 @@ def test_a_file_that_has_just_changed_is_not_kept(tmp_path, weights, reads):
 
 def test_a_file_that_changes_while_it_is_read_is_not_kept(folder, weights, monkeypatch):
     states = iter(range(10))
-    monkeypatch.setattr(weight_hash, "_state", lambda path, status: str(next(states)))
+    monkeypatch.setattr(file_hashes, "_state", lambda path, status: str(next(states)))
     hash_file(weights, folder)
     assert not folder.exists()
 
@@ -197,7 +197,7 @@ def test_a_link_in_place_of_the_temporary_file_is_not_followed(folder, weights, 
 
 
 def test_a_lock_that_nobody_lets_go_is_not_waited_for(folder, weights, monkeypatch, caplog):
-    monkeypatch.setattr(weight_hash, "_LOCK_WAIT_S", 0.05)
+    monkeypatch.setattr(file_hashes, "_LOCK_WAIT_S", 0.05)
     folder.mkdir(mode=0o700)
     with (folder / "content-hashes.json.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -230,7 +230,7 @@ def test_many_engines_at_once_lose_no_hash(folder, tmp_path):
 
 
 def test_the_oldest_are_forgotten(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(weight_hash, "_MOST", 3)
+    monkeypatch.setattr(file_hashes, "_MOST", 3)
     for index in range(5):
         path = tmp_path / f"shard-{index}"
         write(path, bytes([index]))

@@ -12,9 +12,9 @@ from support.process.harness import process_config, scripted_config
 from hardpoint import LLM, EngineConfig, SamplingParams
 from hardpoint.builtin_plugins.server.config import ServerConfig
 from hardpoint.core.build import log_opening
-from hardpoint.core.config import config_from, load_config
 from hardpoint.errors import ConfigError, PluginConflictError, PluginContractError
 from hardpoint.plugins import hookimpl
+from hardpoint.registry.configuration import config_from, load_config
 from hardpoint.registry.plugin_set import resolve_plugins
 from hardpoint.testing import write_scripted_model
 from hardpoint.typed import Options, Strict

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 
-from hardpoint import typed
-from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
-from hardpoint.plugins import EngineCoreRequest, RequestError, SamplingParams
+from hardpoint.plugins import EngineCoreRequest, RequestError
+from hardpoint.plugins.frontend_half import ToolCalls
 from hardpoint.plugins.structured import (
     ConstStringFormat,
     Format,
@@ -28,34 +26,8 @@ from hardpoint.plugins.structured import (
 )
 
 
-class CallRules(typed.Strict):
-    """Which calls of tools a grammar allows.
-
-    Attributes:
-        required: names of the tools, one of which has to be called; None requires no call.
-        strict: names of the tools whose arguments have to fit their schemas, or the request is
-            refused. For others, keywords that the grammar backend cannot enforce are left out.
-        parallel: whether there may be several calls. Where no grammar sees to it, later ones are
-            left out of the output.
-    """
-
-    required: Annotated[list[str], Meta(min_length=1)] | None = None
-    strict: list[str] = []
-    parallel: bool = True
-
-
-def is_answered_alike(params: SamplingParams, before: SamplingParams) -> bool:
-    """Return whether the answer begins in the same place, after a hook changed parameters."""
-    fields = ("structured", "reasoning_parser", "tool_parser")
-    return all(getattr(params, name) == getattr(before, name) for name in fields)
-
-
 def constrain_calls(
-    request: EngineCoreRequest,
-    parsers: OutputParsers,
-    tools: Mapping[str, Mapping[str, Any]],
-    calls: CallRules,
-    takes_tags: Callable[[str | None], bool],
+    request: EngineCoreRequest, calls: ToolCalls, takes_tags: Callable[[str | None], bool]
 ) -> None:
     """Fill in the grammar of a request whose calls have to keep to one.
 
@@ -64,39 +36,35 @@ def constrain_calls(
 
     Args:
         request: to fill in.
-        parsers: its output parsers.
-        tools: JSON schemas of arguments, by the name of the tool.
-        calls: rules of the calls.
+        calls: the calls that it may have.
         takes_tags: returns whether a grammar backend takes structural tags; None is the usual one.
 
     Raises:
         RequestError: the parser gives no such grammar.
     """
-    parser = parsers.tools
-    assert parser is not None, "requests with tools are refused where no parser finds calls"
     asked = request.params.structured
     is_free = calls.required is None
     if not _is_due(asked, calls, takes_tags):
         return
-    names = tools if calls.required is None else calls.required
-    schemas = _schemas(tools, names, calls)
+    names = calls.tools if calls.required is None else calls.required
+    schemas = _schemas(names, calls)
     lenient = schemas.keys().isdisjoint(calls.strict)
     text = None
     if is_free and asked is not None:
-        text = _text_format(asked, parsers.content_prefix)
+        text = _text_format(asked, calls.prefix())
         if asked.json is not None and not asked.lenient:
             lenient = False
             # Of tools that are not strict, no more is asked than without the form of the text.
             schemas = {n: s if n in calls.strict else _names(s) for n, s in schemas.items()}
     try:
         required = text is not None or not is_free
-        format = parser.call_format(schemas, required=required, parallel=calls.parallel)
+        format = calls.parser.call_format(schemas, required=required, parallel=calls.parallel)
     except RequestError:
         raise
     except (NotImplementedError, ValueError) as cause:
         if text is not None:
             return
-        raise RequestError(f"tools: output parser {parser.name!r}: {cause}") from cause
+        raise RequestError(f"tools: output parser {calls.parser.name!r}: {cause}") from cause
     if text is not None:
         if not _BEGINS_OF_JSON.isdisjoint(_begins(format)):
             return  # nothing would distinguish the two
@@ -108,25 +76,22 @@ def constrain_calls(
         backend=None if asked is None else asked.backend,
     )
     request.params = msgspec.structs.replace(request.params, structured=structured)
-    markers = (parsers.reasoning or parser).markers()
-    request.reasoning_markers = msgspec.structs.replace(markers, content_prefix=())
+    request.reasoning_markers = msgspec.structs.replace(calls.markers(), content_prefix=())
 
 
-def _schemas(
-    tools: Mapping[str, Mapping[str, Any]], names: Iterable[str], calls: CallRules
-) -> dict[str, Mapping[str, Any]]:
+def _schemas(names: Iterable[str], calls: ToolCalls) -> dict[str, Mapping[str, Any]]:
     """Return the schemas of some tools.
 
     Raises:
         RequestError: rules of calls name a tool that there is not.
     """
-    if unknown := [name for name in (*names, *calls.strict) if name not in tools]:
+    if unknown := [name for name in (*names, *calls.strict) if name not in calls.tools]:
         raise RequestError(f"calls: expected names of tools, got {unknown[0]!r}")
-    return {name: tools[name] for name in names}
+    return {name: calls.tools[name] for name in names}
 
 
 def _is_due(
-    asked: StructuredOutputs | None, calls: CallRules, takes_tags: Callable[[str | None], bool]
+    asked: StructuredOutputs | None, calls: ToolCalls, takes_tags: Callable[[str | None], bool]
 ) -> bool:
     """Return whether a request's grammar is of its calls, or of them and a text."""
     if calls.required is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hardpoint.boundary.activity import Activity, PluginCalls
-from hardpoint.core.client.hang_watch import HangWatch
+from hardpoint.boundary.hang_watch import HangWatch
 from hardpoint.plugins.manifest import Source
 
 

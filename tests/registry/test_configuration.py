@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hardpoint.core.config import config_from, default_config_type, load_config
 from hardpoint.plugins import ConfigError, EngineConfig
 from hardpoint.plugins.config_tables import PluginUse, SchedulerConfig
+from hardpoint.registry.configuration import config_from, default_config_type, load_config
 
 LoadedConfig = default_config_type()
 

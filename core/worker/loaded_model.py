@@ -1,0 +1,125 @@
+"""A loaded model of a rank: the memory that it leaves, and what step parts get of it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import torch
+
+from hardpoint.boundary.activity import Activity, PluginCalls
+from hardpoint.boundary.checked_attention import CheckedAttention
+from hardpoint.boundary.checked_model import CheckedModel, is_replayable
+from hardpoint.boundary.parts.components import Components, describe_fault
+from hardpoint.boundary.parts.worker_parts import WorkerParts, open_worker_parts
+from hardpoint.boundary.trial_steps import PaddedTrial, decode_bytes, trial_bytes
+from hardpoint.core.weights.planned_model import PlannedModel
+from hardpoint.core.weights.worker_spec import WorkerSpec
+from hardpoint.plugins import Ops, WorkerInfo
+from hardpoint.plugins.worker_half import LoadedModel, WorkerHalfContext
+from hardpoint.registry.blame import close_if_failed
+from hardpoint.system.memory import MemoryEstimate, MemoryLimit, cache_share, memory_limit
+
+from .ranks import Ranks
+
+
+def share_of_memory(spec: WorkerSpec, ranks: Ranks) -> MemoryLimit:
+    """Return the memory that this rank may still allocate; CPU ranks of one host share theirs."""
+    limit = memory_limit(spec.device)
+    if spec.device.type != "cpu" or ranks.num_local == 1:
+        return limit
+    share = f"{limit.source}, divided by {ranks.num_local} ranks"
+    return MemoryLimit(limit.available // ranks.num_local, share)
+
+
+@torch.inference_mode()
+def measure(
+    model: CheckedModel,
+    spec: WorkerSpec,
+    ranks: Ranks,
+    attention: CheckedAttention,
+    estimate: MemoryEstimate,
+) -> WorkerInfo:
+    """Return the memory that is available for the KV cache.
+
+    On a GPU, trial steps of the largest size are measured, one of them of decodes with the
+    attention backend, so that the cache can have nearly all of the rest. On a CPU, it is what the
+    limits of this process leave.
+    """
+    bytes_per_block = attention.bytes_per_block
+    windows = tuple(group.window for group in attention.groups)
+    reserved = sum(estimate.parts.values())
+    if spec.device.type != "cuda":
+        available = share_of_memory(spec, ranks).available - estimate.step - reserved
+        return WorkerInfo(bytes_per_block, max(available, 0), windows=windows)
+    max_num_seqs, padded = spec.config.scheduler.max_num_seqs, None
+    tokens = min(spec.config.scheduler.max_num_batched_tokens, spec.max_model_len)
+    if attention.pads and not ranks.are_many:  # where one fails, others would wait for it
+        padded = PaddedTrial(
+            model,
+            attention,
+            spec.device,
+            num_seqs=max_num_seqs,
+            max_model_len=spec.max_model_len,
+            block_size=spec.config.kv_cache.block_size,
+        )
+    num_rows = max_num_seqs * (1 + spec.num_draft_tokens)
+    peak = trial_bytes(model, spec.device, tokens, num_rows, padded)
+    del padded
+    torch.cuda.empty_cache()
+    free = int(torch.cuda.mem_get_info(spec.device)[0])
+    share = cache_share(spec.device)
+    available = max(free - peak - reserved, 0)
+    return WorkerInfo(bytes_per_block, available, share, windows=windows)
+
+
+def open_parts(
+    spec: WorkerSpec, planned: PlannedModel, ops: Ops, ranks: Ranks, activity: Activity
+) -> WorkerParts:
+    """Build the worker halves of the step parts.
+
+    Raises:
+        PluginError: one cannot be built, or changes layers that the model does not let it
+            change; all are closed.
+    """
+    context = WorkerHalfContext(
+        device=spec.device,
+        rank=spec.rank,
+        world_size=spec.config.parallel.world_size,
+        vocab_size=spec.model_config.vocab_size,
+        hidden_size=planned.model.hidden_size,
+        components=Components(spec.plugins, functools.partial(PluginCalls, activity)),
+        describe_fault=describe_fault,
+        host_memory=lambda: memory_limit(torch.device("cpu")).available,
+        loaded=_loaded_model(spec, planned, ops),
+    )
+    samples = ranks.is_output
+    parts = open_worker_parts(spec.plugins, spec.config, context, activity, samples=samples)
+    with contextlib.ExitStack() as undo:
+        close_if_failed(undo, parts.close)
+        parts.check_hooks(planned.checked, ranks.parallel)
+        undo.pop_all()
+    return parts
+
+
+def _loaded_model(spec: WorkerSpec, planned: PlannedModel, ops: Ops) -> LoadedModel:
+    """Return the model as step parts get it."""
+    model, attention = planned.checked, planned.attention
+    place = spec.device, spec.max_model_len, spec.config.kv_cache.block_size
+    ops_source = spec.plugins.one("ops").source
+    replayable = (
+        (ops_source, is_replayable(ops)),
+        (model.source, model.is_replayable),
+        (attention.source, attention.is_replayable),
+    )
+    return LoadedModel(
+        model=model,
+        ops=ops,
+        ops_source=ops_source,
+        attention_source=attention.source,
+        pads=attention.pads,
+        num_groups=len(attention.groups),
+        unreplayable=[source for source, is_declared in replayable if not is_declared],
+        max_model_len=spec.max_model_len,
+        decode_bytes=functools.partial(decode_bytes, model, attention, *place),
+    )

@@ -1,8 +1,10 @@
-"""The forks that lead to this process: a copy of a process of Hardpoint must not go on as it."""
+"""Copies of a process of Hardpoint, which must not go on as it, and signals that end them."""
 
 from __future__ import annotations
 
 import os
+import signal
+import threading
 
 FORKS = [0]
 """The forks that lead to this process, since it watches. A call that ends with another number than
@@ -13,3 +15,32 @@ it began with ends in a copy; a list, since reading its item costs least.
 def end_copy() -> None:
     """End this process, which is a copy, without any cleanup of what is its parent's."""
     os._exit(0)
+
+
+def reset_signals(*numbers: int) -> None:
+    """Restore the default handlers: these signals end the process at once."""
+    for number in numbers:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def let_signals_end_copies(*numbers: int) -> None:
+    """Let signals that this process handles end its copies, and not wake it up.
+
+    Args:
+        numbers: of the signals; SIGTERM, for example.
+    """
+    blocked = threading.local()
+
+    def block() -> None:
+        # Python drops a signal that a copy gets before it is set up.
+        blocked.before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked.before)
+
+    def end() -> None:
+        signal.set_wakeup_fd(-1)
+        reset_signals(*numbers)
+        unblock()
+
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=end)

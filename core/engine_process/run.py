@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import os
 import signal
 import socket
 import sys
@@ -29,6 +28,7 @@ from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.registry.plugin_set import PluginSet
+from hardpoint.system.forks import let_signals_end_copies, reset_signals
 from hardpoint.system.process.child import ParentWatch
 from hardpoint.system.process.launch import decode_launch
 from hardpoint.system.process.naming import log_to_stderr, name_process
@@ -60,7 +60,7 @@ def handle_signals(loop: EngineLoop) -> None:
         nonlocal count
         count += 1
         if count > 1:
-            restore_signals()
+            reset_signals(*_SIGNALS)
         loop.request_shutdown()
 
     receiver, wakeup = socket.socketpair()
@@ -69,34 +69,9 @@ def handle_signals(loop: EngineLoop) -> None:
         target=_wake_up, args=(loop, receiver, wakeup), name="EngineSignals", daemon=True
     ).start()
     signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
-    _let_signals_end_copies()
+    let_signals_end_copies(*_SIGNALS)
     for number in _SIGNALS:
         signal.signal(number, handle)
-
-
-def restore_signals() -> None:
-    """Restore the default handlers: a signal ends the process at once."""
-    for number in _SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
-
-
-def _let_signals_end_copies() -> None:
-    """Let signals end copies of this process, which have no loop, and not wake its loop up."""
-    blocked = threading.local()
-
-    def block() -> None:
-        # Python drops a signal that a copy gets before it is set up.
-        blocked.before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-
-    def unblock() -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked.before)
-
-    def end() -> None:
-        signal.set_wakeup_fd(-1)
-        restore_signals()
-        unblock()
-
-    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=end)
 
 
 def _wake_up(loop: EngineLoop, receiver: socket.socket, _wakeup: socket.socket) -> None:
@@ -191,7 +166,7 @@ def _serve(
             _EXECUTORS_WATCH_S if spec.config.parallel.world_size > 1 else 0.0,
         ),
     )
-    closing.callback(restore_signals)
+    closing.callback(reset_signals, *_SIGNALS)
     handle_signals(loop)
     is_orphan = threading.Event()
 
@@ -233,5 +208,5 @@ def _ready(spec: WorkerSpec, built: BuiltCore) -> EngineCoreReadyResponse:
 
 def _end(io: EngineIO, *, failed: bool, has_clients: bool) -> None:
     """Send clients the rest, and stop the IO threads."""
-    restore_signals()  # so that a signal ends the process if this hangs
+    reset_signals(*_SIGNALS)  # so that a signal ends the process if this hangs
     io.close(failed=failed, has_clients=has_clients)

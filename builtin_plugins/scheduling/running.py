@@ -9,6 +9,7 @@ from hardpoint.plugins import BlockIds, RequestStatus
 from . import wait_reasons
 from .encoder import choose_features, schedule_features
 from .live_request import LiveRequest
+from .prompt_time import is_prompt, limit_prompts
 from .step import Step
 from .tracker import RequestTracker
 
@@ -17,12 +18,28 @@ def schedule_running(tracker: RequestTracker, step: Step) -> None:
     """Schedule tokens of running requests, in order of admission, while the budget lasts.
 
     A request that can get none is passed over; one that would have to be preempted itself ends the
-    pass.
+    pass. If the time of steps is limited, prompts come last, in what is left of it.
     """
+    requests = _in_turn(tracker, step)
+    if not tracker.limits.step_milliseconds:
+        _schedule_each(tracker, requests, step)
+        return
+    prompts = [request for request in requests if is_prompt(request)]
+    if prompts:
+        requests = [request for request in requests if not is_prompt(request)]
+    passed = _schedule_each(tracker, requests, step)
+    if prompts or len(tracker.waiting):
+        limit_prompts(tracker, step)
+    if prompts and passed:
+        _schedule_each(tracker, prompts, step)
+
+
+def _schedule_each(tracker: RequestTracker, requests: Sequence[LiveRequest], step: Step) -> bool:
+    """Schedule requests one after the other; return whether further ones may get tokens."""
     extend, has_lookahead = tracker.cache.extend, tracker.limits.num_lookahead_tokens > 0
-    for request in _in_turn(tracker, step):
+    for request in requests:
         if step.budget <= 0:
-            break
+            return False
         if request.status is not RequestStatus.RUNNING:  # preempted by one before it
             continue
         # The common case is a plain decode: it needs one token and no limit applies, since a
@@ -40,15 +57,15 @@ def schedule_running(tracker: RequestTracker, step: Step) -> None:
         if blocks is None:
             blocks = _preempt_for(tracker, request, (tokens, lookahead), step)
             if blocks is None:
-                break
+                return False
         request_id = request.request_id
         step.running[request_id] = request
-        step.tokens[request_id] = tokens
-        step.budget -= tokens
+        step.assign(request, tokens)
         if blocks:
             step.new_blocks[request_id] = blocks
         if request.draft_token_ids or features:
             _schedule_inputs(tracker, request, tokens, features, step)
+    return True
 
 
 def _in_turn(tracker: RequestTracker, step: Step) -> Sequence[LiveRequest]:
@@ -89,6 +106,9 @@ def _limit_tokens(
     tokens = min(tokens, step.budget, limits.max_model_len - 1 - computed)
     if tokens <= 0:
         step.waiting[request.request_id] = wait_reasons.results(placeholders)
+        return 0, ()
+    if step.prompt_time is not None and not (tokens := step.prompt_time.num_tokens(computed, tokens)):
+        step.waiting[request.request_id] = wait_reasons.no_time()
         return 0, ()
     if request.features:
         return choose_features(tracker, request, computed, tokens, step)

@@ -1,0 +1,141 @@
+"""The cost of a step, fitted while steps run."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from typing import NamedTuple
+
+from hardpoint.plugins import SchedulerOutput, StepCost
+
+_MEMORY = 100
+"""Number of steps of a kind that count; older ones are forgotten."""
+_SWEEPS = 4
+"""Rounds over the coefficients after each step; later steps go on from there."""
+_OUTLIER = 2.0
+"""A step counts as at most so many times its prediction: it may have waited for something else."""
+_ERROR_MEMORY = 50
+
+
+class StepWork(NamedTuple):
+    """What a step computes: the arguments of `StepCost.milliseconds`."""
+
+    single_queries: int = 0
+    context: int = 0
+    prompts: int = 0
+    prompt_tokens: int = 0
+    prompt_pairs: float = 0
+
+
+class StepCostFit:
+    """Fits `StepCost` to the steps that ran: least squares of the relative error, by each step.
+
+    No coefficient is negative. Steps with and without prompts are forgotten apart, so that a
+    thousand steps without any do not blur what prompts cost.
+
+    Attributes:
+        cost: fitted to the steps so far.
+    """
+
+    def __init__(self) -> None:
+        """Start untrained."""
+        self.cost = StepCost()
+        self._with_prompts = _Sums()
+        self._without_prompts = _Sums()
+        self._coefficients = [0.0] * _NUM_FEATURES
+        self._num_single = 0
+        self._error: float | None = None
+
+    def current(self) -> StepCost:
+        """Return the cost as fitted to the steps so far."""
+        return self.cost
+
+    def learn(self, plan: SchedulerOutput, milliseconds: float) -> None:
+        """Take a step's time into account, unless it did other work than `StepWork` counts."""
+        if not plan.total_num_scheduled_tokens or plan.encoder_inputs or milliseconds <= 0:
+            return
+        work = work_of(plan)
+        features = _features(work)
+        expected = self.cost.milliseconds(**work._asdict()) if self.cost.is_trained else milliseconds
+        if self.cost.is_trained:
+            error = abs(milliseconds - expected) / milliseconds
+            last = error if self._error is None else self._error
+            self._error = last + (error - last) / _ERROR_MEMORY
+            milliseconds = min(milliseconds, _OUTLIER * expected)
+        # By the prediction, as weights by the measured time would make slow steps count less.
+        scale = 1 / max(expected, milliseconds / _OUTLIER)
+        sums = self._with_prompts if work.prompts else self._without_prompts
+        sums.add([scale * x for x in features], scale * milliseconds)
+        self._num_single += work.single_queries > 0
+        self._solve()
+
+    def _solve(self) -> None:
+        """Move the coefficients towards the least squares, one after the other."""
+        first, second, found = self._with_prompts, self._without_prompts, self._coefficients
+        products = [
+            [a + b for a, b in zip(x, y, strict=True)]
+            for x, y in zip(first.products, second.products, strict=True)
+        ]
+        targets = [a + b for a, b in zip(first.targets, second.targets, strict=True)]
+        for _ in range(_SWEEPS):
+            for index, row in enumerate(products):
+                if (own := row[index]) > 0:
+                    rest = targets[index] - sum(map(float.__mul__, row, found))
+                    found[index] = max(0.0, found[index] + rest / own)
+        self.cost = StepCost(
+            **dict(zip(_NAMES, found, strict=True)),
+            is_trained=self._with_prompts.count > 0 and self._num_single > 0,
+            error=self._error,
+        )
+
+
+def work_of(plan: SchedulerOutput) -> StepWork:
+    """Return what a step computes."""
+    tokens, cached = plan.num_scheduled_tokens, plan.cached_requests
+    if not plan.new_requests and plan.total_num_scheduled_tokens == len(tokens):
+        return StepWork(len(tokens), sum(cached.num_computed_tokens) + len(tokens))
+    single = context = prompts = prompt_tokens = 0
+    pairs = 0.0
+    for name, computed in plan.num_computed_tokens().items():
+        if (count := tokens.get(name, 0)) == 1:
+            single += 1
+            context += computed + 1
+        elif count:
+            prompts += 1
+            prompt_tokens += count
+            pairs += count * (computed + count / 2)
+    return StepWork(single, context, prompts, prompt_tokens, pairs)
+
+
+_NAMES = ("prompt_token", "single_query", "step", "context_token", "prompt_pair", "prompt")
+"""In this order, so that the first ones explain what several could."""
+_NUM_FEATURES = len(_NAMES)
+
+
+def _features(work: StepWork) -> list[float]:
+    """Return what each coefficient is multiplied by."""
+    return [
+        float(work.prompt_tokens),
+        float(work.single_queries),
+        1.0,
+        float(work.context),
+        float(work.prompt_pairs),
+        float(work.prompts),
+    ]
+
+
+class _Sums:
+    """Sums over steps of the products of their features, and of those with their times."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.products = [[0.0] * _NUM_FEATURES for _ in range(_NUM_FEATURES)]
+        self.targets = [0.0] * _NUM_FEATURES
+
+    def add(self, features: list[float], target: float) -> None:
+        """Add a step; earlier ones lose some of their weight."""
+        keep = 1 - 1 / _MEMORY
+        self.count += 1
+        for index, (row, x) in enumerate(zip(self.products, features, strict=True)):
+            self.products[index] = [keep * a + x * b for a, b in zip(row, features, strict=True)]
+            self.targets[index] = keep * self.targets[index] + x * target

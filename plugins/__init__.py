@@ -100,8 +100,8 @@ from .stats import (
     StatSink,
     StatSinkContext,
 )
-from .step_part import EngineHalf, StepPart, StepPartContext
 from .step_cost import StepCost
+from .step_part import EngineHalf, StepPart, StepPartContext
 from .step_record import StepRecord, WaitingFor, WaitReason
 from .tokenizer import DecodeStream, Tokenizer, TokenizerContext
 from .worker_half import WorkerHalf

@@ -220,23 +220,11 @@ def _schedule(
     step: Step,
 ) -> _Outcome:
     """Find tokens, encoder entries and blocks for a request, then move it into `running`."""
-    limits = tracker.limits
     loaded = request.num_loading_tokens if request.request_id in tracker.loaded else external
     computed = request.num_computed_tokens or prefix.num_tokens + external
-    start = max(computed, request.num_computed_tokens)
-    tokens = request.num_tokens - start
-    if 0 < limits.long_prefill_token_threshold < tokens:
-        tokens = limits.long_prefill_token_threshold
-    if tokens > step.budget:
-        if not limits.chunked_prefill:
-            step.waiting[request.request_id] = wait_reasons.no_budget(tokens, step.budget)
-            return _Outcome.SET_ASIDE
-        tokens = step.budget
-    if step.prompt_time is not None:
-        tokens = step.prompt_time.num_tokens(start, tokens)
-        if not tokens:
-            step.waiting[request.request_id] = wait_reasons.no_time()
-            return _Outcome.STOP
+    tokens = _limit_tokens(tracker, request, max(computed, request.num_computed_tokens), step)
+    if tokens <= 0:
+        return _Outcome.STOP if tracker.limits.chunked_prefill else _Outcome.SET_ASIDE
     features: list[int] = []
     if request.features:
         tokens, features = choose_features(tracker, request, computed, tokens, step)
@@ -253,6 +241,27 @@ def _schedule(
     if request.num_cached_tokens < 0:
         request.num_cached_tokens, request.num_external_tokens = computed, loaded
     return _Outcome.ADMITTED
+
+
+def _limit_tokens(tracker: RequestTracker, request: LiveRequest, start: int, step: Step) -> int:
+    """Return how many tokens from `start` on a request can get, blocks and features aside.
+
+    Where it can get none, the step's `waiting` has the reason.
+    """
+    limits = tracker.limits
+    tokens = request.num_tokens - start
+    if 0 < limits.long_prefill_token_threshold < tokens:
+        tokens = limits.long_prefill_token_threshold
+    if tokens > step.budget:
+        if not limits.chunked_prefill:
+            step.waiting[request.request_id] = wait_reasons.no_budget(tokens, step.budget)
+            return 0
+        tokens = step.budget
+    if step.prompt_time is not None:
+        tokens = step.prompt_time.num_tokens(request, start, tokens)
+        if not tokens:
+            step.waiting[request.request_id] = wait_reasons.no_time()
+    return tokens
 
 
 def _allocate_blocks(

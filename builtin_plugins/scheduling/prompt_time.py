@@ -9,6 +9,9 @@ from .tracker import RequestTracker
 _UNTRAINED_BLOCKS = 4
 """Blocks of prompts that a step computes while it is not known what they cost."""
 
+_PATIENCE_S = 1.0
+"""Age at which a prompt may slow down others twice as much as a new one."""
+
 
 def is_prompt(request: LiveRequest) -> bool:
     """Return whether a running request has more to compute than the token that follows its last."""
@@ -16,42 +19,56 @@ def is_prompt(request: LiveRequest) -> bool:
     return known - request.num_computed_tokens > 1
 
 
-def limit_prompts(tracker: RequestTracker, step: Step) -> None:
+def limit_prompts(tracker: RequestTracker, step: Step, max_slowdown: float) -> None:
     """Limit the time of prompts in a step that has tokens of all requests that generate.
 
     There is no limit if none generates.
+
+    Args:
+        tracker, step: all requests, and the step.
+        max_slowdown: how many times the time of the requests that generate the step may take.
     """
     if all(is_prompt(request) for request in tracker.running.values()):
         return
-    step.prompt_time = PromptTime(tracker, step)
+    step.prompt_time = PromptTime(tracker, step, max_slowdown)
 
 
 class PromptTime:
     """Gives the time of a step to prompts, one after the other; the first gets a block at least."""
 
-    def __init__(self, tracker: RequestTracker, step: Step) -> None:
+    def __init__(self, tracker: RequestTracker, step: Step, max_slowdown: float) -> None:
         """Leave what the requests of the step do not take."""
         self._cost = tracker.context.step_cost()
         self._block_size = tracker.cache.block_size
+        self._now = step.now
+        self._max_slowdown = max_slowdown
+        self._limit = tracker.limits.step_milliseconds
+        num_streams = len(step.running)
         context = sum(request.num_computed_tokens for request in step.running.values())
-        streams = self._cost.milliseconds(
-            single_queries=len(step.running), context=context + len(step.running)
+        self._streams = self._cost.milliseconds(
+            single_queries=num_streams, context=context + num_streams
         )
-        self._left = tracker.limits.step_milliseconds - streams
+        self._prompts = 0.0
         self._is_used = False
 
     @property
     def is_used_up(self) -> bool:
-        """Whether a prompt that begins gets no token."""
-        return not self.num_tokens(0, self._block_size)
+        """Whether a prompt that begins gets no token, however long it has waited."""
+        return not self._within(self._limit, 0, self._block_size)
 
-    def num_tokens(self, computed: int, wanted: int) -> int:
+    def num_tokens(self, request: LiveRequest, computed: int, wanted: int) -> int:
         """Return how many of the `wanted` tokens after `computed` others a prompt can get.
 
         If it does not get all, it ends with a block.
         """
+        age = max(self._now - request.arrival_time, 0.0)
+        slowdown = self._max_slowdown * (1 + age / _PATIENCE_S)
+        return self._within(min(self._limit, slowdown * self._streams), computed, wanted)
+
+    def _within(self, limit: float, computed: int, wanted: int) -> int:
         if self._cost.is_trained:
-            most = self._cost.prompt_tokens_within(self._left, computed, wanted)
+            left = limit - self._streams - self._prompts
+            most = self._cost.prompt_tokens_within(left, computed, wanted)
         else:
             most = 0 if self._is_used else min(wanted, _UNTRAINED_BLOCKS * self._block_size)
         if most == wanted:
@@ -64,4 +81,4 @@ class PromptTime:
     def spend(self, computed: int, tokens: int) -> None:
         """Take the time of a prompt that gets tokens."""
         self._is_used = True
-        self._left -= self._cost.prompt_milliseconds(tokens, computed)
+        self._prompts += self._cost.prompt_milliseconds(tokens, computed)

@@ -14,11 +14,12 @@ from .step import Step
 from .tracker import RequestTracker
 
 
-def schedule_running(tracker: RequestTracker, step: Step) -> None:
+def schedule_running(tracker: RequestTracker, step: Step, max_slowdown: float) -> None:
     """Schedule tokens of running requests, in order of admission, while the budget lasts.
 
     A request that can get none is passed over; one that would have to be preempted itself ends the
-    pass. If the time of steps is limited, prompts come last, in what is left of it.
+    pass. If the time of steps is limited, prompts come last, in what is left of it: see
+    `limit_prompts`.
     """
     requests = _in_turn(tracker, step)
     if not tracker.limits.step_milliseconds:
@@ -29,7 +30,7 @@ def schedule_running(tracker: RequestTracker, step: Step) -> None:
         requests = [request for request in requests if not is_prompt(request)]
     passed = _schedule_each(tracker, requests, step)
     if prompts or len(tracker.waiting):
-        limit_prompts(tracker, step)
+        limit_prompts(tracker, step, max_slowdown)
     if prompts and passed:
         _schedule_each(tracker, prompts, step)
 
@@ -107,7 +108,9 @@ def _limit_tokens(
     if tokens <= 0:
         step.waiting[request.request_id] = wait_reasons.results(placeholders)
         return 0, ()
-    if step.prompt_time is not None and not (tokens := step.prompt_time.num_tokens(computed, tokens)):
+    if step.prompt_time is not None and not (
+        tokens := step.prompt_time.num_tokens(request, computed, tokens)
+    ):
         step.waiting[request.request_id] = wait_reasons.no_time()
         return 0, ()
     if request.features:

@@ -97,7 +97,7 @@ class EngineCoreParts:
         stats = self.scheduler.stats()
         self.step_parts.add_stats(stats)
         if self.step_cost is not None:
-            stats.step_cost_error = self.step_cost.cost.error
+            stats.step_cost_error = self.step_cost.current().error
         return stats
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
+from operator import add, mul
 from typing import NamedTuple
 
 from hardpoint.plugins import SchedulerOutput, StepCost
 
-_MEMORY = 100
+_MEMORY = 50
 """Number of steps of a kind that count; older ones are forgotten."""
-_SWEEPS = 4
-"""Rounds over the coefficients after each step; later steps go on from there."""
+_PACE_MEMORY = 5
+"""The same of the pace, which follows clocks and neighbours."""
+_ERROR_MEMORY = 50
+"""The same of the error."""
 _OUTLIER = 2.0
 """A step counts as at most so many times its prediction: it may have waited for something else."""
-_ERROR_MEMORY = 50
+_SWEEPS = 2
+"""Rounds over the coefficients after each step; later steps go on from there."""
 
 
 class StepWork(NamedTuple):
@@ -28,65 +30,73 @@ class StepWork(NamedTuple):
 
 
 class StepCostFit:
-    """Fits `StepCost` to the steps that ran: least squares of the relative error, by each step.
+    """Fits `StepCost` to the steps that ran: least squares of the relative error, after each step.
 
     No coefficient is negative. Steps with and without prompts are forgotten apart, so that a
-    thousand steps without any do not blur what prompts cost.
-
-    Attributes:
-        cost: fitted to the steps so far.
+    thousand steps without any do not blur what prompts cost. A factor on all coefficients, the
+    pace, follows the latest steps.
     """
 
     def __init__(self) -> None:
         """Start untrained."""
-        self.cost = StepCost()
+        self._cost = StepCost()
         self._with_prompts = _Sums()
         self._without_prompts = _Sums()
         self._coefficients = [0.0] * _NUM_FEATURES
-        self._num_single = 0
+        self._pace = 1.0
+        self._has_single = False
         self._error: float | None = None
 
     def current(self) -> StepCost:
         """Return the cost as fitted to the steps so far."""
-        return self.cost
+        return self._cost
 
     def learn(self, plan: SchedulerOutput, milliseconds: float) -> None:
         """Take a step's time into account, unless it did other work than `StepWork` counts."""
         if not plan.total_num_scheduled_tokens or plan.encoder_inputs or milliseconds <= 0:
             return
         work = work_of(plan)
-        features = _features(work)
-        expected = self.cost.milliseconds(**work._asdict()) if self.cost.is_trained else milliseconds
-        if self.cost.is_trained:
-            error = abs(milliseconds - expected) / milliseconds
-            last = error if self._error is None else self._error
-            self._error = last + (error - last) / _ERROR_MEMORY
+        expected = milliseconds
+        if self._cost.is_trained:
+            expected = self._cost.milliseconds(**work._asdict()) or milliseconds
+            self._compare(expected, milliseconds)
             milliseconds = min(milliseconds, _OUTLIER * expected)
-        # By the prediction, as weights by the measured time would make slow steps count less.
+        # By the prediction: weights by the measured time would make slow steps count less. That may
+        # be far too small, which would make the step count too much.
         scale = 1 / max(expected, milliseconds / _OUTLIER)
+        features = [scale * x for x in _features(work)]
         sums = self._with_prompts if work.prompts else self._without_prompts
-        sums.add([scale * x for x in features], scale * milliseconds)
-        self._num_single += work.single_queries > 0
+        sums.add(features, scale * milliseconds / self._pace)
+        if self._cost.is_trained:
+            ratio = min(_OUTLIER, max(1 / _OUTLIER, milliseconds * self._pace / expected))
+            self._pace += (ratio - self._pace) / _PACE_MEMORY
+        self._has_single |= work.single_queries > 0
         self._solve()
+        found = [self._pace * x for x in self._coefficients]
+        self._cost = StepCost(
+            **dict(zip(_NAMES, found, strict=True)),
+            is_trained=self._with_prompts.count > 0 and self._has_single,
+            error=self._error,
+        )
+
+    def _compare(self, expected: float, milliseconds: float) -> None:
+        """Take the error of a prediction into account."""
+        error = abs(milliseconds - expected) / milliseconds
+        last = error if self._error is None else self._error
+        self._error = last + (error - last) / _ERROR_MEMORY
 
     def _solve(self) -> None:
         """Move the coefficients towards the least squares, one after the other."""
         first, second, found = self._with_prompts, self._without_prompts, self._coefficients
         products = [
-            [a + b for a, b in zip(x, y, strict=True)]
-            for x, y in zip(first.products, second.products, strict=True)
+            list(map(add, x, y)) for x, y in zip(first.products, second.products, strict=True)
         ]
-        targets = [a + b for a, b in zip(first.targets, second.targets, strict=True)]
+        targets = list(map(add, first.targets, second.targets))
         for _ in range(_SWEEPS):
             for index, row in enumerate(products):
                 if (own := row[index]) > 0:
-                    rest = targets[index] - sum(map(float.__mul__, row, found))
+                    rest = targets[index] - sum(map(mul, row, found))
                     found[index] = max(0.0, found[index] + rest / own)
-        self.cost = StepCost(
-            **dict(zip(_NAMES, found, strict=True)),
-            is_trained=self._with_prompts.count > 0 and self._num_single > 0,
-            error=self._error,
-        )
 
 
 def work_of(plan: SchedulerOutput) -> StepWork:
@@ -107,7 +117,7 @@ def work_of(plan: SchedulerOutput) -> StepWork:
     return StepWork(single, context, prompts, prompt_tokens, pairs)
 
 
-_NAMES = ("prompt_token", "single_query", "step", "context_token", "prompt_pair", "prompt")
+_NAMES = ("prompt_token", "step", "single_query", "context_token", "prompt_pair", "prompt")
 """In this order, so that the first ones explain what several could."""
 _NUM_FEATURES = len(_NAMES)
 
@@ -116,8 +126,8 @@ def _features(work: StepWork) -> list[float]:
     """Return what each coefficient is multiplied by."""
     return [
         float(work.prompt_tokens),
-        float(work.single_queries),
         1.0,
+        float(work.single_queries),
         float(work.context),
         float(work.prompt_pairs),
         float(work.prompts),

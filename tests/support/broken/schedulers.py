@@ -10,6 +10,7 @@ from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.plugins import (
     CachedRequests,
     EngineCoreOutputs,
+    PauseState,
     Request,
     RequestError,
 )
@@ -74,6 +75,16 @@ class EncodesTooMuch(WithLimits):
 
     def wrong(self, limits):
         return {"max_encoder_tokens": 3 * limits.max_encoder_tokens}
+
+
+class LeavesPromptsNoTime(DefaultScheduler):
+    contract = 2
+
+    def schedule(self):
+        cost = self.context.step_cost().milliseconds(prompts=1, prompt_tokens=1)
+        if 0 < self.context.limits.step_milliseconds < cost:
+            self.set_pause(PauseState.PAUSED_NEW)
+        return super().schedule()
 
 
 class AcceptsTooMany(WithLimits):

@@ -10,7 +10,6 @@ from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.plugins import (
     CachedRequests,
     EngineCoreOutputs,
-    PauseState,
     Request,
     RequestError,
 )
@@ -75,16 +74,6 @@ class EncodesTooMuch(WithLimits):
 
     def wrong(self, limits):
         return {"max_encoder_tokens": 3 * limits.max_encoder_tokens}
-
-
-class LeavesPromptsNoTime(DefaultScheduler):
-    contract = 2
-
-    def schedule(self):
-        cost = self.context.step_cost().milliseconds(prompts=1, prompt_tokens=1)
-        if 0 < self.context.limits.step_milliseconds < cost:
-            self.set_pause(PauseState.PAUSED_NEW)
-        return super().schedule()
 
 
 class AcceptsTooMany(WithLimits):
@@ -179,6 +168,18 @@ class Starves(WithCache):
     def change(self, cache):
         def admit(request, *given, **named):
             return request.order != 1 and cache.admit(request, *given, **named)
+
+        self.cache.admit = admit
+
+
+class LeavesPromptsNoTime(WithCache):
+    contract = 2
+
+    def change(self, cache):
+        def admit(*given, **named):
+            cost = self.context.step_cost().milliseconds(prompts=1, prompt_tokens=1)
+            limit = self.context.limits.step_milliseconds
+            return not 0 < limit < cost and cache.admit(*given, **named)
 
         self.cache.admit = admit
 

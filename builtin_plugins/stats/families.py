@@ -301,7 +301,7 @@ PLUGIN_COUNTERS = {
 def engine_families(
     model_name: str, engines: Mapping[int, EngineFigures], prefixes: Sequence[str]
 ) -> Iterator[Metric]:
-    """Yield all metrics of the engines, under each prefix; those of tiers and of steps if there are some."""
+    """Yield all metrics of the engines, under each prefix; some only where they are known."""
     aliases = [prefix for prefix in prefixes if prefix != OWN]
     exported: list[tuple[Sequence[Family], Sequence[str]]] = [
         (ENGINE_FAMILIES, prefixes),

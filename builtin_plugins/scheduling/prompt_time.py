@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+from hardpoint.plugins import SchedulerContext
+
 from .live_request import LiveRequest
-from .step import Step
-from .tracker import RequestTracker
 
 _UNTRAINED_BLOCKS = 4
 """Blocks of prompts that a step computes while it is not known what they cost."""
@@ -19,34 +21,32 @@ def is_prompt(request: LiveRequest) -> bool:
     return known - request.num_computed_tokens > 1
 
 
-def limit_prompts(tracker: RequestTracker, step: Step, max_slowdown: float) -> None:
-    """Limit the time of prompts in a step that has tokens of all requests that generate.
-
-    There is no limit if none generates.
-
-    Args:
-        tracker, step: all requests, and the step.
-        max_slowdown: how many times the time of the requests that generate the step may take.
-    """
-    if all(is_prompt(request) for request in tracker.running.values()):
-        return
-    step.prompt_time = PromptTime(tracker, step, max_slowdown)
-
-
 class PromptTime:
     """Gives the time of a step to prompts, one after the other; the first gets a block at least."""
 
-    def __init__(self, tracker: RequestTracker, step: Step, max_slowdown: float) -> None:
-        """Leave what the requests of the step do not take."""
-        self._cost = tracker.context.step_cost()
-        self._block_size = tracker.cache.block_size
-        self._now = step.now
+    def __init__(
+        self,
+        context: SchedulerContext,
+        streams: Collection[LiveRequest],
+        now: float,
+        max_slowdown: float,
+    ) -> None:
+        """Leave what the requests that generate do not take.
+
+        Args:
+            context: the scheduler's.
+            streams: the requests that generate, in this step.
+            now: seconds on the scheduler's clock.
+            max_slowdown: how many times the time of the streams the step may take at first.
+        """
+        self._cost = context.step_cost()
+        self._block_size = context.kv_cache.block_size
+        self._limit = context.limits.step_milliseconds
+        self._now = now
         self._max_slowdown = max_slowdown
-        self._limit = tracker.limits.step_milliseconds
-        num_streams = len(step.running)
-        context = sum(request.num_computed_tokens for request in step.running.values())
         self._streams = self._cost.milliseconds(
-            single_queries=num_streams, context=context + num_streams
+            single_queries=len(streams),
+            context=sum(request.num_computed_tokens + 1 for request in streams),
         )
         self._prompts = 0.0
         self._is_used = False

@@ -9,7 +9,7 @@ from hardpoint.plugins import BlockIds, RequestStatus
 from . import wait_reasons
 from .encoder import choose_features, schedule_features
 from .live_request import LiveRequest
-from .prompt_time import is_prompt, limit_prompts
+from .prompt_time import PromptTime, is_prompt
 from .step import Step
 from .tracker import RequestTracker
 
@@ -19,7 +19,7 @@ def schedule_running(tracker: RequestTracker, step: Step, max_slowdown: float) -
 
     A request that can get none is passed over; one that would have to be preempted itself ends the
     pass. If the time of steps is limited, prompts come last, in what is left of it: see
-    `limit_prompts`.
+    `PromptTime`.
     """
     requests = _in_turn(tracker, step)
     if not tracker.limits.step_milliseconds:
@@ -30,9 +30,16 @@ def schedule_running(tracker: RequestTracker, step: Step, max_slowdown: float) -
         requests = [request for request in requests if not is_prompt(request)]
     passed = _schedule_each(tracker, requests, step)
     if prompts or len(tracker.waiting):
-        limit_prompts(tracker, step, max_slowdown)
+        _limit_prompts(tracker, step, max_slowdown)
     if prompts and passed:
         _schedule_each(tracker, prompts, step)
+
+
+def _limit_prompts(tracker: RequestTracker, step: Step, max_slowdown: float) -> None:
+    """Limit the time of prompts in a step with all requests that generate; without any, do not."""
+    if not all(is_prompt(request) for request in tracker.running.values()):
+        streams = step.running.values()
+        step.prompt_time = PromptTime(tracker.context, streams, step.now, max_slowdown)
 
 
 def _schedule_each(tracker: RequestTracker, requests: Sequence[LiveRequest], step: Step) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from hardpoint.plugins import (
     BlockIds,
@@ -17,10 +16,8 @@ from hardpoint.plugins import (
 )
 
 from .live_request import LiveRequest
+from .prompt_time import PromptTime
 from .tracker import RequestTracker
-
-if TYPE_CHECKING:
-    from .prompt_time import PromptTime
 
 
 @dataclass(slots=True)

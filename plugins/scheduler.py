@@ -167,7 +167,7 @@ class SchedulerLimits:
         asynchronous: whether a step may be planned before the results of the last one are in.
         num_batches: steps under way at once, none of which has a token to compute that follows one
             of another, as in the stages of a pipeline; the requests are to be divided among them.
-        step_milliseconds: time that prompts may extend a step to, beside requests that generate; 0
+        step_milliseconds: time that prompts may extend a step to while other requests generate; 0
             is no limit.
     """
 

@@ -16,12 +16,12 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     to verify.
 
     Attributes:
-        step: of any step.
-        single_query: of each request that computes one token.
-        context_token: of each token that these attend to.
-        prompt: of each prompt.
-        prompt_token: of each token of a prompt.
-        prompt_pair: of each token that a token of a prompt attends to.
+        step: time of any step, before its work.
+        single_query: time of each request that computes one token.
+        context_token: time of each token that these attend to.
+        prompt: time of each prompt.
+        prompt_token: time of each token of a prompt.
+        prompt_pair: time of each token that a token of a prompt attends to.
         is_trained: whether steps with prompts and steps with single queries were measured; before
             that the other attributes mean nothing.
         error: moving mean of the relative error of predictions, 0.1 is 10 %; None before the first.
@@ -68,13 +68,13 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
         pairs = tokens * (computed + tokens / 2)
         return self.prompt + self.prompt_token * tokens + self.prompt_pair * pairs
 
-    def prompt_tokens_within(self, milliseconds: float, computed: int, most: int) -> int:
+    def prompt_tokens_within(self, milliseconds: float, computed: int, limit: int) -> int:
         """Return how many tokens of a prompt add at most so many milliseconds to a step.
 
         Args:
             milliseconds: may be negative.
             computed: tokens of the prompt that are computed.
-            most: the greatest number to return.
+            limit: the greatest number to return.
         """
         left = milliseconds - self.prompt
         if left <= 0:
@@ -82,4 +82,4 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
         linear = self.prompt_token + self.prompt_pair * computed
         # tokens * linear + tokens ** 2 * prompt_pair / 2 <= left, in a form without cancellation.
         root = linear + math.sqrt(linear * linear + 2 * self.prompt_pair * left)
-        return most if most * root <= 2 * left else int(2 * left / root)
+        return limit if limit * root <= 2 * left else int(2 * left / root)

@@ -1,4 +1,4 @@
-"""The time of a step that is left for prompts, beside requests that generate."""
+"""The time of a step that requests which generate leave for prompts."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ class PromptTime:
     def _within(self, limit: float, computed: int, wanted: int) -> int:
         if self._cost.is_trained:
             left = limit - self._streams - self._prompts
-            most = self._cost.prompt_tokens_within(left, computed, wanted)
+            fit = self._cost.prompt_tokens_within(left, computed, wanted)
         else:
-            most = 0 if self._is_used else min(wanted, _UNTRAINED_BLOCKS * self._block_size)
-        if most == wanted:
+            fit = 0 if self._is_used else min(wanted, _UNTRAINED_BLOCKS * self._block_size)
+        if fit == wanted:
             return wanted
-        most -= (computed + most) % self._block_size
-        if most > 0:
-            return most
+        fit -= (computed + fit) % self._block_size
+        if fit > 0:
+            return fit
         return 0 if self._is_used else min(wanted, self._block_size - computed % self._block_size)
 
     def spend(self, computed: int, tokens: int) -> None:

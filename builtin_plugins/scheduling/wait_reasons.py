@@ -19,7 +19,7 @@ def no_time() -> WaitReason:
     """Return the reason: the step has no time left for prompts."""
     return WaitReason(
         WaitingFor.BUDGET,
-        "the step has no time left for prompts beside requests that generate "
+        "the requests that generate leave the step no time for further prompts "
         "(scheduler.step_milliseconds)",
     )
 

@@ -20,7 +20,7 @@ _SWEEPS = 2
 
 
 class StepWork(NamedTuple):
-    """What a step computes: the arguments of `StepCost.milliseconds`."""
+    """Work of a step: the arguments of `StepCost.milliseconds`."""
 
     single_queries: int = 0
     context: int = 0
@@ -100,7 +100,7 @@ class StepCostFit:
 
 
 def work_of(plan: SchedulerOutput) -> StepWork:
-    """Return what a step computes."""
+    """Return the work of a step."""
     tokens, cached = plan.num_scheduled_tokens, plan.cached_requests
     if not plan.new_requests and plan.total_num_scheduled_tokens == len(tokens):
         return StepWork(len(tokens), sum(cached.num_computed_tokens) + len(tokens))
@@ -123,7 +123,7 @@ _NUM_FEATURES = len(_NAMES)
 
 
 def _features(work: StepWork) -> list[float]:
-    """Return what each coefficient is multiplied by."""
+    """Return the amounts that the coefficients are multiplied by."""
     return [
         float(work.prompt_tokens),
         1.0,

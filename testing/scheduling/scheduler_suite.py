@@ -86,7 +86,7 @@ class SchedulerSuite(ComponentSuite):
         self._situation(200, always=("asynchronous",), sometimes=sometimes, events=events)
 
     def test_step_time(self) -> None:
-        """Whatever steps cost, prompts get tokens beside requests that generate."""
+        """Whatever steps cost, prompts get tokens while other requests generate."""
         sometimes = ("asynchronous", "drafts", "windows", "encoder", "transfers", "threshold")
         events = ("abort", "advance")
         self._situation(200, always=("step_time",), sometimes=sometimes, events=events)

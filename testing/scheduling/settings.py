@@ -38,7 +38,7 @@ class SimulatorSettings:
         options: the scheduler's options, as an operator writes them.
         connector, grammars: whether the scheduler gets a ScriptedConnector and ScriptedGrammars.
         encoder_cache_tokens: size of the encoder cache; 0 for none.
-        step_cost: what the scheduler is told that a step takes.
+        step_cost: cost of steps in the scheduler's context.
         vocab_size: number of token ids in scripted replies.
     """
 

@@ -1,4 +1,4 @@
-"""The default scheduler limits the time of steps with prompts beside requests that generate."""
+"""The default scheduler limits the time that prompts take from requests that generate."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_streams_come_before_a_prompt_that_was_admitted_before():
     assert list(sim.step().num_scheduled_tokens) == ["late", "early"]
 
 
-def test_a_request_says_that_it_waits_for_time():
+def test_the_reason_to_wait_is_that_no_time_is_left():
     sim = simulator(milliseconds=0.001)
     streams(sim)
     sim.add("a", prompt=10)
@@ -116,7 +116,7 @@ def test_a_request_says_that_it_waits_for_time():
     sim.step()
     reason = sim.scheduler.why_waiting("b")
     assert reason.waiting_for is WaitingFor.BUDGET
-    assert "no time left for prompts beside requests that generate" in reason.message
+    assert "leave the step no time for further prompts" in reason.message
 
 
 def test_without_a_limit_nothing_changes():

@@ -1,4 +1,4 @@
-"""What a step takes is fitted to the steps that ran."""
+"""The cost of steps is fitted to those that ran."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ tokens per second, p50 and p99 of the time to the first token and of the time be
 and the greatest of these, in milliseconds: medians of the rounds, and others' over Hardpoint's
 AsyncLLM; and microseconds of CPU per output token of the process of the frontend: the one with the
 AsyncLLM and its callers, or that of the server. `--server` runs `hardpoint serve`, too, whose
-clients are in another process: what it uses in addition to AsyncLLM is what HTTP costs. A second load, of 8 tokens
-out, shows how much of that is once per request.
+clients are in another process: what it uses in addition to AsyncLLM is what HTTP costs. A second
+load, of 8 tokens out, shows how much of that is once per request.
 
 `--steps` runs an AsyncLLM per value of `scheduler.step_milliseconds`, and `--plot` draws the time
 between the tokens of one of eight streams while a prompt of 1900 tokens is computed.

@@ -38,9 +38,8 @@ from hardpoint.system.plugin_settings import READ, changed
 from .batch_queue import Batch, BatchQueue, start_batch, with_drafts
 from .parts_start import PartsStart
 from .policy import PolicySlot
-from .step_cost import StepCostFit
+from .step_cost import StepCostFit, StepTimes
 from .step_log import StepLog, log_failure
-from .step_times import StepTimes
 
 _log = logging.getLogger("hardpoint")
 

@@ -7,8 +7,7 @@ import random
 import pytest
 from support.core.engine_harness import Rig, ScriptedExecutor, request
 
-from hardpoint.core.engine.step_cost import StepCostFit, StepWork, work_of
-from hardpoint.core.engine.step_times import StepTimes
+from hardpoint.core.engine.step_cost import StepCostFit, StepTimes, StepWork, work_of
 from hardpoint.plugins import CachedRequests, NewRequest, SchedulerOutput, StepCost
 from hardpoint.testing import ScriptedClock
 

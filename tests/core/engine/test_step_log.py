@@ -9,8 +9,8 @@ import pytest
 from support.core.engine_harness import Rig, ScriptedExecutor, interrupt_of_user
 
 from hardpoint import SamplingParams
+from hardpoint.core.engine.step_cost import StepTimes
 from hardpoint.core.engine.step_log import StepLog
-from hardpoint.core.engine.step_times import StepTimes
 from hardpoint.testing import ScriptedClock, scripted_engine
 
 

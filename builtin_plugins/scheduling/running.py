@@ -25,14 +25,13 @@ def schedule_running(tracker: RequestTracker, step: Step, max_slowdown: float) -
     if not tracker.limits.step_milliseconds:
         _schedule_each(tracker, requests, step)
         return
-    prompts = [request for request in requests if is_prompt(request)]
-    if prompts:
-        requests = [request for request in requests if not is_prompt(request)]
-    passed = _schedule_each(tracker, requests, step)
-    if prompts or len(tracker.waiting):
+    step.later = later = []
+    goes_on = _schedule_each(tracker, requests, step)
+    step.later = None
+    if later or len(tracker.waiting):
         _limit_prompts(tracker, step, max_slowdown)
-    if prompts and passed:
-        _schedule_each(tracker, prompts, step)
+    if later and goes_on:
+        _schedule_each(tracker, later, step)
 
 
 def _limit_prompts(tracker: RequestTracker, step: Step, max_slowdown: float) -> None:
@@ -100,8 +99,11 @@ def _limit_tokens(
 ) -> tuple[int, Sequence[int]]:
     """Return how many tokens a request can get, blocks aside, and which features they need.
 
-    Where it can get none, the step's `waiting` has the reason.
+    Where it can get none, the step's `waiting` has the reason, or `later` the request.
     """
+    if step.later is not None and is_prompt(request):
+        step.later.append(request)
+        return 0, ()
     limits = tracker.limits
     computed = request.num_computed_tokens
     placeholders = request.num_output_placeholders

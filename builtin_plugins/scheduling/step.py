@@ -30,6 +30,7 @@ class Step:
         budget: tokens left.
         encoder_budget: encoder tokens left.
         max_requests: number of requests that it may schedule; None is no limit.
+        later: running prompts, whose turn comes after the requests that generate; None: now.
         prompt_time: the time left for prompts; None is no limit.
         tokens: scheduled tokens by request id, running requests first.
         running: running requests that get tokens, by id.
@@ -50,6 +51,7 @@ class Step:
     budget: int
     encoder_budget: int
     max_requests: int | None = None
+    later: list[LiveRequest] | None = None
     prompt_time: PromptTime | None = None
     tokens: dict[str, int] = field(default_factory=dict)
     running: dict[str, LiveRequest] = field(default_factory=dict)

@@ -25,7 +25,8 @@ def schedule_running(tracker: RequestTracker, step: Step, max_slowdown: float) -
     if not tracker.limits.step_milliseconds:
         _schedule_each(tracker, requests, step)
         return
-    step.later = later = []
+    later: list[LiveRequest] = []
+    step.later = later
     goes_on = _schedule_each(tracker, requests, step)
     step.later = None
     if later or len(tracker.waiting):

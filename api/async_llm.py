@@ -25,6 +25,7 @@ from hardpoint.plugins import (
     WaitReason,
 )
 from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.config_tables import STREAMING_STEP_MILLISECONDS
 from hardpoint.plugins.request_options import ChatOptions, ChatRequestOptions, RequestOptions
 from hardpoint.plugins.server import InstalledExtension, ServerContext
 from hardpoint.plugins.stats import Health
@@ -123,7 +124,11 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
                 f"process of its own, got true (from {origin})"
             )
         engine = msgspec.structs.replace(config.engine, in_process=False)
-        config = msgspec.structs.replace(config, engine=engine)
+        scheduler = config.scheduler
+        if scheduler.step_milliseconds is None:
+            limit = STREAMING_STEP_MILLISECONDS if scheduler.chunked_prefill else 0.0
+            scheduler = msgspec.structs.replace(scheduler, step_milliseconds=limit)
+        config = msgspec.structs.replace(config, engine=engine, scheduler=scheduler)
         with ProgressDisplay() as display:
             self._engine = build_async_engine(
                 config,

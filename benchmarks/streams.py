@@ -1,11 +1,13 @@
 """An engine whose outputs are streamed, in a process of its own; used by other benchmarks.
 
-    python streams.py NAME FOLDER MODE
+    python streams.py NAME FOLDER MODE [STEP_MILLISECONDS]
 
 MODE is `async` (AsyncLLM), `http` (hardpoint serve, /v1/completions) or `in-process` (LLM.stream,
 one stream). It answers each question, a
 line of JSON on standard input, with the times of a closed loop: every stream sends a request, reads
-it to its end, and sends the next one. Outputs have text and what is new.
+it to its end, and sends the next one. Outputs have text and what is new. A question with `after` is
+answered with the times of streams while a long prompt is computed. STEP_MILLISECONDS sets
+`scheduler.step_milliseconds` of `async`.
 """
 
 from __future__ import annotations
@@ -41,6 +43,25 @@ class ClosedLoop:
     output: int
     seed: str
     seconds: float = 1e9
+
+
+@dataclass(frozen=True)
+class LongPrompt:
+    """A load of streams, and a long prompt that comes later.
+
+    Attributes:
+        streams: number of streams.
+        output: tokens of each stream, whose prompts have 16.
+        long: tokens of the long prompt, which gets 4 tokens.
+        after: seconds after which it comes.
+        seed: seed of the prompts.
+    """
+
+    streams: int
+    output: int
+    long: int
+    after: float
+    seed: str
 
 
 @dataclass
@@ -102,11 +123,15 @@ class InProcess(Streamer):
 class Async(Streamer):
     """Hardpoint's AsyncLLM."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, step_milliseconds: str | None = None) -> None:
         """Open it."""
         from hardpoint import AsyncLLM
 
-        self._llm = AsyncLLM(folder, dtype="bfloat16", max_model_len=MAX_MODEL_LEN)
+        config: dict[str, Any] = {}
+        if step_milliseconds is not None:
+            config = {"scheduler": {"step_milliseconds": float(step_milliseconds)}}
+            self.settings = f"scheduler.step_milliseconds {step_milliseconds}"
+        self._llm = AsyncLLM(folder, dtype="bfloat16", max_model_len=MAX_MODEL_LEN, config=config)
 
     async def stream(self, ids: list[int], tokens: int) -> AsyncIterator[int]:
         """Yield from AsyncLLM.generate."""
@@ -249,26 +274,63 @@ async def _read(engine: Streamer, ids: list[int], load: ClosedLoop, times: Times
     times.speed = later / (last - first) if later else 0.0
 
 
+async def run_long_prompt(engine: Streamer, load: LongPrompt) -> dict[str, Any]:
+    """Return the gaps between outputs of the first stream, and the times of the long prompt.
+
+    Returns:
+        `gaps`, pairs of a time and the seconds since the output before; `sent` and `first`, when
+        the long prompt came and got its first token. Times are in seconds.
+    """
+    rng = random.Random(load.seed)
+    gaps: list[tuple[float, float]] = []
+    times: dict[str, Any] = {"gaps": gaps}
+    start = time.perf_counter()
+
+    def prompt(tokens: int) -> list[int]:
+        return [rng.randrange(100, 40_000) for _ in range(tokens)]
+
+    async def read(ids: list[int], kept: list[tuple[float, float]]) -> None:
+        last = None
+        async for _ in engine.stream(ids, load.output):
+            now = time.perf_counter() - start
+            if last is not None:
+                kept.append((now, now - last))
+            last = now
+
+    async def ask(ids: list[int]) -> None:
+        await asyncio.sleep(load.after)
+        times["sent"] = time.perf_counter() - start
+        async for _ in engine.stream(ids, 4):
+            times.setdefault("first", time.perf_counter() - start)
+
+    others = [read(prompt(16), []) for _ in range(load.streams - 1)]
+    await asyncio.gather(read(prompt(16), gaps), ask(prompt(load.long)), *others)
+    return times
+
+
 async def serve(engine: Streamer, name: str) -> None:
     """Answer questions until there are no more."""
     try:
         await run(engine, ClosedLoop(1, 1, 16, 4, "first"))
         answer(about(name, engine.settings))
         while line := await asyncio.to_thread(sys.stdin.readline):
-            times = await run(engine, ClosedLoop(**json.loads(line)))
-            answer(dataclasses.asdict(times))
+            question = json.loads(line)
+            if "after" in question:
+                answer(await run_long_prompt(engine, LongPrompt(**question)))
+            else:
+                answer(dataclasses.asdict(await run(engine, ClosedLoop(**question))))
     finally:
         engine.close()
 
 
 def main() -> None:
     """Open the engine and serve."""
-    name, folder, mode = sys.argv[1:4]
+    name, folder, mode, *more = sys.argv[1:]
     engine: Streamer
     if name == "vllm":
         engine = VllmAsync(folder)
     else:
-        engine = {"async": Async, "http": Http, "in-process": InProcess}[mode](folder)
+        engine = {"async": Async, "http": Http, "in-process": InProcess}[mode](folder, *more)
     asyncio.run(serve(engine, name))
 
 

@@ -100,6 +100,7 @@ from .stats import (
     StatSink,
     StatSinkContext,
 )
+from .step_cost import StepCost
 from .step_part import EngineHalf, StepPart, StepPartContext
 from .step_record import StepRecord, WaitingFor, WaitReason
 from .tokenizer import DecodeStream, Tokenizer, TokenizerContext
@@ -175,6 +176,7 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "Scheduler",
     "SchedulerContext",
     "SchedulerOutput",
+    "StepCost",
     "StepRecord",
     "WaitReason",
     "WaitingFor",

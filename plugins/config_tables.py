@@ -70,6 +70,10 @@ class PluginsConfig(Strict):
     foreign_groups: list[Literal["vllm.logits_processors"]] = []
 
 
+STREAMING_STEP_MILLISECONDS = 200.0
+"""Default of `scheduler.step_milliseconds` in `AsyncLLM` and the server."""
+
+
 class SchedulerConfig(Strict):
     """The scheduler, its policy and its limits.
 
@@ -80,6 +84,9 @@ class SchedulerConfig(Strict):
         long_prefill_token_threshold: maximum tokens of one prompt in a step; 0 is no limit.
         max_waiting: maximum number of waiting requests; further ones are refused as "overloaded".
             None is no limit.
+        step_milliseconds: time that prompts may extend a step to while other requests generate, so
+            that their tokens keep coming; what a step takes is measured. 0 is no limit; None is
+            200 in `AsyncLLM` and the server, 0 in `LLM`.
     """
 
     use: Reference = "default"
@@ -89,6 +96,7 @@ class SchedulerConfig(Strict):
     chunked_prefill: bool = True
     long_prefill_token_threshold: Annotated[int, Meta(ge=0)] = 0
     max_waiting: Count | None = None
+    step_milliseconds: Annotated[float, Meta(ge=0)] | None = None
 
 
 class KVCacheConfig(Strict):

@@ -19,6 +19,7 @@ from .request import Request
 from .requests import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from .scheduling_policy import SchedulingPolicy
 from .stats import SchedulerStats
+from .step_cost import StepCost
 from .step_record import StepRecord, WaitReason
 
 __all__ = [
@@ -166,6 +167,8 @@ class SchedulerLimits:
         asynchronous: whether a step may be planned before the results of the last one are in.
         num_batches: steps under way at once, none of which has a token to compute that follows one
             of another, as in the stages of a pipeline; the requests are to be divided among them.
+        step_milliseconds: time that prompts may extend a step to while other requests generate; 0
+            is no limit.
     """
 
     max_num_seqs: int
@@ -180,6 +183,7 @@ class SchedulerLimits:
     max_encoder_tokens: int = 0
     asynchronous: bool = False
     num_batches: int = 1
+    step_milliseconds: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse limits that conflict."""
@@ -196,11 +200,11 @@ class SchedulerLimits:
                 f"({self.max_model_len}) without scheduler.chunked_prefill, got "
                 f"{self.max_num_batched_tokens}"
             )
-        if self.long_prefill_token_threshold:
-            raise ConfigError(
-                f"scheduler.long_prefill_token_threshold: expected 0 without "
-                f"scheduler.chunked_prefill, got {self.long_prefill_token_threshold}"
-            )
+        for name in ("long_prefill_token_threshold", "step_milliseconds"):
+            if value := getattr(self, name):
+                raise ConfigError(
+                    f"scheduler.{name}: expected 0 without scheduler.chunked_prefill, got {value}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +217,8 @@ class SchedulerContext(Context["Scheduler"]):
         clock: seconds; the only clock that a scheduler may read.
         watermark: share of the blocks that stays free when a request is admitted while others
             run, so that those can grow.
+        step_cost: returns what a step takes, as far as is known by now; it is measured if
+            `limits.step_milliseconds` is set.
         policy_fault: called with a message when a decision of the policy could not be followed.
         transfers: loads and saves of blocks outside of the cache; None if no step part moves any.
         connector: `transfers` as contract 1 had them; `build_connector_meta` returns None.
@@ -229,6 +235,7 @@ class SchedulerContext(Context["Scheduler"]):
     policy: SchedulingPolicy
     clock: Callable[[], float]
     watermark: float = 0.0
+    step_cost: Callable[[], StepCost] = StepCost
     policy_fault: Callable[[str], None] = lambda _message: None
     transfers: BlockTransfers | None = None
     connector: KVConnectorScheduler | None = None

@@ -82,6 +82,8 @@ class SchedulerStats(msgspec.Struct, kw_only=True, gc=False):
         external_prefix_cache: tokens that the KV connector was asked for, after those that the KV
             cache has, and those of them that it could load; None without a connector.
         kv_tiers: totals of the KV connector by tier, nearest first.
+        step_cost_error: moving mean of the relative error with which the time of a step is
+            predicted, 0.1 is 10 %; None if it is not (`scheduler.step_milliseconds`).
     """
 
     num_running: int
@@ -96,6 +98,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, gc=False):
     num_accepted_by_position: list[int] = []
     external_prefix_cache: PrefixCacheStats | None = None
     kv_tiers: dict[str, KVTierStats] = {}
+    step_cost_error: float | None = None
 
 
 class RequestMetrics(msgspec.Struct, kw_only=True, frozen=True):

@@ -27,20 +27,20 @@ def let_signals_end_copies(*numbers: int) -> None:
     """Let signals that this process handles end its copies, and not wake it up.
 
     Args:
-        numbers: of the signals; SIGTERM, for example.
+        numbers: numbers of the signals; SIGTERM, for example.
     """
-    blocked = threading.local()
+    held = threading.local()
 
-    def block() -> None:
+    def hold() -> None:
         # Python drops a signal that a copy gets before it is set up.
-        blocked.before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        held.before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 
-    def unblock() -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked.before)
+    def release() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held.before)
 
     def end() -> None:
         signal.set_wakeup_fd(-1)
         reset_signals(*numbers)
-        unblock()
+        release()
 
-    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=end)
+    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=end)

@@ -141,6 +141,8 @@ def _is_full(tracker: RequestTracker, step: Step) -> bool:
         step.admission_stopped = wait_reasons.no_budget(1, 0)
     elif len(tracker.running) >= tracker.limits.max_num_seqs:
         step.admission_stopped = wait_reasons.no_slot(len(tracker.running))
+    elif step.prompt_time is not None and step.prompt_time.is_used_up:
+        step.admission_stopped = wait_reasons.no_time()
     elif step.max_requests is not None and len(step.tokens) >= step.max_requests:
         step.admission_stopped = wait_reasons.next_batch(step.max_requests)
     return step.admission_stopped is not None
@@ -218,17 +220,11 @@ def _schedule(
     step: Step,
 ) -> _Outcome:
     """Find tokens, encoder entries and blocks for a request, then move it into `running`."""
-    limits = tracker.limits
     loaded = request.num_loading_tokens if request.request_id in tracker.loaded else external
     computed = request.num_computed_tokens or prefix.num_tokens + external
-    tokens = request.num_tokens - max(computed, request.num_computed_tokens)
-    if 0 < limits.long_prefill_token_threshold < tokens:
-        tokens = limits.long_prefill_token_threshold
-    if tokens > step.budget:
-        if not limits.chunked_prefill:
-            step.waiting[request.request_id] = wait_reasons.no_budget(tokens, step.budget)
-            return _Outcome.SET_ASIDE
-        tokens = step.budget
+    tokens = _limit_tokens(tracker, request, max(computed, request.num_computed_tokens), step)
+    if tokens <= 0:
+        return _Outcome.STOP if tracker.limits.chunked_prefill else _Outcome.SET_ASIDE
     features: list[int] = []
     if request.features:
         tokens, features = choose_features(tracker, request, computed, tokens, step)
@@ -245,6 +241,27 @@ def _schedule(
     if request.num_cached_tokens < 0:
         request.num_cached_tokens, request.num_external_tokens = computed, loaded
     return _Outcome.ADMITTED
+
+
+def _limit_tokens(tracker: RequestTracker, request: LiveRequest, start: int, step: Step) -> int:
+    """Return how many tokens from `start` on a request can get, blocks and features aside.
+
+    Where it can get none, the step's `waiting` has the reason.
+    """
+    limits = tracker.limits
+    tokens = request.num_tokens - start
+    if 0 < limits.long_prefill_token_threshold < tokens:
+        tokens = limits.long_prefill_token_threshold
+    if tokens > step.budget:
+        if not limits.chunked_prefill:
+            step.waiting[request.request_id] = wait_reasons.no_budget(tokens, step.budget)
+            return 0
+        tokens = step.budget
+    if step.prompt_time is not None:
+        tokens = step.prompt_time.num_tokens(request, start, tokens)
+        if not tokens:
+            step.waiting[request.request_id] = wait_reasons.no_time()
+    return tokens
 
 
 def _allocate_blocks(
@@ -311,8 +328,7 @@ def _start(
         tracker.policy.scheduled(request, tokens)
     tracker.start_running(request, step.now)
     step.admitted[request_id] = request
-    step.tokens[request_id] = tokens
-    step.budget -= tokens
+    step.assign(request, tokens)
     step.waiting.pop(request_id, None)
     step.new_requests.append(
         NewRequest(

@@ -9,20 +9,45 @@ from hardpoint.plugins import BlockIds, RequestStatus
 from . import wait_reasons
 from .encoder import choose_features, schedule_features
 from .live_request import LiveRequest
+from .prompt_time import PromptTime, is_prompt
 from .step import Step
 from .tracker import RequestTracker
 
 
-def schedule_running(tracker: RequestTracker, step: Step) -> None:
+def schedule_running(tracker: RequestTracker, step: Step, max_slowdown: float) -> None:
     """Schedule tokens of running requests, in order of admission, while the budget lasts.
 
     A request that can get none is passed over; one that would have to be preempted itself ends the
-    pass.
+    pass. If the time of steps is limited, prompts come last, in what is left of it: see
+    `PromptTime`.
     """
+    requests = _in_turn(tracker, step)
+    if not tracker.limits.step_milliseconds:
+        _schedule_each(tracker, requests, step)
+        return
+    later: list[LiveRequest] = []
+    step.later = later
+    goes_on = _schedule_each(tracker, requests, step)
+    step.later = None
+    if later or len(tracker.waiting):
+        _limit_prompts(tracker, step, max_slowdown)
+    if later and goes_on:
+        _schedule_each(tracker, later, step)
+
+
+def _limit_prompts(tracker: RequestTracker, step: Step, max_slowdown: float) -> None:
+    """Limit the time of prompts in a step with all requests that generate; without any, do not."""
+    if not all(is_prompt(request) for request in tracker.running.values()):
+        streams = step.running.values()
+        step.prompt_time = PromptTime(tracker.context, streams, step.now, max_slowdown)
+
+
+def _schedule_each(tracker: RequestTracker, requests: Sequence[LiveRequest], step: Step) -> bool:
+    """Schedule requests one after the other; return whether further ones may get tokens."""
     extend, has_lookahead = tracker.cache.extend, tracker.limits.num_lookahead_tokens > 0
-    for request in _in_turn(tracker, step):
+    for request in requests:
         if step.budget <= 0:
-            break
+            return False
         if request.status is not RequestStatus.RUNNING:  # preempted by one before it
             continue
         # The common case is a plain decode: it needs one token and no limit applies, since a
@@ -40,15 +65,15 @@ def schedule_running(tracker: RequestTracker, step: Step) -> None:
         if blocks is None:
             blocks = _preempt_for(tracker, request, (tokens, lookahead), step)
             if blocks is None:
-                break
+                return False
         request_id = request.request_id
         step.running[request_id] = request
-        step.tokens[request_id] = tokens
-        step.budget -= tokens
+        step.assign(request, tokens)
         if blocks:
             step.new_blocks[request_id] = blocks
         if request.draft_token_ids or features:
             _schedule_inputs(tracker, request, tokens, features, step)
+    return True
 
 
 def _in_turn(tracker: RequestTracker, step: Step) -> Sequence[LiveRequest]:
@@ -75,8 +100,11 @@ def _limit_tokens(
 ) -> tuple[int, Sequence[int]]:
     """Return how many tokens a request can get, blocks aside, and which features they need.
 
-    Where it can get none, the step's `waiting` has the reason.
+    Where it can get none, the step's `waiting` has the reason, or `later` the request.
     """
+    if step.later is not None and is_prompt(request):
+        step.later.append(request)
+        return 0, ()
     limits = tracker.limits
     computed = request.num_computed_tokens
     placeholders = request.num_output_placeholders
@@ -89,6 +117,11 @@ def _limit_tokens(
     tokens = min(tokens, step.budget, limits.max_model_len - 1 - computed)
     if tokens <= 0:
         step.waiting[request.request_id] = wait_reasons.results(placeholders)
+        return 0, ()
+    if step.prompt_time is not None and not (
+        tokens := step.prompt_time.num_tokens(request, computed, tokens)
+    ):
+        step.waiting[request.request_id] = wait_reasons.no_time()
         return 0, ()
     if request.features:
         return choose_features(tracker, request, computed, tokens, step)

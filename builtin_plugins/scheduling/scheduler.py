@@ -45,16 +45,20 @@ class DefaultScheduler(Scheduler):
     context: SchedulerContext
 
     class Options(plugins.Options):
-        """How far a waiting request may be overtaken by later ones.
+        """How far a waiting request may be overtaken by later ones, and prompts slow down others.
 
         Attributes:
             max_overtaken: steps in which others may be admitted before a request that lacks
                 budget or an adapter's slot; after that, none behind it is admitted before it.
             max_set_aside: limit of requests that one step considers and sets aside.
+            max_slowdown: with `scheduler.step_milliseconds`, a step with prompts takes at most so
+                many times what the requests that generate take alone; it grows with the time for
+                which a prompt has waited, by its value each second.
         """
 
         max_overtaken: Annotated[int, Meta(ge=0)] = 64
         max_set_aside: Annotated[int, Meta(ge=1)] = 256
+        max_slowdown: Annotated[float, Meta(ge=1)] = 2.5
 
     def __init__(self, context: SchedulerContext) -> None:
         """Create a scheduler without requests.
@@ -112,7 +116,7 @@ class DefaultScheduler(Scheduler):
         poll_blocked(tracker, step)
         step.max_requests = self._share()
         if tracker.running and self._pause is not PauseState.PAUSED_ALL:
-            schedule_running(tracker, step)
+            schedule_running(tracker, step, self.context.options.max_slowdown)
         if "scheduled" in tracker.policy_hooks:
             for request_id, running in step.running.items():
                 tracker.policy.scheduled(running, step.tokens[request_id])

@@ -16,6 +16,7 @@ from hardpoint.plugins import (
 )
 
 from .live_request import LiveRequest
+from .prompt_time import PromptTime
 from .tracker import RequestTracker
 
 
@@ -29,6 +30,8 @@ class Step:
         budget: tokens left.
         encoder_budget: encoder tokens left.
         max_requests: number of requests that it may schedule; None is no limit.
+        later: running prompts, whose turn comes after the requests that generate; None: now.
+        prompt_time: the time left for prompts; None is no limit.
         tokens: scheduled tokens by request id, running requests first.
         running: running requests that get tokens, by id.
         admitted: requests admitted in this step, by id.
@@ -48,6 +51,8 @@ class Step:
     budget: int
     encoder_budget: int
     max_requests: int | None = None
+    later: list[LiveRequest] | None = None
+    prompt_time: PromptTime | None = None
     tokens: dict[str, int] = field(default_factory=dict)
     running: dict[str, LiveRequest] = field(default_factory=dict)
     admitted: dict[str, LiveRequest] = field(default_factory=dict)
@@ -60,6 +65,13 @@ class Step:
     timed_out: list[str] = field(default_factory=list)
     waiting: dict[str, WaitReason] = field(default_factory=dict)
     admission_stopped: WaitReason | None = None
+
+    def assign(self, request: LiveRequest, tokens: int) -> None:
+        """Give tokens to a request."""
+        self.tokens[request.request_id] = tokens
+        self.budget -= tokens
+        if self.prompt_time is not None:
+            self.prompt_time.spend(request.num_computed_tokens, tokens)
 
     def withdraw(self, request: LiveRequest) -> list[int]:
         """Undo everything that the step scheduled for a running request.

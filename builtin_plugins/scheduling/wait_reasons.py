@@ -15,6 +15,15 @@ def no_budget(needed: int, available: int) -> WaitReason:
     )
 
 
+def no_time() -> WaitReason:
+    """Return the reason: the step has no time left for prompts."""
+    return WaitReason(
+        WaitingFor.BUDGET,
+        "the requests that generate leave the step no time for further prompts "
+        "(scheduler.step_milliseconds)",
+    )
+
+
 def no_slot(running: int) -> WaitReason:
     """Return the reason: `max_num_seqs` requests are running."""
     return WaitReason(

@@ -225,6 +225,16 @@ _STEP_TOKENS = Family(
 OWN_FAMILIES = (_STEP_TOKENS,)
 """Metrics that an alias has under another name."""
 
+STEP_COST_FAMILIES = (
+    Family(
+        "step_cost_error",
+        _G,
+        "Moving mean of the relative error with which the time of a step is predicted.",
+        lambda e: e.scheduler.step_cost_error,
+    ),
+)
+"""Metrics of engines that measure their steps, under the own prefix only."""
+
 ALIAS_FAMILIES = (replace(_STEP_TOKENS, name="iteration_tokens_total"),)
 """The same, as dashboards for the aliases name them."""
 
@@ -291,13 +301,15 @@ PLUGIN_COUNTERS = {
 def engine_families(
     model_name: str, engines: Mapping[int, EngineFigures], prefixes: Sequence[str]
 ) -> Iterator[Metric]:
-    """Yield all metrics of the engines, under each prefix; those of tiers if there are some."""
+    """Yield all metrics of the engines, under each prefix; some only where they are known."""
     aliases = [prefix for prefix in prefixes if prefix != OWN]
     exported: list[tuple[Sequence[Family], Sequence[str]]] = [
         (ENGINE_FAMILIES, prefixes),
         (OWN_FAMILIES, (OWN,)),
         (ALIAS_FAMILIES, aliases),
     ]
+    if any(figures.scheduler.step_cost_error is not None for figures in engines.values()):
+        exported.append((STEP_COST_FAMILIES, (OWN,)))
     if any(figures.tiers for figures in engines.values()):
         exported += [(TIER_FAMILIES, (OWN,)), (OFFLOAD_FAMILIES, aliases)]
     for families, names in exported:
@@ -316,6 +328,8 @@ def _metrics(
     for index, figures in engines.items():
         add = _add_histogram if family.kind is HistogramMetricFamily else _add_value
         value = family.read(figures)
+        if value is None:
+            continue
         for metric in metrics:
             if family.label is None:
                 add(metric, (model_name, str(index)), value)

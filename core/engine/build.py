@@ -40,6 +40,7 @@ from hardpoint.plugins import (
     PublisherContext,
     Request,
     SchedulerContext,
+    StepCost,
     StepRecord,
     WorkerInfo,
 )
@@ -59,6 +60,7 @@ from .parts_start import PartsStart
 from .policy import PolicySlot
 from .prepare import check_drafts, limits_of, plans_ahead
 from .step import EngineCoreParts
+from .step_cost import StepCostFit
 from .step_log import StepLog
 from .worker_launch import WorkerLauncher
 
@@ -112,6 +114,7 @@ def build_core(
         opened.block_hashes.set(kv_cache.block_hashes)
         if start is not None:
             start.start()
+        step_cost = StepCostFit() if config.scheduler.step_milliseconds else None
         scheduler = spec.plugins.create(
             spec.plugins.one("schedulers"),
             SchedulerContext,
@@ -119,6 +122,7 @@ def build_core(
             kv_cache=kv_cache,
             clock=clock,
             record=_recorder(hooks, faults),
+            step_cost=StepCost if step_cost is None else step_cost.current,
             **opened.for_scheduler(config),
         )
         parts = EngineCoreParts(
@@ -128,6 +132,7 @@ def build_core(
             faults=faults,
             parts_start=start,
             activity=activity,
+            step_cost=step_cost,
             **opened.for_core(spec.plugins, config, info),
         )
         undo.pop_all()
@@ -388,7 +393,12 @@ def _without_cache(spec: WorkerSpec) -> EngineConfig:
         config.model,
     )
     replace = msgspec.structs.replace
-    scheduler = replace(config.scheduler, chunked_prefill=False, long_prefill_token_threshold=0)
+    scheduler = replace(
+        config.scheduler,
+        chunked_prefill=False,
+        long_prefill_token_threshold=0,
+        step_milliseconds=0.0,
+    )
     kv_cache = replace(config.kv_cache, prefix_caching=False)
     return replace(config, scheduler=scheduler, kv_cache=kv_cache)
 

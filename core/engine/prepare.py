@@ -77,6 +77,7 @@ def limits_of(
         num_lookahead_tokens=num_draft_tokens,
         asynchronous=asynchronous,
         num_batches=num_batches,
+        step_milliseconds=scheduler.step_milliseconds or 0.0,
     )
 
 

@@ -38,6 +38,7 @@ from hardpoint.system.plugin_settings import READ, changed
 from .batch_queue import Batch, BatchQueue, start_batch
 from .parts_start import PartsStart
 from .policy import PolicySlot
+from .step_cost import StepCostFit, StepTimes
 from .step_log import StepLog, log_failure
 
 _log = logging.getLogger("hardpoint")
@@ -62,6 +63,8 @@ class EngineCoreParts:
         parts_start: starts worker halves that move blocks; None if there are none.
         step_parts: the engine halves of step parts, whose gates the scheduler has.
         step_log: logs every step.
+        step_cost: fits what a step takes; None if nothing uses it.
+        step_times: measures steps for these two.
         sleep_levels: levels that the workers support, in addition to 0.
         idle_method: method of workers that is called while nothing else is to do; None if they
             have no such method.
@@ -82,6 +85,8 @@ class EngineCoreParts:
     step_parts: EngineParts = field(default_factory=EngineParts)
     parts_start: PartsStart | None = None
     step_log: StepLog | None = None
+    step_cost: StepCostFit | None = None
+    step_times: StepTimes = field(default_factory=StepTimes)
     sleep_levels: tuple[int, ...] = (1, 2)
     idle_method: str | None = None
     activity: Activity = field(default_factory=Activity)
@@ -90,6 +95,8 @@ class EngineCoreParts:
         """Return the state of the scheduler, with the totals of step parts."""
         stats = self.scheduler.stats()
         self.step_parts.add_stats(stats)
+        if self.step_cost is not None:
+            stats.step_cost_error = self.step_cost.current().error
         return stats
 
 
@@ -104,6 +111,7 @@ class StepRunner:
         self._activity = parts.activity
         self._step_parts = parts.step_parts
         self._step_parts.follow(parts.scheduler)
+        self._times = parts.step_times if parts.step_log or parts.step_cost else None
         self._unsent: list[Outputs] = []
         self._check = ResultCheck(parts.executor_label, parts.scheduler)
         self._batches = BatchQueue(parts.executor.max_concurrent_batches)
@@ -223,8 +231,8 @@ class StepRunner:
         batch.sample(self._sample)
 
     def _execute(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput | None]:
-        if self._parts.step_log is not None:
-            self._parts.step_log.begins(plan)
+        if self._times is not None:
+            self._times.begins(plan)
         self._activity.begin_step(self._batches.request_ids(plan))
         if events := self._parts.kv_cache.take_events():
             self._parts.kv_events.publish(events)
@@ -290,8 +298,12 @@ class StepRunner:
             self._step_parts.wait()
         self._activity.end_step()
         self._parts.faults.check_slow()
-        if self._parts.step_log is not None:
-            self._parts.step_log.ends(plan)
+        if self._times is not None:
+            time = self._times.ends(plan)
+            if self._parts.step_log is not None:
+                self._parts.step_log.ends(plan, time.total)
+            if self._parts.step_cost is not None:
+                self._parts.step_cost.learn(plan, time.own * 1000)
         if executed and self._takes_drafts:
             self._scheduler.update_drafts(self._step_parts.drafts(plan))
         return self._with_stats(outputs), executed

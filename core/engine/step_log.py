@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,21 +22,12 @@ class StepLog:
     context; a request that computes only its newest token counts as generation.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        """`clock` returns seconds."""
-        self._clock = clock
+    def __init__(self) -> None:
+        """Start without requests."""
         self._known: dict[str, int] = {}  # number of tokens at admission, by request id
-        self._began: dict[int, float] = {}
 
-    def begins(self, plan: SchedulerOutput) -> None:
-        """Record the start of a step."""
-        self._began[plan.step] = self._clock()
-
-    def ends(self, plan: SchedulerOutput) -> None:
+    def ends(self, plan: SchedulerOutput, seconds: float) -> None:
         """Log a step whose results were processed."""
-        began = self._began[plan.step]
-        # Results come in order, so steps before this one have ended or were lost.
-        self._began = {step: start for step, start in self._began.items() if step > plan.step}
         context = self._in_context(plan)
         given = plan.num_scheduled_tokens
         num_context_tokens = sum(given[name] for name in context)
@@ -49,7 +39,7 @@ class StepLog:
             num_context_tokens,
             len(given) - len(context),
             plan.total_num_scheduled_tokens - num_context_tokens,
-            (self._clock() - began) * 1000,
+            seconds * 1000,
         )
 
     def _in_context(self, plan: SchedulerOutput) -> set[str]:

@@ -49,6 +49,7 @@ FEATURES: dict[str, Feature] = {
     "windows": Feature({"windows": (None, 3), "blocks": 33}),
     "unchunked": Feature({"chunked_prefill": False, "max_num_batched_tokens": 256}),
     "threshold": Feature({"long_prefill_token_threshold": 2}),
+    "step_time": Feature({"step_milliseconds": 20.0}),
     "no_prefix_cache": Feature({"prefix_caching": False}),
     "watermark": Feature({"watermark": 0.2}),
     "timeouts": Feature(request={"timeout": 5.5}),

@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from hardpoint.plugins import PauseState, RepetitionDetection, RequestError, Scheduler
+from hardpoint.plugins import PauseState, RepetitionDetection, RequestError, Scheduler, StepCost
 from hardpoint.plugins.requests import LoRARequest, MultiModalFeature
 from hardpoint.testing.scheduling.fakes.connector import Compile, Transfer
 from hardpoint.testing.suite import ReplayableCase, exceptions_as_violations
@@ -303,6 +303,9 @@ def _settings(draw: st.DrawFn, features: set[str], ample_cache: bool) -> dict[st
         settings["max_num_batched_tokens"] = max_len + draw(st.integers(0, 6))
     if "threshold" in features:
         settings["long_prefill_token_threshold"] = draw(st.integers(1, 5))
+    if "step_time" in features:
+        settings["step_milliseconds"] = draw(st.sampled_from([0.001, 20.0, 1000.0]))
+        settings["step_cost"] = draw(_STEP_COST)
     if "encoder" in features:
         settings["max_encoder_tokens"] = draw(st.integers(3, 5))
         spare = draw(st.sampled_from([0, 2, 4]))
@@ -343,6 +346,17 @@ def _features(draw: st.DrawFn, length: int) -> list[MultiModalFeature]:
     return found
 
 
+_MILLISECONDS = st.sampled_from([0.0, 0.01, 1.0, 7.5, 1e6])
+_STEP_COST = st.builds(
+    StepCost,
+    step=_MILLISECONDS,
+    single_query=_MILLISECONDS,
+    context_token=_MILLISECONDS,
+    prompt=_MILLISECONDS,
+    prompt_token=_MILLISECONDS,
+    prompt_pair=_MILLISECONDS,
+    is_trained=st.booleans(),
+)
 _NUM_INITIAL = st.integers(1, 3)
 _OPTIONAL: dict[str, st.SearchStrategy[Any]] = {
     "priority": st.integers(-1, 1),

@@ -85,6 +85,12 @@ class SchedulerSuite(ComponentSuite):
         events = ("abort", "abort_between", "advance")
         self._situation(200, always=("asynchronous",), sometimes=sometimes, events=events)
 
+    def test_step_time(self) -> None:
+        """Whatever steps cost, prompts get tokens while other requests generate."""
+        sometimes = ("asynchronous", "drafts", "windows", "encoder", "transfers", "threshold")
+        events = ("abort", "advance")
+        self._situation(200, always=("step_time",), sometimes=sometimes, events=events)
+
     def test_transfers(self) -> None:
         """External KV blocks load at once, later, in part, or not at all."""
         sometimes = (

@@ -9,6 +9,7 @@ from typing import Any
 from hardpoint.plugins import (
     PolicyContext,
     SchedulingPolicy,
+    StepCost,
 )
 from hardpoint.plugins.kv_cache import KVCacheManager
 from hardpoint.plugins.scheduler import SchedulerLimits
@@ -37,6 +38,7 @@ class SimulatorSettings:
         options: the scheduler's options, as an operator writes them.
         connector, grammars: whether the scheduler gets a ScriptedConnector and ScriptedGrammars.
         encoder_cache_tokens: size of the encoder cache; 0 for none.
+        step_cost: cost of steps in the scheduler's context.
         vocab_size: number of token ids in scripted replies.
     """
 
@@ -57,6 +59,8 @@ class SimulatorSettings:
     num_lookahead_tokens: int = 0
     max_encoder_tokens: int = 0
     asynchronous: bool = False
+    step_milliseconds: float = 0.0
+    step_cost: StepCost = field(default_factory=StepCost)
     policy: PolicySource = "fcfs"
     uses_policy: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -95,6 +99,7 @@ class SimulatorSettings:
             num_lookahead_tokens=self.num_lookahead_tokens,
             max_encoder_tokens=self.max_encoder_tokens,
             asynchronous=self.asynchronous,
+            step_milliseconds=self.step_milliseconds,
         )
 
 

@@ -90,6 +90,7 @@ class SimulatorState:
                 policy=self.policy,
                 clock=self.clock,
                 watermark=self.settings.watermark,
+                step_cost=lambda: self.settings.step_cost,
                 policy_fault=self.policy_faults.append,
                 transfers=self.connector,
                 connector=self.connector,

@@ -308,6 +308,16 @@ def tier(number, **fields):
     return KVTierStats(**{name: number * 1000 + at for at, name in enumerate(names)} | fields)
 
 
+def test_the_error_of_the_cost_of_steps_is_exported_where_they_are_measured():
+    one = sink()
+    one.record(IterationStats(scheduler=scheduler_stats()))
+    assert "step_cost_error" not in one.exposition(PluginReport())
+    one.record(IterationStats(scheduler=scheduler_stats(step_cost_error=0.125)))
+    text = one.exposition(PluginReport())
+    assert series(text)["step_cost_error"] == 0.125
+    assert types(text, "hardpoint")["step_cost_error"] == "gauge"
+
+
 def test_tiers_have_figures_of_their_own_and_those_that_dashboards_read():
     one = sink(aliases=("vllm",))
     assert "kv_tier" not in one.exposition(PluginReport())

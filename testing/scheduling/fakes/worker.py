@@ -230,10 +230,11 @@ class SimulatedWorker:
 
     def _encode(self, plan: SchedulerOutput) -> None:
         encoded: set[str] = set()
+        held = self._partly_computed(plan)
         for request_id, indices in plan.encoder_inputs.items():
             features = self.rows[request_id].source.features
             for identifier in {features[index].identifier for index in indices}:
-                if identifier in self._partly_computed() and not self._lost:
+                if identifier in held and not self._lost:
                     raise ENCODER.violation(
                         f"{identifier!r} is encoded for {request_id!r}, but is held already"
                     )
@@ -251,11 +252,16 @@ class SimulatedWorker:
                         "encoded"
                     )
 
-    def _partly_computed(self) -> set[str]:
-        """Return the encoded features of which only some positions are computed."""
+    def _partly_computed(self, plan: SchedulerOutput) -> set[str]:
+        """Return the encoded features of which only some positions are computed.
+
+        Those of a new request may be loaded: it holds none before its first step.
+        """
+        new = {request.source.request_id for request in plan.new_requests}
         return {
             feature.identifier
             for row in self.rows.values()
+            if row.request_id not in new
             for feature in row.source.features
             if feature.offset < row.computed < feature.offset + feature.length
             and feature.identifier in self.embeddings

@@ -9,6 +9,7 @@ import pytest
 from support.core.engine_harness import Rig, ScriptedExecutor, interrupt_of_user
 
 from hardpoint import SamplingParams
+from hardpoint.core.engine.step_cost import StepTimes
 from hardpoint.core.engine.step_log import StepLog
 from hardpoint.testing import ScriptedClock, scripted_engine
 
@@ -17,8 +18,12 @@ def lines(caplog):
     return [r.getMessage() for r in caplog.records if r.getMessage().startswith("step ")]
 
 
+def logged():
+    return {"step_log": StepLog(), "step_times": StepTimes(ScriptedClock(tick=0.002))}
+
+
 def test_context_and_generation_are_told_apart(caplog):
-    rig = Rig(step_log=StepLog(ScriptedClock(tick=0.002)), max_num_batched_tokens=8)
+    rig = Rig(**logged(), max_num_batched_tokens=8)
     rig.add("a", prompt=[1, 2, 3], max_tokens=3)
     with caplog.at_level(logging.INFO, "hardpoint"):
         rig.step()
@@ -36,7 +41,7 @@ def test_context_and_generation_are_told_apart(caplog):
 
 
 def test_what_was_lost_and_is_computed_anew_is_context(caplog):
-    rig = Rig(step_log=StepLog(ScriptedClock(tick=0.002)))
+    rig = Rig(**logged())
     rig.add("a", prompt=[1, 2, 3], max_tokens=4)
     with caplog.at_level(logging.INFO, "hardpoint"):
         rig.step()
@@ -55,7 +60,7 @@ def test_what_was_lost_and_is_computed_anew_is_context(caplog):
 def test_of_a_pipeline_it_is_the_time_from_start_to_result(caplog):
     executor = ScriptedExecutor(2, late=True)
     executor.patient = True
-    rig = Rig(executor, step_log=StepLog(ScriptedClock(tick=0.002)))
+    rig = Rig(executor, **logged())
     rig.add("a", max_tokens=3)
     with caplog.at_level(logging.INFO, "hardpoint"):
         rig.run()
@@ -64,7 +69,7 @@ def test_of_a_pipeline_it_is_the_time_from_start_to_result(caplog):
 
 
 def test_a_step_that_fails_has_no_line(caplog):
-    rig = Rig(step_log=StepLog(ScriptedClock(tick=0.002)))
+    rig = Rig(**logged())
     rig.executor.fail_at[1] = interrupt_of_user()
     rig.add("a", max_tokens=1)
     with caplog.at_level(logging.INFO, "hardpoint"):

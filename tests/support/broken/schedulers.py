@@ -172,6 +172,18 @@ class Starves(WithCache):
         self.cache.admit = admit
 
 
+class LeavesPromptsNoTime(WithCache):
+    contract = 2
+
+    def change(self, cache):
+        def admit(*given, **named):
+            cost = self.context.step_cost().milliseconds(prompts=1, prompt_tokens=1)
+            limit = self.context.limits.step_milliseconds
+            return not 0 < limit < cost and cache.admit(*given, **named)
+
+        self.cache.admit = admit
+
+
 class ForgetsToRewind(WithCache):
     contract = 1
 

@@ -17,6 +17,7 @@ from hardpoint.builtin_plugins.policies import FirstComeFirstServed
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.step import EngineCoreParts
+from hardpoint.core.engine.step_cost import StepTimes
 from hardpoint.core.engine_process.loop import EngineLoop, LoopOptions, LoopQueues, Prepared
 from hardpoint.core.engine_process.sender import ClientSendQueues
 from hardpoint.core.kv_cache import BlockManager
@@ -26,6 +27,7 @@ from hardpoint.plugins import (
     PolicyContext,
     SamplingParams,
     SchedulerContext,
+    StepCost,
 )
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.scheduler import SchedulerLimits
@@ -230,6 +232,8 @@ class Rig:
         scheduler=DefaultScheduler,
         half=None,
         step_log=None,
+        step_cost=None,
+        step_times=None,
         log_stats=False,
         sleep_levels=(1, 2),
         idle_method=None,
@@ -257,6 +261,7 @@ class Rig:
                 clock=lambda: self.now,
                 gates=self.parts.gates,
                 log_stats=log_stats,
+                step_cost=StepCost if step_cost is None else step_cost.current,
             )
         )
         self.core = EngineCore(
@@ -269,6 +274,8 @@ class Rig:
                 StepFaults(()),
                 step_parts=self.parts,
                 step_log=step_log,
+                step_cost=step_cost,
+                step_times=step_times or StepTimes(),
                 config=config,
                 log_stats=log_stats,
                 sleep_levels=sleep_levels,

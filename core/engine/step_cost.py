@@ -1,0 +1,188 @@
+"""The time of steps: measured, and fitted as their cost while they run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from operator import add, mul
+from typing import NamedTuple
+
+from hardpoint.plugins import SchedulerOutput, StepCost
+
+_MEMORY = 50
+"""Number of steps of a kind that count; older ones are forgotten."""
+_PACE_MEMORY = 5
+"""The same of the pace, which follows clocks and neighbours."""
+_ERROR_MEMORY = 50
+"""The same of the error."""
+_OUTLIER = 2.0
+"""A step counts as at most so many times its prediction: it may have waited for something else."""
+_SWEEPS = 2
+"""Rounds over the coefficients after each step; later steps go on from there."""
+
+
+class StepTime(NamedTuple):
+    """The time of a step, in seconds.
+
+    Attributes:
+        total: from its start to its results.
+        own: the same without the time in which results of the step before it were awaited.
+    """
+
+    total: float
+    own: float
+
+
+class StepTimes:
+    """Measures the time of each step."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        """`clock` returns seconds."""
+        self._clock = clock
+        self._began: dict[int, float] = {}
+        self._ended = float("-inf")
+
+    def begins(self, plan: SchedulerOutput) -> None:
+        """Record the start of a step."""
+        self._began[plan.step] = self._clock()
+
+    def ends(self, plan: SchedulerOutput) -> StepTime:
+        """Return the time of a step whose results were processed."""
+        began, now = self._began[plan.step], self._clock()
+        # Results come in order, so steps before this one have ended or were lost.
+        self._began = {step: start for step, start in self._began.items() if step > plan.step}
+        taken = StepTime(now - began, now - max(began, self._ended))
+        self._ended = now
+        return taken
+
+
+class StepWork(NamedTuple):
+    """Work of a step: the arguments of `StepCost.milliseconds`."""
+
+    single_queries: int = 0
+    context: int = 0
+    prompts: int = 0
+    prompt_tokens: int = 0
+    prompt_pairs: float = 0
+
+
+class StepCostFit:
+    """Fits `StepCost` to the steps that ran: least squares of the relative error, after each step.
+
+    No coefficient is negative. Steps with and without prompts are forgotten apart, so that a
+    thousand steps without any do not blur what prompts cost. A factor on all coefficients, the
+    pace, follows the latest steps.
+    """
+
+    def __init__(self) -> None:
+        """Start untrained."""
+        self._cost = StepCost()
+        self._with_prompts = _Sums()
+        self._without_prompts = _Sums()
+        self._coefficients = [0.0] * _NUM_FEATURES
+        self._pace = 1.0
+        self._has_single = False
+        self._error: float | None = None
+
+    def current(self) -> StepCost:
+        """Return the cost as fitted to the steps so far."""
+        return self._cost
+
+    def learn(self, plan: SchedulerOutput, milliseconds: float) -> None:
+        """Take a step's time into account, unless it did other work than `StepWork` counts."""
+        if not plan.total_num_scheduled_tokens or plan.encoder_inputs or milliseconds <= 0:
+            return
+        work = work_of(plan)
+        expected = milliseconds
+        if self._cost.is_trained:
+            expected = self._cost.milliseconds(**work._asdict()) or milliseconds
+            self._compare(expected, milliseconds)
+            milliseconds = min(milliseconds, _OUTLIER * expected)
+        # By the prediction: weights by the measured time would make slow steps count less. That may
+        # be far too small, which would make the step count too much.
+        scale = 1 / max(expected, milliseconds / _OUTLIER)
+        features = [scale * x for x in _features(work)]
+        sums = self._with_prompts if work.prompts else self._without_prompts
+        sums.add(features, scale * milliseconds / self._pace)
+        if self._cost.is_trained:
+            ratio = min(_OUTLIER, max(1 / _OUTLIER, milliseconds * self._pace / expected))
+            self._pace += (ratio - self._pace) / _PACE_MEMORY
+        self._has_single |= work.single_queries > 0
+        self._solve()
+        found = [self._pace * x for x in self._coefficients]
+        self._cost = StepCost(
+            **dict(zip(_NAMES, found, strict=True)),
+            is_trained=self._with_prompts.count > 0 and self._has_single,
+            error=self._error,
+        )
+
+    def _compare(self, expected: float, milliseconds: float) -> None:
+        """Take the error of a prediction into account."""
+        error = abs(milliseconds - expected) / milliseconds
+        last = error if self._error is None else self._error
+        self._error = last + (error - last) / _ERROR_MEMORY
+
+    def _solve(self) -> None:
+        """Move the coefficients towards the least squares, one after the other."""
+        first, second, found = self._with_prompts, self._without_prompts, self._coefficients
+        products = [
+            list(map(add, x, y)) for x, y in zip(first.products, second.products, strict=True)
+        ]
+        targets = list(map(add, first.targets, second.targets))
+        for _ in range(_SWEEPS):
+            for index, row in enumerate(products):
+                if (own := row[index]) > 0:
+                    rest = targets[index] - sum(map(mul, row, found))
+                    found[index] = max(0.0, found[index] + rest / own)
+
+
+def work_of(plan: SchedulerOutput) -> StepWork:
+    """Return the work of a step."""
+    tokens, cached = plan.num_scheduled_tokens, plan.cached_requests
+    if not plan.new_requests and plan.total_num_scheduled_tokens == len(tokens):
+        return StepWork(len(tokens), sum(cached.num_computed_tokens) + len(tokens))
+    single = context = prompts = prompt_tokens = 0
+    pairs = 0.0
+    for name, computed in plan.num_computed_tokens().items():
+        if (count := tokens.get(name, 0)) == 1:
+            single += 1
+            context += computed + 1
+        elif count:
+            prompts += 1
+            prompt_tokens += count
+            pairs += count * (computed + count / 2)
+    return StepWork(single, context, prompts, prompt_tokens, pairs)
+
+
+_NAMES = ("prompt_token", "step", "single_query", "context_token", "prompt_pair", "prompt")
+"""In this order, so that the first ones explain what several could."""
+_NUM_FEATURES = len(_NAMES)
+
+
+def _features(work: StepWork) -> list[float]:
+    """Return the amounts that the coefficients are multiplied by."""
+    return [
+        float(work.prompt_tokens),
+        1.0,
+        float(work.single_queries),
+        float(work.context),
+        float(work.prompt_pairs),
+        float(work.prompts),
+    ]
+
+
+class _Sums:
+    """Sums over steps of the products of their features, and of those with their times."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.products = [[0.0] * _NUM_FEATURES for _ in range(_NUM_FEATURES)]
+        self.targets = [0.0] * _NUM_FEATURES
+
+    def add(self, features: list[float], target: float) -> None:
+        """Add a step; earlier ones lose some of their weight."""
+        keep = 1 - 1 / _MEMORY
+        self.count += 1
+        for index, (row, x) in enumerate(zip(self.products, features, strict=True)):
+            self.products[index] = [keep * a + x * b for a, b in zip(row, features, strict=True)]
+            self.targets[index] = keep * self.targets[index] + x * target

@@ -27,7 +27,8 @@ from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.loading import check_component, import_object
 from hardpoint.registry.plugin_options import option_path, options_of
 from hardpoint.registry.plugin_set import resolve_plugins
-from hardpoint.registry.selection import SelectedPlugin, Selection
+from hardpoint.registry.selected import SelectedPlugin
+from hardpoint.registry.selection import Selection
 
 from .argument_parser import ProgramParser, check_encoding, global_options
 from .standard_streams import Messages, discard_unwritten, prepare_streams

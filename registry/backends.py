@@ -15,7 +15,7 @@ from hardpoint.plugins.component import Component
 from hardpoint.plugins.manifest import PluginEntry
 
 from .kinds import KINDS
-from .selection import SelectedPlugin
+from .selected import SelectedPlugin
 
 C = TypeVar("C", bound=Component)
 

@@ -16,7 +16,7 @@ from hardpoint.plugins.step_part import StepPart
 from hardpoint.typed import suggest
 
 from .discovery import InstalledPlugin
-from .selection import NAME, NAMES, SelectedPlugin
+from .selected import NAME, NAMES, SelectedPlugin
 
 _Key = tuple[str, str, str]
 _PROCESSORS = "logits_processors"

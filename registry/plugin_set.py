@@ -54,7 +54,8 @@ from .plugin_options import (
 )
 from .references import with_handed_over
 from .request_arguments import takes_arguments
-from .selection import AUTO, BACKEND_KINDS, SelectedPlugin, Selection
+from .selected import SelectedPlugin, name_of
+from .selection import AUTO, BACKEND_KINDS, Selection
 
 C = TypeVar("C", bound=Component)
 
@@ -457,14 +458,15 @@ def _check_on_error(
     config: EngineConfig, config_sources: ConfigSources, chosen: Sequence[SelectedPlugin]
 ) -> None:
     """Refuse fault scopes that a plugin cannot have, since they would be ignored."""
-    scopes = {c.name: c.kind.fault_scope for c in chosen if c.kind.scope_can_be_raised}
+    may_end = [c for c in chosen if c.kind.scope_can_be_raised]
+    scopes = {c.name: c.kind.fault_scope for c in may_end}
     for name, scope in config.plugins.on_error.items():
         path = f"plugins.on_error.{name}"
         origin = config_sources.of(path)
         if name not in scopes:
             raise ConfigError(
                 f"{path}: no plugin {name!r} is enabled whose faults end less than the engine"
-                f"{typed.suggest(name, sorted(scopes))} (from {origin})"
+                f"{name_of(name, may_end) or typed.suggest(name, sorted(scopes))} (from {origin})"
             )
         if scope not in (scopes[name].value, "engine"):
             raise ConfigError(

@@ -14,6 +14,8 @@ from typing import Any
 
 from hardpoint.errors import shown
 
+from .schemas.formats import FORMATS
+
 _VALIDATION_SECONDS = 0.25
 """Of CPU time for one answer: other outputs wait for it, and a schema may be hostile."""
 
@@ -56,6 +58,7 @@ class _Keywords:
         self.replaced: dict[str, Callable[..., Any]] = {
             "additionalProperties": self._additional_properties,
             "enum": self._enum,
+            "format": self._format,
             "pattern": self._pattern,
             "patternProperties": self._pattern_properties,
             "unevaluatedProperties": self._unevaluated_properties,
@@ -131,6 +134,16 @@ class _Keywords:
             self._sets[id(given)] = set(map(canonical, given))
         if canonical(value) not in self._sets[id(given)]:
             yield _wrong(f"{value!r} is none of the values of the enum")
+
+    def _format(self, validator: Any, name: Any, value: Any, schema: Any) -> Iterator[Any]:  # noqa: ARG002
+        """Check one that grammars enforce; any other is an annotation."""
+        import regex  # noqa: PLC0415 - as above
+
+        known = FORMATS.get(name) if isinstance(name, str) and isinstance(value, str) else None
+        for expression in known.expressions if known else ():
+            if not regex.fullmatch(expression, value, timeout=self._left()):
+                yield _wrong(f"{value!r} is not a {name!r}")
+                return
 
     def _unique_items(self, validator: Any, given: Any, value: Any, schema: Any) -> Iterator[Any]:  # noqa: ARG002
         if given and isinstance(value, list) and len(set(map(canonical, value))) < len(value):

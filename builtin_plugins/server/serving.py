@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 from hardpoint.plugins import ConfigError, HardpointError
 
 from .assembly import Applications
+from .loop_watch import watched
 from .operations.addresses import BoundAddress, allow_descriptors
 from .operations.connections import Connection
 from .service import Phase
@@ -140,6 +141,10 @@ class Serving:
         allow_descriptors(self._service.settings.limits.connections)
         for bound in self._bound:
             bound.check()
+        with watched(self._service.engine.manifest, self._service.faults):
+            return await self._run(announce)
+
+    async def _run(self, announce: Callable[[], None] | None) -> int:
         listening = [
             asyncio.ensure_future(listener.serve([bound.socket]))
             for listener, bound in zip(self._listeners, self._bound, strict=True)

@@ -23,6 +23,7 @@ from hardpoint.plugins import (
     EngineCoreOutputs,
     Executor,
     FinishReason,
+    GrammarBitmask,
     HardpointError,
     ModelRunnerOutput,
     RequestFault,
@@ -33,6 +34,7 @@ from hardpoint.plugins.component import Component
 from hardpoint.plugins.plan import NO_DRAFT, SampledTokens
 from hardpoint.plugins.stats import SchedulerStats
 from hardpoint.registry.blame import is_fault, raise_unless_fault
+from hardpoint.registry.discovery import is_third_party
 from hardpoint.system.plugin_settings import READ, changed
 
 from .batch_queue import Batch, BatchQueue, start_batch, with_drafts
@@ -146,7 +148,7 @@ class StepRunner:
             bitmask = self._step_parts.mask(plan)  # while the model runs
             result = result_of(forward, self._parts.executor_label, "execute_model")
             if result is None and plan.total_num_scheduled_tokens:
-                sampling = self._executor.sample_tokens(plan, bitmask)
+                sampling = self._sample_masked(plan, bitmask)
                 result = result_of(sampling, self._parts.executor_label, "sample_tokens")
             if result is None:
                 raise no_result(plan, self._parts.executor_label)
@@ -177,9 +179,20 @@ class StepRunner:
         self._sample_deferred()
         return outputs, started or computed
 
-    def _put_back(self, settings: Any, method: str) -> None:
-        """Put torch's settings back if a method of the scheduler has changed them."""
-        if READ[0]() != settings:
+    def _put_back(self, settings: Any, method: str, executor: str = "") -> None:
+        """Put torch's settings back if a call of the scheduler, or of the executor, changed them.
+
+        The calls of a policy do so themselves, but for `scheduled`, where it would cost too much.
+        """
+        if READ[0]() == settings:
+            return
+        if executor:
+            changed(settings, executor, method)
+            return
+        source, policy = self._scheduler.context.source, self._parts.policy.source
+        if source is not None and not is_third_party(source) and is_third_party(policy):
+            changed(settings, policy, "scheduled")
+        else:
             changed(settings, self._parts.scheduler_label, method)
 
     def _start_batch(self) -> bool:
@@ -243,13 +256,23 @@ class StepRunner:
             plan = msgspec.structs.replace(plan, sampled=tuple(self._sampled))
         if data:
             plan = msgspec.structs.replace(plan, part_data=data)
+        settings = READ[0]()
         future = self._executor.execute_model(plan)
+        self._put_back(settings, "execute_model", self._parts.executor_label)
         if self._sampled:  # after an interrupt they are sent again, and workers pass them over
             self._sampled.clear()
         return checked(future, Executor, "execute_model", self._parts.executor_label)
 
     def _sample(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        return self._executor.sample_tokens(plan, self._step_parts.mask(plan))
+        return self._sample_masked(plan, self._step_parts.mask(plan))
+
+    def _sample_masked(
+        self, plan: SchedulerOutput, bitmask: GrammarBitmask | None
+    ) -> Future[ModelRunnerOutput]:
+        settings = READ[0]()
+        future = self._executor.sample_tokens(plan, bitmask)
+        self._put_back(settings, "sample_tokens", self._parts.executor_label)
+        return future
 
     def _waits(self, plan: SchedulerOutput) -> bool:
         """Return whether the masks of a plan need results of batches that are under way."""

@@ -139,7 +139,7 @@ class Selection:
 
     @property
     def _handed(self) -> list[InstalledPlugin]:
-        """What a program hands over and the configuration does not disable."""
+        """Plugins of the program itself that the configuration does not disable."""
         return [found for found in self._found if found.origin and found not in self._kept_off]
 
     def _handed_over(self, found: InstalledPlugin) -> SelectedPlugin:

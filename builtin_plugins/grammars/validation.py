@@ -15,6 +15,7 @@ from typing import Any
 from hardpoint.errors import shown
 
 from .schemas.formats import FORMATS
+from .schemas.values import canonical
 
 _VALIDATION_SECONDS = 0.25
 """Of CPU time for one answer: other outputs wait for it, and a schema may be hostile."""
@@ -154,22 +155,6 @@ def _wrong(message: str) -> Any:
     from jsonschema import ValidationError  # noqa: PLC0415
 
     return ValidationError(message)
-
-
-def canonical(value: Any) -> str:
-    """Return the same text for equal JSON values: 1 equals 1.0."""
-    return json.dumps(_whole(value), sort_keys=True)
-
-
-def _whole(value: Any) -> Any:
-    match value:
-        case float() if value.is_integer():
-            return int(value)
-        case list():
-            return [_whole(item) for item in value]
-        case dict():
-            return {name: _whole(item) for name, item in value.items()}
-    return value
 
 
 def _has_key(value: Any, key: str) -> bool:

@@ -131,7 +131,7 @@ async def _serve(
         task: Any = asyncio.current_task()
 
         def announce() -> None:
-            outliving.begin(task, partial(blame_stop, engine.manifest, applications.service.faults))
+            outliving.begin(task, partial(blame_stop, engine, applications.service.faults))
             if not context.quiet:
                 print(f"Serving {applications.service.names[0]} at {users.url}", flush=True)
             if not context.quiet and admin is not None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
-from hardpoint.plugins.manifest import Manifest
+from hardpoint.plugins.server import AsyncGenerator
 
 from .faults import ServerFaults
 from .timing import Timed
@@ -28,9 +28,9 @@ _TURN = Timed.__await__.__code__
 
 
 @contextlib.contextmanager
-def watched(manifest: Manifest, faults: ServerFaults) -> Iterator[None]:
+def watched(engine: AsyncGenerator, faults: ServerFaults) -> Iterator[None]:
     """Report functions of plugins that hold this thread's event loop, while the body runs."""
-    sources = _sources(manifest)
+    sources = _sources(engine)
     if not sources or not faults.slow_seconds:
         yield
         return
@@ -78,9 +78,9 @@ class Outliving(Generic[T]):
                 self._blame(error)
 
 
-def blame_stop(manifest: Manifest, faults: ServerFaults, error: BaseException) -> None:
+def blame_stop(engine: AsyncGenerator, faults: ServerFaults, error: BaseException) -> None:
     """Count and log an exception that has stopped the event loop."""
-    sources, frames = _sources(manifest), []
+    sources, frames = _sources(engine), []
     trace = error.__traceback__
     while trace is not None:
         frames.append(trace.tb_frame)
@@ -141,10 +141,10 @@ def _first_of_plugin(
     return None
 
 
-def _sources(manifest: Manifest) -> dict[str, tuple[str, str]]:
+def _sources(engine: AsyncGenerator) -> dict[str, tuple[str, str]]:
     """Return the plugins that are not the server's own, by their modules and packages."""
     found: dict[str, tuple[str, str]] = {}
-    for entry in manifest.entries:
+    for entry in engine.manifest.entries:
         module = entry.value.partition(":")[0]
         package = module.partition(".")[0]
         if package != _OWN:

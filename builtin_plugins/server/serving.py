@@ -141,7 +141,7 @@ class Serving:
         allow_descriptors(self._service.settings.limits.connections)
         for bound in self._bound:
             bound.check()
-        with watched(self._service.engine.manifest, self._service.faults):
+        with watched(self._service.engine, self._service.faults):
             return await self._run(announce)
 
     async def _run(self, announce: Callable[[], None] | None) -> int:

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
@@ -15,6 +14,7 @@ from hardpoint.boundary.faults import StepFaults
 from hardpoint.boundary.guard import checked
 from hardpoint.boundary.parts.engine_parts import EngineParts
 from hardpoint.boundary.step_check import ResultCheck, no_result, plan_defect, result_of
+from hardpoint.boundary.step_settings import StepSettings
 from hardpoint.core.kv_cache import BlockManager
 from hardpoint.core.kv_cache.event_fanout import KVEventFanout
 from hardpoint.errors import PluginFaultError
@@ -23,7 +23,6 @@ from hardpoint.plugins import (
     EngineCoreOutputs,
     Executor,
     FinishReason,
-    GrammarBitmask,
     HardpointError,
     ModelRunnerOutput,
     RequestFault,
@@ -34,8 +33,7 @@ from hardpoint.plugins.component import Component
 from hardpoint.plugins.plan import NO_DRAFT, SampledTokens
 from hardpoint.plugins.stats import SchedulerStats
 from hardpoint.registry.blame import is_fault, raise_unless_fault
-from hardpoint.registry.discovery import is_third_party
-from hardpoint.system.plugin_settings import READ, changed
+from hardpoint.system.plugin_settings import READ
 
 from .batch_queue import Batch, BatchQueue, start_batch, with_drafts
 from .parts_start import PartsStart
@@ -107,6 +105,12 @@ class StepRunner:
         self._step_parts = parts.step_parts
         self._step_parts.follow(parts.scheduler)
         self._unsent: list[Outputs] = []
+        self._settings = StepSettings(
+            parts.scheduler,
+            parts.scheduler_label,
+            parts.executor_label,
+            lambda: parts.policy.source,
+        )
         self._check = ResultCheck(parts.executor_label, parts.scheduler)
         self._batches = BatchQueue(parts.executor.max_concurrent_batches)
         limits = parts.scheduler.context.limits
@@ -142,14 +146,15 @@ class StepRunner:
         try:
             settings = READ[0]()
             plan = self._scheduler.schedule()  # kept at once: an interrupt must not lose it
-            self._put_back(settings, "schedule")
+            self._settings.of_scheduler(settings, "schedule")
             checked(plan, Scheduler, "schedule", self._parts.scheduler_label)
             forward = self._execute(plan)
             bitmask = self._step_parts.mask(plan)  # while the model runs
             result = result_of(forward, self._parts.executor_label, "execute_model")
             if result is None and plan.total_num_scheduled_tokens:
-                sampling = self._sample_masked(plan, bitmask)
+                sampling = self._executor.sample_tokens(plan, bitmask)
                 result = result_of(sampling, self._parts.executor_label, "sample_tokens")
+                self._settings.of_executor(settings, "sample_tokens")
             if result is None:
                 raise no_result(plan, self._parts.executor_label)
             if aborted := late_aborts():
@@ -179,29 +184,13 @@ class StepRunner:
         self._sample_deferred()
         return outputs, started or computed
 
-    def _put_back(self, settings: Any, method: str, executor: str = "") -> None:
-        """Put torch's settings back if a call of the scheduler, or of the executor, changed them.
-
-        The calls of a policy do so themselves, but for `scheduled`, where it would cost too much.
-        """
-        if READ[0]() == settings:
-            return
-        if executor:
-            changed(settings, executor, method)
-            return
-        source, policy = self._scheduler.context.source, self._parts.policy.source
-        if source is not None and not is_third_party(source) and is_third_party(policy):
-            changed(settings, policy, "scheduled")
-        else:
-            changed(settings, self._parts.scheduler_label, method)
-
     def _start_batch(self) -> bool:
         """Schedule and start a batch; return whether it computes any token."""
         plan = None
         try:
             settings = READ[0]()
             plan = self._scheduler.schedule()
-            self._put_back(settings, "schedule")
+            self._settings.of_scheduler(settings, "schedule")
             checked(plan, Scheduler, "schedule", self._parts.scheduler_label)
             sample = None if self._waits(plan) else self._sample
             self._batches.push(start_batch(plan, self._execute, sample))
@@ -258,20 +247,15 @@ class StepRunner:
             plan = msgspec.structs.replace(plan, part_data=data)
         settings = READ[0]()
         future = self._executor.execute_model(plan)
-        self._put_back(settings, "execute_model", self._parts.executor_label)
+        self._settings.of_executor(settings, "execute_model")
         if self._sampled:  # after an interrupt they are sent again, and workers pass them over
             self._sampled.clear()
         return checked(future, Executor, "execute_model", self._parts.executor_label)
 
     def _sample(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        return self._sample_masked(plan, self._step_parts.mask(plan))
-
-    def _sample_masked(
-        self, plan: SchedulerOutput, bitmask: GrammarBitmask | None
-    ) -> Future[ModelRunnerOutput]:
-        settings = READ[0]()
+        settings, bitmask = READ[0](), self._step_parts.mask(plan)
         future = self._executor.sample_tokens(plan, bitmask)
-        self._put_back(settings, "sample_tokens", self._parts.executor_label)
+        self._settings.of_executor(settings, "sample_tokens")
         return future
 
     def _waits(self, plan: SchedulerOutput) -> bool:
@@ -300,7 +284,7 @@ class StepRunner:
                 self._end(request_id, fault)
         settings = READ[0]()
         outputs = self._scheduler.update(plan, result)
-        self._put_back(settings, "update")
+        self._settings.of_scheduler(settings, "update")
         checked(outputs, Scheduler, "update", self._parts.scheduler_label)
         self._step_parts.updated(plan)
         return outputs

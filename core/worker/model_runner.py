@@ -210,7 +210,6 @@ class ModelRunner:
         """Run the model, or the function of a step part around it."""
         inputs = functools.partial(self._inputs, step, before, routed)
         if self._around_model is None:
-            # The planning of attention, too: it is of a component that a model calls.
             return self._calls.run("forward", lambda: self._model.forward(inputs()))
         around = ForwardStep(inputs, step.packed, needs_model=needs_model)
         return self._calls.run("forward", self._around_model, around)

@@ -94,7 +94,7 @@ async def _serve(engine, started, box, kwargs):
 
         def announce():
             box["outliving"].begin(
-                task, functools.partial(blame_stop, engine.manifest, applications.service.faults)
+                task, functools.partial(blame_stop, engine, applications.service.faults)
             )
             started.set()
 

@@ -15,8 +15,7 @@ from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.step_part import StepPart
 from hardpoint.typed import suggest
 
-from .discovery import InstalledPlugin
-from .selected import NAME, NAMES, SelectedPlugin
+from .discovery import NAME, NAMES, InstalledPlugin, SelectedPlugin
 
 _Key = tuple[str, str, str]
 _PROCESSORS = "logits_processors"

@@ -18,11 +18,10 @@ from hardpoint.plugins.manifest import Source
 from hardpoint.typed import Strict
 
 from .adapt import configured
-from .discovery import InstalledPlugin, advice, discover
+from .discovery import InstalledPlugin, SelectedPlugin, advice, discover, name_of
 from .kinds import PLANNED
 from .loading import import_object, inspecting
 from .references import with_handed_over
-from .selected import SelectedPlugin, name_of
 from .selection import Selection
 
 Key = tuple[str, str, str]

@@ -33,7 +33,7 @@ from .adapt import configured, load_component
 from .adapters.contract_1 import warn_of_earlier
 from .backends import check_devices, first_that_runs
 from .blame import close_if_failed, faults_as
-from .discovery import InstalledPlugin, advice, discover, installed_version
+from .discovery import InstalledPlugin, SelectedPlugin, advice, discover, installed_version, name_of
 from .hooks import HookSet
 from .kinds import KINDS, Number
 from .loading import inspecting, keeping_torch
@@ -54,7 +54,6 @@ from .plugin_options import (
 )
 from .references import with_handed_over
 from .request_arguments import takes_arguments
-from .selected import SelectedPlugin, name_of
 from .selection import AUTO, BACKEND_KINDS, Selection
 
 C = TypeVar("C", bound=Component)

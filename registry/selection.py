@@ -21,11 +21,18 @@ from hardpoint.plugins.manifest import Source
 from hardpoint.typed import suggest
 
 from .adapt import adapt
-from .discovery import InstalledPlugin, advice, describe_unknown_kind
+from .discovery import (
+    NAME,
+    NAMES,
+    InstalledPlugin,
+    SelectedPlugin,
+    advice,
+    describe_unknown_kind,
+    toml_key,
+)
 from .kinds import KINDS, PLANNED, Kind, Number
 from .loading import import_object, inspecting, kinds_of, marks_hooks, snake_case
 from .references import provided_by
-from .selected import NAME, NAMES, SelectedPlugin, toml_key
 
 AUTO = "auto"
 """The word that leaves a choice to the engine."""

@@ -21,8 +21,8 @@ from .config import ServerConfig
 
 if TYPE_CHECKING:
     from .access.keys import Stores
-    from .loop_watch import Outliving
     from .operations.addresses import BoundAddress
+    from .operations.loop_watch import Outliving
 
 _SIGNAL_CODE = 128
 _MAX_WAITING = 2048
@@ -57,8 +57,8 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
     # Their libraries take time, and only `serve` needs them.
     from .access.keys import stores_of  # noqa: PLC0415
     from .access.tls import check_tls  # noqa: PLC0415
-    from .loop_watch import Outliving  # noqa: PLC0415
     from .operations.addresses import bind, bind_admin  # noqa: PLC0415
+    from .operations.loop_watch import Outliving  # noqa: PLC0415
 
     config, sources = _config(options, *context.load_config())
     settings = config.table(ServerConfig)
@@ -114,7 +114,7 @@ async def _serve(
 ) -> int:
     from .access.keys import installed  # noqa: PLC0415
     from .assembly import assemble  # noqa: PLC0415 - as above
-    from .loop_watch import blame_stop  # noqa: PLC0415
+    from .operations.loop_watch import blame_stop  # noqa: PLC0415
     from .serving import Serving  # noqa: PLC0415
 
     try:

@@ -17,9 +17,9 @@ from starlette.types import ASGIApp
 from hardpoint.plugins import ConfigError, HardpointError
 
 from .assembly import Applications
-from .loop_watch import watched
 from .operations.addresses import BoundAddress, allow_descriptors
 from .operations.connections import Connection
+from .operations.loop_watch import watched
 from .service import Phase
 
 _log = logging.getLogger("hardpoint")

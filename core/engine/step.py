@@ -13,8 +13,13 @@ from hardpoint.boundary.activity import Activity
 from hardpoint.boundary.faults import StepFaults
 from hardpoint.boundary.guard import checked
 from hardpoint.boundary.parts.engine_parts import EngineParts
-from hardpoint.boundary.step_check import ResultCheck, no_result, plan_defect, result_of
-from hardpoint.boundary.step_settings import StepSettings
+from hardpoint.boundary.step_check import (
+    ResultCheck,
+    StepSettings,
+    no_result,
+    plan_defect,
+    result_of,
+)
 from hardpoint.core.kv_cache import BlockManager
 from hardpoint.core.kv_cache.event_fanout import KVEventFanout
 from hardpoint.errors import PluginFaultError

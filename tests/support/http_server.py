@@ -11,8 +11,8 @@ import httpx
 import uvloop
 
 from hardpoint.builtin_plugins.server.assembly import assemble
-from hardpoint.builtin_plugins.server.loop_watch import Outliving, blame_stop
 from hardpoint.builtin_plugins.server.operations.addresses import bind, bind_admin
+from hardpoint.builtin_plugins.server.operations.loop_watch import Outliving, blame_stop
 from hardpoint.builtin_plugins.server.serving import Serving
 
 

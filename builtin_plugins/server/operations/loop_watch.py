@@ -14,10 +14,9 @@ from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
+from hardpoint.builtin_plugins.server.faults import ServerFaults
+from hardpoint.builtin_plugins.server.timing import Timed
 from hardpoint.plugins.server import AsyncGenerator
-
-from .faults import ServerFaults
-from .timing import Timed
 
 _log = logging.getLogger("hardpoint")
 

@@ -34,10 +34,10 @@ def is_third_party(plugin: Source | PluginEntry) -> bool:
 
     Guards treat all plugins the same. What differs: a logits processor that ended several requests,
     and a component that runs when the engine process dies twice, are left out only if they are a
-    third party's; only after calls of a third party are torch's settings compared, and only its `scheduled` can be
-    responsible for what a scheduler of Hardpoint seems to have changed; the message of a
-    dead engine names the requests that used such logits processors; and only a scheduler of
-    Hardpoint is known to leave priorities to the policy.
+    third party's; only after calls of a third party are torch's settings compared, and only its
+    `scheduled` can be responsible for what a scheduler of Hardpoint seems to have changed; the
+    message of a dead engine names the requests that used such logits processors; and only a
+    scheduler of Hardpoint is known to leave priorities to the policy.
     """
     return plugin.distribution not in _DISTRIBUTIONS
 

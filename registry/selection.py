@@ -268,11 +268,7 @@ class Selection:
                 )
 
     def _disable(self, *, provided: bool) -> None:
-        """Switch off what the configuration disables.
-
-        Args:
-            provided: whether the components that hooks provide have been found; the second call.
-        """
+        """Switch off what is disabled; what hooks provide is known in the call with `provided`."""
         for index, name in enumerate(self._config.plugins.disable):
             if (path := f"plugins.disable[{index}]") in self._disabled.values():
                 continue
@@ -290,9 +286,7 @@ class Selection:
             if not provided and not any(item.answers_to(name) for item in on.values()):
                 continue  # a hook may provide it
             for key in self._keys_of(name, path, on):
-                if key in self._on:
-                    del self._on[key]
-                else:
+                if self._on.pop(key, None) is None:
                     self._kept_off.add(handed[key])
                 self._disabled[key] = path
 

@@ -110,12 +110,8 @@ class StepRunner:
         self._step_parts = parts.step_parts
         self._step_parts.follow(parts.scheduler)
         self._unsent: list[Outputs] = []
-        self._settings = StepSettings(
-            parts.scheduler,
-            parts.scheduler_label,
-            parts.executor_label,
-            lambda: parts.policy.source,
-        )
+        labels = parts.scheduler_label, parts.executor_label
+        self._settings = StepSettings(parts.scheduler, *labels, lambda: parts.policy.source)
         self._check = ResultCheck(parts.executor_label, parts.scheduler)
         self._batches = BatchQueue(parts.executor.max_concurrent_batches)
         limits = parts.scheduler.context.limits

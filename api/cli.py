@@ -22,12 +22,12 @@ from hardpoint.plugins.server import AsyncGenerator
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.catalog import Catalog
 from hardpoint.registry.configuration import default_config_type, load_config
-from hardpoint.registry.discovery import discover, installed_version
+from hardpoint.registry.discovery import SelectedPlugin, discover, installed_version
 from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.loading import check_component, import_object
 from hardpoint.registry.plugin_options import option_path, options_of
 from hardpoint.registry.plugin_set import resolve_plugins
-from hardpoint.registry.selection import SelectedPlugin, Selection
+from hardpoint.registry.selection import Selection
 
 from .argument_parser import ProgramParser, check_encoding, global_options
 from .standard_streams import Messages, discard_unwritten, prepare_streams

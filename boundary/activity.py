@@ -251,9 +251,9 @@ class PluginCalls:
         self.kind = kind
         self.cells = activity.cells
         self.seconds = 0.0
-        # Plugins that come with Hardpoint change no settings: they need not pay for the check. An
-        # executor opens workers, which set the number of threads.
-        is_read = is_third_party(source) and kind != "executors"
+        # Plugins that come with Hardpoint change no settings: they need not pay for the check; but
+        # a model calls others. An executor opens workers, which set the number of threads.
+        is_read = kind == "models" or (is_third_party(source) and kind != "executors")
         self.settings: list[Callable[[], Any]] | None = READ if is_read else None
         self._activity = activity
         self._numbers: dict[str, int] = {}

@@ -1,8 +1,9 @@
 """Copies of a process of Hardpoint that a plugin makes by `os.fork`.
 
 A copy that returns from the call in which the plugin made it would go on as the engine or worker
-that it is a copy of, with its memory and its sockets. So it ends there. A copy that does work of
-its own and then exits, as those of `multiprocessing`, is left alone.
+that it is a copy of, with its memory and its sockets. So it ends there, and one that a plugin makes
+in a thread of its own ends with that thread. A copy that does work of its own and then exits, as
+those of `multiprocessing`, is left alone.
 """
 
 from __future__ import annotations
@@ -10,25 +11,40 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.executor import Executor
 from hardpoint.plugins.manifest import Source
 from hardpoint.registry.blame import component_of
-from hardpoint.system.forks import FORKS
+from hardpoint.system.forks import FORKS, end_copy
+
+from .activity import PluginCalls
 
 _log = logging.getLogger("hardpoint")
 
+_RUN = PluginCalls.run.__code__
 _named: set[tuple[str, str]] = set()
+_of_thread = threading.local()
 
 
 def watch_forks() -> None:
     """End copies from now on, and log which plugin makes one; for processes of Hardpoint's own."""
-    os.register_at_fork(after_in_parent=_log_fork, after_in_child=_count)
+    main = threading.get_ident()
+
+    def after_in_child() -> None:
+        FORKS[0] += 1
+        if threading.get_ident() != main:
+            _of_thread.end = _EndOfThread()
+
+    os.register_at_fork(after_in_parent=_log_fork, after_in_child=after_in_child)
 
 
-def _count() -> None:
-    FORKS[0] += 1
+class _EndOfThread:
+    """Ends a copy with its only thread, which would otherwise wait for others for ever."""
+
+    def __del__(self) -> None:
+        end_copy()
 
 
 def _log_fork() -> None:
@@ -44,7 +60,7 @@ def _log_fork() -> None:
 
 
 def _forking() -> tuple[Source, str] | None:
-    """Return the innermost component in whose method this thread is, and the method.
+    """Return the innermost plugin in whose method or hook this thread is, and that.
 
     An executor may start its workers in this way, and is not returned.
     """
@@ -53,6 +69,9 @@ def _forking() -> tuple[Source, str] | None:
     method = ""
     while (caller := frame.f_back) is not None:
         frame = caller
+        if component is None and frame.f_code is _RUN:  # of a plugin that is no component
+            calls: PluginCalls = frame.f_locals["self"]
+            return None if calls.kind == "executors" else (calls.source, frame.f_locals["method"])
         owner = component_of(frame)
         if component is None:
             component = owner

@@ -1,8 +1,8 @@
-"""Checks of what schedulers and executors return: a wrong one names its component."""
+"""Checks of what schedulers and executors return and change: a wrong one names its component."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
@@ -14,7 +14,10 @@ from hardpoint.plugins import (
     Scheduler,
     SchedulerOutput,
 )
+from hardpoint.plugins.manifest import Source
 from hardpoint.registry.blame import describe, raise_unless_fault
+from hardpoint.registry.discovery import is_third_party
+from hardpoint.system.plugin_settings import READ, changed
 
 T = TypeVar("T")
 
@@ -167,3 +170,40 @@ def _computed_before(plan: SchedulerOutput) -> dict[str, int]:
 
 def _range(limit: int) -> str:
     return "one" if limit == 1 else f"1 to {limit}"
+
+
+class StepSettings:
+    """Puts back what the scheduler or the executor of an engine has changed, and names it."""
+
+    def __init__(
+        self, scheduler: Scheduler, label: str, executor: str, policy: Callable[[], Source]
+    ) -> None:
+        """Name who is responsible.
+
+        Args:
+            scheduler: its calls are compared.
+            label: names it in messages.
+            executor: names the executor.
+            policy: returns the source of the policy now.
+        """
+        self._scheduler, self._label = scheduler, label
+        self._executor, self._policy = executor, policy
+
+    def of_scheduler(self, before: Any, method: str) -> None:
+        """Compare the settings with those before a call of the scheduler.
+
+        The calls of a policy are compared themselves, but for `scheduled`, which is called for each
+        request: where the scheduler is a built-in, that must have changed them.
+        """
+        if READ[0]() == before:
+            return
+        source = self._scheduler.context.source
+        if source is not None and not is_third_party(source) and is_third_party(self._policy()):
+            changed(before, self._policy(), "scheduled")
+        else:
+            changed(before, self._label, method)
+
+    def of_executor(self, before: Any, method: str) -> None:
+        """Compare the settings with those before a call of the executor."""
+        if READ[0]() != before:
+            changed(before, self._executor, method)

@@ -48,7 +48,7 @@ class PluginsConfig(Strict):
 
     Attributes:
         enable: components to enable.
-        disable: names of built-in defaults to disable.
+        disable: names or FQCNs of built-in defaults, and of what a program hands over, to disable.
         replace: the component that replaces an enabled one, by the name of the latter.
         on_error: what a fault of a plugin ends, by its name: "request", the requests that use it,
             "step", only its decision in that step, or "engine". A plugin has the scope of its

@@ -88,7 +88,7 @@ class Request(Generic[ArgumentsT_co]):
         self.arrival_time = source.arrival_time
         self.priority = source.priority
         self.order = order
-        self.status = RequestStatus.WAITING
+        self.status: RequestStatus = RequestStatus.WAITING
         self.output_token_ids: list[int] = ReadOnlyList()
         self.num_prompt_tokens = len(source.prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens

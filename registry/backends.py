@@ -14,8 +14,8 @@ from hardpoint.errors import ConfigError, ModelError
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.manifest import PluginEntry
 
+from .discovery import SelectedPlugin
 from .kinds import KINDS
-from .selection import SelectedPlugin
 
 C = TypeVar("C", bound=Component)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ import importlib_metadata
 from hardpoint.errors import PluginConflictError
 from hardpoint.plugins.manifest import PluginEntry, Source
 
-from .kinds import KINDS, PLANNED
+from .kinds import KINDS, PLANNED, Kind
 
 DISTRIBUTION = "hardpoint"
 CORE_DISTRIBUTION = "hardpoint-core"
@@ -22,6 +23,9 @@ _DISTRIBUTIONS = (DISTRIBUTION, CORE_DISTRIBUTION)
 _PREFIX = "hardpoint."
 _LEFT_OUT = "hardpoint_left_out."
 """Prefix of the groups in which `scripts/build-core` lists what only the other one has."""
+NAME = re.compile(r"[^\s\x00-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060\ufeff]{1,100}")
+NAMES = "1 to 100 printable characters without blanks"
+"""The names that tables, requests and messages can have."""
 _EXTERNAL_GROUPS = {"vllm.logits_processors": "logits_processors"}
 
 
@@ -30,9 +34,10 @@ def is_third_party(plugin: Source | PluginEntry) -> bool:
 
     Guards treat all plugins the same. What differs: a logits processor that ended several requests,
     and a component that runs when the engine process dies twice, are left out only if they are a
-    third party's; only after calls of a third party are torch's settings compared; the message of a
-    dead engine names the requests that used such logits processors; and only a scheduler of
-    Hardpoint is known to leave priorities to the policy.
+    third party's; only after calls of a third party are torch's settings compared, and only its
+    `scheduled` can be responsible for what a scheduler of Hardpoint seems to have changed; the
+    message of a dead engine names the requests that used such logits processors; and only a
+    scheduler of Hardpoint is known to leave priorities to the policy.
     """
     return plugin.distribution not in _DISTRIBUTIONS
 
@@ -165,3 +170,47 @@ def installed_version() -> str:
     with contextlib.suppress(importlib_metadata.PackageNotFoundError):
         return importlib_metadata.version(DISTRIBUTION)
     return importlib_metadata.version(CORE_DISTRIBUTION)
+
+
+@dataclass(frozen=True)
+class SelectedPlugin:
+    """An enabled component.
+
+    Attributes:
+        path: the configuration path that names it; empty for built-in defaults.
+        target: the imported object, if selecting it needed an import.
+        stays: whether only the frontend has it.
+    """
+
+    kind: Kind
+    source: Source
+    path: str = ""
+    target: Any = None
+    stays: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name under which it is enabled."""
+        return self.source.name
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Kind, name and value; those of its `PluginEntry`."""
+        return self.kind.name, self.name, self.source.value
+
+    def answers_to(self, reference: str) -> bool:
+        """Return whether a reference is its name, with or without its kind, or its FQCN."""
+        return reference in (self.name, f"{self.kind.name}/{self.name}", self.source.value)
+
+
+def name_of(reference: str, among: Iterable[SelectedPlugin]) -> str:
+    """Return a hint at the name of a component where only names count, if there is one."""
+    for item in among:
+        if item.answers_to(reference):
+            return f"; {reference} is enabled as {item.name!r}, so write {toml_key(item.name)}"
+    return ""
+
+
+def toml_key(name: str) -> str:
+    """Return a name as a key of a TOML document, in quotes where TOML needs them."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else f'"{name}"'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import re
@@ -321,6 +322,8 @@ def _check_members(target: type[Component], source: Source) -> None:
     for name, member in [
         item for base in own for item in vars(base).items() if item[0] in expected
     ]:
+        if isinstance(member, functools.partialmethod):
+            member = member.__get__(None, target)  # the function that it makes
         function = getattr(member, "__func__", member)
         if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
             raise PluginContractError(

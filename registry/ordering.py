@@ -15,8 +15,7 @@ from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.step_part import StepPart
 from hardpoint.typed import suggest
 
-from .discovery import InstalledPlugin
-from .selection import NAME, NAMES, SelectedPlugin
+from .discovery import NAME, NAMES, InstalledPlugin, SelectedPlugin
 
 _Key = tuple[str, str, str]
 _PROCESSORS = "logits_processors"
@@ -139,11 +138,12 @@ def _check_order(chosen: Sequence[SelectedPlugin], targets: Mapping[_Key, Any]) 
         if item.kind.name not in _ORDERED or item.path.startswith("plugins.replace."):
             continue
         for relation in ("before", "after"):
-            if item.name in getattr(targets[item.key], relation):
-                raise PluginConflictError(
-                    f"{item.source}: its {relation} names {item.name!r}, which is itself; remove "
-                    f"the name"
-                )
+            for name in getattr(targets[item.key], relation):
+                if item.answers_to(name):
+                    raise PluginConflictError(
+                        f"{item.source}: its {relation} names {name!r}, which is itself; remove "
+                        f"the name"
+                    )
 
 
 def _check_params_fields(chosen: Sequence[SelectedPlugin], targets: Mapping[_Key, Any]) -> None:

@@ -18,11 +18,11 @@ from hardpoint.plugins.manifest import Source
 from hardpoint.typed import Strict
 
 from .adapt import configured
-from .discovery import InstalledPlugin, advice, discover
+from .discovery import InstalledPlugin, SelectedPlugin, advice, discover, name_of
 from .kinds import PLANNED
 from .loading import import_object, inspecting
 from .references import with_handed_over
-from .selection import SelectedPlugin, Selection
+from .selection import Selection
 
 Key = tuple[str, str, str]
 """Kind, name and value of a component, see `PluginEntry.key`."""
@@ -122,9 +122,8 @@ def _option_paths(
         ]
         if not keys:
             known = sorted({c.name for c in chosen})
-            raise ConfigError(
-                f"{path}: no plugin {name!r} is enabled{typed.suggest(name, known)} (from {origin})"
-            )
+            hint = name_of(name, chosen) or typed.suggest(name, known)
+            raise ConfigError(f"{path}: no plugin {name!r} is enabled{hint} (from {origin})")
         if len(keys) > 1:
             choices = ", ".join(f'"{kind}/{own}"' for kind, own, _ in keys)
             raise ConfigError(f"{path}: {name!r} could be any of {choices} (from {origin})")

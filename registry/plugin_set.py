@@ -33,7 +33,7 @@ from .adapt import configured, load_component
 from .adapters.contract_1 import warn_of_earlier
 from .backends import check_devices, first_that_runs
 from .blame import close_if_failed, faults_as
-from .discovery import InstalledPlugin, advice, discover, installed_version
+from .discovery import InstalledPlugin, SelectedPlugin, advice, discover, installed_version, name_of
 from .hooks import HookSet
 from .kinds import KINDS, Number
 from .loading import inspecting, keeping_torch
@@ -54,7 +54,7 @@ from .plugin_options import (
 )
 from .references import with_handed_over
 from .request_arguments import takes_arguments
-from .selection import AUTO, BACKEND_KINDS, SelectedPlugin, Selection
+from .selection import AUTO, BACKEND_KINDS, Selection
 
 C = TypeVar("C", bound=Component)
 
@@ -457,14 +457,15 @@ def _check_on_error(
     config: EngineConfig, config_sources: ConfigSources, chosen: Sequence[SelectedPlugin]
 ) -> None:
     """Refuse fault scopes that a plugin cannot have, since they would be ignored."""
-    scopes = {c.name: c.kind.fault_scope for c in chosen if c.kind.scope_can_be_raised}
+    may_end = [c for c in chosen if c.kind.scope_can_be_raised]
+    scopes = {c.name: c.kind.fault_scope for c in may_end}
     for name, scope in config.plugins.on_error.items():
         path = f"plugins.on_error.{name}"
         origin = config_sources.of(path)
         if name not in scopes:
             raise ConfigError(
                 f"{path}: no plugin {name!r} is enabled whose faults end less than the engine"
-                f"{typed.suggest(name, sorted(scopes))} (from {origin})"
+                f"{name_of(name, may_end) or typed.suggest(name, sorted(scopes))} (from {origin})"
             )
         if scope not in (scopes[name].value, "engine"):
             raise ConfigError(

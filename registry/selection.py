@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -22,7 +21,15 @@ from hardpoint.plugins.manifest import Source
 from hardpoint.typed import suggest
 
 from .adapt import adapt
-from .discovery import InstalledPlugin, advice, describe_unknown_kind
+from .discovery import (
+    NAME,
+    NAMES,
+    InstalledPlugin,
+    SelectedPlugin,
+    advice,
+    describe_unknown_kind,
+    toml_key,
+)
 from .kinds import KINDS, PLANNED, Kind, Number
 from .loading import import_object, inspecting, kinds_of, marks_hooks, snake_case
 from .references import provided_by
@@ -31,40 +38,10 @@ AUTO = "auto"
 """The word that leaves a choice to the engine."""
 BACKEND_KINDS = ("attention_backends", "ops")
 """Kinds whose "auto" follows the setting `backend`."""
-NAME = re.compile(r"[^\s\x00-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060\ufeff]{1,100}")
-NAMES = "1 to 100 printable characters without blanks"
-"""The names that tables, requests and messages can have."""
 _CANDIDATES = ("native_cpu", "triton", "torch")
 """Built-ins of both kinds, of which each device has one if `backend` is "auto"."""
 _SET_BY = {"kv_connector.use": "kv_connector.stores"}
 """Settings by the path of another one that has a value because of them."""
-
-
-@dataclass(frozen=True)
-class SelectedPlugin:
-    """An enabled component.
-
-    Attributes:
-        path: the configuration path that names it; empty for built-in defaults.
-        target: the imported object, if selecting it needed an import.
-        stays: whether only the frontend has it.
-    """
-
-    kind: Kind
-    source: Source
-    path: str = ""
-    target: Any = None
-    stays: bool = False
-
-    @property
-    def name(self) -> str:
-        """The name under which it is enabled."""
-        return self.source.name
-
-    @property
-    def key(self) -> tuple[str, str, str]:
-        """Kind, name and value; those of its `PluginEntry`."""
-        return self.kind.name, self.name, self.source.value
 
 
 class Selection:
@@ -84,6 +61,7 @@ class Selection:
         self._unknown = [f for f in found if not f.known_kind]
         self._on: dict[tuple[str, str], SelectedPlugin] = {}
         self._disabled: dict[tuple[str, str], str] = {}  # the path that disables it
+        self._kept_off: set[InstalledPlugin] = set()  # of those that a program hands over
         self.warnings: list[str] = []
 
     def run(self) -> list[SelectedPlugin]:
@@ -111,8 +89,9 @@ class Selection:
         for found in self._found:
             if found.builtin and KINDS[found.kind].chosen_by is None:
                 self._add(self._chosen(found, ""))
-        self._disable()
+        self._disable(provided=False)
         self._find_provided()
+        self._disable(provided=True)
         self._replace()
         for index, wanted in enumerate(self._config.plugins.enable):
             self._enable(wanted, f"plugins.enable[{index}]")
@@ -127,7 +106,7 @@ class Selection:
     def _find_provided(self) -> None:
         """Find the components that hooks provide which are, or will be, enabled."""
         plugins = self._config.plugins
-        hooks = [(self._handed_over(f), f.origin) for f in self._found if f.origin]
+        hooks = [(self._handed_over(found), found.origin) for found in self._handed]
         hooks += [(on, "") for (_, name), on in self._on.items() if name not in plugins.replace]
         named = [(f"plugins.replace.{name}", use) for name, use in plugins.replace.items()]
         for index, wanted in enumerate(plugins.enable):
@@ -152,10 +131,10 @@ class Selection:
 
     def _enable_handed_over(self) -> None:
         """Enable what a program hands over, but for what the configuration enables or chooses."""
-        for found in self._found:
+        for found in self._handed:
             chosen = self._handed_over(found)
             on = [(item.kind, item.source.value) for item in self._on.values()]
-            if not found.origin or chosen.kind.chosen_by is not None:
+            if chosen.kind.chosen_by is not None:
                 continue
             if found.problem and not self._config.engine.in_process:
                 raise PluginLoadError(
@@ -164,6 +143,11 @@ class Selection:
                 )
             if found.stays or (chosen.kind, found.value) not in on:
                 self._add(chosen)
+
+    @property
+    def _handed(self) -> list[InstalledPlugin]:
+        """Plugins of the program itself that the configuration does not disable."""
+        return [found for found in self._found if found.origin and found not in self._kept_off]
 
     def _handed_over(self, found: InstalledPlugin) -> SelectedPlugin:
         kind, source = KINDS[found.kind], found.source(found.origin)
@@ -283,26 +267,45 @@ class Selection:
                     f"(from {self._config_sources.of(path)})"
                 )
 
-    def _disable(self) -> None:
+    def _disable(self, *, provided: bool) -> None:
+        """Switch off what is disabled; what hooks provide is known in the call with `provided`."""
         for index, name in enumerate(self._config.plugins.disable):
-            for key in self._keys_of(name, path := f"plugins.disable[{index}]"):
-                del self._on[key]
+            if (path := f"plugins.disable[{index}]") in self._disabled.values():
+                continue
+            if name in self._config.plugins.enable:
+                raise ConfigError(
+                    f"{path}: plugins.enable names {name!r}, too; remove one of the two "
+                    f"(from {self._config_sources.of(path)})"
+                )
+            handed = {
+                (found.kind, found.name): found
+                for found in self._handed
+                if KINDS[found.kind].chosen_by is None and self._handed_over(found).answers_to(name)
+            }
+            on = {key: self._handed_over(found) for key, found in handed.items()} | self._on
+            if not provided and not any(item.answers_to(name) for item in on.values()):
+                continue  # a hook may provide it
+            for key in self._keys_of(name, path, on):
+                if self._on.pop(key, None) is None:
+                    self._kept_off.add(handed[key])
                 self._disabled[key] = path
 
     def _replace(self) -> None:
         for name, reference in self._config.plugins.replace.items():
             path = f"plugins.replace.{name}"
-            for key in self._keys_of(name, path):
+            for key in self._keys_of(name, path, self._on):
                 chosen = self._resolve(reference, path, KINDS[key[0]])
                 self._on[key] = replace(chosen, source=replace(chosen.source, name=key[1]))
 
-    def _keys_of(self, name: str, path: str) -> list[tuple[str, str]]:
-        """Return each (kind, name) of an enabled component, given `name` or `kind/name`.
+    def _keys_of(
+        self, name: str, path: str, on: Mapping[tuple[str, str], SelectedPlugin]
+    ) -> list[tuple[str, str]]:
+        """Return each (kind, name) of a component in `on`, given its name, `kind/name` or FQCN.
 
         A class may be enabled under several kinds by the same name.
         """
-        keys = [key for key in self._on if name in (key[1], "/".join(key))]
-        if len({self._on[key].source.value for key in keys}) == 1:
+        keys = [key for key, item in on.items() if item.answers_to(name)]
+        if len({on[key].source.value for key in keys}) == 1:
             return keys
         origin = self._config_sources.of(path)
         if keys:
@@ -321,7 +324,7 @@ class Selection:
                     f"{path}: {name!r} is of kind {kind.name}, of which there is one; choose it "
                     f"with {kind.chosen_by} (from {origin})"
                 )
-        known = [key[1] for key in self._on]
+        known = [key[1] for key in on]
         raise PluginNotFoundError(
             f"{path}: no component {name!r} is enabled{suggest(name, known)} (from {origin})"
         )
@@ -349,7 +352,7 @@ class Selection:
             return advice
         return (
             f"{advice}, or let it take the other's place: "
-            f'plugins.replace = {{ {_toml_key(chosen.name)} = "{value}" }}'
+            f'plugins.replace = {{ {toml_key(chosen.name)} = "{value}" }}'
         )
 
     def _check_kind(self, reference: str, path: str) -> None:
@@ -467,7 +470,7 @@ class Selection:
         elif any(f.builtin for f in found) and KINDS[third.kind].chosen_by is None:
             advice = (
                 f"to put the one of {third.distribution} in the built-in's place, write instead "
-                f'plugins.replace = {{ {_toml_key(reference)} = "{third.value}" }}'
+                f'plugins.replace = {{ {toml_key(reference)} = "{third.value}" }}'
             )
         else:
             chosen_by = KINDS[third.kind].chosen_by or "plugins.enable"
@@ -493,8 +496,3 @@ class Selection:
         if origin != "default":
             return f"{path} ({origin})"
         return "default" if builtin and not path.startswith("plugins.") else path
-
-
-def _toml_key(name: str) -> str:
-    """Return a name as a key of a TOML document, in quotes where TOML needs them."""
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else f'"{name}"'

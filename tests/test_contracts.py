@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 import pytest
-from support.interfaces import NAMES, breaking, interfaces, recorded, updated
+from support.interfaces import DATA, NAMES, USED_BY, breaking, data, interfaces, recorded, updated
 
 from hardpoint.registry.kinds import KINDS
 
@@ -93,3 +93,42 @@ def test_interfaces_have_methods_and_contexts():
     assert eviction["EvictionPolicy"]["evict"] == "abstract method (count: int) -> Sequence[int]"
     assert eviction["EvictionContext"]["name"] == "required str"
     assert interfaces()["hooks"]["request_finished"] == {"output": "argument RequestOutput"}
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "text", "kinds"),
+    [
+        ("Request", "num_blocks", "attribute int", "schedulers 2, scheduling_policies 1"),
+        ("KVCacheManager", "touch", "method () -> None", "schedulers 2"),
+        ("SchedulerOutput", "num_draft_tokens", "attribute int", "executors 2, kv_connectors 1"),
+        ("CachedRequests", "resumed", "attribute int", "executors 2, kv_connectors 1"),
+        ("ModelRunnerOutput", "hidden", "optional Any", "executors 2, schedulers 2"),
+        ("PrefixCacheStats", "misses", "attribute int", "hooks 1, schedulers 2, stat_sinks 1"),
+        ("RequestStatus", "SWAPPED", "member", "schedulers 2, scheduling_policies 1"),
+    ],
+)
+def test_a_member_of_data_that_goes_is_found(owner, name, text, kinds):
+    record = recorded()
+    record[DATA][owner][name] = text
+    (change,) = updated(record)[1]
+    assert change.startswith(f"{owner}.{name} is gone; contracts that use it: ")
+    assert kinds in change
+    used_by = list(record[DATA][owner][USED_BY])
+    assert updated(record, used_by)[1] == []
+    for kind in used_by:  # the record is of the numbers before
+        record[DATA][owner][USED_BY][kind] -= 1
+    assert updated(record)[1] == []
+
+
+def test_data_that_components_make_may_get_no_required_member():
+    now = data()
+    assert now["Edits"]["row"] == "required Sequence[int]"  # plugins make them
+    assert now["GrammarState"]["advance"].startswith("abstract method ")
+    assert now["SamplingRows"]["seeds"] == "torch.Tensor"  # the engine does
+    assert now["KVCacheManager"]["admit"].startswith("method ")
+
+
+def test_a_class_of_data_that_goes_is_found():
+    record = recorded()
+    record[DATA]["Gone"] = {USED_BY: {"schedulers": 2}, "x": "attribute int"}
+    assert updated(record)[1] == ["Gone is gone; contracts that use it: schedulers 2"]

@@ -26,6 +26,9 @@ _MAX_REPETITIONS = 5_000
 _MAX_MULTIPLE = 100_000
 """Of `multipleOf` without its decimal point; a lexer has as many states."""
 
+_MAX_PATTERNS = 128
+"""Of names of one object; compiling compares each with each, and is cubic in their number."""
+
 _MAX_GBNF = 65_536
 """Characters of all grammars in GBNF together, which are converted to Lark in Python."""
 
@@ -50,6 +53,7 @@ def check_limits(structured: StructuredOutputs) -> None:
     _check_gbnf(grammars)
     for schema in schemas:
         _check_multiples(schema)
+        _check_patterns(schema)
         for name, value in _walk(schema):
             texts.append(name)
             if isinstance(value, str):
@@ -139,6 +143,22 @@ def _check_multiples(schema: Any) -> None:
         raise ValueError(
             f"multipleOf: expected at most {_MAX_MULTIPLE} without the decimal point, and as the "
             f"common multiple of several, got {largest} or more"
+        )
+
+
+def _check_patterns(schema: Any) -> None:
+    found = [
+        list(value)
+        for name, value in _walk(schema)
+        if name == "patternProperties" and isinstance(value, Mapping)
+    ]
+    if any(name in ("allOf", "$ref") for name, _ in _walk(schema)):  # which may join them
+        found = [list({pattern for patterns in found for pattern in patterns})]
+    count = math.isqrt(sum(len(patterns) ** 2 for patterns in found))
+    if count > _MAX_PATTERNS:
+        raise ValueError(
+            f"patternProperties: expected at most {_MAX_PATTERNS} for one object, or as the root "
+            f"of the sum of their squares for several, got {count}"
         )
 
 

@@ -14,6 +14,9 @@ from typing import Any
 
 from hardpoint.errors import shown
 
+from .schemas.formats import FORMATS
+from .schemas.values import canonical
+
 _VALIDATION_SECONDS = 0.25
 """Of CPU time for one answer: other outputs wait for it, and a schema may be hostile."""
 
@@ -56,6 +59,7 @@ class _Keywords:
         self.replaced: dict[str, Callable[..., Any]] = {
             "additionalProperties": self._additional_properties,
             "enum": self._enum,
+            "format": self._format,
             "pattern": self._pattern,
             "patternProperties": self._pattern_properties,
             "unevaluatedProperties": self._unevaluated_properties,
@@ -132,6 +136,16 @@ class _Keywords:
         if canonical(value) not in self._sets[id(given)]:
             yield _wrong(f"{value!r} is none of the values of the enum")
 
+    def _format(self, validator: Any, name: Any, value: Any, schema: Any) -> Iterator[Any]:  # noqa: ARG002
+        """Check one that grammars enforce; any other is an annotation."""
+        import regex  # noqa: PLC0415 - as above
+
+        known = FORMATS.get(name) if isinstance(name, str) and isinstance(value, str) else None
+        for expression in known.expressions if known else ():
+            if not regex.fullmatch(expression, value, timeout=self._left()):
+                yield _wrong(f"{value!r} is not a {name!r}")
+                return
+
     def _unique_items(self, validator: Any, given: Any, value: Any, schema: Any) -> Iterator[Any]:  # noqa: ARG002
         if given and isinstance(value, list) and len(set(map(canonical, value))) < len(value):
             yield _wrong(f"{value!r} has equal items")
@@ -141,22 +155,6 @@ def _wrong(message: str) -> Any:
     from jsonschema import ValidationError  # noqa: PLC0415
 
     return ValidationError(message)
-
-
-def canonical(value: Any) -> str:
-    """Return the same text for equal JSON values: 1 equals 1.0."""
-    return json.dumps(_whole(value), sort_keys=True)
-
-
-def _whole(value: Any) -> Any:
-    match value:
-        case float() if value.is_integer():
-            return int(value)
-        case list():
-            return [_whole(item) for item in value]
-        case dict():
-            return {name: _whole(item) for name, item in value.items()}
-    return value
 
 
 def _has_key(value: Any, key: str) -> bool:

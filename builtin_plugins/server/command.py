@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,6 +22,7 @@ from .config import ServerConfig
 if TYPE_CHECKING:
     from .access.keys import Stores
     from .operations.addresses import BoundAddress
+    from .operations.loop_watch import Outliving
 
 _SIGNAL_CODE = 128
 _MAX_WAITING = 2048
@@ -56,6 +58,7 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
     from .access.keys import stores_of  # noqa: PLC0415
     from .access.tls import check_tls  # noqa: PLC0415
     from .operations.addresses import bind, bind_admin  # noqa: PLC0415
+    from .operations.loop_watch import Outliving  # noqa: PLC0415
 
     config, sources = _config(options, *context.load_config())
     settings = config.table(ServerConfig)
@@ -72,8 +75,9 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
         if admin is not None:
             stack.enter_context(contextlib.closing(admin))
         engine = context.open_async(config, sources, settings.restart)
+        outliving = Outliving[int]()
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(_serve(engine, context, users, admin, keys))
+            return outliving.run(runner, _serve(engine, context, users, admin, keys, outliving))
 
 
 @contextlib.contextmanager
@@ -106,9 +110,11 @@ async def _serve(
     users: BoundAddress,
     admin: BoundAddress | None,
     keys: Stores,
+    outliving: Outliving[int],
 ) -> int:
     from .access.keys import installed  # noqa: PLC0415
     from .assembly import assemble  # noqa: PLC0415 - as above
+    from .operations.loop_watch import blame_stop  # noqa: PLC0415
     from .serving import Serving  # noqa: PLC0415
 
     try:
@@ -122,7 +128,10 @@ async def _serve(
             admin_authenticators=[] if keys.admin is None else [installed(keys.admin)],
         )
 
+        task: Any = asyncio.current_task()
+
         def announce() -> None:
+            outliving.begin(task, partial(blame_stop, engine, applications.service.faults))
             if not context.quiet:
                 print(f"Serving {applications.service.names[0]} at {users.url}", flush=True)
             if not context.quiet and admin is not None:

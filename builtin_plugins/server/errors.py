@@ -33,8 +33,12 @@ _QUOTED = re.compile(
     r"((?:\bfailed: [A-Za-z_][\w.]*)|(?:: [A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt))): .*",
     re.DOTALL,
 )
-# Where the configuration names a plugin, and in which file, if it names one in parentheses.
-_ORIGIN = re.compile(r", asked for by [^\s:;,]+(?: \((?:[^()]|\([^()]*\))*\)|(?=: |; |, |$))")
+# Where the configuration names a plugin, and in which file, if it names one in parentheses, which
+# may have others that do not match.
+_ORIGIN = re.compile(
+    r", asked for by [^\s:;,]+"
+    r"(?: \((?:(?:[^()]|\([^()]*\))*\)|.*?\))(?=[:;,\s]|$)|(?=: |; |, |$))"
+)
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
 _SOURCE = re.compile(r"(?:/[\w.+@-]+)+\.(?:py|pyx|rs|cc?|cpp|cu|h|hpp|so)\b(?::\d+)*")
 

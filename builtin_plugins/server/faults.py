@@ -160,9 +160,21 @@ class ServerFaults:
             f"{owned.source}: its {what} blocked the server for {seconds:.1f} s, in which it "
             "answered no other request; hand long work to asyncio.to_thread"
         )
-        self.slow[owned.plugin] = message
-        if (owned.plugin, what) not in self._reported:  # a slow one is so for each request
-            self._reported.add((owned.plugin, what))
+        self._report(owned.plugin, what, message)
+
+    def holds_loop(self, plugin: str, function: str) -> None:
+        """Report a function of a plugin that the event loop called and that does not return."""
+        message = (
+            f"{function}, which the event loop called, has blocked the server for more than "
+            f"{self.slow_seconds:g} s, in which it answered no request; hand long work to "
+            "asyncio.to_thread"
+        )
+        self._report(plugin, function, message)
+
+    def _report(self, plugin: str, what: str, message: str) -> None:
+        self.slow[plugin] = message
+        if (plugin, what) not in self._reported:  # a slow one is so for each request
+            self._reported.add((plugin, what))
             _log.warning("%s", message)
 
     def too_slow(self) -> BrokenContractError:

@@ -19,6 +19,7 @@ from hardpoint.plugins import ConfigError, HardpointError
 from .assembly import Applications
 from .operations.addresses import BoundAddress, allow_descriptors
 from .operations.connections import Connection
+from .operations.loop_watch import watched
 from .service import Phase
 
 _log = logging.getLogger("hardpoint")
@@ -140,6 +141,10 @@ class Serving:
         allow_descriptors(self._service.settings.limits.connections)
         for bound in self._bound:
             bound.check()
+        with watched(self._service.engine, self._service.faults):
+            return await self._run(announce)
+
+    async def _run(self, announce: Callable[[], None] | None) -> int:
         listening = [
             asyncio.ensure_future(listener.serve([bound.socket]))
             for listener, bound in zip(self._listeners, self._bound, strict=True)

@@ -235,6 +235,7 @@ class PolicySlot:
 
     Attributes:
         policy: what schedulers call.
+        source: names it.
     """
 
     def __init__(self, plugins: PluginSet, faults: StepFaults, vocab_size: int) -> None:
@@ -246,10 +247,10 @@ class PolicySlot:
         self._faults = faults
         self._vocab_size = vocab_size
         self.policy: SchedulingPolicy
-        self._source: Source
+        self.source: Source
         self._arguments: PolicyArguments
         self._replaced: dict[str, PolicyArguments] = {}
-        self.policy, self._source, self._arguments = self._build(plugins)
+        self.policy, self.source, self._arguments = self._build(plugins)
 
     def report_fault(self, message: str) -> None:
         """Report a fault of the policy that the scheduler noticed."""
@@ -284,7 +285,7 @@ class PolicySlot:
             close_if_failed(undo, partial(close_named, source, new.close))
             carried_over = self._carried_over(arguments, scheduler)
             if new.state_format and new.state_format == old.state_format:
-                with faults_as(PluginFaultError, f"{self._source}: export_state()"):
+                with faults_as(PluginFaultError, f"{self.source}: export_state()"):
                     state = old.export_state()
                 with faults_as(PluginFaultError, f"{source}: import_state()"):
                     new.import_state(state)
@@ -297,7 +298,7 @@ class PolicySlot:
             undo.pop_all()
         self._replaced[self._arguments.key] = self._arguments
         self._replaced.pop(arguments.key, None)
-        self.policy, self._source, self._arguments = new, source, arguments
+        self.policy, self.source, self._arguments = new, source, arguments
         try:
             old.close()
         except BaseException as cause:  # the new policy is in place all the same
@@ -310,7 +311,7 @@ class PolicySlot:
         Raises:
             PluginFaultError: its `close` failed.
         """
-        close_named(self._source, self.policy.close)
+        close_named(self.source, self.policy.close)
 
     def _build(self, plugins: PluginSet) -> tuple[SchedulingPolicy, Source, PolicyArguments]:
         entry = plugins.one(_KIND)

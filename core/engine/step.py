@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
@@ -15,7 +14,13 @@ from hardpoint.boundary.event_fanout import KVEventFanout
 from hardpoint.boundary.faults import StepFaults
 from hardpoint.boundary.guard import checked
 from hardpoint.boundary.parts.engine_parts import EngineParts
-from hardpoint.boundary.step_check import ResultCheck, no_result, plan_defect, result_of
+from hardpoint.boundary.step_check import (
+    ResultCheck,
+    StepSettings,
+    no_result,
+    plan_defect,
+    result_of,
+)
 from hardpoint.core.kv_cache import BlockManager
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import (
@@ -33,7 +38,7 @@ from hardpoint.plugins.component import Component
 from hardpoint.plugins.plan import SampledTokens
 from hardpoint.plugins.stats import SchedulerStats
 from hardpoint.registry.blame import is_fault, raise_unless_fault
-from hardpoint.system.plugin_settings import READ, changed
+from hardpoint.system.plugin_settings import READ
 
 from .batch_queue import Batch, BatchQueue, start_batch
 from .parts_start import PartsStart
@@ -113,6 +118,8 @@ class StepRunner:
         self._step_parts.follow(parts.scheduler)
         self._times = parts.step_times if parts.step_log or parts.step_cost else None
         self._unsent: list[Outputs] = []
+        labels = parts.scheduler_label, parts.executor_label
+        self._settings = StepSettings(parts.scheduler, *labels, lambda: parts.policy.source)
         self._check = ResultCheck(parts.executor_label, parts.scheduler)
         self._batches = BatchQueue(parts.executor.max_concurrent_batches)
         limits = parts.scheduler.context.limits
@@ -148,7 +155,7 @@ class StepRunner:
         try:
             settings = READ[0]()
             plan = self._scheduler.schedule()  # kept at once: an interrupt must not lose it
-            self._put_back(settings, "schedule")
+            self._settings.of_scheduler(settings, "schedule")
             checked(plan, Scheduler, "schedule", self._parts.scheduler_label)
             forward = self._execute(plan)
             bitmask = self._step_parts.mask(plan)  # while the model runs
@@ -156,6 +163,7 @@ class StepRunner:
             if result is None and plan.total_num_scheduled_tokens:
                 sampling = self._executor.sample_tokens(plan, bitmask)
                 result = result_of(sampling, self._parts.executor_label, "sample_tokens")
+                self._settings.of_executor(settings, "sample_tokens")
             if result is None:
                 raise no_result(plan, self._parts.executor_label)
             if aborted := late_aborts():
@@ -185,18 +193,13 @@ class StepRunner:
         self._sample_deferred()
         return outputs, started or computed
 
-    def _put_back(self, settings: Any, method: str) -> None:
-        """Put torch's settings back if a method of the scheduler has changed them."""
-        if READ[0]() != settings:
-            changed(settings, self._parts.scheduler_label, method)
-
     def _start_batch(self) -> bool:
         """Schedule and start a batch; return whether it computes any token."""
         plan = None
         try:
             settings = READ[0]()
             plan = self._scheduler.schedule()
-            self._put_back(settings, "schedule")
+            self._settings.of_scheduler(settings, "schedule")
             checked(plan, Scheduler, "schedule", self._parts.scheduler_label)
             sample = None if self._waits(plan) else self._sample
             self._batches.push(start_batch(plan, self._execute, sample))
@@ -243,13 +246,18 @@ class StepRunner:
             plan = msgspec.structs.replace(plan, sampled=tuple(self._sampled))
         if data:
             plan = msgspec.structs.replace(plan, part_data=data)
+        settings = READ[0]()
         future = self._executor.execute_model(plan)
+        self._settings.of_executor(settings, "execute_model")
         if self._sampled:  # after an interrupt they are sent again, and workers pass them over
             self._sampled.clear()
         return checked(future, Executor, "execute_model", self._parts.executor_label)
 
     def _sample(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        return self._executor.sample_tokens(plan, self._step_parts.mask(plan))
+        settings, bitmask = READ[0](), self._step_parts.mask(plan)
+        future = self._executor.sample_tokens(plan, bitmask)
+        self._settings.of_executor(settings, "sample_tokens")
+        return future
 
     def _waits(self, plan: SchedulerOutput) -> bool:
         """Return whether the masks of a plan need results of batches that are under way."""
@@ -277,7 +285,7 @@ class StepRunner:
                 self._end(request_id, fault)
         settings = READ[0]()
         outputs = self._scheduler.update(plan, result)
-        self._put_back(settings, "update")
+        self._settings.of_scheduler(settings, "update")
         checked(outputs, Scheduler, "update", self._parts.scheduler_label)
         self._step_parts.updated(plan)
         return outputs

@@ -37,7 +37,6 @@ from hardpoint.plugins.worker_half import AllocatedCache, Forward, ForwardStep
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.kinds import KINDS, Process
 from hardpoint.registry.request_arguments import argument_key
-from hardpoint.system import torch_state
 from hardpoint.system.transfers import select_rows
 from hardpoint.typed.read_only import ReadOnlyDict, ReadOnlyList, read_only
 
@@ -210,15 +209,10 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Run the model, or the function of a step part around it."""
         inputs = functools.partial(self._inputs, step, before, routed)
-        settings = torch_state.read()
-        try:
-            if self._around_model is None:
-                return self._calls.run("forward", self._model.forward, inputs())
-            around = ForwardStep(inputs, step.packed, needs_model=needs_model)
-            return self._calls.run("forward", self._around_model, around)
-        finally:
-            if torch_state.read() != settings:
-                torch_state.put_back(settings, self._calls.source, "forward")
+        if self._around_model is None:
+            return self._calls.run("forward", lambda: self._model.forward(inputs()))
+        around = ForwardStep(inputs, step.packed, needs_model=needs_model)
+        return self._calls.run("forward", self._around_model, around)
 
     def _inputs(
         self, step: StepInput, before: torch.Tensor | None, routed: torch.Tensor | None

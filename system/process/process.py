@@ -250,13 +250,18 @@ class ChildProcess:
 
     @property
     def ending(self) -> str:
-        """How it ended; where the kernel killed it to get memory, that."""
+        """How it ended, with what the cgroup has counted; that may be another process of it."""
         code = self.returncode
         if code != -signal.SIGKILL or self._oom_kills is None:
             return ending(code)
-        if (oom_kills() or 0) <= self._oom_kills:
+        count = (oom_kills() or 0) - self._oom_kills
+        if count <= 0:
             return ending(code)
-        return f"{ending(code)} by the kernel, since memory was used up (oom_kill of the cgroup)"
+        killed = "1 process that it killed" if count == 1 else f"{count} processes that it killed"
+        return (
+            f"{ending(code)}, probably by the kernel to get memory: since it started, the cgroup "
+            f"has counted {killed} (oom_kill)"
+        )
 
     @property
     def reported(self) -> bool:

@@ -452,6 +452,7 @@ def test_where_it_matters_whose_a_plugin_is():
     expected = {
         "boundary/activity.py",
         "boundary/plugin_health.py",
+        "boundary/step_check.py",
         "core/frontend/frontend.py",
         "core/frontend/requests/submission.py",
         "core/frontend/watched_engine.py",

@@ -15,6 +15,8 @@ from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.structured import StructuredOutputs
 
 RANDOM = random.Random(3)
+PATTERNS = [{"patternProperties": {f"^p{i}_": {}}} for i in range(200)]
+MANY = {pattern: {} for part in PATTERNS for pattern in part["patternProperties"]}
 MULTIPLES = [{"multipleOf": RANDOM.getrandbits(62) | 1} for _ in range(20_000)]
 CHAIN = "\n".join(f'a{index} ::= "x" a{index + 1}?' for index in range(5000))
 
@@ -25,6 +27,12 @@ CHAIN = "\n".join(f'a{index} ::= "x" a{index + 1}?' for index in range(5000))
         ({"grammar": 'start: "' + '\\"' * 200_000}, "at most 32768 characters, got 400001"),
         ({"grammar": "start: /" + "\\/" * 200_000}, "at most 32768 characters, got 400001"),
         ({"json": {"allOf": MULTIPLES}}, "as the common multiple of several, got"),
+        ({"json": {"patternProperties": MANY}}, "patternProperties: expected at most 128 .* 200"),
+        ({"json": {"allOf": PATTERNS}}, "patternProperties: expected at most 128 for one .* 200"),
+        (
+            {"json": {"prefixItems": [{"patternProperties": dict(list(MANY.items())[:100])}] * 4}},
+            "as the root of the sum of their squares for several, got 200",
+        ),
         ({"regex": "a?" * 20_000}, "at most 5000 repetitions|at most 32768 characters"),
     ],
 )
@@ -161,3 +169,10 @@ def test_parts_have_a_limit():
         StructuredOutputs.checked({"structural_tag": tag})
     parts.pop()
     StructuredOutputs.checked({"structural_tag": tag})
+
+
+def test_patterns_of_many_objects_are_no_limit():
+    check_limits(StructuredOutputs(json={"prefixItems": PATTERNS}))
+    check_limits(StructuredOutputs(json={"patternProperties": dict(list(MANY.items())[:128])}))
+    joined = [{"patternProperties": {"^x-": {}}, "$ref": "#/$defs/a"}] * 500
+    check_limits(StructuredOutputs(json={"prefixItems": joined, "$defs": {"a": {}}}))

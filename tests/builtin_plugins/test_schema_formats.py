@@ -11,6 +11,8 @@ import pytest
 from support.schema_grammars import compiled, takes
 
 from hardpoint.builtin_plugins.grammars.schemas.formats import FORMATS
+from hardpoint.builtin_plugins.grammars.validation import validation_error
+from hardpoint.errors import shown
 
 RIGHT = {
     "date": [
@@ -351,3 +353,29 @@ def test_a_format_beside_a_pattern_and_a_length():
     assert takes(state, '"2024-02-29"')
     assert not takes(state, '"2023-01-01"')
     assert not takes(state, '"2024-02-30"')
+
+
+@pytest.mark.parametrize("name", sorted({*RIGHT, *WRONG}))
+def test_lenient_answers_are_validated_as_strict_ones_are_written(name):
+    schema = {"allOf": [{"format": name}], "contains": True}  # as of a lenient request
+    strict = compiled({"type": "string", "format": name})
+    texts = [*RIGHT.get(name, ()), *WRONG.get(name, ()), "", "x", "é", "1\n"]
+    for text in texts:
+        found = validation_error(schema, json.dumps(text))
+        assert (found is None) == takes(strict, json.dumps(text, ensure_ascii=False)), text
+        assert found is None or found == f"$: {shown(f'{text!r} is not a {name!r}', 300)}"
+
+
+@pytest.mark.parametrize(
+    ("schema", "answer"),
+    [
+        ({"format": "password"}, '"x"'),
+        ({"format": "byte"}, '"x"'),
+        ({"format": "idn-email"}, '"x"'),
+        ({"format": "date"}, "5"),
+        ({"format": "date"}, '["x"]'),
+        ({"format": ["date"]}, '"x"'),
+    ],
+)
+def test_an_unknown_format_or_another_type_is_not_validated(schema, answer):
+    assert validation_error(schema, answer) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import time
 from collections import Counter
 
 import pytest
@@ -370,3 +371,37 @@ class TestWhiteSpace:
         assert not takes(compact, "[1, 2]")
         wide = compiled({}, backend=open_backend(max_whitespace=40, max_newlines=5))
         assert takes(wide, "[" + "\n" * 5 + " " * 80 + "]")
+
+
+INTEGER = {"type": "integer"}
+LISTED = {"type": "object", "properties": {"a": INTEGER}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        LISTED,
+        {**LISTED, "additionalProperties": {"type": "string"}},
+        {**LISTED, "anyOf": [{"properties": {"b": INTEGER}}, {"required": ["c"]}]},
+        {"allOf": [LISTED, {"properties": {"b": INTEGER}}]},
+        {"$ref": "#/$defs/it", "$defs": {"it": LISTED}},
+        {"type": "object", "required": ["a"], "properties": {"a": INTEGER, "b": True}},
+    ],
+)
+def test_another_name_is_no_listed_one_with_escapes(schema):
+    state = compiled(schema)
+    assert takes(state, '{"a": 1, "x": "y"}')
+    assert takes(state, r'{"a": 1, "x\"\\\n\u0001": "y"}')
+    for name in (r"\u0061", r"x\u0061", r"\u00E9"):
+        assert not takes(state, f'{{"{name}": "y"}}')
+        assert not takes(state, f'{{"a": 1, "{name}": "y"}}')
+
+
+def test_many_long_names_compile_fast():
+    listed = {f"property_{index}_of_many": INTEGER for index in range(1000)}
+    start = time.perf_counter()
+    state = compiled(
+        {"type": "object", "properties": listed, "additionalProperties": {"type": "string"}}
+    )
+    assert takes(state, '{"property_3_of_many": 1, "other": "x"}')
+    assert time.perf_counter() - start < 20

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from support.process.harness import pid_of, process_config
 from support.waiting import alive, wait_until
 
 from hardpoint import LLM, SamplingParams, plugins
-from hardpoint.plugins import LogitsProcessor, Phase
+from hardpoint.plugins import LogitsProcessor, Phase, hookimpl
 from hardpoint.system.process.children import kill_children
 from hardpoint.system.process.process import ChildProcess
 from hardpoint.testing import scripted_config
@@ -101,6 +102,36 @@ class Forks(LogitsProcessor):
                 path.write_text(str(pid))
 
 
+class Threads(Forks):
+    """Is copied in a thread that it starts itself."""
+
+    contract = 1
+
+    def copy_process(self):
+        thread = threading.Thread(target=super().copy_process)
+        thread.start()
+        thread.join()
+
+
+class Plans:
+    """Is copied in a hook of steps."""
+
+    contract = 1
+
+    class Options(plugins.Options):
+        path: str
+
+    def __init__(self, context):
+        self.path = Path(context.options.path)
+
+    @hookimpl
+    def step_planned(self, record):
+        if not self.path.exists():
+            self.path.touch()
+            if (pid := os.fork()) != 0:
+                self.path.write_text(str(pid))
+
+
 class Works(Forks):
     """Has a process that it forks do some work."""
 
@@ -142,6 +173,32 @@ def test_a_copy_of_the_process_ends_where_it_would_go_on(scripted, tmp_path, cap
         wait_until(lambda: not alive(copy), what="the end of the copy")
     (logged,) = [line for line in capfd.readouterr().err.splitlines() if "forked" in line]
     assert re.search(rf"'forks' \({HERE}:Forks\), .*: its {method}\(\) forked this process", logged)
+
+
+@pytest.mark.parametrize("method", ["__init__", "start", "apply"])
+def test_a_copy_in_a_thread_of_a_plugin_ends_with_it(scripted, tmp_path, capfd, method):
+    config = forking("Threads", method, tmp_path / "pid")
+    with LLM(config=process_config(scripted, config)) as llm:
+        for _ in range(2):
+            assert llm.generate("say abc", GREEDY)[0].outputs[0].text == " abc a"
+        copy = int((tmp_path / "pid").read_text())
+        wait_until(lambda: not alive(copy), what="the end of the copy")
+    (logged,) = [line for line in capfd.readouterr().err.splitlines() if "forked" in line]
+    assert f"plugin 'threads' ({HERE}:Threads)" in logged
+
+
+def test_a_copy_in_a_hook_of_steps_is_of_its_plugin(scripted, tmp_path, capfd):
+    config = {
+        "plugins": {"enable": [f"{HERE}:Plans"]},
+        "plugin": {"plans": {"path": str(tmp_path / "pid")}},
+    }
+    with LLM(config=process_config(scripted, config)) as llm:
+        assert llm.generate("say abc", GREEDY)[0].outputs[0].text == " abc a"
+        copy = int((tmp_path / "pid").read_text())
+        wait_until(lambda: not alive(copy), what="the end of the copy")
+    (logged,) = [line for line in capfd.readouterr().err.splitlines() if "forked" in line]
+    assert f"plugin 'plans' ({HERE}:Plans)" in logged
+    assert "its step_planned() forked this process" in logged
 
 
 def test_a_copy_that_does_work_of_its_own_is_left_alone(scripted, tmp_path):

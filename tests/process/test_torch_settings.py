@@ -10,6 +10,7 @@ from support.driving import FINAL
 from support.fault_cases import run_all
 
 from hardpoint import LLM, SamplingParams, plugins
+from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
 from hardpoint.builtin_plugins.native import check_rows, check_tensors
 from hardpoint.builtin_plugins.policies import FirstComeFirstServed
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
@@ -24,7 +25,16 @@ CHANGES = {
     "default dtype": lambda: torch.set_default_dtype(torch.float64),
     "number of threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
     "use of deterministic algorithms": lambda: torch.use_deterministic_algorithms(True),
+    "inference mode": lambda: enter(torch.inference_mode(not torch.is_inference_mode_enabled())),
+    "recording of gradients": lambda: torch.set_grad_enabled(not torch.is_grad_enabled()),
 }
+ENTERED = []
+
+
+def enter(mode):
+    """Enter a mode, which lasts as long as the object, and leave it on."""
+    mode.__enter__()
+    ENTERED.append(mode)
 
 
 class Changes(LogitsProcessor):
@@ -92,10 +102,25 @@ class Policy(FirstComeFirstServed):
 
     class Options(plugins.Options):
         what: str
+        method: str
 
     def key(self, request):
-        CHANGES[self.options.what]()
+        if self.options.method == "key":
+            CHANGES[self.options.what]()
         return super().key(request)
+
+    def scheduled(self, request, tokens):
+        if self.options.method == "scheduled":
+            CHANGES[self.options.what]()
+
+
+class Runs(UniprocExecutor):
+    contract = 2
+    what = ""
+
+    def execute_model(self, plan):
+        CHANGES[self.what]()
+        return super().execute_model(plan)
 
 
 class Scheduler(DefaultScheduler):
@@ -145,7 +170,13 @@ def lines(caplog):
 
 @pytest.mark.parametrize("what", CHANGES)
 @pytest.mark.parametrize(
-    ("kind", "method"), [("policy", "key"), ("scheduler", "schedule"), ("scheduler", "update")]
+    ("kind", "method"),
+    [
+        ("policy", "key"),
+        ("policy", "scheduled"),
+        ("scheduler", "schedule"),
+        ("scheduler", "update"),
+    ],
 )
 def test_of_what_plans_steps(scripted, caplog, monkeypatch, what, kind, method):
     monkeypatch.setattr(Scheduler, "what", what)
@@ -153,7 +184,7 @@ def test_of_what_plans_steps(scripted, caplog, monkeypatch, what, kind, method):
     config = {
         "policy": {
             "scheduler": {"policy": f"{HERE}:Policy"},
-            "plugin": {"policy": {"what": what}},
+            "plugin": {"policy": {"what": what, "method": method}},
         },
         "scheduler": {"scheduler": {"use": f"{HERE}:Scheduler"}},
     }[kind]
@@ -164,6 +195,18 @@ def test_of_what_plans_steps(scripted, caplog, monkeypatch, what, kind, method):
     (line,) = lines(caplog)
     assert line.startswith(f"plugin '{kind}' ({HERE}:{kind.title()}), asked for by scheduler.")
     assert f": its {method} changed torch's {what} from " in line
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_of_an_executor(scripted, caplog, monkeypatch, what):
+    monkeypatch.setattr(Runs, "what", what)
+    engine = scripted_engine(scripted, {"executor": {"use": f"{HERE}:Runs"}})
+    finals = run_all(engine, [("a", "say abc", PARAMS)])
+    engine.close()
+    assert finals["a"].outputs[0].error is None
+    (line,) = lines(caplog)
+    assert line.startswith(f"plugin 'runs' ({HERE}:Runs), asked for by executor.use")
+    assert f": its execute_model changed torch's {what} from " in line
 
 
 @pytest.mark.parametrize("what", CHANGES)

@@ -8,7 +8,7 @@ import tomllib
 import pytest
 from support.plugins.fake import component, on
 
-from hardpoint.errors import PluginConflictError, PluginNotFoundError
+from hardpoint.errors import ConfigError, PluginConflictError, PluginNotFoundError
 from hardpoint.plugins import LogitsProcessor, Sampler, StatSink, hookimpl
 from hardpoint.plugins.config import ConfigSources
 
@@ -177,3 +177,30 @@ def test_advice_is_found_where_there_is_some():
     assert (
         len(advised('say a.b = { "x/y" = "p:C" }; or c = [{ use = "p:C", name = "n" }] (f)')) == 2
     )
+
+
+@pytest.mark.parametrize("name", ["{value}", "logits_processors/dry"])
+def test_faults_of_a_component_by_another_reference(installed, refusal, name):
+    value = installed.offer("logits_processors/dry", component(LogitsProcessor))
+    name = name.format(value=value)
+    enable = [value]
+    message = refusal(ConfigError, plugins={"enable": enable, "on_error": {name: "engine"}})
+    assert f"no plugin {name!r} is enabled whose faults end less than the engine" in message
+    assert f"; {name} is enabled as 'dry', so write dry (from" in message
+    installed.resolve(plugins={"enable": enable, "on_error": {"dry": "engine"}})
+
+
+def test_a_table_of_options_by_fqcn(installed, refusal):
+    value = installed.offer("logits_processors/dry", component(LogitsProcessor))
+    enable = [{"use": value, "name": "é-dry"}]
+    message = refusal(ConfigError, plugins={"enable": enable}, plugin={value: {"x": 1}})
+    assert f"plugin.{value}: no plugin {value!r} is enabled; {value} is enabled as 'é-dry', " in (
+        message
+    )
+    assert 'so write "é-dry" (from' in message
+
+
+def test_an_fqcn_disables(installed):
+    value = installed.resolve().get("logits_processors", "min_p").value
+    plugins = installed.resolve(plugins={"disable": [value]})
+    assert "logits_processors/min_p" not in on(plugins)

@@ -366,3 +366,57 @@ class TestHandedOver:
     def test_something_else_is_no_plugin(self):
         with pytest.raises(PluginContractError, match=r"plugins= of LLM, item 0: it is no plugin"):
             handed_over([dict], "LLM")
+
+
+class TestOff:
+    """`plugins.disable` takes what a program hands over as it takes built-ins."""
+
+    @pytest.mark.parametrize("name", ["bias", "logits_processors/bias", f"{HERE}:Bias"])
+    def test_a_component_that_is_handed_over_itself(self, installed, name):
+        plugins = resolved(installed, Bias, Sharp, plugins={"disable": [name]})
+        assert on(plugins).keys() >= {"logits_processors/sharp"}
+        assert "logits_processors/bias" not in on(plugins)
+
+    @pytest.mark.parametrize("name", ["bias", "logits_processors/bias", f"{HERE}:Bias"])
+    def test_a_component_that_its_hook_provides(self, installed, name):
+        plugins = resolved(installed, Pack, plugins={"disable": [name]})
+        assert "logits_processors/bias" not in on(plugins)
+        assert {"reasoning_parsers/tags", "hooks/pack"} <= set(on(plugins))
+
+    def test_a_plugin_of_hooks_with_all_that_it_provides(self, installed):
+        plugins = resolved(installed, Pack, plugins={"disable": ["pack"]})
+        assert not {"hooks/pack", "logits_processors/bias"} & set(on(plugins))
+
+    def test_an_object(self, installed):
+        plugins = resolved(installed, Quota(), plugins={"disable": ["hooks/quota"]})
+        assert "hooks/quota" not in on(plugins)
+
+    def test_a_built_in_makes_room_for_one_of_its_name(self, installed):
+        plugins = resolved(installed, pack({"min_p": Bias}), plugins={"disable": ["min_p"]})
+        assert on(plugins)["logits_processors/min_p"] == f"{HERE}:Bias"
+
+    def test_one_of_two_kinds(self, installed):
+        both = {"reasoning_parsers/tags", "tool_parsers/tags"}
+        assert not both & set(on(resolved(installed, Pack, plugins={"disable": ["tags"]})))
+        off = {"disable": ["tool_parsers/tags"]}
+        assert both & set(on(resolved(installed, Pack, plugins=off))) == {"reasoning_parsers/tags"}
+
+    def test_a_name_of_two_components(self, installed):
+        handed = pack({"bias": Bias, "tool_parsers/bias": Tags})
+        with pytest.raises(ConfigError) as error:
+            resolved(installed, handed, plugins={"disable": ["bias"]})
+        assert 'could be any of "logits_processors/bias", "tool_parsers/bias"' in str(error.value)
+
+    def test_one_that_is_chosen_elsewhere(self, installed):
+        with pytest.raises(ConfigError) as error:
+            resolved(installed, Pack, plugins={"disable": ["gumbel"]})
+        assert "'gumbel' is of kind samplers, of which there is one; choose it with" in str(
+            error.value
+        )
+
+    def test_one_that_the_configuration_enables(self, installed):
+        with pytest.raises(ConfigError) as error:
+            resolved(installed, Pack, plugins={"disable": ["bias"], "enable": ["bias"]})
+        assert "plugins.disable[0]: plugins.enable names 'bias', too; remove one of the two" in str(
+            error.value
+        )

@@ -78,6 +78,8 @@ class TestParameters:
             lambda self, logits, rows, more=None: logits,
             staticmethod(lambda logits, rows: logits),
             functools.partial(lambda logits, rows: logits),
+            functools.partialmethod(lambda self, scale, logits, rows: logits, 2.0),
+            functools.partialmethod(lambda self, logits, rows, *, scale: logits, scale=2.0),
             CallableObject(),
         ],
     )
@@ -88,6 +90,11 @@ class TestParameters:
     def test_an_object_that_python_does_not_bind(self, refusal):
         message = refusal(component(LogitsProcessor, apply=functools.partial(lambda logits: 0)))
         assert "its apply takes (logits), expected (logits, rows)" in message
+
+    def test_a_partial_method(self, refusal):
+        apply = functools.partialmethod(lambda self, scale, logits: logits, 2.0)
+        message = refusal(component(LogitsProcessor, apply=apply))
+        assert "its apply takes (self, logits), expected (self, logits, rows)" in message
 
     def test_another_form_has_other_parameters(self, refusal):
         batch = component(BatchLogitsProcessor, phase=plugins.Phase.MASK, apply=lambda self: None)
@@ -140,6 +147,17 @@ class TestOrder:
     def test_the_replacement_of_what_it_names(self, installed):
         installed.offer("logits_processors/dry", component(LogitsProcessor, after=("min_p",)))
         assert installed.resolve(plugins={"replace": {"min_p": "dry"}})
+
+    @pytest.mark.parametrize("relation", ["before", "after"])
+    def test_a_processor_that_names_its_own_class(self, installed, relation):
+        value = "acme_pack.logits_processors_dry:Thing"
+        given = component(LogitsProcessor, **{relation: (value,)})
+        assert installed.offer("logits_processors/dry", given) == value
+        with pytest.raises(PluginConflictError) as error:
+            installed.resolve(plugins={"enable": ["dry"]})
+        assert str(error.value).endswith(
+            f": its {relation} names {value!r}, which is itself; remove the name"
+        )
 
     def test_a_step_part_that_names_itself(self, installed):
         installed.offer("step_parts/dry", component(StepPart, before=("dry",)))

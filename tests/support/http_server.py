@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import socket
 import threading
@@ -11,6 +12,7 @@ import uvloop
 
 from hardpoint.builtin_plugins.server.assembly import assemble
 from hardpoint.builtin_plugins.server.operations.addresses import bind, bind_admin
+from hardpoint.builtin_plugins.server.operations.loop_watch import Outliving, blame_stop
 from hardpoint.builtin_plugins.server.serving import Serving
 
 
@@ -88,7 +90,15 @@ async def _serve(engine, started, box, kwargs):
             service=applications.service,
             serving=Serving(applications, bound, admin),
         )
-        box["code"] = await box["serving"].run(handle_signals=False, announce=started.set)
+        task = asyncio.current_task()
+
+        def announce():
+            box["outliving"].begin(
+                task, functools.partial(blame_stop, engine, applications.service.faults)
+            )
+            started.set()
+
+        box["code"] = await box["serving"].run(handle_signals=False, announce=announce)
 
 
 @contextlib.contextmanager
@@ -98,12 +108,12 @@ def running(engine, **kwargs):
     Args:
         kwargs: keyword arguments of `assemble`.
     """
-    started, box = threading.Event(), {}
+    started, box = threading.Event(), {"outliving": Outliving()}
 
     def run():
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(_serve(engine, started, box, kwargs))
+                box["outliving"].run(runner, _serve(engine, started, box, kwargs))
         except BaseException as error:
             box["error"] = error
             started.set()

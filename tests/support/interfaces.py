@@ -3,25 +3,37 @@
     PYTHONPATH=tests python -m support.interfaces [--compatible KIND ...]
 
 writes `tests/compatibility/interfaces.json`: for each kind, the interface of each number of its
-contract. The record of a number only grows. A change that may break a plugin needs a new number in
-`registry/kinds.py`, and an adapter for the old one in `registry/adapters/`. `--compatible` records
-a change of a kind that breaks nothing, such as a type that is written differently.
+contract; and the classes of the data that their methods take, return and find in contexts, with
+the kinds and numbers that use each. The record of a number only grows. A change that may break a
+plugin needs a new number in `registry/kinds.py`, and an adapter for the old one in
+`registry/adapters/`. `--compatible` records a change of a kind that breaks nothing, such as a type
+that is written differently.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
+import functools
+import importlib
 import inspect
 import json
+import pkgutil
+import re
 import sys
+import textwrap
 import warnings
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from hardpoint import plugins
-from hardpoint.plugins.component import Context
+from hardpoint.plugins.component import Component, Context
 from hardpoint.plugins.hooks import HookSpecs
 from hardpoint.registry.kinds import KINDS
 
@@ -29,6 +41,10 @@ RECORD = Path(__file__).parents[1] / "compatibility" / "interfaces.json"
 
 NAMES = "names of hardpoint.plugins"
 """The record's key for the names that authors have been able to import."""
+
+DATA = "data"
+"""The record's key for the classes of data, and in it the key for the kinds that use each."""
+USED_BY = "used by"
 
 _CONTRACT = "hardpoint.plugins"
 _REQUIRED = "required"
@@ -57,6 +73,8 @@ def updated(
         if before is not None and kind not in compatible:
             changes += [f"{kind}, contract {number}: {c}" for c in breaking(before, now)]
         new[kind][number] = now
+    new[DATA] = data()
+    changes += _changes_of_data(record.get(DATA, {}), new[DATA], compatible)
     names = set(new.get(NAMES, ())) | set(plugins.__all__)
     new[NAMES] = dict.fromkeys(sorted(names), "")
     with warnings.catch_warnings():
@@ -104,6 +122,126 @@ def breaking(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return sorted(changes)
 
 
+def data() -> dict[str, dict[str, Any]]:
+    """Return the members of each class of data that components take or return, and who uses it.
+
+    What only the engine makes may get members that plugins need not have: they are recorded as
+    neither abstract nor required.
+    """
+    classes = _classes()
+    used: dict[str, dict[str, int]] = defaultdict(dict)
+    made = set()
+    for kind, found in _uses(classes):
+        for name, by_plugins in found:
+            used[name][kind.name] = kind.contract
+            made.update([name] if by_plugins else [])
+    return {
+        name: {USED_BY: dict(sorted(kinds.items())), **_data_members(classes[name], name in made)}
+        for name, kinds in sorted(used.items())
+    }
+
+
+def _changes_of_data(
+    before: Mapping[str, Any], now: Mapping[str, Any], compatible: Collection[str]
+) -> list[str]:
+    """Return the changes of data that break a plugin of a kind whose number is as it was."""
+    changes = []
+    for name, members in before.items():
+        same = [
+            f"{kind} {number}"
+            for kind, number in members[USED_BY].items()
+            if kind not in compatible and kind in KINDS and KINDS[kind].contract == number
+        ]
+        old, new = (
+            {n: v for n, v in m.items() if n != USED_BY} for m in (members, now.get(name, {}))
+        )
+        if same:
+            found = breaking({name: old}, {name: new} if name in now else {})
+            changes += [f"{change}; contracts that use it: {', '.join(same)}" for change in found]
+    return changes
+
+
+@functools.cache
+def _classes() -> dict[str, type]:
+    """Return the contract's classes that are neither interfaces of kinds nor contexts, by name."""
+    modules = [
+        importlib.import_module(f"{_CONTRACT}.{module.name}")
+        for module in pkgutil.iter_modules(plugins.__path__)
+    ]
+    forms = {form for kind in KINDS.values() for form in kind.forms or (kind.interface,)}
+    recorded_apart = {Component, Context, *forms, *(_context_of(f) for f in forms if f)}
+    return {
+        item.__name__: item
+        for module in modules
+        for item in vars(module).values()
+        if inspect.isclass(item)
+        and item.__module__.startswith(_CONTRACT)
+        and item not in recorded_apart
+    }
+
+
+def _uses(classes: Mapping[str, type]) -> Iterator[tuple[Any, set[tuple[str, bool]]]]:
+    """Yield each kind with the classes of its data, and whether its components make them."""
+    for kind in KINDS.values():
+        if kind.interface is None:
+            functions = [f for n, f in vars(HookSpecs).items() if not n.startswith("_")]
+            texts = [(_signature(f), True) for f in functions]
+        else:
+            contexts = {_context_of(form).__name__ for form in kind.forms or (kind.interface,)}
+            texts = [
+                (text, owner not in contexts)
+                for owner, members in of_kind(kind).items()
+                for text in members.values()
+            ]
+        found: set[tuple[str, bool]] = set()
+        while texts:
+            text, by_plugins = texts.pop()
+            taken, _, returned = text.rpartition(" -> ")
+            for part, made in ((taken, not by_plugins), (returned, by_plugins)):
+                new = {(n, made) for n in re.findall(r"\w+", part) if n in classes} - found
+                found |= new
+                texts += [(t, made) for n, made in new for t in _data_members(classes[n]).values()]
+        yield kind, found
+
+
+def _data_members(owner: type, by_plugins: bool = True) -> dict[str, str]:
+    """Return the name and the description of each public member of a class of data."""
+    found: dict[str, str] = {}
+    if issubclass(owner, Enum):
+        return dict.fromkeys(owner.__members__, "member")
+    found.update(_members(owner))
+    if issubclass(owner, msgspec.Struct):
+        for field in msgspec.structs.fields(owner):
+            found[field.name] = f"{_REQUIRED} " * field.required + found[field.name].removeprefix(
+                f"{_REQUIRED} "
+            )
+    elif dataclasses.is_dataclass(owner):
+        found.update({f.name: _field(f) for f in dataclasses.fields(owner)})
+    elif inspect.isfunction(init := vars(owner).get("__init__")) and not _is_protocol(owner):
+        found.update(_assigned(init), __init__=f"method {_signature(init)}")
+    if by_plugins and _is_protocol(owner):
+        found = {n: f"abstract {t.removeprefix('abstract ')}" for n, t in found.items()}
+    if not by_plugins:
+        found = {n: re.sub(f"^({_REQUIRED}|optional|abstract) ", "", t) for n, t in found.items()}
+    return dict(sorted(found.items()))
+
+
+def _is_protocol(owner: type) -> bool:
+    return bool(getattr(owner, "_is_protocol", False))
+
+
+def _assigned(init: Any) -> dict[str, str]:
+    """Return the public attributes that an `__init__` sets, with their types where it has them."""
+    found = {}
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(init)))):
+        match node:
+            case ast.AnnAssign(target=ast.Attribute(attr=name), annotation=declared):
+                found[name] = f"attribute {ast.unparse(declared)}"
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                found.setdefault(name, "attribute")
+    return {name: text for name, text in found.items() if not name.startswith("_")}
+
+
 def _of_hooks() -> dict[str, Any]:
     """Return the arguments of each hook, of which an implementation takes those that it names."""
     specified = {n: f for n, f in vars(HookSpecs).items() if not n.startswith("_")}
@@ -133,7 +271,7 @@ def _members(form: type) -> Iterator[tuple[str, str]]:
         if name.startswith("_") or name == "context":
             continue
         member = inspect.getattr_static(form, name, None)
-        abstract = "abstract " if name in form.__abstractmethods__ else ""
+        abstract = "abstract " if name in getattr(form, "__abstractmethods__", ()) else ""
         if isinstance(member, property):
             yield name, f"{abstract}property -> {_returned(member.fget)}"
         elif isinstance(member, classmethod | staticmethod):
@@ -168,7 +306,7 @@ def _signature(function: Any) -> str:
 
 
 def _returned(function: Any) -> str:
-    return str(inspect.signature(function).return_annotation)
+    return str(getattr(function, "__annotations__", {}).get("return", "Any"))
 
 
 def _main() -> int:

@@ -12,10 +12,9 @@ from itertools import combinations, permutations
 from math import comb
 from typing import Any, NamedTuple
 
-from hardpoint.builtin_plugins.grammars.validation import canonical
-
 from .facts import Proofs
 from .negation import InexpressibleError, Negations
+from .values import canonical
 from .views import Made, Schema, View
 
 _MAX_CASES = 256

@@ -9,10 +9,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from hardpoint.builtin_plugins.grammars.validation import canonical
-
 from .formats import FORMATS
 from .patterns import start_of
+from .values import canonical
 from .views import Made, Schema, View, Views
 
 TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})

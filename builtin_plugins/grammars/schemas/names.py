@@ -7,9 +7,13 @@ from typing import Any
 
 from .facts import Proofs
 from .formats import FORMATS
+from .patterns import none_of
 from .views import Made, Schema, View, Views
 
 _LISTED = frozenset({"$ref", "allOf", "const", "enum", "type"})
+_MAX_LETTERS = 1_000
+"""Of listed names next to which others have a schema of their own: about 50 ms."""
+
 _HIDING = frozenset({"anyOf", "oneOf", "if", "dependentSchemas"})
 
 
@@ -54,6 +58,26 @@ def named(result: dict[str, Any], view: View, proofs: Proofs) -> list[Any]:
     result["patternProperties"] = {pattern: rest}
     result["additionalProperties"] = False
     return []
+
+
+def without_escapes(result: dict[str, Any]) -> None:
+    """Spell the other names of a written schema's properties without needless escapes.
+
+    llguidance lets other names escape any letter, so that they could spell a listed one and bring
+    values which that may not have. Names that fit a pattern have no such escapes.
+
+    Args:
+        result: the written schema, which is changed. One with patterns of names is left as it is,
+            since no expression has the names that fit none of them; and so is one with a schema for
+            other names next to long listed ones, of which the expression would be slow to compile.
+    """
+    rest, listed = result.get("additionalProperties", True), result.get("properties")
+    if not listed or rest is False or "patternProperties" in result:
+        return
+    if rest is not True and sum(map(len, listed)) > _MAX_LETTERS:
+        return
+    result["patternProperties"] = {"" if rest is True else none_of(listed): rest}
+    result["additionalProperties"] = False
 
 
 def unevaluated(view: View, evaluated: Sequence[Schema], rest: Schema, views: Views) -> Schema:

@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from hardpoint.builtin_plugins.grammars.validation import canonical
-
 from .facts import Facts, Proofs, type_of
 from .patterns import literal_of, none_of, not_starting
+from .values import canonical
 from .views import Made, Schema, View
 
 _MAX_DEPTH = 12

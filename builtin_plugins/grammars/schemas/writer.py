@@ -12,7 +12,7 @@ from typing import Any
 from .cases import Case, Cases
 from .facts import Proofs
 from .formats import FORMATS
-from .names import named, unevaluated
+from .names import named, unevaluated, without_escapes
 from .views import SIZES, Made, Schema, View, Views
 
 _IN_CASES = (
@@ -241,6 +241,8 @@ class SchemaWriter:
             for pattern in one.get("patternProperties", ()):
                 if self._is_wrong({"pattern": pattern}):
                     self._refuse(path, "propertyNames", _PATTERN)
+        if not self._is_inline:  # the second try, since patterns of schemas that join may overlap
+            without_escapes(result)
         return found
 
     def _add(

@@ -59,6 +59,14 @@ def quoting(*_):
             "plugin 'acme' (acme:X), asked for by scheduler.use (argument LLM(config=...)): no",
             "plugin 'acme' (acme:X): no",
         ),
+        *(
+            (
+                f"plugin 'acme' (acme:X), asked for by plugins.enable[0] (file {file}){rest}",
+                f"plugin 'acme' (acme:X){rest}",
+            )
+            for file in ("/a(b/h.toml", "/a)b/h.toml", "/a)b(c/h.toml", "/((/h.toml", "/a (b)/h")
+            for rest in (": it failed (twice)", "; and no more", ", and so on", " ran", "")
+        ),
         ("got <io.BytesIO object at 0x7f9a364ea090>", "got <io.BytesIO object at (an address)>"),
         ("panicked at /root/.cargo/llg/src/lib.rs:5:9", "panicked at (a file)"),
         ("n: expected at most 3, got 4", "n: expected at most 3, got 4"),

@@ -18,6 +18,7 @@ from hardpoint import ConfigError, PluginError, RequestError, SamplingParams
 from hardpoint.errors import PluginConflictError, PluginContractError, PluginFaultError
 from hardpoint.plugins import Annotated, Meta, hookimpl
 from hardpoint.plugins.config_tables import PluginsConfig
+from hardpoint.plugins.manifest import Manifest, PluginEntry
 from hardpoint.plugins.server import (
     Authenticator,
     Client,
@@ -940,3 +941,97 @@ def _until(condition):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def listed(engine):
+    """Give an engine a manifest with this module as the plugin `acme`."""
+    entry = PluginEntry(
+        kind="hooks",
+        name="acme",
+        value=f"{__name__}:Acme",
+        distribution="acme",
+        version="1.0",
+        origin="default",
+        options={},
+        place=0,
+    )
+    engine.manifest = Manifest(hardpoint="9.9", entries=(entry,))
+    slow = PluginsConfig(slow_seconds=0.1)
+    engine.config = msgspec.structs.replace(engine.config, plugins=slow)
+    return engine
+
+
+def holds():
+    time.sleep(0.6)
+
+
+async def holds_later():
+    holds()
+
+
+SCHEDULED = {
+    "call_soon": lambda loop: loop.call_soon(holds),
+    "call_later": lambda loop: loop.call_later(0.01, holds),
+    "create_task": lambda loop: loop.create_task(holds_later()),
+}
+
+
+@pytest.mark.parametrize("how", SCHEDULED)
+def test_a_callback_that_holds_the_event_loop_is_named(caplog, how):
+    async def endpoint(request):
+        SCHEDULED[how](asyncio.get_running_loop())
+        return PlainTextResponse("ok")
+
+    with running(
+        listed(FakeEngine(config=configured(), hooks=(Acme(route(endpoint=endpoint)),)))
+    ) as server:
+        for _ in range(2):
+            assert server.client.get("/acme").text == "ok"
+            time.sleep(0.2)
+            slow = server.client.get("/health").json()["slow"]
+    name = "holds_later" if how == "create_task" else "holds"
+    text = (
+        f"plugin 'acme' (acme 1.0, {__name__}:Acme): its function {__name__}:{name}, which the "
+        "event loop called, has blocked the server for more than 0.1 s, in which it answered no "
+        "request; hand long work to asyncio.to_thread"
+    )
+    assert [record.message for record in caplog.records] == [text]
+    assert slow == {"acme": text}
+
+
+def stops(error):
+    raise error
+
+
+async def stops_in_task(error):
+    await asyncio.sleep(0)
+    raise error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("how", ["call_soon", "create_task"])
+def test_what_stops_the_event_loop_does_not_end_the_server(caplog, how, error):
+    tasks = []
+
+    async def endpoint(request):
+        loop = asyncio.get_running_loop()
+        if how == "call_soon":
+            loop.call_soon(stops, error("of acme"))
+        else:
+            tasks.append(loop.create_task(stops_in_task(error("of acme"))))
+        return PlainTextResponse("ok")
+
+    with running(
+        listed(FakeEngine(config=configured(), hooks=(Acme(route(endpoint=endpoint)),)))
+    ) as server:
+        for count in (1, 2):
+            assert server.client.get("/acme").text == "ok"
+            assert server.client.get("/health").status_code == 200
+            assert faults(server) == {"acme": count}
+    name = "stops" if how == "call_soon" else "stops_in_task"
+    text = (
+        f"plugin 'acme' (acme 1.0, {__name__}:Acme): its function {__name__}:{name} raised "
+        f"{error.__name__}, which stopped the event loop; the server goes on"
+    )
+    assert text in [record.message for record in caplog.records]
+    assert server.code == 0

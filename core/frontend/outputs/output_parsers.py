@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from hardpoint.plugins import (
     OutputParser,
@@ -13,7 +13,26 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.plugins.output_parser import ContentText, OutputEvent, OutputState
+from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.registry.plugin_set import PluginSet
+from hardpoint.toolkit.parsing.call_or_json import CallOrJson
+
+
+class SoughtCalls(NamedTuple):
+    """The calls that are looked for in the outputs of a request.
+
+    Attributes:
+        tools: JSON schemas of arguments, by the name of the tool.
+        answer: form of an answer that is no call, where a grammar makes outputs one of the two.
+    """
+
+    tools: Mapping[str, Mapping[str, Any]]
+    answer: StructuredOutputs | None = None
+
+    @property
+    def answer_is_json(self) -> bool:
+        """Whether an output is a call or JSON."""
+        return self.answer is not None and self.answer.format in ("json", "json_object")
 
 
 class OutputParsers:
@@ -120,22 +139,23 @@ class OutputParsers:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False) if ids else ""
 
     def open(
-        self, prompt_token_ids: Sequence[int], tools: Mapping[str, Mapping[str, Any]] | None
+        self, prompt_token_ids: Sequence[int], sought: SoughtCalls | None
     ) -> OutputState | None:
         """Return the state of a new output; None if nothing is to be found in it.
 
         Args:
             prompt_token_ids: before the output.
-            tools: JSON schemas of arguments, by the name of the tool; None without tools.
+            sought: calls that are looked for; None without tools.
 
         Raises:
             PluginFaultError: a parser failed.
         """
         markers = self.markers
         is_open = markers is not None and markers.is_open(prompt_token_ids)
-        with_tools = None if tools is None else self.tools
+        with_tools = None if sought is None else self.tools
+        tools = {} if sought is None else sought.tools
         if self.reasoning is not None and self.reasoning is with_tools:
-            both = ParserRequest(reasoning_open=is_open, tools=tools or {})
+            both = ParserRequest(reasoning_open=is_open, tools=tools)
             return with_tools.open(both)
         found = reasoning = tool_calls = None
         if self.reasoning is not None:
@@ -143,8 +163,11 @@ class OutputParsers:
             found = reasoning = self.reasoning.open(request)
         if with_tools is not None:
             inside = reasoning is None and with_tools.markers().is_open(prompt_token_ids)
-            request = ParserRequest(roles=("tools",), reasoning_open=inside, tools=tools or {})
-            found = tool_calls = with_tools.open(request)
+            request = ParserRequest(roles=("tools",), reasoning_open=inside, tools=tools)
+            tool_calls = with_tools.open(request)
+            if sought is not None and sought.answer_is_json:
+                tool_calls = CallOrJson(tool_calls)
+            found = tool_calls
         if reasoning is None or tool_calls is None:
             return found
         return _ChainedState(reasoning, self._reasoning_ids, tool_calls)

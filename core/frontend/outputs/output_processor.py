@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
@@ -21,7 +20,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.structured import StructuredOutputs
 
-from .output_parsers import OutputParsers
+from .output_parsers import OutputParsers, SoughtCalls
 from .pooling_state import PoolingState
 from .request_state import AnyOutput, ParentRequest, RequestState
 
@@ -80,15 +79,13 @@ class OutputProcessor:
         parent: ParentRequest,
         arrived: float = 0.0,
         parsers: OutputParsers | None = None,
-        tools: Mapping[str, Mapping[str, Any]] | None = None,
-        answer: StructuredOutputs | None = None,
+        sought: SoughtCalls | None = None,
     ) -> None:
         """Register a request, or a further part of its prompt, before the engine gets it.
 
         Args:
             parsers: parsers of its output; it holds them until its end.
-            tools: JSON schemas of arguments, by the name of the tool; None without tools.
-            answer: form of an answer that is no call, where the grammar is of both.
+            sought: calls that are looked for in it; None without tools.
             arrived: arrival time on the frontend's clock, for statistics.
 
         Raises:
@@ -111,8 +108,8 @@ class OutputProcessor:
                 self._tokenizer,
                 self._stream_interval,
                 parsers,
-                tools,
-                self._flaw_of_answer(request, answer),
+                sought,
+                self._flaw_of_answer(request, None if sought is None else sought.answer),
             )
         if self._statistics is not None:
             state.figures = RequestFigures(request, arrived)
@@ -128,7 +125,7 @@ class OutputProcessor:
 
         Args:
             request: request of the answer.
-            answer: see `add_request`.
+            answer: form of an answer that is no call, where the grammar is of both.
         """
         form = request.params.structured
         if answer is not None and form is not None and form.structural_tag is not None:

@@ -27,7 +27,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.requests import PoolingRequestOutput, TokenLogprobs
 
 from .completion_stream import CompletionStream
-from .output_parsers import OutputParsers
+from .output_parsers import OutputParsers, SoughtCalls
 
 AnyOutput = RequestOutput | PoolingRequestOutput
 """The outputs that users get."""
@@ -196,7 +196,7 @@ class RequestState:
         tokenizer: Tokenizer,
         stream_interval: int = 1,
         parsers: OutputParsers | None = None,
-        tools: Mapping[str, Mapping[str, Any]] | None = None,
+        sought: SoughtCalls | None = None,
         validate: Callable[[str], str | None] | None = None,
     ) -> None:
         """Start with nothing.
@@ -204,7 +204,7 @@ class RequestState:
         Args:
             prompt: its text, if it was given as text.
             parsers: parsers of its output; None without any.
-            tools: JSON schemas of arguments, by the name of the tool; None without tools.
+            sought: calls that are looked for; None without tools.
             stream_interval: outputs between the first and the last wait for so many new tokens.
             validate: returns the flaw of the whole answer, where the request is lenient.
         """
@@ -224,7 +224,7 @@ class RequestState:
         self._stream: CompletionStream | None = None
         self._interval = stream_interval
         self._parsers = None if parsers is None else parsers.hold()
-        self._tools = tools
+        self._sought = sought
         # Read once per token: looked up once per request.
         self._final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
         self._delta = params.output_kind is RequestOutputKind.DELTA
@@ -299,7 +299,7 @@ class RequestState:
         """
         if self._parsers is None or self._decoder is None:
             return
-        parser = self._parsers.open(self._prompt_token_ids, self._tools)
+        parser = self._parsers.open(self._prompt_token_ids, self._sought)
         if parser is not None:
             parallel = self.parent.parallel_calls
             stream.parse(parser, self._parsers.special, parallel=parallel)

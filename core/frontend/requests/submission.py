@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hardpoint import typed
 from hardpoint.core.frontend.engine_parts import EngineParts
+from hardpoint.core.frontend.outputs.output_parsers import SoughtCalls
 from hardpoint.core.frontend.outputs.output_processor import OutputProcessor
 from hardpoint.core.frontend.outputs.request_state import OutputSink, ParentRequest
 from hardpoint.plugins import EngineCoreRequest, FinishReason, RequestError, SamplingParams
@@ -120,8 +120,8 @@ class Submitter:
             children = [(child, parsers) for child in parent.children(request)]
             if self._received_hook is not None:
                 children = [self._received_hook(child, held) for child in children]
-            tools, answer = _tools_and_form(request, params, extras)
-            self._register(children, text, parent, arrived, tools, answer)
+            sought = _sought_calls(request, params, extras)
+            self._register(children, text, parent, arrived, sought)
         finally:
             for parsers in held:
                 parsers.close()
@@ -143,8 +143,7 @@ class Submitter:
         text: str | None,
         parent: ParentRequest,
         arrived: float,
-        tools: Mapping[str, Mapping[str, Any]] | None,
-        answer: StructuredOutputs | None,
+        sought: SoughtCalls | None,
     ) -> None:
         """Register all completions of a prompt, or none if the tokenizer fails for one."""
         # Clocks of two processes do not compare, so the engine gets the time that is left.
@@ -156,7 +155,7 @@ class Submitter:
                     child.timeout = max(child.timeout - spent, _AT_ONCE)
                 # A time to come would give negative latencies.
                 since = child.arrival_time if child.arrival_time <= arrived else arrived
-                self._output.add_request(child, text, parent, since, parsers or None, tools, answer)
+                self._output.add_request(child, text, parent, since, parsers or None, sought)
                 registered.append(child.request_id)
         except BaseException:
             self._output.drop(registered, FinishReason.ERROR)
@@ -187,10 +186,10 @@ class Submitter:
         return request_id
 
 
-def _tools_and_form(
+def _sought_calls(
     request: EngineCoreRequest, params: SamplingParams | None, extras: RequestExtras
-) -> tuple[Mapping[str, Mapping[str, Any]] | None, StructuredOutputs | None]:
-    """Return the tools whose calls are looked for, and the form of an answer that is no call.
+) -> SoughtCalls | None:
+    """Return the calls that are looked for in outputs of a request; None if none are.
 
     Args:
         request: its grammar may be of calls too.
@@ -198,11 +197,11 @@ def _tools_and_form(
     """
     structured = request.params.structured
     if not extras.tools or (structured is not None and structured.structural_tag is None):
-        return None, None
+        return None
     is_required = extras.calls is not None and extras.calls.required is not None
     if params is None or params.structured is None or is_required:
-        return extras.tools, None
-    return extras.tools, StructuredOutputs.checked(params.structured)
+        return SoughtCalls(extras.tools)
+    return SoughtCalls(extras.tools, StructuredOutputs.checked(params.structured))
 
 
 def _policy_ignoring_priority(plugins: PluginSet) -> str | None:

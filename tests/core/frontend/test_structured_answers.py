@@ -229,6 +229,16 @@ def test_a_form_of_the_text_leaves_calls(tmp_path, parser, form, strict):
     assert (called.finish_reason, called.validation_error) == ("tool_calls", None)
 
 
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder"])
+def test_calls_in_strings_of_an_answer_are_text(tmp_path, parser):
+    schema = {"type": "object", "properties": {"how": {"type": "string"}}, "required": ["how"]}
+    config = {"reasoning": {"parser": "none"}, "tools": {"parser": parser}}
+    answer = json.dumps({"how": CALLS[parser]})
+    extras = RequestExtras(tools=TOOLS["two"])
+    output = output_of(tmp_path, answer, config, extras, structured={"json": schema})
+    assert (output.content, output.tool_calls, output.finish_reason) == (answer, None, "stop")
+
+
 def test_a_text_that_is_no_call_is_validated(tmp_path):
     texts = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
     schema = {"type": "object", "properties": {"sizes": texts}}

@@ -52,7 +52,7 @@ WHOLE = (
 # What core, contract, registry and kit import in functions that components call which are left out.
 ON_USE = {
     ("hardpoint.toolkit.layers.rotary", "transformers"),  # reports what to install
-    ("hardpoint.registry.server_extensions", "starlette"),
+    ("hardpoint.registry.hooks", "starlette"),
     ("hardpoint.testing.running.extension_checks", "starlette"),
 }
 

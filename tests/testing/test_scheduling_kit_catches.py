@@ -48,7 +48,7 @@ SCHEDULERS = [
     (broken.AcceptsAllDrafts, "drafts", "tokens", "alone it would get"),
     (broken.RepeatsDrafts, "drafts", "plan", "but the ones proposed for its next step are"),
     (broken.DropsLateResults, "asynchronous", "tokens|progress|positions", ""),
-    (broken.LeavesPromptsNoTime, "step_time", "progress", r"[.*] have not finished"),
+    (broken.LeavesPromptsNoTime, "step_time", "progress", r"\[.*\] have not finished"),
     (broken.TrustsFailedLoads, "transfers", "KV content|tokens", "could not be loaded|got the tok"),
     (broken.IgnoresReady, "grammars", "grammars", "are running, but their grammars are not ready"),
     (broken.EncodesTooMuch, "encoder", "limits", "encoder tokens are scheduled in one step"),

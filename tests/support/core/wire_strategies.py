@@ -199,6 +199,7 @@ STATS = whole(
     num_accepted_by_position=st.lists(COUNT, max_size=3),
     external_prefix_cache=st.none() | CACHE_STATS,
     kv_tiers=st.dictionaries(TEXT, TIER_STATS, max_size=2),
+    step_cost_error=st.none() | st.floats(0, 8),
 )
 BATCHES = whole(
     EngineCoreOutputs,

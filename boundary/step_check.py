@@ -8,12 +8,14 @@ from typing import Any, TypeVar
 
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import (
+    Executor,
     ModelRunnerOutput,
     Request,
     RequestFault,
     Scheduler,
     SchedulerOutput,
 )
+from hardpoint.plugins.component import Component
 from hardpoint.plugins.manifest import Source
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.discovery import is_third_party
@@ -173,21 +175,34 @@ def _range(limit: int) -> str:
 
 
 class StepSettings:
-    """Puts back what the scheduler or the executor of an engine has changed, and names it."""
+    """Puts back what a scheduler, policy or executor of a third party has changed, and names it."""
 
     def __init__(
-        self, scheduler: Scheduler, label: str, executor: str, policy: Callable[[], Source]
+        self,
+        scheduler: Scheduler,
+        label: str,
+        executor: Executor,
+        policy: Callable[[], Source | None],
     ) -> None:
         """Name who is responsible.
 
         Args:
             scheduler: its calls are compared.
             label: names it in messages.
-            executor: names the executor.
+            executor: its calls are compared.
             policy: returns the source of the policy now.
         """
-        self._scheduler, self._label = scheduler, label
-        self._executor, self._policy = executor, policy
+        self._label, self._policy = label, policy
+        self._scheduler_is_ours = _third_party(scheduler) is None
+        self._executor = _third_party(executor)
+
+    def before_scheduler(self) -> Any:
+        """Return the settings before a call of the scheduler; None if they are not compared."""
+        if self._scheduler_is_ours:
+            policy = self._policy()
+            if policy is None or not is_third_party(policy):
+                return None
+        return READ[0]()
 
     def of_scheduler(self, before: Any, method: str) -> None:
         """Compare the settings with those before a call of the scheduler.
@@ -195,15 +210,27 @@ class StepSettings:
         The calls of a policy are compared themselves, but for `scheduled`, which is called for each
         request: where the scheduler is a built-in, that must have changed them.
         """
-        if READ[0]() == before:
+        if before is None or READ[0]() == before:
             return
-        source = self._scheduler.context.source
-        if source is not None and not is_third_party(source) and is_third_party(self._policy()):
+        if self._scheduler_is_ours:
             changed(before, self._policy(), "scheduled")
         else:
             changed(before, self._label, method)
 
+    def before_executor(self) -> Any:
+        """Return the settings before a call of the executor; None if they are not compared."""
+        return None if self._executor is None else READ[0]()
+
     def of_executor(self, before: Any, method: str) -> None:
-        """Compare the settings with those before a call of the executor."""
-        if READ[0]() != before:
-            changed(before, self._executor, method)
+        """Compare the settings with those before a call of the executor.
+
+        The engine's own worker may set the number of threads in it.
+        """
+        if before is not None and READ[0]() != before:
+            changed(before, self._executor, method, threads=False)
+
+
+def _third_party(component: Component) -> Source | None:
+    """Return the source of a third party's component; None if it is the engine's, or scripted."""
+    source = getattr(getattr(component, "context", None), "source", None)
+    return None if source is None or not is_third_party(source) else source

@@ -40,25 +40,26 @@ def read() -> State:
 READ[0] = read
 
 
-def put_back(before: State, plugin: object, method: str) -> None:
+def put_back(before: State, plugin: object, method: str, *, threads: bool = True) -> None:
     """Restore settings that a plugin has changed; log each once, with the plugin.
 
     Args:
         before: the settings before its call.
         plugin: names it.
         method: method of the call.
+        threads: whether the number of threads is restored, too.
     """
     after = read()
-    device, dtype, threads, deterministic, inference, grad = before
+    device, dtype, num_threads, deterministic, inference, grad = before
     if after[0] is not device:
         torch.set_default_device(None if device is None else device.device)
         _report(plugin, method, "default device", _device(device), _device(after[0]))
     if after[1] is not dtype:
         torch.set_default_dtype(dtype)
         _report(plugin, method, "default dtype", dtype, after[1])
-    if after[2] != threads:
-        torch.set_num_threads(threads)
-        _report(plugin, method, "number of threads", threads, after[2])
+    if threads and after[2] != num_threads:
+        torch.set_num_threads(num_threads)
+        _report(plugin, method, "number of threads", num_threads, after[2])
     if after[3] != deterministic:
         torch.use_deterministic_algorithms(deterministic)
         _report(plugin, method, "use of deterministic algorithms", deterministic, after[3])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import json
 import signal
 import tempfile
 import threading
@@ -81,8 +80,7 @@ from hardpoint.registry.hooks import HookSet as HookSet
 from hardpoint.registry.kinds import KINDS, Number
 from hardpoint.registry.loading import check_component, snake_case
 from hardpoint.registry.plugin_options import checked_options, declared_tables
-from hardpoint.registry.plugin_set import PluginSet as PluginSet
-from hardpoint.registry.plugin_set import resolve_plugins as resolve_plugins
+from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 from hardpoint.registry.references import provided_by
 from hardpoint.registry.request_arguments import convert_arguments, prepare_arguments, prepares
 from hardpoint.registry.selection import BACKEND_KINDS
@@ -118,7 +116,7 @@ def with_creator(context: Context[Any], kind: str) -> Context[Any]:
         if path := KINDS[kind].chosen_by:
             table, _, key = path.partition(".")
             tree = {table: {key: use if KINDS[kind].number is Number.ONE else [use]}}
-        plugins = _installed_plugins(tree)
+        plugins = resolve_plugins(typed.convert(tree, EngineConfig, path=""))
         own = {field.name for field in dataclasses.fields(Context)}
         fields = {
             field.name: getattr(context, field.name)
@@ -146,13 +144,9 @@ def engine_config(extra: Mapping[str, Any]) -> EngineConfig:
     return config
 
 
-def installed_components(plugins: PluginSet) -> ComponentFactory:
-    """Return a factory of the components that a configuration enables, for a step part.
-
-    Args:
-        plugins: of the configuration, from `resolve_plugins`.
-    """
-    return Components(plugins, functools.partial(PluginCalls, Activity()))
+def installed_components(config: EngineConfig) -> ComponentFactory:
+    """Return the factory of the components that a configuration enables, for a step part."""
+    return Components(resolve_plugins(config), functools.partial(PluginCalls, Activity()))
 
 
 def fault_counter(config: EngineConfig) -> StepFaults:
@@ -219,7 +213,7 @@ def load_ops(dtype: torch.dtype, device: torch.device | None = None, use: str = 
     Raises:
         HardpointError: there are none of that name, or they cannot run here.
     """
-    plugins = _installed_plugins({"ops": {"use": use}})
+    plugins = resolve_plugins(typed.convert({"ops": {"use": use}}, EngineConfig, path=""))
     device = device or torch.device("cpu")
     return plugins.create_for_device("ops", OpsContext, dtype=dtype, device=device)
 
@@ -235,7 +229,7 @@ def load_quantization(name: str, dtype: torch.dtype, config: Mapping[str, Any]) 
     Raises:
         HardpointError: there is none of that name, or it refuses the config.
     """
-    plugins = _installed_plugins({})
+    plugins = resolve_plugins(typed.convert({}, EngineConfig, path=""))
     entry = plugins.get("quantizations", name)
     context: dict[str, Any] = {"dtype": dtype, "device": torch.device("cpu"), "config": config}
     return plugins.create(entry, QuantizationContext, **context)
@@ -494,16 +488,6 @@ def _logprobs(processed: torch.Tensor, tokens: Sequence[int]) -> list[float]:
     chosen = torch.tensor(list(tokens), dtype=torch.int64).unsqueeze(1)
     values: list[float] = processed.log_softmax(-1).gather(1, chosen).squeeze(1).tolist()
     return values
-
-
-def _installed_plugins(tree: Mapping[str, Any]) -> PluginSet:
-    """Return what a configuration enables; suites ask for the same once per case."""
-    return _resolved(json.dumps(tree))
-
-
-@functools.lru_cache(maxsize=16)
-def _resolved(tree: str) -> PluginSet:
-    return resolve_plugins(typed.convert(json.loads(tree), EngineConfig, path=""))
 
 
 @functools.cache

@@ -38,7 +38,6 @@ from hardpoint.plugins.component import Component
 from hardpoint.plugins.plan import SampledTokens
 from hardpoint.plugins.stats import SchedulerStats
 from hardpoint.registry.blame import is_fault, raise_unless_fault
-from hardpoint.system.plugin_settings import READ
 
 from .batch_queue import Batch, BatchQueue, start_batch
 from .parts_start import PartsStart
@@ -118,8 +117,9 @@ class StepRunner:
         self._step_parts.follow(parts.scheduler)
         self._times = parts.step_times if parts.step_log or parts.step_cost else None
         self._unsent: list[Outputs] = []
-        labels = parts.scheduler_label, parts.executor_label
-        self._settings = StepSettings(parts.scheduler, *labels, lambda: parts.policy.source)
+        self._settings = StepSettings(
+            parts.scheduler, parts.scheduler_label, parts.executor, lambda: parts.policy.source
+        )
         self._check = ResultCheck(parts.executor_label, parts.scheduler)
         self._batches = BatchQueue(parts.executor.max_concurrent_batches)
         limits = parts.scheduler.context.limits
@@ -153,7 +153,7 @@ class StepRunner:
             return self._pop_unsent(), False
         plan = None
         try:
-            settings = READ[0]()
+            settings = self._settings.before_scheduler()
             plan = self._scheduler.schedule()  # kept at once: an interrupt must not lose it
             self._settings.of_scheduler(settings, "schedule")
             checked(plan, Scheduler, "schedule", self._parts.scheduler_label)
@@ -161,6 +161,7 @@ class StepRunner:
             bitmask = self._step_parts.mask(plan)  # while the model runs
             result = result_of(forward, self._parts.executor_label, "execute_model")
             if result is None and plan.total_num_scheduled_tokens:
+                settings = self._settings.before_executor()
                 sampling = self._executor.sample_tokens(plan, bitmask)
                 result = result_of(sampling, self._parts.executor_label, "sample_tokens")
                 self._settings.of_executor(settings, "sample_tokens")
@@ -197,7 +198,7 @@ class StepRunner:
         """Schedule and start a batch; return whether it computes any token."""
         plan = None
         try:
-            settings = READ[0]()
+            settings = self._settings.before_scheduler()
             plan = self._scheduler.schedule()
             self._settings.of_scheduler(settings, "schedule")
             checked(plan, Scheduler, "schedule", self._parts.scheduler_label)
@@ -246,7 +247,7 @@ class StepRunner:
             plan = msgspec.structs.replace(plan, sampled=tuple(self._sampled))
         if data:
             plan = msgspec.structs.replace(plan, part_data=data)
-        settings = READ[0]()
+        settings = self._settings.before_executor()
         future = self._executor.execute_model(plan)
         self._settings.of_executor(settings, "execute_model")
         if self._sampled:  # after an interrupt they are sent again, and workers pass them over
@@ -254,7 +255,7 @@ class StepRunner:
         return checked(future, Executor, "execute_model", self._parts.executor_label)
 
     def _sample(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        settings, bitmask = READ[0](), self._step_parts.mask(plan)
+        bitmask, settings = self._step_parts.mask(plan), self._settings.before_executor()
         future = self._executor.sample_tokens(plan, bitmask)
         self._settings.of_executor(settings, "sample_tokens")
         return future
@@ -283,7 +284,7 @@ class StepRunner:
             self._parts.faults.note("executor", fault.message, consequence="its request ends")
             if request_id not in plan.num_scheduled_tokens:  # the scheduler looks at no others
                 self._end(request_id, fault)
-        settings = READ[0]()
+        settings = self._settings.before_scheduler()
         outputs = self._scheduler.update(plan, result)
         self._settings.of_scheduler(settings, "update")
         checked(outputs, Scheduler, "update", self._parts.scheduler_label)

@@ -29,7 +29,7 @@ pytest_plugins = ["hardpoint.testing"]
 
 @pytest.fixture(autouse=True)
 def _brief(monkeypatch):
-    """What copies all its text for a token is seen in a shorter text, too."""
+    # What copies all its text for a token is seen in a shorter text, too.
     if not searches_long():
         monkeypatch.setattr(output_parser_suite, "_LENGTH", 1 << 16)
 

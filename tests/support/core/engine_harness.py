@@ -269,7 +269,9 @@ class Rig:
                 self.scheduler,
                 self.executor,
                 self.cache,
-                SimpleNamespace(close=lambda: None, take_arguments=lambda request: None),
+                SimpleNamespace(
+                    close=lambda: None, take_arguments=lambda request: None, source=None
+                ),
                 KVEventFanout([], time.time),
                 StepFaults(()),
                 step_parts=self.parts,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import re
 import sys
 from collections.abc import Iterator
 from enum import Enum
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, get_args
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -48,6 +50,9 @@ _PLAIN = {bool: "True or False", int: "a whole number", str: "a string"}
 
 _CONTRACT = ("hardpoint.plugins", "hardpoint.toolkit")
 """Modules that define what components derive from, as prefixes."""
+
+_SIGNATURES: WeakKeyDictionary[FunctionType, inspect.Signature] = WeakKeyDictionary()
+"""Of functions that were checked before, since each engine of a program checks the same classes."""
 
 
 @contextlib.contextmanager
@@ -365,10 +370,15 @@ def _check_call(name: str, expected: Any, member: Any, source: Source) -> None:
 
 def _parameters(member: Any, *, bound: bool) -> inspect.Signature | None:
     """Return the parameters of a class's member, without the first if bound; None if unknown."""
-    try:
-        signature = inspect.signature(getattr(member, "__func__", member))
-    except (TypeError, ValueError):
-        return None
+    function = getattr(member, "__func__", member)
+    is_plain = inspect.isfunction(function)
+    if (signature := _SIGNATURES.get(function) if is_plain else None) is None:
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):
+            return None
+        if is_plain:
+            _SIGNATURES[function] = signature
     return signature.replace(parameters=list(signature.parameters.values())[bound:])
 
 
@@ -396,11 +406,9 @@ def _check_attributes(target: type[Component], source: Source) -> None:
     for base in target.__mro__:
         if not base.__module__.startswith(_CONTRACT):
             continue
-        for name, hint in inspect.get_annotations(base, eval_str=True).items():
-            if not str(hint).startswith("typing.ClassVar") or name == "contract":
-                continue
+        for name, type_ in _declared_attributes(base).items():
             value = getattr(target, name, None)
-            if not (expected := _wrong_type(value, get_args(hint)[0])):
+            if not (expected := _wrong_type(value, type_)):
                 continue
             message = f"{source}: its {name} must be {expected}, got {value!r}"
             if name in _EXAMPLES:
@@ -411,6 +419,16 @@ def _check_attributes(target: type[Component], source: Source) -> None:
                 if value is not None:
                     message += f": it must be {expected}, got {value!r}"
             raise PluginContractError(message)
+
+
+@functools.cache
+def _declared_attributes(base: type) -> dict[str, Any]:
+    """Return the types of the class attributes that a class of the contract declares."""
+    return {
+        name: get_args(hint)[0]
+        for name, hint in inspect.get_annotations(base, eval_str=True).items()
+        if str(hint).startswith("typing.ClassVar") and name != "contract"
+    }
 
 
 def _wrong_type(value: Any, type_: Any) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import json
 import signal
 import tempfile
 import threading
@@ -81,7 +82,8 @@ from hardpoint.registry.hooks import HookSet as HookSet
 from hardpoint.registry.kinds import KINDS, Number
 from hardpoint.registry.loading import check_component, snake_case
 from hardpoint.registry.plugin_options import checked_options, declared_tables
-from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
+from hardpoint.registry.plugin_set import PluginSet as PluginSet
+from hardpoint.registry.plugin_set import resolve_plugins as resolve_plugins
 from hardpoint.registry.references import provided_by
 from hardpoint.registry.request_arguments import convert_arguments, prepare_arguments, prepares
 from hardpoint.registry.selection import BACKEND_KINDS
@@ -116,7 +118,7 @@ def with_creator(context: Context[Any], kind: str) -> Context[Any]:
         if path := KINDS[kind].chosen_by:
             table, _, key = path.partition(".")
             tree = {table: {key: use if KINDS[kind].number is Number.ONE else [use]}}
-        plugins = resolve_plugins(typed.convert(tree, EngineConfig, path=""))
+        plugins = _installed_plugins(tree)
         own = {field.name for field in dataclasses.fields(Context)}
         fields = {
             field.name: getattr(context, field.name)
@@ -144,9 +146,13 @@ def engine_config(extra: Mapping[str, Any]) -> EngineConfig:
     return config
 
 
-def installed_components(config: EngineConfig) -> ComponentFactory:
-    """Return the factory of the components that a configuration enables, for a step part."""
-    return Components(resolve_plugins(config), functools.partial(PluginCalls, Activity()))
+def installed_components(plugins: PluginSet) -> ComponentFactory:
+    """Return a factory of the components that a configuration enables, for a step part.
+
+    Args:
+        plugins: of the configuration, from `resolve_plugins`.
+    """
+    return Components(plugins, functools.partial(PluginCalls, Activity()))
 
 
 def fault_counter(config: EngineConfig) -> StepFaults:
@@ -213,7 +219,7 @@ def load_ops(dtype: torch.dtype, device: torch.device | None = None, use: str = 
     Raises:
         HardpointError: there are none of that name, or they cannot run here.
     """
-    plugins = resolve_plugins(typed.convert({"ops": {"use": use}}, EngineConfig, path=""))
+    plugins = _installed_plugins({"ops": {"use": use}})
     device = device or torch.device("cpu")
     return plugins.create_for_device("ops", OpsContext, dtype=dtype, device=device)
 
@@ -229,7 +235,7 @@ def load_quantization(name: str, dtype: torch.dtype, config: Mapping[str, Any]) 
     Raises:
         HardpointError: there is none of that name, or it refuses the config.
     """
-    plugins = resolve_plugins(typed.convert({}, EngineConfig, path=""))
+    plugins = _installed_plugins({})
     entry = plugins.get("quantizations", name)
     context: dict[str, Any] = {"dtype": dtype, "device": torch.device("cpu"), "config": config}
     return plugins.create(entry, QuantizationContext, **context)
@@ -491,6 +497,16 @@ def _logprobs(processed: torch.Tensor, tokens: Sequence[int]) -> list[float]:
 
 
 @functools.cache
+def _installed_plugins(tree: Mapping[str, Any]) -> PluginSet:
+    """Return what a configuration enables; suites ask for the same once per case."""
+    return _resolved(json.dumps(tree))
+
+
+@functools.lru_cache(maxsize=16)
+def _resolved(tree: str) -> PluginSet:
+    return resolve_plugins(typed.convert(json.loads(tree), EngineConfig, path=""))
+
+
 def _plugins(policy: str) -> PluginSet:
     tree = {"scheduler": {"use": "default", "policy": policy}, **tokenizer_choice()}
     return resolve_plugins(typed.convert(tree, EngineConfig, path=""))

@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from support.searching import kit_examples
+import pytest
+from support.searching import kit_examples, searches_long
 
 from hardpoint.builtin_plugins.parsers.gemma import Gemma
 from hardpoint.builtin_plugins.parsers.harmony import Harmony
@@ -21,8 +22,16 @@ from hardpoint.builtin_plugins.parsers.python_calls import Llama4Pythonic, Pytho
 from hardpoint.builtin_plugins.parsers.think_tags import ThinkTags
 from hardpoint.builtin_plugins.parsers.xml_calls import Qwen3Coder, SeedOss
 from hardpoint.testing import OutputParserSuite, OutputSample
+from hardpoint.testing.text import output_parser_suite
 
 pytest_plugins = ["hardpoint.testing"]
+
+
+@pytest.fixture(autouse=True)
+def _brief(monkeypatch):
+    """What copies all its text for a token is seen in a shorter text, too."""
+    if not searches_long():
+        monkeypatch.setattr(output_parser_suite, "_LENGTH", 1 << 16)
 
 
 WEATHER = ("get_weather", {"city": "Paris, <b>", "days": [1, 2.5], "unit": None})

@@ -29,7 +29,7 @@ pytest_plugins = ["hardpoint.testing"]
 
 @pytest.fixture(autouse=True)
 def _brief(monkeypatch):
-    """What copies all its text for a token is seen in a shorter text, too."""
+    """Shorter adversarial texts, in which copies of all text for a token are seen, too."""
     if not searches_long():
         monkeypatch.setattr(output_parser_suite, "_LENGTH", 1 << 16)
 

@@ -17,7 +17,6 @@ from hardpoint.plugins.component import Component, Context
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.part_components import ComponentCalls
 from hardpoint.testing.engine_access import (
-    PluginSet,
     call_declared,
     fault_counter,
     installed_components,
@@ -41,9 +40,9 @@ Classes = Mapping[str, Mapping[str, type[Component]]]
 class ScriptedComponents:
     """The factory of a suite: its own components, else those that are installed."""
 
-    def __init__(self, own: Classes, config: EngineConfig, plugins: PluginSet) -> None:
-        """Prefer those of `own`, by kind and name, to those of the configuration's plugins."""
-        self._scripted, self._installed = own, installed_components(plugins)
+    def __init__(self, own: Classes, config: EngineConfig) -> None:
+        """Prefer those of `own`, by kind and name."""
+        self._scripted, self._installed = own, installed_components(config)
         self._faults = fault_counter(config)
 
     def create(self, kind: str, name: str, context: type[Context[Any]], **fields: Any) -> Any:

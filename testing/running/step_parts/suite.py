@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import statistics
 import time
@@ -38,13 +37,7 @@ from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.step_part import EngineHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
 from hardpoint.testing.component_suite import ComponentSuite
-from hardpoint.testing.engine_access import (
-    PluginSet,
-    describe_fault,
-    engine_config,
-    fault_counter,
-    resolve_plugins,
-)
+from hardpoint.testing.engine_access import describe_fault, engine_config, fault_counter
 from hardpoint.testing.reporting.calls import CLOSE, MEMORY, call, check_growth, releasing_all
 from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
 
@@ -297,11 +290,6 @@ class StepPartSuite(ComponentSuite):
             call(rules.WORKER, worker.start, None)  # the suite has no blocks
         return halves
 
-    @functools.cached_property
-    def _plugins(self) -> PluginSet:
-        """What the configuration enables; resolved once, for the parts of all cases of a test."""
-        return resolve_plugins(engine_config(self.config))
-
     def _build_half(self, method: str, context: type, **fields: Any) -> tuple[StepPart, Any]:
         """Return a part of its own, as each process has one, and what it gives as its half.
 
@@ -312,7 +300,7 @@ class StepPartSuite(ComponentSuite):
         """
         config = engine_config(self.config)
         part: StepPart = self._build(StepPartContext, config=config)
-        components = ScriptedComponents(self.components, config, self._plugins)
+        components = ScriptedComponents(self.components, config)
         given = context(components=components, vocab_size=self.vocab_size, **fields)
         return part, call(_CONTRACT_RULE, getattr(part, method), given)
 

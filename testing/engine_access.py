@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import torch
 
 from hardpoint import typed
@@ -116,13 +117,10 @@ def with_creator(context: Context[Any], kind: str) -> Context[Any]:
         if path := KINDS[kind].chosen_by:
             table, _, key = path.partition(".")
             tree = {table: {key: use if KINDS[kind].number is Number.ONE else [use]}}
-        plugins = resolve_plugins(typed.convert(tree, EngineConfig, path=""))
+        plugins = _resolved(msgspec.json.encode(tree))
         own = {field.name for field in dataclasses.fields(Context)}
-        fields = {
-            field.name: getattr(context, field.name)
-            for field in dataclasses.fields(context)
-            if field.name not in own
-        }
+        names = {field.name for field in dataclasses.fields(context)} - own
+        fields = {name: getattr(context, name) for name in names}
         component: Component
         if kind in BACKEND_KINDS:
             component = plugins.create_for_device(kind, type(context), **fields)
@@ -146,7 +144,8 @@ def engine_config(extra: Mapping[str, Any]) -> EngineConfig:
 
 def installed_components(config: EngineConfig) -> ComponentFactory:
     """Return the factory of the components that a configuration enables, for a step part."""
-    return Components(resolve_plugins(config), functools.partial(PluginCalls, Activity()))
+    plugins = _resolved(msgspec.json.encode(config))
+    return Components(plugins, functools.partial(PluginCalls, Activity()))
 
 
 def fault_counter(config: EngineConfig) -> StepFaults:
@@ -213,7 +212,7 @@ def load_ops(dtype: torch.dtype, device: torch.device | None = None, use: str = 
     Raises:
         HardpointError: there are none of that name, or they cannot run here.
     """
-    plugins = resolve_plugins(typed.convert({"ops": {"use": use}}, EngineConfig, path=""))
+    plugins = _resolved(msgspec.json.encode({"ops": {"use": use}}))
     device = device or torch.device("cpu")
     return plugins.create_for_device("ops", OpsContext, dtype=dtype, device=device)
 
@@ -229,7 +228,7 @@ def load_quantization(name: str, dtype: torch.dtype, config: Mapping[str, Any]) 
     Raises:
         HardpointError: there is none of that name, or it refuses the config.
     """
-    plugins = resolve_plugins(typed.convert({}, EngineConfig, path=""))
+    plugins = _resolved(b"{}")
     entry = plugins.get("quantizations", name)
     context: dict[str, Any] = {"dtype": dtype, "device": torch.device("cpu"), "config": config}
     return plugins.create(entry, QuantizationContext, **context)
@@ -490,14 +489,20 @@ def _logprobs(processed: torch.Tensor, tokens: Sequence[int]) -> list[float]:
     return values
 
 
-@functools.cache
 def _plugins(policy: str) -> PluginSet:
     tree = {"scheduler": {"use": "default", "policy": policy}, **tokenizer_choice()}
-    return resolve_plugins(typed.convert(tree, EngineConfig, path=""))
+    return _resolved(msgspec.json.encode(tree))
 
 
-def _source(cls: type[Component], name: str) -> Source:
-    value = f"{cls.__module__}:{cls.__qualname__}"
+@functools.cache
+def _resolved(tree: bytes) -> PluginSet:
+    """Return the plugins of a configuration, a JSON object, resolved once: suites ask per case."""
+    return resolve_plugins(typed.convert(msgspec.json.decode(tree), EngineConfig, path=""))
+
+
+def _source(target: Any, name: str) -> Source:
+    module: str = getattr(target, "__module__", "") or getattr(target, "__name__", name)
+    value = f"{module}:{target.__qualname__}" if isinstance(target, type) else module
     return Source(name, value, "under test", "0", "default")
 
 
@@ -583,7 +588,7 @@ def open_hooks(target: Any, name: str, options: Mapping[str, Any]) -> tuple[Hook
     Raises:
         PluginError: the loader rejects it.
     """
-    source = _source_under_test(target, name)
+    source = _source(target, name)
     check_component(target, KINDS["hooks"], source)
     hooks = HookSet()
     hooks.add(target, source, checked_options(target, options, f"plugin.{name}"))
@@ -599,15 +604,10 @@ def provided_components(target: Any, name: str) -> dict[str, str]:
     Raises:
         PluginError: the loader rejects one.
     """
-    offers = provided_by(target, _source_under_test(target, name), (), "")
+    offers = provided_by(target, _source(target, name), (), "")
     for offer in offers:
         load_component(KINDS[offer.kind], offer.source("default"))
     return {f"{offer.kind}/{offer.name}": offer.value for offer in offers}
-
-
-def _source_under_test(target: Any, name: str) -> Source:
-    module: str = getattr(target, "__module__", "") or getattr(target, "__name__", name)
-    return Source(name, module, "under test", "0", "default")
 
 
 def default_config(tables: Mapping[str, type[typed.Strict]], **fields: Any) -> EngineConfig:

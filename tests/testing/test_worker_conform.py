@@ -72,10 +72,6 @@ class TestTritonOps(OpsSuite):
         rows = (3,)  # each is run alone, too
         vocab_sizes = (999,)
 
-        @pytest.mark.skip(reason="takes long: scripts/test --all runs it")
-        def test_codes(self):
-            """Each form alone and stacked; tests/kernels/test_triton_codes.py compares them all."""
-
 
 class TestTorchAttention(AttentionBackendSuite):
     examples = kit_examples()

@@ -1,13 +1,16 @@
-"""A scanner of JSON that comes in pieces of any size."""
+"""A scanner of JSON that comes in pieces of any size, and outputs that are JSON or a call."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from enum import Enum, auto
 
 import msgspec
 
-__all__ = ["MAX_DEPTH", "SPACE", "JsonText", "Stop", "decoded_string", "is_json"]
+from hardpoint.plugins.output_parser import ContentText, OutputEvent, OutputState
+
+__all__ = ["MAX_DEPTH", "SPACE", "CallOrJson", "JsonText", "Stop", "decoded_string", "is_json"]
 
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 
@@ -277,3 +280,36 @@ def is_json(text: str, first: str = "") -> bool:
     json = JsonText()
     at, _ = json.feed(text)
     return at == len(text) and json.is_done and text.startswith(first)
+
+
+_BEGINS_OF_JSON = frozenset('{["-0123456789tfn')
+
+
+class CallOrJson:
+    """The state of a parser of calls for an output that a grammar makes one of the two.
+
+    Calls of the parser must begin with no character that JSON begins with.
+    """
+
+    in_reasoning = False
+
+    def __init__(self, calls: OutputState) -> None:
+        """Parse calls by `calls`."""
+        self._calls = calls
+        self._is_json: bool | None = None  # unknown before the first character
+
+    def feed(self, text: str) -> Sequence[OutputEvent]:
+        """Take a piece of text; JSON is content."""
+        if self._is_json is None and (begin := text.lstrip()[:1]):
+            self._is_json = begin in _BEGINS_OF_JSON
+        return [ContentText(text)] if self._is_json else self._calls.feed(text)
+
+    def feed_token(self, token_id: int, text: str) -> Sequence[OutputEvent]:
+        """Take a special token: one that is first begins a call."""
+        if self._is_json is None:
+            self._is_json = False
+        return [ContentText(text)] if self._is_json else self._calls.feed_token(token_id, text)
+
+    def finish(self) -> Sequence[OutputEvent]:
+        """End the output."""
+        return self._calls.finish()

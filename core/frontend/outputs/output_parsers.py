@@ -15,7 +15,7 @@ from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.plugins.output_parser import ContentText, OutputEvent, OutputState
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.registry.plugin_set import PluginSet
-from hardpoint.toolkit.parsing.call_or_json import CallOrJson
+from hardpoint.toolkit.parsing.json_scanner import CallOrJson
 
 
 class SoughtCalls(NamedTuple):

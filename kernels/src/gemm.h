@@ -161,23 +161,40 @@ __attribute__((noinline)) void tile(const Product<W, Y>& product, const Operand<
     weights[v] = product.weights + (panel + v / PANEL_VECTORS) * size + from * PANEL +
                  (v % PANEL_VECTORS) * LANES * (4 / sizeof(W));
   Floats sums[R][V];
-  for (int r = 0; r < R; r++)
-    for (int v = 0; v < V; v++)
-      sums[r][v] = from ? load(partial + r * MAX_PANELS * PANEL + v * LANES) : Floats{};
+  if (from) {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+      for (int v = 0; v < V; v++) sums[r][v] = load(partial + r * MAX_PANELS * PANEL + v * LANES);
+  } else {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+      for (int v = 0; v < V; v++) sums[r][v] = Floats{};
+  }
   multiply<R, V, STREAM>(x + from, stride, weights, (int)(to - from), sums, nullptr, later);
   if (to < product.depth) {
+#pragma GCC unroll 16
     for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
       for (int v = 0; v < V; v++) store(partial + r * MAX_PANELS * PANEL + v * LANES, sums[r][v]);
     return;
   }
-  for (int v = 0; v < V; v++) {
-    long column = panel * PANEL + v * LANES;
-    int count = (int)std::min<long>(LANES, product.columns - column);
-    if (count <= 0) break;
-    Floats bias = product.bias ? load_part(product.bias + column, count) : Floats{};
+  Y* y = product.y + row * product.y_stride + panel * PANEL;
+  long left = product.columns - panel * PANEL;
+  if (!product.bias && left >= V * LANES) {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+      for (int v = 0; v < V; v++) store(y + r * product.y_stride + v * LANES, sums[r][v]);
+    return;
+  }
+  for (int v = 0; v < V && v * LANES < left; v++) {
+    int count = (int)std::min<long>(LANES, left - v * LANES);
+    Floats bias = product.bias ? load_part(product.bias + panel * PANEL + v * LANES, count) : Floats{};
     for (int r = 0; r < R; r++) {
       Floats sum = product.bias ? sums[r][v] + bias : sums[r][v];
-      Y* to_y = product.y + (row + r) * product.y_stride + column;
+      Y* to_y = y + r * product.y_stride + v * LANES;
       count == LANES ? store(to_y, sum) : store_part(to_y, sum, count);
     }
   }
@@ -275,8 +292,10 @@ void linear(const X* x, long x_stride, const W* weights, const W* bias, Y* y, lo
   long panels = (columns + PANEL - 1) / PANEL;
   long padded = sizeof(W) == 2 ? (depth + 1) / 2 * 2 : depth;
   int group = rows <= STREAM_ROWS ? STREAM_PANELS : TILE_PANELS;
-  int at_once = (int)std::clamp<long>(CACHED / depth / TILE_ROWS * TILE_ROWS, TILE_ROWS, MAX_ROWS);
-  long groups = (panels + group - 1) / group, row_blocks = (rows + at_once - 1) / at_once;
+  long most = std::clamp<long>(CACHED / depth / TILE_ROWS * TILE_ROWS, TILE_ROWS, MAX_ROWS);
+  long groups = (panels + group - 1) / group, row_blocks = (rows + most - 1) / most;
+  // Blocks of about the same size: each reads all of W.
+  long at_once = (rows + row_blocks * TILE_ROWS - 1) / (row_blocks * TILE_ROWS) * TILE_ROWS;
   // An item is a few groups of panels for one block of rows, so that converting the rows costs
   // little beside multiplying them.
   long per_item = std::max<long>(1, std::min<long>(groups / (4 * omp_get_max_threads()), 8));

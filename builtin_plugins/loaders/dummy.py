@@ -69,20 +69,22 @@ class DummyLoader(WeightLoader):
         with ThreadPoolExecutor(threads) as pool:
             ahead: deque[tuple[str, Future[torch.Tensor]]] = deque()
             for name, shape in shapes.items():
-                ahead.append((name, pool.submit(self._weight, name, shape, std)))
+                # The C library keeps the memory that other threads allocate and free.
+                empty = torch.empty(*shape)
+                ahead.append((name, pool.submit(self._fill, name, empty, std)))
                 if len(ahead) > threads:
                     name, weight = ahead.popleft()
                     yield name, weight.result()
             for name, weight in ahead:
                 yield name, weight.result()
 
-    def _weight(self, name: str, shape: Sequence[int], std: float) -> torch.Tensor:
+    def _fill(self, name: str, weight: torch.Tensor, std: float) -> torch.Tensor:
         if name.endswith("norm.weight"):
-            return torch.ones(*shape)
+            return weight.fill_(1.0)
         if name.endswith(".bias"):
-            return torch.zeros(*shape)
+            return weight.zero_()
         generator = torch.Generator().manual_seed(self._seed(name))
-        return torch.empty(*shape).normal_(0.0, std, generator=generator)
+        return weight.normal_(0.0, std, generator=generator)
 
     def _seed(self, name: str) -> int:
         return zlib.crc32(f"{self.options.seed}:{name}".encode())

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hardpoint.core.weights.model_files import ALIASES, find_files
 from hardpoint.errors import PluginConflictError, PluginContractError, PluginFaultError
 from hardpoint.plugins import Command, CommandContext, EngineConfig, HardpointError, ModelError
 from hardpoint.plugins.commands import Generator, ModelReport, PluginCatalog
@@ -25,6 +24,7 @@ from hardpoint.registry.configuration import default_config_type, load_config
 from hardpoint.registry.discovery import SelectedPlugin, discover, installed_version
 from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.loading import check_component, import_object
+from hardpoint.registry.model_files import ALIASES, find_files
 from hardpoint.registry.plugin_options import option_path, options_of
 from hardpoint.registry.plugin_set import resolve_plugins
 from hardpoint.registry.selection import Selection

@@ -20,7 +20,6 @@ from typing import Any
 
 from hardpoint.core.frontend.outputs.output_processor import OutputProcessor
 from hardpoint.core.frontend.outputs.request_state import ParentRequest
-from hardpoint.core.weights.model_files import find_files
 from hardpoint.plugins import (
     EngineConfig,
     EngineCoreOutput,
@@ -30,6 +29,7 @@ from hardpoint.plugins import (
     SamplingParams,
     TokenizerContext,
 )
+from hardpoint.registry.model_files import find_files
 from hardpoint.registry.plugin_set import resolve_plugins
 
 TEXT = (

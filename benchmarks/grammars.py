@@ -48,7 +48,6 @@ from hardpoint import LLM, SamplingParams
 from hardpoint.boundary.activity import Activity, PluginCalls
 from hardpoint.boundary.parts.components import Components, describe_fault
 from hardpoint.core.frontend.llm_engine import LLMEngine
-from hardpoint.core.weights.model_files import find_files
 from hardpoint.core.worker.sampling.grammar_mask import GrammarMask
 from hardpoint.features.structured.grammars import GrammarManager
 from hardpoint.plugins import (
@@ -64,6 +63,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.config_tables import GrammarConfig
 from hardpoint.plugins.grammars import GrammarContext, GrammarState, Vocabulary
 from hardpoint.plugins.structured import StructuredOutputs
+from hardpoint.registry.model_files import find_files
 from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 from hardpoint.testing import load_ops
 

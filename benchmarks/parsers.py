@@ -21,8 +21,8 @@ from typing import Any
 
 from hardpoint.boundary.text_guards import open_parser
 from hardpoint.builtin_plugins.tokenizer.transformers import TransformersTokenizer
-from hardpoint.core.weights.model_files import find_files
 from hardpoint.plugins import EngineConfig, ParserRequest, TokenizerContext
+from hardpoint.registry.model_files import find_files
 from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 from hardpoint.toolkit.parsing.format_parser import FormatParser
 

@@ -44,6 +44,7 @@ from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.registry.blame import close_if_failed, faults_as
 from hardpoint.registry.discovery import InstalledPlugin, installed_version
 from hardpoint.registry.hooks import HookSet
+from hardpoint.registry.model_files import find_files
 from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 from hardpoint.system.process.launch import Interpreter
 from hardpoint.system.resources import check_descriptors
@@ -52,7 +53,6 @@ from hardpoint.typed import join_path
 from hardpoint.typed.read_only import read_only
 
 from .kv_cache import CacheSize
-from .weights.model_files import find_files
 
 if TYPE_CHECKING:
     from .weights.worker_spec import WorkerSpec

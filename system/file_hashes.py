@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from hardpoint.errors import HardpointError
+from hardpoint.plugins.config_tables import WeightCacheConfig
 
 _log = logging.getLogger("hardpoint")
 
@@ -27,6 +28,18 @@ _MOST_BYTES = 1 << 22
 _DIGEST = re.compile("[0-9a-f]{64}")
 _LOCK_WAIT_S = 5.0
 _RECENT_S = 2.0  # two changes within a tick of the file system's clock look like one
+
+
+def cache_folder(config: WeightCacheConfig) -> Path | None:
+    """Return the folder of the weight cache, which may not exist yet; None if there is none."""
+    if config.path == "off":
+        return None
+    if config.path is not None:
+        return Path(config.path).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    with contextlib.suppress(RuntimeError):  # no home
+        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "hardpoint"
+    return None
 
 
 def hash_file(path: Path, folder: Path | None, stop: threading.Event | None = None) -> str:

@@ -51,7 +51,7 @@ SMALL_MODULES = {
     "hardpoint.system.rank_store": "a server, which runs only while ranks of hosts meet",
     "hardpoint.system.profiling": "torch's profiler, which nothing else of a worker needs",
     "hardpoint.core.worker.sampling.edits": "an algorithm with tests of its own",
-    "hardpoint.core.weights.weight_key": "what a key is made of; the cache knows its text alone",
+    "hardpoint.system.weight_key": "what a key is made of; the cache knows its text alone",
     "hardpoint.testing.model.quantized_model": "a check of its own; the suite of models is large",
     "hardpoint.testing.ops.code_matrices": "samples of codes; the suite of operations is large",
     "hardpoint.testing.text.output_parser_rules": "rules; the suite of output parsers is large",

@@ -8,7 +8,6 @@ import re
 import torch
 
 from hardpoint import typed
-from hardpoint.core.weights.model_files import find_files, unreadable, with_recommended
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.errors import PluginFaultError, shown
 from hardpoint.plugins import (
@@ -28,6 +27,7 @@ from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.plugins.scheduler import SchedulerLimits
 from hardpoint.registry.discovery import advise, left_out_names
+from hardpoint.registry.model_files import find_files, unreadable, with_recommended
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.system.memory import is_out_of_memory, memory_limit, out_of_memory
 

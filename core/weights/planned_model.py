@@ -36,12 +36,12 @@ from hardpoint.system.memory import (
     estimate_memory,
     trim_memory,
 )
+from hardpoint.system.weight_cache import WeightCache
+from hardpoint.system.weight_key import cache_key
 
 from .held_weights import hold_weights
 from .quantized_weights import QuantizedWeights, Scheme
 from .shares import build_share
-from .weight_cache import WeightCache
-from .weight_key import cache_key
 from .worker_spec import WorkerSpec
 
 _log = logging.getLogger("hardpoint")

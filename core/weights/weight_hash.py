@@ -5,19 +5,16 @@ It is part of the keys of KV blocks: a hash that is not that of the weights give
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import secrets
 import threading
 from concurrent.futures import Future
-from pathlib import Path
 
 from hardpoint.errors import PluginFaultError, shown
 from hardpoint.plugins import ConfigError, HardpointError, WeightLoader
 from hardpoint.plugins.config_tables import WeightCacheConfig
 from hardpoint.registry.blame import describe
-from hardpoint.system.file_hashes import hash_file
+from hardpoint.system.file_hashes import cache_folder, hash_file
 
 _log = logging.getLogger("hardpoint")
 
@@ -86,18 +83,6 @@ def _no_content_hash(loader: WeightLoader, user: str) -> ConfigError:
         f"{user} has to distinguish blocks from those of other weights, "
         f"and the loader {loader.name!r} has no content_hash()"
     )
-
-
-def cache_folder(config: WeightCacheConfig) -> Path | None:
-    """Return the folder of the weight cache, which may not exist yet; None if there is none."""
-    if config.path == "off":
-        return None
-    if config.path is not None:
-        return Path(config.path).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    with contextlib.suppress(RuntimeError):  # no home
-        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "hardpoint"
-    return None
 
 
 def hash_weights(

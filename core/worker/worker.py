@@ -18,7 +18,6 @@ from hardpoint.core.weights.planned_model import (
     plan_model,
 )
 from hardpoint.core.weights.shares import check_parallelism
-from hardpoint.core.weights.weight_cache import WeightCache
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.core.worker.sampling.observed_states import ObservedStates
 from hardpoint.core.worker.sampling.sampling_stage import open_stage, warm_up
@@ -46,6 +45,7 @@ from hardpoint.system.memory import (
 from hardpoint.system.profiling import Profiling
 from hardpoint.system.rank_store import served_store
 from hardpoint.system.threads import ComputeThreads, crowding
+from hardpoint.system.weight_cache import WeightCache
 
 from .block_identity import block_identity
 from .input_batch import InputBatch

@@ -20,7 +20,6 @@ from hardpoint.plugins.logits import (
     Phase,
     Rows,
 )
-from hardpoint.registry.tensor_checks import HandedOver
 from hardpoint.typed import Arguments as BaseArguments
 
 from .base import (
@@ -31,6 +30,7 @@ from .base import (
     parameter_names,
     signature_text,
 )
+from .tensor_checks import HandedOver
 
 if TYPE_CHECKING:
     import torch

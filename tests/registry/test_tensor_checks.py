@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hardpoint.registry.tensor_checks import HandedOver
+from hardpoint.registry.adapters.tensor_checks import HandedOver
 
 
 def replaced(logits, data):

@@ -28,8 +28,8 @@ from hardpoint.plugins.device import to_device
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.stats import PluginMeter
+from hardpoint.registry.adapters.tensor_checks import HandedOver
 from hardpoint.registry.blame import describe, faults_as, raise_unless_fault
-from hardpoint.registry.tensor_checks import HandedOver
 from hardpoint.system import torch_state
 from hardpoint.system.forks import FORKS, end_copy
 

@@ -23,8 +23,6 @@ from hardpoint.core.weights import shares
 from hardpoint.core.weights.held_weights import hold_weights
 from hardpoint.core.weights.quantized_weights import QuantizedWeights
 from hardpoint.core.weights.shares import build_share
-from hardpoint.core.weights.weight_cache import WeightCache
-from hardpoint.core.weights.weight_key import cache_key
 from hardpoint.plugins import (
     EngineConfig,
     LoaderContext,
@@ -40,6 +38,8 @@ from hardpoint.plugins.kv_cache import KVCacheGroup
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.parallel import Cut, Parallel, SingleRank
 from hardpoint.system.memory import MemoryLimit, estimate_memory
+from hardpoint.system.weight_cache import WeightCache
+from hardpoint.system.weight_key import cache_key
 from hardpoint.testing import run_ranks
 
 CPU = torch.device("cpu")

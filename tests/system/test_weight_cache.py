@@ -18,12 +18,11 @@ from support.builtins.hostile_files import write_folder
 from hardpoint import LLM, SamplingParams
 from hardpoint.builtin_plugins.loaders.gguf import GGUFLoader
 from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
-from hardpoint.core.weights import weight_cache
-from hardpoint.core.weights.weight_cache import WeightCache
 from hardpoint.kernels import cpu
 from hardpoint.plugins import Ops, Wrapper
 from hardpoint.plugins.config_tables import WeightCacheConfig
-from hardpoint.system import tensor_files
+from hardpoint.system import tensor_files, weight_cache
+from hardpoint.system.weight_cache import WeightCache
 
 PROMPTS = [[1, 2, 3], list(range(40, 60))]
 KEY = "a key"

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 from hardpoint.errors import shown
 from hardpoint.plugins import ModelConfig, ModelError, ModelFiles
-from hardpoint.registry.blame import describe
 from hardpoint.typed import suggest
+
+from .blame import describe
 
 
 class Alias(NamedTuple):

@@ -23,15 +23,15 @@ import torch
 from hardpoint.errors import size_text
 from hardpoint.plugins import Model
 from hardpoint.plugins.config_tables import WeightCacheConfig
-from hardpoint.system.tensor_files import (
+
+from .file_hashes import cache_folder
+from .tensor_files import (
     TensorFile,
     UnusableFileError,
     WritingCancelledError,
     num_bytes,
     read_tensors,
 )
-
-from .weight_hash import cache_folder
 
 _log = logging.getLogger("hardpoint")
 

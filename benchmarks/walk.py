@@ -60,7 +60,10 @@ def main() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=1)
     with LLM(options.model) as llm:
         llm.generate("The capital of France is", params)
-        calls = count_calls(lambda: llm.generate("One plus one is", params))
+        # The fewest of some walks: a collection of garbage may call something during one of them.
+        texts = ("One plus one is", "The sea is", "Once upon a")
+        walks = [count_calls(lambda text=text: llm.generate(text, params)) for text in texts]
+        calls = min(walks, key=Counter.total)
     if options.json:
         print(json.dumps(sums(calls)))
     else:

@@ -320,7 +320,8 @@ def test_a_client_that_goes_frees_its_request_in_the_engine(endless):
 @pytest.mark.nightly
 def test_the_program_ends_while_a_real_model_loads(scripted, tmp_path):
     write_config(tmp_path, scripted, "server.port = 0")
-    server = Program("-m", "hardpoint", "-v", "serve", folder=tmp_path)
+    # A fork has a child from the start on; this one's first child is the engine.
+    server = Program("-m", "hardpoint", "-v", "serve", folder=tmp_path, forked=False)
     try:
         process = psutil.Process(server.process.pid)
         wait_until(lambda: process.children(recursive=True), 30)

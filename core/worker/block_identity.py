@@ -64,7 +64,7 @@ def block_identity(
             spec.model_config, kv_variant, [layer.window for layer in attention.specs]
         ),
         architecture=spec.model_config.architecture,
-        dtype=str(spec.dtype),
+        dtype=_stored_dtype(spec),
         kv_layout=attention.kv_layout[0],
         kv_layout_version=attention.kv_layout[1],
         block_size=spec.config.kv_cache.block_size,
@@ -76,6 +76,12 @@ def block_identity(
         hash_algorithm=spec.config.kv_cache.hash_algorithm,
         quantization=_quantization(spec),
     )
+
+
+def _stored_dtype(spec: WorkerSpec) -> str:
+    """Return how keys and values are stored; of codes, also the dtype that they are made of."""
+    stored = spec.config.kv_cache.dtype
+    return str(spec.dtype) if stored == "auto" else f"{stored} of {spec.dtype}"
 
 
 def _quantization(spec: WorkerSpec) -> str:

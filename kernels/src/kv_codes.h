@@ -5,6 +5,10 @@
 // of panels of float32: keys [head size][16 tokens], values [16 elements of the head][16 tokens][16].
 #pragma once
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #include "gemm.h"
 
 namespace kv_codes {
@@ -23,10 +27,25 @@ constexpr size_t SCALES = PANEL * sizeof(float);  // bytes of the scales of a gr
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 typedef int8_t SignedBytes __attribute__((vector_size(LANES)));
 
+// GCC converts between bytes and words element by element.
 INLINE Ints load_signed(const void* from) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from));
+#elif defined(__AVX2__)
+  return (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from));
+#else
   SignedBytes codes;
   memcpy(&codes, from, sizeof codes);
   return __builtin_convertvector(codes, Ints);
+#endif
+}
+INLINE void store_bytes(void* to, Words words) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)words));
+#else
+  Bytes bytes = __builtin_convertvector(words, Bytes);
+  memcpy(to, &bytes, sizeof bytes);
+#endif
 }
 INLINE Floats decode(const Int8* from) { return __builtin_convertvector(load_signed(from), Floats); }
 INLINE Floats decode(const Float8* from) {
@@ -68,10 +87,9 @@ float find_scale(const T* x, long size) {
 template <class S, class T>
 void encode(const T* x, long size, float scale, S* to) {
   for (long i = 0; i < size; i += LANES) {
-    Bytes codes = {};
-    if (scale > 0)
-      codes = __builtin_convertvector(encode(load_up_to(x + i, size - i) / scale, S{}), Bytes);
-    memcpy(to + i, &codes, sizeof codes);
+    Words codes = {};
+    if (scale > 0) codes = encode(load_up_to(x + i, size - i) / scale, S{});
+    store_bytes(to + i, codes);
   }
 }
 

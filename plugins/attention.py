@@ -149,10 +149,11 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
     pads: ClassVar[bool] = False
     """Whether it is `replayable` in steps of the sizes of `Ops.record_sizes`, and not in others."""
     cache_dtypes: ClassVar[tuple[str, ...]] = ("auto",)
-    """Values of `kv_cache.dtype` that it has; others are refused. "auto" stores the context's dtype.
+    """Values of `kv_cache.dtype` that it has; others are refused.
 
-    "int8" and "fp8" (float8 e4m3fn) store a code of 8 bits for each element and a float32 scale
-    for each token, key head and side, keys or values. With the limit 127 for int8, 448 for fp8:
+    "auto" stores the context's dtype. "int8" and "fp8" (float8 e4m3fn) store a code of 8 bits for
+    each element and a float32 scale for each token, key head and side, keys or values. With the
+    limit 127 for int8, 448 for fp8:
 
     * scale = (largest magnitude of the head's elements, in float32) / limit. A head whose largest
       magnitude is below 2^-100 has scale 0 and codes 0; one with a number that is not finite has
@@ -160,9 +161,9 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
     * code = element / scale, divided and rounded to the nearest as IEEE 754 has it, ties to even.
       What is below 2^-6 in fp8, the smallest normal number, is 0.
 
-    What is read is scale * code, rounded once to the context's dtype. All that is attended to is
-    read so, the tokens of the same step too: how tokens are divided into steps changes no key.
-    `hardpoint.toolkit.kv_codes` has both directions in plain torch.
+    What is read is scale * code, which may be rounded to the context's dtype. All that is attended
+    to is read so, the tokens of the same step too: how tokens are divided into steps changes no
+    key. `hardpoint.toolkit.kv_codes` has both directions in plain torch.
     """
 
     context: AttentionContext

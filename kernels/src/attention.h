@@ -4,8 +4,8 @@
 // columns are the group's tokens and whose depth is the head; values, behind all keys of the block,
 // [block][kv head][group][16 elements of the head] of a panel whose columns are the elements and
 // whose depth is the tokens. So both products are those of gemm.h. What pads a group or a head is
-// never read as a result. A cache of codes (S is not T) has those of kv_codes.h in the place of
-// panels, which are decoded where they are read.
+// never read as a result. A cache of codes (S is not T) has those of kv_codes.h, and scales, in the
+// place of panels: scores are multiplied by the scales of keys, weights by those of values.
 //
 // A sequence is cut into parts of GROUPS groups at fixed borders. The maximum, the sum and the
 // weighted sum of values of each part are computed in a fixed order, by what a query sees of it
@@ -22,6 +22,9 @@
 #include "kv_codes.h"
 
 namespace attention {
+
+using gemm::multiply;
+using kv_codes::multiply;
 
 constexpr int GROUPS = 8;  // of a part
 constexpr int PART = GROUPS * PANEL;
@@ -375,9 +378,11 @@ __attribute__((noinline)) inline void cap_scores(float* scores, int groups, floa
 }
 
 // Turn scores [groups of `lanes`] into weights, and give their maximum and sum. A NaN stays one.
-template <class T>
+// CODED: the weights of a group are multiplied by those at `factors`.
+template <class T, bool CODED>
 __attribute__((noinline)) void weigh(const float* scores, const Lanes* lanes, int groups,
-                                     float scale, gemm::Operand<T>* weights, float* maximum_out,
+                                     float scale, const float* const* factors,
+                                     gemm::Operand<T>* weights, float* maximum_out,
                                      float* sum_out) {
   constexpr bool SHORT = std::is_same_v<gemm::Operand<T>, bf16>;
   Floats infinity = splat(std::numeric_limits<float>::infinity());
@@ -399,9 +404,13 @@ __attribute__((noinline)) void weigh(const float* scores, const Lanes* lanes, in
   for (int g = 0; g < groups; g++)
     for (int v = 0; v < PANEL_VECTORS; v++) {
       Floats difference = load(scores + g * PANEL + v * LANES) * scale - limit;
-      Floats weight = SHORT ? exp_short(difference) : exp_negative(difference);
-      if (lanes[g].to - lanes[g].from < PANEL) weight = choose(visible(g, v), weight, Floats{});
-      store(weights + g * PANEL + v * LANES, weight);
+      Floats weight = SHORT ? exp_short(difference) : exp_negative(difference), product = weight;
+      if (CODED) product *= load(factors[g] + v * LANES);
+      if (lanes[g].to - lanes[g].from < PANEL) {
+        weight = choose(visible(g, v), weight, Floats{});
+        product = CODED ? choose(visible(g, v), product, Floats{}) : weight;
+      }
+      store(weights + g * PANEL + v * LANES, product);
       sum[v] += weight;
     }
   for (int width = PANEL_VECTORS / 2; width; width /= 2)
@@ -456,14 +465,14 @@ struct Workspace {
   Scratch<float> results;
   alignas(64) float scores[MAX_ROWS * PART];
   alignas(64) gemm::Operand<T> weights[MAX_ROWS * PART];
-  Scratch<T> copies;
+  Scratch<T> edges;
   Scratch<float> partials;
 };
 
 // A part of a sequence's keys and values of one head.
-template <class T>
+template <class S>
 struct Part {
-  const T *keys[GROUPS], *values[GROUPS];
+  const S *keys[GROUPS], *values[GROUPS];
   long token[GROUPS];  // first of each group
   int tokens[GROUPS];
   long last;          // position
@@ -477,40 +486,51 @@ struct Queries {
   long slice;  // elements from one slice to the next
 };
 
-template <int R, int N, class T>
-INLINE void score_groups(const Queries<T>& q, const Heads<T>& heads, const T* const* keys,
-                         const T* const* ahead, float* scores) {
+// Where a vector of columns begins in a panel.
+template <class S>
+constexpr int vector_at(int v) {
+  return v % PANEL_VECTORS * LANES * (sizeof(S) == 2 ? 2 : 1);
+}
+
+template <int R, int N, class T, class S>
+INLINE void score_groups(const Queries<T>& q, const Heads<T>& heads, const S* const* keys,
+                         const S* const* ahead, float* scores) {
   constexpr int V = N * PANEL_VECTORS;
   Floats sums[R][V] = {};
   const gemm::Operand<T>* x = q.at;
   for (long from = 0; from < heads.depth; from += SLICE, x += q.slice) {
-    const T *weights[V], *next[N];
+    const S *weights[V], *next[N];
     for (int v = 0; v < V; v++)
-      weights[v] = keys[v / PANEL_VECTORS] + from * PANEL +
-                   (v % PANEL_VECTORS) * LANES * (4 / sizeof(T));
+      weights[v] = keys[v / PANEL_VECTORS] + from * PANEL + vector_at<S>(v);
     for (int n = 0; n < N; n++) next[n] = ahead[n] + from * PANEL;
     int depth = (int)std::min<long>(SLICE, heads.depth - from);
-    gemm::multiply<R, V>(x, (long)SLICE, weights, depth, sums, next);
+    multiply<R, V>(x, (long)SLICE, weights, depth, sums, next);
   }
+  if constexpr (CODED<T, S>)
+    for (int v = 0; v < V; v++) {
+      Floats scale = load(kv_codes::scales(keys[v / PANEL_VECTORS], heads.head_size * PANEL) +
+                          v % PANEL_VECTORS * LANES);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r++) sums[r][v] *= scale;
+    }
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 16
     for (int v = 0; v < V; v++) store(scores + r * PART + v * LANES, sums[r][v]);
 }
 
-template <int R, int N, class T>
-INLINE void sum_values(const gemm::Operand<T>* weights, const T* const* values,
-                       const T* const* ahead, int groups, long panel, float* const* results) {
+template <int R, int N, class T, class S>
+INLINE void sum_values(const gemm::Operand<T>* weights, const S* const* values,
+                       const S* const* ahead, int groups, long panel, float* const* results) {
   constexpr int V = N * PANEL_VECTORS;
-  constexpr size_t SIZE = gemm::panel_size<T>(PANEL);
+  constexpr size_t SIZE = gemm::panel_size<S>(PANEL);
   Floats sums[R][V] = {};
   for (int g = 0; g < groups; g++) {
-    const T *at[V], *next[N];
+    const S *at[V], *next[N];
     for (int v = 0; v < V; v++)
-      at[v] = values[g] + (panel + v / PANEL_VECTORS) * SIZE +
-              (v % PANEL_VECTORS) * LANES * (4 / sizeof(T));
+      at[v] = values[g] + (panel + v / PANEL_VECTORS) * SIZE + vector_at<S>(v);
     for (int n = 0; n < N; n++) next[n] = ahead[g] + (panel + n) * SIZE;
-    gemm::multiply<R, V>(weights + g * PANEL, (long)PART, at, PANEL, sums, next);
+    multiply<R, V>(weights + g * PANEL, (long)PART, at, PANEL, sums, next);
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++)
@@ -526,61 +546,65 @@ constexpr int at_once(int rows) {
 constexpr int AHEAD = 4;  // groups
 
 // The groups of a part that rows see: keys, then values, then the groups that come next.
-template <class T>
+template <class S>
 struct Groups {
-  const T* at[2 * GROUPS + AHEAD];
+  const S* at[2 * GROUPS + AHEAD];
   int count;
 };
 
 // Compute the results of R rows (of `rows` that count) over groups of a part.
-template <int R, class T>
+template <int R, class T, class S>
 __attribute__((noinline)) void attend_rows(const Heads<T>& heads, const Queries<T>& q,
-                                           const Groups<T>& groups, const Lanes* const* lanes,
+                                           const Groups<S>& groups, const Lanes* const* lanes,
                                            int rows, float scale, float softcap,
                                            Workspace<T>& work, float* const* results) {
   constexpr int N = at_once(R);
   float* scores = work.scores;
   int count = groups.count, g = 0;
-  const T* const* at = groups.at;
+  const S* const* at = groups.at;
   for (; g + N <= count; g += N)
-    score_groups<R, N, T>(q, heads, at + g, at + g + AHEAD, scores + g * PANEL);
+    score_groups<R, N, T, S>(q, heads, at + g, at + g + AHEAD, scores + g * PANEL);
   if constexpr (N > 1)
     for (; g < count; g++)
-      score_groups<R, 1, T>(q, heads, at + g, at + g + AHEAD, scores + g * PANEL);
+      score_groups<R, 1, T, S>(q, heads, at + g, at + g + AHEAD, scores + g * PANEL);
+  const float* factors[GROUPS];
+  if constexpr (CODED<T, S>)
+    for (g = 0; g < count; g++)
+      factors[g] = kv_codes::scales(at[count + g], heads.panels * PANEL * PANEL);
   for (int r = 0; r < rows; r++) {
     float* limits = results[r] + heads.panels * PANEL;
     if (softcap != 0.0f) cap_scores(scores + r * PART, count, scale, softcap);
-    weigh<T>(scores + r * PART, lanes[r], count, softcap != 0.0f ? 1.0f : scale,
-             work.weights + r * PART, limits, limits + 1);
+    weigh<T, CODED<T, S>>(scores + r * PART, lanes[r], count, softcap != 0.0f ? 1.0f : scale,
+                          factors, work.weights + r * PART, limits, limits + 1);
   }
   const gemm::Operand<T>* weights = work.weights;
   at += count;
   long panel = 0;
   for (; panel + N <= heads.panels; panel += N)
-    sum_values<R, N, T>(weights, at, at + AHEAD, count, panel, results);
+    sum_values<R, N, T, S>(weights, at, at + AHEAD, count, panel, results);
   if constexpr (N > 1)
     for (; panel < heads.panels; panel++)
-      sum_values<R, 1, T>(weights, at, at + AHEAD, count, panel, results);
+      sum_values<R, 1, T, S>(weights, at, at + AHEAD, count, panel, results);
 }
 
-template <class T>
-void attend_tile(const Heads<T>& heads, const Queries<T>& q, const Groups<T>& groups,
+template <class T, class S>
+void attend_tile(const Heads<T>& heads, const Queries<T>& q, const Groups<S>& groups,
                  const Lanes* const* lanes, int rows, float scale, float softcap,
                  Workspace<T>& work, float* const* results) {
   auto run = [&](auto attend) {
     attend(heads, q, groups, lanes, rows, scale, softcap, work, results);
   };
   // Rows that are missing to the next size are computed and dropped.
-  if (rows == 1) return run(attend_rows<1, T>);
-  if (rows == 2) return run(attend_rows<2, T>);
+  if (rows == 1) return run(attend_rows<1, T, S>);
+  if (rows == 2) return run(attend_rows<2, T, S>);
   if constexpr (MAX_ROWS > 2) {
-    if (rows == 3) return run(attend_rows<3, T>);
-    if (rows == 4) return run(attend_rows<4, T>);
-    if (rows <= 6) return run(attend_rows<6, T>);
+    if (rows == 3) return run(attend_rows<3, T, S>);
+    if (rows == 4) return run(attend_rows<4, T, S>);
+    if (rows <= 6) return run(attend_rows<6, T, S>);
   }
   if constexpr (MAX_ROWS > 6) {
-    if (rows <= 8) return run(attend_rows<8, T>);
-    run(attend_rows<12, T>);
+    if (rows <= 8) return run(attend_rows<8, T, S>);
+    run(attend_rows<12, T, S>);
   }
 }
 
@@ -626,9 +650,7 @@ class Attended {
     results_ = work_.results.get(count_ * size);
     for (int i = 0; i < count_; i++) clear(results_ + i * size, size);
     partials_ = work_.partials.get(MAX_ROWS * size);
-    size_t copied = (CODED<T, S> ? heads_.key_size : 0) + heads_.value_size;
-    copied_keys_ = work_.copies.get(GROUPS * copied);
-    copied_values_ = copied_keys_ + GROUPS * (copied - heads_.value_size);
+    if (!CODED<T, S>) edges_ = work_.edges.get(GROUPS * heads_.value_size);
     for (long part = item_.from; part < item_.to; part++) attend_part(part);
     if (item_.piece >= 0) return;
     for (int i = 0; i < count_; i++)
@@ -666,17 +688,13 @@ class Attended {
     return block(group) + (kv_head_ + next) * layout_.key_head +
            group % layout_.blocks.groups * layout_.key_size;
   }
-  const S* values(long group, long next = 0) const {
-    return block(group) + layout_.values + (kv_head_ + next) * layout_.value_head +
+  const S* values(long group) const {
+    return block(group) + layout_.values + kv_head_ * layout_.value_head +
            group % layout_.blocks.groups * layout_.value_size;
   }
 
-  // Find the operands of a part; those of codes are decoded, which asks for the next part's.
   void find_part(long part) {
     const Blocks& blocks = layout_.blocks;
-    bool ends = part + 1 == item_.to;
-    long next = (ends ? item_.from : part + 1) * GROUPS;
-    auto comes = [&](int g) { return (!ends || more_) && blocks.first_token(next + g) <= last_; };
     for (int g = 0; g < GROUPS; g++) {
       long group = part * GROUPS + g;
       part_.token[g] = blocks.first_token(group);
@@ -684,40 +702,27 @@ class Attended {
       part_.all[g] = {0, part_.tokens[g]};
       part_.last = part_.token[g] + part_.tokens[g] - 1;
       if (part_.token[g] > last_) continue;  // the table may end here
-      if constexpr (CODED<T, S>) {
-        if (comes(g)) {
-          kv_codes::prefetch(keys(next + g, ends), layout_.key_size);
-          kv_codes::prefetch(values(next + g, ends), layout_.value_size);
-        }
-        decode(g, keys(group), values(group));
-      } else {
-        part_.keys[g] = keys(group);
-        part_.values[g] = values(group);
+      part_.keys[g] = keys(group);
+      part_.values[g] = values(group);
+      if constexpr (CODED<T, S>)
+        __builtin_prefetch(part_.values[g] + heads_.panels * PANEL * PANEL);  // their scales
+      else
         hide(g);
-      }
     }
     for (int i = 0; i < AHEAD; i++) {
-      next_[i] = part_.keys[0];
-      if constexpr (!CODED<T, S>)
-        if (comes(i)) next_[i] = keys(next + i, ends);
+      bool ends = part + 1 == item_.to;
+      long group = (ends ? item_.from : part + 1) * GROUPS + i;
+      next_[i] = (!ends || more_) && blocks.first_token(group) <= last_ ? keys(group, ends)
+                                                                        : part_.keys[0];
     }
   }
 
-  void decode(int g, const S* keys, const S* values) {
-    T *key = copied_keys_ + g * heads_.key_size, *value = copied_values_ + g * heads_.value_size;
-    part_.keys[g] = key;
-    part_.values[g] = value;
-    Lanes seen = lanes(g, first_, last_);
-    if (seen.from == seen.to) return;
-    kv_codes::decode_keys(keys, heads_.head_size, key);
-    kv_codes::decode_values(values, heads_.panels, seen.from, seen.to, value);
-  }
-
-  // Values that no query of the item sees may be anything, also NaN, which 0 times it is too.
+  // Values that no query of the item sees may be anything, also NaN, which 0 times it is too. Codes
+  // are finite, and weights are 0 whatever the scale is.
   void hide(int g) {
     Lanes seen = lanes(g, first_, last_);
     if (seen.to - seen.from == PANEL || seen.from == seen.to) return;
-    T* copy = copied_values_ + g * heads_.value_size;
+    T* copy = edges_ + g * heads_.value_size;
     copy_visible(heads_, part_.values[g], seen, copy);
     part_.values[g] = copy;
   }
@@ -772,15 +777,15 @@ class Attended {
       return;
     }
     Queries<T> queries{queries_ + first * SLICE, padded_ * SLICE};
-    attend_tile<T>(heads_, queries, groups(begin, end), lanes_of, rows,
+    attend_tile(heads_, queries, groups(begin, end), lanes_of, rows,
                    layer_.scale, layer_.softcap, work_, results);
     if (item_.piece < 0)
       for (int r = 0; r < rows; r++) merge(results_ + (first + r) * size, results[r], size);
   }
 
-  Groups<T> groups(int begin, int end) const {
-    Groups<T> groups;
-    const T** to = groups.at;
+  Groups<S> groups(int begin, int end) const {
+    Groups<S> groups;
+    const S** to = groups.at;
     groups.count = end - begin;
     to = std::copy(part_.keys + begin, part_.keys + end, to);
     to = std::copy(part_.values + begin, part_.values + end, to);
@@ -806,9 +811,9 @@ class Attended {
   Workspace<T>& work_;
   gemm::Operand<T>* queries_ = nullptr;
   float *results_ = nullptr, *partials_ = nullptr;
-  T *copied_keys_ = nullptr, *copied_values_ = nullptr;
-  Part<T> part_;
-  const T* next_[AHEAD];  // the first keys of the next part
+  T* edges_ = nullptr;
+  Part<S> part_;
+  const S* next_[AHEAD];  // the first keys of the next part
   long first_ = 0, last_ = 0;  // the oldest and the newest position that a query of the item sees
 };
 

@@ -93,66 +93,64 @@ void encode(const T* x, long size, float scale, S* to) {
   }
 }
 
-// Store a vector of depth k and one of depth k + 1 to their place in a panel.
-INLINE void store_depths(bf16* to, Floats even, Floats odd) {
-#if defined(__AVX512BF16__)
-  // The halves of `both` are element by element: 0, 16, 1, 17, ...
-  const Words column = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const __m512i order = (__m512i)(column * 0x10001u + 0x100000u);
-  __m512bh both = _mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
-  _mm512_storeu_si512(to, _mm512_permutexvar_epi16(order, (__m512i)both));
-#else
-  Words low = __builtin_convertvector(to_bf16(even), Words);
-  Words pairs = low | (__builtin_convertvector(to_bf16(odd), Words) << 16);
-  memcpy(to, &pairs, sizeof pairs);
-#endif
-}
-INLINE void store_depths(float* to, Floats even, Floats odd) {
-  store(to, even);
-  store(to + PANEL, odd);
+template <class S>
+INLINE const float* scales(const S* group, size_t codes) {
+  return (const float*)(group + codes);
 }
 
-// Decode the keys of a group to a panel, whose columns are tokens.
-template <class S, class T>
-__attribute__((noinline)) void decode_keys(const S* from, long head_size, T* to) {
-  Floats scale[PANEL_VECTORS];
-  for (int v = 0; v < PANEL_VECTORS; v++)
-    scale[v] = load((const float*)(from + head_size * PANEL) + v * LANES);
-  long d = 0;
-  for (; d + 2 <= head_size; d += 2, from += 2 * PANEL, to += 2 * PANEL)
+// Ask memory for what will be multiplied soon: at depth k of the groups `ahead`.
+template <int V, class S>
+INLINE void prefetch(const S* const* ahead, int k) {
 #pragma GCC unroll 16
-    for (int v = 0; v < PANEL_VECTORS; v++)
-      store_depths(to + v * LANES * (4 / sizeof(T)), decode(from + v * LANES) * scale[v],
-                   decode(from + PANEL + v * LANES) * scale[v]);
-  if (d == head_size) return;
-  for (int v = 0; v < PANEL_VECTORS; v++) {
-    Floats last = decode(from + v * LANES) * scale[v];
-    if constexpr (sizeof(T) == 2)
-      store_depths(to + v * LANES * 2, last, Floats{});
-    else
-      store(to + v * LANES, last);
+  for (int v = 0; v < V; v += PANEL_VECTORS)
+    __builtin_prefetch(ahead[v / PANEL_VECTORS] + (size_t)k * PANEL, 0, 2);
+}
+
+// As those of gemm.h, for codes. What follows the codes of an odd depth is multiplied with 0: any
+// byte is a number.
+#if defined(__AVX512BF16__)
+INLINE Pairs load_pairs(const Int8* from) {
+  return (Pairs)(bits_of(decode(from)) >> 16 | bits_of(decode(from + PANEL)));
+}
+INLINE Pairs load_pairs(const Float8* from) {
+  __m512i even = _mm512_slli_epi32((__m512i)load_signed(from), 4);
+  __m512i odd = _mm512_slli_epi32((__m512i)load_signed(from + PANEL), 20);
+  __m512i bits = _mm512_mask_blend_epi16(0xaaaaaaaa, even, odd) & (__m512i)splat(0x87f087f0u);
+  // A number but 0 is one of bfloat16 whose exponent is too low by 120.
+  __mmask32 numbers = _mm512_test_epi16_mask(bits, _mm512_set1_epi16(0x7f0));
+  return (Pairs)_mm512_mask_add_epi16(bits, numbers, bits, _mm512_set1_epi16(120 << 7));
+}
+template <int R, int V, class S>
+INLINE void multiply(const bf16* x, long stride, const S* const (&weights)[V], int depth,
+                     Floats (&sums)[R][V], const S* const* ahead) {
+  for (int k = 0; k < depth; k += 2) {
+    if (k % 4 == 0) prefetch<V>(ahead, k);
+    Pairs pairs[V];
+#pragma GCC unroll 16
+    for (int v = 0; v < V; v++) pairs[v] = load_pairs(weights[v] + (size_t)k * PANEL);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+      Pairs value = splat_pair(x + r * stride + k);
+#pragma GCC unroll 16
+      for (int v = 0; v < V; v++) sums[r][v] = add_products(sums[r][v], value, pairs[v]);
+    }
   }
 }
+#endif
 
-// Decode the values of a group to panels, whose columns are elements; tokens outside of `first` to
-// `end` become 0.
-template <class S, class T>
-__attribute__((noinline)) void decode_values(const S* from, long panels, int first, int end, T* to) {
-  alignas(64) float scales[PANEL];
-  memcpy(scales, from + panels * PANEL * PANEL, sizeof scales);
-  for (int i = 0; i < PANEL; i++)
-    if (i < first || i >= end) scales[i] = 0.0f;
-  for (long panel = 0; panel < panels; panel++)
-    for (int t = 0; t < PANEL; t += 2, from += 2 * PANEL, to += 2 * PANEL)
+template <int R, int V, class S>
+INLINE void multiply(const float* x, long stride, const S* const (&weights)[V], int depth,
+                     Floats (&sums)[R][V], const S* const* ahead) {
+  for (int k = 0; k < depth; k++) {
+    if (k % 4 == 0) prefetch<V>(ahead, k);
+    Floats values[V];
 #pragma GCC unroll 16
-      for (int v = 0; v < PANEL_VECTORS; v++)
-        store_depths(to + v * LANES * (4 / sizeof(T)), decode(from + v * LANES) * scales[t],
-                     decode(from + PANEL + v * LANES) * scales[t + 1]);
-}
-
-// Ask memory for what is decoded soon.
-INLINE void prefetch(const void* from, size_t bytes) {
-  for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)from + i, 0, 2);
+    for (int v = 0; v < V; v++) values[v] = decode(weights[v] + (size_t)k * PANEL);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+      for (int v = 0; v < V; v++) sums[r][v] += x[r * stride + k] * values[v];
+  }
 }
 
 }  // namespace kv_codes

@@ -177,9 +177,9 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
         super().__init__(context)
         if context.cache_dtype not in self.cache_dtypes:
             raise ModelError(
-                f"kv_cache.dtype: the attention backend {context.name!r} has "
-                f"{', '.join(map(repr, self.cache_dtypes))}, got {context.cache_dtype!r}; choose "
-                f"another one with attention.use, 'torch' for example"
+                f"kv_cache.dtype: the attention backend {context.name!r} stores "
+                f"{', '.join(map(repr, self.cache_dtypes))}, got {context.cache_dtype!r}; "
+                f'attention.use = "torch" has it'
             )
 
     def describe(self) -> str:

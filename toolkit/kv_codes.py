@@ -1,6 +1,6 @@
 """Keys and values in codes of 8 bits, with a scale for each token and head.
 
-`AttentionBackend.cache_dtypes` says what backends store. This is the same in plain torch.
+`AttentionBackend.cache_dtypes` specifies what backends store; this computes it in plain torch.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from hardpoint.plugins import AttentionBackend, AttentionContext, AttentionStep,
 _LONG_WORK = 4_000  # of a plan that is worth releasing Python's lock, about a millisecond
 _WORK = 13  # index of the work in a plan
 
-# How the kernels are told what a cache stores, by `kv_cache.dtype`.
+# What a cache stores, as the kernels number it, by `kv_cache.dtype`.
 _STORED = {"auto": 0, "int8": 1, "fp8": 2}
 
 _Key = tuple[int | None, int, int]

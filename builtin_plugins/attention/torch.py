@@ -117,12 +117,14 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
             math.prod(shape) * dtype.itemsize for shape, dtype in self._parts(spec, num_blocks=1)
         )
 
-    def _parts(self, spec: KVSpec, num_blocks: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def _parts(
+        self, spec: KVSpec, num_blocks: int
+    ) -> Sequence[tuple[tuple[int, ...], torch.dtype]]:
         """Return the shape and dtype of each tensor of a cache."""
         context, heads = self.context, (num_blocks, self.context.block_size, spec.num_kv_heads)
-        dtype = CODE_DTYPES.get(context.cache_dtype, context.dtype)
-        scales = [(heads, torch.float32)] * 2 if self._is_coded else []
-        return [((*heads, spec.head_size), dtype)] * 2 + scales
+        side = (*heads, spec.head_size), CODE_DTYPES.get(context.cache_dtype, context.dtype)
+        scales = heads, torch.float32
+        return (side, side, scales, scales) if self._is_coded else (side, side)
 
     def allocate(self, spec: KVSpec, num_blocks: int) -> Cache:
         """Return a zeroed cache of `num_blocks` blocks; on a CPU its pages are allocated on use."""

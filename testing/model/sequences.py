@@ -114,12 +114,12 @@ class SequenceBlocks:
 
 
 Read = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
-"""How keys and values are read: `(keys, values, own) -> keys, values`, all of the shape
-[tokens, num_kv_heads, head_size]; the last `own` tokens are those of the step."""
+"""How keys and values are read: `(keys, values, num_new) -> keys, values`, all of the shape
+[tokens, num_kv_heads, head_size]; the last `num_new` tokens are those of the step."""
 
 
 def read_uncoded(
-    keys: torch.Tensor, values: torch.Tensor, _own: int
+    keys: torch.Tensor, values: torch.Tensor, _num_new: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys and values as they are; see `Read`."""
     return keys, values
@@ -129,7 +129,7 @@ def read_coded(cache_dtype: str) -> Read:
     """Return how keys and values are read from a cache of `kv_cache.dtype`."""
 
     def read(
-        keys: torch.Tensor, values: torch.Tensor, _own: int
+        keys: torch.Tensor, values: torch.Tensor, _num_new: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         decoded = (
             dequantize_heads(*quantize_heads(side, cache_dtype), torch.float64)
@@ -146,25 +146,25 @@ def misread_codes(cache_dtype: str) -> Iterator[tuple[str, Read]]:
     yield "that of keys and values as they are, not as codes", read_uncoded
 
     def read_own_uncoded(
-        keys: torch.Tensor, values: torch.Tensor, own: int
+        keys: torch.Tensor, values: torch.Tensor, num_new: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        old, new = len(keys) - own, (keys, values)
-        sides = read(keys, values, own)
+        old, new = len(keys) - num_new, (keys, values)
+        sides = read(keys, values, num_new)
         keys, values = (torch.cat((a[:old], b[old:])) for a, b in zip(sides, new, strict=True))
         return keys, values
 
     yield "that of codes of earlier steps, and of this step's keys and values", read_own_uncoded
 
     def read_whole_tokens(
-        keys: torch.Tensor, values: torch.Tensor, own: int
+        keys: torch.Tensor, values: torch.Tensor, num_new: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = read(keys.flatten(1)[:, None], values.flatten(1)[:, None], own)
+        tokens = read(keys.flatten(1)[:, None], values.flatten(1)[:, None], num_new)
         return tokens[0].view_as(keys), tokens[1].view_as(values)
 
     yield "that of one scale for all heads of a token", read_whole_tokens
 
     def read_swapped(
-        keys: torch.Tensor, values: torch.Tensor, _own: int
+        keys: torch.Tensor, values: torch.Tensor, _num_new: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         codes, scales = zip(
             *(quantize_heads(side, cache_dtype) for side in (keys, values)), strict=True

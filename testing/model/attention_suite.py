@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,7 +18,7 @@ from hardpoint.testing.snapshots import snapshot, without_growth
 from hardpoint.testing.suite import Rule, Violation, checks, short_repr
 from hardpoint.toolkit.kv_codes import CODE_DTYPES
 
-from .attention_rules import (
+from .attention_cases import (
     BLOCKS,
     CACHE,
     CAUSAL,
@@ -34,6 +33,7 @@ from .attention_rules import (
     SEQUENCES,
     SOFTCAP,
     WINDOW,
+    Case,
 )
 from .block_views import BLOCK_VIEWS, MOVED_BLOCKS, NUM_BLOCKS, check_views, move_blocks
 from .sequences import SequenceBlocks, WholeHistory, ordered, softmax_attention
@@ -41,41 +41,6 @@ from .sequences import SequenceBlocks, WholeHistory, ordered, softmax_attention
 _NUM_BLOCKS = 328  # four sequences of 80 tokens, in blocks of one token
 _MOVED_LENGTHS = (17, 3, 1)
 _TOLERANCES = {torch.bfloat16: 0.06, torch.float16: 0.01}
-
-
-@dataclass(frozen=True)
-class Case:
-    """Steps to run.
-
-    Attributes:
-        heads: query heads and key heads per layer.
-        windows: per layer.
-        softcap: softcap of all layers.
-        steps: tokens by sequence; an ended sequence of the same name starts again.
-        ends: sequences that end after each step.
-        shuffled: whether blocks are handed out in any order.
-        grouped: whether each layer is a group, with blocks of its own in a cache that they share.
-        cache_dtype: `kv_cache.dtype`.
-    """
-
-    block_size: int
-    head_size: int
-    heads: tuple[tuple[int, int], ...]
-    windows: tuple[int | None, ...]
-    steps: tuple[Mapping[str, int], ...]
-    ends: tuple[str, ...] = ()
-    shuffled: bool = False
-    softcap: float | None = None
-    grouped: bool = False
-    cache_dtype: str = "auto"
-
-    @property
-    def specs(self) -> list[KVSpec]:
-        """Return one spec per layer."""
-        return [
-            KVSpec(num_heads, num_kv_heads, self.head_size, 0.4, window, self.softcap)
-            for (num_heads, num_kv_heads), window in zip(self.heads, self.windows, strict=True)
-        ]
 
 
 class AttentionBackendSuite(ComponentSuite):

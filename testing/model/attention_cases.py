@@ -1,7 +1,11 @@
-"""The rules of the conformance suite for attention backends."""
+"""The rules of the conformance suite for attention backends, and the steps that it draws."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hardpoint.plugins import KVSpec
 from hardpoint.testing.suite import Rule
 
 RESULT = Rule(
@@ -72,3 +76,38 @@ CODED_STEPS = Rule(
     "coded steps: codes and scales are those of the last token that was written to their slot",
     "write the scales with the codes, to plan.slots, and read both through plan.block_table",
 )
+
+
+@dataclass(frozen=True)
+class Case:
+    """Steps to run.
+
+    Attributes:
+        heads: query heads and key heads per layer.
+        windows: per layer.
+        softcap: softcap of all layers.
+        steps: tokens by sequence; an ended sequence of the same name starts again.
+        ends: sequences that end after each step.
+        shuffled: whether blocks are handed out in any order.
+        grouped: whether each layer is a group, with blocks of its own in a cache that they share.
+        cache_dtype: `kv_cache.dtype`.
+    """
+
+    block_size: int
+    head_size: int
+    heads: tuple[tuple[int, int], ...]
+    windows: tuple[int | None, ...]
+    steps: tuple[Mapping[str, int], ...]
+    ends: tuple[str, ...] = ()
+    shuffled: bool = False
+    softcap: float | None = None
+    grouped: bool = False
+    cache_dtype: str = "auto"
+
+    @property
+    def specs(self) -> list[KVSpec]:
+        """Return one spec per layer."""
+        return [
+            KVSpec(num_heads, num_kv_heads, self.head_size, 0.4, window, self.softcap)
+            for (num_heads, num_kv_heads), window in zip(self.heads, self.windows, strict=True)
+        ]
